@@ -1,0 +1,293 @@
+"""The one mechanism: a log read in batches between two snapshots of a cursor.
+
+Everything that reads a log, the forwarder or a consumer, reads it like this. Each row of a log
+carries the id of the transaction that wrote it (``txid``). A cursor, one per subscription and
+shard, holds two snapshots of which transactions were complete:
+
+    done        every row visible in it is complete
+    open        the batch in hand is the rows visible in ``open`` and not in ``done``
+    position    within the batch, the rows with ``id <= position`` are complete
+
+and moves in three steps:
+
+    open        open = the snapshot of now, batch = batch + 1
+    advance     position = the last id completed, as often as one likes
+    close       done = open, open = NULL
+
+What this gives, where simpler schemes fail (the idea is PgQ's, here per shard):
+
+- *Nothing is skipped.* Ids are drawn before the commit, so reading ``id > last`` loses the row
+  that commits late with a lower id. A row that commits after the snapshot ``open`` is not visible
+  in it, so it belongs to the next batch, whatever its id.
+- *A batch never changes.* Two snapshots name the same set of rows for ever. Read again by a
+  retried task or another process after a crash, it gives the same rows in the same order, and
+  (batch, position) is a mark that a destination can compare: that is what exactly once rests on.
+- *Order.* Rows written one after the other under one lock have rising ids, and the later is
+  never in an earlier batch: if its transaction was complete at a snapshot, so was the one that
+  had to release the lock first.
+- *One long transaction delays only itself.* Its id stays listed as in progress in ``done``, and
+  its rows are found by that id when it ends. The cost of a batch follows its new rows.
+- *Nothing is forwarded that the source could still lose.* ``open`` commits with
+  synchronous_commit = on; the log is written in order, so everything visible before is durable.
+
+Every write names owner and epoch (see `saf.shards`) and the batch; one that finds them changed
+writes nothing and raises `Fenced`.
+
+What it does not do: it never reads from a standby, never deletes, and does not order messages of
+different shards among each other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+from uuid import UUID
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import dict_row
+
+from saf.errors import Fenced
+from saf.shards import Member
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Rows of some shards of a log, between two snapshots. Picklable; holds no connection."""
+
+    log: str
+    subscription_id: int
+    owner: UUID
+    number: int
+    done: str
+    """pg_snapshot as text: rows visible in it are not in the batch."""
+    open: str
+    """pg_snapshot as text: rows visible in it are in the batch."""
+    position: int
+    """Rows up to this id are complete already."""
+    route_version: int | None
+    epochs: tuple[tuple[int, int], ...]
+    """(shard, epoch) of each shard, by shard."""
+
+    @property
+    def shards(self) -> list[int]:
+        """The shards whose rows these are."""
+        return [shard for shard, _ in self.epochs]
+
+    def split(self, parts: int) -> list[Batch]:
+        """The same rows as at most ``parts`` batches of about as many shards each."""
+        parts = min(parts, len(self.epochs))
+        return [replace(self, epochs=self.epochs[part::parts]) for part in range(parts)]
+
+    def select(self, columns: Iterable[str]) -> str:
+        """The query for the batch's remaining rows, in the order of their ids.
+
+        A complete text without parameters, because COPY takes none; each part is quoted by
+        psycopg. The rows of transactions that were in progress at ``done`` are looked up one
+        transaction at a time; the others are one range of the index on (shard, txid).
+        """
+        return (
+            sql.SQL(SELECT)
+            .format(
+                columns=sql.SQL(", ").join(sql.Identifier(column) for column in columns),
+                log=sql.Identifier("saf", self.log),
+                shards=sql.Literal(self.shards),
+                done=sql.Literal(self.done),
+                open=sql.Literal(self.open),
+                position=sql.Literal(self.position),
+            )
+            .as_string(None)
+        )
+
+    @property
+    def _params(self) -> dict[str, Any]:
+        return {
+            "subscription_id": self.subscription_id,
+            "owner": self.owner,
+            "batch": self.number,
+            "shards": self.shards,
+            "epochs": [epoch for _, epoch in self.epochs],
+        }
+
+
+# UNION ALL and not OR, so that each half is a plain range or list on the index. The halves are
+# disjoint: a transaction in progress at done is below its xmax.
+SELECT = """
+SELECT {columns} FROM (
+    SELECT * FROM {log}
+    WHERE shard = ANY ({shards}::smallint[])
+      AND txid >= pg_snapshot_xmax({done}::pg_snapshot)
+      AND txid < pg_snapshot_xmax({open}::pg_snapshot)
+      AND pg_visible_in_snapshot(txid, {open}::pg_snapshot)
+    UNION ALL
+    SELECT * FROM {log}
+    WHERE shard = ANY ({shards}::smallint[])
+      AND txid = ANY (ARRAY(SELECT pg_snapshot_xip({done}::pg_snapshot)))
+      AND pg_visible_in_snapshot(txid, {open}::pg_snapshot)
+) AS batch
+WHERE id > {position}
+ORDER BY id
+"""
+
+# Shards with the same two snapshots are one batch, read by one query.
+IN_HAND = """
+SELECT batch, done::text AS done, open::text AS open, position, route_version,
+       array_agg(shard ORDER BY shard) AS shards, array_agg(epoch ORDER BY shard) AS epochs
+FROM saf.cursor
+WHERE subscription_id = %(subscription_id)s AND owner = %(owner)s AND open IS NOT NULL
+GROUP BY 1, 2, 3, 4, 5
+ORDER BY batch, position
+"""
+
+# Is there any committed row that is not visible in done? Most polls end here, with no write.
+ANYTHING_NEW = """
+SELECT EXISTS (
+    SELECT FROM (SELECT done::text::pg_snapshot AS done, array_agg(shard) AS shards
+                 FROM saf.cursor
+                 WHERE subscription_id = %(subscription_id)s AND owner = %(owner)s
+                   AND open IS NULL
+                 GROUP BY done::text) AS idle,
+    LATERAL (SELECT FROM {log} o
+             WHERE o.shard = ANY (idle.shards) AND o.txid >= pg_snapshot_xmax(idle.done)
+             UNION ALL
+             SELECT FROM {log} o
+             WHERE o.shard = ANY (idle.shards)
+               AND o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(idle.done)))
+             LIMIT 1) AS new)
+"""
+
+# All shards that are opened together get the same number, above any they had, so that they stay
+# one batch. The number only has to rise per shard.
+OPEN = """
+UPDATE saf.cursor SET
+    open = pg_current_snapshot(),
+    batch = (SELECT max(batch) + 1 FROM saf.cursor
+             WHERE subscription_id = %(subscription_id)s AND owner = %(owner)s),
+    route_version = %(route_version)s
+WHERE subscription_id = %(subscription_id)s AND owner = %(owner)s AND open IS NULL
+"""
+
+# The rows of a batch's shards, as long as owner, epoch and batch are still what they were.
+MINE = """
+unnest(%(shards)s::smallint[], %(epochs)s::bigint[]) AS mine (shard, epoch)
+WHERE c.subscription_id = %(subscription_id)s AND c.shard = mine.shard
+  AND c.owner = %(owner)s AND c.epoch = mine.epoch AND c.batch = %(batch)s
+  AND c.open IS NOT NULL
+"""
+
+ADVANCE = f"""
+UPDATE saf.cursor c SET position = greatest(c.position, %(position)s) FROM {MINE}
+RETURNING c.shard, (SELECT stopping FROM saf.member WHERE member_id = c.owner)
+"""
+
+# Two statements in one transaction: what was attempted before is read under the row locks that
+# the update needs anyway.
+ATTEMPTED = f"SELECT c.shard, c.attempted FROM saf.cursor c, {MINE} FOR UPDATE OF c"
+ATTEMPT = f"""
+UPDATE saf.cursor c SET attempted = greatest(c.attempted, %(position)s) FROM {MINE}
+RETURNING c.shard
+"""
+
+CLOSE = f"""
+UPDATE saf.cursor c SET done = c.open, open = NULL, position = 0, attempted = 0 FROM {MINE}
+RETURNING c.shard
+"""
+
+
+def in_hand(connection: psycopg.Connection[Any], log: str, member: Member) -> list[Batch]:
+    """The open batches of the shards that a member owns, oldest first."""
+    with psycopg.Cursor[Any](connection, row_factory=dict_row) as cursor:
+        rows = cursor.execute(
+            IN_HAND, {"subscription_id": member.subscription_id, "owner": member.member_id}
+        ).fetchall()
+    return [
+        Batch(
+            log=log,
+            subscription_id=member.subscription_id,
+            owner=member.member_id,
+            number=row["batch"],
+            done=row["done"],
+            open=row["open"],
+            position=row["position"],
+            route_version=row["route_version"],
+            epochs=tuple(zip(row["shards"], row["epochs"], strict=True)),
+        )
+        for row in rows
+    ]
+
+
+def anything_new(connection: psycopg.Connection[Any], log: str, member: Member) -> bool:
+    """Whether opening a batch now would find rows. Reads only."""
+    query = sql.SQL(ANYTHING_NEW).format(log=sql.Identifier("saf", log))
+    params = {"subscription_id": member.subscription_id, "owner": member.member_id}
+    row = psycopg.Cursor(connection).execute(query, params).fetchone()
+    return bool(row and row[0])
+
+
+def open_batch(
+    connection: psycopg.Connection[Any], member: Member, route_version: int | None = None
+) -> None:
+    """Open a batch of everything committed so far, for the member's shards that have none.
+
+    The commit is durable, and with it everything that the batch holds.
+    """
+    with connection.transaction():
+        connection.execute("SET LOCAL synchronous_commit = on")
+        connection.execute(
+            OPEN,
+            {
+                "subscription_id": member.subscription_id,
+                "owner": member.member_id,
+                "route_version": route_version,
+            },
+        )
+
+
+def advance(connection: psycopg.Connection[Any], batch: Batch, position: int) -> bool:
+    """Mark the batch's rows up to ``position`` complete; return whether the member should stop.
+
+    Does not wait for the disk: a mark lost in a crash is made again, and the watermark drops
+    what is then sent twice. Call it in a transaction.
+    """
+    connection.execute("SET LOCAL synchronous_commit = off")
+    rows = _write(connection, ADVANCE, batch, position=position)
+    return any(stopping for _, stopping in rows)
+
+
+def attempt(connection: psycopg.Connection[Any], batch: Batch, position: int) -> dict[int, int]:
+    """Record, durably, that at_most_once rows up to ``position`` are about to be sent.
+
+    Returns, by shard, up to which id they had been attempted before: those are not sent again.
+    Call it in a transaction, and send after its commit.
+    """
+    connection.execute("SET LOCAL synchronous_commit = on")
+    before = _write(connection, ATTEMPTED, batch)
+    _write(connection, ATTEMPT, batch, position=position)
+    return dict(before)
+
+
+def close(connection: psycopg.Connection[Any], batches: Iterable[Batch]) -> None:
+    """Mark every row of the batches complete, all or none."""
+    with connection.transaction():
+        for batch in batches:
+            _write(connection, CLOSE, batch)
+
+
+def join_splits(batches: Iterable[Batch]) -> list[Batch]:
+    """Put splits of the same batch together again, to close them in one write."""
+    parts: dict[Batch, list[tuple[int, int]]] = defaultdict(list)
+    for batch in batches:
+        parts[replace(batch, epochs=())].extend(batch.epochs)
+    return [replace(whole, epochs=tuple(sorted(epochs))) for whole, epochs in parts.items()]
+
+
+def _write(
+    connection: psycopg.Connection[Any], statement: str, batch: Batch, **params: Any
+) -> list[tuple[Any, ...]]:
+    rows = psycopg.Cursor(connection).execute(statement, {**batch._params, **params}).fetchall()
+    if len(rows) < len(batch.epochs):
+        lost = set(batch.shards) - {row[0] for row in rows}
+        raise Fenced("the source", sorted(lost))
+    return rows

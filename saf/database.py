@@ -1,0 +1,140 @@
+"""Connections to brokers: DSNs that cannot leak their password, and the check of the schema.
+
+A `Dsn` is what libpq accepts (``postgresql://…`` or ``host=… dbname=…``). Its ``repr`` and ``str``
+never show the password, so it may appear in logs, plans and exceptions; only `Dsn.conninfo`
+reveals it, to the drivers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from saf.errors import ConfigurationError, SchemaMismatch, SchemaMissing, Unavailable
+
+if TYPE_CHECKING:
+    import sqlalchemy as sa
+
+REVISION = "0001"
+"""The Alembic revision of the schema that this library reads and writes."""
+
+CONNECT_TIMEOUT_SECONDS = 10
+
+SCHEMA_REVISION = "SELECT version_num FROM saf.alembic_version"
+HAS_SCHEMA = "SELECT to_regclass('saf.alembic_version') IS NOT NULL"
+
+
+@dataclass(frozen=True)
+class Dsn:
+    """Where a database is, and how to log in there.
+
+    Raises:
+        ConfigurationError: the text is not something that libpq accepts.
+    """
+
+    conninfo: str = field(repr=False)
+
+    def __post_init__(self) -> None:
+        try:
+            parts = conninfo_to_dict(self.conninfo)
+        except psycopg.ProgrammingError:
+            # libpq's own message quotes the text, password and all
+            raise ConfigurationError(
+                "a dsn is not a PostgreSQL connection string; "
+                "expected postgresql://user@host:5432/database or 'host=… dbname=…'"
+            ) from None
+        if not any(parts.get(name) for name in ("dbname", "service")):
+            raise ConfigurationError(f"a dsn names no database: {self}")
+
+    @cached_property
+    def parts(self) -> dict[str, Any]:
+        """The connection parameters, password included."""
+        return dict(conninfo_to_dict(self.conninfo))
+
+    @property
+    def database(self) -> str:
+        """The name of the database, for messages to people."""
+        return str(self.parts.get("dbname") or self.parts.get("service"))
+
+    def __str__(self) -> str:
+        try:
+            public = {k: v for k, v in conninfo_to_dict(self.conninfo).items() if v is not None}
+        except psycopg.ProgrammingError:
+            return "<invalid dsn>"
+        for secret in ("password", "sslpassword", "options"):
+            public.pop(secret, None)
+        return make_conninfo("", **public)
+
+    def __repr__(self) -> str:
+        return f"Dsn({str(self)!r})"
+
+    def connect(self, *, role: str, autocommit: bool = False) -> psycopg.Connection[Any]:
+        """Open a psycopg connection that shows up as ``saf ROLE`` in pg_stat_activity.
+
+        Raises:
+            Unavailable: the server does not answer, or refuses the login.
+        """
+        try:
+            return psycopg.connect(self.for_role(role), autocommit=autocommit)
+        except psycopg.OperationalError as error:
+            raise Unavailable(f"database {self}", self.redact(str(error))) from None
+
+    def for_role(self, role: str) -> str:
+        """The full connection string for a driver; it holds the password."""
+        defaults = {
+            "application_name": f"saf {role}",
+            "connect_timeout": CONNECT_TIMEOUT_SECONDS,
+        }
+        return make_conninfo("", **{**defaults, **self.parts})
+
+    def engine(self, **options: Any) -> sa.Engine:
+        """A SQLAlchemy engine on this database."""
+        import sqlalchemy as sa  # not needed by those who bring their own connection
+
+        return sa.create_engine(
+            "postgresql+psycopg://", creator=lambda: self.connect(role="engine"), **options
+        )
+
+    def redact(self, text: str) -> str:
+        """``text`` without this DSN's password, should a driver have quoted it."""
+        for name in ("password", "sslpassword"):
+            if secret := self.parts.get(name):
+                text = text.replace(str(secret), "***")
+        return " ".join(text.split())
+
+
+@contextmanager
+def unavailable_if_lost(what: str) -> Iterator[None]:
+    """Turn a lost connection into `Unavailable`; other database errors pass through."""
+    try:
+        yield
+    except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+        raise Unavailable(what, " ".join(str(error).split())) from error
+
+
+def check_schema(connection: psycopg.Connection[Any]) -> None:
+    """Make sure that the library and the database speak of the same schema.
+
+    Asks for the table's existence first, because a failed query would abort the caller's
+    transaction.
+
+    Raises:
+        SchemaMissing, SchemaMismatch: with the command that mends it.
+    """
+    row = connection.execute(HAS_SCHEMA).fetchone()
+    found = connection.execute(SCHEMA_REVISION).fetchone() if row and row[0] else None
+    require_revision(connection.info.dbname, found[0] if found else None)
+
+
+def require_revision(database: str, found: str | None) -> None:
+    """Raise unless ``found``, the revision read from ``database``, is the library's own."""
+    if found is None:
+        raise SchemaMissing(database)
+    if found != REVISION:
+        raise SchemaMismatch(database, found, REVISION)

@@ -1,0 +1,169 @@
+"""A message before it is sent: checked and encoded without a database.
+
+Whatever `encode` accepts, every broker can store; whatever it refuses, it refuses with
+`InvalidMessage` before anything is written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NamedTuple
+from uuid import UUID, uuid4
+
+from saf.errors import InvalidMessage
+
+MAX_NAME = 255
+"""Longest service or message type, in characters."""
+MAX_KEY = 1024
+"""Longest key, in characters."""
+DEFAULT_MAX_BYTES = 64 * 1024 * 1024
+"""Largest body, in bytes; PostgreSQL's own limit for a field is 1 GB."""
+
+CONTENT_TYPE = "content-type"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """One message for `Outbox.send_many`; the fields are the arguments of `Outbox.send`."""
+
+    service: str
+    body: object
+    key: str | None = None
+    headers: Mapping[str, Any] | None = None
+    message_type: str | None = None
+    deliver_at: datetime | None = None
+    expires_at: datetime | None = None
+    to_broker: UUID | None = None
+    from_service: str | None = None
+
+
+class Row(NamedTuple):
+    """What `saf.outbox` stores of a message, in the column order of the INSERT."""
+
+    message_id: UUID
+    from_service: str | None
+    to_service: str
+    to_broker: UUID | None
+    key: str | None
+    message_type: str | None
+    headers: str
+    body: bytes
+    deliver_at: datetime | None
+    expires_at: datetime | None
+
+
+def encode(message: Message, max_bytes: int = DEFAULT_MAX_BYTES) -> Row:
+    """Check a message and turn it into a row with a new random id.
+
+    Raises:
+        InvalidMessage: naming the field at fault.
+    """
+    _check_text("service", message.service, MAX_NAME)
+    if message.key is not None:
+        _check_text("key", message.key, MAX_KEY)
+    if message.message_type is not None:
+        _check_text("message_type", message.message_type, MAX_NAME)
+    if message.from_service is not None:
+        _check_text("from_service", message.from_service, MAX_NAME)
+    if message.to_broker is not None and not isinstance(message.to_broker, UUID):
+        raise InvalidMessage("to_broker", f"{message.to_broker!r} is not a uuid.UUID")
+    _check_moment("deliver_at", message.deliver_at)
+    _check_moment("expires_at", message.expires_at)
+    body, content_type = encode_body(message.body)
+    if len(body) > max_bytes:
+        raise InvalidMessage("body", f"{len(body):,} bytes are more than max_bytes ({max_bytes:,})")
+    return Row(
+        uuid4(),
+        message.from_service,
+        message.service,
+        message.to_broker,
+        message.key,
+        message.message_type,
+        encode_headers(message.headers, content_type),
+        body,
+        message.deliver_at,
+        message.expires_at,
+    )
+
+
+def encode_body(body: object) -> tuple[bytes, str]:
+    r"""The bytes of a body, and their content type.
+
+    >>> encode_body(b"\x00\x01")
+    (b'\x00\x01', 'application/octet-stream')
+    >>> encode_body("grüezi")
+    (b'gr\xc3\xbcezi', 'text/plain; charset=utf-8')
+    >>> encode_body({"order": 7})
+    (b'{"order":7}', 'application/json')
+    """
+    if isinstance(body, (bytes, bytearray, memoryview)):
+        return bytes(body), "application/octet-stream"
+    try:
+        if isinstance(body, str):
+            return body.encode(), "text/plain; charset=utf-8"
+        text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        return text.encode(), "application/json"
+    except UnicodeEncodeError as error:
+        raise InvalidMessage("body", f"not encodable as UTF-8: {error.reason}") from None
+    except (TypeError, ValueError) as error:
+        raise InvalidMessage("body", f"neither bytes, str nor JSON: {error}") from None
+
+
+def encode_headers(headers: Mapping[str, Any] | None, content_type: str) -> str:
+    """The headers as JSON text, the body's content type among them unless the caller gave one."""
+    if not headers:
+        return f'{{"{CONTENT_TYPE}":"{content_type}"}}'
+    if not isinstance(headers, Mapping) or not all(isinstance(name, str) for name in headers):
+        raise InvalidMessage("headers", "expected a mapping of names to JSON values")
+    try:
+        text = json.dumps({CONTENT_TYPE: content_type, **headers}, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidMessage("headers", f"not JSON: {error}") from None
+    if "\\u0000" in text and _holds_nul(headers):
+        raise InvalidMessage("headers", "PostgreSQL's jsonb cannot hold NUL (\\u0000)")
+    if "\\ud" in text:
+        try:
+            json.dumps(headers, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise InvalidMessage("headers", "a lone surrogate is not Unicode text") from None
+    return text
+
+
+def _check_text(field: str, text: object, longest: int) -> None:
+    if not isinstance(text, str):
+        raise InvalidMessage(field, f"expected str, got {type(text).__name__}")
+    if not text:
+        raise InvalidMessage(field, "is empty")
+    if len(text) > longest:
+        raise InvalidMessage(field, f"{len(text)} characters are more than {longest}")
+    if "\0" in text:
+        raise InvalidMessage(field, f"{text!r} holds a NUL byte, which PostgreSQL cannot store")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidMessage(field, "a lone surrogate is not Unicode text") from None
+
+
+def _check_moment(field: str, moment: object) -> None:
+    if moment is None:
+        return
+    if not isinstance(moment, datetime):
+        raise InvalidMessage(field, f"expected datetime, got {type(moment).__name__}")
+    if moment.utcoffset() is None:
+        raise InvalidMessage(
+            field, f"{moment.isoformat()} has no time zone: use datetime.now(timezone.utc) or like"
+        )
+
+
+def _holds_nul(value: object) -> bool:
+    if isinstance(value, str):
+        return "\0" in value
+    if isinstance(value, Mapping):
+        return any(_holds_nul(item) for pair in value.items() for item in pair)
+    if isinstance(value, (list, tuple)):
+        return any(_holds_nul(item) for item in value)
+    return False

@@ -1,0 +1,306 @@
+"""The tables of a broker, defined once.
+
+Everything lives in the PostgreSQL schema ``saf``. The Alembic migrations create exactly what
+`build_metadata` describes; a test compares the two in the catalogs.
+
+Both logs are rings: partitioned by ``(id / SLOT_ROWS) % SLOTS``, so that ids walk through the
+slots by themselves, no DDL happens at run time, and old rows go by TRUNCATE of a whole slot.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql as pg
+
+SCHEMA = "saf"
+SLOTS = 8
+SLOT_ROWS = 1 << 20
+DEFAULT_SHARDS = 64
+MAX_SHARDS = 1024
+QUALITIES = ("at_most_once", "at_least_once", "exactly_once")
+
+
+class Snapshot(sa.types.UserDefinedType[str]):
+    """``pg_snapshot``: which transactions were complete at one moment."""
+
+    cache_ok = True
+
+    def get_col_spec(self, **_: object) -> str:
+        """The type's name in DDL."""
+        return "pg_snapshot"
+
+
+class Xid8(sa.types.UserDefinedType[int]):
+    """``xid8``: a transaction id that does not wrap around."""
+
+    cache_ok = True
+
+    def get_col_spec(self, **_: object) -> str:
+        """The type's name in DDL."""
+        return "xid8"
+
+
+def shard_expression(shards: int) -> str:
+    """SQL for the shard of a row: where its key, or else its id, falls among ``shards`` buckets.
+
+    `saf.shards.shard_of` computes the same in Python. The remainder is brought above zero
+    because the hash is signed.
+    """
+    hashed = "hashtextextended(COALESCE(key, message_id::text), 0)"
+    return f"((({hashed} % {shards}) + {shards}) % {shards})::smallint"
+
+
+def message_columns() -> list[sa.Column[object]]:
+    """The columns of one message, the same in every table that holds messages."""
+    return [
+        sa.Column(
+            "message_id", pg.UUID, nullable=False, server_default=sa.text("gen_random_uuid()")
+        ),
+        sa.Column("from_service", sa.Text),
+        sa.Column("to_service", sa.Text, nullable=False),
+        sa.Column("to_broker", pg.UUID),
+        sa.Column("key", sa.Text(collation="C")),
+        sa.Column("conversation_id", pg.UUID),
+        sa.Column("from_initiator", sa.Boolean),
+        sa.Column("sequence", sa.BigInteger),
+        sa.Column("message_type", sa.Text),
+        sa.Column("headers", pg.JSONB),
+        sa.Column("body", sa.LargeBinary, nullable=False),
+        sa.Column(
+            "created_at",
+            sa.DateTime(timezone=True),
+            nullable=False,
+            server_default=sa.text("now()"),
+        ),
+        sa.Column("deliver_at", sa.DateTime(timezone=True)),
+        sa.Column("expires_at", sa.DateTime(timezone=True)),
+    ]
+
+
+def _log(
+    metadata: sa.MetaData, name: str, shards: int, comment: str, *extra: sa.Column[object]
+) -> sa.Table:
+    table = sa.Table(
+        name,
+        metadata,
+        # txid comes before id so that a row's id is always drawn after its transaction's xid
+        sa.Column("txid", Xid8, nullable=False, server_default=sa.text("pg_current_xact_id()")),
+        sa.Column("id", sa.BigInteger, sa.Identity(always=True, cache=1), nullable=False),
+        sa.Column("shard", sa.SmallInteger, sa.Computed(shard_expression(shards), persisted=True)),
+        *message_columns(),
+        *extra,
+        sa.CheckConstraint("to_service <> ''", name=f"{name}_addressed"),
+        sa.Index(f"{name}_shard_txid", "shard", "txid"),
+        postgresql_partition_by=f"LIST (((id / {SLOT_ROWS}) % {SLOTS}))",
+        comment=comment,
+    )
+    for slot in range(SLOTS):
+        sa.event.listen(
+            table,
+            "after_create",
+            sa.DDL(
+                f"CREATE TABLE {SCHEMA}.{name}_{slot} "
+                f"PARTITION OF {SCHEMA}.{name} FOR VALUES IN ({slot})"
+            ),
+        )
+    return table
+
+
+def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
+    """All tables of a broker whose logs have ``shards`` shards."""
+    metadata = sa.MetaData(schema=SCHEMA)
+    now = sa.text("now()")
+    moment = sa.DateTime(timezone=True)
+
+    sa.Table(
+        "broker",
+        metadata,
+        sa.Column("singleton", sa.Boolean, primary_key=True, server_default=sa.true()),
+        sa.Column(
+            "broker_id", pg.UUID, nullable=False, server_default=sa.text("gen_random_uuid()")
+        ),
+        sa.Column("name", sa.Text, nullable=False, server_default=sa.text("current_database()")),
+        sa.Column("shards", sa.SmallInteger, nullable=False),
+        sa.Column(
+            "system_identifier",
+            sa.BigInteger,
+            nullable=False,
+            comment="of the cluster: transaction ids in the logs mean nothing in another one",
+        ),
+        sa.Column("created_at", moment, nullable=False, server_default=now),
+        sa.CheckConstraint("singleton", name="broker_is_one_row"),
+        sa.CheckConstraint(f"shards BETWEEN 1 AND {MAX_SHARDS}", name="broker_shards"),
+        comment="who this broker is: one row, written by the first migration",
+    )
+
+    _log(metadata, "outbox", shards, "messages sent from this broker; append-only, read by cursor")
+    _log(
+        metadata,
+        "inbox",
+        shards,
+        "messages stored for the services that live here; append-only, read by cursor",
+        sa.Column("source", pg.UUID),
+        sa.Column("received_at", moment, nullable=False, server_default=now),
+    )
+
+    sa.Table(
+        "subscription",
+        metadata,
+        sa.Column("subscription_id", sa.Integer, sa.Identity(always=True), primary_key=True),
+        sa.Column("name", sa.Text, nullable=False),
+        sa.Column("log", sa.Text, nullable=False),
+        sa.Column("created_at", moment, nullable=False, server_default=now),
+        sa.UniqueConstraint("log", "name", name="subscription_name"),
+        sa.CheckConstraint("log IN ('outbox', 'inbox')", name="subscription_log"),
+        comment="named readers of a log, each with one cursor per shard",
+    )
+    sa.Table(
+        "member",
+        metadata,
+        sa.Column("member_id", pg.UUID, primary_key=True),
+        sa.Column("subscription_id", sa.Integer, nullable=False),
+        sa.Column("name", sa.Text, nullable=False),
+        sa.Column("joined_at", moment, nullable=False, server_default=now),
+        sa.Column("lease_until", moment, nullable=False),
+        sa.Column("stopping", sa.Boolean, nullable=False, server_default=sa.false()),
+        sa.ForeignKeyConstraint(
+            ["subscription_id"], ["saf.subscription.subscription_id"], ondelete="CASCADE"
+        ),
+        comment="live processes of a subscription; a lease is a term by this database's clock",
+    )
+    sa.Table(
+        "route",
+        metadata,
+        sa.Column("route_id", sa.Integer, sa.Identity(always=True), primary_key=True),
+        sa.Column("service", sa.Text),
+        sa.Column("broker", pg.UUID),
+        sa.Column("destination", sa.Text, nullable=False),
+        sa.Column("quality", sa.Text),
+        sa.Column("enabled", sa.Boolean, nullable=False, server_default=sa.true()),
+        sa.Column("created_at", moment, nullable=False, server_default=now),
+        sa.CheckConstraint(f"quality IN {QUALITIES}", name="route_quality"),
+        sa.UniqueConstraint(
+            "service",
+            "broker",
+            "destination",
+            name="route_once",
+            postgresql_nulls_not_distinct=True,
+        ),
+        comment="service and broker to destination; NULL matches any",
+    )
+    sa.Table(
+        "route_version",
+        metadata,
+        sa.Column("version", sa.BigInteger, sa.Identity(always=True), primary_key=True),
+        sa.Column("routes", pg.JSONB, nullable=False),
+        sa.Column("created_at", moment, nullable=False, server_default=now),
+        comment="the frozen set of routes that a batch was opened with",
+    )
+    sa.Table(
+        "cursor",
+        metadata,
+        sa.Column("subscription_id", sa.Integer, primary_key=True),
+        sa.Column("shard", sa.SmallInteger, primary_key=True),
+        sa.Column("owner", pg.UUID),
+        sa.Column(
+            "epoch",
+            sa.BigInteger,
+            nullable=False,
+            server_default="0",
+            comment="rises with each change of owner; fences the owners before",
+        ),
+        sa.Column("batch", sa.BigInteger, nullable=False, server_default="0"),
+        sa.Column(
+            "done",
+            Snapshot,
+            nullable=False,
+            server_default=sa.text("'1:1:'"),
+            comment="every row visible in it is complete",
+        ),
+        sa.Column(
+            "open",
+            Snapshot,
+            comment="the batch in hand: the rows visible in open and not in done",
+        ),
+        sa.Column(
+            "position",
+            sa.BigInteger,
+            nullable=False,
+            server_default="0",
+            comment="within the open batch, rows with id <= position are complete",
+        ),
+        sa.Column(
+            "attempted",
+            sa.BigInteger,
+            nullable=False,
+            server_default="0",
+            comment="within the open batch, at_most_once rows with id <= attempted are not sent "
+            "again",
+        ),
+        sa.Column("route_version", sa.BigInteger),
+        sa.ForeignKeyConstraint(
+            ["subscription_id"], ["saf.subscription.subscription_id"], ondelete="CASCADE"
+        ),
+        sa.ForeignKeyConstraint(["owner"], ["saf.member.member_id"], ondelete="SET NULL"),
+        sa.ForeignKeyConstraint(["route_version"], ["saf.route_version.version"]),
+        sa.CheckConstraint(
+            "open IS NOT NULL OR (position = 0 AND attempted = 0)", name="cursor_position"
+        ),
+        sa.CheckConstraint("attempted >= 0 AND position >= 0", name="cursor_rises"),
+        # short rows, rewritten with each batch: room on the page keeps the updates HOT
+        postgresql_with={"fillfactor": "40"},
+        comment="how far a subscription has got in one shard",
+    )
+    sa.Table(
+        "watermark",
+        metadata,
+        sa.Column("source", pg.UUID, primary_key=True),
+        sa.Column("shard", sa.SmallInteger, primary_key=True),
+        sa.Column("epoch", sa.BigInteger, nullable=False),
+        sa.Column("batch", sa.BigInteger, nullable=False),
+        sa.Column("position", sa.BigInteger, nullable=False),
+        postgresql_with={"fillfactor": "40"},
+        comment="the last (batch, position) stored here of one source shard: what makes "
+        "delivery exactly once",
+    )
+    _set_aside(
+        metadata,
+        "parked",
+        "set aside in order, to be tried again",
+        sa.Column("next_attempt_at", moment, nullable=False),
+    )
+    _set_aside(
+        metadata,
+        "dead_letter",
+        "set aside for a person: not tried again by itself",
+        sa.Column("reason", sa.Text, nullable=False),
+    )
+    return metadata
+
+
+def _set_aside(
+    metadata: sa.MetaData, name: str, comment: str, *extra: sa.Column[object]
+) -> sa.Table:
+    return sa.Table(
+        name,
+        metadata,
+        sa.Column(f"{name}_id", sa.BigInteger, sa.Identity(always=True), primary_key=True),
+        sa.Column("subscription_id", sa.Integer, nullable=False),
+        sa.Column("destination", sa.Text),
+        sa.Column("shard", sa.SmallInteger, nullable=False),
+        sa.Column("id", sa.BigInteger, nullable=False),
+        *message_columns(),
+        sa.Column("attempts", sa.Integer, nullable=False, server_default="0"),
+        sa.Column("error", sa.Text),
+        sa.Column(
+            f"{name}_at",
+            sa.DateTime(timezone=True),
+            nullable=False,
+            server_default=sa.text("now()"),
+        ),
+        *extra,
+        sa.ForeignKeyConstraint(
+            ["subscription_id"], ["saf.subscription.subscription_id"], ondelete="CASCADE"
+        ),
+        comment=comment,
+    )
