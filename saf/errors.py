@@ -11,6 +11,7 @@
     │       └── SchemaMismatch    older or newer than this library
     ├── Unavailable               a service does not answer: nothing is lost, try again later
     ├── Unroutable                no route and no default destination for a service
+    ├── Rejected                  a destination will not have a message
     └── Fenced                    another owner has taken over: stop writing
 
 A message names the value at fault and the way out, and never holds a password. Programs tell
@@ -113,6 +114,15 @@ class Unroutable(SafError):
             "add a row to saf.route; its messages stay in the outbox until then"
         )
         self.service = service
+
+
+class Rejected(SafError):
+    """A destination answers, and will not have these messages."""
+
+    def __init__(self, destination: str, reason: str) -> None:
+        super().__init__(f"{destination} rejects messages: {reason}")
+        self.destination = destination
+        self.reason = reason
 
 
 class Fenced(SafError):

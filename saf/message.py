@@ -24,6 +24,24 @@ DEFAULT_MAX_BYTES = 64 * 1024 * 1024
 
 CONTENT_TYPE = "content-type"
 
+COLUMNS = (
+    "message_id",
+    "from_service",
+    "to_service",
+    "to_broker",
+    "key",
+    "conversation_id",
+    "from_initiator",
+    "sequence",
+    "message_type",
+    "headers",
+    "body",
+    "created_at",
+    "deliver_at",
+    "expires_at",
+)
+"""The columns of a message in every table that holds messages."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:

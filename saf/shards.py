@@ -3,8 +3,9 @@
 M shards, N members, M much greater than N (microsharding, from Dempsy). Members coordinate
 through the rows of `saf.member` and `saf.cursor` and the database's clock alone:
 
-- A member *joins* with a lease, a term that it renews while it lives. A member whose lease is
-  over is forgotten by whoever looks next, and its shards are free.
+- A member *joins* with a lease, a term that it renews while it lives, and with an advisory lock
+  that its session holds. A member whose session has ended (it was killed) or whose lease is over
+  (it hangs, or the network does) is forgotten by whoever looks next, and its shards are free.
 - Each member works out its own fair share and releases or acquires only the difference, so
   that the fewest shards move. A lock on the subscription's row makes the members do so in turn.
 - Acquiring a shard raises its *epoch*. Every write on behalf of a shard names owner and epoch,
@@ -116,6 +117,9 @@ VALUES (%(member_id)s, %(subscription_id)s, %(name)s,
         clock_timestamp() + make_interval(secs => %(lease_seconds)s))
 """
 
+# Held until the session ends, however it ends.
+BE_PRESENT = "SELECT pg_advisory_lock(hashtextextended(%(member_id)s::text, 0))"
+
 RENEW = """
 UPDATE saf.member SET lease_until = clock_timestamp() + make_interval(secs => %(lease_seconds)s)
 WHERE member_id = %(member_id)s
@@ -130,9 +134,13 @@ SELECT FROM saf.subscription WHERE subscription_id = %(subscription_id)s FOR NO 
 
 # The foreign key sets the owner of its shards to NULL: they are free, their batches stay open.
 FORGET_DEAD = """
-DELETE FROM saf.member
-WHERE subscription_id = %(subscription_id)s AND lease_until < clock_timestamp()
-  AND member_id <> %(member_id)s
+DELETE FROM saf.member m
+WHERE subscription_id = %(subscription_id)s AND member_id <> %(member_id)s
+  AND (lease_until < clock_timestamp() OR NOT EXISTS (
+      SELECT FROM pg_locks
+      WHERE locktype = 'advisory' AND objsubid = 1 AND granted
+        AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+        AND classid::bigint << 32 | objid::bigint = hashtextextended(m.member_id::text, 0)))
 """
 
 HOLDINGS = """
@@ -190,7 +198,11 @@ class Member:
         }
 
     def join(self, connection: psycopg.Connection[Any]) -> None:
-        """Become a member, with a first lease and no shards yet."""
+        """Become a member, with a first lease and no shards yet.
+
+        The member lives no longer than the connection's session.
+        """
+        connection.execute(BE_PRESENT, self._params)
         connection.execute(JOIN, self._params)
 
     def renew(self, connection: psycopg.Connection[Any]) -> None:

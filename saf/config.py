@@ -1,0 +1,198 @@
+"""saf.toml: which brokers to forward from, where to, and how.
+
+    [brokers.shop]                       # a source; the table's name is for people
+    dsn = "postgresql://saf@db1/shop?password=${SHOP_PASSWORD}"
+
+    [destinations.mom]
+    dsn = "postgresql://saf@mom/mom?password=${MOM_PASSWORD}"
+
+    [forwarder]
+    default_destination = "mom"
+
+``${NAME}`` is replaced by the environment variable, so that secrets stay out of the file.
+Environment variables also override single settings: ``SAF_FORWARDER__CHUNK_ROWS=10000``.
+Unknown names are refused, with the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from saf.database import Dsn
+from saf.errors import ConfigurationError
+from saf.message import MAX_NAME
+
+DEFAULT_FILE = Path("saf.toml")
+
+Quality = Literal["at_most_once", "at_least_once", "exactly_once"]
+
+
+def _dsn(value: object) -> object:
+    return Dsn(value) if isinstance(value, str) else value
+
+
+def _printable(name: str) -> str:
+    if not name or len(name) > MAX_NAME or not name.isprintable():
+        raise ValueError(f"a name has 1 to {MAX_NAME} printable characters")
+    return name
+
+
+DsnField = Annotated[Dsn, BeforeValidator(_dsn)]
+Name = Annotated[str, AfterValidator(_printable)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+
+class Broker(_Table):
+    """A database whose outbox is forwarded."""
+
+    dsn: DsnField
+
+
+class Destination(_Table):
+    """Where messages are delivered: another broker's inbox."""
+
+    dsn: DsnField
+    kind: Literal["postgresql"] = "postgresql"
+    quality: Quality = "exactly_once"
+
+
+class Forwarder(_Table):
+    """How the forwarder works."""
+
+    default_destination: str | None = None
+    """Where messages go that no row of saf.route matches."""
+    chunk_rows: int = Field(default=50_000, ge=1)
+    """Messages per transaction at a destination."""
+    chunk_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
+    """Bytes per transaction at a destination, give or take one Arrow batch."""
+    lease_seconds: float = Field(default=30.0, ge=1.0)
+    """How long a forwarder that died keeps its shards."""
+    interval_seconds: float = Field(default=1.0, gt=0)
+    """With --loop: the pause after a cycle that found nothing."""
+    attempts: int = Field(default=3, ge=1)
+    """Tries per chunk while a destination does not answer, before the run gives up on it."""
+    master: str = "local[*]"
+    """Spark's master; under spark-submit, its own --master wins."""
+    tasks: int | None = Field(default=None, ge=1)
+    """Parallel tasks; by default, as many as Spark has cores."""
+    spark: dict[str, str] = Field(default_factory=dict)
+    """More Spark settings, by their full names."""
+
+
+class Settings(BaseSettings):
+    """Everything in saf.toml."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid", frozen=True, env_prefix="SAF_", env_nested_delimiter="__"
+    )
+
+    brokers: dict[Name, Broker] = Field(min_length=1)
+    destinations: dict[Name, Destination] = Field(min_length=1)
+    forwarder: Forwarder = Forwarder()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        **_: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The environment wins over the file."""
+        return env_settings, init_settings
+
+    @pydantic.model_validator(mode="after")
+    def _default_destination_exists(self) -> Settings:
+        name = self.forwarder.default_destination
+        if name is not None and name not in self.destinations:
+            raise ValueError(
+                f"forwarder.default_destination is {name!r}, but there is no "
+                f"[destinations.{name}]{_did_you_mean(name, self.destinations)}"
+            )
+        return self
+
+
+def load(path: Path | None = None) -> Settings:
+    """Read and check a saf.toml; by default SAF_CONFIG's, or the one in the current folder.
+
+    Raises:
+        ConfigurationError: naming the file, the setting and the value at fault.
+    """
+    path = path or Path(os.environ.get("SAF_CONFIG") or DEFAULT_FILE)
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot read {path}: {error.strerror}. Say --config FILE or set SAF_CONFIG"
+        ) from None
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"{path} is not UTF-8 text") from None
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"{path}: not TOML: {error}") from None
+    tables = _expand(tables, str(path), ())
+    try:
+        return Settings(**tables)
+    except pydantic.ValidationError as error:
+        problems = [_explain(problem) for problem in error.errors()]
+        raise ConfigurationError(f"{path}: " + "; ".join(problems)) from None
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}: {error}") from None
+
+
+def _expand(value: Any, file: str, where: tuple[str, ...]) -> Any:
+    """``value`` with every ``${NAME}`` replaced from the environment."""
+    if isinstance(value, dict):
+        return {key: _expand(item, file, (*where, key)) for key, item in value.items()}
+    if not isinstance(value, str):
+        return value
+
+    def replacement(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in os.environ:
+            raise ConfigurationError(
+                f"{file}: {'.'.join(where)} needs the environment variable {name}, which is not set"
+            )
+        return os.environ[name]
+
+    return re.sub(r"\$\{(\w+)\}", replacement, value)
+
+
+def _explain(problem: Any) -> str:
+    where = [str(part) for part in problem["loc"]]
+    if problem["type"] == "extra_forbidden":
+        *table, name = where
+        return f"unknown setting {'.'.join(where)}{_did_you_mean(name, _known(table))}"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    return f"{'.'.join(where)}: {message}" if where else message
+
+
+def _known(table: list[str]) -> list[str]:
+    models: dict[str, type[BaseModel]] = {
+        "brokers": Broker,
+        "destinations": Destination,
+        "forwarder": Forwarder,
+    }
+    return list((models[table[0]] if table else Settings).model_fields)
+
+
+def _did_you_mean(name: str, known: Any) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

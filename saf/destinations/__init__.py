@@ -1,0 +1,52 @@
+"""Where messages are delivered: what the forwarder asks of a destination.
+
+A destination stores a chunk of messages in one transaction. If it can keep a watermark, it
+stores a chunk exactly once however often it is given: that is ``exactly_once``. What it raises:
+
+    Unavailable   it does not answer; the chunk may or may not be stored; give it again later
+    Fenced        it has heard from a newer owner of these shards; nothing was stored
+    Rejected      it answers, and will not have these messages
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+from uuid import UUID
+
+from saf.cursor import Batch
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Messages of one batch for one destination, in the order of their ids.
+
+    ``rows`` has the columns ``id`` and ``shard`` of the source, and `saf.message.COLUMNS`.
+    Storing it completes, at this destination, every message of the batch up to ``position``.
+    """
+
+    source: UUID
+    batch: Batch
+    rows: pa.Table
+    position: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """What became of a chunk: messages stored now, and dropped as stored before."""
+
+    messages: int
+    dropped: int = 0
+
+
+class Destination(Protocol):
+    """One place to deliver to. Used by one task at a time, and closed at its end."""
+
+    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+        """Store a chunk durably, whole or not at all, and commit."""
+
+    def close(self) -> None:
+        """Give up the connection."""

@@ -1,0 +1,29 @@
+"""Trying again while a service does not answer: the one place that knows tenacity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import tenacity
+
+from saf.errors import Unavailable
+
+T = TypeVar("T")
+
+FIRST_WAIT_SECONDS = 0.2
+LONGEST_WAIT_SECONDS = 2.0
+
+
+def while_unavailable(attempts: int, action: Callable[[], T]) -> T:
+    """The result of ``action``, called up to ``attempts`` times while it raises `Unavailable`.
+
+    For a blip, such as a server that restarts: seconds, not minutes. The last error is raised
+    as it is.
+    """
+    return tenacity.Retrying(
+        stop=tenacity.stop_after_attempt(attempts),
+        wait=tenacity.wait_exponential(FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS),
+        retry=tenacity.retry_if_exception_type(Unavailable),
+        reraise=True,
+    )(action)

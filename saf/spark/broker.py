@@ -1,0 +1,187 @@
+"""One source broker during a run: its connection, membership and open batches, at the driver."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+from uuid import UUID
+
+import psycopg
+
+from saf import cursor
+from saf.database import Dsn, check_schema, unavailable_if_lost
+from saf.errors import Fenced, SchemaMismatch
+from saf.routes import Route, freeze, frozen_routes
+from saf.shards import Member
+from saf.spark.source import Work
+
+LOG = "outbox"
+SUBSCRIPTION = "forwarder"
+
+IDENTITY = """
+SELECT b.broker_id, s.subscription_id
+FROM saf.broker b, saf.subscription s WHERE s.log = %s AND s.name = %s
+"""
+
+
+class SourceBroker:
+    """A broker whose outbox this process forwards as a member of the forwarder subscription.
+
+    Methods raise `Unavailable` when the database does not answer; the next call connects again.
+    """
+
+    def __init__(self, name: str, dsn: Dsn, *, lease_seconds: float) -> None:
+        self.name = name
+        self.dsn = dsn
+        self.lease_seconds = lease_seconds
+        self.shards = 0
+        """How many shards this member owns."""
+        self._connection: psycopg.Connection[Any] | None = None
+        self._member: Member | None = None
+        self._broker_id: UUID | None = None
+        self._renewed = 0.0
+        self._routes: dict[int, tuple[Route, ...]] = {}
+
+    def tend(self) -> None:
+        """Between cycles: be connected, be a member, keep the lease and the fair share.
+
+        Raises:
+            Unavailable, SchemaMissing, SchemaMismatch
+        """
+        with unavailable_if_lost(f"broker {self.name!r}"):
+            connection = self._connect()
+            if self._member is not None and not self._due():
+                return
+            try:
+                self._balance(connection)
+            except Fenced:
+                # slept past the lease and was forgotten: come back as a new member
+                self._member = None
+                self._balance(connection)
+
+    def renew(self) -> None:
+        """During a cycle: keep the lease, if it is time to."""
+        if self._member is None or not self._due():
+            return
+        with unavailable_if_lost(f"broker {self.name!r}"):
+            try:
+                self._member.renew(self._connect())
+            except Fenced:
+                return  # the tasks learn it from their own writes, and `tend` joins again
+            self._renewed = time.monotonic()
+
+    def open_work(self, default_destination: str | None, parts: int) -> list[Work]:
+        """What there is to forward now: batches in hand, and a new one if there is anything new."""
+        member = self._member
+        if member is None or not self.shards:
+            return []
+        with unavailable_if_lost(f"broker {self.name!r}"):
+            connection = self._connect()
+            if cursor.anything_new(connection, LOG, member):
+                cursor.open_batch(connection, member, freeze(connection, default_destination))
+            return [
+                self._work(connection, part)
+                for batch in cursor.in_hand(connection, LOG, member)
+                for part in batch.split(parts)
+            ]
+
+    def close(self, complete: Iterable[Work]) -> None:
+        """Close the batches of completed work.
+
+        Raises:
+            Fenced: another member has taken shards over; theirs to close.
+        """
+        batches = cursor.join_splits(work.batch for work in complete)
+        if batches:
+            with unavailable_if_lost(f"broker {self.name!r}"):
+                cursor.close(self._connect(), batches)
+
+    def stop(self) -> None:
+        """Ask the tasks to finish the chunk in hand and end."""
+        if self._member is not None and self._connection is not None:
+            with unavailable_if_lost(f"broker {self.name!r}"):
+                self._member.stop(self._connection)
+
+    def leave(self) -> None:
+        """Free the shards and disconnect; a server that is gone frees them by itself."""
+        connection, self._connection = self._connection, None
+        member, self._member = self._member, None
+        if connection is None:
+            return
+        try:
+            if member is not None:
+                member.leave(connection)
+        except psycopg.Error:
+            return
+        finally:
+            connection.close()
+
+    def forget_connection(self) -> None:
+        """After `Unavailable`: start afresh at the next `tend`."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = self._member = None
+        self.shards = 0
+
+    def count(self, work: Iterable[Work]) -> tuple[int, int, int]:
+        """Messages left in the work, and their lowest and highest id. Reads them all: for people."""
+        total, lowest, highest = 0, 0, 0
+        with unavailable_if_lost(f"broker {self.name!r}"):
+            for batch in cursor.join_splits(item.batch for item in work):
+                row = (
+                    self._connect()
+                    .execute(
+                        f"SELECT count(*), min(id), max(id) FROM ({batch.select(['id'])}) AS batch"
+                    )
+                    .fetchone()
+                )
+                if row and row[0]:
+                    total += row[0]
+                    lowest = min(lowest or row[1], row[1])
+                    highest = max(highest, row[2])
+        return total, lowest, highest
+
+    def position(self) -> float:
+        """How far the open batches are, as the mean id: for a progress bar."""
+        assert self._member is not None  # noqa: S101 - asked during a cycle only
+        with unavailable_if_lost(f"broker {self.name!r}"):
+            batches = cursor.in_hand(self._connect(), LOG, self._member)
+        shards = sum(len(batch.epochs) for batch in batches)
+        return sum(batch.position * len(batch.epochs) for batch in batches) / max(shards, 1)
+
+    def _connect(self) -> psycopg.Connection[Any]:
+        if self._connection is None or self._connection.closed:
+            self._member = None
+            self._connection = self.dsn.connect(role="forward", autocommit=True)
+            check_schema(self._connection)
+        return self._connection
+
+    def _balance(self, connection: psycopg.Connection[Any]) -> None:
+        if self._member is None:
+            row = connection.execute(IDENTITY, (LOG, SUBSCRIPTION)).fetchone()
+            if row is None:
+                raise SchemaMismatch(self.dsn.database, "without its forwarder", "one")
+            self._broker_id, subscription_id = row
+            self._member = Member(subscription_id=subscription_id, lease_seconds=self.lease_seconds)
+            self._member.join(connection)
+        self._member.renew(connection)
+        self._renewed = time.monotonic()
+        self.shards = self._member.balance(connection)
+
+    def _due(self) -> bool:
+        """A third of the lease: two renewals may fail before it is over."""
+        return time.monotonic() - self._renewed > self.lease_seconds / 3
+
+    def _work(self, connection: psycopg.Connection[Any], batch: cursor.Batch) -> Work:
+        version = batch.route_version
+        assert version is not None and self._broker_id is not None  # noqa: S101, PT018 - set at open
+        if version not in self._routes:
+            self._routes = {version: frozen_routes(connection, version)}
+        return Work(
+            broker=self.name,
+            source=self._broker_id,
+            dsn=self.dsn,
+            batch=batch,
+            routes=self._routes[version],
+        )

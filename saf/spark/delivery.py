@@ -1,0 +1,249 @@
+"""Delivery: the last step of the pipeline, inside the Spark task.
+
+Per chunk of messages, in the order of their ids:
+
+1. at_most_once routes: record the attempt at the source, durably, before anything is sent
+2. one transaction per destination; committed, durable, before the next step
+3. move the position at the source
+
+A crash anywhere loses nothing: the next run reads the same batch from the last position, and
+the destination's watermark drops what it has. A task never raises for what an operator can wait
+out or mend (destination down, no route, fenced): it ends there and says so in its receipt, and
+its batch stays open. Receipts, one per task and destination, are all that reaches the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar
+
+import psycopg
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from saf.cursor import advance, attempt
+from saf.database import Dsn, unavailable_if_lost
+from saf.destinations import Chunk, Destination, Stored
+from saf.destinations.postgresql import PostgresInbox, beyond
+from saf.errors import Fenced, Rejected, SchemaError, Unavailable, Unroutable
+from saf.failpoints import fail_point
+from saf.retry import while_unavailable
+from saf.routes import AT_MOST_ONCE, EXACTLY_ONCE, Route
+from saf.spark.source import FAILED, OPTIONAL, Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How to deliver; the same for all tasks of a run."""
+
+    destinations: Mapping[str, tuple[Dsn, str]]
+    """By name: where it is, and its default quality of service."""
+    chunk_rows: int
+    chunk_bytes: int
+    attempts: int
+
+
+@dataclass(kw_only=True)
+class Receipt:
+    """What one task did for one destination (None: what concerns no single one)."""
+
+    work: int
+    destination: str | None
+    messages: int = 0
+    dropped: int = 0
+    complete: bool = False
+    """Every message of the batch is delivered."""
+    stopped: bool = False
+    """It was asked to stop before the end."""
+    error_kind: str | None = None
+    """The class name of the error that ended the task early."""
+    error: str | None = None
+
+
+T = TypeVar("T")
+
+_SPARK_TYPES = {"int": "int", "bool": "boolean", "str | None": "string"}
+RECEIPT_SCHEMA = ", ".join(
+    f"{f.name} {'long' if f.name in ('messages', 'dropped') else _SPARK_TYPES[str(f.type)]}"
+    for f in fields(Receipt)
+)
+
+EXPECTED = (Unavailable, Unroutable, Rejected, Fenced, SchemaError)
+
+
+def deliver(
+    work: Sequence[Work], routes: Sequence[Route], policy: Policy
+) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """The function for mapInArrow: messages in, receipts out."""
+
+    def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext  # exists inside a task only
+
+        context = TaskContext.get()
+        assert context is not None  # noqa: S101 - for the type checker
+        # the pipeline is narrow, so the partition's number is the work item's
+        number = context.partitionId()
+        receipts = Delivery(number, work[number], routes, policy).run(batches)
+        yield pa.RecordBatch.from_pylist(
+            [asdict(receipt) for receipt in receipts], schema=_RECEIPT_ARROW
+        )
+
+    return task
+
+
+_RECEIPT_ARROW = pa.schema(
+    [
+        ("work", pa.int32()),
+        ("destination", pa.string()),
+        ("messages", pa.int64()),
+        ("dropped", pa.int64()),
+        ("complete", pa.bool_()),
+        ("stopped", pa.bool_()),
+        ("error_kind", pa.string()),
+        ("error", pa.string()),
+    ]
+)
+
+
+@dataclass
+class Delivery:
+    """One task: the remaining messages of one batch."""
+
+    number: int
+    work: Work
+    routes: Sequence[Route]
+    policy: Policy
+    receipts: dict[str | None, Receipt] = field(default_factory=dict)
+    _open: dict[str, Destination] = field(default_factory=dict)
+    _source: psycopg.Connection[Any] | None = None
+
+    def run(self, batches: Iterable[pa.RecordBatch]) -> list[Receipt]:
+        """Deliver chunk by chunk until the end, an error or a request to stop."""
+        summary = self._receipt(None)
+        try:
+            for rows in chunks(batches, self.policy.chunk_rows, self.policy.chunk_bytes):
+                if self._forward(rows):
+                    summary.stopped = True
+                    break
+            else:
+                summary.complete = True
+        except EXPECTED as error:
+            summary.error_kind, summary.error = type(error).__name__, str(error)
+        finally:
+            for destination in self._open.values():
+                destination.close()
+            if self._source is not None:
+                self._source.close()
+        return list(self.receipts.values())
+
+    def _forward(self, rows: pa.Table) -> bool:
+        """Steps 1 to 3 for one chunk; return whether the task should stop."""
+        position = int(rows["id"][-1].as_py())
+        if position == FAILED:
+            raise Unavailable(f"broker {self.work.broker!r}", rows["body"][-1].as_py().decode())
+        parts = list(self._parts(rows))
+        attempted: dict[int, int] | None = None
+        for route, part in parts:
+            once, most = self._quality(route) == EXACTLY_ONCE, False
+            if self._quality(route) == AT_MOST_ONCE:
+                if attempted is None:
+                    attempted = self._at_source(attempt, position)
+                part, most = beyond(part, attempted), True
+            chunk = Chunk(
+                source=self.work.source, batch=self.work.batch, rows=part, position=position
+            )
+            self._store(route.destination, chunk, exactly_once=once, at_most_once=most)
+        stop = self._at_source(advance, position)
+        fail_point("mark_commit")
+        return stop
+
+    def _parts(self, rows: pa.Table) -> Iterator[tuple[Route, pa.Table]]:
+        """The chunk's messages by route, each part in order."""
+        choice = rows["route"]
+        if choice.null_count:
+            lost = rows.filter(pc.is_null(choice))
+            raise Unroutable(lost["to_service"][0].as_py())
+        chosen = pc.unique(choice).to_pylist()
+        for number in chosen:
+            part = rows if len(chosen) == 1 else rows.filter(pc.equal(choice, number))
+            yield self.routes[number], _flat(part)
+
+    def _store(self, name: str, chunk: Chunk, *, exactly_once: bool, at_most_once: bool) -> None:
+        def store() -> Stored:
+            return self._destination(name).store(chunk, exactly_once=exactly_once)
+
+        # once an at_most_once chunk may have left, it must not be sent a second time
+        attempts = 1 if at_most_once else self.policy.attempts
+        stored = while_unavailable(attempts, store)
+        receipt = self._receipt(name)
+        receipt.messages += stored.messages
+        receipt.dropped += stored.dropped
+
+    def _at_source(self, write: Callable[..., T], position: int) -> T:
+        """Write the batch's mark at the source, in a transaction of its own."""
+
+        def transaction() -> T:
+            with unavailable_if_lost(f"broker {self.work.broker!r}"):
+                if self._source is None or self._source.closed:
+                    self._source = self.work.dsn.connect(role="mark", autocommit=True)
+                with self._source.transaction():
+                    result = write(self._source, self.work.batch, position)
+                    fail_point("mark_forwarded")
+                return result
+
+        return while_unavailable(self.policy.attempts, transaction)
+
+    def _quality(self, route: Route) -> str:
+        return route.quality or self._known(route.destination)[1]
+
+    def _destination(self, name: str) -> Destination:
+        if name not in self._open:
+            self._open[name] = PostgresInbox(name, self._known(name)[0])
+        return self._open[name]
+
+    def _known(self, name: str) -> tuple[Dsn, str]:
+        if name not in self.policy.destinations:
+            raise Unavailable(
+                f"destination {name!r}",
+                f"a route names it, but saf.toml has no [destinations.{name}]",
+            )
+        return self.policy.destinations[name]
+
+    def _receipt(self, destination: str | None) -> Receipt:
+        return self.receipts.setdefault(
+            destination, Receipt(work=self.number, destination=destination)
+        )
+
+
+def chunks(batches: Iterable[pa.RecordBatch], max_rows: int, max_bytes: int) -> Iterator[pa.Table]:
+    """Arrow batches gathered, and cut where they are long, into tables of bounded size.
+
+    A table has at most ``max_rows`` rows, and ends with the batch that reaches ``max_bytes``.
+    """
+    held: list[pa.RecordBatch] = []
+    rows = size = 0
+    for batch in batches:
+        while batch.num_rows:
+            part = batch.slice(0, max_rows - rows)
+            batch = batch.slice(part.num_rows)
+            held.append(part)
+            rows += part.num_rows
+            size += part.nbytes
+            if rows >= max_rows or size >= max_bytes:
+                yield pa.Table.from_batches(held)
+                held, rows, size = [], 0, 0
+    if held:
+        yield pa.Table.from_batches(held)
+
+
+def _flat(rows: pa.Table) -> pa.Table:
+    """The table with the fields of ``optional`` as columns."""
+    optional = rows["optional"]
+    if optional.null_count == len(optional):
+        columns = {name: pa.chunked_array([pa.nulls(rows.num_rows)]) for name in OPTIONAL}
+    else:
+        columns = {name: pc.struct_field(optional, name) for name in OPTIONAL}
+    for name, column in columns.items():
+        rows = rows.append_column(name, column)
+    return rows.drop_columns(["optional", "route", "work"])

@@ -1,0 +1,293 @@
+"""The forwarder: cycles of open, read, route, deliver, close, over any number of source brokers.
+
+The driver holds leases and opens and closes batches; messages never pass through it. Tasks read,
+deliver and mark (`saf.spark.source`, `saf.spark.delivery`). Whatever goes wrong for one broker
+or one destination is noted in the `Summary`, and the others go on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from saf.config import Settings
+from saf.errors import Fenced, SafError, SchemaError, Unavailable
+from saf.spark.broker import SourceBroker
+from saf.spark.delivery import RECEIPT_SCHEMA, Policy, Receipt, deliver
+from saf.spark.routing import distinct_routes, route
+from saf.spark.source import Work, messages
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+log = structlog.get_logger("saf.forward")
+
+TICK_SECONDS = 0.2
+EXIT_DONE, EXIT_OTHER, EXIT_USAGE, EXIT_TRY_AGAIN = 0, 1, 2, 75
+
+
+@dataclass
+class Summary:
+    """What a run did. Counts are messages."""
+
+    forwarded: int = 0
+    dropped: int = 0
+    """Delivered again and dropped by a watermark."""
+    by_destination: dict[str, int] = field(default_factory=dict)
+    batches: int = 0
+    cycles: int = 0
+    seconds: float = 0.0
+    stopped: bool = False
+    idle: bool = False
+    """Other forwarders hold all shards of all brokers."""
+    problems: list[dict[str, str]] = field(default_factory=list)
+    """What went wrong: ``broker``, ``kind`` (an error's class) and ``error``."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 done or nothing to do, 75 try again later, 2 to be mended by a person, 1 other."""
+        kinds = {problem["kind"] for problem in self.problems}
+        if not kinds:
+            return EXIT_DONE
+        if kinds & {"Rejected"}:
+            return EXIT_OTHER
+        return EXIT_USAGE if kinds & {"SchemaMissing", "SchemaMismatch"} else EXIT_TRY_AGAIN
+
+    def as_dict(self) -> dict[str, Any]:
+        """For one line of JSON."""
+        rate = self.forwarded / self.seconds if self.seconds else 0.0
+        return {
+            **asdict(self),
+            "seconds": round(self.seconds, 3),
+            "messages_per_second": round(rate, 1),
+            "exit_code": self.exit_code,
+        }
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the cycle in hand is, in messages; shown to people."""
+
+    done: int
+    total: int
+
+
+class Forwarder:
+    """Forwards the outboxes of all configured brokers."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        spark: SparkSession,
+        *,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        options = settings.forwarder
+        self.options = options
+        self.spark = spark
+        self.progress = progress
+        self.summary = Summary()
+        self.brokers = [
+            SourceBroker(name, broker.dsn, lease_seconds=options.lease_seconds)
+            for name, broker in settings.brokers.items()
+        ]
+        self.policy = Policy(
+            destinations={n: (d.dsn, d.quality) for n, d in settings.destinations.items()},
+            chunk_rows=options.chunk_rows,
+            chunk_bytes=options.chunk_bytes,
+            attempts=options.attempts,
+        )
+        self.tasks = options.tasks or spark.sparkContext.defaultParallelism
+        self._stop = False
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="saf-spark")
+
+    def stop(self) -> None:
+        """Finish the chunks in hand and end. Safe to call from a signal handler."""
+        self._stop = True
+
+    def drain(self) -> Summary:
+        """Forward everything that was committed before the call, and end.
+
+        What is committed meanwhile goes along as long as the cycles stay full, so a run under
+        steady load ends too.
+        """
+        started = time.monotonic()
+        try:
+            while not self._stop:
+                before = self.summary.forwarded
+                worked = self.cycle()
+                full = self.summary.forwarded - before >= self.options.chunk_rows
+                if not worked or not full or self.summary.problems:
+                    break
+            self.summary.idle = not any(broker.shards for broker in self.brokers)
+        finally:
+            self._leave()
+        self.summary.seconds = time.monotonic() - started
+        return self.summary
+
+    def loop(self, report: Callable[[Summary], None]) -> Summary:
+        """Cycle until `stop`, with a pause after a cycle that found nothing or met a problem.
+
+        ``report`` gets a summary of each cycle that did something.
+        """
+        whole = Summary()
+        started = time.monotonic()
+        try:
+            while not self._stop:
+                self.summary = Summary()
+                began = time.monotonic()
+                worked = self.cycle()
+                self.summary.seconds = time.monotonic() - began
+                if worked or self.summary.problems:
+                    report(self.summary)
+                whole.forwarded += self.summary.forwarded
+                whole.dropped += self.summary.dropped
+                whole.batches += self.summary.batches
+                whole.cycles += self.summary.cycles
+                for name, count in self.summary.by_destination.items():
+                    whole.by_destination[name] = whole.by_destination.get(name, 0) + count
+                if not worked or self.summary.problems:
+                    self._pause(self.options.interval_seconds)
+        finally:
+            self._leave()
+        whole.stopped = True
+        whole.seconds = time.monotonic() - started
+        return whole
+
+    def cycle(self) -> bool:
+        """Forward what is pending now, once; return whether there was anything to do."""
+        work: list[Work] = []
+        parts = max(1, self.tasks // len(self.brokers))
+        for broker in self.brokers:
+            try:
+                broker.tend()
+                work += broker.open_work(self.options.default_destination, parts)
+            except (Unavailable, SchemaError) as error:
+                self._problem(broker.name, error)
+                broker.forget_connection()
+        if not work:
+            return False
+        self.summary.cycles += 1
+        self._settle(work, self._run(work))
+        return True
+
+    def _run(self, work: Sequence[Work]) -> list[Receipt]:
+        """The Spark job; meanwhile, leases are renewed and a wish to stop is passed on."""
+        job = self._pool.submit(self._receipts, work)
+        show = self._start_progress(work)
+        told = False
+        while not wait_for([job], timeout=TICK_SECONDS).done:
+            if self._stop and not told:
+                told = True
+                self._each(SourceBroker.stop)
+            self._each(SourceBroker.renew)
+            if show:
+                show()
+        return _result(job)
+
+    def _receipts(self, work: Sequence[Work]) -> list[Receipt]:
+        routes = distinct_routes(work)
+        pending = route(messages(self.spark, work), work, routes)
+        receipts = pending.mapInArrow(deliver(work, routes, self.policy), RECEIPT_SCHEMA)
+        return [Receipt(**row.asDict()) for row in receipts.collect()]
+
+    def _settle(self, work: Sequence[Work], receipts: Sequence[Receipt]) -> None:
+        complete: set[int] = set()
+        for receipt in receipts:
+            if receipt.destination is not None:
+                self._count(receipt)
+                continue
+            if receipt.complete:
+                complete.add(receipt.work)
+            self.summary.stopped |= receipt.stopped
+            broker = work[receipt.work].broker
+            if receipt.error_kind == Fenced.__name__:
+                log.info("taken_over", broker=broker, detail=receipt.error)
+            elif receipt.error_kind is not None and receipt.error is not None:
+                self._note(broker, receipt.error_kind, receipt.error)
+        for broker in self.brokers:
+            mine = [
+                work[number] for number in sorted(complete) if work[number].broker == broker.name
+            ]
+            try:
+                broker.close(mine)
+                self.summary.batches += len({item.batch.number for item in mine})
+            except Fenced as error:
+                log.info("taken_over", broker=broker.name, detail=str(error))
+            except Unavailable as error:
+                self._problem(broker.name, error)
+                broker.forget_connection()
+
+    def _count(self, receipt: Receipt) -> None:
+        assert receipt.destination is not None  # noqa: S101 - for the type checker
+        counts = self.summary.by_destination
+        counts[receipt.destination] = counts.get(receipt.destination, 0) + receipt.messages
+        self.summary.forwarded += receipt.messages
+        self.summary.dropped += receipt.dropped
+
+    def _start_progress(self, work: Sequence[Work]) -> Callable[[], None] | None:
+        """A function that reports how far the work is; None if nobody watches."""
+        if self.progress is None:
+            return None
+        report = self.progress
+        spans: list[tuple[SourceBroker, int, int, int]] = []
+        for broker in self.brokers:
+            mine = [item for item in work if item.broker == broker.name]
+            if mine:
+                spans.append((broker, *broker.count(mine)))
+        total = sum(count for _, count, _, _ in spans)
+
+        def show() -> None:
+            done = 0.0
+            for broker, count, lowest, highest in spans:
+                share = (broker.position() - lowest) / max(highest - lowest, 1)
+                done += count * min(max(share, 0.0), 1.0)
+            report(Progress(int(done), total))
+
+        return show
+
+    def _each(self, action: Callable[[SourceBroker], None]) -> None:
+        for broker in self.brokers:
+            try:
+                action(broker)
+            except Unavailable as error:
+                log.warning("unavailable", broker=broker.name, error=str(error))
+
+    def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not self._stop and time.monotonic() < until:
+            time.sleep(min(TICK_SECONDS, max(0.0, until - time.monotonic())))
+
+    def _problem(self, broker: str, error: SafError) -> None:
+        self._note(broker, type(error).__name__, str(error))
+
+    def _note(self, broker: str, kind: str, error: str) -> None:
+        problem = {"broker": broker, "kind": kind, "error": error}
+        if problem not in self.summary.problems:
+            self.summary.problems.append(problem)
+
+    def _leave(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for broker in self.brokers:
+            broker.leave()
+
+
+def _result(job: Future[list[Receipt]]) -> list[Receipt]:
+    """The receipts, or what went wrong with the job itself in one readable error."""
+    from py4j.protocol import Py4JError
+    from pyspark.errors import PySparkException
+
+    try:
+        return job.result()
+    except (Py4JError, PySparkException, ConnectionError, EOFError) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise SafError(
+            f"the Spark job failed: {lines[0] if lines else type(error).__name__}. Its batches "
+            "stay open and are forwarded by the next run"
+        ) from error
