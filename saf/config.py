@@ -109,10 +109,11 @@ class Settings(BaseSettings):
     @classmethod
     def settings_customise_sources(
         cls,
-        settings_cls: type[BaseSettings],
+        settings_cls: type[BaseSettings],  # noqa: ARG003 - pydantic's signature
         init_settings: PydanticBaseSettingsSource,
         env_settings: PydanticBaseSettingsSource,
-        **_: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the same
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the same
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """The environment wins over the file."""
         return env_settings, init_settings

@@ -28,6 +28,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -125,15 +126,7 @@ class EmbeddedServer:
             if self._run("pg_ctl", "status").returncode == 0:
                 self._run("pg_ctl", "stop", "-m", "fast", "-w")
             self._configure()
-            log = self.data_dir / "server.log"
-            begin = log.stat().st_size if log.exists() else 0
-            options = ["-w", "-t", str(START_SECONDS), "-l", str(log)]
-            if self._run("pg_ctl", "start", *options).returncode != 0:
-                said = log.read_bytes()[begin:].decode(errors="replace") if log.exists() else ""
-                raise ConfigurationError(
-                    f"PostgreSQL {self.version} in {self.data_dir} does not start: "
-                    + " ".join(said.split())[-1000:]
-                )
+            self._launch()
         except BaseException:
             self._release()
             raise
@@ -158,10 +151,9 @@ class EmbeddedServer:
         with self.dsn("postgres").connect(role="embedded", autocommit=True) as connection:
             query = "SELECT 1 FROM pg_database WHERE datname = %s"
             if connection.execute(query, [name]).fetchone() is None:
-                try:
+                # someone else may be faster
+                with suppress(psycopg.errors.DuplicateDatabase, psycopg.errors.UniqueViolation):
                     connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
-                except (psycopg.errors.DuplicateDatabase, psycopg.errors.UniqueViolation):
-                    pass  # someone else was faster
         return self.dsn(name)
 
     def _stop(self, mode: str) -> None:
@@ -233,6 +225,17 @@ class EmbeddedServer:
         }
         lines = [f"{name} = {_quoted(value)}\n" for name, value in settings.items()]
         (self.data_dir / "saf.conf").write_text("".join(lines))
+
+    def _launch(self) -> None:
+        log = self.data_dir / "server.log"
+        begin = log.stat().st_size if log.exists() else 0
+        options = ["-w", "-t", str(START_SECONDS), "-l", str(log)]
+        if self._run("pg_ctl", "start", *options).returncode != 0:
+            said = log.read_bytes()[begin:].decode(errors="replace") if log.exists() else ""
+            raise ConfigurationError(
+                f"PostgreSQL {self.version} in {self.data_dir} does not start: "
+                + " ".join(said.split())[-1000:]
+            )
 
     def _run(
         self, program: str, *arguments: str, folder: Path | None = None

@@ -98,7 +98,7 @@ def _log(
         sa.event.listen(
             table,
             "after_create",
-            sa.DDL(
+            sa.DDL(  # type: ignore[no-untyped-call] # SQLAlchemy has left this one untyped
                 f"CREATE TABLE {SCHEMA}.{name}_{slot} "
                 f"PARTITION OF {SCHEMA}.{name} FOR VALUES IN ({slot})"
             ),

@@ -52,11 +52,13 @@ WHERE source = {source}::uuid AND shard = ANY ({shards}::smallint[])
 ORDER BY shard FOR UPDATE
 """
 
+# The epoch rises even where every row was stored before, so that the owner before is fenced
 MOVE = """
-UPDATE saf.watermark w SET epoch = mine.epoch, batch = {batch}, position = {position}
+UPDATE saf.watermark w SET epoch = mine.epoch, (batch, position) = (
+    SELECT batch, position FROM (VALUES (w.batch, w.position), ({batch}, {position}))
+        AS mark (batch, position) ORDER BY batch DESC, position DESC LIMIT 1)
 FROM unnest({shards}::smallint[], {epochs}::bigint[]) AS mine (shard, epoch)
 WHERE w.source = {source}::uuid AND w.shard = mine.shard
-  AND (w.batch, w.position) < ({batch}, {position})
 """
 
 

@@ -37,6 +37,8 @@ class SourceBroker:
         self.lease_seconds = lease_seconds
         self.shards = 0
         """How many shards this member owns."""
+        self.resumed = False
+        """The work in hand holds batches that an earlier cycle opened, so more may be pending."""
         self._connection: psycopg.Connection[Any] | None = None
         self._member: Member | None = None
         self._broker_id: UUID | None = None
@@ -74,10 +76,12 @@ class SourceBroker:
     def open_work(self, default_destination: str | None, parts: int) -> list[Work]:
         """What there is to forward now: batches in hand, and a new one if there is anything new."""
         member = self._member
+        self.resumed = False
         if member is None or not self.shards:
             return []
         with unavailable_if_lost(f"broker {self.name!r}"):
             connection = self._connect()
+            self.resumed = bool(cursor.in_hand(connection, LOG, member))
             if cursor.anything_new(connection, LOG, member):
                 cursor.open_batch(connection, member, freeze(connection, default_destination))
             return [
@@ -125,7 +129,7 @@ class SourceBroker:
         self.shards = 0
 
     def count(self, work: Iterable[Work]) -> tuple[int, int, int]:
-        """Messages left in the work, and their lowest and highest id. Reads them all: for people."""
+        """Messages left, and their lowest and highest id. Reads them all: for people who watch."""
         total, lowest, highest = 0, 0, 0
         with unavailable_if_lost(f"broker {self.name!r}"):
             for batch in cursor.join_splits(item.batch for item in work):

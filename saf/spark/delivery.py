@@ -22,7 +22,7 @@ import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from saf.cursor import advance, attempt
+from saf.cursor import Batch, advance, attempt
 from saf.database import Dsn, unavailable_if_lost
 from saf.destinations import Chunk, Destination, Stored
 from saf.destinations.postgresql import PostgresInbox, beyond
@@ -142,19 +142,19 @@ class Delivery:
         position = int(rows["id"][-1].as_py())
         if position == FAILED:
             raise Unavailable(f"broker {self.work.broker!r}", rows["body"][-1].as_py().decode())
-        parts = list(self._parts(rows))
-        attempted: dict[int, int] | None = None
-        for route, part in parts:
-            once, most = self._quality(route) == EXACTLY_ONCE, False
-            if self._quality(route) == AT_MOST_ONCE:
-                if attempted is None:
-                    attempted = self._at_source(attempt, position)
-                part, most = beyond(part, attempted), True
+        parts = [(route, self._quality(route), part) for route, part in self._parts(rows)]
+        attempted: dict[int, int] = {}
+        if any(quality == AT_MOST_ONCE for _, quality, _ in parts):
+            attempted = self._at_source(attempt, position)
+        for route, quality, part in parts:
             chunk = Chunk(
-                source=self.work.source, batch=self.work.batch, rows=part, position=position
+                source=self.work.source,
+                batch=self.work.batch,
+                rows=beyond(part, attempted) if quality == AT_MOST_ONCE else part,
+                position=position,
             )
-            self._store(route.destination, chunk, exactly_once=once, at_most_once=most)
-        stop = self._at_source(advance, position)
+            self._store(route.destination, chunk, quality)
+        stop = self._at_source(_mark, position)
         fail_point("mark_commit")
         return stop
 
@@ -169,12 +169,12 @@ class Delivery:
             part = rows if len(chosen) == 1 else rows.filter(pc.equal(choice, number))
             yield self.routes[number], _flat(part)
 
-    def _store(self, name: str, chunk: Chunk, *, exactly_once: bool, at_most_once: bool) -> None:
+    def _store(self, name: str, chunk: Chunk, quality: str) -> None:
         def store() -> Stored:
-            return self._destination(name).store(chunk, exactly_once=exactly_once)
+            return self._destination(name).store(chunk, exactly_once=quality == EXACTLY_ONCE)
 
-        # once an at_most_once chunk may have left, it must not be sent a second time
-        attempts = 1 if at_most_once else self.policy.attempts
+        # an at_most_once chunk may have left although the answer got lost
+        attempts = 1 if quality == AT_MOST_ONCE else self.policy.attempts
         stored = while_unavailable(attempts, store)
         receipt = self._receipt(name)
         receipt.messages += stored.messages
@@ -188,9 +188,7 @@ class Delivery:
                 if self._source is None or self._source.closed:
                     self._source = self.work.dsn.connect(role="mark", autocommit=True)
                 with self._source.transaction():
-                    result = write(self._source, self.work.batch, position)
-                    fail_point("mark_forwarded")
-                return result
+                    return write(self._source, self.work.batch, position)
 
         return while_unavailable(self.policy.attempts, transaction)
 
@@ -216,6 +214,12 @@ class Delivery:
         )
 
 
+def _mark(connection: psycopg.Connection[Any], batch: Batch, position: int) -> bool:
+    stop = advance(connection, batch, position)
+    fail_point("mark_forwarded")
+    return stop
+
+
 def chunks(batches: Iterable[pa.RecordBatch], max_rows: int, max_bytes: int) -> Iterator[pa.Table]:
     """Arrow batches gathered, and cut where they are long, into tables of bounded size.
 
@@ -224,9 +228,10 @@ def chunks(batches: Iterable[pa.RecordBatch], max_rows: int, max_bytes: int) -> 
     held: list[pa.RecordBatch] = []
     rows = size = 0
     for batch in batches:
-        while batch.num_rows:
-            part = batch.slice(0, max_rows - rows)
-            batch = batch.slice(part.num_rows)
+        start = 0
+        while start < batch.num_rows:
+            part = batch.slice(start, max_rows - rows)
+            start += part.num_rows
             held.append(part)
             rows += part.num_rows
             size += part.nbytes

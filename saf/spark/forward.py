@@ -123,7 +123,8 @@ class Forwarder:
                 before = self.summary.forwarded
                 worked = self.cycle()
                 full = self.summary.forwarded - before >= self.options.chunk_rows
-                if not worked or not full or self.summary.problems:
+                more = full or any(broker.resumed for broker in self.brokers)
+                if not worked or not more or self.summary.problems:
                     break
             self.summary.idle = not any(broker.shards for broker in self.brokers)
         finally:
@@ -206,11 +207,11 @@ class Forwarder:
             if receipt.complete:
                 complete.add(receipt.work)
             self.summary.stopped |= receipt.stopped
-            broker = work[receipt.work].broker
+            name = work[receipt.work].broker
             if receipt.error_kind == Fenced.__name__:
-                log.info("taken_over", broker=broker, detail=receipt.error)
+                log.info("taken_over", broker=name, detail=receipt.error)
             elif receipt.error_kind is not None and receipt.error is not None:
-                self._note(broker, receipt.error_kind, receipt.error)
+                self._note(name, receipt.error_kind, receipt.error)
         for broker in self.brokers:
             mine = [
                 work[number] for number in sorted(complete) if work[number].broker == broker.name

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+import adbc_driver_manager.dbapi as adbc
+import adbc_driver_postgresql.dbapi
+import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
 from saf.cursor import Batch
@@ -23,7 +26,6 @@ from saf.database import Dsn
 from saf.routes import Route
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
 PLAIN = {
@@ -93,7 +95,7 @@ class SafReader(DataSourceReader):
         """One per `Work` item, in order: partition n of every stage is item n."""
         return [BatchPartition(number, work) for number, work in enumerate(self.work)]
 
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:  # type: ignore[override] # the stub knows tuples only
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Record batches of about 4 MiB, in the order of the ids."""
         assert isinstance(partition, BatchPartition)  # noqa: S101 - for the type checker
         yield from _record_batches(partition.value, partition.work)
@@ -122,9 +124,6 @@ def messages(spark: SparkSession, work: Sequence[Work]) -> DataFrame:
 
 
 def _record_batches(number: int, work: Work) -> Iterator[pa.RecordBatch]:
-    import adbc_driver_manager.dbapi as adbc  # imported where tasks run, not where they are made
-    import adbc_driver_postgresql.dbapi
-
     try:
         with (
             adbc_driver_postgresql.dbapi.connect(work.dsn.for_role("read")) as connection,
@@ -141,8 +140,6 @@ def _record_batches(number: int, work: Work) -> Iterator[pa.RecordBatch]:
 
 
 def _failure(number: int, reason: str) -> pa.RecordBatch:
-    import pyarrow as pa
-
     row = {name: pa.nulls(1, _arrow_type(kind)) for name, kind in (PLAIN | OPTIONAL).items()}
     row["id"] = pa.array([FAILED])
     row["body"] = pa.array([reason.encode()])
@@ -150,8 +147,6 @@ def _failure(number: int, reason: str) -> pa.RecordBatch:
 
 
 def _arrow_type(kind: str) -> pa.DataType:
-    import pyarrow as pa
-
     return {
         "long": pa.int64(),
         "short": pa.int16(),
@@ -163,8 +158,6 @@ def _arrow_type(kind: str) -> pa.DataType:
 
 
 def _as_spark(number: int, rows: pa.RecordBatch) -> pa.RecordBatch:
-    import pyarrow as pa
-
     columns = {name: _storage(rows.column(name)) for name in (*PLAIN, *OPTIONAL)}
     optional = [columns.pop(name) for name in OPTIONAL]
     fields = [pa.field(name, column.type) for name, column in zip(OPTIONAL, optional, strict=True)]
@@ -180,8 +173,6 @@ def _as_spark(number: int, rows: pa.RecordBatch) -> pa.RecordBatch:
 
 def _storage(column: pa.Array) -> pa.Array:
     """The column in types that Spark knows: uuid as binary, jsonb as text."""
-    import pyarrow as pa
-
     if isinstance(column, pa.ExtensionArray):
         column = column.storage
     if pa.types.is_fixed_size_binary(column.type):

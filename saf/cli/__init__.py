@@ -1,0 +1,65 @@
+"""The command ``saf``. One file per command; logic lives in the library.
+
+Exit codes: 0 done or nothing to do; 2 wrong usage, configuration or schema; 75 try again later
+(a database does not answer, a message has no route yet); 1 anything else. A user's mistake gets
+one sentence on stderr and no traceback.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import structlog
+import typer
+from rich.console import Console
+
+from saf.cli import demo, forward, migrate, status
+from saf.errors import SafError
+
+app = typer.Typer(
+    name="saf",
+    help="Transactional store-and-forward outbox for PostgreSQL.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command("migrate")(migrate.command)
+app.command("forward")(forward.command)
+app.command("status")(status.command)
+app.command("demo")(demo.command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit with its code."""
+    _configure_logging()
+    try:
+        app(list(arguments) if arguments is not None else None)
+    except SafError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"saf: {error}", style="red", markup=False
+        )
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # the reader of our output has gone (| head); nothing is left to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _configure_logging() -> None:
+    """Events go to stderr: for people on a terminal, one JSON object a line elsewhere."""
+    people = sys.stderr.isatty()
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.dev.ConsoleRenderer() if people else structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )

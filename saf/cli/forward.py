@@ -1,0 +1,118 @@
+"""``saf forward``: run the forwarder, once or in a loop."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import rich.progress
+import typer
+from rich.console import Console
+
+from saf.config import Settings, load
+
+if TYPE_CHECKING:
+    from saf.spark.forward import Forwarder, Progress, Summary
+
+
+def command(
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Configuration file. Default: $SAF_CONFIG, or saf.toml in this folder."),
+    ] = None,
+    loop: Annotated[bool, typer.Option("--loop", help="Go on until stopped.")] = False,
+    interval: Annotated[
+        float | None,
+        typer.Option(min=0.01, help="With --loop: seconds to wait when there is nothing to do."),
+    ] = None,
+    master: Annotated[
+        str | None, typer.Option(help="Spark master. Default: forwarder.master, or local[*].")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one line of JSON, per cycle with --loop.")
+    ] = False,
+) -> None:
+    """Forward what is pending in the outboxes of all configured brokers.
+
+    Once: everything that was committed before the run, then exit. Run it from cron or Airflow;
+    runs that overlap share the work. SIGTERM and Ctrl-C finish the chunk in hand.
+    """
+    settings = load(config)
+    changes = {"interval_seconds": interval, "master": master}
+    options = settings.forwarder.model_copy(
+        update={name: value for name, value in changes.items() if value is not None}
+    )
+    settings = settings.model_copy(update={"forwarder": options})
+    raise typer.Exit(run(settings, loop=loop, as_json=as_json))
+
+
+def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
+    """Forward with a Spark session of its own; return the exit code."""
+    from saf.spark import session  # needs the extra, and says so
+
+    options = settings.forwarder
+    console = Console(stderr=True)
+    with console.status("starting Spark") if console.is_terminal else nullcontext():
+        spark = session.start(options.master, conf=options.spark)
+
+    from saf.spark.forward import Forwarder
+
+    def report(summary: Summary) -> None:
+        show(summary, as_json=as_json)
+
+    with progress_bar(console) as progress:
+        forwarder = Forwarder(settings, spark, progress=progress)
+        with _stop_on_signals(forwarder):
+            summary = forwarder.loop(report) if loop else forwarder.drain()
+    report(summary)
+    session.stop(spark)
+    return summary.exit_code
+
+
+def show(summary: Summary, *, as_json: bool) -> None:
+    """A summary on stdout, for people or as one line of JSON; problems also on stderr."""
+    if as_json:
+        typer.echo(json.dumps(summary.as_dict()))
+        return
+    where = ", ".join(f"{name}: {count:,}" for name, count in summary.by_destination.items())
+    line = f"forwarded {summary.forwarded:,} messages in {summary.seconds:.1f} s"
+    line += f" ({where})" if where else ""
+    line += f", {summary.dropped:,} dropped as delivered before" if summary.dropped else ""
+    if summary.idle and not summary.problems:
+        line = "nothing to do: other forwarders hold all shards"
+    typer.echo(line + (", stopped on request" if summary.stopped else ""))
+    for problem in summary.problems:
+        typer.echo(f"saf: {problem['error']}", err=True)
+
+
+@contextmanager
+def progress_bar(console: Console) -> Iterator[Callable[[Progress], None] | None]:
+    """A progress bar while a cycle runs, on a terminal; None elsewhere."""
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (*rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn())
+    with rich.progress.Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("forwarding", total=None)
+        yield lambda progress: bar.update(task, completed=progress.done, total=progress.total)
+
+
+@contextmanager
+def _stop_on_signals(forwarder: Forwarder) -> Iterator[None]:
+    """The first SIGTERM or SIGINT stops in order, a second one at once."""
+
+    def stop(number: int, _: FrameType | None) -> None:
+        forwarder.stop()
+        signal.signal(number, signal.default_int_handler)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,33 @@
+"""``saf migrate``: create or upgrade the schema of a broker."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from saf.database import REVISION, Dsn
+
+
+def command(
+    dsn: Annotated[
+        str,
+        typer.Option(
+            envvar="SAF_DSN",
+            help="The database: postgresql://user@host/database, or 'host=… dbname=…'. A password "
+            "is better in the environment (PGPASSWORD, SAF_DSN) than on the command line.",
+        ),
+    ],
+    shards: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of shards, chosen at the first migration and fixed. Default 64.",
+        ),
+    ] = None,
+) -> None:
+    """Create the saf schema in a database, or bring it up to date. Safe to repeat."""
+    from saf.migrate import migrate  # alembic is slow to import, and only needed here
+
+    database = Dsn(dsn)
+    migrate(database, shards=shards)
+    typer.echo(f"{database.database}: saf schema {REVISION}")
