@@ -6,19 +6,19 @@ import os
 
 import sqlalchemy as sa
 from alembic import context
+from alembic.util import CommandError
 
 from saf.database import Dsn
-from saf.errors import ConfigurationError
-from saf.schema import SCHEMA
+from saf.errors import ConfigurationError, SafError
+from saf.migrate import checked_shards, settle
+from saf.schema import DEFAULT_SHARDS, SCHEMA
+
+ASKED = context.get_x_argument(as_dictionary=True)
 
 
 def dsn() -> Dsn:
     """Where to migrate: `saf migrate` passes it; the alembic command takes SAF_DSN or -x dsn=…."""
-    text = (
-        context.config.attributes.get("dsn")
-        or context.get_x_argument(as_dictionary=True).get("dsn")
-        or os.environ.get("SAF_DSN")
-    )
+    text = context.config.attributes.get("dsn") or ASKED.get("dsn") or os.environ.get("SAF_DSN")
     if not text:
         raise ConfigurationError(
             "which database? Set SAF_DSN, or say: alembic -x dsn=… upgrade head"
@@ -26,28 +26,47 @@ def dsn() -> Dsn:
     return text if isinstance(text, Dsn) else Dsn(str(text))
 
 
-def run() -> None:
+def shards() -> int | None:
+    """How many shards to create: `saf migrate --shards` passes it; alembic takes -x shards=…."""
+    asked = context.config.attributes.get("shards") or ASKED.get("shards")
+    return None if asked is None else checked_shards(asked)
+
+
+def offline() -> None:
+    """Print the SQL for someone else to run."""
+    context.config.attributes["shards"] = shards() or DEFAULT_SHARDS
+    context.configure(
+        dialect_name="postgresql",
+        version_table_schema=SCHEMA,
+        literal_binds=True,
+        dialect_opts={"paramstyle": "named"},
+    )
+    with context.begin_transaction():
+        context.execute(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}")
+        context.run_migrations()
+
+
+def online() -> None:
     """Migrate in one transaction; two at once wait for each other."""
-    if context.is_offline_mode():
-        context.configure(
-            dialect_name="postgresql",
-            version_table_schema=SCHEMA,
-            literal_binds=True,
-            dialect_opts={"paramstyle": "named"},
-        )
-        with context.begin_transaction():
-            context.execute(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}")
-            context.run_migrations()
-        return
     engine = dsn().engine(poolclass=sa.pool.NullPool)
     with engine.connect() as connection, connection.begin():
         connection.execute(
             sa.text("SELECT pg_advisory_xact_lock(hashtextextended('saf migrate', 0))")
         )
-        connection.execute(sa.text(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}"))
+        # asked first, because IF NOT EXISTS wants the right to create even where it is there
+        if not connection.scalar(sa.text(f"SELECT to_regnamespace('{SCHEMA}')")):
+            connection.execute(sa.text(f"CREATE SCHEMA {SCHEMA}"))
+        context.config.attributes["shards"] = settle(connection, shards())
         context.configure(connection=connection, version_table_schema=SCHEMA)
         with context.begin_transaction():
             context.run_migrations()
 
 
-run()
+try:
+    if context.is_offline_mode():
+        offline()
+    else:
+        online()
+except SafError as error:
+    # the alembic command prints this one as a sentence, others as a traceback
+    raise CommandError(str(error)) from error

@@ -8,7 +8,6 @@ revision = "0001"
 down_revision = None
 
 SLOTS = 8
-DEFAULT_SHARDS = 64
 
 TABLES = """
 CREATE TABLE saf.broker (
@@ -261,16 +260,8 @@ COMMENT ON VIEW saf.outbox_status IS
 """
 
 
-def shards() -> int:
-    """The number of shards for life: ``saf migrate --shards`` or ``alembic -x shards=…``."""
-    asked = context.config.attributes.get("shards") or context.get_x_argument(
-        as_dictionary=True
-    ).get("shards")
-    return int(asked or DEFAULT_SHARDS)
-
-
 def upgrade() -> None:
-    number = shards()
+    number = context.config.attributes["shards"]  # settled by env.py
     op.execute(TABLES.format(shards=number))
     for log in ("outbox", "inbox"):
         for slot in range(SLOTS):
