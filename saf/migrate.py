@@ -83,9 +83,7 @@ def checked_shards(asked: object) -> int:
     except ValueError:
         number = 0
     if not 1 <= number <= MAX_SHARDS:
-        raise ConfigurationError(
-            f"shards: expected a number from 1 to {MAX_SHARDS}, got {asked if number else repr(asked)}"
-        )
+        raise ConfigurationError(f"shards: expected a number from 1 to {MAX_SHARDS}, got {asked!r}")
     return number
 
 
@@ -136,8 +134,8 @@ def _explained(error: sa.exc.DBAPIError, dsn: Dsn) -> Exception:
     said = dsn.redact(str(cause))
     if isinstance(cause, psycopg.errors.InsufficientPrivilege):
         return ConfigurationError(
-            f"this user may not migrate database {dsn.database!r}: {said}. Let the database's owner "
-            "migrate, or GRANT CREATE ON DATABASE to the user that does"
+            f"this user may not migrate database {dsn.database!r}: {said}. Let the owner of the "
+            "database migrate, or GRANT CREATE ON DATABASE to the user that does"
         )
     if isinstance(cause, psycopg.errors.ReadOnlySqlTransaction):
         return ConfigurationError(f"database {dsn} is read-only: migrate on the primary ({said})")

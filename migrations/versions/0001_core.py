@@ -23,12 +23,16 @@ CREATE TABLE saf.broker (
 );
 
 COMMENT ON TABLE saf.broker IS 'who this broker is: one row, written by the first migration';
-COMMENT ON COLUMN saf.broker.system_identifier IS 'of the cluster: transaction ids in the logs mean nothing in another one';
+COMMENT ON COLUMN saf.broker.system_identifier IS
+    'of the cluster: transaction ids in the logs mean nothing in another one';
 
 CREATE TABLE saf.outbox (
     txid xid8 DEFAULT pg_current_xact_id() NOT NULL,
     id BIGINT GENERATED ALWAYS AS IDENTITY (CACHE 1),
-    shard SMALLINT GENERATED ALWAYS AS ((((hashtextextended(COALESCE(key, message_id::text), 0) % {shards}) + {shards}) % {shards})::smallint) STORED,
+    shard SMALLINT GENERATED ALWAYS AS (
+        (((hashtextextended(COALESCE(key, message_id::text), 0) % {shards}) + {shards})
+            % {shards})::smallint
+    ) STORED,
     message_id UUID DEFAULT gen_random_uuid() NOT NULL,
     from_service TEXT,
     to_service TEXT NOT NULL,
@@ -52,7 +56,10 @@ COMMENT ON TABLE saf.outbox IS 'messages sent from this broker; append-only, rea
 CREATE TABLE saf.inbox (
     txid xid8 DEFAULT pg_current_xact_id() NOT NULL,
     id BIGINT GENERATED ALWAYS AS IDENTITY (CACHE 1),
-    shard SMALLINT GENERATED ALWAYS AS ((((hashtextextended(COALESCE(key, message_id::text), 0) % {shards}) + {shards}) % {shards})::smallint) STORED,
+    shard SMALLINT GENERATED ALWAYS AS (
+        (((hashtextextended(COALESCE(key, message_id::text), 0) % {shards}) + {shards})
+            % {shards})::smallint
+    ) STORED,
     message_id UUID DEFAULT gen_random_uuid() NOT NULL,
     from_service TEXT,
     to_service TEXT NOT NULL,
@@ -73,7 +80,8 @@ CREATE TABLE saf.inbox (
 ) PARTITION BY LIST (((id / 1048576) % 8));
 
 CREATE INDEX inbox_shard_txid ON saf.inbox (shard, txid);
-COMMENT ON TABLE saf.inbox IS 'messages stored for the services that live here; append-only, read by cursor';
+COMMENT ON TABLE saf.inbox IS
+    'messages stored for the services that live here; append-only, read by cursor';
 
 CREATE TABLE saf.subscription (
     subscription_id INTEGER GENERATED ALWAYS AS IDENTITY,
@@ -120,7 +128,9 @@ CREATE TABLE saf.watermark (
     PRIMARY KEY (source, shard)
 ) WITH (fillfactor = 40);
 
-COMMENT ON TABLE saf.watermark IS 'the last (batch, position) stored here of one source shard: what makes delivery exactly once';
+COMMENT ON TABLE saf.watermark IS
+    'the last (batch, position) stored here of one source shard: what makes delivery exactly '
+    'once';
 
 CREATE TABLE saf.member (
     member_id UUID NOT NULL,
@@ -133,7 +143,8 @@ CREATE TABLE saf.member (
     FOREIGN KEY(subscription_id) REFERENCES saf.subscription (subscription_id) ON DELETE CASCADE
 );
 
-COMMENT ON TABLE saf.member IS 'live processes of a subscription; a lease is a term by this database''s clock';
+COMMENT ON TABLE saf.member IS
+    'live processes of a subscription; a lease is a term by this database''s clock';
 
 CREATE TABLE saf.parked (
     parked_id BIGINT GENERATED ALWAYS AS IDENTITY,
@@ -219,8 +230,10 @@ COMMENT ON COLUMN saf.cursor.epoch IS 'rises with each change of owner; fences t
 
 COMMENT ON COLUMN saf.cursor.done IS 'every row visible in it is complete';
 COMMENT ON COLUMN saf.cursor.open IS 'the batch in hand: the rows visible in open and not in done';
-COMMENT ON COLUMN saf.cursor.position IS 'within the open batch, rows with id <= position are complete';
-COMMENT ON COLUMN saf.cursor.attempted IS 'within the open batch, at_most_once rows with id <= attempted are not sent again';
+COMMENT ON COLUMN saf.cursor.position IS
+    'within the open batch, rows with id <= position are complete';
+COMMENT ON COLUMN saf.cursor.attempted IS
+    'within the open batch, at_most_once rows with id <= attempted are not sent again';
 """
 
 SLOT = "CREATE TABLE saf.{log}_{slot} PARTITION OF saf.{log} FOR VALUES IN ({slot})"

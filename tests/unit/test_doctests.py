@@ -1,0 +1,25 @@
+"""Every example in a docstring is true."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+
+import saf
+
+HERE = Path(saf.__file__).parent
+# Alembic's scripts, in an installed package, run only inside Alembic
+FILES = [file for file in HERE.rglob("*.py") if "migrations" not in file.parts]
+MODULES = sorted(
+    ".".join(file.relative_to(HERE.parent).with_suffix("").parts).removesuffix(".__init__")
+    for file in FILES
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_in_the_docstrings_are_true(name: str) -> None:
+    failed, _ = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert failed == 0
