@@ -171,7 +171,8 @@ def _databases(server: EmbeddedServer, template: str) -> Iterator[Callable[[str]
 
     def create(name: str) -> Dsn:
         database = f"{name}_{next(_number)}"
-        execute("CREATE DATABASE {} TEMPLATE {}", database, template)
+        # by file is the quicker way without fsync
+        execute("CREATE DATABASE {} TEMPLATE {} STRATEGY file_copy", database, template)
         created.append(database)
         return server.dsn(database)
 

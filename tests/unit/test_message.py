@@ -1,0 +1,194 @@
+"""Messages: what `encode` accepts, every broker can store; what it refuses, it names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, date, datetime, timedelta, timezone
+from typing import Any
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saf.errors import InvalidMessage, UsageError
+from saf.message import MAX_KEY, MAX_NAME, Message, Row, encode, encode_body
+
+NAIVE = datetime(2026, 1, 2, 3, 4)
+ZURICH = datetime(2026, 1, 2, 3, 4, tzinfo=timezone(timedelta(hours=1)))
+
+# Text that PostgreSQL can store: no NUL, no lone surrogate
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXT,
+    lambda inner: st.lists(inner) | st.dictionaries(TEXT, inner),
+    max_leaves=10,
+)
+
+
+def encoded(**fields: Any) -> Row:
+    return encode(Message(**{"service": "billing", "body": b"", **fields}))
+
+
+def headers(row: Row) -> dict[str, Any]:
+    found = json.loads(row.headers)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_bytes_are_stored_as_they_are() -> None:
+    row = encoded(body=b"\x00\xff")
+    assert row.body == b"\x00\xff"
+    assert headers(row) == {"content-type": "application/octet-stream"}
+
+
+@pytest.mark.parametrize("kind", [bytearray, memoryview])
+def test_whatever_holds_bytes_is_stored_as_bytes(kind: type) -> None:
+    body = encoded(body=kind(b"abc")).body
+    assert type(body) is bytes
+    assert body == b"abc"
+
+
+def test_text_is_stored_as_utf8() -> None:
+    row = encoded(body="Zürich")
+    assert row.body == b"Z\xc3\xbcrich"
+    assert headers(row) == {"content-type": "text/plain; charset=utf-8"}
+
+
+@given(JSON.filter(lambda value: not isinstance(value, str)))
+def test_anything_else_is_stored_as_json(body: object) -> None:
+    data, content_type = encode_body(body)
+    assert json.loads(data) == body
+    assert content_type == "application/json"
+
+
+@given(TEXT)
+def test_any_text_is_a_body(body: str) -> None:
+    assert encode_body(body)[0].decode() == body
+
+
+def test_the_caller_may_say_what_the_content_is() -> None:
+    row = encoded(body=b"<a/>", headers={"content-type": "application/xml", "trace": "7"})
+    assert headers(row) == {"content-type": "application/xml", "trace": "7"}
+
+
+@given(st.dictionaries(TEXT, JSON))
+def test_headers_are_stored_beside_the_content_type(given_headers: dict[str, Any]) -> None:
+    stored = headers(encoded(headers=given_headers))
+    assert stored == {"content-type": "application/octet-stream", **given_headers}
+
+
+def test_each_message_has_an_id_of_its_own() -> None:
+    message = Message(service="billing", body=b"")
+    assert encode(message).message_id != encode(message).message_id
+
+
+def test_the_fields_arrive_in_their_columns() -> None:
+    broker = UUID(int=7)
+    row = encoded(
+        key="7",
+        message_type="paid",
+        deliver_at=ZURICH,
+        expires_at=ZURICH,
+        to_broker=broker,
+        from_service="shop",
+    )
+    assert row._replace(message_id=broker, headers="") == Row(
+        broker, "shop", "billing", broker, "7", "paid", "", b"", ZURICH, ZURICH
+    )
+
+
+def test_the_longest_names_and_keys_are_accepted() -> None:
+    row = encoded(service="s" * MAX_NAME, key="ü" * MAX_KEY, message_type="t" * MAX_NAME)
+    assert len(row.to_service) == 255
+    assert len(row.key or "") == 1024
+
+
+def test_a_body_of_exactly_max_bytes_is_accepted() -> None:
+    assert len(encode(Message(service="s", body=b"x" * 10), max_bytes=10).body) == 10
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "problem"),
+    [
+        ({"service": ""}, "service", "is empty"),
+        ({"service": "s" * 256}, "service", "256 characters are more than 255"),
+        ({"service": "a\0b"}, "service", "NUL"),
+        ({"service": "a\ud800"}, "service", "surrogate"),
+        ({"service": None}, "service", "expected str, got NoneType"),
+        ({"service": b"billing"}, "service", "expected str, got bytes"),
+        ({"key": ""}, "key", "is empty"),
+        ({"key": "k" * 1025}, "key", "1025 characters are more than 1024"),
+        ({"key": "a\0b"}, "key", "NUL"),
+        ({"key": "\udfff"}, "key", "surrogate"),
+        ({"key": 7}, "key", "expected str, got int"),
+        ({"message_type": ""}, "message_type", "is empty"),
+        ({"message_type": "t" * 256}, "message_type", "256 characters"),
+        ({"message_type": "\0"}, "message_type", "NUL"),
+        ({"from_service": ""}, "from_service", "is empty"),
+        ({"from_service": "f" * 256}, "from_service", "256 characters"),
+        ({"to_broker": "not-a-uuid"}, "to_broker", "not a uuid.UUID"),
+        ({"deliver_at": NAIVE}, "deliver_at", "2026-01-02T03:04:00 has no time zone"),
+        ({"expires_at": NAIVE}, "expires_at", "2026-01-02T03:04:00 has no time zone"),
+        ({"deliver_at": date(2026, 1, 2)}, "deliver_at", "expected datetime, got date"),
+        ({"expires_at": 600}, "expires_at", "expected datetime, got int"),
+        ({"body": object()}, "body", "neither bytes, str nor JSON"),
+        ({"body": {"at": datetime.now(UTC)}}, "body", "neither bytes, str nor JSON"),
+        ({"body": float("nan")}, "body", "neither bytes, str nor JSON"),
+        ({"body": "\ud800"}, "body", "not encodable as UTF-8"),
+        ({"body": ["\ud800"]}, "body", "not encodable as UTF-8"),
+        ({"headers": ["trace"]}, "headers", "expected a mapping"),
+        ({"headers": {7: "x"}}, "headers", "expected a mapping"),
+        ({"headers": {"x": object()}}, "headers", "not JSON"),
+        ({"headers": {"x": float("inf")}}, "headers", "not JSON"),
+        ({"headers": {"x": "a\0b"}}, "headers", "NUL"),
+        ({"headers": {"a\0b": "x"}}, "headers", "NUL"),
+        ({"headers": {"x": [{"y": "\0"}]}}, "headers", "NUL"),
+        ({"headers": {"x": "\ud800"}}, "headers", "surrogate"),
+    ],
+)
+def test_bad_input_is_refused_by_the_name_of_its_field(
+    fields: Mapping[str, Any], field: str, problem: str
+) -> None:
+    with pytest.raises(InvalidMessage) as refused:
+        encoded(**fields)
+    assert refused.value.field == field
+    assert str(refused.value).startswith(f"{field}: ")
+    assert problem in str(refused.value)
+
+
+def test_a_cyclic_body_or_header_is_refused() -> None:
+    circle: list[object] = []
+    circle.append(circle)
+    with pytest.raises(InvalidMessage, match=r"^body: "):
+        encoded(body=circle)
+    with pytest.raises(InvalidMessage, match=r"^headers: "):
+        encoded(headers={"x": circle})
+
+
+def test_a_body_over_max_bytes_is_refused_with_both_numbers() -> None:
+    with pytest.raises(InvalidMessage, match=r"^body: 11 bytes are more than max_bytes \(10\)"):
+        encode(Message(service="s", body="ü" * 5 + "x"), max_bytes=10)
+
+
+def test_a_refused_message_is_a_usage_error_and_a_value_error() -> None:
+    assert issubclass(InvalidMessage, UsageError)
+    assert issubclass(InvalidMessage, ValueError)
+
+
+@given(st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=3))
+def test_headers_are_refused_exactly_if_postgresql_could_not_store_them(
+    given_headers: dict[str, str],
+) -> None:
+    text = "".join([*given_headers, *given_headers.values()])
+    storable = "\0" not in text and not any("\ud800" <= sign <= "\udfff" for sign in text)
+    if storable:
+        encoded(headers=given_headers)
+    else:
+        with pytest.raises(InvalidMessage, match=r"^headers: "):
+            encoded(headers=given_headers)
