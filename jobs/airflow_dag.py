@@ -1,0 +1,66 @@
+"""Forward pending outbox messages once a minute, from Airflow 2.9 or later, or 3.
+
+Copy this file into the DAGs folder. On the workers, ``saf-outbox[forwarder]`` is installed in
+/opt/saf (or say otherwise in SAF_COMMAND), and the configuration is /etc/saf/saf.toml (SAF_CONFIG),
+whose ``${NAME}`` come from the worker's environment.
+
+A run that finds a database down ends with 75: nothing is lost, and Airflow tries again. One that a
+person has to mend, because the configuration or a schema is wrong (2), fails at once.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+from typing import TYPE_CHECKING, Any
+
+from airflow.exceptions import AirflowFailException, AirflowSkipException
+
+try:
+    from airflow.providers.standard.operators.bash import BashOperator
+    from airflow.sdk import DAG
+except ImportError:  # Airflow 2
+    from airflow import DAG
+    from airflow.operators.bash import BashOperator
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+USAGE = 2  # an exit code of `saf forward`
+
+
+class Forward(BashOperator):  # type: ignore[misc] # Airflow is not installed here
+    """A BashOperator that does not try again what another try cannot mend."""
+
+    def execute(self, context: Mapping[str, Any]) -> Any:
+        """Run the command."""
+        try:
+            return super().execute(context)
+        except AirflowSkipException as stopped:
+            raise AirflowFailException(f"mend it and run again: {stopped}") from None
+
+
+with DAG(
+    dag_id="saf_forward",
+    description="Forward pending outbox messages",
+    schedule=timedelta(minutes=1),
+    start_date=datetime(2026, 1, 1, tzinfo=timezone.utc),  # noqa: UP017 - Airflow may run on an older Python
+    catchup=False,
+    # runs that overlap would share the work, but a second one has nothing to win
+    max_active_runs=1,
+    tags=["saf"],
+):
+    Forward(
+        task_id="forward",
+        # exec: the signal that ends a task goes to the forwarder, which finishes the chunk in hand
+        bash_command=(
+            'export SAF_CONFIG="${SAF_CONFIG:-/etc/saf/saf.toml}"; '
+            'exec "${SAF_COMMAND:-/opt/saf/bin/saf}" forward --json'
+        ),
+        append_env=True,
+        skip_on_exit_code=USAGE,
+        retries=5,
+        retry_delay=timedelta(seconds=30),
+        retry_exponential_backoff=True,
+        max_retry_delay=timedelta(minutes=10),
+        execution_timeout=timedelta(hours=6),
+    )
