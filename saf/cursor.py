@@ -190,6 +190,11 @@ UPDATE saf.cursor c SET attempted = greatest(c.attempted, %(position)s) FROM {MI
 RETURNING c.shard
 """
 
+REROUTE = f"""
+UPDATE saf.cursor c SET route_version = %(route_version)s FROM {MINE}
+RETURNING c.shard
+"""
+
 CLOSE = f"""
 UPDATE saf.cursor c SET done = c.open, open = NULL, position = 0, attempted = 0 FROM {MINE}
 RETURNING c.shard
@@ -266,6 +271,13 @@ def attempt(connection: psycopg.Connection[Any], batch: Batch, position: int) ->
     before = _write(connection, ATTEMPTED, batch)
     _write(connection, ATTEMPT, batch, position=position)
     return dict(before)
+
+
+def reroute(connection: psycopg.Connection[Any], batch: Batch, route_version: int) -> Batch:
+    """Give a batch in hand another version of the routes; see `saf.routes.mend`."""
+    with connection.transaction():
+        _write(connection, REROUTE, batch, route_version=route_version)
+    return replace(batch, route_version=route_version)
 
 
 def close(connection: psycopg.Connection[Any], batches: Iterable[Batch]) -> None:

@@ -2,13 +2,13 @@
 
 The most specific route wins: service and broker, then service, then broker, then the wildcard.
 The set of routes is frozen with each batch (`freeze`): a batch read again is routed again in the
-same way, whatever has changed meanwhile.
+same way, whatever has changed meanwhile. Only what had no way yet may get one (`mend`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -66,6 +66,32 @@ def choose_route(routes: Iterable[Route], service: str, broker: str | None) -> R
     return next((r for r in by_precedence(routes) if r.matches(service, broker)), None)
 
 
+def mend(
+    frozen: Sequence[Route], current: Sequence[Route], destinations: Container[str]
+) -> list[Route]:
+    """The routes of a batch in hand, with a way for messages that had none.
+
+    A message that could be stored somewhere keeps its way, so it cannot end up in two places:
+    new routes come after all frozen ones, and only a route to a destination that does not exist
+    is replaced, by the current one for the same service and broker.
+
+    >>> mom, typo = Route(service="a", destination="mom"), Route(service="b", destination="mmo")
+    >>> now = [Route(service="b", destination="mom"), Route(service="c", destination="mom")]
+    >>> [(r.service, r.destination) for r in mend([mom, typo], now, {"mom"})]
+    [('a', 'mom'), ('b', 'mom'), ('c', 'mom')]
+    """
+    now = {(route.service, route.broker): route for route in current}
+    before = {(route.service, route.broker) for route in frozen}
+    kept = [
+        route
+        if route.destination in destinations
+        else now.get((route.service, route.broker), route)
+        for route in frozen
+    ]
+    added = [route for route in current if (route.service, route.broker) not in before]
+    return [*kept, *by_precedence(added)]
+
+
 CURRENT = """
 SELECT service, broker::text AS broker, destination, quality FROM saf.route WHERE enabled
 """
@@ -75,8 +101,10 @@ FREEZE = "INSERT INTO saf.route_version (routes) VALUES (%s) RETURNING version"
 FROZEN = "SELECT routes FROM saf.route_version WHERE version = %s"
 
 
-def freeze(connection: psycopg.Connection[Any], default_destination: str | None) -> int:
-    """The version of the routes as they are now; a new one is written only if they changed.
+def current_routes(
+    connection: psycopg.Connection[Any], default_destination: str | None
+) -> list[Route]:
+    """The routes as they are now, in order of precedence.
 
     ``default_destination`` is the wildcard's where `saf.route` has none.
     """
@@ -84,12 +112,17 @@ def freeze(connection: psycopg.Connection[Any], default_destination: str | None)
         routes = cursor.execute(CURRENT).fetchall()
     if default_destination and not any(route.specificity == 0 for route in routes):
         routes.append(Route(destination=default_destination))
-    frozen = [asdict(route) for route in by_precedence(routes)]
-    with psycopg.Cursor(connection) as plain:
-        latest = plain.execute(LATEST).fetchone()
+    return by_precedence(routes)
+
+
+def freeze(connection: psycopg.Connection[Any], routes: Sequence[Route]) -> int:
+    """The number of a version with these routes; a new one is written only if they changed."""
+    frozen = [asdict(route) for route in routes]
+    with psycopg.Cursor(connection) as cursor:
+        latest = cursor.execute(LATEST).fetchone()
         if latest and latest[1] == frozen:
             return int(latest[0])
-        row = plain.execute(FREEZE, (json.dumps(frozen),)).fetchone()
+        row = cursor.execute(FREEZE, (json.dumps(frozen),)).fetchone()
     assert row is not None  # noqa: S101 - INSERT … RETURNING gives a row or raises
     return int(row[0])
 

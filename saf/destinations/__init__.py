@@ -45,6 +45,9 @@ class Stored:
 class Destination(Protocol):
     """One place to deliver to. Used by one task at a time, and closed at its end."""
 
+    def identity(self) -> str:
+        """What tells it apart from every other, whatever it is called here."""
+
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         """Store a chunk durably, whole or not at all, and commit."""
 

@@ -39,6 +39,8 @@ SELECT set_config('synchronous_commit', 'on', false)
 WHERE current_setting('synchronous_commit') IN ('off', 'local')
 """
 
+BROKER_ID = "SELECT broker_id::text FROM saf.broker"
+
 KNOW_SHARDS = """
 INSERT INTO saf.watermark (source, shard, epoch, batch, position)
 SELECT {source}::uuid, unnest({shards}::smallint[]), 0, 0, 0
@@ -69,6 +71,14 @@ class PostgresInbox:
         self.name = name
         self.dsn = dsn
         self._connection: adbc.Connection | None = None
+        self._identity = ""
+
+    def identity(self) -> str:
+        """The inbox's broker_id."""
+        if not self._identity:
+            with self._transaction():
+                pass  # connecting learns it
+        return self._identity
 
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         """Store a chunk; see `saf.destinations.Destination`."""
@@ -140,6 +150,7 @@ class PostgresInbox:
                 (exists,) = _query(cursor, HAS_SCHEMA)[0]
                 found = _query(cursor, SCHEMA_REVISION) if exists else []
                 require_revision(self.dsn.database, found[0][0] if found else None)
+                self._identity = str(_query(cursor, BROKER_ID)[0][0])
                 _query(cursor, DURABLE)
             self._connection.commit()
         return self._connection

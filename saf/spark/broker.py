@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 from uuid import UUID
 
@@ -12,7 +12,7 @@ import psycopg
 from saf import cursor
 from saf.database import Dsn, check_schema, unavailable_if_lost
 from saf.errors import Fenced, SchemaMismatch
-from saf.routes import Route, freeze, frozen_routes
+from saf.routes import Route, current_routes, freeze, frozen_routes, mend
 from saf.shards import Member
 from saf.spark.source import Work
 
@@ -31,9 +31,12 @@ class SourceBroker:
     Methods raise `Unavailable` when the database does not answer; the next call connects again.
     """
 
-    def __init__(self, name: str, dsn: Dsn, *, lease_seconds: float) -> None:
+    def __init__(
+        self, name: str, dsn: Dsn, *, destinations: Container[str], lease_seconds: float
+    ) -> None:
         self.name = name
         self.dsn = dsn
+        self.destinations = destinations
         self.lease_seconds = lease_seconds
         self.shards = 0
         """How many shards this member owns."""
@@ -74,20 +77,26 @@ class SourceBroker:
             self._renewed = time.monotonic()
 
     def open_work(self, default_destination: str | None, parts: int) -> list[Work]:
-        """What there is to forward now: batches in hand, and a new one if there is anything new."""
+        """What there is to forward now: batches in hand, and a new one if there is anything new.
+
+        Each batch is split into up to ``parts`` pieces of work.
+        """
         member = self._member
         self.resumed = False
         if member is None or not self.shards:
             return []
         with unavailable_if_lost(f"broker {self.name!r}"):
             connection = self._connect()
-            self.resumed = bool(cursor.in_hand(connection, LOG, member))
+            batches = cursor.in_hand(connection, LOG, member)
+            self.resumed = bool(batches)
+            routes = current_routes(connection, default_destination) if batches else []
+            batches = [self._mend(connection, batch, routes) for batch in batches]
             if cursor.anything_new(connection, LOG, member):
-                cursor.open_batch(connection, member, freeze(connection, default_destination))
+                routes = current_routes(connection, default_destination)
+                cursor.open_batch(connection, member, freeze(connection, routes))
+                batches = cursor.in_hand(connection, LOG, member)
             return [
-                self._work(connection, part)
-                for batch in cursor.in_hand(connection, LOG, member)
-                for part in batch.split(parts)
+                self._work(connection, part) for batch in batches for part in batch.split(parts)
             ]
 
     def close(self, complete: Iterable[Work]) -> None:
@@ -173,19 +182,35 @@ class SourceBroker:
         self._renewed = time.monotonic()
         self.shards = self._member.balance(connection)
 
+    def _mend(
+        self, connection: psycopg.Connection[Any], batch: cursor.Batch, current: Sequence[Route]
+    ) -> cursor.Batch:
+        """A batch left open may hold messages that had no way to go when it was opened."""
+        frozen = self._frozen(connection, batch)
+        mended = mend(frozen, current, self.destinations)
+        if tuple(mended) == frozen:
+            return batch
+        return cursor.reroute(connection, batch, freeze(connection, mended))
+
+    def _frozen(
+        self, connection: psycopg.Connection[Any], batch: cursor.Batch
+    ) -> tuple[Route, ...]:
+        version = batch.route_version
+        assert version is not None  # noqa: S101 - set at open
+        if version not in self._routes:
+            self._routes = {version: frozen_routes(connection, version)}
+        return self._routes[version]
+
     def _due(self) -> bool:
         """A third of the lease: two renewals may fail before it is over."""
         return time.monotonic() - self._renewed > self.lease_seconds / 3
 
     def _work(self, connection: psycopg.Connection[Any], batch: cursor.Batch) -> Work:
-        version = batch.route_version
-        assert version is not None and self._broker_id is not None  # noqa: S101, PT018 - set at open
-        if version not in self._routes:
-            self._routes = {version: frozen_routes(connection, version)}
+        assert self._broker_id is not None  # noqa: S101 - known since joining
         return Work(
             broker=self.name,
             source=self._broker_id,
             dsn=self.dsn,
             batch=batch,
-            routes=self._routes[version],
+            routes=self._frozen(connection, batch),
         )

@@ -26,7 +26,7 @@ from saf.cursor import Batch, advance, attempt
 from saf.database import Dsn, unavailable_if_lost
 from saf.destinations import Chunk, Destination, Stored
 from saf.destinations.postgresql import PostgresInbox, beyond
-from saf.errors import Fenced, Rejected, SchemaError, Unavailable, Unroutable
+from saf.errors import ConfigurationError, Fenced, Rejected, Unavailable, Unroutable, UsageError
 from saf.failpoints import fail_point
 from saf.retry import while_unavailable
 from saf.routes import AT_MOST_ONCE, EXACTLY_ONCE, Route
@@ -69,7 +69,7 @@ RECEIPT_SCHEMA = ", ".join(
     for f in fields(Receipt)
 )
 
-EXPECTED = (Unavailable, Unroutable, Rejected, Fenced, SchemaError)
+EXPECTED = (Unavailable, Unroutable, Rejected, Fenced, UsageError)
 
 
 def deliver(
@@ -142,32 +142,43 @@ class Delivery:
         position = int(rows["id"][-1].as_py())
         if position == FAILED:
             raise Unavailable(f"broker {self.work.broker!r}", rows["body"][-1].as_py().decode())
-        parts = [(route, self._quality(route), part) for route, part in self._parts(rows)]
+        parts = self._parts(rows)
         attempted: dict[int, int] = {}
-        if any(quality == AT_MOST_ONCE for _, quality, _ in parts):
+        if any(quality == AT_MOST_ONCE for _, quality in parts):
             attempted = self._at_source(attempt, position)
-        for route, quality, part in parts:
+        for (name, quality), part in parts.items():
             chunk = Chunk(
                 source=self.work.source,
                 batch=self.work.batch,
                 rows=beyond(part, attempted) if quality == AT_MOST_ONCE else part,
                 position=position,
             )
-            self._store(route.destination, chunk, quality)
+            self._store(name, chunk, quality)
         stop = self._at_source(_mark, position)
         fail_point("mark_commit")
         return stop
 
-    def _parts(self, rows: pa.Table) -> Iterator[tuple[Route, pa.Table]]:
-        """The chunk's messages by route, each part in order."""
+    def _parts(self, rows: pa.Table) -> dict[tuple[str, str], pa.Table]:
+        """The chunk's messages by destination and quality, each part in order.
+
+        All that goes to one destination is one part, whatever routes it took: the watermark
+        there says of a whole chunk that it is stored.
+        """
         choice = rows["route"]
         if choice.null_count:
             lost = rows.filter(pc.is_null(choice))
             raise Unroutable(lost["to_service"][0].as_py())
-        chosen = pc.unique(choice).to_pylist()
-        for number in chosen:
-            part = rows if len(chosen) == 1 else rows.filter(pc.equal(choice, number))
-            yield self.routes[number], _flat(part)
+        ways: dict[tuple[str, str], list[int]] = {}
+        for number in pc.unique(choice).to_pylist():
+            route = self.routes[number]
+            quality = route.quality or self._known(route.destination)[1]
+            ways.setdefault((route.destination, quality), []).append(number)
+        if len(ways) == 1:
+            return dict.fromkeys(ways, _flat(rows))
+        return {
+            way: _flat(rows.filter(pc.is_in(choice, pa.array(numbers, choice.type))))
+            for way, numbers in ways.items()
+        }
 
     def _store(self, name: str, chunk: Chunk, quality: str) -> None:
         def store() -> Stored:
@@ -192,12 +203,16 @@ class Delivery:
 
         return while_unavailable(self.policy.attempts, transaction)
 
-    def _quality(self, route: Route) -> str:
-        return route.quality or self._known(route.destination)[1]
-
     def _destination(self, name: str) -> Destination:
         if name not in self._open:
-            self._open[name] = PostgresInbox(name, self._known(name)[0])
+            destination = PostgresInbox(name, self._known(name)[0])
+            self._open[name] = destination
+            for other, known in self._open.items():
+                if other != name and known.identity() == destination.identity():
+                    raise ConfigurationError(
+                        f"destinations {other!r} and {name!r} are the same broker: one watermark "
+                        "cannot serve both, so keep one of them in saf.toml"
+                    )
         return self._open[name]
 
     def _known(self, name: str) -> tuple[Dsn, str]:

@@ -55,9 +55,10 @@ class Summary:
         kinds = {problem["kind"] for problem in self.problems}
         if not kinds:
             return EXIT_DONE
-        if kinds & {"Rejected"}:
+        if "Rejected" in kinds:
             return EXIT_OTHER
-        return EXIT_USAGE if kinds & {"SchemaMissing", "SchemaMismatch"} else EXIT_TRY_AGAIN
+        usage = {"SchemaMissing", "SchemaMismatch", "ConfigurationError"}
+        return EXIT_USAGE if kinds & usage else EXIT_TRY_AGAIN
 
     def as_dict(self) -> dict[str, Any]:
         """For one line of JSON."""
@@ -94,7 +95,12 @@ class Forwarder:
         self.progress = progress
         self.summary = Summary()
         self.brokers = [
-            SourceBroker(name, broker.dsn, lease_seconds=options.lease_seconds)
+            SourceBroker(
+                name,
+                broker.dsn,
+                destinations=frozenset(settings.destinations),
+                lease_seconds=options.lease_seconds,
+            )
             for name, broker in settings.brokers.items()
         ]
         self.policy = Policy(

@@ -98,7 +98,7 @@ class SafReader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Record batches of about 4 MiB, in the order of the ids."""
         assert isinstance(partition, BatchPartition)  # noqa: S101 - for the type checker
-        yield from _record_batches(partition.value, partition.work)
+        yield from record_batches(partition.value, partition.work)
 
 
 def messages(spark: SparkSession, work: Sequence[Work]) -> DataFrame:
@@ -123,7 +123,8 @@ def messages(spark: SparkSession, work: Sequence[Work]) -> DataFrame:
     return spark.read.format("saf").load()
 
 
-def _record_batches(number: int, work: Work) -> Iterator[pa.RecordBatch]:
+def record_batches(number: int, work: Work) -> Iterator[pa.RecordBatch]:
+    """The remaining messages of one item of work, in `SCHEMA`'s columns, about 4 MiB a batch."""
     try:
         with (
             adbc_driver_postgresql.dbapi.connect(work.dsn.for_role("read")) as connection,

@@ -1,0 +1,1 @@
+"""The forwarder's pipeline on Spark. Needs the extra ``forwarder``."""

@@ -1,0 +1,165 @@
+"""The driver's JVM: started directly, in the background, with its classes from an archive.
+
+Spark's own launcher would first start a shell, a Python and a second JVM to compute the command
+line; here it is computed from the few settings that matter to a JVM. Settings for Spark itself
+never go on the command line, which everyone on the machine can read.
+
+The JVM ignores Ctrl-C, and ends by itself when its standard input does: it lives exactly as
+long as the driver, however that ends, unless the driver ends it first.
+
+Loading and checking some 15,000 classes is most of a cold start. The first run therefore writes
+them, after it is done, into an archive in the cache folder (class-data sharing); later runs map
+it into memory. The archive can be missing, broken or of another Java: the JVM then starts as if
+there was none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from saf.errors import SafError
+from saf.spark.java import Java, cache_folder
+
+GATEWAY = ("org.apache.spark.deploy.SparkSubmit", "pyspark-shell")
+START_SECONDS = 120
+
+# What Spark's launcher adds; a test compares. Without jdk.incubator.vector, which only linear
+# algebra uses and which makes the JVM warn on each start.
+OPENED = (
+    *("java." + package for package in ("lang", "lang.invoke", "lang.reflect", "io", "net", "nio")),
+    *("java." + package for package in ("util", "util.concurrent", "util.concurrent.atomic")),
+    *("jdk.internal.ref", "sun.nio.ch", "sun.nio.cs", "sun.security.action", "sun.util.calendar"),
+)
+MODULES = (
+    "-XX:+IgnoreUnrecognizedVMOptions",
+    *(f"--add-opens=java.base/{package}=ALL-UNNAMED" for package in OPENED),
+    "-Djdk.reflect.useDirectMethodHandle=false",
+    "-Dio.netty.tryReflectionSetAccessible=true",
+)
+
+QUIET = (
+    # the archive's warnings are for those who make archives; what stops the JVM is still said
+    "-Xlog:disable",
+    "-Xlog:all=error:stderr",
+    f"-Dlog4j2.configurationFile={(Path(__file__).parent / 'log4j2.properties').as_uri()}",
+)
+
+# The shell waits for the JVM, also when the driver is long gone, and lets nobody see half a file.
+TRAIN = 'target=$1; draft=$2; shift 2; "$@" && mv -f "$draft" "$target" || rm -f "$draft"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jvm:
+    """A JVM on its way, or up."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    """Private; where it writes how to reach it."""
+
+    def address(self) -> tuple[int, str]:
+        """Wait for it to be up. Port and secret of its gateway.
+
+        Raises:
+            SafError: it ended instead, having said why on stderr.
+        """
+        told = self.folder / "gateway"
+        deadline = time.monotonic() + START_SECONDS
+        try:
+            while not told.exists():
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    self.process.kill()
+                    raise SafError(
+                        "Spark's JVM did not start (it says why above); the Java and the memory "
+                        "(spark.driver.memory) are the usual reasons"
+                    )
+                time.sleep(0.01)
+            data = told.read_bytes()
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        (port, length) = struct.unpack(">ii", data[:8])
+        return port, data[8 : 8 + length].decode()
+
+
+def launch(java: Java, conf: Mapping[str, str]) -> Jvm:
+    """Start a JVM for a driver with the given settings; return at once."""
+    folder = Path(tempfile.mkdtemp(prefix="saf-"))
+    env = {
+        **os.environ,
+        "_PYSPARK_DRIVER_CONN_INFO_PATH": str(folder / "gateway"),
+        "SPARK_CONNECT_MODE": "0",
+        "PYTHONHASHSEED": "0",
+        # Spark looks for data sources among all installed packages with this Python, in a
+        # process of its own. Ours is registered by name, so there is nothing to look for.
+        "PYSPARK_DRIVER_PYTHON": str(folder / "none"),
+        # numpy's threads would be started in each worker, and never used
+        "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS", "1"),
+        "JAVA_HOME": str(java.home),
+    }
+    # With SPARK_HOME, workers import pyspark from a zip without compiled files: half a second
+    # each. Without it they import the installed package.
+    env.pop("SPARK_HOME", None)
+    process = subprocess.Popen(  # noqa: S603 no part of it is from outside
+        command(java, conf),
+        stdin=subprocess.PIPE,
+        stdout=2,  # standard output belongs to the driver
+        env=env,
+        preexec_fn=_ignore_interrupts,  # noqa: PLW1509 the one system call is safe after a fork
+    )
+    return Jvm(process=process, folder=folder)
+
+
+def command(java: Java, conf: Mapping[str, str]) -> list[str]:
+    """The command line, with the archive if there is one, or making it."""
+    base = [
+        *MODULES,
+        *QUIET,
+        f"-Xmx{conf.get('spark.driver.memory', '1g')}",
+        "-XX:-UsePerfData",
+        *conf.get("spark.driver.extraJavaOptions", "").split(),
+    ]
+    classpath = ":".join(
+        part for part in (conf.get("spark.driver.extraClassPath"), f"{_spark()}/jars/*") if part
+    )
+    runtime = [str(java.executable), "-cp", classpath, *base]
+    target = archive(java, [classpath, *base])
+    if target is None:
+        return [*runtime, *GATEWAY]
+    if target.exists():
+        return [*runtime, "-Xshare:auto", f"-XX:SharedArchiveFile={target}", *GATEWAY]
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    training = [*runtime, f"-XX:ArchiveClassesAtExit={draft}", *GATEWAY]
+    return ["/bin/sh", "-c", TRAIN, "sh", str(target), str(draft), *training]
+
+
+def archive(java: Java, options: list[str]) -> Path | None:
+    """Where the archive is or will be, or None where no file can be written."""
+    key = hashlib.sha256("\0".join([str(java), str(java.home), *options]).encode()).hexdigest()
+    folder = cache_folder() / "jvm"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        usable = folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK)
+    except OSError:
+        return None
+    return folder / f"{key[:16]}.jsa" if usable else None
+
+
+def _spark() -> Path:
+    spec = find_spec("pyspark")
+    assert spec is not None  # noqa: S101 checked by start()
+    assert spec.origin is not None  # noqa: S101
+    return Path(spec.origin).parent
+
+
+def _ignore_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,148 @@
+"""The Spark session of a forwarder: quick to start, quiet, and never in the way of Ctrl-C.
+
+Under spark-submit the session is the one that was submitted, with its settings. Else `start`
+makes one, and `prestart` lets its JVM come up while the caller does something else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Mapping
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from saf.errors import MissingExtra
+from saf.spark import java
+from saf.spark.jvm import Jvm, launch
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+NO_CONF: Mapping[str, str] = MappingProxyType({})
+ROWS_PER_ARROW_BATCH = 10_000
+
+_launched: Jvm | None = None
+
+
+def settings(master: str, arrow_rows: int = ROWS_PER_ARROW_BATCH) -> dict[str, str]:
+    """What a session is started with, unless the caller says otherwise."""
+    conf = {
+        "spark.driver.memory": "1g",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.sql.execution.arrow.maxRecordsPerBatch": str(arrow_rows),
+        # a task may fail and run again: reading a batch twice gives the same rows
+        "spark.task.maxFailures": "4",
+        # nothing is stored in tables: saves loading Hive
+        "spark.sql.catalogImplementation": "in-memory",
+        # no shuffle and no joins, so nothing to adapt or to wait for
+        "spark.sql.adaptive.enabled": "false",
+        "spark.sql.shuffle.partitions": "1",
+        "spark.locality.wait": "0",
+        # the stack of each DataFrame call, only of use in a notebook
+        "spark.python.sql.dataFrameDebugging.enabled": "false",
+    }
+    if is_local(master):
+        conf |= {
+            # a web server nobody has asked for: a third of a second, and an open port
+            "spark.ui.enabled": "false",
+            "spark.driver.host": "127.0.0.1",
+            "spark.driver.bindAddress": "127.0.0.1",
+            # one process runs everything and there is no other to try
+            "spark.pyspark.python": sys.executable,
+        }
+    elif "//localhost" in master or "//127." in master:
+        conf["spark.pyspark.python"] = sys.executable
+    return conf
+
+
+def is_local(master: str) -> bool:
+    """Whether the master means threads of the driver.
+
+    >>> is_local("local"), is_local("local[2]"), is_local("spark://127.0.0.1:7077")
+    (True, True, False)
+    """
+    return master == "local" or master.startswith("local[")
+
+
+def prestart(
+    master: str, *, conf: Mapping[str, str] = NO_CONF, arrow_rows: int = ROWS_PER_ARROW_BATCH
+) -> None:
+    """Let the JVM come up in the background; `start` with the same arguments will use it."""
+    global _launched  # noqa: PLW0603 a process has one JVM
+    _require_packages()
+    if _launched is None and "PYSPARK_GATEWAY_PORT" not in os.environ and not _has_jvm():
+        _launched = launch(java.find(), settings(master, arrow_rows) | dict(conf))
+
+
+def start(
+    master: str,
+    *,
+    app_name: str = "saf forward",
+    conf: Mapping[str, str] = NO_CONF,
+    arrow_rows: int = ROWS_PER_ARROW_BATCH,
+) -> SparkSession:
+    """The active session, as under spark-submit, or a new one on ``master``.
+
+    Raises:
+        MissingExtra: pyspark, pyarrow or ADBC is not installed.
+        ConfigurationError: there is no Java to start Spark with.
+        SafError: Spark's JVM did not start.
+    """
+    _require_packages()
+    submitted = "PYSPARK_GATEWAY_PORT" in os.environ
+    if not submitted:
+        prestart(master, conf=conf, arrow_rows=arrow_rows)
+    from pyspark import SparkConf, SparkContext
+    from pyspark.sql import SparkSession
+
+    if submitted or SparkContext._active_spark_context is not None:
+        return SparkSession.builder.getOrCreate()
+    if SparkContext._gateway is None:
+        _connect(SparkContext)
+    chosen = {**settings(master, arrow_rows), **conf}
+    # The environment wins in PySpark, and a conf without it is not looked at for these.
+    python = os.environ.get("PYSPARK_PYTHON") or chosen.get("spark.pyspark.python")
+    if python:
+        os.environ["PYSPARK_PYTHON"] = python
+        chosen["spark.pyspark.python"] = python
+    context = SparkConf().setMaster(master).setAppName(app_name).setAll(list(chosen.items()))
+    return SparkSession(SparkContext.getOrCreate(context))
+
+
+def stop(spark: SparkSession) -> None:
+    """Stop the session in order, without the second that PySpark then waits for a thread."""
+    context: Any = spark.sparkContext
+    server, context._accumulatorServer = context._accumulatorServer, None
+    if server is not None:
+        server.server_shutdown = True
+        threading.Thread(target=server.shutdown, daemon=True).start()
+    spark.stop()
+
+
+def _connect(context: Any) -> None:
+    """Give PySpark the JVM, as spark-submit does: by the environment, for this one call."""
+    assert _launched is not None  # noqa: S101 prestart() has seen to it
+    port, secret = _launched.address()
+    os.environ |= {"PYSPARK_GATEWAY_PORT": str(port), "PYSPARK_GATEWAY_SECRET": secret}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            context._ensure_initialized()
+    finally:
+        del os.environ["PYSPARK_GATEWAY_PORT"], os.environ["PYSPARK_GATEWAY_SECRET"]
+
+
+def _has_jvm() -> bool:
+    context = sys.modules.get("pyspark.core.context")
+    return context is not None and context.SparkContext._gateway is not None
+
+
+def _require_packages() -> None:
+    for package in ("pyspark", "pyarrow", "adbc_driver_postgresql"):
+        if find_spec(package) is None:
+            raise MissingExtra("forwarder", "forwarding")

@@ -1,0 +1,124 @@
+"""The forwarder's cycle without Spark: the same source, routing rule, delivery and cursors.
+
+What Spark adds (processes, Arrow through the JVM) is tested in tests/spark and tests/crash; the
+promises of delivery are tested here in milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from uuid import UUID
+
+import psycopg
+import pyarrow as pa
+
+from saf.database import Dsn
+from saf.routes import Route, choose_route
+from saf.shards import Member
+from saf.spark.broker import SourceBroker
+from saf.spark.delivery import Delivery, Policy, Receipt
+from saf.spark.routing import distinct_routes
+from saf.spark.source import Work, record_batches
+
+LEASE_SECONDS = 30.0
+
+
+def connect(dsn: Dsn) -> psycopg.Connection[Any]:
+    return dsn.connect(role="test", autocommit=True)
+
+
+def policy(quality: str = "exactly_once", chunk_rows: int = 1000, **destinations: Dsn) -> Policy:
+    return Policy(
+        destinations={name: (dsn, quality) for name, dsn in destinations.items()},
+        chunk_rows=chunk_rows,
+        chunk_bytes=1 << 20,
+        attempts=1,
+    )
+
+
+class Cycle:
+    """One forwarder process, driven step by step."""
+
+    def __init__(self, app: Dsn, rules: Policy, *, lease_seconds: float = LEASE_SECONDS) -> None:
+        self.broker = SourceBroker(
+            "app", app, destinations=rules.destinations, lease_seconds=lease_seconds
+        )
+        self.rules = rules
+        self.work: list[Work] = []
+
+    def open(self, parts: int = 1) -> list[Work]:
+        self.broker.tend()
+        default = next(iter(self.rules.destinations), None)
+        self.work = self.broker.open_work(default, parts)
+        return self.work
+
+    def deliver(self) -> list[Receipt]:
+        routes = distinct_routes(self.work)
+        receipts = []
+        for number, work in enumerate(self.work):
+            rows = routed(record_batches(number, work), work, routes)
+            receipts += Delivery(number, work, routes, self.rules).run(rows)
+        return receipts
+
+    def close(self, receipts: list[Receipt]) -> None:
+        self.broker.close([self.work[r.work] for r in receipts if r.complete])
+
+    def run(self) -> list[Receipt]:
+        """A whole cycle; raises nothing for what the receipts say."""
+        self.open()
+        receipts = self.deliver()
+        self.close(receipts)
+        return receipts
+
+    def __enter__(self) -> Cycle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.broker.leave()
+
+
+def forward(app: Dsn, **destinations: Dsn) -> list[Receipt]:
+    """A whole run of a forwarder, with a process of its own as it were."""
+    with Cycle(app, policy("exactly_once", **destinations)) as cycle:
+        return cycle.run()
+
+
+def routed(
+    batches: Iterator[pa.RecordBatch], work: Work, routes: list[Route]
+) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        choice = []
+        for row in batch.to_pylist():
+            to = (row["optional"] or {}).get("to_broker")
+            route = choose_route(
+                work.routes, row["to_service"] or "", str(UUID(bytes=to)) if to else None
+            )
+            choice.append(None if route is None else routes.index(route))
+        yield batch.append_column("route", pa.array(choice, pa.int32()))
+
+
+def send(connection: psycopg.Connection[Any], body: str, key: str | None = None) -> None:
+    """A correct send from any language."""
+    connection.execute(
+        "INSERT INTO saf.outbox (to_service, key, body) VALUES ('billing', %s, %s)",
+        (key, body.encode()),
+    )
+
+
+def bodies(mom: Dsn) -> list[str]:
+    """What is in the inbox, in order of arrival."""
+    with connect(mom) as connection:
+        rows = connection.execute("SELECT body FROM saf.inbox ORDER BY id").fetchall()
+    return [bytes(body).decode() for (body,) in rows]
+
+
+def new_member(connection: psycopg.Connection[Any], **options: Any) -> Member:
+    """A member of the forwarder's subscription, joined."""
+    row = connection.execute(
+        "SELECT subscription_id FROM saf.subscription WHERE name = 'forwarder'"
+    ).fetchone()
+    assert row is not None
+    member = Member(subscription_id=row[0], **{"lease_seconds": LEASE_SECONDS, **options})
+    member.join(connection)
+    return member
