@@ -24,6 +24,7 @@ from uuid import UUID
 
 import psycopg
 from psycopg.pq import TransactionStatus
+from psycopg.rows import tuple_row
 
 from saf.database import HAS_SCHEMA, SCHEMA_REVISION, require_revision
 from saf.errors import AutocommitError, UsageError
@@ -31,9 +32,15 @@ from saf.message import DEFAULT_MAX_BYTES, Message, Row, encode
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
-    from sqlalchemy.orm import Session
+    from sqlalchemy.orm import Session, scoped_session
 
-    Conn = Session | sa.Connection | psycopg.Connection[Any] | psycopg.Cursor[Any]
+    Conn = (
+        Session
+        | scoped_session[Session]
+        | sa.Connection
+        | psycopg.Connection[Any]
+        | psycopg.Cursor[Any]
+    )
 
 TYPES = {
     "message_id": "uuid",
@@ -193,7 +200,8 @@ class _Psycopg:
         )
 
     def scalar(self, query: str) -> Any:
-        with psycopg.Cursor(self.connection) as cursor:
+        # the caller's row factory may make anything of a row
+        with psycopg.Cursor(self.connection, row_factory=tuple_row) as cursor:
             row = cursor.execute(query).fetchone()
         return row[0] if row else None
 
