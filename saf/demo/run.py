@@ -1,0 +1,89 @@
+"""The demo's moving parts: the application's writers as processes of their own, the forwarder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from saf.config import Broker, Destination, Forwarder, Settings
+from saf.database import Dsn
+from saf.errors import SafError
+
+if TYPE_CHECKING:
+    from saf.spark.forward import Progress, Summary
+
+WRITERS = 2
+
+
+@dataclass(kw_only=True)
+class Written:
+    """What the writers did in this run."""
+
+    flights: int = 0
+    transactions: int = 0
+    rolled_back: int = 0
+    """Of the transactions."""
+
+
+def write(dsn: Dsn, limit: int | None, report: Callable[[Written], None]) -> Written:
+    """Run the example application until all flights are recorded, reporting on the way.
+
+    Raises:
+        SafError: a writer failed, having said why on stderr.
+    """
+    program = [sys.executable, "-P", "-m", "saf.demo.flights", f"--writers={WRITERS}"]
+    if limit is not None:
+        program.append(f"--limit={limit}")
+    # one pipe for all: a writer that outlives this process ends at its next line
+    reading, writing = os.pipe()
+    writers = [
+        subprocess.Popen(  # noqa: S603 - our own program
+            [*program, f"--writer={number}"],
+            stdin=subprocess.DEVNULL,
+            stdout=writing,
+            env={**os.environ, "SAF_DSN": dsn.conninfo},
+        )
+        for number in range(WRITERS)
+    ]
+    os.close(writing)
+    written = Written()
+    try:
+        with os.fdopen(reading) as lines:
+            for recorded in map(int, lines):
+                written.transactions += 1
+                written.flights += recorded
+                written.rolled_back += recorded == 0
+                report(written)
+        if any(writer.wait() for writer in writers):
+            raise SafError("the example application failed; what it said is above")
+    finally:
+        for writer in writers:
+            writer.terminate()
+            writer.wait()
+    return written
+
+
+def settings(application: Dsn, mom: Dsn) -> Settings:
+    """The forwarder's configuration: what saf.toml would say."""
+    return Settings(
+        brokers={"flights": Broker(dsn=application)},
+        destinations={"mom": Destination(dsn=mom)},
+        forwarder=Forwarder(default_destination="mom"),
+    )
+
+
+def forward(configuration: Settings, progress: Callable[[Progress], None] | None) -> Summary:
+    """Forward everything that is pending."""
+    from saf.spark import session
+
+    spark = session.start(configuration.forwarder.master, app_name="saf demo")
+    try:
+        from saf.spark.forward import Forwarder as Forwarding
+
+        return Forwarding(configuration, spark, progress=progress).drain()
+    finally:
+        session.stop(spark)
