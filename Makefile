@@ -1,0 +1,47 @@
+# Everything that a person or a CI types. Needs Python 3.11 to 3.13, make and git, no root.
+# Another Python than the one found: make PYTHON=/path/to/python3.12 …
+
+SHELL := /bin/bash
+VENV := .venv
+PY := $(VENV)/bin/python
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	"$$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+	2>/dev/null && echo "$$python" && break; done)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench wheel clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed ## the flights of 2013: sent, forwarded by Spark, proven; make demo DEMO="--json"
+	@$(VENV)/bin/saf demo $(DEMO)
+
+test: $(VENV)/.installed ## the tests; some of them: make test T="tests/unit -k shard"
+	$(PY) -m pytest $(T)
+
+check: $(VENV)/.installed ## the gate: format, lint, types, tests; warnings are errors
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(PY) -m pytest
+
+bench: $(VENV)/.installed ## the benchmarks, under 10 minutes; keep the machine quiet
+	$(PY) -m benchmarks.bench
+
+wheel: $(VENV)/.installed ## dist/saf_outbox-….whl
+	$(PY) -m build --wheel --outdir dist .
+
+clean: ## remove what make made; .saf holds the demo's databases
+	rm -rf $(VENV) .saf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis spark-warehouse
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One environment with everything: what the demo shows is what the tests test.
+$(VENV)/.installed: pyproject.toml
+	@[ -n "$(PYTHON)" ] || { echo "saf needs Python 3.11 to 3.13 with venv; python3 here is \
+	$$(python3 --version 2>&1). Install one (Debian: apt install python3 python3-venv), or name it: \
+	make PYTHON=/path/to/python3.12" >&2; exit 2; }
+	@echo "installing into $(VENV) (once; some 700 MB, a few minutes)"
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
