@@ -15,15 +15,25 @@ from __future__ import annotations
 import os
 import signal
 
-_NAME, _, _COUNT = os.environ.get("SAF_FAILPOINT", "").partition(":")
-_left = int(_COUNT or 1)
+_armed = ""
+_left = 0
+
+
+def arm(point: str) -> None:
+    """Choose where this process dies: ``NAME`` or ``NAME:TIMES``; empty for nowhere."""
+    global _armed, _left  # noqa: PLW0603 - one point per process, as SAF_FAILPOINT promises
+    _armed, _, times = point.partition(":")
+    _left = int(times or 1)
 
 
 def fail_point(name: str) -> None:
-    """Die here if SAF_FAILPOINT says so."""
-    if name != _NAME:
+    """Die here if this is the point that the process is armed with."""
+    if name != _armed:
         return
-    global _left  # noqa: PLW0603 - counts per process, as SAF_FAILPOINT promises
+    global _left  # noqa: PLW0603 - counts down per process
     _left -= 1
     if _left == 0:
         os.killpg(0, signal.SIGKILL)
+
+
+arm(os.environ.get("SAF_FAILPOINT", ""))

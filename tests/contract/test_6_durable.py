@@ -56,10 +56,10 @@ def test_a_crash_of_the_source_after_marking_sends_nothing_twice(
     with connect(app) as connection:
         for number in range(50):
             send(connection, str(number), key=str(number % 3))
-    cycle = Cycle(app, policy(mom=mom, chunk_rows=7))
-    cycle.open()
-    cycle.deliver()
-    own_server.stop_immediately()
+    with Cycle(app, policy(mom=mom, chunk_rows=7)) as cycle:
+        cycle.open()
+        cycle.deliver()
+        own_server.stop_immediately()
     own_server.start()
     with Cycle(app, policy(mom=mom, chunk_rows=7)) as again:
         again.run()

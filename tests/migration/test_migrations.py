@@ -1,0 +1,492 @@
+"""The migrations: what they build, that they go both ways, and whom they live beside."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from alembic import command
+from alembic.script import ScriptDirectory
+from psycopg import sql
+
+from saf import Outbox
+from saf.database import REVISION, Dsn
+from saf.errors import ConfigurationError, SafError, SchemaMismatch, Unavailable
+from saf.message import Row
+from saf.migrate import config, migrate
+from saf.schema import build_metadata, message_columns
+
+NewDatabase = Callable[[str], Dsn]
+
+ROOT = Path(__file__).parents[2]
+
+# What the catalogs say about the tables of a schema, in words that do not depend on oids. Views
+# are left out: SQLAlchemy's metadata has none.
+CATALOG = {
+    "tables": """
+        SELECT c.relname, c.relkind, c.relpersistence, c.reloptions,
+               pg_get_partkeydef(c.oid), pg_get_expr(c.relpartbound, c.oid),
+               obj_description(c.oid, 'pg_class'), c.relrowsecurity, am.amname
+        FROM pg_class c LEFT JOIN pg_am am ON am.oid = c.relam
+        WHERE c.relnamespace = 'saf'::regnamespace AND c.relkind IN ('r', 'p', 'i', 'I', 'S')
+    """,
+    "columns": """
+        SELECT c.relname, a.attnum, a.attname, format_type(a.atttypid, a.atttypmod), a.attnotnull,
+               a.attidentity, a.attgenerated, pg_get_expr(d.adbin, d.adrelid), co.collname,
+               a.attstorage, a.attcompression, col_description(c.oid, a.attnum)
+        FROM pg_class c
+        JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0
+        LEFT JOIN pg_attrdef d ON d.adrelid = c.oid AND d.adnum = a.attnum
+        LEFT JOIN pg_collation co ON co.oid = a.attcollation
+        WHERE c.relnamespace = 'saf'::regnamespace AND c.relkind IN ('r', 'p')
+    """,
+    "constraints": """
+        SELECT c.relname, k.conname, k.contype, pg_get_constraintdef(k.oid), k.convalidated
+        FROM pg_constraint k JOIN pg_class c ON c.oid = k.conrelid
+        WHERE k.connamespace = 'saf'::regnamespace
+    """,
+    "indexes": "SELECT tablename, indexname, indexdef FROM pg_indexes WHERE schemaname = 'saf'",
+    "sequences": """
+        SELECT sequencename, data_type::text, start_value, min_value, max_value, increment_by,
+               cycle, cache_size
+        FROM pg_sequences WHERE schemaname = 'saf'
+    """,
+}
+
+# Alembic's own table is not the library's
+IGNORED = "alembic_version"
+
+
+def catalog(dsn: Dsn) -> dict[str, list[tuple[Any, ...]]]:
+    with dsn.connect(role="test") as connection:
+        return {
+            what: sorted(
+                (row for row in connection.execute(query) if IGNORED not in str(row)), key=str
+            )
+            for what, query in CATALOG.items()
+        }
+
+
+def saf_objects(dsn: Dsn) -> list[str]:
+    with dsn.connect(role="test") as connection:
+        rows = connection.execute(
+            "SELECT relname FROM pg_class WHERE relnamespace = to_regnamespace('saf')"
+        ).fetchall()
+    return sorted(row[0] for row in rows if IGNORED not in row[0])
+
+
+def shards(dsn: Dsn) -> int:
+    with dsn.connect(role="test") as connection:
+        row = connection.execute("SELECT shards FROM saf.broker").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def usable(dsn: Dsn) -> bool:
+    with dsn.connect(role="test") as connection:
+        Outbox().send(connection, "billing", b"")
+        return connection.execute("SELECT FROM saf.outbox_status").rowcount == 1
+
+
+@pytest.mark.every_postgresql
+@pytest.mark.parametrize("number", [1, 64, 1024])
+def test_the_migrations_build_exactly_what_the_metadata_describes(
+    new_database: NewDatabase, number: int
+) -> None:
+    migrated, described = new_database("migrated"), new_database("described")
+    migrate(migrated, shards=number)
+    engine = described.engine()
+    with engine.begin() as connection:
+        connection.exec_driver_sql("CREATE SCHEMA saf")
+        build_metadata(number).create_all(connection)
+    engine.dispose()
+    left, right = catalog(migrated), catalog(described)
+    for what in CATALOG:
+        assert left[what], what
+        assert left[what] == right[what], what
+
+
+@pytest.mark.every_postgresql
+def test_up_down_and_up_again_ends_where_it_began(new_database: NewDatabase) -> None:
+    dsn = new_database("updown")
+    command.upgrade(config(dsn), "head")
+    first = catalog(dsn)
+    assert usable(dsn)
+    command.downgrade(config(dsn), "base")
+    assert saf_objects(dsn) == []
+    command.upgrade(config(dsn), "head")
+    assert catalog(dsn) == first
+    assert usable(dsn)
+
+
+def test_the_library_knows_the_newest_revision() -> None:
+    scripts = ScriptDirectory.from_config(config(Dsn("dbname=none")))
+    assert scripts.get_current_head() == REVISION
+
+
+def test_every_revision_can_be_ordered_by_its_name() -> None:
+    # errors tell older from newer by comparing names
+    scripts = ScriptDirectory.from_config(config(Dsn("dbname=none")))
+    downwards = [script.revision for script in scripts.walk_revisions()]
+    assert downwards == sorted(downwards, reverse=True)
+
+
+def test_what_send_writes_is_columns_of_a_message() -> None:
+    columns = [column.name for column in message_columns()]
+    assert set(Row._fields) <= set(columns)
+    assert [name for name in columns if name in Row._fields] == list(Row._fields)
+
+
+@pytest.mark.every_postgresql
+def test_each_table_of_messages_has_the_columns_of_a_message_in_order(app: Dsn) -> None:
+    expected = [column.name for column in message_columns()]
+    columns = catalog(app)["columns"]
+    for table in ("outbox", "inbox", "outbox_7", "inbox_0", "parked", "dead_letter"):
+        of_table = sorted(row[1:3] for row in columns if row[0] == table)
+        names = [name for _, name in of_table]
+        at = names.index(expected[0])
+        assert names[at : at + len(expected)] == expected
+
+
+def test_a_row_draws_its_transaction_id_before_its_id(app: Dsn) -> None:
+    columns = sorted(row[1:3] for row in catalog(app)["columns"] if row[0] == "outbox")
+    assert [name for _, name in columns][:3] == ["txid", "id", "shard"]
+
+
+# Shards
+
+
+def test_the_number_of_shards_is_64_unless_chosen(new_database: NewDatabase) -> None:
+    unasked, chosen = new_database("unasked"), new_database("chosen")
+    migrate(unasked)
+    migrate(chosen, shards=7)
+    assert (shards(unasked), shards(chosen)) == (64, 7)
+    with chosen.connect(role="test") as connection:
+        cursors = connection.execute("SELECT shard FROM saf.cursor ORDER BY shard").fetchall()
+        assert [row[0] for row in cursors] == list(range(7))
+
+
+def test_the_number_of_shards_is_fixed_by_the_first_migration(app: Dsn) -> None:
+    migrate(app)
+    migrate(app, shards=64)
+    with pytest.raises(ConfigurationError, match=r"has 64 shards, fixed by its first migration"):
+        migrate(app, shards=65)
+    assert shards(app) == 64
+
+
+@pytest.mark.parametrize("number", [0, -1, 1025, "many", 6.5])
+def test_a_number_of_shards_out_of_range_is_refused_before_connecting(number: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"^shards: expected a number from 1 to 1024, got"):
+        migrate(Dsn("host=/nowhere dbname=none"), shards=number)
+
+
+# Repeating, failing, waiting
+
+
+def test_migrating_again_changes_nothing(app: Dsn) -> None:
+    before = catalog(app)
+    migrate(app)
+    assert catalog(app) == before
+
+
+def test_a_newer_database_is_refused_as_such(app: Dsn) -> None:
+    with app.connect(role="test") as connection:
+        connection.execute("UPDATE saf.alembic_version SET version_num = '9999'")
+    with pytest.raises(SchemaMismatch, match=r"saf schema 9999.*upgrade the saf-outbox package"):
+        migrate(app)
+
+
+def test_an_unknown_revision_is_refused_as_such(app: Dsn) -> None:
+    with pytest.raises(ConfigurationError, match="no such revision: 0999"):
+        migrate(app, revision="0999")
+
+
+def test_no_server_is_unavailable(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable) as refused:
+        migrate(Dsn(f"host={tmp_path} dbname=none password=hush"))
+    assert "hush" not in str(refused.value)
+
+
+@pytest.fixture
+def stranger(new_database: NewDatabase) -> Iterator[Dsn]:
+    """A database, and a user without any rights in it."""
+    dsn = new_database("foreign")
+    name = sql.Identifier(f"stranger_{dsn.database}")
+    with dsn.connect(role="test", autocommit=True) as connection:
+        connection.execute(sql.SQL("CREATE ROLE {} LOGIN").format(name))
+        yield Dsn(f"{dsn.conninfo} user=stranger_{dsn.database}")
+        connection.execute(sql.SQL("DROP OWNED BY {}").format(name))
+        connection.execute(sql.SQL("DROP ROLE {}").format(name))
+
+
+def test_missing_rights_are_explained(stranger: Dsn) -> None:
+    with pytest.raises(ConfigurationError, match=r"may not migrate database.*GRANT CREATE"):
+        migrate(stranger)
+    assert saf_objects(stranger) == []
+
+
+def test_a_prepared_schema_is_all_the_right_that_a_user_needs(stranger: Dsn, server: Any) -> None:
+    with server.dsn(stranger.database).connect(role="test") as connection:
+        role = sql.Identifier(stranger.parts["user"])
+        connection.execute(sql.SQL("CREATE SCHEMA saf AUTHORIZATION {}").format(role))
+    migrate(stranger)
+    assert usable(stranger)
+
+
+def test_a_read_only_server_is_explained(new_database: NewDatabase) -> None:
+    dsn = new_database("standby")
+    read_only = Dsn(f"{dsn.conninfo} options='-c default_transaction_read_only=on'")
+    with pytest.raises(ConfigurationError, match="read-only: migrate on the primary"):
+        migrate(read_only)
+
+
+def test_a_foreign_schema_of_that_name_is_left_alone(new_database: NewDatabase) -> None:
+    dsn = new_database("taken")
+    with dsn.connect(role="test") as connection:
+        connection.execute("CREATE SCHEMA saf")
+        connection.execute("CREATE TABLE saf.outbox (mine int)")
+    with pytest.raises(ConfigurationError, match="schema saf that these migrations did not make"):
+        migrate(dsn)
+    assert saf_objects(dsn) == ["outbox"]
+
+
+def test_a_database_in_another_encoding_is_refused(server: Any, app: Dsn) -> None:
+    name = f"latin_{app.database}"
+    with app.connect(role="test", autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name} TEMPLATE template0 ENCODING 'LATIN1'")
+        try:
+            with pytest.raises(ConfigurationError, match="encoded in LATIN1: saf needs one"):
+                migrate(server.dsn(name))
+        finally:
+            connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+def test_a_failed_migration_leaves_nothing_behind(new_database: NewDatabase) -> None:
+    dsn = new_database("failed")
+    with dsn.connect(role="test") as connection:
+        # the very last statement of the migration meets it
+        connection.execute("CREATE SCHEMA saf")
+        connection.execute("CREATE VIEW saf.outbox_status AS SELECT 1 AS mine")
+    with pytest.raises(ConfigurationError):
+        migrate(dsn)
+    assert saf_objects(dsn) == ["outbox_status"]
+
+
+def test_two_migrations_at_once_wait_for_each_other(new_database: NewDatabase) -> None:
+    dsn = new_database("raced")
+    environment = {**os.environ, "SAF_DSN": dsn.conninfo}
+    once = [sys.executable, "-c", MIGRATE]
+    racers = [
+        subprocess.Popen(once, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(4)
+    ]
+    said = [racer.communicate(timeout=60)[1] for racer in racers]
+    assert [racer.returncode for racer in racers] == [0] * 4, said
+    assert usable(dsn)
+
+
+MIGRATE = """
+import os
+from saf.database import Dsn
+from saf.migrate import migrate
+migrate(Dsn(os.environ["SAF_DSN"]))
+"""
+
+
+def test_a_migration_waits_for_one_under_way(app: Dsn) -> None:
+    done = threading.Event()
+
+    def migrate_then_tell() -> None:
+        migrate(app)
+        done.set()
+
+    with app.connect(role="test") as connection:
+        connection.execute("SELECT pg_advisory_xact_lock(hashtextextended('saf migrate', 0))")
+        waiting = threading.Thread(target=migrate_then_tell)
+        waiting.start()
+        wait_for_lock(app)
+        assert not done.is_set()
+        connection.rollback()
+    waiting.join(timeout=30)
+    assert done.is_set()
+
+
+def wait_for_lock(dsn: Dsn) -> None:
+    with dsn.connect(role="test", autocommit=True) as connection:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            if connection.execute(
+                "SELECT FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND database = "
+                "(SELECT oid FROM pg_database WHERE datname = current_database())"
+            ).fetchone():
+                return
+            time.sleep(0.02)
+    pytest.fail("nobody waits for the lock")
+
+
+# The plain alembic command
+
+
+def alembic(
+    *arguments: str, dsn: Dsn | None = None, folder: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "SAF_DSN"}
+    if dsn:
+        environment["SAF_DSN"] = dsn.conninfo
+    return subprocess.run(
+        [sys.executable, "-m", "alembic", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_the_alembic_command_migrates_from_a_checkout(new_database: NewDatabase) -> None:
+    dsn = new_database("checkout")
+    done = alembic("upgrade", "head", dsn=dsn)
+    assert done.returncode == 0, done.stderr
+    assert shards(dsn) == 64
+    assert f"{REVISION} (head)" in alembic("current", dsn=dsn).stdout
+    assert alembic("downgrade", "base", dsn=dsn).returncode == 0
+    assert alembic("-x", "shards=7", "upgrade", "head", dsn=dsn).returncode == 0
+    assert shards(dsn) == 7
+    assert usable(dsn)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-x", "shards=many"], "shards: expected a number from 1 to 1024, got 'many'"),
+        (["-x", "shards=0"], "shards: expected a number from 1 to 1024, got '0'"),
+        (["-x", "shards="], "shards: expected a number from 1 to 1024, got ''"),
+        (["-x", "shards=65"], "has 64 shards, fixed by its first migration"),
+        (["-x", "dsn=nonsense"], "a dsn is not a PostgreSQL connection string"),
+        (["-x", "dsn=host=/nowhere dbname=none"], "database dbname=none host=/nowhere is unavail"),
+    ],
+)
+def test_the_alembic_command_fails_with_a_sentence(
+    app: Dsn, arguments: list[str], said: str
+) -> None:
+    done = alembic(*arguments, "upgrade", "head", dsn=app)
+    assert done.returncode != 0
+    assert said in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_alembic_command_asks_for_a_database() -> None:
+    done = alembic("upgrade", "head")
+    assert done.returncode != 0
+    assert "Set SAF_DSN" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_migration_as_sql_builds_the_same(new_database: NewDatabase, app: Dsn) -> None:
+    by_hand = new_database("byhand")
+    script = alembic("upgrade", "head", "--sql")
+    assert script.returncode == 0, script.stderr
+    with by_hand.connect(role="test", autocommit=True) as connection:
+        connection.execute(script.stdout.encode())
+    assert catalog(by_hand) == catalog(app)
+    assert usable(by_hand)
+
+
+# Beside the application's own Alembic
+
+
+@pytest.fixture
+def application(tmp_path: Path) -> Path:
+    """An application with migrations of its own, as `alembic init` leaves them."""
+    versions = tmp_path / "alembic" / "versions"
+    versions.mkdir(parents=True)
+    (tmp_path / "alembic.ini").write_text(
+        "[alembic]\nscript_location = %(here)s/alembic\npath_separator = os\n"
+    )
+    (tmp_path / "alembic" / "env.py").write_text(APPLICATION_ENV)
+    # the same name as one of ours, on purpose
+    (versions / "0001_orders.py").write_text(APPLICATION_REVISION)
+    return tmp_path
+
+
+APPLICATION_ENV = textwrap.dedent(
+    """
+    import os
+    import sqlalchemy as sa
+    from alembic import context
+    from saf.database import Dsn
+
+    engine = Dsn(os.environ["SAF_DSN"]).engine(poolclass=sa.pool.NullPool)
+    with engine.connect() as connection:
+        context.configure(connection=connection)
+        with context.begin_transaction():
+            context.run_migrations()
+    """
+)
+
+APPLICATION_REVISION = textwrap.dedent(
+    """
+    import sqlalchemy as sa
+    from alembic import op
+
+    revision = "0001"
+    down_revision = None
+
+    def upgrade():
+        op.create_table("orders", sa.Column("number", sa.Text, primary_key=True))
+
+    def downgrade():
+        op.drop_table("orders")
+    """
+)
+
+
+def tables(dsn: Dsn) -> set[str]:
+    with dsn.connect(role="test") as connection:
+        return {
+            row[0]
+            for row in connection.execute(
+                "SELECT schemaname || '.' || tablename FROM pg_tables "
+                "WHERE tablename IN ('orders', 'alembic_version', 'outbox')"
+            )
+        }
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_ours_and_the_applications_migrations_do_not_meet(
+    new_database: NewDatabase, application: Path, ours_first: bool
+) -> None:
+    dsn = new_database("beside")
+    if ours_first:
+        migrate(dsn)
+    done = alembic("upgrade", "head", dsn=dsn, folder=application)
+    assert done.returncode == 0, done.stderr
+    migrate(dsn)
+    both = {"public.orders", "public.alembic_version", "saf.alembic_version", "saf.outbox"}
+    assert tables(dsn) == both
+
+    # each way back touches its own only
+    assert alembic("downgrade", "base", dsn=dsn, folder=application).returncode == 0
+    assert tables(dsn) == both - {"public.orders"}
+    assert usable(dsn)
+    assert alembic("upgrade", "head", dsn=dsn, folder=application).returncode == 0
+    command.downgrade(config(dsn), "base")
+    assert tables(dsn) == both - {"saf.outbox"}
+
+
+def test_a_user_error_is_one_of_ours(new_database: NewDatabase) -> None:
+    dsn = new_database("lost")
+    gone = Dsn(f"{dsn.conninfo}_gone")
+    with pytest.raises(SafError):
+        migrate(gone)
+    with pytest.raises(psycopg.Error), psycopg.connect(gone.conninfo):
+        pass
