@@ -91,7 +91,8 @@ def _log(
         *extra,
         sa.CheckConstraint("to_service <> ''", name=f"{name}_addressed"),
         sa.Index(f"{name}_shard_txid", "shard", "txid"),
-        postgresql_partition_by=f"LIST (((id / {SLOT_ROWS}) % {SLOTS}))",
+        # doubled, because SQLAlchemy hands this part to the driver as it is
+        postgresql_partition_by=f"LIST (((id / {SLOT_ROWS}) %% {SLOTS}))",
         comment=comment,
     )
     for slot in range(SLOTS):

@@ -324,7 +324,7 @@ def wait_for_lock(dsn: Dsn) -> None:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             if connection.execute(
-                "SELECT FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND database = "
+                "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND database = "
                 "(SELECT oid FROM pg_database WHERE datname = current_database())"
             ).fetchone():
                 return
