@@ -22,17 +22,20 @@ import signal
 import struct
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import IO
 
 from saf.errors import SafError
 from saf.spark.java import Java, cache_folder
 
 GATEWAY = ("org.apache.spark.deploy.SparkSubmit", "pyspark-shell")
 START_SECONDS = 120
+STALE_SECONDS = 1800
 
 # What Spark's launcher adds; a test compares. Without jdk.incubator.vector, which only linear
 # algebra uses and which makes the JVM warn on each start.
@@ -44,8 +47,12 @@ OPENED = (
 MODULES = (
     "-XX:+IgnoreUnrecognizedVMOptions",
     *(f"--add-opens=java.base/{package}=ALL-UNNAMED" for package in OPENED),
+    "--add-opens=java.security.jgss/sun.security.krb5=ALL-UNNAMED",
     "-Djdk.reflect.useDirectMethodHandle=false",
     "-Dio.netty.tryReflectionSetAccessible=true",
+    "-Dio.netty.allocator.type=pooled",
+    "-Dio.netty.handler.ssl.defaultEndpointVerificationAlgorithm=NONE",
+    "-Dderby.connection.requireAuthentication=false",
 )
 
 QUIET = (
@@ -109,13 +116,20 @@ def launch(java: Java, conf: Mapping[str, str]) -> Jvm:
     # With SPARK_HOME, workers import pyspark from a zip without compiled files: half a second
     # each. Without it they import the installed package.
     env.pop("SPARK_HOME", None)
+    line = command(java, conf)
+    # Standard output belongs to the driver. A JVM that makes the archive outlives the driver, and
+    # whoever reads the driver's stderr to its end must not wait for that: it gets a pipe.
+    training = line[0] == "/bin/sh"
     process = subprocess.Popen(  # noqa: S603 no part of it is from outside
-        command(java, conf),
+        line,
         stdin=subprocess.PIPE,
-        stdout=2,  # standard output belongs to the driver
+        stdout=subprocess.PIPE if training else 2,
+        stderr=subprocess.STDOUT if training else None,
         env=env,
         preexec_fn=_ignore_interrupts,  # noqa: PLW1509 the one system call is safe after a fork
     )
+    if process.stdout is not None:
+        threading.Thread(target=_pass_on, args=[process.stdout], daemon=True).start()
     return Jvm(process=process, folder=folder)
 
 
@@ -137,7 +151,9 @@ def command(java: Java, conf: Mapping[str, str]) -> list[str]:
         return [*runtime, *GATEWAY]
     if target.exists():
         return [*runtime, "-Xshare:auto", f"-XX:SharedArchiveFile={target}", *GATEWAY]
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    draft = _claim(target)
+    if draft is None:
+        return [*runtime, *GATEWAY]
     training = [*runtime, f"-XX:ArchiveClassesAtExit={draft}", *GATEWAY]
     return ["/bin/sh", "-c", TRAIN, "sh", str(target), str(draft), *training]
 
@@ -152,6 +168,23 @@ def archive(java: Java, options: list[str]) -> Path | None:
     except OSError:
         return None
     return folder / f"{key[:16]}.jsa" if usable else None
+
+
+def _claim(target: Path) -> Path | None:
+    """The file to write the archive to, or None while another run is writing it."""
+    draft = target.with_name(f".{target.name}.draft")
+    try:
+        if draft.exists() and time.time() - draft.stat().st_mtime > STALE_SECONDS:
+            draft.unlink(missing_ok=True)
+        draft.touch(exist_ok=False)
+    except OSError:
+        return None
+    return draft
+
+
+def _pass_on(said: IO[bytes]) -> None:
+    while data := os.read(said.fileno(), 65536):
+        os.write(2, data)
 
 
 def _spark() -> Path:
