@@ -31,10 +31,11 @@ from pathlib import Path
 from typing import IO
 
 from saf.errors import SafError
-from saf.spark.java import Java, cache_folder
+from saf.spark.java import Java, cache_folder, major
 
 GATEWAY = ("org.apache.spark.deploy.SparkSubmit", "pyspark-shell")
 START_SECONDS = 120
+NO_SECURITY_ACTION = 24
 STALE_SECONDS = 1800
 
 # What Spark's launcher adds; a test compares. Without jdk.incubator.vector, which only linear
@@ -48,7 +49,9 @@ MODULES = (
     "-XX:+IgnoreUnrecognizedVMOptions",
     *(f"--add-opens=java.base/{package}=ALL-UNNAMED" for package in OPENED),
     "--add-opens=java.security.jgss/sun.security.krb5=ALL-UNNAMED",
-    "-Djdk.reflect.useDirectMethodHandle=false",
+    # newer Javas forbid, or warn of, what Arrow and Netty do; older ones ignore these two
+    "--sun-misc-unsafe-memory-access=allow",
+    "--enable-native-access=ALL-UNNAMED",
     "-Dio.netty.tryReflectionSetAccessible=true",
     "-Dio.netty.allocator.type=pooled",
     "-Dio.netty.handler.ssl.defaultEndpointVerificationAlgorithm=NONE",
@@ -135,8 +138,10 @@ def launch(java: Java, conf: Mapping[str, str]) -> Jvm:
 
 def command(java: Java, conf: Mapping[str, str]) -> list[str]:
     """The command line, with the archive if there is one, or making it."""
+    # Java 24 has no sun.security.action any more, and says so on each start
+    gone = "sun.security.action" if major(java.version) >= NO_SECURITY_ACTION else "\0"
     base = [
-        *MODULES,
+        *(option for option in MODULES if gone not in option),
         *QUIET,
         f"-Xmx{conf.get('spark.driver.memory', '1g')}",
         "-XX:-UsePerfData",
