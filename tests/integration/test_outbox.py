@@ -553,6 +553,21 @@ def test_the_first_send_checks_the_schema_and_later_ones_do_not(
     assert len([text for text in found if text.startswith("INSERT")]) == 3
 
 
+def test_a_role_that_only_sends_needs_three_rights(app: Dsn, outbox: Outbox) -> None:
+    role = f"sender_{app.database}"
+    with app.connect(role="test", autocommit=True) as connection:
+        connection.execute(
+            f"CREATE ROLE {role}; GRANT USAGE ON SCHEMA saf TO {role}; "
+            f"GRANT SELECT ON saf.alembic_version TO {role}; GRANT INSERT ON saf.outbox TO {role}"
+        )
+        with connection.transaction():
+            connection.execute(f"SET LOCAL ROLE {role}")
+            outbox.send(connection, "billing", b"", key="A")
+            outbox.send_many(connection, many(2))
+        connection.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
+    assert keys(app) == ["A", "0", "1"]
+
+
 def test_the_package_is_typed() -> None:
     import saf
 
