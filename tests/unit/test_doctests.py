@@ -11,8 +11,12 @@ import pytest
 import saf
 
 HERE = Path(saf.__file__).parent
-# Alembic's scripts, in an installed package, run only inside Alembic
-FILES = [file for file in HERE.rglob("*.py") if "migrations" not in file.parts]
+# Alembic's scripts, in an installed package, run only inside Alembic, and __main__ runs the command
+FILES = [
+    file
+    for file in HERE.rglob("*.py")
+    if "migrations" not in file.parts and file.name != "__main__.py"
+]
 MODULES = sorted(
     ".".join(file.relative_to(HERE.parent).with_suffix("").parts).removesuffix(".__init__")
     for file in FILES
