@@ -75,12 +75,12 @@ def _run(server: EmbeddedServer, limit: int | None, reset: bool) -> tuple[dict[s
     from saf.spark import java, session
 
     started = time.monotonic()
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, markup=False)
     found = java.find()
     application, mom = _databases(server, reset)
     version, recorded = _look(application)
     console.print(f"PostgreSQL {version}, embedded, in {server.data_dir}", soft_wrap=True)
-    console.print(f"{found}", soft_wrap=True)
+    console.print(str(found), soft_wrap=True)
 
     configuration = run.settings(application, mom)
     session.prestart(configuration.forwarder.master)
@@ -91,7 +91,7 @@ def _run(server: EmbeddedServer, limit: int | None, reset: bool) -> tuple[dict[s
         summary = run.forward(configuration, progress)
     console.print(f"forwarded {summary.forwarded:,} messages in {summary.seconds:.1f} s")
     for problem in summary.problems:
-        console.print(f"saf: {problem['error']}", style="red", markup=False, soft_wrap=True)
+        console.print(f"saf: {problem['error']}", style="red", soft_wrap=True)
     with console.status("comparing the two databases"):
         proof = prove(application, mom)
     rate = summary.forwarded / summary.seconds if summary.seconds else 0.0

@@ -68,8 +68,11 @@ def write(dsn: Dsn, limit: int | None, report: Callable[[Written], None]) -> Wri
 
 
 def settings(application: Dsn, mom: Dsn) -> Settings:
-    """The forwarder's configuration: what saf.toml would say."""
-    return Settings(
+    """The forwarder's configuration: what saf.toml would say.
+
+    Not from the environment, which may name brokers that are no business of a demo.
+    """
+    return Settings.model_construct(
         brokers={"flights": Broker(dsn=application)},
         destinations={"mom": Destination(dsn=mom)},
         forwarder=Forwarder(default_destination="mom"),

@@ -1,0 +1,158 @@
+"""``saf demo`` as a newcomer runs it: once, again, and after it was killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import psycopg
+import pytest
+
+from saf.database import Dsn
+from saf.demo.proof import prove
+from saf.demo.run import WRITERS
+from saf.embedded import EmbeddedServer
+from saf.errors import Unavailable
+from tests import programs
+from tests.programs import BIN, environment
+
+FLIGHTS = 5000
+DEADLINE_SECONDS = 240
+
+
+pytestmark = pytest.mark.timeout(600)  # up to two runs of everything
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    # not tmp_path, whose name is too long for a unix socket
+    folder = Path(tempfile.mkdtemp(prefix="saf-demo-"))
+    yield folder
+    # a killed demo has left its server behind; entering stops that one
+    with EmbeddedServer(folder / "postgres"):
+        pass
+    shutil.rmtree(folder)
+
+
+def command(folder: Path) -> list[str | Path]:
+    return [BIN / "saf", "demo", "--json", "--data", folder, "--limit", str(FLIGHTS)]
+
+
+def run(folder: Path) -> dict[str, Any]:
+    done = programs.run(command(folder), timeout=DEADLINE_SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1
+    return programs.last_json(done.stdout)
+
+
+def is_right(result: dict[str, Any]) -> bool:
+    wrong = ("lost", "duplicated", "out_of_order", "changed", "not_sent", "not_atomic")
+    counts = [result["sent"], result["forwarded"], *(result[name] for name in wrong)]
+    return counts == [FLIGHTS, FLIGHTS, 0, 0, 0, 0, 0, 0]
+
+
+def test_every_flight_arrives_once_in_order_and_a_second_run_forwards_nothing(
+    folder: Path,
+) -> None:
+    first = run(folder)
+    assert is_right(first), first
+    assert first["written_now"] == first["forwarded_now"] == FLIGHTS
+    assert first["messages_per_second"] > 0
+    # each writer rolled back every 20th of its 200 transactions of one flight
+    assert first["transactions_rolled_back_now"] >= 10 * WRITERS
+    assert first["rolled_back"] >= first["transactions_rolled_back_now"]
+
+    second = run(folder)
+    assert is_right(second), second
+    assert second["written_now"] == second["forwarded_now"] == 0
+    assert second["rolled_back"] == first["rolled_back"]
+
+
+@pytest.mark.parametrize(
+    ("database", "table"), [("flights", "flight"), ("flights", "saf.cursor"), ("mom", "saf.inbox")]
+)
+def test_a_killed_run_is_finished_by_the_next(folder: Path, database: str, table: str) -> None:
+    at_work = {"saf.cursor": "WHERE open IS NOT NULL"}.get(table, "")
+    dsn = EmbeddedServer(folder / "postgres").dsn(database)
+    with subprocess.Popen(
+        command(folder), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as demo:
+        wait_until(lambda: exists(dsn, f"SELECT FROM {table} {at_work}"))
+        demo.send_signal(signal.SIGKILL)
+    result = run(folder)
+    assert is_right(result), result
+
+
+def test_ctrl_c_ends_in_order_and_the_next_run_goes_on(folder: Path) -> None:
+    dsn = EmbeddedServer(folder / "postgres").dsn("flights")
+    with subprocess.Popen(
+        command(folder),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    ) as demo:
+        wait_until(lambda: exists(dsn, "SELECT FROM flight"))
+        os.killpg(demo.pid, signal.SIGINT)  # a terminal sends it to all
+        _, said = demo.communicate()
+    assert demo.returncode == 130
+    assert "Traceback" not in said
+    with pytest.raises(Unavailable):
+        dsn.connect(role="test")
+    result = run(folder)
+    assert is_right(result), result
+
+
+def test_the_proof_notices_what_it_is_there_for(
+    new_broker: Callable[[str], Dsn],
+) -> None:
+    application, mom = new_broker("application"), new_broker("mom")
+    with application.connect(role="test") as connection:
+        connection.execute("CREATE TABLE flight (number int, message_id uuid)")
+        connection.execute(
+            "INSERT INTO saf.outbox (to_service, key, body)"
+            " SELECT 's', 'k', convert_to(n::text, 'UTF8') FROM generate_series(1, 5) AS n"
+        )
+        connection.execute("INSERT INTO flight SELECT id, message_id FROM saf.outbox WHERE id < 5")
+        sent = connection.execute("SELECT message_id, body FROM saf.outbox ORDER BY id").fetchall()
+        connection.commit()
+        connection.execute("INSERT INTO saf.outbox (to_service, body) VALUES ('s', '')")
+        connection.rollback()
+    one, two, three, four, _ = sent
+    # 3 before 2; 2 twice; 4 changed; 5 lost; one that was never sent
+    stored = [one, three, two, two, (four[0], b"other"), (uuid4(), b"x")]
+    with mom.connect(role="test") as connection:
+        connection.cursor().executemany(
+            "INSERT INTO saf.inbox (message_id, body, to_service, key) VALUES (%s, %s, 's', 'k')",
+            stored,
+        )
+    proof = prove(application, mom)
+    assert not proof.holds
+    assert (proof.sent, proof.forwarded, proof.lost, proof.duplicated) == (5, 6, 1, 1)
+    assert (proof.out_of_order, proof.changed, proof.not_sent) == (2, 1, 1)
+    assert (proof.not_atomic, proof.rolled_back) == (1, 1)
+
+
+def exists(dsn: Dsn, query: str) -> bool:
+    """Whether a row is there; not if the server or the table is not."""
+    try:
+        with dsn.connect(role="test") as connection:
+            return connection.execute(f"{query} LIMIT 1").fetchone() is not None
+    except (Unavailable, psycopg.errors.UndefinedTable):
+        return False
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
