@@ -91,8 +91,10 @@ def encode(message: Message, max_bytes: int = DEFAULT_MAX_BYTES) -> Row:
     _check_moment("deliver_at", message.deliver_at)
     _check_moment("expires_at", message.expires_at)
     body, content_type = encode_body(message.body)
-    if len(body) > max_bytes:
-        raise InvalidMessage("body", f"{len(body):,} bytes are more than max_bytes ({max_bytes:,})")
+    headers = encode_headers(message.headers, content_type)
+    for field, size in (("body", len(body)), ("headers", len(headers))):
+        if size > max_bytes:
+            raise InvalidMessage(field, f"{size:,} bytes are more than max_bytes ({max_bytes:,})")
     return Row(
         uuid4(),
         message.from_service,
@@ -100,7 +102,7 @@ def encode(message: Message, max_bytes: int = DEFAULT_MAX_BYTES) -> Row:
         message.to_broker,
         message.key,
         message.message_type,
-        encode_headers(message.headers, content_type),
+        headers,
         body,
         message.deliver_at,
         message.expires_at,

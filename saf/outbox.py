@@ -17,6 +17,7 @@ In Django: ``connection.connection`` inside ``transaction.atomic()``.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol
@@ -218,7 +219,8 @@ class _SQLAlchemy:
 
     @property
     def database(self) -> object:
-        return self.connection.engine
+        # weak, so that an engine per tenant does not live as long as the outbox
+        return weakref.ref(self.connection.engine)
 
     def commits_by_itself(self) -> bool:
         raw = self.connection.connection.dbapi_connection

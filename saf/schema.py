@@ -50,6 +50,13 @@ def shard_expression(shards: int) -> str:
     return f"((({hashed} % {shards}) + {shards}) % {shards})::smallint"
 
 
+# Arrow and Python know the years 1 to 9999; a row with 'infinity' could never be forwarded.
+IN_CALENDAR = " AND ".join(
+    f"{column} >= '0001-01-01 00:00:00+00' AND {column} < '9999-12-31 00:00:00+00'"
+    for column in ("created_at", "deliver_at", "expires_at")
+)
+
+
 def message_columns() -> list[sa.Column[object]]:
     """The columns of one message, the same in every table that holds messages."""
     return [
@@ -90,6 +97,7 @@ def _log(
         *message_columns(),
         *extra,
         sa.CheckConstraint("to_service <> ''", name=f"{name}_addressed"),
+        sa.CheckConstraint(IN_CALENDAR, name=f"{name}_in_calendar"),
         sa.Index(f"{name}_shard_txid", "shard", "txid"),
         # doubled, because SQLAlchemy hands this part to the driver as it is
         postgresql_partition_by=f"LIST (((id / {SLOT_ROWS}) %% {SLOTS}))",

@@ -25,6 +25,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import psycopg
+from psycopg.rows import tuple_row
 
 from saf.errors import Fenced
 
@@ -247,4 +248,4 @@ class Member:
 def _rows(
     connection: psycopg.Connection[Any], query: str, params: dict[str, Any]
 ) -> list[tuple[Any, ...]]:
-    return psycopg.Cursor(connection).execute(query, params).fetchall()
+    return psycopg.Cursor(connection, row_factory=tuple_row).execute(query, params).fetchall()

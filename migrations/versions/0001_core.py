@@ -47,7 +47,11 @@ CREATE TABLE saf.outbox (
     created_at TIMESTAMP WITH TIME ZONE DEFAULT now() NOT NULL,
     deliver_at TIMESTAMP WITH TIME ZONE,
     expires_at TIMESTAMP WITH TIME ZONE,
-    CONSTRAINT outbox_addressed CHECK (to_service <> '')
+    CONSTRAINT outbox_addressed CHECK (to_service <> ''),
+    CONSTRAINT outbox_in_calendar CHECK (
+        created_at >= '0001-01-01 00:00:00+00' AND created_at < '9999-12-31 00:00:00+00'
+        AND deliver_at >= '0001-01-01 00:00:00+00' AND deliver_at < '9999-12-31 00:00:00+00'
+        AND expires_at >= '0001-01-01 00:00:00+00' AND expires_at < '9999-12-31 00:00:00+00')
 ) PARTITION BY LIST (((id / 1048576) % 8));
 
 CREATE INDEX outbox_shard_txid ON saf.outbox (shard, txid);
@@ -76,7 +80,11 @@ CREATE TABLE saf.inbox (
     expires_at TIMESTAMP WITH TIME ZONE,
     source UUID,
     received_at TIMESTAMP WITH TIME ZONE DEFAULT now() NOT NULL,
-    CONSTRAINT inbox_addressed CHECK (to_service <> '')
+    CONSTRAINT inbox_addressed CHECK (to_service <> ''),
+    CONSTRAINT inbox_in_calendar CHECK (
+        created_at >= '0001-01-01 00:00:00+00' AND created_at < '9999-12-31 00:00:00+00'
+        AND deliver_at >= '0001-01-01 00:00:00+00' AND deliver_at < '9999-12-31 00:00:00+00'
+        AND expires_at >= '0001-01-01 00:00:00+00' AND expires_at < '9999-12-31 00:00:00+00')
 ) PARTITION BY LIST (((id / 1048576) % 8));
 
 CREATE INDEX inbox_shard_txid ON saf.inbox (shard, txid);

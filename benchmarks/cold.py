@@ -1,0 +1,27 @@
+"""A cold one-shot run: the whole process, from the shell to the exit, with 1,000 pending."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from benchmarks.stage import Stage, median, output
+
+MESSAGES = 1000
+ROUNDS = 5
+
+
+def run(stage: Stage) -> None:
+    """Notes cold_run_seconds. The first run may write the class-data archive and is not counted."""
+    config = stage.settings_file(stage.server.data_dir.parent / "cold.toml")
+    command = (sys.executable, "-m", "saf", "forward", "--config", config, "--json")
+    seconds = []
+    for _ in range(ROUNDS + 1):
+        stage.fill(MESSAGES)
+        stage.rewind()
+        started = time.monotonic()
+        output(*command)
+        seconds.append(time.monotonic() - started)
+        if stage.stored() != MESSAGES:
+            raise RuntimeError("the cold run lost messages")
+    stage.note("cold_run_seconds", median(seconds[1:]), "s", "<= 3.5")

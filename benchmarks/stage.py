@@ -1,0 +1,122 @@
+"""What the benchmarks run on: a durable server with two brokers, and a log of results."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from saf.database import Dsn
+from saf.embedded import EmbeddedServer, programs
+from saf.migrate import migrate
+
+VERSION = 18
+SETTINGS = {
+    # durable: fsync and synchronous_commit stay on, as they come
+    "max_connections": 100,
+    "shared_buffers": "1GB",
+    "max_wal_size": "8GB",
+    "checkpoint_timeout": "30min",
+    "autovacuum": False,
+}
+RESULTS = Path(__file__).parent / "results" / "bench.jsonl"
+
+FILL = """
+INSERT INTO saf.outbox (to_service, key, message_type, headers, body)
+SELECT 'billing', 'order ' || i % 5000, 'OrderPlaced', '{"content-type": "application/json"}',
+       convert_to(rpad('{"order": ' || i, 200, 'x'), 'UTF8')
+FROM generate_series(1, %s) AS i
+"""
+READ_AGAIN = """
+UPDATE saf.cursor SET done = '1:1:', open = NULL, position = 0, attempted = 0
+"""
+
+
+class Stage:
+    """Two brokers on one server: ``app`` with an outbox to read, ``mom`` to fill."""
+
+    def __init__(self, folder: Path) -> None:
+        self.server = EmbeddedServer(folder / "postgres", VERSION, SETTINGS)
+        self.server.start()
+        self.app = self.server.create_database("app")
+        self.mom = self.server.create_database("mom")
+        migrate(self.app)
+        migrate(self.mom)
+        self.console = Console(stderr=True)
+        self.results: list[dict[str, object]] = []
+
+    def fill(self, messages: int) -> None:
+        """An outbox with so many pending messages of 200 bytes."""
+        execute(self.app, "TRUNCATE saf.outbox", READ_AGAIN)
+        with self.app.connect(role="bench") as connection:
+            connection.execute(FILL, [messages])
+        execute(self.app, "ANALYZE saf.outbox", "CHECKPOINT")
+
+    def rewind(self) -> None:
+        """The same messages pending again, and an empty inbox."""
+        execute(self.mom, "TRUNCATE saf.inbox, saf.watermark")
+        execute(self.app, READ_AGAIN, "VACUUM saf.cursor", "CHECKPOINT")
+
+    def stored(self) -> int:
+        """How many messages are in the inbox."""
+        with self.mom.connect(role="bench") as connection:
+            row = connection.execute("SELECT count(*) FROM saf.inbox").fetchone()
+        assert row is not None
+        return int(row[0])
+
+    def program(self, name: str) -> Path:
+        """One of PostgreSQL's own programs."""
+        return programs(VERSION) / name
+
+    def settings_file(self, path: Path, **options: object) -> Path:
+        """A saf.toml for the two brokers."""
+        more = "\n".join(f"{name} = {json.dumps(value)}" for name, value in options.items())
+        path.write_text(
+            f"[brokers.app]\ndsn = {json.dumps(self.app.conninfo)}\n"
+            f"[destinations.mom]\ndsn = {json.dumps(self.mom.conninfo)}\n"
+            f'[forwarder]\ndefault_destination = "mom"\n{more}\n'
+        )
+        return path
+
+    def note(self, name: str, value: float, unit: str, reach: str = "") -> None:
+        """One result; ``reach`` is what was set out to be reached, for the table."""
+        self.results.append({"name": name, "value": round(value, 4), "unit": unit, "reach": reach})
+        self.console.print(f"  {name}: {value:,.4g} {unit}", highlight=False)
+
+    def report(self) -> None:
+        """A table for people, JSON lines for programs, on stdout and in a file."""
+        table = Table("name", "value", "unit", "to reach")
+        lines = []
+        for result in self.results:
+            reach = result.pop("reach")
+            table.add_row(
+                str(result["name"]), f"{result['value']:,}", str(result["unit"]), str(reach)
+            )
+            lines.append(json.dumps(result))
+        Console().print(table)
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text("\n".join(lines) + "\n")
+        print("\n".join(lines))
+
+
+def execute(dsn: Dsn, *statements: str) -> None:
+    """Each statement in a transaction of its own."""
+    with dsn.connect(role="bench", autocommit=True) as connection:
+        for statement in statements:
+            connection.execute(statement)
+
+
+def median(values: Iterable[float]) -> float:
+    return statistics.median(values)
+
+
+def output(*command: str | Path) -> str:
+    """What a program prints; it must succeed."""
+    return subprocess.run(
+        [str(part) for part in command], check=True, capture_output=True, text=True
+    ).stdout
