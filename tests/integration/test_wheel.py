@@ -1,0 +1,125 @@
+"""The wheel, in a virtual environment that has nothing else."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from saf.database import REVISION, Dsn
+from tests.programs import ROOT, configuration, last_json, received, run, send
+
+ABSENT = """
+import importlib.util, saf
+print(saf.__file__)
+print([n for n in ("pyspark", "pyarrow", "adbc_driver_postgresql") if importlib.util.find_spec(n)])
+"""
+
+SENDER = """
+import os, psycopg, saf
+with psycopg.connect(os.environ["DSN"]) as connection:
+    saf.Outbox().send(connection, "billing", "from the wheel", key="order 1")
+"""
+
+pytestmark = pytest.mark.timeout(280)
+
+
+class Environment:
+    """A virtual environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        """Run one of its programs; with nothing of the checkout on the path."""
+        command = [self.folder / "bin" / program, *arguments]
+        return run(command, env={"PYTHONPATH": ""}, cwd=self.folder, timeout=200)
+
+    def add_packages_of_this_one(self) -> None:
+        """What this Python has installed can be imported too, after what it has itself."""
+        packages = self.folder / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
+        # a path in a .pth file is not searched for .pth files, so the checkout stays out of sight
+        (packages / "heavy.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(ROOT)]
+    done = run(command, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """The base install: without extras."""
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder, with_pip=False)
+    # this environment's pip, which saves installing another one first
+    command = [sys.executable, "-m", "pip", "--python", str(folder / "bin/python"), "install"]
+    done = run([*command, "--quiet", str(wheel)], timeout=200)
+    assert done.returncode == 0, done.stderr
+    return Environment(folder)
+
+
+def test_the_wheel_migrates_sends_and_forwards_where_only_it_is_installed(
+    installed: Environment,
+    new_database: Callable[[str], Dsn],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app, mom = new_database("app"), new_database("mom")
+
+    location, found = installed("python", "-c", ABSENT).stdout.splitlines()
+    assert location.startswith(str(installed.folder))
+    assert found == "[]"
+
+    for dsn in (app, mom):
+        done = installed("saf", "migrate", "--dsn", dsn.conninfo)
+        assert done.returncode == 0, done.stderr
+        assert f"saf schema {REVISION}" in done.stdout
+
+    monkeypatch.setenv("DSN", app.conninfo)
+    done = installed("python", "-c", SENDER)
+    assert done.returncode == 0, done.stderr
+
+    config = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom}, master="local[1]")
+    done = installed("saf", "forward", "--config", config)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (sentence,) = done.stderr.splitlines()
+    assert "pip install 'saf-outbox[forwarder]'" in sentence
+    assert installed("saf", "status", "--config", config).returncode == 0
+
+    installed.add_packages_of_this_one()
+    location, found = installed("python", "-c", ABSENT).stdout.splitlines()
+    assert location.startswith(str(installed.folder))
+    assert "pyspark" in found
+    send(app, 10)
+    done = installed("saf", "forward", "--config", config, "--json")
+    assert done.returncode == 0, done.stderr
+    assert last_json(done.stdout)["forwarded"] == 11
+    assert len(received(mom)) == 11
+
+
+def test_the_wheel_is_typed_and_the_heavy_packages_come_with_the_extra_only(
+    installed: Environment,
+) -> None:
+    (package,) = installed.folder.glob("lib/python*/site-packages/saf")
+    assert (package / "py.typed").is_file()
+    (about,) = package.parent.glob("saf_outbox-*.dist-info/METADATA")
+    needs = [line for line in about.read_text().splitlines() if line.startswith("Requires-Dist")]
+    for name in ("adbc-driver-postgresql", "pandas", "pyarrow", "pyspark"):
+        mine = [need for need in needs if re.match(rf"Requires-Dist: {name}\W", need + " ")]
+        assert mine
+        assert all("extra ==" in need for need in mine)
+        assert any("extra == 'forwarder'" in need for need in mine)
