@@ -47,8 +47,9 @@ from uuid import UUID
 
 import psycopg
 from psycopg import sql
-from psycopg.rows import dict_row, tuple_row
+from psycopg.rows import dict_row
 
+from saf.database import fetch
 from saf.errors import Fenced
 from saf.shards import Member
 
@@ -227,8 +228,8 @@ def anything_new(connection: psycopg.Connection[Any], log: str, member: Member) 
     """Whether opening a batch now would find rows. Reads only."""
     query = sql.SQL(ANYTHING_NEW).format(log=sql.Identifier("saf", log))
     params = {"subscription_id": member.subscription_id, "owner": member.member_id}
-    row = psycopg.Cursor(connection, row_factory=tuple_row).execute(query, params).fetchone()
-    return bool(row and row[0])
+    ((new,),) = fetch(connection, query, params)
+    return bool(new)
 
 
 def open_batch(
@@ -298,11 +299,7 @@ def join_splits(batches: Iterable[Batch]) -> list[Batch]:
 def _write(
     connection: psycopg.Connection[Any], statement: str, batch: Batch, **params: Any
 ) -> list[tuple[Any, ...]]:
-    rows = (
-        psycopg.Cursor(connection, row_factory=tuple_row)
-        .execute(statement, {**batch._params, **params})
-        .fetchall()
-    )
+    rows = fetch(connection, statement, {**batch._params, **params})
     if len(rows) < len(batch.epochs):
         lost = set(batch.shards) - {row[0] for row in rows}
         raise Fenced("the source", sorted(lost))

@@ -7,14 +7,16 @@ reveals it, to the drivers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import psycopg
+from psycopg.abc import QueryNoTemplate
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.rows import tuple_row
 
 from saf.errors import ConfigurationError, SchemaMismatch, SchemaMissing, Unavailable
 
@@ -123,6 +125,16 @@ def unavailable_if_lost(what: str) -> Iterator[None]:
         raise Unavailable(what, " ".join(str(error).split())) from error
 
 
+def fetch(
+    connection: psycopg.Connection[Any],
+    query: QueryNoTemplate,
+    params: Mapping[str, Any] | None = None,
+) -> list[tuple[Any, ...]]:
+    """All rows as tuples, whatever row factory the connection's owner has chosen."""
+    with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
+        return cursor.execute(query, params).fetchall()
+
+
 def check_schema(connection: psycopg.Connection[Any]) -> None:
     """Make sure that the library and the database speak of the same schema.
 
@@ -132,9 +144,9 @@ def check_schema(connection: psycopg.Connection[Any]) -> None:
     Raises:
         SchemaMissing, SchemaMismatch: with the command that mends it.
     """
-    row = connection.execute(HAS_SCHEMA).fetchone()
-    found = connection.execute(SCHEMA_REVISION).fetchone() if row and row[0] else None
-    require_revision(connection.info.dbname, found[0] if found else None)
+    ((exists,),) = fetch(connection, HAS_SCHEMA)
+    found = fetch(connection, SCHEMA_REVISION) if exists else []
+    require_revision(connection.info.dbname, found[0][0] if found else None)
 
 
 def require_revision(database: str, found: str | None) -> None:

@@ -19,6 +19,8 @@ MAX_NAME = 255
 """Longest service or message type, in characters."""
 MAX_KEY = 1024
 """Longest key, in characters."""
+MAX_HEADERS = 1024 * 1024
+"""Most bytes of headers, as JSON; large content belongs into the body."""
 DEFAULT_MAX_BYTES = 64 * 1024 * 1024
 """Largest body, in bytes; PostgreSQL's own limit for a field is 1 GB."""
 
@@ -92,9 +94,10 @@ def encode(message: Message, max_bytes: int = DEFAULT_MAX_BYTES) -> Row:
     _check_moment("expires_at", message.expires_at)
     body, content_type = encode_body(message.body)
     headers = encode_headers(message.headers, content_type)
-    for field, size in (("body", len(body)), ("headers", len(headers))):
-        if size > max_bytes:
-            raise InvalidMessage(field, f"{size:,} bytes are more than max_bytes ({max_bytes:,})")
+    if len(body) > max_bytes:
+        raise InvalidMessage("body", f"{len(body):,} bytes are more than max_bytes ({max_bytes:,})")
+    if len(headers) > MAX_HEADERS:
+        raise InvalidMessage("headers", f"{len(headers):,} bytes are more than {MAX_HEADERS:,}")
     return Row(
         uuid4(),
         message.from_service,

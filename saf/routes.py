@@ -15,6 +15,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import class_row
 
+from saf.database import fetch
 from saf.errors import ConfigurationError
 
 AT_MOST_ONCE = "at_most_once"
@@ -97,8 +98,8 @@ SELECT service, broker::text AS broker, destination, quality FROM saf.route WHER
 """
 
 LATEST = "SELECT version, routes FROM saf.route_version ORDER BY version DESC LIMIT 1"
-FREEZE = "INSERT INTO saf.route_version (routes) VALUES (%s) RETURNING version"
-FROZEN = "SELECT routes FROM saf.route_version WHERE version = %s"
+FREEZE = "INSERT INTO saf.route_version (routes) VALUES (%(routes)s) RETURNING version"
+FROZEN = "SELECT routes FROM saf.route_version WHERE version = %(version)s"
 
 
 def current_routes(
@@ -118,18 +119,16 @@ def current_routes(
 def freeze(connection: psycopg.Connection[Any], routes: Sequence[Route]) -> int:
     """The number of a version with these routes; a new one is written only if they changed."""
     frozen = [asdict(route) for route in routes]
-    with psycopg.Cursor(connection) as cursor:
-        latest = cursor.execute(LATEST).fetchone()
-        if latest and latest[1] == frozen:
-            return int(latest[0])
-        row = cursor.execute(FREEZE, (json.dumps(frozen),)).fetchone()
-    assert row is not None  # noqa: S101 - INSERT … RETURNING gives a row or raises
-    return int(row[0])
+    latest = fetch(connection, LATEST)
+    if latest and latest[0][1] == frozen:
+        return int(latest[0][0])
+    ((version,),) = fetch(connection, FREEZE, {"routes": json.dumps(frozen)})
+    return int(version)
 
 
 def frozen_routes(connection: psycopg.Connection[Any], version: int) -> tuple[Route, ...]:
     """The routes of a version, in order of precedence."""
-    row = psycopg.Cursor(connection).execute(FROZEN, (version,)).fetchone()
-    if row is None:
+    found = fetch(connection, FROZEN, {"version": version})
+    if not found:
         raise ConfigurationError(f"saf.route_version has no version {version}, which a batch needs")
-    return tuple(Route(**route) for route in row[0])
+    return tuple(Route(**route) for route in found[0][0])

@@ -25,8 +25,8 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import psycopg
-from psycopg.rows import tuple_row
 
+from saf.database import fetch
 from saf.errors import Fenced
 
 _MASK = 0xFFFFFFFF
@@ -224,17 +224,17 @@ class Member:
         with connection.transaction():
             connection.execute(TAKE_TURN, params)
             connection.execute(FORGET_DEAD, params)
-            held = dict(_rows(connection, HOLDINGS, params))
+            held = dict(fetch(connection, HOLDINGS, params))
             me = str(self.member_id)
             if me not in held:
                 raise Fenced(f"member {self.name}", [])
-            shards = _rows(connection, SHARDS, params)[0][0]
+            shards = fetch(connection, SHARDS, params)[0][0]
             change = fair_share(held, shards)[me] - held[me]
             if change < 0:
                 connection.execute(RELEASE, {**params, "surplus": -change})
             elif change > 0:
                 connection.execute(ACQUIRE, {**params, "lacking": change})
-            return int(_rows(connection, OWNED, params)[0][0])
+            return int(fetch(connection, OWNED, params)[0][0])
 
     def stop(self, connection: psycopg.Connection[Any]) -> None:
         """Ask this member's tasks, wherever they run, to finish the chunk in hand and end."""
@@ -243,9 +243,3 @@ class Member:
     def leave(self, connection: psycopg.Connection[Any]) -> None:
         """Free the shards at once instead of at the end of the lease."""
         connection.execute(LEAVE, self._params)
-
-
-def _rows(
-    connection: psycopg.Connection[Any], query: str, params: dict[str, Any]
-) -> list[tuple[Any, ...]]:
-    return psycopg.Cursor(connection, row_factory=tuple_row).execute(query, params).fetchall()

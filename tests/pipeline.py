@@ -80,7 +80,7 @@ class Cycle:
 
 def forward(app: Dsn, **destinations: Dsn) -> list[Receipt]:
     """A whole run of a forwarder, with a process of its own as it were."""
-    with Cycle(app, policy("exactly_once", **destinations)) as cycle:
+    with Cycle(app, policy("exactly_once", 1000, **destinations)) as cycle:
         return cycle.run()
 
 

@@ -10,8 +10,8 @@ from uuid import UUID
 import psycopg
 
 from saf import cursor
-from saf.database import Dsn, check_schema, unavailable_if_lost
-from saf.errors import Fenced, SchemaMismatch
+from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
+from saf.errors import ConfigurationError, Fenced
 from saf.routes import Route, current_routes, freeze, frozen_routes, mend
 from saf.shards import Member
 from saf.spark.source import Work
@@ -21,7 +21,7 @@ SUBSCRIPTION = "forwarder"
 
 IDENTITY = """
 SELECT b.broker_id, s.subscription_id
-FROM saf.broker b, saf.subscription s WHERE s.log = %s AND s.name = %s
+FROM saf.broker b, saf.subscription s WHERE s.log = %(log)s AND s.name = %(subscription)s
 """
 
 
@@ -142,17 +142,12 @@ class SourceBroker:
         total, lowest, highest = 0, 0, 0
         with unavailable_if_lost(f"broker {self.name!r}"):
             for batch in cursor.join_splits(item.batch for item in work):
-                row = (
-                    self._connect()
-                    .execute(
-                        f"SELECT count(*), min(id), max(id) FROM ({batch.select(['id'])}) AS batch"
-                    )
-                    .fetchone()
-                )
-                if row and row[0]:
-                    total += row[0]
-                    lowest = min(lowest or row[1], row[1])
-                    highest = max(highest, row[2])
+                query = f"SELECT count(*), min(id), max(id) FROM ({batch.select(['id'])}) AS batch"
+                ((count, first, last),) = fetch(self._connect(), query)
+                if count:
+                    total += count
+                    lowest = min(lowest or first, first)
+                    highest = max(highest, last)
         return total, lowest, highest
 
     def position(self) -> float:
@@ -172,10 +167,13 @@ class SourceBroker:
 
     def _balance(self, connection: psycopg.Connection[Any]) -> None:
         if self._member is None:
-            row = connection.execute(IDENTITY, (LOG, SUBSCRIPTION)).fetchone()
-            if row is None:
-                raise SchemaMismatch(self.dsn.database, "without its forwarder", "one")
-            self._broker_id, subscription_id = row
+            known = fetch(connection, IDENTITY, {"log": LOG, "subscription": SUBSCRIPTION})
+            if not known:
+                raise ConfigurationError(
+                    f"broker {self.name!r}: saf.broker or the subscription {SUBSCRIPTION!r} of the "
+                    "outbox is missing; `saf migrate` had created both"
+                )
+            ((self._broker_id, subscription_id),) = known
             self._member = Member(subscription_id=subscription_id, lease_seconds=self.lease_seconds)
             self._member.join(connection)
         self._member.renew(connection)

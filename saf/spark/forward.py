@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from saf.config import Settings
-from saf.errors import Fenced, SafError, SchemaError, Unavailable
+from saf.errors import Fenced, SafError, Unavailable, UsageError
 from saf.spark.broker import SourceBroker
 from saf.spark.delivery import RECEIPT_SCHEMA, Policy, Receipt, deliver
 from saf.spark.routing import distinct_routes, route
@@ -175,7 +175,7 @@ class Forwarder:
             try:
                 broker.tend()
                 work += broker.open_work(self.options.default_destination, parts)
-            except (Unavailable, SchemaError) as error:
+            except (Unavailable, UsageError) as error:
                 self._problem(broker.name, error)
                 broker.forget_connection()
         if not work:

@@ -192,3 +192,8 @@ def test_headers_are_refused_exactly_if_postgresql_could_not_store_them(
     else:
         with pytest.raises(InvalidMessage, match=r"^headers: "):
             encoded(headers=given_headers)
+
+
+def test_headers_larger_than_a_mebibyte_are_refused() -> None:
+    with pytest.raises(InvalidMessage, match="headers: 1,"):
+        encode(Message(service="billing", body="", headers={"a": "x" * 1024 * 1024}))
