@@ -238,6 +238,19 @@ def test_each_database_that_is_not_there_is_one_sentence_without_its_password_an
     _assert_not_shown(cluster, done)
 
 
+@pytest.mark.parametrize("place", ["command line", "environment"])
+def test_a_password_that_a_process_shows_would_be_noticed(place: str) -> None:
+    words = [CANARY] if place == "command line" else []
+    shown = {"PASSWORD": CANARY} if place == "environment" else {}
+    with Watch() as watch:
+        subprocess.run(
+            [sys.executable, "-c", "import time; time.sleep(2)", *words],
+            env=environment(**shown),
+            check=True,
+        )
+    assert len(watch.leaks) == 1
+
+
 def _secret(dsn: Dsn, **changes: str) -> Dsn:
     """The same place with a password, which a server that trusts everyone does not ask for."""
     return Dsn(psycopg.conninfo.make_conninfo(dsn.conninfo, password=CANARY, **changes))
