@@ -13,7 +13,10 @@ from __future__ import annotations
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 
-from airflow.exceptions import AirflowFailException, AirflowSkipException
+try:
+    from airflow.sdk.exceptions import AirflowFailException, AirflowSkipException
+except ImportError:  # older Airflow
+    from airflow.exceptions import AirflowFailException, AirflowSkipException
 
 try:
     from airflow.providers.standard.operators.bash import BashOperator
@@ -35,8 +38,10 @@ class Forward(BashOperator):  # type: ignore[misc] # Airflow is not installed he
         """Run the command."""
         try:
             return super().execute(context)
-        except AirflowSkipException as stopped:
-            raise AirflowFailException(f"mend it and run again: {stopped}") from None
+        except AirflowSkipException:
+            raise AirflowFailException(
+                f"exit code {USAGE}: the configuration or a schema is wrong; the log says which"
+            ) from None
 
 
 with DAG(

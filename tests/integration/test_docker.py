@@ -255,7 +255,7 @@ def test_nothing_secret_is_part_of_the_image() -> None:
 
 
 def _until_received(mom: Dsn, count: int, forwarder: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 200
     with mom.connect(role="test", autocommit=True) as connection:
         while connection.execute("SELECT count(*) FROM saf.inbox").fetchone() != (count,):
             assert forwarder.poll() is None, "the forwarder has ended"

@@ -206,13 +206,15 @@ def task(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ope
     """The DAG's one task, loaded with the modules that Airflow has under these names."""
     Operator.made, Dag.made = [], []
     errors = {"AirflowFailException": FailedForGood, "AirflowSkipException": Skipped}
-    modules: dict[str, dict[str, object]] = {"airflow": {}, "airflow.exceptions": dict(errors)}
+    modules: dict[str, dict[str, object]] = {"airflow": {}}
     if request.param == "airflow 2":
         modules["airflow"] = {"DAG": Dag}
+        modules["airflow.exceptions"] = dict(errors)
         modules["airflow.operators"] = {}
         modules["airflow.operators.bash"] = {"BashOperator": Operator}
     else:
         modules["airflow.sdk"] = {"DAG": Dag}
+        modules["airflow.sdk.exceptions"] = dict(errors)
         modules["airflow.providers"] = modules["airflow.providers.standard"] = {}
         modules["airflow.providers.standard.operators"] = {}
         modules["airflow.providers.standard.operators.bash"] = {"BashOperator": Operator}

@@ -30,8 +30,6 @@ CANARY = "canary-kX7pQ2vN9"
 SPARK = Path(pyspark.__file__).parent
 START_SECONDS = 60
 
-pytestmark = pytest.mark.timeout(240)
-
 _run = itertools.count(1)
 
 
