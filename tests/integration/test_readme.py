@@ -1,0 +1,104 @@
+"""The README's commands and code do what it says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from saf.database import Dsn
+from saf.embedded import programs
+from tests.pipeline import connect
+from tests.programs import BIN, ROOT, environment, run
+
+README = (ROOT / "README.md").read_text()
+
+
+def block(kind: str) -> str:
+    """The code that the README marks to be tested."""
+    (code,) = re.findall(rf"<!-- test: {kind} -->\n```\w+\n(.*?)```", README, re.DOTALL)
+    return str(code)
+
+
+def url(dsn: Dsn) -> str:
+    parts = dsn.parts
+    return f"postgresql+psycopg://{parts['user']}@/{parts['dbname']}?host={parts['host']}"
+
+
+def test_the_first_message_takes_twenty_lines_and_is_sent(app: Dsn) -> None:
+    with connect(app) as connection:
+        connection.execute("CREATE TABLE orders (number text, total int)")
+    assert len(block("python").splitlines()) <= 20
+    done = run([sys.executable, "-c", block("python")], env={"DATABASE_URL": url(app)})
+    assert done.returncode == 0, done.stderr
+    with connect(app) as connection:
+        sent = connection.execute("SELECT to_service, key, body FROM saf.outbox").fetchall()
+    assert sent == [("billing", "A-1", b'{"order":"A-1","total":90}')]
+
+
+def test_the_plain_insert_is_a_correct_send(app: Dsn) -> None:
+    psql = programs(18) / "psql"
+    subprocess.run([psql, app.conninfo, "-qc", block("sql")], check=True, env=environment())
+    with connect(app) as connection:
+        sent = connection.execute("SELECT to_service, key, body FROM saf.outbox").fetchall()
+    assert sent == [("billing", "A-1", b'{"order": "A-1"}')]
+
+
+def test_the_operators_commands_work_in_their_order(new_database: object, tmp_path: Path) -> None:
+    assert callable(new_database)
+    shop, mom = new_database("shop"), new_database("mom")
+    (tmp_path / "saf.toml").write_text(block("toml"))
+    done = run(
+        ["bash", "-euxc", block("shell")],
+        env={
+            "PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin",
+            "SHOP_DSN": shop.conninfo,
+            "MOM_DSN": mom.conninfo,
+        },
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_three_rights_are_all_that_a_sender_needs(app: Dsn) -> None:
+    rights = re.search(r"needs three rights: (.*?)\.\n", README, re.DOTALL)
+    assert rights is not None
+    grants = re.findall(r"`(USAGE|SELECT|INSERT)` on\s+(?:schema )?`([\w.]+)`", rights[1])
+    assert len(grants) == 3
+    role = f"sender_{app.database}"
+    with connect(app) as connection:
+        connection.execute(f"CREATE ROLE {role} LOGIN")
+        for right, thing in grants:
+            kind = "" if "." in thing else "SCHEMA "
+            connection.execute(f"GRANT {right} ON {kind}{thing} TO {role}")
+        connection.execute("CREATE TABLE orders (number text, total int)")
+        connection.execute(f"GRANT INSERT ON orders TO {role}")
+    as_sender = url(app).replace("//postgres@", f"//{role}@")
+    try:
+        done = run([sys.executable, "-c", block("python")], env={"DATABASE_URL": as_sender})
+        assert done.returncode == 0, done.stderr
+    finally:
+        with connect(app) as connection:
+            connection.execute(f"DROP OWNED BY {role}")
+            connection.execute(f"DROP ROLE {role}")
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"(?m)(?:^|`)make (\w+)", README))))
+def test_each_make_target_that_is_named_exists(target: str) -> None:
+    done = run(["make", "-n", target], cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "page", [Path("README.md"), Path("CONTRIBUTING.md"), *Path("docs").glob("*.md")], ids=str
+)
+def test_each_link_leads_somewhere(page: Path) -> None:
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        if "://" not in target:
+            assert (ROOT / page.parent / target).exists(), f"{page} links to {target}"
+    for file in re.findall(r"`((?:saf|tests|jobs|docker)/[\w/.]+)`", text):
+        assert (ROOT / file).exists(), f"{page} names {file}"
