@@ -49,7 +49,7 @@ def ceiling(stage: Stage) -> float:
 def forward(spark: SparkSession, settings: Settings) -> float:
     """Seconds for one drain."""
     started = time.monotonic()
-    summary = Forwarder(settings, spark).drain()
+    summary = Forwarder(settings, lambda _: spark).drain()
     seconds = time.monotonic() - started
     if summary.forwarded != MESSAGES or summary.problems:
         raise RuntimeError(f"expected {MESSAGES} messages: {summary}")

@@ -28,7 +28,7 @@ RESULTS = Path(__file__).parent / "results" / "bench.jsonl"
 
 FILL = """
 INSERT INTO saf.outbox (to_service, key, message_type, headers, body)
-SELECT 'billing', 'order ' || i % 5000, 'OrderPlaced', '{"content-type": "application/json"}',
+SELECT 'billing', 'order ' || i %% 5000, 'OrderPlaced', '{"content-type": "application/json"}',
        convert_to(rpad('{"order": ' || i, 200, 'x'), 'UTF8')
 FROM generate_series(1, %s) AS i
 """

@@ -83,7 +83,11 @@ class Batch:
         return [replace(self, epochs=self.epochs[part::parts]) for part in range(parts)]
 
     def select(self, columns: Iterable[str]) -> str:
-        """The query for the batch's remaining rows, in the order of their ids.
+        """The query for the batch's remaining rows, in the order of their ids."""
+        return f"{self.rows(columns)} ORDER BY id"
+
+    def rows(self, columns: Iterable[str]) -> str:
+        """The query for the batch's remaining rows, in no order.
 
         A complete text without parameters, because COPY takes none; each part is quoted by
         psycopg. The rows of transactions that were in progress at ``done`` are looked up one
@@ -129,7 +133,6 @@ SELECT {columns} FROM (
       AND pg_visible_in_snapshot(txid, {open}::pg_snapshot)
 ) AS batch
 WHERE id > {position}
-ORDER BY id
 """
 
 # Shards with the same two snapshots are one batch, read by one query.
@@ -230,6 +233,13 @@ def anything_new(connection: psycopg.Connection[Any], log: str, member: Member) 
     params = {"subscription_id": member.subscription_id, "owner": member.member_id}
     ((new,),) = fetch(connection, query, params)
     return bool(new)
+
+
+def has_more_than(connection: psycopg.Connection[Any], batch: Batch, rows: int) -> bool:
+    """Whether the batch has more than so many rows left; reads no more than that."""
+    query = f"SELECT count(*) FROM ({batch.rows(['id'])} LIMIT {int(rows) + 1}) AS few"
+    ((count,),) = fetch(connection, query)
+    return bool(count > rows)
 
 
 def open_batch(

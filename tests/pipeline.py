@@ -17,9 +17,10 @@ from saf.database import Dsn
 from saf.routes import Route, choose_route
 from saf.shards import Member
 from saf.spark.broker import SourceBroker
-from saf.spark.delivery import Delivery, Policy, Receipt
+from saf.spark.delivery import Delivery
 from saf.spark.routing import distinct_routes
-from saf.spark.source import Work, record_batches
+from saf.spark.source import record_batches
+from saf.spark.work import Policy, Receipt, Work
 
 LEASE_SECONDS = 30.0
 
@@ -50,7 +51,7 @@ class Cycle:
     def open(self, parts: int = 1) -> list[Work]:
         self.broker.tend()
         default = next(iter(self.rules.destinations), None)
-        self.work = self.broker.open_work(default, parts)
+        self.work = [part for w in self.broker.open_work(default) for part in w.split(parts)]
         return self.work
 
     def deliver(self) -> list[Receipt]:

@@ -17,6 +17,8 @@ from rich.console import Console
 from saf.config import Settings, load
 
 if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
     from saf.spark.forward import Forwarder, Progress, Summary
 
 
@@ -52,15 +54,21 @@ def command(
 
 
 def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
-    """Forward with a Spark session of its own; return the exit code."""
+    """Forward, with a Spark session of its own if there is work; return the exit code."""
     from saf.spark import session  # needs the extra, and says so
+    from saf.spark.forward import Forwarder
 
+    session.require_packages()
     options = settings.forwarder
     console = Console(stderr=True)
-    with console.status("starting Spark") if console.is_terminal else nullcontext():
-        spark = session.start(options.master, conf=options.spark)
+    started: list[SparkSession] = []
 
-    from saf.spark.forward import Forwarder
+    def spark(much: bool) -> SparkSession:
+        if not started:
+            with console.status("starting Spark") if console.is_terminal else nullcontext():
+                quick = not (loop or much)
+                started.append(session.start(options.master, conf=options.spark, quick=quick))
+        return started[0]
 
     def report(summary: Summary) -> None:
         show(summary, as_json=as_json)
@@ -70,7 +78,8 @@ def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
         with _stop_on_signals(forwarder):
             summary = forwarder.loop(report) if loop else forwarder.drain()
     report(summary)
-    session.stop(spark)
+    for one in started:
+        session.stop(one)
     return summary.exit_code
 
 

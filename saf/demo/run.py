@@ -87,6 +87,6 @@ def forward(configuration: Settings, progress: Callable[[Progress], None] | None
     try:
         from saf.spark.forward import Forwarder as Forwarding
 
-        return Forwarding(configuration, spark, progress=progress).drain()
+        return Forwarding(configuration, lambda _: spark, progress=progress).drain()
     finally:
         session.stop(spark)

@@ -14,10 +14,13 @@ from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
 from saf.errors import ConfigurationError, Fenced
 from saf.routes import Route, current_routes, freeze, frozen_routes, mend
 from saf.shards import Member
-from saf.spark.source import Work
+from saf.spark.work import Work
 
 LOG = "outbox"
 SUBSCRIPTION = "forwarder"
+
+LITTLE = 5000
+"""Messages that one task forwards sooner than two tasks have connected."""
 
 IDENTITY = """
 SELECT b.broker_id, s.subscription_id
@@ -40,6 +43,8 @@ class SourceBroker:
         self.lease_seconds = lease_seconds
         self.shards = 0
         """How many shards this member owns."""
+        self.much = False
+        """The work in hand is worth more than one task."""
         self.resumed = False
         """The work in hand holds batches that an earlier cycle opened, so more may be pending."""
         self._connection: psycopg.Connection[Any] | None = None
@@ -76,13 +81,10 @@ class SourceBroker:
                 return  # the tasks learn it from their own writes, and `tend` joins again
             self._renewed = time.monotonic()
 
-    def open_work(self, default_destination: str | None, parts: int) -> list[Work]:
-        """What there is to forward now: batches in hand, and a new one if there is anything new.
-
-        Each batch is split into up to ``parts`` pieces of work.
-        """
+    def open_work(self, default_destination: str | None) -> list[Work]:
+        """What there is to forward now: batches in hand, and a new one if there is anything new."""
         member = self._member
-        self.resumed = False
+        self.resumed = self.much = False
         if member is None or not self.shards:
             return []
         with unavailable_if_lost(f"broker {self.name!r}"):
@@ -95,9 +97,8 @@ class SourceBroker:
                 routes = current_routes(connection, default_destination)
                 cursor.open_batch(connection, member, freeze(connection, routes))
                 batches = cursor.in_hand(connection, LOG, member)
-            return [
-                self._work(connection, part) for batch in batches for part in batch.split(parts)
-            ]
+            self.much = any(cursor.has_more_than(connection, b, LITTLE) for b in batches)
+            return [self._work(connection, batch) for batch in batches]
 
     def close(self, complete: Iterable[Work]) -> None:
         """Close the batches of completed work.

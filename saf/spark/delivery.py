@@ -14,7 +14,7 @@ its batch stays open. Receipts, one per task and destination, are all that reach
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -30,36 +30,8 @@ from saf.errors import ConfigurationError, Fenced, Rejected, Unavailable, Unrout
 from saf.failpoints import fail_point
 from saf.retry import while_unavailable
 from saf.routes import AT_MOST_ONCE, EXACTLY_ONCE, Route
-from saf.spark.source import FAILED, OPTIONAL, Work
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    """How to deliver; the same for all tasks of a run."""
-
-    destinations: Mapping[str, tuple[Dsn, str]]
-    """By name: where it is, and its default quality of service."""
-    chunk_rows: int
-    chunk_bytes: int
-    attempts: int
-
-
-@dataclass(kw_only=True)
-class Receipt:
-    """What one task did for one destination (None: what concerns no single one)."""
-
-    work: int
-    destination: str | None
-    messages: int = 0
-    dropped: int = 0
-    complete: bool = False
-    """Every message of the batch is delivered."""
-    stopped: bool = False
-    """It was asked to stop before the end."""
-    error_kind: str | None = None
-    """The class name of the error that ended the task early."""
-    error: str | None = None
-
+from saf.spark.source import FAILED, OPTIONAL
+from saf.spark.work import Policy, Receipt, Work
 
 T = TypeVar("T")
 

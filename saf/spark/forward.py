@@ -19,9 +19,7 @@ import structlog
 from saf.config import Settings
 from saf.errors import Fenced, SafError, Unavailable, UsageError
 from saf.spark.broker import SourceBroker
-from saf.spark.delivery import RECEIPT_SCHEMA, Policy, Receipt, deliver
-from saf.spark.routing import distinct_routes, route
-from saf.spark.source import Work, messages
+from saf.spark.work import Policy, Receipt, Work
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -80,18 +78,22 @@ class Progress:
 
 
 class Forwarder:
-    """Forwards the outboxes of all configured brokers."""
+    """Forwards the outboxes of all configured brokers.
+
+    ``spark`` is called for the session when there is work, and not before: a run that finds
+    nothing costs no Spark. Its argument says whether the work is much.
+    """
 
     def __init__(
         self,
         settings: Settings,
-        spark: SparkSession,
+        spark: Callable[[bool], SparkSession],
         *,
         progress: Callable[[Progress], None] | None = None,
     ) -> None:
         options = settings.forwarder
         self.options = options
-        self.spark = spark
+        self.start_spark = spark
         self.progress = progress
         self.summary = Summary()
         self.brokers = [
@@ -109,7 +111,6 @@ class Forwarder:
             chunk_bytes=options.chunk_bytes,
             attempts=options.attempts,
         )
-        self.tasks = options.tasks or spark.sparkContext.defaultParallelism
         self._stop = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="saf-spark")
 
@@ -169,24 +170,37 @@ class Forwarder:
 
     def cycle(self) -> bool:
         """Forward what is pending now, once; return whether there was anything to do."""
-        work: list[Work] = []
-        parts = max(1, self.tasks // len(self.brokers))
+        found: list[Work] = []
+        much = False
         for broker in self.brokers:
             try:
                 broker.tend()
-                work += broker.open_work(self.options.default_destination, parts)
+                found += broker.open_work(self.options.default_destination)
+                much |= broker.much
             except (Unavailable, UsageError) as error:
                 self._problem(broker.name, error)
                 broker.forget_connection()
-        if not work:
+        if not found:
             return False
         self.summary.cycles += 1
-        self._settle(work, self._run(work))
+        spark = self._session(much)
+        # asked anew each time: a cluster's executors come and go
+        tasks = self.options.tasks or spark.sparkContext.defaultParallelism
+        parts = max(1, tasks // len(found)) if much else 1
+        work = [part for item in found for part in item.split(parts)]
+        self._settle(work, self._run(spark, work))
         return True
 
-    def _run(self, work: Sequence[Work]) -> list[Receipt]:
+    def _session(self, much: bool) -> SparkSession:
+        """The session; while it starts, the leases are kept."""
+        session = self._pool.submit(self.start_spark, much)
+        while not wait_for([session], timeout=TICK_SECONDS).done:
+            self._each(SourceBroker.renew)
+        return session.result()
+
+    def _run(self, spark: SparkSession, work: Sequence[Work]) -> list[Receipt]:
         """The Spark job; meanwhile, leases are renewed and a wish to stop is passed on."""
-        job = self._pool.submit(self._receipts, work)
+        job = self._pool.submit(self._receipts, spark, work)
         show = self._start_progress(work)
         told = False
         while not wait_for([job], timeout=TICK_SECONDS).done:
@@ -198,9 +212,14 @@ class Forwarder:
                 show()
         return _result(job)
 
-    def _receipts(self, work: Sequence[Work]) -> list[Receipt]:
+    def _receipts(self, spark: SparkSession, work: Sequence[Work]) -> list[Receipt]:
+        # Arrow and Spark take a second to import, which a run that finds nothing saves
+        from saf.spark.delivery import RECEIPT_SCHEMA, deliver
+        from saf.spark.routing import distinct_routes, route
+        from saf.spark.source import messages
+
         routes = distinct_routes(work)
-        pending = route(messages(self.spark, work), work, routes)
+        pending = route(messages(spark, work), work, routes)
         receipts = pending.mapInArrow(deliver(work, routes, self.policy), RECEIPT_SCHEMA)
         return [Receipt(**row.asDict()) for row in receipts.collect()]
 

@@ -15,7 +15,7 @@ from saf.shards import shard_of
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-    from saf.spark.source import Work
+    from saf.spark.work import Work
 
 
 def distinct_routes(work: Sequence[Work]) -> list[Route]:

@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -24,17 +25,22 @@ if TYPE_CHECKING:
 
 NO_CONF: Mapping[str, str] = MappingProxyType({})
 ROWS_PER_ARROW_BATCH = 10_000
+BYTES_PER_ARROW_BATCH = 16 * 1024 * 1024
 
 _launched: Jvm | None = None
 
 
-def settings(master: str, arrow_rows: int = ROWS_PER_ARROW_BATCH) -> dict[str, str]:
+def settings(
+    master: str, arrow_rows: int = ROWS_PER_ARROW_BATCH, *, quick: bool = False
+) -> dict[str, str]:
     """What a session is started with, unless the caller says otherwise."""
     conf = {
         "spark.driver.memory": "1g",
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.session.timeZone": "UTC",
         "spark.sql.execution.arrow.maxRecordsPerBatch": str(arrow_rows),
+        # bodies may be large: what a worker is handed at once stays bounded
+        "spark.sql.execution.arrow.maxBytesPerBatch": str(BYTES_PER_ARROW_BATCH),
         # a task may fail and run again: reading a batch twice gives the same rows
         "spark.task.maxFailures": "4",
         # nothing is stored in tables: saves loading Hive
@@ -43,18 +49,29 @@ def settings(master: str, arrow_rows: int = ROWS_PER_ARROW_BATCH) -> dict[str, s
         "spark.sql.adaptive.enabled": "false",
         "spark.sql.shuffle.partitions": "1",
         "spark.locality.wait": "0",
+        # workers are forked with everything imported
+        "spark.python.daemon.module": "saf.spark.daemon",
         # the stack of each DataFrame call, only of use in a notebook
         "spark.python.sql.dataFrameDebugging.enabled": "false",
     }
     if is_local(master):
         conf |= {
-            # a web server nobody has asked for: a third of a second, and an open port
+            # a web server that nobody has asked for, and an open port
             "spark.ui.enabled": "false",
             "spark.driver.host": "127.0.0.1",
             "spark.driver.bindAddress": "127.0.0.1",
             # one process runs everything and there is no other to try
             "spark.pyspark.python": sys.executable,
         }
+        # one small heap: the collector that starts fastest
+        conf["spark.driver.extraJavaOptions"] = "-XX:+UseSerialGC"
+        if quick:
+            # what runs once is not worth compiling well: seconds of two cores
+            conf |= {
+                "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1",
+                "spark.sql.codegen.wholeStage": "false",
+                "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+            }
     elif "//localhost" in master or "//127." in master:
         conf["spark.pyspark.python"] = sys.executable
     return conf
@@ -70,13 +87,17 @@ def is_local(master: str) -> bool:
 
 
 def prestart(
-    master: str, *, conf: Mapping[str, str] = NO_CONF, arrow_rows: int = ROWS_PER_ARROW_BATCH
+    master: str,
+    *,
+    conf: Mapping[str, str] = NO_CONF,
+    arrow_rows: int = ROWS_PER_ARROW_BATCH,
+    quick: bool = False,
 ) -> None:
     """Let the JVM come up in the background; `start` with the same arguments will use it."""
     global _launched  # noqa: PLW0603 a process has one JVM
-    _require_packages()
+    require_packages()
     if _launched is None and "PYSPARK_GATEWAY_PORT" not in os.environ and not _has_jvm():
-        _launched = launch(java.find(), settings(master, arrow_rows) | dict(conf))
+        _launched = launch(java.find(), settings(master, arrow_rows, quick=quick) | dict(conf))
 
 
 def start(
@@ -85,18 +106,21 @@ def start(
     app_name: str = "saf forward",
     conf: Mapping[str, str] = NO_CONF,
     arrow_rows: int = ROWS_PER_ARROW_BATCH,
+    quick: bool = False,
 ) -> SparkSession:
     """The active session, as under spark-submit, or a new one on ``master``.
+
+    ``quick`` starts sooner and works slower: for a run with little to do.
 
     Raises:
         MissingExtra: pyspark, pyarrow or ADBC is not installed.
         ConfigurationError: there is no Java to start Spark with.
         SafError: Spark's JVM did not start.
     """
-    _require_packages()
+    require_packages()
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     if not submitted:
-        prestart(master, conf=conf, arrow_rows=arrow_rows)
+        prestart(master, conf=conf, arrow_rows=arrow_rows, quick=quick)
     from pyspark import SparkConf, SparkContext
     from pyspark.sql import SparkSession
 
@@ -108,14 +132,24 @@ def start(
         import pyarrow  # noqa: F401
 
         _connect(SparkContext)
-    chosen = {**settings(master, arrow_rows), **conf}
+    chosen = {**settings(master, arrow_rows, quick=quick), **conf}
     # The environment wins in PySpark, and a conf without it is not looked at for these.
     python = os.environ.get("PYSPARK_PYTHON") or chosen.get("spark.pyspark.python")
     if python:
         os.environ["PYSPARK_PYTHON"] = python
         chosen["spark.pyspark.python"] = python
     context = SparkConf().setMaster(master).setAppName(app_name).setAll(list(chosen.items()))
-    return SparkSession(SparkContext.getOrCreate(context))
+    spark = SparkSession(SparkContext.getOrCreate(context))
+    if is_local(master):
+        threading.Thread(target=_fork_first_worker, args=[spark], daemon=True).start()
+    return spark
+
+
+def _fork_first_worker(spark: SparkSession) -> None:
+    """Start the Python daemon while the driver still plans its first query."""
+    # the session may be stopped before this has run: then nobody needs it
+    with suppress(Exception):
+        spark.range(1).mapInArrow(lambda batches: batches, "id long").collect()
 
 
 def stop(spark: SparkSession) -> None:
@@ -149,7 +183,8 @@ def _has_jvm() -> bool:
     return context is not None and context.SparkContext._gateway is not None
 
 
-def _require_packages() -> None:
+def require_packages() -> None:
+    """Raise MissingExtra unless everything that forwarding needs is installed."""
     for package in ("pyspark", "pyarrow", "adbc_driver_postgresql"):
         if find_spec(package) is None:
             raise MissingExtra("forwarder", "forwarding")

@@ -11,19 +11,16 @@ source, and the message's. Those that most messages leave empty are fields of on
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from uuid import UUID
 
 import adbc_driver_manager.dbapi as adbc
 import adbc_driver_postgresql.dbapi
 import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
-from saf.cursor import Batch
-from saf.database import Dsn
-from saf.routes import Route
+from saf.spark.work import Work
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -63,50 +60,23 @@ FAILED = -1
 exception instead would abort the job, and with it the other brokers' tasks."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """What one task does: forward one batch of one broker."""
-
-    broker: str
-    """The source's name, for people."""
-    source: UUID
-    """The source's broker_id, for watermarks."""
-    dsn: Dsn
-    batch: Batch
-    routes: tuple[Route, ...]
-    """Frozen with the batch, in order of precedence."""
-
-
-class BatchPartition(InputPartition):
-    """One partition: the number of a `Work` item, and the item."""
-
-    def __init__(self, number: int, work: Work) -> None:
-        super().__init__(number)
-        self.work = work
-
-
-class SafReader(DataSourceReader):
-    """Reads each partition's batch; stateless."""
-
-    def __init__(self, work: Sequence[Work]) -> None:
-        self.work = work
-
-    def partitions(self) -> Sequence[InputPartition]:
-        """One per `Work` item, in order: partition n of every stage is item n."""
-        return [BatchPartition(number, work) for number, work in enumerate(self.work)]
-
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Record batches of about 4 MiB, in the order of the ids."""
-        assert isinstance(partition, BatchPartition)  # noqa: S101 - for the type checker
-        yield from record_batches(partition.value, partition.work)
-
-
 def messages(spark: SparkSession, work: Sequence[Work]) -> DataFrame:
-    """The messages of all ``work``, one partition per item.
+    """The messages of all ``work``, one partition per item: partition n is item n.
 
-    The items travel inside the pickled data source and not as options, because they hold
-    passwords and Spark shows options in plans.
+    The items travel pickled inside the data source and not as options, because they hold
+    passwords and Spark shows options in plans. The classes are local, so that they travel by value
+    too: the processes in which Spark only plans then import nothing of saf, nor Arrow.
     """
+    pickled, count = pickle.dumps(list(work)), len(work)
+
+    class SafReader(DataSourceReader):
+        def partitions(self) -> Sequence[InputPartition]:
+            return [InputPartition(number) for number in range(count)]
+
+        def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+            from saf.spark.source import read_item
+
+            return read_item(pickled, partition.value)
 
     class SafDataSource(DataSource):
         @classmethod
@@ -117,10 +87,15 @@ def messages(spark: SparkSession, work: Sequence[Work]) -> DataFrame:
             return SCHEMA
 
         def reader(self, schema: Any) -> DataSourceReader:  # noqa: ARG002 - Spark's signature
-            return SafReader(work)
+            return SafReader()
 
     spark.dataSource.register(SafDataSource)
     return spark.read.format("saf").load()
+
+
+def read_item(pickled: bytes, number: int) -> Iterator[pa.RecordBatch]:
+    """The messages of one item of a pickled list of work."""
+    return record_batches(number, pickle.loads(pickled)[number])  # noqa: S301 - our own bytes
 
 
 def record_batches(number: int, work: Work) -> Iterator[pa.RecordBatch]:

@@ -8,7 +8,7 @@ import pytest
 from saf import cursor
 from saf.database import Dsn
 from saf.errors import Fenced
-from saf.spark.delivery import Receipt
+from saf.spark.work import Receipt
 from tests.pipeline import Cycle, bodies, connect, new_member, policy, send
 
 pytestmark = pytest.mark.every_postgresql

@@ -1,0 +1,57 @@
+"""What the driver and its tasks tell each other; imports neither Spark nor Arrow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from uuid import UUID
+
+from saf.cursor import Batch
+from saf.database import Dsn
+from saf.routes import Route
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One task: forward one batch of one broker."""
+
+    broker: str
+    """The source's name, for people."""
+    source: UUID
+    """The source's broker_id, for watermarks."""
+    dsn: Dsn
+    batch: Batch
+    routes: tuple[Route, ...]
+    """Frozen with the batch, in order of precedence."""
+
+    def split(self, parts: int) -> list[Work]:
+        """The same messages as at most ``parts`` tasks, by shards."""
+        return [replace(self, batch=batch) for batch in self.batch.split(parts)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How to deliver; the same for all tasks of a run."""
+
+    destinations: Mapping[str, tuple[Dsn, str]]
+    """By name: where it is, and its default quality of service."""
+    chunk_rows: int
+    chunk_bytes: int
+    attempts: int
+
+
+@dataclass(kw_only=True)
+class Receipt:
+    """What one task did for one destination (None: what concerns no single one)."""
+
+    work: int
+    destination: str | None
+    messages: int = 0
+    dropped: int = 0
+    complete: bool = False
+    """Every message of the batch is delivered."""
+    stopped: bool = False
+    """It was asked to stop before the end."""
+    error_kind: str | None = None
+    """The class name of the error that ended the task early."""
+    error: str | None = None
