@@ -90,16 +90,13 @@ class Batch:
         """The query for the batch's remaining rows, in no order.
 
         A complete text without parameters, because COPY takes none; each part is quoted by
-        psycopg. The rows of transactions that were in progress at ``done`` are looked up one
-        transaction at a time; the others are one range of the index on (shard, txid).
+        psycopg.
         """
         return (
-            sql.SQL(SELECT)
+            sql.SQL(ROWS)
             .format(
                 columns=sql.SQL(", ").join(sql.Identifier(column) for column in columns),
-                log=sql.Identifier("saf", self.log),
-                shards=sql.Literal(self.shards),
-                done=sql.Literal(self.done),
+                since=_since(self.log, self.shards, self.done),
                 open=sql.Literal(self.open),
                 position=sql.Literal(self.position),
             )
@@ -117,22 +114,23 @@ class Batch:
         }
 
 
-# UNION ALL and not OR, so that each half is a plain range or list on the index. The halves are
-# disjoint: a transaction in progress at done is below its xmax.
-SELECT = """
-SELECT {columns} FROM (
-    SELECT * FROM {log}
-    WHERE shard = ANY ({shards}::smallint[])
-      AND txid >= pg_snapshot_xmax({done}::pg_snapshot)
-      AND txid < pg_snapshot_xmax({open}::pg_snapshot)
-      AND pg_visible_in_snapshot(txid, {open}::pg_snapshot)
-    UNION ALL
-    SELECT * FROM {log}
-    WHERE shard = ANY ({shards}::smallint[])
-      AND txid = ANY (ARRAY(SELECT pg_snapshot_xip({done}::pg_snapshot)))
-      AND pg_visible_in_snapshot(txid, {open}::pg_snapshot)
-) AS batch
-WHERE id > {position}
+ROWS = """
+SELECT {columns} FROM ({since}) AS since
+WHERE txid < pg_snapshot_xmax({open}::pg_snapshot)
+  AND pg_visible_in_snapshot(txid, {open}::pg_snapshot)
+  AND id > {position}
+"""
+
+BEGUN_SINCE = """
+SELECT * FROM {log} WHERE shard = ANY ({shards}::smallint[]) AND txid >= {xmax}::xid8
+"""
+
+# Rows of transactions that were in progress at the snapshot: looked up one transaction at a
+# time. UNION ALL and not OR, so that each half is a plain range or list on the index; they are
+# disjoint, because what was in progress is below xmax.
+ENDED_SINCE = """
+UNION ALL
+SELECT * FROM {log} WHERE shard = ANY ({shards}::smallint[]) AND txid = ANY ({xip}::xid8[])
 """
 
 # Shards with the same two snapshots are one batch, read by one query.
@@ -145,22 +143,15 @@ GROUP BY 1, 2, 3, 4, 5
 ORDER BY batch, position
 """
 
-# Is there any committed row that is not visible in done? Most polls end here, with no write.
-ANYTHING_NEW = """
-SELECT EXISTS (
-    SELECT FROM (SELECT done::text::pg_snapshot AS done, array_agg(shard) AS shards
-                 FROM saf.cursor
-                 WHERE subscription_id = %(subscription_id)s AND owner = %(owner)s
-                   AND open IS NULL
-                 GROUP BY done::text) AS idle,
-    LATERAL (SELECT FROM {log} o
-             WHERE o.shard = ANY (idle.shards) AND o.txid >= pg_snapshot_xmax(idle.done)
-             UNION ALL
-             SELECT FROM {log} o
-             WHERE o.shard = ANY (idle.shards)
-               AND o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(idle.done)))
-             LIMIT 1) AS new)
+IDLE = """
+SELECT done::text, array_agg(shard) FROM saf.cursor
+WHERE subscription_id = %(subscription_id)s AND owner = %(owner)s AND open IS NULL
+GROUP BY done::text
 """
+
+# Most polls find nothing, which only the index can say quickly. With stale statistics the planner
+# may hope to meet a row early on in a scan of the whole table.
+BY_INDEX = "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off"
 
 # All shards that are opened together get the same number, above any they had, so that they stay
 # one batch. The number only has to rise per shard.
@@ -229,16 +220,23 @@ def in_hand(connection: psycopg.Connection[Any], log: str, member: Member) -> li
 
 def anything_new(connection: psycopg.Connection[Any], log: str, member: Member) -> bool:
     """Whether opening a batch now would find rows. Reads only."""
-    query = sql.SQL(ANYTHING_NEW).format(log=sql.Identifier("saf", log))
     params = {"subscription_id": member.subscription_id, "owner": member.member_id}
-    ((new,),) = fetch(connection, query, params)
-    return bool(new)
+    with connection.transaction():
+        connection.execute(BY_INDEX)
+        for done, shards in fetch(connection, IDLE, params):
+            query = sql.SQL("SELECT EXISTS ({})").format(_since(log, shards, done))
+            ((new,),) = fetch(connection, query)
+            if new:
+                return True
+    return False
 
 
 def has_more_than(connection: psycopg.Connection[Any], batch: Batch, rows: int) -> bool:
     """Whether the batch has more than so many rows left; reads no more than that."""
     query = f"SELECT count(*) FROM ({batch.rows(['id'])} LIMIT {int(rows) + 1}) AS few"
-    ((count,),) = fetch(connection, query)
+    with connection.transaction():
+        connection.execute(BY_INDEX)
+        ((count,),) = fetch(connection, query)
     return bool(count > rows)
 
 
@@ -314,3 +312,19 @@ def _write(
         lost = set(batch.shards) - {row[0] for row in rows}
         raise Fenced("the source", sorted(lost))
     return rows
+
+
+def _since(log: str, shards: list[int], done: str) -> sql.Composed:
+    """The query for all rows that are not visible in a snapshot, whether committed or not.
+
+    What is visible in a snapshot is what began before its xmax, and was not in progress.
+    """
+    _, xmax, in_progress = done.split(":")
+    parts = {
+        "log": sql.Identifier("saf", log),
+        "shards": sql.Literal(shards),
+        "xmax": sql.Literal(xmax),
+        "xip": sql.Literal(in_progress.split(",")),
+    }
+    query = sql.SQL(BEGUN_SINCE).format(**parts)
+    return query + sql.SQL(ENDED_SINCE).format(**parts) if in_progress else query

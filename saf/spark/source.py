@@ -55,6 +55,11 @@ SCHEMA = ", ".join(
 
 ARROW_BATCH_BYTES = 4 * 1024 * 1024
 
+# Tasks are the parallelism: workers of PostgreSQL's own would hand each row from one to the other,
+# and compiling the query takes longer than most batches.
+ALONE = "SELECT set_config('max_parallel_workers_per_gather', '0', false), \
+set_config('jit', 'off', false)"
+
 FAILED = -1
 """The id of a last row that says, in its body, why the batch could not be read to its end. An
 exception instead would abort the job, and with it the other brokers' tasks."""
@@ -108,6 +113,7 @@ def record_batches(number: int, work: Work) -> Iterator[pa.RecordBatch]:
             cursor.adbc_statement.set_options(
                 **{"adbc.postgresql.batch_size_hint_bytes": str(ARROW_BATCH_BYTES)}
             )
+            cursor.execute(ALONE)
             cursor.execute(work.batch.select([*PLAIN, *OPTIONAL]))
             for rows in cursor.fetch_record_batch():
                 yield _as_spark(number, rows)
