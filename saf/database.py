@@ -31,9 +31,9 @@ CONNECT_TIMEOUT_SECONDS = 10
 SCHEMA_REVISION = "SELECT version_num FROM saf.alembic_version"
 # Not to_regclass: for a user without USAGE on the schema it fails, and with it the transaction.
 HAS_SCHEMA = """
-SELECT EXISTS (SELECT FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n
-               ON n.oid = c.relnamespace
-               WHERE n.nspname = 'saf' AND c.relname = 'alembic_version')
+SELECT EXISTS (
+    SELECT FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+    WHERE n.nspname = 'saf' AND c.relname = 'alembic_version')
 """
 
 

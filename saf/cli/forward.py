@@ -55,7 +55,7 @@ def command(
 
 def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
     """Forward, with a Spark session of its own if there is work; return the exit code."""
-    from saf.spark import session  # needs the extra, and says so
+    from saf.spark import java, session  # needs the extra, and says so
     from saf.spark.forward import Forwarder
 
     session.require_packages()
@@ -65,7 +65,8 @@ def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
 
     def spark(much: bool) -> SparkSession:
         if not started:
-            with console.status("starting Spark") if console.is_terminal else nullcontext():
+            people = console.is_terminal
+            with console.status(f"starting {java.find()}") if people else nullcontext():
                 quick = not (loop or much)
                 started.append(session.start(options.master, conf=options.spark, quick=quick))
         return started[0]

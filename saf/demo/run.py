@@ -46,6 +46,7 @@ def write(dsn: Dsn, limit: int | None, report: Callable[[Written], None]) -> Wri
             stdin=subprocess.DEVNULL,
             stdout=writing,
             env={**os.environ, "SAF_DSN": dsn.conninfo},
+            process_group=0,  # Ctrl-C is for this process, which then ends the writers
         )
         for number in range(WRITERS)
     ]

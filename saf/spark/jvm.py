@@ -66,7 +66,12 @@ QUIET = (
 )
 
 # The shell waits for the JVM, also when the driver is long gone, and lets nobody see half a file.
-TRAIN = 'target=$1; draft=$2; shift 2; "$@" && mv -f "$draft" "$target" || rm -f "$draft"'
+# A Java without an archive of its own classes to build upon leaves the draft empty.
+TRAIN = (
+    'target=$1; draft=$2; shift 2; "$@" && [ -s "$draft" ] && mv -f "$draft" "$target" '
+    '|| rm -f "$draft"'
+)
+ARCHIVES_KEPT = 3  # each is some 160 MB, of one Java with one set of options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +164,7 @@ def command(java: Java, conf: Mapping[str, str]) -> list[str]:
     draft = _claim(target)
     if draft is None:
         return [*runtime, *GATEWAY]
+    _prune(target.parent)
     training = [*runtime, f"-XX:ArchiveClassesAtExit={draft}", *GATEWAY]
     return ["/bin/sh", "-c", TRAIN, "sh", str(target), str(draft), *training]
 
@@ -185,6 +191,13 @@ def _claim(target: Path) -> Path | None:
     except OSError:
         return None
     return draft
+
+
+def _prune(folder: Path) -> None:
+    """Remove all but the newest archives; a JVM that has one mapped keeps it."""
+    by_age = sorted(folder.glob("*.jsa"), key=lambda file: file.stat().st_mtime, reverse=True)
+    for old in by_age[ARCHIVES_KEPT - 1 :]:
+        old.unlink(missing_ok=True)
 
 
 def _pass_on(said: IO[bytes]) -> None:

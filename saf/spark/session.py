@@ -28,6 +28,7 @@ ROWS_PER_ARROW_BATCH = 10_000
 BYTES_PER_ARROW_BATCH = 16 * 1024 * 1024
 
 _launched: Jvm | None = None
+_first_worker: threading.Thread | None = None
 
 
 def settings(
@@ -117,6 +118,7 @@ def start(
         ConfigurationError: there is no Java to start Spark with.
         SafError: Spark's JVM did not start.
     """
+    global _first_worker  # noqa: PLW0603 a process has one session
     require_packages()
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     if not submitted:
@@ -141,7 +143,8 @@ def start(
     context = SparkConf().setMaster(master).setAppName(app_name).setAll(list(chosen.items()))
     spark = SparkSession(SparkContext.getOrCreate(context))
     if is_local(master):
-        threading.Thread(target=_fork_first_worker, args=[spark], daemon=True).start()
+        _first_worker = threading.Thread(target=_fork_first_worker, args=[spark], daemon=True)
+        _first_worker.start()
     return spark
 
 
@@ -154,6 +157,8 @@ def _fork_first_worker(spark: SparkSession) -> None:
 
 def stop(spark: SparkSession) -> None:
     """Stop the session in order, without the second that PySpark then waits for a thread."""
+    if _first_worker is not None:
+        _first_worker.join()  # Spark says a lot when its job is cut off
     context: Any = spark.sparkContext
     server, context._accumulatorServer = context._accumulatorServer, None
     if server is not None:
