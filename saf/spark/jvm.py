@@ -65,11 +65,12 @@ QUIET = (
     f"-Dlog4j2.configurationFile={(Path(__file__).parent / 'log4j2.properties').as_uri()}",
 )
 
-# The shell waits for the JVM, also when the driver is long gone, and lets nobody see half a file.
-# A Java without an archive of its own classes to build upon leaves the draft empty.
+# The shell waits for the JVM, also when the driver is long gone. The size comes first: an archive
+# without its size, or of another, is not used, because a JVM dies of one that was cut off. A Java
+# without an archive of its own classes to build upon leaves the draft empty.
 TRAIN = (
-    'target=$1; draft=$2; shift 2; "$@" && [ -s "$draft" ] && mv -f "$draft" "$target" '
-    '|| rm -f "$draft"'
+    'target=$1; draft=$2; shift 2; "$@" && [ -s "$draft" ] && wc -c <"$draft" >"$target.size" '
+    '&& mv -f "$draft" "$target" || rm -f "$draft"'
 )
 ARCHIVES_KEPT = 3  # each is some 160 MB, of one Java with one set of options
 
@@ -159,7 +160,7 @@ def command(java: Java, conf: Mapping[str, str]) -> list[str]:
     target = archive(java, [classpath, *base])
     if target is None:
         return [*runtime, *GATEWAY]
-    if target.exists():
+    if _is_whole(target):
         return [*runtime, "-Xshare:auto", f"-XX:SharedArchiveFile={target}", *GATEWAY]
     draft = _claim(target)
     if draft is None:
@@ -193,11 +194,23 @@ def _claim(target: Path) -> Path | None:
     return draft
 
 
+def _size_file(target: Path) -> Path:
+    return target.with_name(f"{target.name}.size")
+
+
+def _is_whole(target: Path) -> bool:
+    try:
+        return target.stat().st_size == int(_size_file(target).read_text())
+    except (OSError, ValueError):
+        return False
+
+
 def _prune(folder: Path) -> None:
     """Remove all but the newest archives; a JVM that has one mapped keeps it."""
     by_age = sorted(folder.glob("*.jsa"), key=lambda file: file.stat().st_mtime, reverse=True)
     for old in by_age[ARCHIVES_KEPT - 1 :]:
         old.unlink(missing_ok=True)
+        _size_file(old).unlink(missing_ok=True)
 
 
 def _pass_on(said: IO[bytes]) -> None:
