@@ -15,7 +15,7 @@ its batch stays open. Receipts, one per task and destination, are all that reach
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import psycopg
@@ -30,16 +30,23 @@ from saf.errors import ConfigurationError, Fenced, Rejected, Unavailable, Unrout
 from saf.failpoints import fail_point
 from saf.retry import while_unavailable
 from saf.routes import AT_MOST_ONCE, EXACTLY_ONCE, Route
-from saf.spark.source import FAILED, OPTIONAL
+from saf.spark.source import FAILED, OPTIONAL, arrow_type
 from saf.spark.work import Policy, Receipt, Work
 
 T = TypeVar("T")
 
-_SPARK_TYPES = {"int": "int", "bool": "boolean", "str | None": "string"}
-RECEIPT_SCHEMA = ", ".join(
-    f"{f.name} {'long' if f.name in ('messages', 'dropped') else _SPARK_TYPES[str(f.type)]}"
-    for f in fields(Receipt)
-)
+_RECEIPT = {
+    "work": "int",
+    "destination": "string",
+    "messages": "long",
+    "dropped": "long",
+    "complete": "boolean",
+    "stopped": "boolean",
+    "error_kind": "string",
+    "error": "string",
+}
+RECEIPT_SCHEMA = ", ".join(f"{name} {kind}" for name, kind in _RECEIPT.items())
+_RECEIPT_ARROW = pa.schema([(name, arrow_type(kind)) for name, kind in _RECEIPT.items()])
 
 EXPECTED = (Unavailable, Unroutable, Rejected, Fenced, UsageError)
 
@@ -62,20 +69,6 @@ def deliver(
         )
 
     return task
-
-
-_RECEIPT_ARROW = pa.schema(
-    [
-        ("work", pa.int32()),
-        ("destination", pa.string()),
-        ("messages", pa.int64()),
-        ("dropped", pa.int64()),
-        ("complete", pa.bool_()),
-        ("stopped", pa.bool_()),
-        ("error_kind", pa.string()),
-        ("error", pa.string()),
-    ]
-)
 
 
 @dataclass

@@ -122,14 +122,20 @@ def record_batches(number: int, work: Work) -> Iterator[pa.RecordBatch]:
 
 
 def _failure(number: int, reason: str) -> pa.RecordBatch:
-    row = {name: pa.nulls(1, _arrow_type(kind)) for name, kind in (PLAIN | OPTIONAL).items()}
+    row = {name: pa.nulls(1, arrow_type(kind)) for name, kind in (PLAIN | OPTIONAL).items()}
     row["id"] = pa.array([FAILED])
     row["body"] = pa.array([reason.encode()])
     return _as_spark(number, pa.RecordBatch.from_pydict(row))
 
 
-def _arrow_type(kind: str) -> pa.DataType:
+def arrow_type(kind: str) -> pa.DataType:
+    """Arrow's name for one of Spark's types.
+
+    >>> arrow_type("long")
+    DataType(int64)
+    """
     return {
+        "int": pa.int32(),
         "long": pa.int64(),
         "short": pa.int16(),
         "binary": pa.binary(),
