@@ -82,11 +82,14 @@ class Batch:
         parts = min(parts, len(self.epochs))
         return [replace(self, epochs=self.epochs[part::parts]) for part in range(parts)]
 
-    def select(self, columns: Iterable[str]) -> str:
-        """The query for the batch's remaining rows, in the order of their ids."""
+    def select(self, columns: Iterable[str | sql.Composable]) -> str:
+        """The query for the batch's remaining rows, in the order of their ids.
+
+        Columns are names, or expressions over them.
+        """
         return f"{self.rows(columns)} ORDER BY id"
 
-    def rows(self, columns: Iterable[str]) -> str:
+    def rows(self, columns: Iterable[str | sql.Composable]) -> str:
         """The query for the batch's remaining rows, in no order.
 
         A complete text without parameters, because COPY takes none; each part is quoted by
@@ -95,7 +98,10 @@ class Batch:
         return (
             sql.SQL(ROWS)
             .format(
-                columns=sql.SQL(", ").join(sql.Identifier(column) for column in columns),
+                columns=sql.SQL(", ").join(
+                    sql.Identifier(column) if isinstance(column, str) else column
+                    for column in columns
+                ),
                 since=_since(self.log, self.shards, self.done),
                 open=sql.Literal(self.open),
                 position=sql.Literal(self.position),

@@ -17,6 +17,7 @@ from saf.database import Dsn
 from saf.routes import Route, choose_route
 from saf.shards import Member
 from saf.spark.broker import SourceBroker
+from saf.spark.columns import OPTIONAL
 from saf.spark.delivery import Delivery
 from saf.spark.routing import distinct_routes
 from saf.spark.source import record_batches
@@ -58,7 +59,7 @@ class Cycle:
         routes = distinct_routes(self.work)
         receipts = []
         for number, work in enumerate(self.work):
-            rows = routed(record_batches(number, work), work, routes)
+            rows = routed(record_batches(work), work, routes)
             receipts += Delivery(number, work, routes, self.rules).run(rows)
         return receipts
 
@@ -91,7 +92,7 @@ def routed(
     for batch in batches:
         choice = []
         for row in batch.to_pylist():
-            to = (row["optional"] or {}).get("to_broker")
+            to = row["packed"][[*OPTIONAL].index("to_broker")] if row["packed"] else None
             route = choose_route(
                 work.routes, row["to_service"] or "", str(UUID(bytes=to)) if to else None
             )

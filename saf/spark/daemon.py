@@ -10,6 +10,7 @@ none of this, and get none.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -27,4 +28,6 @@ def preload() -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == ["pyspark.worker"]:
         preload()
+    # Spark collects garbage after each task: not among what was imported
+    gc.freeze()
     manager()

@@ -30,7 +30,8 @@ from saf.errors import ConfigurationError, Fenced, Rejected, Unavailable, Unrout
 from saf.failpoints import fail_point
 from saf.retry import while_unavailable
 from saf.routes import AT_MOST_ONCE, EXACTLY_ONCE, Route
-from saf.spark.source import FAILED, OPTIONAL, arrow_type
+from saf.spark.columns import arrow_type, unpack
+from saf.spark.source import FAILED
 from saf.spark.work import Policy, Receipt, Work
 
 T = TypeVar("T")
@@ -138,10 +139,11 @@ class Delivery:
             route = self.routes[number]
             quality = route.quality or self._known(route.destination)[1]
             ways.setdefault((route.destination, quality), []).append(number)
+        rows = unpack(rows.drop_columns(["route"]))
         if len(ways) == 1:
-            return dict.fromkeys(ways, _flat(rows))
+            return dict.fromkeys(ways, rows)
         return {
-            way: _flat(rows.filter(pc.is_in(choice, pa.array(numbers, choice.type))))
+            way: rows.filter(pc.is_in(choice, pa.array(numbers, choice.type)))
             for way, numbers in ways.items()
         }
 
@@ -204,10 +206,12 @@ def chunks(batches: Iterable[pa.RecordBatch], max_rows: int, max_bytes: int) -> 
     """Arrow batches gathered, and cut where they are long, into tables of bounded size.
 
     A table has at most ``max_rows`` rows, and ends with the batch that reaches ``max_bytes``.
+    Rows without an id are padding (see `saf.spark.source`) and left out.
     """
     held: list[pa.RecordBatch] = []
     rows = size = 0
-    for batch in batches:
+    for padded in batches:
+        batch = padded.filter(padded["id"].is_valid()) if padded["id"].null_count else padded
         start = 0
         while start < batch.num_rows:
             part = batch.slice(start, max_rows - rows)
@@ -220,15 +224,3 @@ def chunks(batches: Iterable[pa.RecordBatch], max_rows: int, max_bytes: int) -> 
                 held, rows, size = [], 0, 0
     if held:
         yield pa.Table.from_batches(held)
-
-
-def _flat(rows: pa.Table) -> pa.Table:
-    """The table with the fields of ``optional`` as columns."""
-    optional = rows["optional"]
-    if optional.null_count == len(optional):
-        columns = {name: pa.chunked_array([pa.nulls(rows.num_rows)]) for name in OPTIONAL}
-    else:
-        columns = {name: pc.struct_field(optional, name) for name in OPTIONAL}
-    for name, column in columns.items():
-        rows = rows.append_column(name, column)
-    return rows.drop_columns(["optional", "route", "work"])

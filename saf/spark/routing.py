@@ -11,6 +11,7 @@ from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 
 from saf.routes import Route
 from saf.shards import shard_of
+from saf.spark.columns import OPTIONAL
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -38,7 +39,7 @@ def route(messages: DataFrame, work: Sequence[Work], routes: Sequence[Route]) ->
     else:
         choice = F.coalesce(
             *(
-                F.when(F.col("work").isin(numbers), _first_match(frozen, index))
+                F.when(F.spark_partition_id().isin(numbers), _first_match(frozen, index))
                 for frozen, numbers in by_routes.items()
             )
         )
@@ -60,8 +61,13 @@ def _condition(item: Route) -> Column | None:
     if item.service is not None:
         conditions.append(F.col("to_service") == F.lit(item.service))
     if item.broker is not None:
-        conditions.append(F.col("optional.to_broker") == F.lit(UUID(item.broker).bytes))
+        conditions.append(optional("to_broker") == F.lit(UUID(item.broker).bytes))
     return reduce(lambda one, other: one & other, conditions) if conditions else None
+
+
+def optional(name: str) -> Column:
+    """One of `saf.spark.columns.OPTIONAL`, in PostgreSQL's binary form."""
+    return F.get("packed", F.lit([*OPTIONAL].index(name)))
 
 
 def shard(key: Column, shards: int) -> Column:

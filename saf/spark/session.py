@@ -19,29 +19,31 @@ from typing import TYPE_CHECKING, Any
 from saf.errors import MissingExtra
 from saf.spark import java
 from saf.spark.jvm import Jvm, launch
+from saf.spark.work import ROWS_AT_ONCE
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 NO_CONF: Mapping[str, str] = MappingProxyType({})
-ROWS_PER_ARROW_BATCH = 10_000
-BYTES_PER_ARROW_BATCH = 16 * 1024 * 1024
+
+UNLIMITED = 2**31 - 1
 
 _launched: Jvm | None = None
 _first_worker: threading.Thread | None = None
 
 
-def settings(
-    master: str, arrow_rows: int = ROWS_PER_ARROW_BATCH, *, quick: bool = False
-) -> dict[str, str]:
+def settings(master: str, *, quick: bool = False) -> dict[str, str]:
     """What a session is started with, unless the caller says otherwise."""
     conf = {
         "spark.driver.memory": "1g",
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.session.timeZone": "UTC",
-        "spark.sql.execution.arrow.maxRecordsPerBatch": str(arrow_rows),
-        # bodies may be large: what a worker is handed at once stays bounded
-        "spark.sql.execution.arrow.maxBytesPerBatch": str(BYTES_PER_ARROW_BATCH),
+        # The source sees to it that so many rows are never much to hold. Spark's own limit in
+        # bytes measures all columns anew with each row: a third of the JVM's time.
+        "spark.sql.execution.arrow.maxRecordsPerBatch": str(ROWS_AT_ONCE),
+        "spark.sql.execution.arrow.maxBytesPerBatch": str(UNLIMITED),
+        # workers on the same machine: less work for the kernel than TCP, and nobody can listen
+        "spark.python.unix.domain.socket.enabled": "true",
         # a task may fail and run again: reading a batch twice gives the same rows
         "spark.task.maxFailures": "4",
         # nothing is stored in tables: saves loading Hive
@@ -91,14 +93,13 @@ def prestart(
     master: str,
     *,
     conf: Mapping[str, str] = NO_CONF,
-    arrow_rows: int = ROWS_PER_ARROW_BATCH,
     quick: bool = False,
 ) -> None:
     """Let the JVM come up in the background; `start` with the same arguments will use it."""
     global _launched  # noqa: PLW0603 a process has one JVM
     require_packages()
     if _launched is None and "PYSPARK_GATEWAY_PORT" not in os.environ and not _has_jvm():
-        _launched = launch(java.find(), settings(master, arrow_rows, quick=quick) | dict(conf))
+        _launched = launch(java.find(), settings(master, quick=quick) | dict(conf))
 
 
 def start(
@@ -106,7 +107,6 @@ def start(
     *,
     app_name: str = "saf forward",
     conf: Mapping[str, str] = NO_CONF,
-    arrow_rows: int = ROWS_PER_ARROW_BATCH,
     quick: bool = False,
 ) -> SparkSession:
     """The active session, as under spark-submit, or a new one on ``master``.
@@ -122,7 +122,7 @@ def start(
     require_packages()
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     if not submitted:
-        prestart(master, conf=conf, arrow_rows=arrow_rows, quick=quick)
+        prestart(master, conf=conf, quick=quick)
     from pyspark import SparkConf, SparkContext
     from pyspark.sql import SparkSession
 
@@ -134,7 +134,7 @@ def start(
         import pyarrow  # noqa: F401
 
         _connect(SparkContext)
-    chosen = {**settings(master, arrow_rows, quick=quick), **conf}
+    chosen = {**settings(master, quick=quick), **conf}
     # The environment wins in PySpark, and a conf without it is not looked at for these.
     python = os.environ.get("PYSPARK_PYTHON") or chosen.get("spark.pyspark.python")
     if python:

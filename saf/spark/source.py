@@ -4,9 +4,7 @@ One Spark partition is one batch of one broker (a group of its shards), read by 
 and handed on as Arrow: no Python runs per message. `read` connects inside, claims nothing and
 changes nothing, so a task may run twice; the batch gives the same rows each time.
 
-Columns: ``work`` (which of the run's `Work` items the row is from), ``id`` and ``shard`` at the
-source, and the message's. Those that most messages leave empty are fields of one struct,
-``optional``, which is NULL where all of them are: Spark then copies one null instead of seven.
+The columns are those of `saf.spark.columns`.
 """
 
 from __future__ import annotations
@@ -20,38 +18,11 @@ import adbc_driver_postgresql.dbapi
 import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
-from saf.spark.work import Work
+from saf.spark.columns import COLUMNS, SCHEMA, arrow_type, as_spark, selected
+from saf.spark.work import BYTES_AT_ONCE, ROWS_AT_ONCE, Work
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-
-PLAIN = {
-    "id": "long",
-    "shard": "short",
-    "message_id": "binary",
-    "to_service": "string",
-    "key": "string",
-    "message_type": "string",
-    "headers": "string",
-    "body": "binary",
-    "created_at": "timestamp",
-}
-OPTIONAL = {
-    "from_service": "string",
-    "to_broker": "binary",
-    "conversation_id": "binary",
-    "from_initiator": "boolean",
-    "sequence": "long",
-    "deliver_at": "timestamp",
-    "expires_at": "timestamp",
-}
-SCHEMA = ", ".join(
-    [
-        "work int",
-        *(f"{name} {kind}" for name, kind in PLAIN.items()),
-        "optional struct<" + ", ".join(f"{n}: {kind}" for n, kind in OPTIONAL.items()) + ">",
-    ]
-)
 
 ARROW_BATCH_BYTES = 4 * 1024 * 1024
 
@@ -100,11 +71,11 @@ def messages(spark: SparkSession, work: Sequence[Work]) -> DataFrame:
 
 def read_item(pickled: bytes, number: int) -> Iterator[pa.RecordBatch]:
     """The messages of one item of a pickled list of work."""
-    return record_batches(number, pickle.loads(pickled)[number])  # noqa: S301 - our own bytes
+    return record_batches(pickle.loads(pickled)[number])  # noqa: S301 - our own bytes
 
 
-def record_batches(number: int, work: Work) -> Iterator[pa.RecordBatch]:
-    """The remaining messages of one item of work, in `SCHEMA`'s columns, about 4 MiB a batch."""
+def record_batches(work: Work) -> Iterator[pa.RecordBatch]:
+    """The remaining messages of one item of work, in `saf.spark.columns`, about 4 MiB a batch."""
     try:
         with (
             adbc_driver_postgresql.dbapi.connect(work.dsn.for_role("read")) as connection,
@@ -114,55 +85,35 @@ def record_batches(number: int, work: Work) -> Iterator[pa.RecordBatch]:
                 **{"adbc.postgresql.batch_size_hint_bytes": str(ARROW_BATCH_BYTES)}
             )
             cursor.execute(ALONE)
-            cursor.execute(work.batch.select([*PLAIN, *OPTIONAL]))
+            cursor.execute(work.batch.select(selected()))
             for rows in cursor.fetch_record_batch():
-                yield _as_spark(number, rows)
+                yield as_spark(rows)
+                if missing := padding(rows.num_rows, rows.nbytes):
+                    yield _nothing(missing)
     except adbc.Error as error:
-        yield _failure(number, work.dsn.redact(str(error)))
+        yield _failure(work.dsn.redact(str(error)))
 
 
-def _failure(number: int, reason: str) -> pa.RecordBatch:
-    row = {name: pa.nulls(1, arrow_type(kind)) for name, kind in (PLAIN | OPTIONAL).items()}
-    row["id"] = pa.array([FAILED])
-    row["body"] = pa.array([reason.encode()])
-    return _as_spark(number, pa.RecordBatch.from_pydict(row))
+def padding(rows: int, size: int) -> int:
+    """How many empty rows make so many rows and bytes count for what they are.
 
+    Spark counts what it holds in rows. Empty ones after large messages bring it to hand these on
+    before they are too many; delivery skips rows without an id.
 
-def arrow_type(kind: str) -> pa.DataType:
-    """Arrow's name for one of Spark's types.
-
-    >>> arrow_type("long")
-    DataType(int64)
+    >>> padding(10_000, 2_000_000), padding(4, 4_000_000), padding(1, 64_000_000)
+    (0, 2380, 9999)
     """
-    return {
-        "int": pa.int32(),
-        "long": pa.int64(),
-        "short": pa.int16(),
-        "binary": pa.binary(),
-        "string": pa.string(),
-        "boolean": pa.bool_(),
-        "timestamp": pa.timestamp("us", tz="UTC"),
-    }[kind]
+    worth = min(size * ROWS_AT_ONCE // BYTES_AT_ONCE, ROWS_AT_ONCE)
+    return max(worth - rows, 0)
 
 
-def _as_spark(number: int, rows: pa.RecordBatch) -> pa.RecordBatch:
-    columns = {name: _storage(rows.column(name)) for name in (*PLAIN, *OPTIONAL)}
-    optional = [columns.pop(name) for name in OPTIONAL]
-    fields = [pa.field(name, column.type) for name, column in zip(OPTIONAL, optional, strict=True)]
-    if all(column.null_count == len(column) for column in optional):
-        struct = pa.nulls(rows.num_rows, pa.struct(fields))
-    else:
-        struct = pa.StructArray.from_arrays(optional, fields=fields)
-    work = pa.repeat(pa.scalar(number, pa.int32()), rows.num_rows)
-    return pa.RecordBatch.from_arrays(
-        [work, *columns.values(), struct], names=["work", *columns, "optional"]
-    )
+def _nothing(rows: int) -> pa.RecordBatch:
+    nulls = {name: pa.nulls(rows, arrow_type(kind)) for name, kind in COLUMNS.items()}
+    return pa.RecordBatch.from_pydict(nulls)
 
 
-def _storage(column: pa.Array) -> pa.Array:
-    """The column in types that Spark knows: uuid as binary, jsonb as text."""
-    if isinstance(column, pa.ExtensionArray):
-        column = column.storage
-    if pa.types.is_fixed_size_binary(column.type):
-        column = column.cast(pa.binary())
-    return column
+def _failure(reason: str) -> pa.RecordBatch:
+    """One row like the others; see `FAILED`."""
+    columns = dict(zip(COLUMNS, _nothing(1).columns, strict=True))
+    columns |= {"id": pa.array([FAILED]), "body": pa.array([reason.encode()])}
+    return pa.RecordBatch.from_pydict(columns)

@@ -10,6 +10,11 @@ from saf.cursor import Batch
 from saf.database import Dsn
 from saf.routes import Route
 
+ROWS_AT_ONCE = 10_000
+"""How many rows Spark hands from one process to the next at a time."""
+BYTES_AT_ONCE = 16 * 1024 * 1024
+"""How much that is at most, but for one Arrow batch or one large message more."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
