@@ -8,6 +8,7 @@ sends needs neither Spark nor Arrow.
 """
 
 from saf.errors import (
+    Ahead,
     AutocommitError,
     ConfigurationError,
     Fenced,
@@ -19,6 +20,7 @@ from saf.errors import (
     SchemaMismatch,
     SchemaMissing,
     Unavailable,
+    UnknownService,
     Unroutable,
     UsageError,
 )
@@ -26,6 +28,7 @@ from saf.message import Message
 from saf.outbox import Outbox
 
 __all__ = [
+    "Ahead",
     "AutocommitError",
     "ConfigurationError",
     "Fenced",
@@ -39,6 +42,7 @@ __all__ = [
     "SchemaMismatch",
     "SchemaMissing",
     "Unavailable",
+    "UnknownService",
     "Unroutable",
     "UsageError",
 ]

@@ -33,7 +33,7 @@ from pydantic_settings import (
 
 from saf.database import Dsn
 from saf.errors import ConfigurationError
-from saf.message import MAX_NAME
+from saf.message import DEFAULT_MAX_BYTES, MAX_NAME
 
 DEFAULT_FILE = Path("saf.toml")
 
@@ -81,6 +81,8 @@ class Forwarder(_Table):
     """Messages per transaction at a destination."""
     chunk_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
     """Bytes per transaction at a destination, give or take one Arrow batch."""
+    max_bytes: int = Field(default=DEFAULT_MAX_BYTES, ge=1024)
+    """Messages with a larger body become dead letters."""
     lease_seconds: float = Field(default=30.0, ge=1.0)
     """How long a forwarder that died keeps its shards."""
     interval_seconds: float = Field(default=1.0, gt=0)

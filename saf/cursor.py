@@ -42,6 +42,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any
 from uuid import UUID
 
@@ -69,6 +70,8 @@ class Batch:
     position: int
     """Rows up to this id are complete already."""
     route_version: int | None
+    opened_at: datetime
+    """By the log's database; what expires in the batch has expired by then."""
     epochs: tuple[tuple[int, int], ...]
     """(shard, epoch) of each shard, by shard."""
 
@@ -141,11 +144,11 @@ SELECT * FROM {log} WHERE shard = ANY ({shards}::smallint[]) AND txid = ANY ({xi
 
 # Shards with the same two snapshots are one batch, read by one query.
 IN_HAND = """
-SELECT batch, done::text AS done, open::text AS open, position, route_version,
+SELECT batch, done::text AS done, open::text AS open, position, route_version, opened_at,
        array_agg(shard ORDER BY shard) AS shards, array_agg(epoch ORDER BY shard) AS epochs
 FROM saf.cursor
 WHERE subscription_id = %(subscription_id)s AND owner = %(owner)s AND open IS NOT NULL
-GROUP BY 1, 2, 3, 4, 5
+GROUP BY 1, 2, 3, 4, 5, 6
 ORDER BY batch, position
 """
 
@@ -166,6 +169,7 @@ UPDATE saf.cursor SET
     open = pg_current_snapshot(),
     batch = (SELECT max(batch) + 1 FROM saf.cursor
              WHERE subscription_id = %(subscription_id)s AND owner = %(owner)s),
+    opened_at = now(),
     route_version = %(route_version)s
 WHERE subscription_id = %(subscription_id)s AND owner = %(owner)s AND open IS NULL
 """
@@ -191,10 +195,9 @@ UPDATE saf.cursor c SET attempted = greatest(c.attempted, %(position)s) FROM {MI
 RETURNING c.shard
 """
 
-REROUTE = f"""
-UPDATE saf.cursor c SET route_version = %(route_version)s FROM {MINE}
-RETURNING c.shard
-"""
+# What is written beside a position, such as parked messages, is written once: a commit whose answer
+# got lost is recognised by the position.
+HOLD = f"SELECT c.shard, c.position FROM saf.cursor c, {MINE} FOR UPDATE OF c"
 
 CLOSE = f"""
 UPDATE saf.cursor c SET done = c.open, open = NULL, position = 0, attempted = 0 FROM {MINE}
@@ -218,6 +221,7 @@ def in_hand(connection: psycopg.Connection[Any], log: str, member: Member) -> li
             open=row["open"],
             position=row["position"],
             route_version=row["route_version"],
+            opened_at=row["opened_at"],
             epochs=tuple(zip(row["shards"], row["epochs"], strict=True)),
         )
         for row in rows
@@ -288,11 +292,12 @@ def attempt(connection: psycopg.Connection[Any], batch: Batch, position: int) ->
     return dict(before)
 
 
-def reroute(connection: psycopg.Connection[Any], batch: Batch, route_version: int) -> Batch:
-    """Give a batch in hand another version of the routes; see `saf.routes.mend`."""
-    with connection.transaction():
-        _write(connection, REROUTE, batch, route_version=route_version)
-    return replace(batch, route_version=route_version)
+def hold(connection: psycopg.Connection[Any], batch: Batch) -> int:
+    """Lock the batch's cursors until the transaction ends; return their position.
+
+    What is written meanwhile on behalf of the batch cannot be an older owner's.
+    """
+    return min(int(position) for _, position in _write(connection, HOLD, batch))
 
 
 def close(connection: psycopg.Connection[Any], batches: Iterable[Batch]) -> None:

@@ -10,8 +10,10 @@
     │       ├── SchemaMissing     no ``saf`` schema: run ``saf migrate``
     │       └── SchemaMismatch    older or newer than this library
     ├── Unavailable               a service does not answer: nothing is lost, try again later
+    ├── UnknownService            a destination does not know services that are addressed
     ├── Unroutable                no route and no default destination for a service
     ├── Rejected                  a destination will not have a message
+    ├── Ahead                     a destination knows more of a source than the source itself
     └── Fenced                    another owner has taken over: stop writing
 
 A message names the value at fault and the way out, and never holds a password. Programs tell
@@ -103,6 +105,20 @@ class Unavailable(SafError):
         self.reason = reason
 
 
+class UnknownService(SafError):
+    """A destination does not know services that are addressed there."""
+
+    exit_code = 75
+
+    def __init__(self, destination: str, services: list[str]) -> None:
+        names = ", ".join(map(repr, services))
+        super().__init__(
+            f"{destination} knows no service {names}: add it to saf.service there; its messages "
+            "are parked until then"
+        )
+        self.services = services
+
+
 class Unroutable(SafError):
     """No route leads from a message's service to a destination."""
 
@@ -111,7 +127,7 @@ class Unroutable(SafError):
     def __init__(self, service: str) -> None:
         super().__init__(
             f"no route for service {service!r}: set forwarder.default_destination in saf.toml or "
-            "add a row to saf.route; its messages stay in the outbox until then"
+            "add a row to saf.route; its messages are parked until then"
         )
         self.service = service
 
@@ -123,6 +139,20 @@ class Rejected(SafError):
         super().__init__(f"{destination} rejects messages: {reason}")
         self.destination = destination
         self.reason = reason
+
+
+class Ahead(SafError):
+    """A destination has stored batches of a source that the source has not opened yet."""
+
+    exit_code = 2
+
+    def __init__(self, where: str, shards: list[int]) -> None:
+        super().__init__(
+            f"{where} has stored later batches of shards {shards} than the source knows: the "
+            "source seems to be restored from a backup. Nothing was written; run `saf rebase`"
+        )
+        self.where = where
+        self.shards = shards
 
 
 class Fenced(SafError):

@@ -2,13 +2,13 @@
 
 The most specific route wins: service and broker, then service, then broker, then the wildcard.
 The set of routes is frozen with each batch (`freeze`): a batch read again is routed again in the
-same way, whatever has changed meanwhile. Only what had no way yet may get one (`mend`).
+same way, whatever has changed meanwhile. What no route matches is parked until one does.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -65,32 +65,6 @@ def choose_route(routes: Iterable[Route], service: str, broker: str | None) -> R
     True
     """
     return next((r for r in by_precedence(routes) if r.matches(service, broker)), None)
-
-
-def mend(
-    frozen: Sequence[Route], current: Sequence[Route], destinations: Container[str]
-) -> list[Route]:
-    """The routes of a batch in hand, with a way for messages that had none.
-
-    A message that could be stored somewhere keeps its way, so it cannot end up in two places:
-    new routes come after all frozen ones, and only a route to a destination that does not exist
-    is replaced, by the current one for the same service and broker.
-
-    >>> mom, typo = Route(service="a", destination="mom"), Route(service="b", destination="mmo")
-    >>> now = [Route(service="b", destination="mom"), Route(service="c", destination="mom")]
-    >>> [(r.service, r.destination) for r in mend([mom, typo], now, {"mom"})]
-    [('a', 'mom'), ('b', 'mom'), ('c', 'mom')]
-    """
-    now = {(route.service, route.broker): route for route in current}
-    before = {(route.service, route.broker) for route in frozen}
-    kept = [
-        route
-        if route.destination in destinations
-        else now.get((route.service, route.broker), route)
-        for route in frozen
-    ]
-    added = [route for route in current if (route.service, route.broker) not in before]
-    return [*kept, *by_precedence(added)]
 
 
 CURRENT = """

@@ -247,6 +247,7 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             "again",
         ),
         sa.Column("route_version", sa.BigInteger),
+        sa.Column("opened_at", moment, comment="by this clock messages of the batch expire"),
         sa.ForeignKeyConstraint(
             ["subscription_id"], ["saf.subscription.subscription_id"], ondelete="CASCADE"
         ),
@@ -268,23 +269,78 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         sa.Column("epoch", sa.BigInteger, nullable=False),
         sa.Column("batch", sa.BigInteger, nullable=False),
         sa.Column("position", sa.BigInteger, nullable=False),
+        sa.Column("lane", sa.Text, primary_key=True, server_default=""),
         postgresql_with={"fillfactor": "40"},
         comment="the last (batch, position) stored here of one source shard: what makes "
         "delivery exactly once",
+    )
+    sa.Table(
+        "service",
+        metadata,
+        sa.Column("name", sa.Text, primary_key=True),
+        sa.Column("created_at", moment, nullable=False, server_default=now),
+        sa.CheckConstraint("name <> ''", name="service_named"),
+        comment="the services that live here; while there is none, messages for any are stored",
     )
     _set_aside(
         metadata,
         "parked",
         "set aside in order, to be tried again",
-        sa.Column("next_attempt_at", moment, nullable=False),
+        _lane(),
+        sa.Column("quality", sa.Text),
+        sa.Column(
+            "batch",
+            sa.BigInteger,
+            nullable=False,
+            comment="with position: what the lane's watermark is compared with",
+        ),
+        sa.Column("position", sa.BigInteger, nullable=False),
     )
     _set_aside(
         metadata,
         "dead_letter",
         "set aside for a person: not tried again by itself",
         sa.Column("reason", sa.Text, nullable=False),
+        sa.Column("error", sa.Text, nullable=False),
+    )
+    sa.Table(
+        "backoff",
+        metadata,
+        sa.Column("subscription_id", sa.Integer, primary_key=True),
+        sa.Column("destination", sa.Text, primary_key=True),
+        _lane(primary_key=True),
+        sa.Column("attempts", sa.Integer, nullable=False, server_default="0"),
+        sa.Column("next_attempt_at", moment, nullable=False, server_default=now),
+        sa.Column("error", sa.Text, nullable=False),
+        sa.Column("since", moment, nullable=False, server_default=now),
+        sa.ForeignKeyConstraint(
+            ["subscription_id"], ["saf.subscription.subscription_id"], ondelete="CASCADE"
+        ),
+        comment="lanes that wait: when they are tried next, shared by all members",
+    )
+    sa.Table(
+        "audit",
+        metadata,
+        sa.Column("audit_id", sa.BigInteger, sa.Identity(always=True), primary_key=True),
+        sa.Column("audit_at", moment, nullable=False, server_default=now),
+        sa.Column("who", sa.Text, nullable=False, server_default=sa.text("session_user")),
+        sa.Column("action", sa.Text, nullable=False),
+        sa.Column("message_ids", pg.ARRAY(pg.UUID), nullable=False),
+        sa.Column("why", sa.Text, nullable=False),
+        comment="what people did to messages that were set aside",
     )
     return metadata
+
+
+def _lane(*, primary_key: bool = False) -> sa.Column[object]:
+    return sa.Column(
+        "lane",
+        sa.Text,
+        primary_key=primary_key,
+        nullable=False,
+        server_default="",
+        comment="messages that wait for the same thing, in order; see saf.parking",
+    )
 
 
 def _set_aside(
@@ -295,12 +351,10 @@ def _set_aside(
         metadata,
         sa.Column(f"{name}_id", sa.BigInteger, sa.Identity(always=True), primary_key=True),
         sa.Column("subscription_id", sa.Integer, nullable=False),
-        sa.Column("destination", sa.Text),
+        sa.Column("destination", sa.Text, nullable=False, server_default=""),
         sa.Column("shard", sa.SmallInteger, nullable=False),
         sa.Column("id", sa.BigInteger, nullable=False),
         *message_columns(),
-        sa.Column("attempts", sa.Integer, nullable=False, server_default="0"),
-        sa.Column("error", sa.Text),
         sa.Column(
             f"{name}_at",
             sa.DateTime(timezone=True),

@@ -35,6 +35,7 @@ def policy(quality: str = "exactly_once", chunk_rows: int = 1000, **destinations
         destinations={name: (dsn, quality) for name, dsn in destinations.items()},
         chunk_rows=chunk_rows,
         chunk_bytes=1 << 20,
+        max_bytes=1 << 26,
         attempts=1,
     )
 
@@ -43,9 +44,7 @@ class Cycle:
     """One forwarder process, driven step by step."""
 
     def __init__(self, app: Dsn, rules: Policy, *, lease_seconds: float = LEASE_SECONDS) -> None:
-        self.broker = SourceBroker(
-            "app", app, destinations=rules.destinations, lease_seconds=lease_seconds
-        )
+        self.broker = SourceBroker("app", app, lease_seconds=lease_seconds)
         self.rules = rules
         self.work: list[Work] = []
 
@@ -59,7 +58,7 @@ class Cycle:
         routes = distinct_routes(self.work)
         receipts = []
         for number, work in enumerate(self.work):
-            rows = routed(record_batches(work), work, routes)
+            rows = routed(record_batches(work, self.rules.max_bytes), work, routes)
             receipts += Delivery(number, work, routes, self.rules).run(rows)
         return receipts
 
@@ -106,6 +105,12 @@ def send(connection: psycopg.Connection[Any], body: str, key: str | None = None)
         "INSERT INTO saf.outbox (to_service, key, body) VALUES ('billing', %s, %s)",
         (key, body.encode()),
     )
+
+
+def let_time_pass(app: Dsn) -> None:
+    """The next attempts of all that waits are due."""
+    with connect(app) as connection:
+        connection.execute("UPDATE saf.backoff SET next_attempt_at = now() - interval '1 ms'")
 
 
 def bodies(mom: Dsn) -> list[str]:

@@ -3,9 +3,11 @@
 A destination stores a chunk of messages in one transaction. If it can keep a watermark, it
 stores a chunk exactly once however often it is given: that is ``exactly_once``. What it raises:
 
-    Unavailable   it does not answer; the chunk may or may not be stored; give it again later
-    Fenced        it has heard from a newer owner of these shards; nothing was stored
-    Rejected      it answers, and will not have these messages
+    Unavailable      it does not answer; the chunk may or may not be stored; give it again later
+    UnknownService   services that are addressed do not live there; nothing was stored
+    Fenced           it has heard from a newer owner of these shards; nothing was stored
+    Ahead            it has stored batches that the source does not know; nothing was stored
+    Rejected         it answers, and will not have these messages
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from uuid import UUID
 
 from saf.cursor import Batch
+from saf.parking import MAIN
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -22,16 +25,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Messages of one batch for one destination, in the order of their ids.
+    """Messages of one lane for one destination, in the order of their ids.
 
-    ``rows`` has the columns ``id`` and ``shard`` of the source, and `saf.message.COLUMNS`.
-    Storing it completes, at this destination, every message of the batch up to ``position``.
+    ``rows`` has the columns ``id`` and ``shard`` of the source, and `saf.message.COLUMNS`; parked
+    ones also have the ``batch`` they were parked in. Storing the chunk completes, in this lane of
+    this destination, every message of the batch's shards up to (number, position).
     """
 
     source: UUID
     batch: Batch
+    """The batch in hand: whose shards these are."""
     rows: pa.Table
+    number: int
+    """Of the batch that the last row is from."""
     position: int
+    lane: str = MAIN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +55,9 @@ class Destination(Protocol):
 
     def identity(self) -> str:
         """What tells it apart from every other, whatever it is called here."""
+
+    def connect(self) -> None:
+        """Be connected: what fails here has sent nothing."""
 
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         """Store a chunk durably, whole or not at all, and commit."""

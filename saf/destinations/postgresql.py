@@ -24,9 +24,10 @@ from psycopg import sql
 
 from saf.database import HAS_SCHEMA, SCHEMA_REVISION, Dsn, require_revision
 from saf.destinations import Chunk, Stored
-from saf.errors import Fenced, Rejected, Unavailable
+from saf.errors import Ahead, Fenced, Rejected, Unavailable, UnknownService
 from saf.failpoints import fail_point
 from saf.message import COLUMNS
+from saf.parking import MAIN
 
 # COPY needs Arrow types that say which PostgreSQL type is meant
 UUIDS = ("message_id", "to_broker", "conversation_id")
@@ -39,18 +40,20 @@ SELECT set_config('synchronous_commit', 'on', false)
 WHERE current_setting('synchronous_commit') IN ('off', 'local')
 """
 
+SERVICES = "SELECT name FROM saf.service"
+
 BROKER_ID = "SELECT broker_id::text FROM saf.broker"
 
 KNOW_SHARDS = """
-INSERT INTO saf.watermark (source, shard, epoch, batch, position)
-SELECT {source}::uuid, unnest({shards}::smallint[]), 0, 0, 0
+INSERT INTO saf.watermark (source, shard, lane, epoch, batch, position)
+SELECT {source}::uuid, unnest({shards}::smallint[]), {lane}, 0, 0, 0
 ON CONFLICT DO NOTHING
 """
 
 # In the order of the shards, so that two deliveries wait for each other instead of deadlocking
 LOCK = """
 SELECT shard, epoch, batch, position FROM saf.watermark
-WHERE source = {source}::uuid AND shard = ANY ({shards}::smallint[])
+WHERE source = {source}::uuid AND shard = ANY ({shards}::smallint[]) AND lane = {lane}
 ORDER BY shard FOR UPDATE
 """
 
@@ -60,7 +63,7 @@ UPDATE saf.watermark w SET epoch = mine.epoch, (batch, position) = (
     SELECT batch, position FROM (VALUES (w.batch, w.position), ({batch}, {position}))
         AS mark (batch, position) ORDER BY batch DESC, position DESC LIMIT 1)
 FROM unnest({shards}::smallint[], {epochs}::bigint[]) AS mine (shard, epoch)
-WHERE w.source = {source}::uuid AND w.shard = mine.shard
+WHERE w.source = {source}::uuid AND w.shard = mine.shard AND w.lane = {lane}
 """
 
 
@@ -76,9 +79,13 @@ class PostgresInbox:
     def identity(self) -> str:
         """The inbox's broker_id."""
         if not self._identity:
-            with self._transaction():
-                pass  # connecting learns it
+            self.connect()
         return self._identity
+
+    def connect(self) -> None:
+        """Be connected: what fails here has sent nothing."""
+        with self._transaction() as cursor:
+            _query(cursor, "SELECT 1")
 
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         """Store a chunk; see `saf.destinations.Destination`."""
@@ -87,6 +94,7 @@ class PostgresInbox:
             if exactly_once:
                 rows = self._move_watermarks(cursor, chunk)
             if rows.num_rows:
+                self._refuse_unknown(cursor, rows)
                 cursor.adbc_ingest(
                     "inbox", inbox_rows(rows, chunk.source), mode="append", db_schema_name="saf"
                 )
@@ -108,7 +116,8 @@ class PostgresInbox:
             "source": sql.Literal(str(chunk.source)),
             "shards": sql.Literal(chunk.batch.shards),
             "epochs": sql.Literal([epoch for _, epoch in chunk.batch.epochs]),
-            "batch": sql.Literal(chunk.batch.number),
+            "lane": sql.Literal(chunk.lane),
+            "batch": sql.Literal(chunk.number),
             "position": sql.Literal(chunk.position),
         }
         marks = _query(cursor, LOCK, values)
@@ -119,14 +128,17 @@ class PostgresInbox:
         newer = [shard for shard, epoch, _, _ in marks if epoch > epochs[shard]]
         if newer:
             raise Fenced(f"destination {self.name!r}", newer)
+        ahead = [shard for shard, _, batch, _ in marks if batch > chunk.batch.number]
+        if ahead and chunk.lane == MAIN:
+            raise Ahead(f"destination {self.name!r}", ahead)
         _query(cursor, MOVE, values)
-        number = chunk.batch.number
-        stored = {
-            shard: position if batch == number else np.iinfo(np.int64).max
-            for shard, _, batch, position in marks
-            if batch >= number
-        }
-        return beyond(chunk.rows, stored)
+        return beyond(chunk.rows, chunk.number, {mark[0]: (mark[2], mark[3]) for mark in marks})
+
+    def _refuse_unknown(self, cursor: adbc.Cursor, rows: pa.Table) -> None:
+        known = {name for (name,) in _query(cursor, SERVICES)}
+        unknown = {s for s in pc.unique(rows["to_service"]).to_pylist() if s not in known}
+        if known and unknown:
+            raise UnknownService(f"destination {self.name!r}", sorted(unknown))
 
     @contextmanager
     def _transaction(self) -> Iterator[adbc.Cursor]:
@@ -166,15 +178,20 @@ class PostgresInbox:
         return Rejected(f"destination {self.name!r}", reason)
 
 
-def beyond(rows: pa.Table, stored: dict[int, int]) -> pa.Table:
-    """The rows whose id is above what is stored of their shard (shards not named: nothing is)."""
-    if not stored:
+def beyond(rows: pa.Table, number: int, stored: dict[int, tuple[int, int]]) -> pa.Table:
+    """The rows after what is stored of their shard: (batch, position). Others' shards are fresh.
+
+    ``number`` is the batch of all rows, unless they have a column that says which.
+    """
+    if not stored or not rows.num_rows:
         return rows
     shards = rows["shard"].to_numpy()
     ids = rows["id"].to_numpy()
-    limit = np.zeros(max(int(shards.max(initial=0)), *stored) + 1, dtype=np.int64)
-    limit[list(stored)] = list(stored.values())
-    fresh = ids > limit[shards]
+    batches = rows["batch"].to_numpy() if "batch" in rows.column_names else np.int64(number)
+    marks = np.zeros((max(int(shards.max()), *stored) + 1, 2), dtype=np.int64)
+    marks[list(stored)] = list(stored.values())
+    batch, position = marks[shards].T
+    fresh = (batches > batch) | ((batches == batch) & (ids > position))
     return rows if fresh.all() else rows.filter(pa.array(fresh))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 from uuid import UUID
 
@@ -12,7 +12,8 @@ import psycopg
 from saf import cursor
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
 from saf.errors import ConfigurationError, Fenced
-from saf.routes import Route, current_routes, freeze, frozen_routes, mend
+from saf.parking import MAIN, Backoff, waiting
+from saf.routes import Route, current_routes, freeze, frozen_routes
 from saf.shards import Member
 from saf.spark.work import Work
 
@@ -34,12 +35,9 @@ class SourceBroker:
     Methods raise `Unavailable` when the database does not answer; the next call connects again.
     """
 
-    def __init__(
-        self, name: str, dsn: Dsn, *, destinations: Container[str], lease_seconds: float
-    ) -> None:
+    def __init__(self, name: str, dsn: Dsn, *, lease_seconds: float) -> None:
         self.name = name
         self.dsn = dsn
-        self.destinations = destinations
         self.lease_seconds = lease_seconds
         self.shards = 0
         """How many shards this member owns."""
@@ -52,6 +50,8 @@ class SourceBroker:
         self._broker_id: UUID | None = None
         self._renewed = 0.0
         self._routes: dict[int, tuple[Route, ...]] = {}
+        self.waiting: tuple[Backoff, ...] = ()
+        """Lanes of parked messages, and destinations that are left alone until their time."""
 
     def tend(self) -> None:
         """Between cycles: be connected, be a member, keep the lease and the fair share.
@@ -82,7 +82,11 @@ class SourceBroker:
             self._renewed = time.monotonic()
 
     def open_work(self, default_destination: str | None) -> list[Work]:
-        """What there is to forward now: batches in hand, and a new one if there is anything new."""
+        """What there is to forward now.
+
+        Batches in hand, and a new one if there is anything new or a lane's time has come; nothing
+        while the only destination is down and its time has not.
+        """
         member = self._member
         self.resumed = self.much = False
         if member is None or not self.shards:
@@ -91,14 +95,20 @@ class SourceBroker:
             connection = self._connect()
             batches = cursor.in_hand(connection, LOG, member)
             self.resumed = bool(batches)
-            routes = current_routes(connection, default_destination) if batches else []
-            batches = [self._mend(connection, batch, routes) for batch in batches]
-            if cursor.anything_new(connection, LOG, member):
+            self.waiting = waiting(connection, member.subscription_id)
+            due = any(lane.due for lane in self.waiting)
+            if due or cursor.anything_new(connection, LOG, member):
                 routes = current_routes(connection, default_destination)
                 cursor.open_batch(connection, member, freeze(connection, routes))
                 batches = cursor.in_hand(connection, LOG, member)
-            self.much = any(cursor.has_more_than(connection, b, LITTLE) for b in batches)
-            return [self._work(connection, batch) for batch in batches]
+            work = [self._work(connection, batch) for batch in batches]
+            work = [item for item in work if not self._in_vain(item)]
+            self.much = any(cursor.has_more_than(connection, w.batch, LITTLE) for w in work)
+            return work
+
+    def _in_vain(self, work: Work) -> bool:
+        down = {lane.destination for lane in self.waiting if lane.lane == MAIN and not lane.due}
+        return work.alone in down
 
     def close(self, complete: Iterable[Work]) -> None:
         """Close the batches of completed work.
@@ -181,16 +191,6 @@ class SourceBroker:
         self._renewed = time.monotonic()
         self.shards = self._member.balance(connection)
 
-    def _mend(
-        self, connection: psycopg.Connection[Any], batch: cursor.Batch, current: Sequence[Route]
-    ) -> cursor.Batch:
-        """A batch left open may hold messages that had no way to go when it was opened."""
-        frozen = self._frozen(connection, batch)
-        mended = mend(frozen, current, self.destinations)
-        if tuple(mended) == frozen:
-            return batch
-        return cursor.reroute(connection, batch, freeze(connection, mended))
-
     def _frozen(
         self, connection: psycopg.Connection[Any], batch: cursor.Batch
     ) -> tuple[Route, ...]:
@@ -212,4 +212,5 @@ class SourceBroker:
             dsn=self.dsn,
             batch=batch,
             routes=self._frozen(connection, batch),
+            waiting=self.waiting,
         )

@@ -92,8 +92,8 @@ OPTIONAL: dict[str, tuple[str, Callable[[pa.Array], pa.Array]]] = {
 """In the order of the array: the function that packs the value, and the one that unpacks it."""
 
 
-def selected() -> list[str | sql.Composable]:
-    """What to select from a log to get `SCHEMA`'s columns."""
+def selected(max_bytes: int | None) -> list[str | sql.Composable]:
+    """What to select from a log to get `SCHEMA`'s columns; a body over ``max_bytes`` is NULL."""
     some = [sql.SQL("{} IS NOT NULL").format(sql.Identifier(name)) for name in OPTIONAL]
     values = [
         sql.SQL("{}({})").format(sql.Identifier(send), sql.Identifier(name))
@@ -102,7 +102,12 @@ def selected() -> list[str | sql.Composable]:
     packed = sql.SQL("CASE WHEN {} THEN ARRAY[{}] END AS packed").format(
         sql.SQL(" OR ").join(some), sql.SQL(", ").join(values)
     )
-    return [*PLAIN, packed]
+    if max_bytes is None:
+        return [*PLAIN, packed]
+    body = sql.SQL("CASE WHEN octet_length(body) <= {} THEN body END AS body").format(
+        sql.Literal(max_bytes)
+    )
+    return [*(body if name == "body" else name for name in PLAIN), packed]
 
 
 def as_spark(rows: pa.RecordBatch) -> pa.RecordBatch:

@@ -1,37 +1,59 @@
 """Delivery: the last step of the pipeline, inside the Spark task.
 
-Per chunk of messages, in the order of their ids:
+First the parked messages whose time has come, lane by lane; then the batch. Per chunk, in the
+order of the ids:
 
 1. at_most_once routes: record the attempt at the source, durably, before anything is sent
 2. one transaction per destination; committed, durable, before the next step
-3. move the position at the source
+3. one transaction at the source: move the position, and with it set aside what could not go
+
+What stands in the way of some messages delays only those: a destination that is down, a missing
+route or service parks them (see `saf.parking`), a message that is rejected, expired or too large
+becomes a dead letter (see `saf.dead`), found among its neighbours by halving. While the only
+destination is down, the batch stays open instead.
 
 A crash anywhere loses nothing: the next run reads the same batch from the last position, and
 the destination's watermark drops what it has. A task never raises for what an operator can wait
-out or mend (destination down, no route, fenced): it ends there and says so in its receipt, and
-its batch stays open. Receipts, one per task and destination, are all that reaches the driver.
+out or mend: it ends there and says so in its receipt. Receipts, one per task and destination,
+are all that reaches the driver.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
+import adbc_driver_manager.dbapi as adbc
 import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
+from psycopg import sql
 
-from saf.cursor import Batch, advance, attempt
-from saf.database import Dsn, unavailable_if_lost
-from saf.destinations import Chunk, Destination, Stored
+from saf import parking
+from saf.cursor import advance, attempt, hold
+from saf.database import unavailable_if_lost
+from saf.destinations import Chunk, Destination
 from saf.destinations.postgresql import PostgresInbox, beyond
-from saf.errors import ConfigurationError, Fenced, Rejected, Unavailable, Unroutable, UsageError
+from saf.errors import (
+    Ahead,
+    ConfigurationError,
+    Fenced,
+    Rejected,
+    SafError,
+    Unavailable,
+    UnknownService,
+    Unroutable,
+    UsageError,
+)
 from saf.failpoints import fail_point
+from saf.parking import REPLAY, ROUTE, Backoff, Lane
 from saf.retry import while_unavailable
-from saf.routes import AT_MOST_ONCE, EXACTLY_ONCE, Route
-from saf.spark.columns import arrow_type, unpack
-from saf.spark.source import FAILED
+from saf.routes import AT_MOST_ONCE, EXACTLY_ONCE, Route, choose_route
+from saf.spark.aside import Aside
+from saf.spark.columns import arrow_type, selected, unpack
+from saf.spark.sorting import Part, of_route_lane, service_lane, sort
+from saf.spark.source import FAILED, read
 from saf.spark.work import Policy, Receipt, Work
 
 T = TypeVar("T")
@@ -41,6 +63,8 @@ _RECEIPT = {
     "destination": "string",
     "messages": "long",
     "dropped": "long",
+    "parked": "long",
+    "dead": "long",
     "complete": "boolean",
     "stopped": "boolean",
     "error_kind": "string",
@@ -49,7 +73,7 @@ _RECEIPT = {
 RECEIPT_SCHEMA = ", ".join(f"{name} {kind}" for name, kind in _RECEIPT.items())
 _RECEIPT_ARROW = pa.schema([(name, arrow_type(kind)) for name, kind in _RECEIPT.items()])
 
-EXPECTED = (Unavailable, Unroutable, Rejected, Fenced, UsageError)
+EXPECTED = (Unavailable, Rejected, Fenced, Ahead, UsageError)
 
 
 def deliver(
@@ -74,26 +98,35 @@ def deliver(
 
 @dataclass
 class Delivery:
-    """One task: the remaining messages of one batch."""
+    """One task: the remaining messages of one batch, and the parked ones of its shards."""
 
     number: int
     work: Work
     routes: Sequence[Route]
     policy: Policy
     receipts: dict[str | None, Receipt] = field(default_factory=dict)
+    _held: dict[Lane, str] = field(default_factory=dict)
+    """Lanes that new messages have to park in, and why."""
+    _untried: set[Lane] = field(default_factory=set)
+    """Lanes whose time has come, but that had nothing of these shards to try."""
     _open: dict[str, Destination] = field(default_factory=dict)
+    _identities: dict[str, str] = field(default_factory=dict)
     _source: psycopg.Connection[Any] | None = None
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> list[Receipt]:
         """Deliver chunk by chunk until the end, an error or a request to stop."""
         summary = self._receipt(None)
         try:
+            for lane in self.work.waiting:
+                self._try_lane(lane)
             for rows in chunks(batches, self.policy.chunk_rows, self.policy.chunk_bytes):
                 if self._forward(rows):
                     summary.stopped = True
                     break
             else:
                 summary.complete = True
+                for untried in self._untried:
+                    self._forget(untried)
         except EXPECTED as error:
             summary.error_kind, summary.error = type(error).__name__, str(error)
         finally:
@@ -103,92 +136,261 @@ class Delivery:
                 self._source.close()
         return list(self.receipts.values())
 
+    # New messages
+
     def _forward(self, rows: pa.Table) -> bool:
         """Steps 1 to 3 for one chunk; return whether the task should stop."""
         position = int(rows["id"][-1].as_py())
         if position == FAILED:
             raise Unavailable(f"broker {self.work.broker!r}", rows["body"][-1].as_py().decode())
-        parts = self._parts(rows)
-        attempted: dict[int, int] = {}
-        if any(quality == AT_MOST_ONCE for _, quality in parts):
-            attempted = self._at_source(attempt, position)
-        for (name, quality), part in parts.items():
-            chunk = Chunk(
-                source=self.work.source,
-                batch=self.work.batch,
-                rows=beyond(part, attempted) if quality == AT_MOST_ONCE else part,
-                position=position,
-            )
-            self._store(name, chunk, quality)
-        stop = self._at_source(_mark, position)
+        aside = Aside(work=self.work)
+        rows = aside.bury_unfit(unpack(rows), self.policy.max_bytes)
+        parts = sort(rows, self.routes, self._qualities, self._held)
+        attempted = self._attempt(parts, position)
+        for part in parts:
+            if part.destination is None:
+                service, _ = of_route_lane(part.lane)
+                aside.failed[part.lane] = Unroutable(service)
+                self._hold(part.lane, Unroutable(service))
+            if part.lane in self._held:
+                aside.parked.append(part)
+            elif part.quality == AT_MOST_ONCE:
+                self._store_once(replace(part, rows=self._fresh(part, attempted)), aside)
+            else:
+                self._store(part, (self.work.batch.number, position), aside)
+        alone = Lane(destination=self.work.alone or "")
+        if alone in aside.failed:
+            self._at_source(lambda source: self._postpone(source, alone, aside.failed[alone]))
+            raise aside.failed[alone]
+
+        def settle(source: psycopg.Connection[Any]) -> bool:
+            # once, also where the answer to the commit before got lost
+            new = bool(aside) and hold(source, self.work.batch) < position
+            stop = advance(source, self.work.batch, position)
+            if new:
+                aside.write(source)
+            fail_point("mark_forwarded")
+            return stop
+
+        stop = self._at_source(settle)
         fail_point("mark_commit")
+        self._count(aside, parked=sum(part.rows.num_rows for part in aside.parked))
         return stop
 
-    def _parts(self, rows: pa.Table) -> dict[tuple[str, str], pa.Table]:
-        """The chunk's messages by destination and quality, each part in order.
+    def _attempt(self, parts: Sequence[Part], position: int) -> dict[int, int]:
+        """Step 1; return, by shard, up to which id messages had been attempted before."""
+        if all(part.quality != AT_MOST_ONCE or part.lane in self._held for part in parts):
+            return {}
+        return self._at_source(lambda source: attempt(source, self.work.batch, position))
 
-        All that goes to one destination is one part, whatever routes it took: the watermark
-        there says of a whole chunk that it is stored.
-        """
-        choice = rows["route"]
-        if choice.null_count:
-            lost = rows.filter(pc.is_null(choice))
-            raise Unroutable(lost["to_service"][0].as_py())
-        ways: dict[tuple[str, str], list[int]] = {}
-        for number in pc.unique(choice).to_pylist():
-            route = self.routes[number]
-            quality = route.quality or self._known(route.destination)[1]
-            ways.setdefault((route.destination, quality), []).append(number)
-        rows = unpack(rows.drop_columns(["route"]))
-        if len(ways) == 1:
-            return dict.fromkeys(ways, rows)
-        return {
-            way: rows.filter(pc.is_in(choice, pa.array(numbers, choice.type)))
-            for way, numbers in ways.items()
-        }
+    def _fresh(self, part: Part, attempted: dict[int, int]) -> pa.Table:
+        number = self.work.batch.number
+        marks = {shard: (number, position) for shard, position in attempted.items()}
+        return beyond(part.rows, number, marks)
 
-    def _store(self, name: str, chunk: Chunk, quality: str) -> None:
-        def store() -> Stored:
-            return self._destination(name).store(chunk, exactly_once=quality == EXACTLY_ONCE)
+    # Parked messages
 
-        # an at_most_once chunk may have left although the answer got lost
-        attempts = 1 if quality == AT_MOST_ONCE else self.policy.attempts
-        stored = while_unavailable(attempts, store)
-        receipt = self._receipt(name)
-        receipt.messages += stored.messages
-        receipt.dropped += stored.dropped
+    def _try_lane(self, lane: Backoff) -> None:
+        """Deliver a lane's messages of these shards, if its time has come."""
+        if not lane.due:
+            self._hold(lane.key, Unavailable(str(lane), lane.error))
+            return
+        tried = False
+        for rows in self._parked(lane):
+            tried = True
+            aside = Aside(work=self.work)
+            part = self._way(lane, rows)
+            if part.destination is None:
+                aside.failed[lane.key] = Unroutable(of_route_lane(lane)[0])
+                aside.parked.append(part)
+            elif part.quality == AT_MOST_ONCE:
+                self._settle_lane(lane, rows, Aside(work=self.work))
+                self._store_once(part, aside)
+            else:
+                self._store(part, _mark(rows), aside)
+            self._settle_lane(lane, rows, aside)
+            self._count(aside)
+            if lane.key in aside.failed:
+                self._hold(lane.key, aside.failed[lane.key])
+                return
+        if tried:
+            self._at_source(lambda source: self._succeeded(source, lane.key))
+        else:
+            self._untried.add(lane.key)
 
-    def _at_source(self, write: Callable[..., T], position: int) -> T:
-        """Write the batch's mark at the source, in a transaction of its own."""
+    def _parked(self, lane: Backoff) -> Iterator[pa.Table]:
+        batch = self.work.batch
+        everything = [
+            *parking.as_log(selected(None)),
+            "parked_id",
+            "batch",
+            sql.SQL("id AS log_id"),
+        ]
+        query = parking.in_lane(batch.subscription_id, lane.key, batch.shards, everything)
+        try:
+            batches = read(self.work.dsn, query)
+            for rows in chunks(batches, self.policy.chunk_rows, self.policy.chunk_bytes):
+                yield unpack(rows)
+        except adbc.Error as error:
+            reason = self.work.dsn.redact(str(error))
+            raise Unavailable(f"broker {self.work.broker!r}", reason) from None
+
+    def _way(self, lane: Backoff, rows: pa.Table) -> Part:
+        """Where a lane's messages go now."""
+        destination: str | None = lane.destination
+        quality = None
+        if lane.lane.startswith(ROUTE):
+            route = choose_route(self.work.routes, *of_route_lane(lane))
+            destination, quality = (route.destination, route.quality) if route else (None, None)
+        if destination not in self._qualities:
+            return Part(lane=lane.key, destination=None, quality=None, rows=rows)
+        quality = quality or self._qualities[destination]
+        return Part(lane=lane.key, destination=destination, quality=quality, rows=rows)
+
+    def _settle_lane(self, lane: Backoff, rows: pa.Table, aside: Aside) -> None:
+        def settle(source: psycopg.Connection[Any]) -> None:
+            hold(source, self.work.batch)
+            aside.write_from_lane(source, lane.key, rows["parked_id"].to_pylist())
+            fail_point("unpark")
+
+        self._at_source(settle)
+        fail_point("unpark_commit")
+
+    def _forget(self, lane: Lane) -> None:
+        subscription_id = self.work.batch.subscription_id
+        self._at_source(lambda source: parking.forget(source, subscription_id, lane))
+
+    def _postpone(self, source: psycopg.Connection[Any], lane: Lane, error: SafError) -> None:
+        parking.postpone(source, self.work.batch.subscription_id, lane, str(error))
+
+    def _succeeded(self, source: psycopg.Connection[Any], lane: Lane) -> None:
+        parking.succeeded(source, self.work.batch.subscription_id, lane)
+
+    def _hold(self, lane: Lane, error: SafError) -> None:
+        """New messages park behind those of this lane; all for a destination behind a replay."""
+        self._held[lane] = str(error)
+        if lane.lane == REPLAY:
+            self._held[Lane(destination=lane.destination)] = str(error)
+
+    # Both
+
+    def _store(self, part: Part, mark: tuple[int, int], aside: Aside) -> None:
+        """Step 2 for one part, up to its mark; what does not go is in ``aside``."""
+        assert part.destination is not None  # noqa: S101 - the caller's to see to
+        chunk = Chunk(
+            source=self.work.source,
+            batch=self.work.batch,
+            rows=part.rows,
+            number=mark[0],
+            position=mark[1],
+            lane=part.lane.lane,
+        )
+        name, exactly_once = part.destination, part.quality == EXACTLY_ONCE
+        try:
+            stored = while_unavailable(
+                self.policy.attempts,
+                lambda: self._destination(name).store(chunk, exactly_once=exactly_once),
+            )
+        except Unavailable as error:
+            aside.failed[part.lane] = error
+            aside.parked.append(part)
+            self._hold(part.lane, error)
+        except UnknownService as error:
+            self._store_known(part, mark, aside, error)
+        except Rejected as error:
+            if part.rows.num_rows == 1:
+                aside.bury(part.rows, name, "rejected", str(error))
+                return
+            half = part.rows.num_rows // 2
+            first = replace(part, rows=part.rows.slice(0, half))
+            self._store(first, _mark(first.rows, mark[0]), aside)
+            self._store_or_park(replace(part, rows=part.rows.slice(half)), mark, aside)
+        else:
+            self._receipt(name).messages += stored.messages
+            self._receipt(name).dropped += stored.dropped
+            if part.lane in self._untried:
+                self._untried.discard(part.lane)
+                aside.opened.add(part.lane)
+
+    def _store_or_park(self, part: Part, mark: tuple[int, int], aside: Aside) -> None:
+        if part.lane in self._held:
+            aside.parked.append(part)
+        else:
+            self._store(part, mark, aside)
+
+    def _store_known(
+        self, part: Part, mark: tuple[int, int], aside: Aside, error: UnknownService
+    ) -> None:
+        """Store the rest of a part, some of whose services the destination does not know."""
+        assert part.destination is not None  # noqa: S101 - the caller's to see to
+        services = part.rows["to_service"]
+        for service in error.services:
+            rows = part.rows.filter(pc.equal(services, service))
+            lane = part.lane if part.lane.lane else service_lane(part.destination, service)
+            aside.failed[lane] = error
+            aside.parked.append(replace(part, lane=lane, rows=rows))
+            self._hold(lane, error)
+        known = pc.invert(pc.is_in(services, pa.array(error.services)))
+        rest = replace(part, rows=part.rows.filter(known))
+        if rest.rows.num_rows:
+            self._store(rest, mark, aside)
+
+    def _store_once(self, part: Part, aside: Aside) -> None:
+        """Step 2 at most once: what may have left is not sent again, and said to be dead."""
+        assert part.destination is not None  # noqa: S101 - the caller's to see to
+        if not part.rows.num_rows:
+            return
+        number, position = _mark(part.rows, self.work.batch.number)
+        chunk = Chunk(
+            source=self.work.source,
+            batch=self.work.batch,
+            rows=part.rows,
+            number=number,
+            position=position,
+            lane=part.lane.lane,
+        )
+        try:
+            stored = self._destination(part.destination).store(chunk, exactly_once=False)
+        except (Unavailable, UnknownService, Rejected) as error:
+            aside.bury(part.rows, part.destination, "unavailable", str(error))
+        else:
+            self._receipt(part.destination).messages += stored.messages
+
+    @property
+    def _qualities(self) -> dict[str, str]:
+        return {name: quality for name, (_, quality) in self.policy.destinations.items()}
+
+    def _destination(self, name: str) -> Destination:
+        destination = self._open.setdefault(
+            name, PostgresInbox(name, self.policy.destinations[name][0])
+        )
+        if name not in self._identities:
+            identity = destination.identity()
+            for other, known in self._identities.items():
+                if known == identity:
+                    raise ConfigurationError(
+                        f"destinations {other!r} and {name!r} are the same broker: one watermark "
+                        "cannot serve both, so keep one of them in saf.toml"
+                    )
+            self._identities[name] = identity
+        return destination
+
+    def _at_source(self, write: Callable[[psycopg.Connection[Any]], T]) -> T:
+        """Write at the source, in a transaction of its own; tried again, so it has to bear that."""
 
         def transaction() -> T:
             with unavailable_if_lost(f"broker {self.work.broker!r}"):
                 if self._source is None or self._source.closed:
                     self._source = self.work.dsn.connect(role="mark", autocommit=True)
                 with self._source.transaction():
-                    return write(self._source, self.work.batch, position)
+                    return write(self._source)
 
         return while_unavailable(self.policy.attempts, transaction)
 
-    def _destination(self, name: str) -> Destination:
-        if name not in self._open:
-            destination = PostgresInbox(name, self._known(name)[0])
-            self._open[name] = destination
-            for other, known in self._open.items():
-                if other != name and known.identity() == destination.identity():
-                    raise ConfigurationError(
-                        f"destinations {other!r} and {name!r} are the same broker: one watermark "
-                        "cannot serve both, so keep one of them in saf.toml"
-                    )
-        return self._open[name]
-
-    def _known(self, name: str) -> tuple[Dsn, str]:
-        if name not in self.policy.destinations:
-            raise Unavailable(
-                f"destination {name!r}",
-                f"a route names it, but saf.toml has no [destinations.{name}]",
-            )
-        return self.policy.destinations[name]
+    def _count(self, aside: Aside, parked: int = 0) -> None:
+        receipt = self._receipt(None)
+        receipt.parked += parked
+        receipt.dead += aside.dead_letters
 
     def _receipt(self, destination: str | None) -> Receipt:
         return self.receipts.setdefault(
@@ -196,10 +398,11 @@ class Delivery:
         )
 
 
-def _mark(connection: psycopg.Connection[Any], batch: Batch, position: int) -> bool:
-    stop = advance(connection, batch, position)
-    fail_point("mark_forwarded")
-    return stop
+def _mark(rows: pa.Table, number: int = 0) -> tuple[int, int]:
+    """(batch, position) of the last row; ``number`` is the batch of rows that do not say."""
+    if "batch" in rows.column_names:
+        number = int(rows["batch"][-1].as_py())
+    return number, int(rows["id"][-1].as_py())
 
 
 def chunks(batches: Iterable[pa.RecordBatch], max_rows: int, max_bytes: int) -> Iterator[pa.Table]:

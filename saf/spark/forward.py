@@ -37,6 +37,10 @@ class Summary:
     forwarded: int = 0
     dropped: int = 0
     """Delivered again and dropped by a watermark."""
+    parked: int = 0
+    """Set aside until a destination, a route or a service is there."""
+    dead: int = 0
+    """Set aside for a person."""
     by_destination: dict[str, int] = field(default_factory=dict)
     batches: int = 0
     cycles: int = 0
@@ -100,7 +104,6 @@ class Forwarder:
             SourceBroker(
                 name,
                 broker.dsn,
-                destinations=frozenset(settings.destinations),
                 lease_seconds=options.lease_seconds,
             )
             for name, broker in settings.brokers.items()
@@ -109,6 +112,7 @@ class Forwarder:
             destinations={n: (d.dsn, d.quality) for n, d in settings.destinations.items()},
             chunk_rows=options.chunk_rows,
             chunk_bytes=options.chunk_bytes,
+            max_bytes=options.max_bytes,
             attempts=options.attempts,
         )
         self._stop = False
@@ -219,7 +223,7 @@ class Forwarder:
         from saf.spark.source import messages
 
         routes = distinct_routes(work)
-        pending = route(messages(spark, work), work, routes)
+        pending = route(messages(spark, work, self.policy.max_bytes), work, routes)
         receipts = pending.mapInArrow(deliver(work, routes, self.policy), RECEIPT_SCHEMA)
         return [Receipt(**row.asDict()) for row in receipts.collect()]
 
@@ -232,6 +236,8 @@ class Forwarder:
             if receipt.complete:
                 complete.add(receipt.work)
             self.summary.stopped |= receipt.stopped
+            self.summary.parked += receipt.parked
+            self.summary.dead += receipt.dead
             name = work[receipt.work].broker
             if receipt.error_kind == Fenced.__name__:
                 log.info("taken_over", broker=name, detail=receipt.error)

@@ -18,6 +18,7 @@ import adbc_driver_postgresql.dbapi
 import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
+from saf.database import Dsn
 from saf.spark.columns import COLUMNS, SCHEMA, arrow_type, as_spark, selected
 from saf.spark.work import BYTES_AT_ONCE, ROWS_AT_ONCE, Work
 
@@ -36,14 +37,14 @@ FAILED = -1
 exception instead would abort the job, and with it the other brokers' tasks."""
 
 
-def messages(spark: SparkSession, work: Sequence[Work]) -> DataFrame:
+def messages(spark: SparkSession, work: Sequence[Work], max_bytes: int) -> DataFrame:
     """The messages of all ``work``, one partition per item: partition n is item n.
 
     The items travel pickled inside the data source and not as options, because they hold
     passwords and Spark shows options in plans. The classes are local, so that they travel by value
     too: the processes in which Spark only plans then import nothing of saf, nor Arrow.
     """
-    pickled, count = pickle.dumps(list(work)), len(work)
+    pickled, count = pickle.dumps((list(work), max_bytes)), len(work)
 
     class SafReader(DataSourceReader):
         def partitions(self) -> Sequence[InputPartition]:
@@ -70,28 +71,35 @@ def messages(spark: SparkSession, work: Sequence[Work]) -> DataFrame:
 
 
 def read_item(pickled: bytes, number: int) -> Iterator[pa.RecordBatch]:
-    """The messages of one item of a pickled list of work."""
-    return record_batches(pickle.loads(pickled)[number])  # noqa: S301 - our own bytes
+    """The messages of one item of what `messages` has pickled."""
+    work, max_bytes = pickle.loads(pickled)  # noqa: S301 - our own bytes
+    return record_batches(work[number], max_bytes)
 
 
-def record_batches(work: Work) -> Iterator[pa.RecordBatch]:
-    """The remaining messages of one item of work, in `saf.spark.columns`, about 4 MiB a batch."""
+def record_batches(work: Work, max_bytes: int) -> Iterator[pa.RecordBatch]:
+    """The remaining messages of one item of work, in `saf.spark.columns`."""
     try:
-        with (
-            adbc_driver_postgresql.dbapi.connect(work.dsn.for_role("read")) as connection,
-            connection.cursor() as cursor,
-        ):
-            cursor.adbc_statement.set_options(
-                **{"adbc.postgresql.batch_size_hint_bytes": str(ARROW_BATCH_BYTES)}
-            )
-            cursor.execute(ALONE)
-            cursor.execute(work.batch.select(selected()))
-            for rows in cursor.fetch_record_batch():
-                yield as_spark(rows)
-                if missing := padding(rows.num_rows, rows.nbytes):
-                    yield _nothing(missing)
+        for rows in read(work.dsn, work.batch.select(selected(max_bytes))):
+            yield rows
+            if missing := padding(rows.num_rows, rows.nbytes):
+                yield _nothing(missing)
     except adbc.Error as error:
         yield _failure(work.dsn.redact(str(error)))
+
+
+def read(dsn: Dsn, query: str) -> Iterator[pa.RecordBatch]:
+    """What a query gives, about 4 MiB at a time, in types that Spark knows."""
+    with (
+        adbc_driver_postgresql.dbapi.connect(dsn.for_role("read")) as connection,
+        connection.cursor() as cursor,
+    ):
+        cursor.adbc_statement.set_options(
+            **{"adbc.postgresql.batch_size_hint_bytes": str(ARROW_BATCH_BYTES)}
+        )
+        cursor.execute(ALONE)
+        cursor.execute(query)
+        for rows in cursor.fetch_record_batch():
+            yield as_spark(rows)
 
 
 def padding(rows: int, size: int) -> int:

@@ -8,6 +8,7 @@ from uuid import UUID
 
 from saf.cursor import Batch
 from saf.database import Dsn
+from saf.parking import Backoff
 from saf.routes import Route
 
 ROWS_AT_ONCE = 10_000
@@ -28,6 +29,17 @@ class Work:
     batch: Batch
     routes: tuple[Route, ...]
     """Frozen with the batch, in order of precedence."""
+    waiting: tuple[Backoff, ...] = ()
+    """Lanes of parked messages, in the order in which they are tried."""
+
+    @property
+    def alone(self) -> str | None:
+        """The one destination that all routes lead to, if it is one.
+
+        While that is down, nothing is gained by parking: the batch is left open.
+        """
+        destinations = {route.destination for route in self.routes}
+        return destinations.pop() if len(destinations) == 1 else None
 
     def split(self, parts: int) -> list[Work]:
         """The same messages as at most ``parts`` tasks, by shards."""
@@ -42,6 +54,8 @@ class Policy:
     """By name: where it is, and its default quality of service."""
     chunk_rows: int
     chunk_bytes: int
+    max_bytes: int
+    """Larger bodies are dead letters."""
     attempts: int
 
 
@@ -53,6 +67,8 @@ class Receipt:
     destination: str | None
     messages: int = 0
     dropped: int = 0
+    parked: int = 0
+    dead: int = 0
     complete: bool = False
     """Every message of the batch is delivered."""
     stopped: bool = False

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from saf.database import Dsn
-from tests.pipeline import Cycle, bodies, connect, forward, policy, send
+from tests.pipeline import Cycle, bodies, connect, forward, let_time_pass, policy, send
 
 pytestmark = pytest.mark.every_postgresql
 
@@ -94,5 +94,6 @@ def test_order_holds_when_a_destination_fails_in_the_middle(app: Dsn, mom: Dsn) 
         assert receipt.error_kind == "Unavailable"
         assert not receipt.complete
         cycle.rules = whole
+        let_time_pass(app)
         cycle.run()
     assert bodies(mom) == [str(number) for number in range(10)]

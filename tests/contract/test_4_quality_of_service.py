@@ -170,27 +170,3 @@ def test_the_message_id_travels_to_the_consumer(app: Dsn, mom: Dsn) -> None:
     with connect(mom) as connection:
         stored = connection.execute(f"SELECT {columns} FROM saf.inbox").fetchall()
     assert stored == sent
-
-
-def test_a_message_without_a_route_stays_and_goes_once_there_is_one(app: Dsn, mom: Dsn) -> None:
-    with connect(app) as connection:
-        send(connection, "one")
-    (receipt,) = forward(app)
-    assert receipt.error_kind == "Unroutable"
-    assert receipt.error is not None
-    assert "'billing'" in receipt.error
-    forward(app, mom=mom)
-    assert bodies(mom) == ["one"]
-
-
-def test_a_message_routed_to_a_destination_that_does_not_exist_goes_once_it_is_mended(
-    app: Dsn, mom: Dsn
-) -> None:
-    with connect(app) as connection:
-        connection.execute("INSERT INTO saf.route (service, destination) VALUES ('billing', 'mmo')")
-        send(connection, "one")
-        (receipt,) = forward(app, mom=mom)
-        assert receipt.error_kind == "Unavailable"
-        connection.execute("UPDATE saf.route SET destination = 'mom'")
-    forward(app, mom=mom)
-    assert bodies(mom) == ["one"]

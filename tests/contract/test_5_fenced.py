@@ -60,7 +60,7 @@ def test_a_zombie_that_is_first_at_the_destination_still_duplicates_nothing(
     assert bodies(mom) == [str(number) for number in range(10)]
 
 
-def test_a_zombie_cannot_advance_attempt_close_or_reroute_at_the_source(app: Dsn) -> None:
+def test_a_zombie_cannot_advance_attempt_hold_or_close_at_the_source(app: Dsn) -> None:
     with connect(app) as one, connect(app) as two:
         send(one, "x")
         zombie = new_member(one)
@@ -74,7 +74,7 @@ def test_a_zombie_cannot_advance_attempt_close_or_reroute_at_the_source(app: Dsn
             lambda: cursor.advance(one, batch, 99),
             lambda: cursor.attempt(one, batch, 99),
             lambda: cursor.close(one, [batch]),
-            lambda: cursor.reroute(one, batch, 1),
+            lambda: cursor.hold(one, batch),
         ):
             with pytest.raises(Fenced) as caught, one.transaction():
                 write()

@@ -95,7 +95,7 @@ def test_nothing_is_marked_while_the_destination_has_not_committed(app: Dsn, mom
     with connect(mom) as connection:
         connection.execute(
             "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
-            "RAISE EXCEPTION 'refused at commit'; END $$"
+            "RAISE EXCEPTION 'refused at commit' USING ERRCODE = '40001'; END $$"
         )
         for slot in range(8):
             connection.execute(
@@ -106,7 +106,7 @@ def test_nothing_is_marked_while_the_destination_has_not_committed(app: Dsn, mom
         send(connection, "one")
         with Cycle(app, policy(mom=mom)) as cycle:
             receipts = cycle.run()
-        assert [r.error_kind for r in receipts if r.error] == ["Rejected"]
+        assert [r.error_kind for r in receipts if r.error] == ["Unavailable"]
         positions = connection.execute("SELECT DISTINCT position FROM saf.cursor").fetchall()
         assert positions == [(0,)]
     assert bodies(mom) == []

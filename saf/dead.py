@@ -1,0 +1,195 @@
+"""Dead letters: messages set aside for a person, and what the person does with them.
+
+They are written in the transaction that moves the position past them. `retry` hands them to the
+forwarder again, in the order they had, in a lane of their own (see `saf.parking`); `discard` gives
+them up. Both remember who did it, when and why in ``saf.audit``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import class_row
+
+from saf.database import fetch
+from saf.message import COLUMNS
+from saf.parking import RETRY
+
+REASONS = ("rejected", "expired", "over_size", "unavailable")
+
+DEAD_COLUMNS = (
+    *("subscription_id", "destination", "shard", "id", "reason", "error"),
+    *COLUMNS,
+)
+BURY = sql.SQL("COPY saf.dead_letter ({}) FROM STDIN").format(
+    sql.SQL(", ").join(map(sql.Identifier, DEAD_COLUMNS))
+)
+
+# The body was not read, because it is too large to travel
+BURY_UNREAD = f"""
+INSERT INTO saf.dead_letter (subscription_id, shard, id, reason, error, {", ".join(COLUMNS)})
+SELECT %(subscription_id)s, shard, id, %(reason)s, %(error)s, {", ".join(COLUMNS)}
+FROM saf.outbox WHERE shard = %(shard)s AND id = %(id)s
+"""
+
+CHOSEN = """
+FROM saf.dead_letter d JOIN saf.subscription s USING (subscription_id)
+WHERE (%(dead_letter_ids)s::bigint[] IS NULL OR dead_letter_id = ANY (%(dead_letter_ids)s))
+  AND (%(reason)s::text IS NULL OR reason = %(reason)s)
+  AND (%(service)s::text IS NULL OR to_service = %(service)s)
+  AND (%(destination)s::text IS NULL OR destination = %(destination)s)
+  AND (%(key)s::text IS NULL OR key = %(key)s)
+  AND (%(before)s::timestamptz IS NULL OR dead_letter_at < %(before)s)
+"""
+
+LIST = f"""
+SELECT dead_letter_id, s.name AS subscription, destination, reason, error, dead_letter_at,
+       message_id, to_service AS service, key, message_type, headers, octet_length(body) AS bytes,
+       d.created_at, expires_at
+{CHOSEN} ORDER BY dead_letter_id LIMIT %(limit)s
+"""
+
+BODY = "SELECT body FROM saf.dead_letter WHERE dead_letter_id = %(dead_letter_id)s"
+
+LOCKED = f"SELECT dead_letter_id, message_id, destination {CHOSEN} ORDER BY 1 FOR UPDATE OF d"
+
+# The number of a retry, its audit_id, rises with each, and so does the lane's watermark; within it
+# the order is the one in which they died. What had expired goes all the same: a person says so.
+PARK = f"""
+INSERT INTO saf.parked
+    (subscription_id, destination, lane, shard, id, batch, position, {", ".join(COLUMNS)})
+SELECT subscription_id, destination, %(lane)s, shard, id, %(number)s,
+       row_number() OVER (ORDER BY dead_letter_id),
+       {", ".join("NULL" if c == "expires_at" else c for c in COLUMNS)}
+FROM saf.dead_letter WHERE dead_letter_id = ANY (%(dead_letter_ids)s)
+"""
+DUE = """
+INSERT INTO saf.backoff (subscription_id, destination, lane, error)
+SELECT DISTINCT subscription_id, destination, %(lane)s, 'retried by ' || session_user
+FROM saf.dead_letter WHERE dead_letter_id = ANY (%(dead_letter_ids)s)
+ON CONFLICT (subscription_id, destination, lane) DO UPDATE SET next_attempt_at = now()
+"""
+# In the order of their numbers also across retries: one that commits late must not come after a
+# higher one was delivered.
+ONE_AT_A_TIME = "SELECT pg_advisory_xact_lock(hashtextextended('saf retry', 0))"
+DELETE = "DELETE FROM saf.dead_letter WHERE dead_letter_id = ANY (%(dead_letter_ids)s)"
+AUDIT = """
+INSERT INTO saf.audit (action, message_ids, why)
+VALUES (%(action)s, %(message_ids)s, %(why)s) RETURNING audit_id
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filter:
+    """Which dead letters; None means any."""
+
+    dead_letter_ids: Sequence[int] | None = None
+    reason: str | None = None
+    service: str | None = None
+    destination: str | None = None
+    key: str | None = None
+    before: datetime | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeadLetter:
+    """One of them, without its body."""
+
+    dead_letter_id: int
+    subscription: str
+    destination: str
+    reason: str
+    error: str
+    dead_letter_at: datetime
+    message_id: UUID
+    service: str
+    key: str | None
+    message_type: str | None
+    headers: dict[str, Any] | None
+    bytes: int
+    created_at: datetime
+    expires_at: datetime | None
+
+
+def bury(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) -> None:
+    """Set messages, as dicts of `DEAD_COLUMNS`, aside. Call it in a transaction."""
+    with connection.cursor() as cursor, cursor.copy(BURY) as copy:
+        for row in rows:
+            copy.write_row([row[column] for column in DEAD_COLUMNS])
+
+
+def bury_unread(
+    connection: psycopg.Connection[Any], subscription_id: int, shard: int, id_: int, error: str
+) -> None:
+    """Set a message aside that was too large to read. Call it in a transaction."""
+    connection.execute(
+        BURY_UNREAD,
+        {
+            "subscription_id": subscription_id,
+            "shard": shard,
+            "id": id_,
+            "reason": "over_size",
+            "error": error,
+        },
+    )
+
+
+def dead_letters(
+    connection: psycopg.Connection[Any], chosen: Filter, limit: int = 100
+) -> list[DeadLetter]:
+    """The dead letters that a filter matches, oldest first."""
+    with psycopg.Cursor(connection, row_factory=class_row(DeadLetter)) as cursor:
+        return cursor.execute(LIST, asdict(chosen) | {"limit": limit}).fetchall()
+
+
+def body(connection: psycopg.Connection[Any], dead_letter_id: int) -> bytes | None:
+    """The body of a dead letter; None if there is no such."""
+    found = fetch(connection, BODY, {"dead_letter_id": dead_letter_id})
+    return bytes(found[0][0]) if found else None
+
+
+def retry(connection: psycopg.Connection[Any], chosen: Filter, why: str) -> list[UUID]:
+    """Hand dead letters to the forwarder again; return their message ids, in order.
+
+    One that is retried is no dead letter any more, so doing it twice does it once.
+    """
+    with connection.transaction():
+        connection.execute(ONE_AT_A_TIME)
+        ids, message_ids = _locked(connection, chosen)
+        if ids:
+            number = _audit(connection, "retry", message_ids, why)
+            params = {"lane": RETRY, "number": number, "dead_letter_ids": ids}
+            connection.execute(DUE, params)
+            connection.execute(PARK, params)
+            connection.execute(DELETE, params)
+    return message_ids
+
+
+def discard(connection: psycopg.Connection[Any], chosen: Filter, why: str) -> list[UUID]:
+    """Give dead letters up for good; return their message ids."""
+    with connection.transaction():
+        ids, message_ids = _locked(connection, chosen)
+        if ids:
+            _audit(connection, "discard", message_ids, why)
+            connection.execute(DELETE, {"dead_letter_ids": ids})
+    return message_ids
+
+
+def _locked(connection: psycopg.Connection[Any], chosen: Filter) -> tuple[list[int], list[UUID]]:
+    rows = fetch(connection, LOCKED, asdict(chosen))
+    return [row[0] for row in rows], [row[1] for row in rows]
+
+
+def _audit(
+    connection: psycopg.Connection[Any], action: str, message_ids: Sequence[UUID], why: str
+) -> int:
+    ((number,),) = fetch(
+        connection, AUDIT, {"action": action, "message_ids": list(message_ids), "why": why}
+    )
+    return int(number)

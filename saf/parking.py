@@ -1,0 +1,228 @@
+"""Parking: messages set aside in order, and when each is tried again.
+
+What cannot be delivered now is copied to ``saf.parked``, in the transaction that moves the
+position past it, so that the rest of its batch goes on. A *lane* is the messages that wait for the
+same thing; lanes are separate, and within one the order is kept:
+
+    destination  lane               waits until
+    mom          (empty)            the destination answers: everything for it, in order
+    mom          service:billing    the destination knows the service
+    (empty)      route:billing      a route leads somewhere
+    mom          retry, replay      nothing: sent again on an operator's word
+
+While a lane has messages, new ones that belong in it park behind them, and when its time has come
+the parked go first. Each keeps the (batch, position) that it had, and each lane has a watermark
+of its own at the destination: a parked message that was stored before its acknowledgement got
+lost is dropped there like any other.
+
+``saf.backoff`` has one row per lane that waits: the attempts so far and the next one's time, in
+the source's database and by its clock, so that they survive restarts and all forwarders share
+them. The schedule is Service Broker's: 4, 8, 16, 32, 64, 64 … seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import class_row
+
+from saf.database import fetch
+from saf.message import COLUMNS
+
+FIRST_WAIT_SECONDS = 4
+LONGEST_WAIT_SECONDS = 64
+
+MAIN, RETRY, REPLAY, SERVICE, ROUTE = "", "retry", "replay", "service:", "route:"
+
+
+def wait_seconds(attempts: int) -> int:
+    """How long to wait after so many attempts in a row that failed.
+
+    >>> [wait_seconds(attempts) for attempts in (1, 2, 3, 4, 5, 6, 100)]
+    [4, 8, 16, 32, 64, 64, 64]
+    """
+    return min(FIRST_WAIT_SECONDS << min(attempts - 1, 10), LONGEST_WAIT_SECONDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """What messages wait for; see above."""
+
+    destination: str = ""
+    lane: str = MAIN
+
+    def __str__(self) -> str:
+        waiting = f"destination {self.destination!r}" if self.destination else "no route"
+        return f"{waiting}, {self.lane}" if self.lane else waiting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backoff(Lane):
+    """A lane that waits."""
+
+    attempts: int
+    next_attempt_at: datetime
+    due: bool
+    error: str
+    since: datetime
+
+    @property
+    def key(self) -> Lane:
+        """The lane."""
+        return Lane(destination=self.destination, lane=self.lane)
+
+
+WAITING = """
+SELECT destination, lane, attempts, next_attempt_at, next_attempt_at <= now() AS due, error, since
+FROM saf.backoff WHERE subscription_id = %(subscription_id)s
+ORDER BY lane <> 'replay', lane, destination
+"""
+
+# What parks messages holds the lane's row until it commits, so that `succeeded`, which looks
+# whether any are left, cannot miss them.
+TOUCH = """
+INSERT INTO saf.backoff AS b (subscription_id, destination, lane, error)
+VALUES (%(subscription_id)s, %(destination)s, %(lane)s, %(error)s)
+ON CONFLICT (subscription_id, destination, lane) DO UPDATE SET error = b.error
+RETURNING attempts, next_attempt_at <= now()
+"""
+
+POSTPONE = """
+UPDATE saf.backoff SET attempts = %(attempts)s, error = %(error)s,
+       next_attempt_at = clock_timestamp() + make_interval(secs => %(wait)s)
+WHERE subscription_id = %(subscription_id)s AND destination = %(destination)s AND lane = %(lane)s
+"""
+
+THIS_LANE = """
+subscription_id = %(subscription_id)s AND destination = %(destination)s AND lane = %(lane)s
+"""
+# A statement of its own, so that the next one sees what was parked by those it has waited for
+LOCK = f"SELECT FROM saf.backoff WHERE {THIS_LANE} FOR UPDATE"
+# Others' messages in the lane need not wait for their time any longer
+RESET = f"""
+UPDATE saf.backoff SET attempts = 0, next_attempt_at = now() WHERE {THIS_LANE}
+AND EXISTS (SELECT FROM saf.parked WHERE {THIS_LANE})
+"""
+FORGET = f"""
+DELETE FROM saf.backoff WHERE {THIS_LANE}
+AND NOT EXISTS (SELECT FROM saf.parked WHERE {THIS_LANE})
+"""
+
+PARKED_COLUMNS = (
+    *("subscription_id", "destination", "lane", "quality", "shard", "id", "batch", "position"),
+    *COLUMNS,
+)
+PARK = sql.SQL("COPY saf.parked ({}) FROM STDIN").format(
+    sql.SQL(", ").join(map(sql.Identifier, PARKED_COLUMNS))
+)
+MOVE = """
+UPDATE saf.parked SET destination = %(destination)s, lane = %(lane)s
+WHERE subscription_id = %(subscription_id)s AND parked_id = ANY (%(parked_ids)s)
+"""
+UNPARK = "DELETE FROM saf.parked WHERE parked_id = ANY (%(parked_ids)s)"
+
+IN_LANE = """
+SELECT {columns} FROM saf.parked
+WHERE subscription_id = {subscription_id} AND destination = {destination} AND lane = {lane}
+  AND shard = ANY ({shards}::smallint[])
+ORDER BY batch, position
+"""
+
+
+def waiting(connection: psycopg.Connection[Any], subscription_id: int) -> tuple[Backoff, ...]:
+    """The lanes of a subscription that wait, in the order in which they are to be tried."""
+    with psycopg.Cursor(connection, row_factory=class_row(Backoff)) as cursor:
+        return tuple(cursor.execute(WAITING, {"subscription_id": subscription_id}).fetchall())
+
+
+def postpone(
+    connection: psycopg.Connection[Any], subscription_id: int, lane: Lane, error: str
+) -> None:
+    """An attempt at the lane has failed. Call it in a transaction.
+
+    An attempt that was not due, because another member has just failed too, does not count.
+    """
+    params = _params(subscription_id, lane) | {"error": error}
+    ((attempts, due),) = fetch(connection, TOUCH, params)
+    if due:
+        params |= {"attempts": attempts + 1, "wait": wait_seconds(attempts + 1)}
+        connection.execute(POSTPONE, params)
+
+
+def succeeded(connection: psycopg.Connection[Any], subscription_id: int, lane: Lane) -> None:
+    """The lane is open again: forget its attempts, and the lane once it is empty.
+
+    Call it in a transaction.
+    """
+    forget(connection, subscription_id, lane)
+    connection.execute(RESET, _params(subscription_id, lane))
+
+
+def forget(connection: psycopg.Connection[Any], subscription_id: int, lane: Lane) -> None:
+    """Nothing waits in the lane any more, unless it does. Call it in a transaction."""
+    params = _params(subscription_id, lane)
+    connection.execute(LOCK, params)
+    connection.execute(FORGET, params)
+
+
+def park(connection: psycopg.Connection[Any], lane: Lane, rows: Sequence[dict[str, Any]]) -> None:
+    """Copy messages, as dicts of `PARKED_COLUMNS`, into a lane. Call it in a transaction."""
+    for subscription_id in {row["subscription_id"] for row in rows}:
+        fetch(connection, TOUCH, _params(subscription_id, lane) | {"error": "behind others"})
+    with connection.cursor() as cursor, cursor.copy(PARK) as copy:
+        for row in rows:
+            copy.write_row([row[column] for column in PARKED_COLUMNS])
+
+
+def move(
+    connection: psycopg.Connection[Any],
+    subscription_id: int,
+    lane: Lane,
+    parked_ids: Sequence[int],
+) -> None:
+    """Put parked messages into another lane. Call it in a transaction."""
+    params = _params(subscription_id, lane)
+    fetch(connection, TOUCH, params | {"error": "behind others"})
+    connection.execute(MOVE, params | {"parked_ids": list(parked_ids)})
+
+
+def unpark(connection: psycopg.Connection[Any], parked_ids: Sequence[int]) -> None:
+    """Delivered, or gone elsewhere."""
+    connection.execute(UNPARK, {"parked_ids": list(parked_ids)})
+
+
+def as_log(columns: Sequence[str | sql.Composable]) -> list[str | sql.Composable]:
+    """Columns of a log as a lane has them: its position is what the watermark knows as id."""
+    return [sql.SQL("position AS id") if column == "id" else column for column in columns]
+
+
+def in_lane(
+    subscription_id: int, lane: Lane, shards: Sequence[int], columns: Sequence[str | sql.Composable]
+) -> str:
+    """The query for a lane's messages of some shards, in order; complete, for COPY."""
+    return (
+        sql.SQL(IN_LANE)
+        .format(
+            columns=sql.SQL(", ").join(
+                sql.Identifier(column) if isinstance(column, str) else column for column in columns
+            ),
+            subscription_id=sql.Literal(subscription_id),
+            destination=sql.Literal(lane.destination),
+            lane=sql.Literal(lane.lane),
+            shards=sql.Literal(list(shards)),
+        )
+        .as_string(None)
+    )
+
+
+def _params(subscription_id: int, lane: Lane) -> dict[str, Any]:
+    return {
+        "subscription_id": subscription_id,
+        "destination": lane.destination,
+        "lane": lane.lane,
+    }

@@ -1,0 +1,119 @@
+"""What one chunk sets aside, gathered while it is delivered and written with its position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import UUID
+
+import psycopg
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from saf import dead, parking
+from saf.errors import SafError
+from saf.message import COLUMNS
+from saf.parking import Lane
+from saf.spark.sorting import Part
+from saf.spark.work import Work
+
+_UUIDS = ("message_id", "to_broker", "conversation_id")
+
+
+@dataclass
+class Aside:
+    """Of one chunk: lanes that failed or are open again, parked messages, dead letters."""
+
+    work: Work
+    failed: dict[Lane, SafError] = field(default_factory=dict)
+    opened: set[Lane] = field(default_factory=set)
+    parked: list[Part] = field(default_factory=list)
+    dead: list[tuple[pa.Table, str, str, str]] = field(default_factory=list)
+    """Messages, the destination, the reason, the error."""
+    unread: list[tuple[int, int, str]] = field(default_factory=list)
+    """Shard, id and error of messages too large to be read."""
+
+    def __bool__(self) -> bool:
+        return bool(self.failed or self.opened or self.parked or self.dead or self.unread)
+
+    @property
+    def dead_letters(self) -> int:
+        """How many messages have become dead letters."""
+        return sum(len(rows) for rows, *_ in self.dead) + len(self.unread)
+
+    def bury(self, rows: pa.Table, destination: str, reason: str, error: str) -> None:
+        """These become dead letters."""
+        if rows.num_rows:
+            self.dead.append((rows, destination, reason, error))
+
+    def bury_unfit(self, rows: pa.Table, max_bytes: int) -> pa.Table:
+        """Messages that have expired or are too large become dead letters; return the others.
+
+        By the time at which the batch was opened: read again, it gives the same.
+        """
+        if rows["body"].null_count:
+            large = rows.filter(pc.is_null(rows["body"]))
+            error = f"the body has more than forwarder.max_bytes = {max_bytes}"
+            for shard, id_ in zip(large["shard"].to_pylist(), large["id"].to_pylist(), strict=True):
+                self.unread.append((shard, id_, error))
+            rows = rows.filter(pc.is_valid(rows["body"]))
+        expiry = rows["expires_at"]
+        if expiry.null_count < len(expiry):
+            now = pa.scalar(self.work.batch.opened_at, expiry.type)
+            expired = pc.fill_null(pc.less_equal(expiry, now), False)
+            self.bury(rows.filter(expired), "", "expired", "expires_at has passed")
+            rows = rows.filter(pc.invert(expired))
+        return rows
+
+    def write(self, source: psycopg.Connection[Any]) -> None:
+        """Write it all, in the caller's transaction."""
+        subscription_id = self.work.batch.subscription_id
+        for lane, error in self.failed.items():
+            parking.postpone(source, subscription_id, lane, str(error))
+        for part in self.parked:
+            parking.park(source, part.lane, list(self._parked(part)))
+        self._bury(source)
+        for lane in self.opened:
+            parking.succeeded(source, subscription_id, lane)
+
+    def write_from_lane(
+        self, source: psycopg.Connection[Any], lane: Lane, parked_ids: Sequence[int]
+    ) -> None:
+        """The same for messages that were parked in ``lane`` already: what has gone leaves it."""
+        subscription_id = self.work.batch.subscription_id
+        staying: set[int] = set()
+        for failed, error in self.failed.items():
+            parking.postpone(source, subscription_id, failed, str(error))
+        for part in self.parked:
+            ids = part.rows["parked_id"].to_pylist()
+            staying |= set(ids)
+            if part.lane != lane:
+                parking.move(source, subscription_id, part.lane, ids)
+        self._bury(source)
+        parking.unpark(source, [number for number in parked_ids if number not in staying])
+
+    def _bury(self, source: psycopg.Connection[Any]) -> None:
+        for rows, destination, reason, error in self.dead:
+            more = {"destination": destination, "reason": reason, "error": error}
+            dead.bury(source, list(self._dicts(rows, **more)))
+        for shard, id_, error in self.unread:
+            dead.bury_unread(source, self.work.batch.subscription_id, shard, id_, error)
+
+    def _parked(self, part: Part) -> Iterator[dict[str, Any]]:
+        more = {
+            "destination": part.lane.destination,
+            "lane": part.lane.lane,
+            "quality": part.quality,
+            "batch": self.work.batch.number,
+        }
+        for row in self._dicts(part.rows, **more):
+            yield {**row, "position": row["id"]}
+
+    def _dicts(self, rows: pa.Table, **more: object) -> Iterator[dict[str, Any]]:
+        more = {**more, "subscription_id": self.work.batch.subscription_id}
+        if "log_id" in rows.column_names:
+            rows = rows.drop_columns(["id"]).rename_columns({"log_id": "id"})
+        for row in rows.select(["shard", "id", *COLUMNS]).to_pylist():
+            uuids = {name: UUID(bytes=row[name]) for name in _UUIDS if row[name] is not None}
+            yield {**row, **uuids, **more}
