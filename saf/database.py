@@ -118,11 +118,24 @@ class Dsn:
 
 @contextmanager
 def unavailable_if_lost(what: str) -> Iterator[None]:
-    """Turn a lost connection into `Unavailable`; other database errors pass through."""
+    """Turn a lost connection into `Unavailable`, and a missing right into `ConfigurationError`.
+
+    Other database errors pass through.
+    """
     try:
         yield
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise lacks_right(what, str(error)) from error
     except (psycopg.OperationalError, psycopg.InterfaceError) as error:
         raise Unavailable(what, " ".join(str(error).split())) from error
+
+
+def lacks_right(what: str, reason: str) -> ConfigurationError:
+    """The error for a login that may not do what it has to."""
+    return ConfigurationError(
+        f"{what} refuses this user: {' '.join(reason.split())}. Let the owner of its schema saf "
+        "run `saf grant --role …` for the user"
+    )
 
 
 def fetch(
