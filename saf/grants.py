@@ -9,10 +9,10 @@ duty keeps nothing of the old one. `RIGHTS` says what each kind may do; it is al
     forwarder   at a source, reads the outbox and moves its cursors; at a destination, fills the
                 inbox. A broker is both, so one kind serves both
     receiver    reads the inbox and moves its cursors. One that replies is a writer as well
-    purger      empties slots of the logs. Not part of the forwarder, which runs on many machines:
-                that every reader has completed a slot is checked by the program and not by the
-                server, so whoever may TRUNCATE may destroy messages. A forwarder that purges at
-                the end of its runs is a purger as well
+    purger      empties slots of the logs, and forgets old routes. Not part of the forwarder, which
+                runs on many machines: that every reader has completed a slot is checked by the
+                program and not by the server, so whoever may TRUNCATE may destroy messages. A
+                forwarder that purges at the end of its runs is a purger as well
     operator    reads everything, and looks after routes, messages set aside and slots
 
 Nobody may create, alter or drop: that is the owner's, who migrates. Rights on the parent of a
@@ -97,8 +97,10 @@ SETTING_ASIDE: Rights = {
     "dead_letter": {"INSERT": WHOLE},
 }
 
-# TRUNCATE, and the lock before it, is of a slot itself; jumping to the next slot sets the sequence.
+# TRUNCATE, and the lock before it, is of a slot itself. Ids are drawn to leave a slot, and not set:
+# whoever may set a sequence may have ids given twice.
 PURGING: Rights = {
+    "broker": {"SELECT": WHOLE},
     "subscription": {"SELECT": WHOLE},
     "cursor": {"SELECT": WHOLE},
     **{
@@ -106,8 +108,9 @@ PURGING: Rights = {
         for log in ("outbox", "inbox")
         for slot in range(SLOTS)
     },
-    "outbox_id_seq": {"SELECT": WHOLE, "UPDATE": WHOLE},
-    "inbox_id_seq": {"SELECT": WHOLE, "UPDATE": WHOLE},
+    "outbox_id_seq": {"SELECT": WHOLE, "USAGE": WHOLE},
+    "inbox_id_seq": {"SELECT": WHOLE, "USAGE": WHOLE},
+    "route_version": {"SELECT": WHOLE, "DELETE": WHOLE},
 }
 
 ROUTE = ("service", "broker", "destination", "quality", "enabled")
@@ -137,14 +140,12 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
         PURGING,
         SETTING_ASIDE,
         {
-            "broker": {"SELECT": WHOLE},
             "outbox": {"SELECT": WHOLE},
             "outbox_status": {"SELECT": WHOLE},
             "inbox": {"SELECT": WHOLE},
             "member": {"SELECT": WHOLE},
             "watermark": {"SELECT": WHOLE},
             "route": {"SELECT": WHOLE, "INSERT": ROUTE, "UPDATE": ROUTE, "DELETE": WHOLE},
-            "route_version": {"SELECT": WHOLE},
             "dead_letter": {
                 "SELECT": WHOLE,
                 "UPDATE": ("attempts", "error", "reason"),
@@ -196,15 +197,22 @@ def grant(connection: psycopg.Connection[Any], role: str, kinds: Iterable[Kind])
     """Give ``role`` the rights of ``kinds`` and no others in this broker, in one transaction.
 
     Raises:
-        ConfigurationError: there is no such role, it owns the schema, or the connection's user
-            does not.
+        ConfigurationError: there is no such role, it owns the schema, it has passed rights on, or
+            the connection's user does not own the schema.
         SchemaMissing, SchemaMismatch: the database is not a broker of this version.
     """
-    with connection.transaction():
-        connection.execute(TAKE_TURN)
-        check(connection, role)
-        for statement in statements(role, kinds):
-            connection.execute(statement)
+    try:
+        with connection.transaction():
+            connection.execute(TAKE_TURN)
+            check(connection, role)
+            for statement in statements(role, kinds):
+                connection.execute(statement)
+    except psycopg.errors.DependentObjectsStillExist as error:
+        raise ConfigurationError(
+            f"role {role!r} has passed rights in schema saf of database "
+            f"{connection.info.dbname!r} on to others ({error.diag.message_detail}): "
+            "let it REVOKE them first"
+        ) from error
 
 
 def check(connection: psycopg.Connection[Any], role: str) -> None:

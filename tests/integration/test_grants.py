@@ -27,12 +27,13 @@ every_postgresql = pytest.mark.every_postgresql
 
 _number = itertools.count(1)
 
-# Select, Insert, Update, Delete, Truncate; in lower case, for the columns in SOME only.
+# Select, Insert, Update, Delete, Truncate, draw the Next value; in lower case, for the columns in
+# SOME only.
 # A table that is not listed here fails the test: decide who may do what with it.
 KINDS = ["writer", "forwarder", "receiver", "purger", "operator"]
 MATRIX = {
     "alembic_version": "s      s         s         s       s",
-    "broker         ": "-      S         S         -       S",
+    "broker         ": "-      S         S         S       S",
     "outbox         ": "i      S         -         -       S",
     "outbox_status  ": "-      -         -         -       S",
     "inbox          ": "-      i         S         -       S",
@@ -40,13 +41,13 @@ MATRIX = {
     "member         ": "-      SiuD      SiuD      -       S",
     "cursor         ": "-      Su        Su        S       S",
     "route          ": "-      S         -         -       SiuD",
-    "route_version  ": "-      Si        -         -       S",
+    "route_version  ": "-      Si        -         SD      SD",
     "watermark      ": "-      SIu       -         -       S",
     "parked         ": "-      SIuD      SIuD      -       SIuD",
     "dead_letter    ": "-      I         I         -       SIuD",
     **{f"{log}_{n}": "- - - ST ST" for log in ("outbox", "inbox") for n in range(8)},
-    "outbox_id_seq  ": "-      -         -         SU      SU",
-    "inbox_id_seq   ": "-      -         -         SU      SU",
+    "outbox_id_seq  ": "-      -         -         SN      SN",
+    "inbox_id_seq   ": "-      -         -         SN      SN",
     "subscription_subscription_id_seq": "- - - - -",
     "route_route_id_seq": "- - - - -",
     "route_version_version_seq": "- - - - -",
@@ -73,7 +74,9 @@ SOME = {
 
 ALL_RIGHTS = """
 SELECT c.relname, p.privilege,
-       has_table_privilege(%(role)s, c.oid, p.privilege),
+       CASE WHEN p.privilege <> 'USAGE' THEN has_table_privilege(%(role)s, c.oid, p.privilege)
+            WHEN c.relkind = 'S' THEN has_sequence_privilege(%(role)s, c.oid, p.privilege)
+            ELSE false END,
        ARRAY(SELECT a.attname::text FROM pg_attribute a
              WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
                AND p.privilege IN ('SELECT', 'INSERT', 'UPDATE', 'REFERENCES')
@@ -83,7 +86,14 @@ FROM pg_class c, unnest(%(privileges)s::text[]) WITH ORDINALITY AS p (privilege,
 WHERE c.relnamespace = 'saf'::regnamespace AND c.relkind NOT IN ('i', 'I', 'c', 't')
 ORDER BY p.number
 """
-LETTERS = {"SELECT": "S", "INSERT": "I", "UPDATE": "U", "DELETE": "D", "TRUNCATE": "T"}
+LETTERS = {
+    "SELECT": "S",
+    "INSERT": "I",
+    "UPDATE": "U",
+    "DELETE": "D",
+    "TRUNCATE": "T",
+    "USAGE": "N",
+}
 
 STATEMENTS = {
     "S": "SELECT FROM {table} LIMIT 0",
@@ -401,7 +411,9 @@ def test_a_purger_and_an_operator_may_empty_a_slot_and_a_forwarder_may_not(
         connection.execute(slot[0])
         assert fetch(connection, "SELECT count(*) FROM saf.outbox_0") == [(1,)]
         connection.execute(slot[1])
-        connection.execute("SELECT setval('saf.outbox_id_seq', 1048576, false)")
+        connection.execute(
+            "SELECT max(nextval('saf.outbox_id_seq')) FROM generate_series(2, 1 << 20)"
+        )
     with connect(app) as connection:
         send(connection, "new")
         assert fetch(connection, "SELECT tableoid::regclass::text, body FROM saf.outbox") == [
@@ -542,6 +554,19 @@ def test_who_owns_the_schema_or_does_not_own_it_is_told_so(
     done = saf("grant", "--role", "writer", new_role(), "--dsn", operator.conninfo)
     assert done.returncode == 2
     assert "let 'postgres', who owns schema saf, do it" in done.stderr
+
+
+def test_rights_that_were_passed_on_are_named_and_nothing_changes(
+    app: Dsn, new_role: Callable[..., str]
+) -> None:
+    role, other = new_role(), new_role()
+    with connect(app) as connection:
+        connection.execute(f"GRANT USAGE ON SCHEMA saf TO {role} WITH GRANT OPTION")
+        with connect(as_user(app, role)) as theirs:
+            theirs.execute(f"GRANT USAGE ON SCHEMA saf TO {other}")
+        with pytest.raises(ConfigurationError, match="has passed rights"):
+            grant(connection, role, [Kind.WRITER])
+    assert set(rights(app, role).values()) == {""}
 
 
 def test_what_is_not_said_or_contradicts_itself_is_refused(app: Dsn) -> None:
