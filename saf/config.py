@@ -9,7 +9,9 @@
     [forwarder]
     default_destination = "mom"
 
-``${NAME}`` is replaced by the environment variable, so that secrets stay out of the file.
+``${NAME}`` is replaced by the environment variable, so that secrets stay out of the file. In a dsn,
+it stands for the value of one parameter, taken as it is: no character of a password means anything
+there, and none is percent-encoded. Only where a dsn begins with it is it a part of the text.
 Environment variables also override single settings: ``SAF_FORWARDER__CHUNK_ROWS=10000``.
 Unknown names are refused, with the nearest known one.
 """
@@ -23,8 +25,17 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import psycopg
 import pydantic
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+)
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -50,7 +61,7 @@ def _printable(name: str) -> str:
     return name
 
 
-DsnField = Annotated[Dsn, BeforeValidator(_dsn)]
+DsnField = Annotated[Dsn, BeforeValidator(_dsn), PlainSerializer(str)]
 Name = Annotated[str, AfterValidator(_printable)]
 
 
@@ -139,6 +150,14 @@ def load(path: Path | None = None) -> Settings:
     """
     path = path or Path(os.environ.get("SAF_CONFIG") or DEFAULT_FILE)
     try:
+        return _read(path)
+    except ConfigurationError as error:
+        # anew, without the frames below: their variables hold passwords, and some tools log those
+        raise ConfigurationError(str(error)) from None
+
+
+def _read(path: Path) -> Settings:
+    try:
         text = path.read_text()
     except OSError as error:
         raise ConfigurationError(
@@ -150,9 +169,8 @@ def load(path: Path | None = None) -> Settings:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"{path}: not TOML: {error}") from None
-    tables = _expand(tables, str(path), ())
     try:
-        return Settings(**tables)
+        return Settings(**_expand(tables, ()))
     except pydantic.ValidationError as error:
         problems = [_explain(problem) for problem in error.errors()]
         raise ConfigurationError(f"{path}: " + "; ".join(problems)) from None
@@ -160,10 +178,10 @@ def load(path: Path | None = None) -> Settings:
         raise ConfigurationError(f"{path}: {error}") from None
 
 
-def _expand(value: Any, file: str, where: tuple[str, ...]) -> Any:
+def _expand(value: Any, where: tuple[str, ...]) -> Any:
     """``value`` with every ``${NAME}`` replaced from the environment."""
     if isinstance(value, dict):
-        return {key: _expand(item, file, (*where, key)) for key, item in value.items()}
+        return {key: _expand(item, (*where, key)) for key, item in value.items()}
     if not isinstance(value, str):
         return value
 
@@ -171,11 +189,20 @@ def _expand(value: Any, file: str, where: tuple[str, ...]) -> Any:
         name = match[1]
         if name not in os.environ:
             raise ConfigurationError(
-                f"{file}: {'.'.join(where)} needs the environment variable {name}, which is not set"
+                f"{'.'.join(where)} needs the environment variable {name}, which is not set"
             )
         return os.environ[name]
 
-    return re.sub(r"\$\{(\w+)\}", replacement, value)
+    def replaced(text: str) -> str:
+        return re.sub(r"\$\{(\w+)\}", replacement, text)
+
+    if where[-1] != "dsn" or value.startswith("${"):
+        return replaced(value)
+    try:
+        parts = conninfo_to_dict(value)
+    except psycopg.ProgrammingError:
+        return value  # refused as a dsn, without what the environment holds
+    return make_conninfo("", **{name: replaced(str(part)) for name, part in parts.items()})
 
 
 def _explain(problem: Any) -> str:

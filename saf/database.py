@@ -28,6 +28,15 @@ REVISION = "0002"
 
 CONNECT_TIMEOUT_SECONDS = 10
 
+SECRETS = (
+    "password",
+    "sslpassword",
+    "oauth_client_secret",
+    "scram_client_key",
+    "scram_server_key",
+)
+"""The connection parameters that nobody may see."""
+
 SCHEMA_REVISION = "SELECT version_num FROM saf.alembic_version"
 # Not to_regclass: for a user without USAGE on the schema it fails, and with it the transaction.
 HAS_SCHEMA = """
@@ -56,6 +65,12 @@ class Dsn:
                 "a dsn is not a PostgreSQL connection string; "
                 "expected postgresql://user@host:5432/database or 'host=… dbname=…'"
             ) from None
+        if "@" in str(parts.get("host") or "")[1:]:  # an abstract socket's name begins with one
+            # a host goes into messages, and this one may hold the end of the password
+            raise ConfigurationError(
+                "a dsn's host holds an '@': in a URL, a password's '@' is written %40, and "
+                "'/', '?', '#', '%' as %2F, %3F, %23, %25"
+            )
         if not any(parts.get(name) for name in ("dbname", "service")):
             raise ConfigurationError(f"a dsn names no database: {self}")
 
@@ -74,7 +89,7 @@ class Dsn:
             public = {k: v for k, v in conninfo_to_dict(self.conninfo).items() if v is not None}
         except psycopg.ProgrammingError:
             return "<invalid dsn>"
-        for secret in ("password", "sslpassword", "options"):
+        for secret in (*SECRETS, "options"):
             public.pop(secret, None)
         return make_conninfo("", **public)
 
@@ -109,8 +124,8 @@ class Dsn:
         )
 
     def redact(self, text: str) -> str:
-        """``text`` without this DSN's password, should a driver have quoted it."""
-        for name in ("password", "sslpassword"):
+        """``text`` without this DSN's secrets, should a driver have quoted them."""
+        for name in SECRETS:
             if secret := self.parts.get(name):
                 text = text.replace(str(secret), "***")
         return " ".join(text.split())
@@ -118,11 +133,24 @@ class Dsn:
 
 @contextmanager
 def unavailable_if_lost(what: str) -> Iterator[None]:
-    """Turn a lost connection into `Unavailable`; other database errors pass through."""
+    """Turn a lost connection into `Unavailable`, and a missing right into `ConfigurationError`.
+
+    Other database errors pass through.
+    """
     try:
         yield
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise lacks_right(what, str(error)) from error
     except (psycopg.OperationalError, psycopg.InterfaceError) as error:
         raise Unavailable(what, " ".join(str(error).split())) from error
+
+
+def lacks_right(what: str, reason: str) -> ConfigurationError:
+    """The error for a login that may not do what it has to."""
+    return ConfigurationError(
+        f"{what} refuses this user: {' '.join(reason.split())}. Let the owner of its schema saf "
+        "run `saf grant --role …` for the user"
+    )
 
 
 def fetch(

@@ -16,7 +16,7 @@ import structlog
 import typer
 from rich.console import Console
 
-from saf.cli import demo, forward, migrate, status
+from saf.cli import demo, forward, grant, migrate, status
 from saf.errors import SafError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("migrate")(migrate.command)
+app.command("grant")(grant.command)
 app.command("forward")(forward.command)
 app.command("status")(status.command)
 app.command("demo")(demo.command)

@@ -42,7 +42,7 @@ def command(
         errors = [{"broker": name, "error": str(problem)} for name, problem in failed]
         typer.echo(json.dumps({"brokers": [s.as_dict() for s in known], "errors": errors}))
     else:
-        console = Console()
+        console = Console(markup=False, emoji=False)  # a broker may be called [/] or :smile:
         console.print(_overview(known))
         if shards:
             for status in known:

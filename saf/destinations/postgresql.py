@@ -18,11 +18,12 @@ from uuid import UUID
 import adbc_driver_manager.dbapi as adbc
 import adbc_driver_postgresql.dbapi
 import numpy as np
+import psycopg.errors
 import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import sql
 
-from saf.database import HAS_SCHEMA, SCHEMA_REVISION, Dsn, require_revision
+from saf.database import HAS_SCHEMA, SCHEMA_REVISION, Dsn, lacks_right, require_revision
 from saf.destinations import Chunk, Stored
 from saf.errors import Ahead, Fenced, Rejected, Unavailable, UnknownService
 from saf.failpoints import fail_point
@@ -170,6 +171,8 @@ class PostgresInbox:
     def _translate(self, error: adbc.Error) -> Exception:
         reason = self.dsn.redact(str(error))
         state = error.sqlstate or ""
+        if state == psycopg.errors.InsufficientPrivilege.sqlstate:
+            return lacks_right(f"destination {self.name!r}", reason)
         # no SQLSTATE: the connection failed or broke. 08: connection, 40: deadlock or
         # serialization, 53: out of resources, 57: shut down or cancelled, 58: the server's
         # system failed: each may pass by itself.

@@ -1,0 +1,61 @@
+"""``saf grant``: give a database role the rights of its duty, and no others."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from saf.database import Dsn, unavailable_if_lost
+from saf.errors import ConfigurationError
+from saf.grants import Kind, check, grant, statements
+
+
+def command(
+    name: Annotated[str, typer.Argument(help="An existing role of the server.")],
+    dsn: Annotated[
+        str,
+        typer.Option(
+            envvar="SAF_DSN",
+            help="The broker's database, as the owner of its schema saf. A password is better in "
+            "the environment (PGPASSWORD, SAF_DSN) than on the command line.",
+        ),
+    ],
+    role: Annotated[
+        list[Kind] | None,
+        typer.Option(help="What it is there for. Several: --role receiver --role writer."),
+    ] = None,
+    revoke: Annotated[
+        bool, typer.Option("--revoke", help="Take away everything it may do in schema saf.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the SQL and change nothing.")
+    ] = False,
+) -> None:
+    """Let a role do in a broker's schema saf what its duty needs, and nothing else.
+
+    What it was granted before, by saf or by hand, is taken away in the same transaction. Safe to
+    repeat; repeat it after an upgrade.
+    """
+    kinds = list(dict.fromkeys(role or []))
+    if kinds and revoke:
+        raise ConfigurationError(
+            "--revoke takes away the rights of every kind: to keep some, say --role without it"
+        )
+    if not kinds and not revoke:
+        raise ConfigurationError(
+            f"what is {name!r} there for? Say --role and one of {', '.join(Kind)}, or --revoke"
+        )
+    database = Dsn(dsn)
+    with (
+        unavailable_if_lost(f"database {database}"),
+        database.connect(role="grant", autocommit=True) as connection,
+    ):
+        if dry_run:
+            check(connection, name)
+            for statement in statements(name, kinds):
+                typer.echo(f"{statement.as_string(connection)};")
+            return
+        grant(connection, name, kinds)
+    duty = " and ".join(kinds) or "nothing in schema saf any more"
+    typer.echo(f"{database.database}: {name} is {duty}")

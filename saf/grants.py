@@ -1,0 +1,246 @@
+"""Rights: what a PostgreSQL role may do in a broker, no more than its duty needs.
+
+A login that sends, forwards or receives is not the owner of the schema: `grant` gives an existing
+role exactly the rights of the kinds that it is of, and takes away whatever else it had in the
+schema ``saf``, in one transaction. Granting again changes nothing, and a role that changes its
+duty keeps nothing of the old one. `RIGHTS` says what each kind may do; it is all there is.
+
+    writer      sends: inserts messages, and reads none, not even its own
+    forwarder   at a source, reads the outbox and moves its cursors; at a destination, fills the
+                inbox. A broker is both, so one kind serves both
+    receiver    reads the inbox and moves its cursors. One that replies is a writer as well
+    purger      empties slots of the logs, and forgets old routes. Not part of the forwarder, which
+                runs on many machines: that every reader has completed a slot is checked by the
+                program and not by the server, so whoever may TRUNCATE may destroy messages. A
+                forwarder that purges at the end of its runs is a purger as well
+    operator    reads everything, and looks after routes, messages set aside and slots
+
+Nobody may create, alter or drop: that is the owner's, who migrates. Rights on the parent of a
+partitioned table are enough to read and write through it, and identity columns need none on their
+sequences.
+
+What it does not do: it creates no role, and touches no right outside of the schema, such as
+CONNECT. Rows are not told apart: a receiver could move the cursors of other subscriptions too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from enum import StrEnum
+from typing import Any
+
+import psycopg
+from psycopg import sql
+
+from saf.database import check_schema, fetch
+from saf.errors import ConfigurationError
+from saf.message import COLUMNS
+from saf.outbox import TYPES
+
+
+class Kind(StrEnum):
+    """A duty that a role has. A role may have several."""
+
+    WRITER = "writer"
+    FORWARDER = "forwarder"
+    RECEIVER = "receiver"
+    PURGER = "purger"
+    OPERATOR = "operator"
+
+
+Columns = tuple[str, ...]
+Rights = Mapping[str, Mapping[str, Columns]]
+"""By table and privilege: the columns that it holds for."""
+
+SLOTS = 8  # as in saf.schema, which the command line would wait for: it imports SQLAlchemy
+
+WHOLE: Columns = ()
+"""The privilege holds for the table, whatever columns it gets."""
+
+# What every program asks first: is this the schema that I was written for?
+VERSION: Rights = {"alembic_version": {"SELECT": ("version_num",)}}
+
+# To be a member of a subscription and to move its cursors. Locking a subscription's row asks for
+# the right to update some column: the one that nobody reads.
+MEMBERSHIP: Rights = {
+    "broker": {"SELECT": WHOLE},
+    "subscription": {"SELECT": WHOLE, "UPDATE": ("created_at",)},
+    "member": {
+        "SELECT": WHOLE,
+        "INSERT": ("member_id", "subscription_id", "name", "lease_until"),
+        "UPDATE": ("lease_until", "stopping"),
+        "DELETE": WHOLE,
+    },
+    "cursor": {
+        "SELECT": WHOLE,
+        "UPDATE": (
+            "owner",
+            "epoch",
+            "batch",
+            "done",
+            "open",
+            "position",
+            "attempted",
+            "route_version",
+        ),
+    },
+}
+
+# To set messages aside and to take parked ones up again; dead ones are a person's.
+SETTING_ASIDE: Rights = {
+    "parked": {
+        "SELECT": WHOLE,
+        "INSERT": WHOLE,
+        "UPDATE": ("attempts", "error", "next_attempt_at"),
+        "DELETE": WHOLE,
+    },
+    "dead_letter": {"INSERT": WHOLE},
+}
+
+# TRUNCATE, and the lock before it, is of a slot itself. Ids are drawn to leave a slot, and not set:
+# whoever may set a sequence may have ids given twice.
+PURGING: Rights = {
+    "broker": {"SELECT": WHOLE},
+    "subscription": {"SELECT": WHOLE},
+    "cursor": {"SELECT": WHOLE},
+    **{
+        f"{log}_{slot}": {"SELECT": WHOLE, "TRUNCATE": WHOLE}
+        for log in ("outbox", "inbox")
+        for slot in range(SLOTS)
+    },
+    "outbox_id_seq": {"SELECT": WHOLE, "USAGE": WHOLE},
+    "inbox_id_seq": {"SELECT": WHOLE, "USAGE": WHOLE},
+    "route_version": {"SELECT": WHOLE, "DELETE": WHOLE},
+}
+
+ROUTE = ("service", "broker", "destination", "quality", "enabled")
+
+RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
+    Kind.WRITER: (VERSION, {"outbox": {"INSERT": tuple(TYPES)}}),
+    Kind.FORWARDER: (
+        VERSION,
+        MEMBERSHIP,
+        SETTING_ASIDE,
+        {
+            "outbox": {"SELECT": WHOLE},
+            "route": {"SELECT": WHOLE},
+            "route_version": {"SELECT": WHOLE, "INSERT": ("routes",)},
+            "inbox": {"INSERT": (*COLUMNS, "source")},
+            "watermark": {
+                "SELECT": WHOLE,
+                "INSERT": WHOLE,
+                "UPDATE": ("epoch", "batch", "position"),
+            },
+        },
+    ),
+    Kind.RECEIVER: (VERSION, MEMBERSHIP, SETTING_ASIDE, {"inbox": {"SELECT": WHOLE}}),
+    Kind.PURGER: (VERSION, PURGING),
+    Kind.OPERATOR: (
+        VERSION,
+        PURGING,
+        SETTING_ASIDE,
+        {
+            "outbox": {"SELECT": WHOLE},
+            "outbox_status": {"SELECT": WHOLE},
+            "inbox": {"SELECT": WHOLE},
+            "member": {"SELECT": WHOLE},
+            "watermark": {"SELECT": WHOLE},
+            "route": {"SELECT": WHOLE, "INSERT": ROUTE, "UPDATE": ROUTE, "DELETE": WHOLE},
+            "dead_letter": {
+                "SELECT": WHOLE,
+                "UPDATE": ("attempts", "error", "reason"),
+                "DELETE": WHOLE,
+            },
+        },
+    ),
+}
+
+REVOKE = (
+    "REVOKE ALL ON ALL TABLES IN SCHEMA saf FROM {role}",
+    "REVOKE ALL ON ALL SEQUENCES IN SCHEMA saf FROM {role}",
+    "REVOKE ALL ON SCHEMA saf FROM {role}",
+)
+USE = "GRANT USAGE ON SCHEMA saf TO {role}"
+GRANT = "GRANT {privileges} ON {table} TO {role}"
+
+# Two at a time would update the same rows of the catalog; migrations take the same turn.
+TAKE_TURN = "SELECT pg_advisory_xact_lock(hashtextextended('saf migrate', 0))"
+
+# As text, because a longer name would be cut to the length of another role's.
+STANDING = """
+SELECT pg_get_userbyid(owner), pg_has_role(owner, 'USAGE'), pg_has_role(r.oid, owner, 'MEMBER')
+FROM pg_roles r, (SELECT nspowner FROM pg_namespace WHERE nspname = 'saf'
+                  UNION SELECT relowner FROM pg_class c JOIN pg_namespace n
+                        ON n.oid = c.relnamespace WHERE nspname = 'saf') AS owners (owner)
+WHERE r.rolname = %(role)s::text
+"""
+
+
+def statements(role: str, kinds: Iterable[Kind]) -> Iterator[sql.Composed]:
+    """The SQL that gives ``role`` the rights of ``kinds`` and no others; of none, none."""
+    grantee = sql.Identifier(role)
+    for statement in REVOKE:
+        yield sql.SQL(statement).format(role=grantee)
+    parts = [part for kind in kinds for part in RIGHTS[kind]]
+    if parts:
+        yield sql.SQL(USE).format(role=grantee)
+    for part in parts:
+        for table, privileges in part.items():
+            yield sql.SQL(GRANT).format(
+                privileges=sql.SQL(", ").join(map(_privilege, privileges, privileges.values())),
+                table=sql.Identifier("saf", table),
+                role=grantee,
+            )
+
+
+def grant(connection: psycopg.Connection[Any], role: str, kinds: Iterable[Kind]) -> None:
+    """Give ``role`` the rights of ``kinds`` and no others in this broker, in one transaction.
+
+    Raises:
+        ConfigurationError: there is no such role, it owns the schema, it has passed rights on, or
+            the connection's user does not own the schema.
+        SchemaMissing, SchemaMismatch: the database is not a broker of this version.
+    """
+    try:
+        with connection.transaction():
+            connection.execute(TAKE_TURN)
+            check(connection, role)
+            for statement in statements(role, kinds):
+                connection.execute(statement)
+    except psycopg.errors.DependentObjectsStillExist as error:
+        raise ConfigurationError(
+            f"role {role!r} has passed rights in schema saf of database "
+            f"{connection.info.dbname!r} on to others ({error.diag.message_detail}): "
+            "let it REVOKE them first"
+        ) from error
+
+
+def check(connection: psycopg.Connection[Any], role: str) -> None:
+    """Raise what `grant` would; changes nothing."""
+    check_schema(connection)
+    database = connection.info.dbname
+    owners = fetch(connection, STANDING, {"role": role})
+    if not owners:
+        create = sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(role)).as_string(connection)
+        raise ConfigurationError(
+            f"the server of database {database!r} has no role {role!r}: create it first, with "
+            f"{create}"
+        )
+    for owner, is_mine, is_its in owners:
+        if is_its:
+            raise ConfigurationError(
+                f"role {role!r} may do everything in database {database!r}, as superuser or as "
+                f"{owner!r}, who owns schema saf: grant to a role of its own"
+            )
+        if not is_mine:
+            raise ConfigurationError(
+                f"user {connection.info.user!r} may not grant in database {database!r}: "
+                f"let {owner!r}, who owns schema saf, do it"
+            )
+
+
+def _privilege(privilege: str, columns: Columns) -> sql.Composable:
+    if not columns:
+        return sql.SQL(privilege)
+    names = sql.SQL(", ").join(map(sql.Identifier, columns))
+    return sql.SQL(privilege + " ({})").format(names)

@@ -1,0 +1,595 @@
+"""`saf grant`: each kind of role can do its work, and nothing else, on real servers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
+
+from saf import Message, Outbox, cursor
+from saf.database import Dsn, fetch
+from saf.embedded import EmbeddedServer
+from saf.errors import ConfigurationError
+from saf.grants import Kind, grant
+from saf.shards import Member
+from saf.status import broker_status
+from tests.pipeline import Cycle, bodies, connect, policy, send
+from tests.programs import configuration, saf
+
+every_postgresql = pytest.mark.every_postgresql
+
+_number = itertools.count(1)
+
+# Select, Insert, Update, Delete, Truncate, draw the Next value; in lower case, for the columns in
+# SOME only.
+# A table that is not listed here fails the test: decide who may do what with it.
+KINDS = ["writer", "forwarder", "receiver", "purger", "operator"]
+MATRIX = {
+    "alembic_version": "s      s         s         s       s",
+    "broker         ": "-      S         S         S       S",
+    "outbox         ": "i      S         -         -       S",
+    "outbox_status  ": "-      -         -         -       S",
+    "inbox          ": "-      i         S         -       S",
+    "subscription   ": "-      Su        Su        S       S",
+    "member         ": "-      SiuD      SiuD      -       S",
+    "cursor         ": "-      Su        Su        S       S",
+    "route          ": "-      S         -         -       SiuD",
+    "route_version  ": "-      Si        -         SD      SD",
+    "watermark      ": "-      SIu       -         -       S",
+    "parked         ": "-      SIuD      SIuD      -       SIuD",
+    "dead_letter    ": "-      I         I         -       SIuD",
+    **{f"{log}_{n}": "- - - ST ST" for log in ("outbox", "inbox") for n in range(8)},
+    "outbox_id_seq  ": "-      -         -         SN      SN",
+    "inbox_id_seq   ": "-      -         -         SN      SN",
+    "subscription_subscription_id_seq": "- - - - -",
+    "route_route_id_seq": "- - - - -",
+    "route_version_version_seq": "- - - - -",
+    "parked_parked_id_seq": "- - - - -",
+    "dead_letter_dead_letter_id_seq": "- - - - -",
+}
+SOME = {
+    ("alembic_version", "s"): "version_num",
+    ("outbox", "i"): "message_id from_service to_service to_broker key message_type headers body "
+    "deliver_at expires_at",
+    ("inbox", "i"): "message_id from_service to_service to_broker key conversation_id "
+    "from_initiator sequence message_type headers body created_at deliver_at expires_at source",
+    ("subscription", "u"): "created_at",
+    ("member", "i"): "member_id subscription_id name lease_until",
+    ("member", "u"): "lease_until stopping",
+    ("cursor", "u"): "owner epoch batch done open position attempted route_version",
+    ("route", "i"): "service broker destination quality enabled",
+    ("route", "u"): "service broker destination quality enabled",
+    ("route_version", "i"): "routes",
+    ("watermark", "u"): "epoch batch position",
+    ("parked", "u"): "attempts error next_attempt_at",
+    ("dead_letter", "u"): "attempts error reason",
+}
+
+ALL_RIGHTS = """
+SELECT c.relname, p.privilege,
+       CASE WHEN p.privilege <> 'USAGE' THEN has_table_privilege(%(role)s, c.oid, p.privilege)
+            WHEN c.relkind = 'S' THEN has_sequence_privilege(%(role)s, c.oid, p.privilege)
+            ELSE false END,
+       ARRAY(SELECT a.attname::text FROM pg_attribute a
+             WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+               AND p.privilege IN ('SELECT', 'INSERT', 'UPDATE', 'REFERENCES')
+               AND has_column_privilege(%(role)s, c.oid, a.attnum, p.privilege)
+             ORDER BY a.attnum)
+FROM pg_class c, unnest(%(privileges)s::text[]) WITH ORDINALITY AS p (privilege, number)
+WHERE c.relnamespace = 'saf'::regnamespace AND c.relkind NOT IN ('i', 'I', 'c', 't')
+ORDER BY p.number
+"""
+LETTERS = {
+    "SELECT": "S",
+    "INSERT": "I",
+    "UPDATE": "U",
+    "DELETE": "D",
+    "TRUNCATE": "T",
+    "USAGE": "N",
+}
+
+STATEMENTS = {
+    "S": "SELECT FROM {table} LIMIT 0",
+    "I": "INSERT INTO {table} DEFAULT VALUES",
+    "U": "UPDATE {table} SET {column} = DEFAULT",
+    "D": "DELETE FROM {table}",
+    "T": "TRUNCATE {table}",
+}
+
+
+ASIDE = """
+INSERT INTO saf.{} (subscription_id, shard, id, to_service, body, {}) VALUES (1, 1, 1, 'a', '', {})
+"""
+
+
+@pytest.fixture(autouse=True)
+def new_role(server: EmbeddedServer) -> Iterator[Callable[..., str]]:
+    """Creates roles; they go after the databases in which they have rights."""
+    roles = []
+
+    def create(name: str = "") -> str:
+        role = name or f"role_{next(_number)}"
+        with connect(server.dsn("postgres")) as connection:
+            connection.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(role)))
+        roles.append(role)
+        return role
+
+    yield create
+    with connect(server.dsn("postgres")) as connection:
+        for role in roles:
+            connection.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(role)))
+
+
+@pytest.fixture
+def granted(new_role: Callable[..., str]) -> Callable[..., Dsn]:
+    """Logs in to a broker as a new role that has the rights of some kinds."""
+
+    def login(dsn: Dsn, *kinds: str) -> Dsn:
+        role = new_role()
+        with connect(dsn) as connection:
+            grant(connection, role, map(Kind, kinds))
+        return as_user(dsn, role)
+
+    return login
+
+
+def as_user(dsn: Dsn, role: str) -> Dsn:
+    return Dsn(make_conninfo(dsn.conninfo, user=role))
+
+
+def expected(kind: str) -> dict[str, str]:
+    column = KINDS.index(kind)
+    return {table.strip(): cells.split()[column].strip("-") for table, cells in MATRIX.items()}
+
+
+def rights(dsn: Dsn, role: str) -> dict[str, str]:
+    """What the server says that a role may do, in the letters of MATRIX."""
+    with connect(dsn) as connection:
+        others = ["REFERENCES", "TRIGGER"]
+        if connection.info.server_version >= 170000:
+            others.append("MAINTAIN")
+        rows = fetch(connection, ALL_RIGHTS, {"role": role, "privileges": [*LETTERS, *others]})
+    found: dict[str, str] = {}
+    for table, privilege, whole, columns in rows:
+        letter = LETTERS.get(privilege, f"({privilege})")
+        if columns and not whole:
+            letter = letter.lower()
+            assert " ".join(columns) == SOME[table, letter]
+        found[table] = found.get(table, "") + (letter if whole or columns else "")
+    return found
+
+
+def denied(dsn: Dsn, statement: str | sql.Composed) -> bool:
+    """Whether the server forbids a statement; what it does otherwise is rolled back."""
+    with connect(dsn) as connection:
+        return _denied(connection, statement)
+
+
+def _denied(connection: psycopg.Connection[Any], statement: str | sql.Composed) -> bool:
+    try:
+        with connection.transaction(force_rollback=True):
+            connection.execute(statement)
+    except psycopg.errors.InsufficientPrivilege:  # SQLSTATE 42501
+        return True
+    except psycopg.Error:
+        return False  # allowed, though it cannot be
+    return False
+
+
+# What each kind cannot do
+
+
+@every_postgresql
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_has_exactly_the_rights_that_are_listed(
+    kind: str, app: Dsn, granted: Callable[..., Dsn]
+) -> None:
+    role = granted(app, kind).parts["user"]
+    assert rights(app, role) == expected(kind)
+    with connect(app) as connection:
+        assert fetch(
+            connection,
+            "SELECT has_schema_privilege(%(r)s, 'saf', 'USAGE'), "
+            "has_schema_privilege(%(r)s, 'saf', 'CREATE'), "
+            "has_database_privilege(%(r)s, current_database(), 'CREATE')",
+            {"r": role},
+        ) == [(True, False, False)]
+
+
+@every_postgresql
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_statement_on_each_table_is_allowed_or_refused_as_listed(
+    kind: str, app: Dsn, granted: Callable[..., Dsn]
+) -> None:
+    with connect(app) as connection:
+        columns = fetch(
+            connection,
+            "SELECT c.relname, array_agg(a.attname::text) FROM pg_class c "
+            "JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 "
+            "WHERE c.relnamespace = 'saf'::regnamespace AND c.relkind IN ('r', 'p') GROUP BY 1",
+        )
+    assert len(columns) == 28
+    listed = expected(kind)
+    with connect(granted(app, kind)) as connection:
+        for table, names in columns:
+            for letter, statement in STATEMENTS.items():
+                allowed = not all(
+                    _denied(
+                        connection,
+                        sql.SQL(statement).format(
+                            table=sql.Identifier("saf", table), column=sql.Identifier(name)
+                        ),
+                    )
+                    for name in (names if letter == "U" else names[:1])
+                )
+                assert allowed == (letter in listed[table].upper()), (table, letter)
+
+
+@every_postgresql
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_kind_may_change_the_schema_or_the_brokers_identity(
+    kind: str, app: Dsn, granted: Callable[..., Dsn]
+) -> None:
+    role = granted(app, kind)
+    for statement in (
+        "CREATE TABLE saf.mine ()",
+        "CREATE FUNCTION saf.mine() RETURNS int LANGUAGE sql RETURN 1",
+        "ALTER TABLE saf.outbox ADD COLUMN mine text",
+        "ALTER TABLE saf.outbox DETACH PARTITION saf.outbox_1",
+        "ALTER TABLE saf.cursor DISABLE TRIGGER ALL",
+        "DROP TABLE saf.dead_letter",
+        "DROP SCHEMA saf CASCADE",
+        "CREATE INDEX ON saf.outbox (key)",
+        "UPDATE saf.alembic_version SET version_num = '0'",
+        "UPDATE saf.broker SET broker_id = gen_random_uuid()",
+        "SELECT nextval('saf.route_route_id_seq')",
+        "LOCK TABLE saf.outbox IN ACCESS EXCLUSIVE MODE",
+    ):
+        assert denied(role, statement), statement
+
+
+@every_postgresql
+def test_a_writer_reads_no_message_and_says_nothing_that_is_the_brokers_to_say(
+    app: Dsn, granted: Callable[..., Dsn]
+) -> None:
+    writer = granted(app, "writer")
+    for statement in (
+        "SELECT body FROM saf.outbox",
+        "SELECT count(*) FROM saf.outbox",
+        "COPY saf.outbox TO STDOUT",
+        "INSERT INTO saf.outbox (to_service, body) VALUES ('a', '') RETURNING body",
+        "INSERT INTO saf.outbox (id, to_service, body) OVERRIDING SYSTEM VALUE VALUES (1, 'a', '')",
+        "INSERT INTO saf.outbox (txid, to_service, body) VALUES ('3', 'a', '')",
+        "INSERT INTO saf.outbox (created_at, to_service, body) VALUES (now(), 'a', '')",
+        "INSERT INTO saf.outbox_0 (to_service, body) VALUES ('a', '')",
+        "INSERT INTO saf.inbox (to_service, body) VALUES ('a', '')",
+        "SELECT nextval('saf.outbox_id_seq')",
+        "SELECT setval('saf.outbox_id_seq', 1)",
+        "SELECT done FROM saf.cursor",
+        "TABLE saf.outbox_status",
+    ):
+        assert denied(writer, statement), statement
+
+
+@every_postgresql
+def test_public_has_no_rights_in_the_schema(app: Dsn, new_role: Callable[..., str]) -> None:
+    with connect(app) as connection:
+        public = fetch(
+            connection,
+            "SELECT n.nspname FROM pg_namespace n, aclexplode(n.nspacl) a "
+            "WHERE n.nspname = 'saf' AND a.grantee = 0 UNION ALL "
+            "SELECT c.relname FROM pg_class c, aclexplode(c.relacl) a "
+            "WHERE c.relnamespace = 'saf'::regnamespace AND a.grantee = 0 UNION ALL "
+            "SELECT attname FROM pg_attribute, aclexplode(attacl) a "
+            "WHERE attrelid IN (SELECT oid FROM pg_class WHERE relnamespace = 'saf'::regnamespace) "
+            "AND a.grantee = 0",
+        )
+    assert public == []
+    anyone = new_role()
+    assert set(rights(app, anyone).values()) == {""}
+    assert denied(as_user(app, anyone), "SELECT FROM saf.broker")
+
+
+def test_nobody_can_pass_a_right_on(app: Dsn, granted: Callable[..., Dsn]) -> None:
+    """The server ignores it, with a warning."""
+    with connect(granted(app, "operator")) as connection:
+        connection.execute("GRANT SELECT ON saf.outbox TO PUBLIC")
+    with connect(granted(app)) as connection:
+        assert _denied(connection, "SELECT FROM saf.outbox")
+
+
+# What each kind can do: the real code, as that role
+
+
+@every_postgresql
+def test_a_writer_sends_by_psycopg_and_sqlalchemy(app: Dsn, granted: Callable[..., Dsn]) -> None:
+    writer = granted(app, "writer")
+    outbox = Outbox()
+    with writer.connect(role="test") as connection:
+        outbox.send(connection, "billing", b"one", key="A", headers={"h": 1})
+        outbox.send_many(connection, [Message(service="billing", body=b"two")])
+    engine = writer.engine()
+    with engine.begin() as alchemy:
+        outbox.send(alchemy, "billing", b"three")
+        outbox.send_many(alchemy, [Message(service="billing", body=b"four")])
+    engine.dispose()
+    with connect(writer) as connection:
+        send(connection, "by hand", key="A")
+    with connect(app) as connection:
+        assert fetch(connection, "SELECT count(*) FROM saf.outbox") == [(5,)]
+
+
+@every_postgresql
+@pytest.mark.parametrize("quality", ["at_most_once", "at_least_once", "exactly_once"])
+def test_a_forwarder_forwards_from_source_to_destination(
+    quality: str, app: Dsn, mom: Dsn, granted: Callable[..., Dsn]
+) -> None:
+    with connect(app) as connection:
+        connection.execute("INSERT INTO saf.route (service, destination) VALUES ('x', 'mom')")
+        for number in range(10):
+            send(connection, str(number), key="k")
+    source, destination = granted(app, "forwarder"), granted(mom, "forwarder")
+    rules = policy(quality, 3, mom=destination)
+    with Cycle(source, rules) as one, Cycle(source, rules) as two:
+        one.run()
+        for cycle in (two, one, two):  # the one gives half of its shards to the other
+            cycle.broker._renewed = 0
+            cycle.run()
+        assert (one.broker.shards, two.broker.shards) == (32, 32)
+        with connect(app) as connection:
+            send(connection, "10", key="k")
+            connection.execute("UPDATE saf.route SET service = 'y'")
+        for cycle in (one, two):
+            cycle.open()
+            cycle.broker.renew()
+            cycle.broker.stop()
+            cycle.run()
+    assert bodies(mom) == [str(number) for number in range(11)]
+
+
+@every_postgresql
+def test_a_receiver_reads_the_inbox_as_a_member_of_its_subscription(
+    mom: Dsn, granted: Callable[..., Dsn]
+) -> None:
+    with connect(mom) as connection:
+        connection.execute("INSERT INTO saf.inbox (to_service, body) VALUES ('billing', 'x')")
+        ((subscription,),) = fetch(
+            connection,
+            "INSERT INTO saf.subscription (name, log) VALUES ('billing', 'inbox') "
+            "RETURNING subscription_id",
+        )
+        connection.execute(
+            "INSERT INTO saf.cursor (subscription_id, shard) SELECT %s, generate_series(0, 63)",
+            [subscription],
+        )
+    member = Member(subscription_id=subscription, lease_seconds=30)
+    with connect(granted(mom, "receiver")) as connection:
+        member.join(connection)
+        assert member.balance(connection) == 64
+        assert cursor.anything_new(connection, "inbox", member)
+        cursor.open_batch(connection, member)
+        (batch,) = cursor.in_hand(connection, "inbox", member)
+        ((number, body),) = fetch(connection, batch.select(["id", "body"]))
+        with connection.transaction():
+            cursor.advance(connection, batch, number)
+        cursor.close(connection, [batch])
+        member.leave(connection)
+    assert body == b"x"
+
+
+@every_postgresql
+def test_a_receiver_replies_only_if_it_is_a_writer_too(
+    mom: Dsn, granted: Callable[..., Dsn]
+) -> None:
+    reply = "INSERT INTO saf.outbox (to_service, body) VALUES ('a', '')"
+    read = "SELECT body FROM saf.inbox"
+    assert denied(granted(mom, "receiver"), reply)
+    both = granted(mom, "receiver", "writer")
+    assert not denied(both, reply)
+    assert not denied(both, read)
+    assert denied(both, "SELECT body FROM saf.outbox")
+
+
+@every_postgresql
+@pytest.mark.parametrize("kind", ["purger", "operator"])
+def test_a_purger_and_an_operator_may_empty_a_slot_and_a_forwarder_may_not(
+    kind: str, app: Dsn, granted: Callable[..., Dsn]
+) -> None:
+    with connect(app) as connection:
+        send(connection, "old")
+    slot = ["LOCK TABLE saf.outbox_0 IN ACCESS EXCLUSIVE MODE", "TRUNCATE saf.outbox_0"]
+    forwarder = granted(app, "forwarder")
+    assert all(denied(forwarder, statement) for statement in slot)
+    with connect(granted(app, kind)) as connection, connection.transaction():
+        connection.execute(slot[0])
+        assert fetch(connection, "SELECT count(*) FROM saf.outbox_0") == [(1,)]
+        connection.execute(slot[1])
+        connection.execute(
+            "SELECT max(nextval('saf.outbox_id_seq')) FROM generate_series(2, 1 << 20)"
+        )
+    with connect(app) as connection:
+        send(connection, "new")
+        assert fetch(connection, "SELECT tableoid::regclass::text, body FROM saf.outbox") == [
+            ("saf.outbox_1", b"new")
+        ]
+
+
+@every_postgresql
+def test_an_operator_sees_the_state_of_things_and_mends_routes_and_what_was_set_aside(
+    app: Dsn, granted: Callable[..., Dsn]
+) -> None:
+    with connect(app) as connection:
+        send(connection, "pending")
+        connection.execute(ASIDE.format("dead_letter", "reason", "'expired'"))
+    with connect(granted(app, "operator")) as connection:
+        status = broker_status(connection, "app")
+        assert (status.pending, status.parked, status.dead_letters) == (1, 0, 1)
+        connection.execute("SELECT system_identifier FROM pg_control_system()")
+        connection.execute("TABLE saf.outbox_status")
+        connection.execute("TABLE saf.watermark")
+        connection.execute("INSERT INTO saf.route (service, destination) VALUES ('a', 'mom')")
+        connection.execute("UPDATE saf.route SET enabled = false WHERE service = 'a'")
+        connection.execute("DELETE FROM saf.route WHERE service = 'a'")
+        connection.execute(ASIDE.format("parked", "next_attempt_at", "now()"))
+        connection.execute("UPDATE saf.parked SET next_attempt_at = now() WHERE id = 1")
+        connection.execute("DELETE FROM saf.parked WHERE id = 1")
+        connection.execute("DELETE FROM saf.dead_letter WHERE id = 1")
+
+
+# A right that is missing
+
+
+def test_a_forwarder_without_rights_is_told_the_command_and_gives_no_message_up(
+    app: Dsn, mom: Dsn, granted: Callable[..., Dsn]
+) -> None:
+    with connect(app) as connection:
+        send(connection, "kept")
+    with (
+        Cycle(granted(app, "writer"), policy(mom=mom)) as cycle,
+        pytest.raises(ConfigurationError, match=r"permission denied for table.*saf grant --role"),
+    ):
+        cycle.run()
+    with Cycle(app, policy(mom=granted(mom, "writer"))) as cycle:
+        receipts = cycle.run()
+    assert {r.error_kind for r in receipts if r.error} == {"ConfigurationError"}
+    assert any("saf grant --role" in r.error for r in receipts if r.error)
+    with Cycle(app, policy(mom=granted(mom, "forwarder"))) as cycle:
+        cycle.run()
+    assert bodies(mom) == ["kept"]
+
+
+def test_status_ends_with_2_and_one_sentence_for_a_user_without_rights(
+    tmp_path: Path, app: Dsn, new_role: Callable[..., str]
+) -> None:
+    configuration(tmp_path / "saf.toml", {"app": as_user(app, new_role())}, {"mom": app})
+    done = saf("status", cwd=tmp_path)
+    assert done.returncode == 2
+    (said,) = done.stderr.splitlines()
+    assert "permission denied for schema saf" in said
+    assert "saf grant --role" in said
+
+
+# The command
+
+
+def test_granting_again_changes_nothing_and_another_duty_leaves_nothing_of_the_old_one(
+    app: Dsn, new_role: Callable[..., str]
+) -> None:
+    role = new_role()
+    for _ in range(2):
+        done = saf("grant", "--role", "operator", role, "--dsn", app.conninfo)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"{app.database}: {role} is operator\n"
+        assert rights(app, role) == expected("operator")
+    with connect(app) as connection:
+        connection.execute(f"GRANT DELETE ON saf.outbox TO {role}")
+    done = saf("grant", "--role", "writer", role, env={"SAF_DSN": app.conninfo})
+    assert done.returncode == 0, done.stderr
+    assert rights(app, role) == expected("writer")
+
+
+def test_revoke_takes_everything_back(app: Dsn, new_role: Callable[..., str]) -> None:
+    role = new_role()
+    arguments = ["--dsn", app.conninfo, role]
+    before = rights(app, role)
+    assert saf("grant", "--role", "receiver", "--role", "writer", *arguments).returncode == 0
+    assert rights(app, role) != before
+    done = saf("grant", "--revoke", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert rights(app, role) == before
+    with connect(app) as connection:
+        assert fetch(
+            connection, "SELECT has_schema_privilege(%(r)s, 'saf', 'USAGE')", {"r": role}
+        ) == [(False,)]
+
+
+def test_a_dry_run_prints_the_sql_and_changes_nothing(
+    app: Dsn, new_role: Callable[..., str]
+) -> None:
+    role = new_role('dry "run"; --')
+    before = rights(app, role)
+    done = saf("grant", "--role", "forwarder", role, "--dsn", app.conninfo, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert rights(app, role) == before
+    with connect(app) as connection:
+        connection.execute(done.stdout)
+    assert rights(app, role) == expected("forwarder")
+
+
+def test_a_role_that_does_not_exist_is_named_with_the_command_that_creates_it(app: Dsn) -> None:
+    long = "r" * 70
+    for name in ("nobody here", "public", long):
+        done = saf("grant", "--role", "writer", name, "--dsn", app.conninfo)
+        assert done.returncode == 2
+        (said,) = done.stderr.splitlines()
+        assert f"no role {name!r}" in said
+        assert f'CREATE ROLE "{name}" LOGIN' in said
+
+
+def test_a_longer_name_is_not_taken_for_the_role_that_it_would_be_cut_to(
+    app: Dsn, new_role: Callable[..., str]
+) -> None:
+    longest = new_role("ü" * 31 + "r")
+    with connect(app) as connection:
+        with pytest.raises(ConfigurationError, match="has no role"):
+            grant(connection, longest + "r", [Kind.WRITER])
+        grant(connection, longest, [Kind.WRITER])
+    assert rights(app, longest) == expected("writer")
+
+
+def test_who_owns_the_schema_or_does_not_own_it_is_told_so(
+    app: Dsn, granted: Callable[..., Dsn], new_role: Callable[..., str]
+) -> None:
+    done = saf("grant", "--role", "writer", "postgres", "--dsn", app.conninfo)
+    assert done.returncode == 2
+    assert "may do everything" in done.stderr
+    operator = granted(app, "operator")
+    done = saf("grant", "--role", "writer", new_role(), "--dsn", operator.conninfo)
+    assert done.returncode == 2
+    assert "let 'postgres', who owns schema saf, do it" in done.stderr
+
+
+def test_rights_that_were_passed_on_are_named_and_nothing_changes(
+    app: Dsn, new_role: Callable[..., str]
+) -> None:
+    role, other = new_role(), new_role()
+    with connect(app) as connection:
+        connection.execute(f"GRANT USAGE ON SCHEMA saf TO {role} WITH GRANT OPTION")
+        with connect(as_user(app, role)) as theirs:
+            theirs.execute(f"GRANT USAGE ON SCHEMA saf TO {other}")
+        with pytest.raises(ConfigurationError, match="has passed rights"):
+            grant(connection, role, [Kind.WRITER])
+    assert set(rights(app, role).values()) == {""}
+
+
+def test_what_is_not_said_or_contradicts_itself_is_refused(app: Dsn) -> None:
+    for arguments, named in (
+        ([], "forwarder"),
+        (["--role", "writer", "--revoke"], "--revoke"),
+        (["--role", "king"], "'king' is not one of"),
+    ):
+        done = saf("grant", *arguments, "someone", "--dsn", app.conninfo)
+        assert done.returncode == 2
+        assert named in " ".join(done.stderr.split())
+
+
+def test_grants_at_the_same_time_wait_for_each_other(
+    app: Dsn, new_role: Callable[..., str]
+) -> None:
+    roles = [new_role() for _ in range(4)]
+
+    def repeatedly(role: str) -> None:
+        with connect(app) as connection:
+            for kind in Kind:
+                grant(connection, role, [kind])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(repeatedly, roles))
+    assert all(rights(app, role) == expected("operator") for role in roles)
