@@ -16,7 +16,7 @@ import structlog
 import typer
 from rich.console import Console
 
-from saf.cli import demo, forward, migrate, status
+from saf.cli import demo, forward, migrate, purge, status
 from saf.errors import SafError
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app = typer.Typer(
 app.command("migrate")(migrate.command)
 app.command("forward")(forward.command)
 app.command("status")(status.command)
+app.command("purge")(purge.command)
 app.command("demo")(demo.command)
 
 
