@@ -72,6 +72,14 @@ def purge_all(app: Dsn, **options: Any) -> Outcome:
         )
 
 
+def wait_until_it_waits(connection: psycopg.Connection[Any]) -> None:
+    """Until a purge waits for its lock on the first slot."""
+    waits = "SELECT EXISTS (SELECT FROM pg_locks WHERE relation = 'saf.outbox_0'::regclass \
+        AND mode = 'AccessExclusiveLock' AND NOT granted)"
+    while connection.execute(waits).fetchone() != (True,):
+        pass
+
+
 def in_slot(connection: psycopg.Connection[Any], slot: str) -> list[str]:
     rows = connection.execute(f"SELECT body FROM saf.{slot} ORDER BY id").fetchall()
     return [bytes(body).decode() for (body,) in rows]
@@ -219,27 +227,35 @@ def test_an_id_that_was_drawn_before_the_purge_and_inserted_after_it_is_a_messag
     assert bodies(mom) == ["early", "late"]
 
 
+@pytest.mark.every_postgresql
 @pytest.mark.parametrize("isolation", ["read committed", "repeatable read"])
-def test_a_reader_who_comes_between_the_first_check_and_the_lock_keeps_its_rows(
+def test_a_reader_who_comes_while_the_purge_waits_for_its_lock_keeps_its_rows(
     app: Dsn, mom: Dsn, isolation: str
 ) -> None:
-    """Archiving is what happens between them, so that is where the reader comes."""
+    """The slot was found to be complete before; the check that counts comes after the lock."""
+    with connect(app) as connection, transaction(app) as reader, connect(app) as other:
 
-    def new_reader(contents: Contents) -> Path:
-        assert contents.messages == 1
-        with connect(app) as other:
+        def come() -> None:
+            wait_until_it_waits(other)
             subscribe(other, "audit")
             other.execute(
                 "UPDATE saf.cursor SET open = pg_current_snapshot(), batch = 1 WHERE open IS NULL"
             )
-        return Path("unused")
+            reader.rollback()
 
-    with connect(app) as connection:
+        coming = threading.Thread(target=come)
+
+        def let_it_wait(_: Contents) -> Path:
+            reader.execute("SELECT count(*) FROM saf.outbox")
+            coming.start()
+            return Path("unused")
+
         connection.execute(f"SET default_transaction_isolation = '{isolation}'")
         send(connection, "wanted by two")
         forward(app, mom=mom)
         leave_slot(connection)
-        kept = purge_now(connection, archive=new_reader)
+        kept = purge_now(connection, archive=let_it_wait, lock_timeout_seconds=10)
+        coming.join()
         assert (kept.state, kept.subscription) == ("needed", "audit")
         assert in_slot(connection, "outbox_0") == ["wanted by two"]
 
@@ -282,10 +298,7 @@ def test_a_slot_that_someone_reads_is_skipped_in_time_and_no_writer_waits(
             target=lambda: found.append(purge_now(connection, lock_timeout_seconds=2))
         )
         purging.start()
-        waits = "SELECT count(*) FROM pg_locks WHERE relation = 'saf.outbox_0'::regclass \
-            AND mode = 'AccessExclusiveLock' AND NOT granted"
-        while writer.execute(waits).fetchone() != (1,):
-            pass
+        wait_until_it_waits(writer)
         began = time.monotonic()
         send(writer, "meanwhile")
         assert time.monotonic() - began < 1
