@@ -434,13 +434,12 @@ def test_ids_are_unique_and_rise_while_the_log_rotates_under_its_writers(app: Ds
 # All of it at once
 
 
-def write_at_random(app: Dsn, seed: int, seconds: float) -> None:
+def write_at_random(app: Dsn, seed: int) -> None:
     """Transactions of one or two messages, some of them long, some prepared, some rolled back."""
     chance = random.Random(seed)
-    ends = time.monotonic() + seconds
     number = 0
     with connect(app) as connection:
-        while time.monotonic() < ends:
+        while connection.execute("SELECT FROM enough").fetchone() is None:
             number += 1
             connection.execute("BEGIN")
             for part in range(chance.randint(1, 2)):
@@ -468,6 +467,7 @@ def test_writers_a_forwarder_and_a_purge_that_race_lose_nothing(
     """The ring turns more than once, and each message is delivered, once, and archived or there."""
     with connect(app) as connection:
         connection.execute("CREATE TABLE sent (body text)")
+        connection.execute("CREATE TABLE enough ()")
     done = threading.Event()
     states: list[str] = []
 
@@ -482,9 +482,12 @@ def test_writers_a_forwarder_and_a_purge_that_race_lose_nothing(
                 app, rotate_after_seconds=NOW, archive=ParquetArchive(app, tmp_path)
             )
             states.extend(slot.state for slot in outcome.slots if slot.log == "outbox")
+            if states.count("purged") > SLOTS:
+                with connect(app) as connection:
+                    connection.execute("INSERT INTO enough DEFAULT VALUES")
 
     threads = [threading.Thread(target=target) for target in (keep_forwarding, keep_purging)]
-    writers = [start(write_at_random, app, seed, 8.0) for seed in range(3)]
+    writers = [start(write_at_random, app, seed) for seed in range(3)]
     for thread in threads:
         thread.start()
     assert [wait(writer) for writer in writers] == [0, 0, 0]
@@ -500,7 +503,6 @@ def test_writers_a_forwarder_and_a_purge_that_race_lose_nothing(
     files = tmp_path.glob("*/outbox-*.parquet")
     archived = {body.decode() for file in files for body in pq.read_table(file)["body"].to_pylist()}
     assert archived | left == set(sent)
-    assert states.count("purged") >= SLOTS
     assert {"needed", "locked"} & set(states)
 
 
