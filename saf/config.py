@@ -108,6 +108,17 @@ class Forwarder(_Table):
     """More Spark settings, by their full names."""
 
 
+class Purge(_Table):
+    """When a log's old messages go, a slot at a time; see `saf.ring`."""
+
+    retention_seconds: float = Field(default=7 * 86400.0, ge=0)
+    """How long a message is kept at least, forwarded or not."""
+    rotate_after_seconds: float = Field(default=86400.0, gt=0)
+    """From what age of its oldest message on a slot is left for the next one."""
+    archive: Path | None = None
+    """A folder for the messages of each slot as Parquet, before they go."""
+
+
 class Settings(BaseSettings):
     """Everything in saf.toml."""
 
@@ -118,6 +129,7 @@ class Settings(BaseSettings):
     brokers: dict[Name, Broker] = Field(min_length=1)
     destinations: dict[Name, Destination] = Field(min_length=1)
     forwarder: Forwarder = Forwarder()
+    purge: Purge = Purge()
 
     @classmethod
     def settings_customise_sources(
@@ -219,6 +231,7 @@ def _known(table: list[str]) -> list[str]:
         "brokers": Broker,
         "destinations": Destination,
         "forwarder": Forwarder,
+        "purge": Purge,
     }
     return list((models[table[0]] if table else Settings).model_fields)
 

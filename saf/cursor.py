@@ -105,7 +105,7 @@ class Batch:
                     sql.Identifier(column) if isinstance(column, str) else column
                     for column in columns
                 ),
-                since=_since(self.log, self.shards, self.done),
+                since=since(self.log, self.shards, self.done),
                 open=sql.Literal(self.open),
                 position=sql.Literal(self.position),
             )
@@ -234,7 +234,7 @@ def anything_new(connection: psycopg.Connection[Any], log: str, member: Member) 
     with connection.transaction():
         connection.execute(BY_INDEX)
         for done, shards in fetch(connection, IDLE, params):
-            query = sql.SQL("SELECT EXISTS ({})").format(_since(log, shards, done))
+            query = sql.SQL("SELECT EXISTS ({})").format(since(log, shards, done))
             ((new,),) = fetch(connection, query)
             if new:
                 return True
@@ -325,14 +325,15 @@ def _write(
     return rows
 
 
-def _since(log: str, shards: list[int], done: str) -> sql.Composed:
+def since(table: str, shards: list[int], done: str) -> sql.Composed:
     """The query for all rows that are not visible in a snapshot, whether committed or not.
 
-    What is visible in a snapshot is what began before its xmax, and was not in progress.
+    ``table`` is a log, or one slot of its ring. What is visible in a snapshot is what began before
+    its xmax, and was not in progress.
     """
     _, xmax, in_progress = done.split(":")
     parts = {
-        "log": sql.Identifier("saf", log),
+        "log": sql.Identifier("saf", table),
         "shards": sql.Literal(shards),
         "xmax": sql.Literal(xmax),
         "xip": sql.Literal(in_progress.split(",")),

@@ -82,6 +82,7 @@ MEMBERSHIP: Rights = {
             "position",
             "attempted",
             "route_version",
+            "opened_at",
         ),
     },
 }
@@ -91,7 +92,13 @@ SETTING_ASIDE: Rights = {
     "parked": {
         "SELECT": WHOLE,
         "INSERT": WHOLE,
-        "UPDATE": ("attempts", "error", "next_attempt_at"),
+        "UPDATE": ("destination", "lane"),
+        "DELETE": WHOLE,
+    },
+    "backoff": {
+        "SELECT": WHOLE,
+        "INSERT": WHOLE,
+        "UPDATE": ("attempts", "next_attempt_at", "error"),
         "DELETE": WHOLE,
     },
     "dead_letter": {"INSERT": WHOLE},
@@ -131,6 +138,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
                 "INSERT": WHOLE,
                 "UPDATE": ("epoch", "batch", "position"),
             },
+            "service": {"SELECT": WHOLE},
         },
     ),
     Kind.RECEIVER: (VERSION, MEMBERSHIP, SETTING_ASIDE, {"inbox": {"SELECT": WHOLE}}),
@@ -146,11 +154,10 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             "member": {"SELECT": WHOLE},
             "watermark": {"SELECT": WHOLE},
             "route": {"SELECT": WHOLE, "INSERT": ROUTE, "UPDATE": ROUTE, "DELETE": WHOLE},
-            "dead_letter": {
-                "SELECT": WHOLE,
-                "UPDATE": ("attempts", "error", "reason"),
-                "DELETE": WHOLE,
-            },
+            # locking a row asks for the right to update some column
+            "dead_letter": {"SELECT": WHOLE, "UPDATE": ("error",), "DELETE": WHOLE},
+            "service": {"SELECT": WHOLE, "INSERT": ("name",), "DELETE": WHOLE},
+            "audit": {"SELECT": WHOLE, "INSERT": ("action", "message_ids", "why")},
         },
     ),
 }

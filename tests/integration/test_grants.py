@@ -13,7 +13,7 @@ import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
-from saf import Message, Outbox, cursor
+from saf import Message, Outbox, cursor, dead
 from saf.database import Dsn, fetch
 from saf.embedded import EmbeddedServer
 from saf.errors import ConfigurationError
@@ -44,7 +44,10 @@ MATRIX = {
     "route_version  ": "-      Si        -         SD      SD",
     "watermark      ": "-      SIu       -         -       S",
     "parked         ": "-      SIuD      SIuD      -       SIuD",
+    "backoff        ": "-      SIuD      SIuD      -       SIuD",
     "dead_letter    ": "-      I         I         -       SIuD",
+    "service        ": "-      S         -         -       SiD",
+    "audit          ": "-      -         -         -       Si",
     **{f"{log}_{n}": "- - - ST ST" for log in ("outbox", "inbox") for n in range(8)},
     "outbox_id_seq  ": "-      -         -         SN      SN",
     "inbox_id_seq   ": "-      -         -         SN      SN",
@@ -53,6 +56,7 @@ MATRIX = {
     "route_version_version_seq": "- - - - -",
     "parked_parked_id_seq": "- - - - -",
     "dead_letter_dead_letter_id_seq": "- - - - -",
+    "audit_audit_id_seq": "- - - - -",
 }
 SOME = {
     ("alembic_version", "s"): "version_num",
@@ -63,13 +67,16 @@ SOME = {
     ("subscription", "u"): "created_at",
     ("member", "i"): "member_id subscription_id name lease_until",
     ("member", "u"): "lease_until stopping",
-    ("cursor", "u"): "owner epoch batch done open position attempted route_version",
+    ("cursor", "u"): "owner epoch batch done open position attempted route_version opened_at",
     ("route", "i"): "service broker destination quality enabled",
     ("route", "u"): "service broker destination quality enabled",
     ("route_version", "i"): "routes",
     ("watermark", "u"): "epoch batch position",
-    ("parked", "u"): "attempts error next_attempt_at",
-    ("dead_letter", "u"): "attempts error reason",
+    ("parked", "u"): "destination lane",
+    ("backoff", "u"): "attempts next_attempt_at error",
+    ("dead_letter", "u"): "error",
+    ("service", "i"): "name",
+    ("audit", "i"): "action message_ids why",
 }
 
 ALL_RIGHTS = """
@@ -427,7 +434,7 @@ def test_an_operator_sees_the_state_of_things_and_mends_routes_and_what_was_set_
 ) -> None:
     with connect(app) as connection:
         send(connection, "pending")
-        connection.execute(ASIDE.format("dead_letter", "reason", "'expired'"))
+        connection.execute(ASIDE.format("dead_letter", "reason, error", "'expired', ''"))
     with connect(granted(app, "operator")) as connection:
         status = broker_status(connection, "app")
         assert (status.pending, status.parked, status.dead_letters) == (1, 0, 1)
@@ -437,10 +444,10 @@ def test_an_operator_sees_the_state_of_things_and_mends_routes_and_what_was_set_
         connection.execute("INSERT INTO saf.route (service, destination) VALUES ('a', 'mom')")
         connection.execute("UPDATE saf.route SET enabled = false WHERE service = 'a'")
         connection.execute("DELETE FROM saf.route WHERE service = 'a'")
-        connection.execute(ASIDE.format("parked", "next_attempt_at", "now()"))
-        connection.execute("UPDATE saf.parked SET next_attempt_at = now() WHERE id = 1")
-        connection.execute("DELETE FROM saf.parked WHERE id = 1")
-        connection.execute("DELETE FROM saf.dead_letter WHERE id = 1")
+        (found,) = dead.dead_letters(connection, dead.Filter())
+        assert dead.retry(connection, dead.Filter(), "the cause is mended") == [found.message_id]
+        connection.execute("UPDATE saf.backoff SET next_attempt_at = now()")
+        connection.execute("DELETE FROM saf.parked")
 
 
 # A right that is missing

@@ -300,6 +300,7 @@ def test_the_example_explains_every_setting_and_each_default_is_the_real_one(
         (config.Broker, tables["brokers"]["shop"], plain.brokers["shop"]),
         (config.Destination, tables["destinations"]["mom"], plain.destinations["mom"]),
         (config.Forwarder, tables["forwarder"], plain.forwarder),
+        (config.Purge, tables["purge"], plain.purge),
     ):
         assert set(shown) == set(model.model_fields)
         for name in shown:
