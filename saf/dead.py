@@ -116,6 +116,12 @@ class DeadLetter:
     created_at: datetime
     expires_at: datetime | None
 
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        plain = {name: value for name, value in asdict(self).items() if value is not None}
+        moments = {n: v.isoformat() for n, v in plain.items() if isinstance(v, datetime)}
+        return {**plain, **moments, "message_id": str(self.message_id)}
+
 
 def bury(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) -> None:
     """Set messages, as dicts of `DEAD_COLUMNS`, aside. Call it in a transaction."""
@@ -141,7 +147,7 @@ def bury_unread(
 
 
 def dead_letters(
-    connection: psycopg.Connection[Any], chosen: Filter, limit: int = 100
+    connection: psycopg.Connection[Any], chosen: Filter, limit: int | None = 100
 ) -> list[DeadLetter]:
     """The dead letters that a filter matches, oldest first."""
     with psycopg.Cursor(connection, row_factory=class_row(DeadLetter)) as cursor:

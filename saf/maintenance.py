@@ -15,7 +15,8 @@ from typing import Any
 
 import psycopg
 
-from saf.database import fetch
+from saf.config import Purge
+from saf.database import Dsn, fetch
 from saf.errors import UsageError
 from saf.ring import AGE_COLUMN, LOCK_TIMEOUT_SECONDS, Archive, Slot, purge, rotate
 
@@ -104,6 +105,24 @@ def purge_broker(
         if not connection.closed:
             connection.execute(END_TURN)
     return Outcome(slots=tuple(slots), route_versions=forgotten)
+
+
+def purge_by_rules(
+    connection: psycopg.Connection[Any], dsn: Dsn, rules: Purge, *, dry_run: bool = False
+) -> Outcome:
+    """`purge_broker` as the configuration has it, with its archive."""
+    archive = None
+    if rules.archive is not None and not dry_run:
+        from saf.archive import ParquetArchive  # needs the extra, and says so
+
+        archive = ParquetArchive(dsn, rules.archive)
+    return purge_broker(
+        connection,
+        retention_seconds=rules.retention_seconds,
+        rotate_after_seconds=rules.rotate_after_seconds,
+        archive=archive,
+        dry_run=dry_run,
+    )
 
 
 def _refuse_restored(connection: psycopg.Connection[Any]) -> None:

@@ -23,9 +23,10 @@ them. The schedule is Service Broker's: 4, 8, 16, 32, 64, 64 … seconds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
+from uuid import UUID
 
 import psycopg
 from psycopg import sql
@@ -77,10 +78,48 @@ class Backoff(Lane):
         return Lane(destination=self.destination, lane=self.lane)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Parked(Backoff):
+    """A lane that waits, and how many messages are in it."""
+
+    messages: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        moments = {
+            "next_attempt_at": self.next_attempt_at.isoformat(),
+            "since": self.since.isoformat(),
+        }
+        return asdict(self) | moments
+
+
 WAITING = """
 SELECT destination, lane, attempts, next_attempt_at, next_attempt_at <= now() AS due, error, since
 FROM saf.backoff WHERE subscription_id = %(subscription_id)s
 ORDER BY lane <> 'replay', lane, destination
+"""
+
+# Whether a member's shards have messages in a lane whose time has come
+DUE_HERE = """
+SELECT EXISTS (
+    SELECT FROM saf.backoff b
+    JOIN saf.parked p USING (subscription_id, destination, lane)
+    JOIN saf.cursor c ON c.subscription_id = p.subscription_id AND c.shard = p.shard
+    WHERE b.subscription_id = %(subscription_id)s AND b.next_attempt_at <= now()
+      AND c.owner = %(member_id)s)
+"""
+
+PARKED = """
+SELECT destination, lane, attempts, next_attempt_at, next_attempt_at <= now() AS due, error, since,
+       (SELECT count(*) FROM saf.parked p
+        WHERE (p.subscription_id, p.destination, p.lane)
+            = (b.subscription_id, b.destination, b.lane)) AS messages
+FROM saf.backoff b ORDER BY destination, lane
+"""
+
+RETRY_NOW = """
+UPDATE saf.backoff SET next_attempt_at = now()
+WHERE %(destination)s::text IS NULL OR destination = %(destination)s
 """
 
 # What parks messages holds the lane's row until it commits, so that `succeeded`, which looks
@@ -138,6 +177,24 @@ def waiting(connection: psycopg.Connection[Any], subscription_id: int) -> tuple[
     """The lanes of a subscription that wait, in the order in which they are to be tried."""
     with psycopg.Cursor(connection, row_factory=class_row(Backoff)) as cursor:
         return tuple(cursor.execute(WAITING, {"subscription_id": subscription_id}).fetchall())
+
+
+def due_here(connection: psycopg.Connection[Any], subscription_id: int, member_id: UUID) -> bool:
+    """Whether any parked messages of the member's shards are to be tried now."""
+    params = {"subscription_id": subscription_id, "member_id": member_id}
+    ((due,),) = fetch(connection, DUE_HERE, params)
+    return bool(due)
+
+
+def parked(connection: psycopg.Connection[Any]) -> list[Parked]:
+    """All lanes that wait in a broker, for people."""
+    with psycopg.Cursor(connection, row_factory=class_row(Parked)) as cursor:
+        return cursor.execute(PARKED).fetchall()
+
+
+def retry_now(connection: psycopg.Connection[Any], destination: str | None = None) -> int:
+    """Make the next attempts due; return how many lanes that are."""
+    return connection.execute(RETRY_NOW, {"destination": destination}).rowcount
 
 
 def postpone(

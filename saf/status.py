@@ -9,6 +9,9 @@ from typing import Any
 import psycopg
 from psycopg.rows import class_row
 
+from saf.database import fetch
+from saf.parking import Parked, parked
+
 # Each shard's rows that are not complete: not visible in done, and not within the open batch at
 # or below its position. Two ranges of the index per shard, whatever the age of the table.
 SHARDS = """
@@ -34,7 +37,7 @@ WHERE s.log = 'outbox' AND s.name = 'forwarder'
 ORDER BY c.shard
 """
 
-ASIDE = "SELECT (SELECT count(*) FROM saf.parked), (SELECT count(*) FROM saf.dead_letter)"
+DEAD = "SELECT count(*) FROM saf.dead_letter"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +61,20 @@ class ShardStatus:
 class BrokerStatus:
     """One broker's outbox."""
 
-    broker: str
     shards: tuple[ShardStatus, ...]
-    parked: int
+    lanes: tuple[Parked, ...]
+    """What waits for something, why, and when it is tried next."""
     dead_letters: int
 
     @property
     def pending(self) -> int:
         """Committed messages that are not forwarded yet."""
         return sum(shard.pending for shard in self.shards)
+
+    @property
+    def parked(self) -> int:
+        """Messages that wait for something."""
+        return sum(lane.messages for lane in self.lanes)
 
     @property
     def oldest_pending_seconds(self) -> float | None:
@@ -76,10 +84,10 @@ class BrokerStatus:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "broker": self.broker,
             "pending": self.pending,
             "oldest_pending_seconds": self.oldest_pending_seconds,
             "parked": self.parked,
+            "lanes": [lane.as_dict() for lane in self.lanes],
             "dead_letters": self.dead_letters,
             "shards": [
                 {**asdict(shard), "oldest": shard.oldest and shard.oldest.isoformat()}
@@ -88,12 +96,12 @@ class BrokerStatus:
         }
 
 
-def broker_status(connection: psycopg.Connection[Any], name: str) -> BrokerStatus:
+def broker_status(connection: psycopg.Connection[Any]) -> BrokerStatus:
     """The state of one broker's outbox, in one snapshot. Reads only."""
     with connection.transaction():
         connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
         with psycopg.Cursor(connection, row_factory=class_row(ShardStatus)) as cursor:
             shards = cursor.execute(SHARDS).fetchall()
-        row = psycopg.Cursor(connection).execute(ASIDE).fetchone()
-    parked, dead_letters = row or (0, 0)
-    return BrokerStatus(broker=name, shards=tuple(shards), parked=parked, dead_letters=dead_letters)
+        lanes = parked(connection)
+        ((dead_letters,),) = fetch(connection, DEAD)
+    return BrokerStatus(shards=tuple(shards), lanes=tuple(lanes), dead_letters=dead_letters)

@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -93,9 +94,17 @@ def show(summary: Summary, *, as_json: bool) -> None:
     line = f"forwarded {summary.forwarded:,} messages in {summary.seconds:.1f} s"
     line += f" ({where})" if where else ""
     line += f", {summary.dropped:,} dropped as delivered before" if summary.dropped else ""
+    line += f", {summary.parked:,} parked" if summary.parked else ""
+    line += f", {summary.dead:,} dead (see `saf dead list`)" if summary.dead else ""
     if summary.idle and not summary.problems:
         line = "nothing to do: other forwarders hold all shards"
     typer.echo(line + (", stopped on request" if summary.stopped else ""))
+    said = {problem["error"] for problem in summary.problems}
+    for lane in summary.waiting:
+        if lane["error"] in said:
+            continue
+        when = f"{datetime.fromisoformat(lane['next_attempt_at']):%H:%M:%S}"
+        typer.echo(f"saf: waiting until {when}: {lane['error']}", err=True)
     for problem in summary.problems:
         typer.echo(f"saf: {problem['error']}", err=True)
 

@@ -12,10 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from saf.config import Broker, Settings, load
-from saf.database import check_schema, unavailable_if_lost
-from saf.errors import ConfigurationError, SafError
-from saf.maintenance import Outcome, purge_broker
+from saf.cli.brokers import AsJson, Config, Name, Round, chosen
+from saf.config import load
+from saf.maintenance import Outcome, purge_by_rules
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -46,13 +45,8 @@ def _seconds(duration: str) -> float:
 
 def command(
     *,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="Configuration file. Default: $SAF_CONFIG, or saf.toml in this folder."),
-    ] = None,
-    broker: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only this one. Default: all brokers.")
-    ] = None,
+    config: Config = None,
+    broker: Name = None,
     retention: Annotated[
         float | None,
         typer.Option(
@@ -68,7 +62,7 @@ def command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what would be done.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Purge old messages that every subscription has completed, a slot of the log at a time.
 
@@ -79,54 +73,17 @@ def command(
     rules = settings.purge.model_copy(
         update={name: value for name, value in changes.items() if value is not None}
     )
-    settings = settings.model_copy(update={"purge": rules})
-    known: dict[str, Outcome] = {}
-    failed: list[tuple[str, SafError]] = []
-    for name, source in _chosen(settings, broker).items():
-        try:
-            known[name] = _purge(name, source, settings, dry_run=dry_run)
-        except SafError as error:
-            failed.append((name, error))
+    round_ = Round(chosen(settings, broker))
+    known = round_.visit(
+        "purge",
+        lambda connection, source: purge_by_rules(connection, source.dsn, rules, dry_run=dry_run),
+    )
     if as_json:
-        errors = [{"broker": name, "error": str(problem)} for name, problem in failed]
         brokers = [_as_dict(name, outcome) for name, outcome in known.items()]
-        typer.echo(json.dumps({"dry_run": dry_run, "brokers": brokers, "errors": errors}))
-    else:
-        if known:
-            Console().print(_table(known))
-        for name, problem in failed:
-            typer.echo(f"saf: broker {name!r}: {problem}", err=True)
-    if failed:
-        raise typer.Exit(max(problem.exit_code for _, problem in failed))
-
-
-def _chosen(settings: Settings, name: str | None) -> dict[str, Broker]:
-    if name is None:
-        return settings.brokers
-    if name not in settings.brokers:
-        there = ", ".join(settings.brokers)
-        raise ConfigurationError(f"--broker {name}: there is no [brokers.{name}], only {there}")
-    return {name: settings.brokers[name]}
-
-
-def _purge(name: str, broker: Broker, settings: Settings, *, dry_run: bool) -> Outcome:
-    rules, archive = settings.purge, None
-    if rules.archive is not None and not dry_run:
-        from saf.archive import ParquetArchive  # needs the extra, and says so
-
-        archive = ParquetArchive(broker.dsn, rules.archive)
-    with (
-        unavailable_if_lost(f"broker {name!r}"),
-        broker.dsn.connect(role="purge", autocommit=True) as connection,
-    ):
-        check_schema(connection)
-        return purge_broker(
-            connection,
-            retention_seconds=rules.retention_seconds,
-            rotate_after_seconds=rules.rotate_after_seconds,
-            archive=archive,
-            dry_run=dry_run,
-        )
+        typer.echo(json.dumps({"dry_run": dry_run, "brokers": brokers, "errors": round_.errors()}))
+    elif known:
+        Console().print(_table(known))
+    round_.finish(say=not as_json)
 
 
 def _as_dict(name: str, outcome: Outcome) -> dict[str, Any]:

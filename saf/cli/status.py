@@ -4,61 +4,50 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from saf.cli import parked
+from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.config import load
-from saf.database import check_schema, unavailable_if_lost
-from saf.errors import SafError
 from saf.status import BrokerStatus, broker_status
 
 
 def command(
-    config: Annotated[
-        Path | None,
-        typer.Option(help="Configuration file. Default: $SAF_CONFIG, or saf.toml in this folder."),
-    ] = None,
+    config: Config = None,
+    broker: Name = None,
     shards: Annotated[bool, typer.Option("--shards", help="Also a line per shard.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Show pending messages, their age, parked ones and dead letters of each source broker."""
-    known: list[BrokerStatus] = []
-    failed: list[tuple[str, SafError]] = []
-    for name, broker in load(config).brokers.items():
-        try:
-            with (
-                unavailable_if_lost(f"broker {name!r}"),
-                broker.dsn.connect(role="status", autocommit=True) as connection,
-            ):
-                check_schema(connection)
-                known.append(broker_status(connection, name))
-        except SafError as error:
-            failed.append((name, error))
+    """Show what is pending, parked and dead in each source broker, and why it waits."""
+    round_ = Round(chosen(load(config), broker))
+    known = round_.visit("status", lambda connection, _: broker_status(connection))
     if as_json:
-        errors = [{"broker": name, "error": str(problem)} for name, problem in failed]
-        typer.echo(json.dumps({"brokers": [s.as_dict() for s in known], "errors": errors}))
+        brokers = [{"broker": name, **status.as_dict()} for name, status in known.items()]
+        typer.echo(json.dumps({"brokers": brokers, "errors": round_.errors()}))
     else:
-        console = Console(markup=False, emoji=False)  # a broker may be called [/] or :smile:
+        console = Console()
         console.print(_overview(known))
+        if any(status.lanes for status in known.values()):
+            console.print(
+                parked.table({name: list(status.lanes) for name, status in known.items()})
+            )
         if shards:
-            for status in known:
-                console.print(_by_shard(status))
-        for name, problem in failed:
-            typer.echo(f"saf: broker {name!r}: {problem}", err=True)
-    if failed:
-        raise typer.Exit(max(problem.exit_code for _, problem in failed))
+            for name, status in known.items():
+                console.print(_by_shard(name, status))
+    round_.finish(say=not as_json)
 
 
-def _overview(known: list[BrokerStatus]) -> Table:
+def _overview(known: dict[str, BrokerStatus]) -> Table:
     table = Table("broker", "pending", "oldest", "parked", "dead letters", "shards owned by")
-    for status in known:
+    for name, status in known.items():
         owners = Counter(shard.owner or "nobody" for shard in status.shards)
         table.add_row(
-            status.broker,
+            escape(name),
             f"{status.pending:,}",
             _age(status.oldest_pending_seconds),
             f"{status.parked:,}",
@@ -68,8 +57,8 @@ def _overview(known: list[BrokerStatus]) -> Table:
     return table
 
 
-def _by_shard(status: BrokerStatus) -> Table:
-    table = Table("shard", "owner", "epoch", "batch", "pending", "lag", title=status.broker)
+def _by_shard(name: str, status: BrokerStatus) -> Table:
+    table = Table("shard", "owner", "epoch", "batch", "pending", "lag", title=escape(name))
     for shard in status.shards:
         table.add_row(
             str(shard.shard),

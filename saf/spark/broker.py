@@ -12,7 +12,7 @@ import psycopg
 from saf import cursor
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
 from saf.errors import ConfigurationError, Fenced
-from saf.parking import MAIN, Backoff, waiting
+from saf.parking import MAIN, Backoff, due_here, waiting
 from saf.routes import Route, current_routes, freeze, frozen_routes
 from saf.shards import Member
 from saf.spark.work import Work
@@ -96,7 +96,9 @@ class SourceBroker:
             batches = cursor.in_hand(connection, LOG, member)
             self.resumed = bool(batches)
             self.waiting = waiting(connection, member.subscription_id)
-            due = any(lane.due for lane in self.waiting)
+            due = any(lane.due for lane in self.waiting) and due_here(
+                connection, member.subscription_id, member.member_id
+            )
             if due or cursor.anything_new(connection, LOG, member):
                 routes = current_routes(connection, default_destination)
                 cursor.open_batch(connection, member, freeze(connection, routes))
@@ -120,6 +122,13 @@ class SourceBroker:
         if batches:
             with unavailable_if_lost(f"broker {self.name!r}"):
                 cursor.close(self._connect(), batches)
+
+    def still_waiting(self) -> tuple[Backoff, ...]:
+        """The lanes that wait now."""
+        if self._member is None:
+            return ()
+        with unavailable_if_lost(f"broker {self.name!r}"):
+            return waiting(self._connect(), self._member.subscription_id)
 
     def stop(self) -> None:
         """Ask the tasks to finish the chunk in hand and end."""

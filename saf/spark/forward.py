@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from saf.config import Settings
+from saf.database import unavailable_if_lost
 from saf.errors import Fenced, SafError, Unavailable, UsageError
+from saf.maintenance import purge_by_rules
 from saf.spark.broker import SourceBroker
 from saf.spark.work import Policy, Receipt, Work
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger("saf.forward")
 
 TICK_SECONDS = 0.2
+PURGE_EVERY_SECONDS = 60.0
 EXIT_DONE, EXIT_OTHER, EXIT_USAGE, EXIT_TRY_AGAIN = 0, 1, 2, 75
 
 
@@ -48,6 +51,8 @@ class Summary:
     stopped: bool = False
     idle: bool = False
     """Other forwarders hold all shards of all brokers."""
+    waiting: list[dict[str, Any]] = field(default_factory=list)
+    """Lanes: ``broker``, ``lane``, ``attempts``, ``next_attempt_at``, ``error``."""
     problems: list[dict[str, str]] = field(default_factory=list)
     """What went wrong: ``broker``, ``kind`` (an error's class) and ``error``."""
 
@@ -55,12 +60,22 @@ class Summary:
     def exit_code(self) -> int:
         """0 done or nothing to do, 75 try again later, 2 to be mended by a person, 1 other."""
         kinds = {problem["kind"] for problem in self.problems}
-        if not kinds:
-            return EXIT_DONE
         if "Rejected" in kinds:
             return EXIT_OTHER
-        usage = {"SchemaMissing", "SchemaMismatch", "ConfigurationError"}
-        return EXIT_USAGE if kinds & usage else EXIT_TRY_AGAIN
+        if kinds & {"SchemaMissing", "SchemaMismatch", "ConfigurationError", "Ahead"}:
+            return EXIT_USAGE
+        return EXIT_TRY_AGAIN if kinds or self.waiting else EXIT_DONE
+
+    def add(self, cycle: Summary) -> None:
+        """Count another's work in."""
+        self.forwarded += cycle.forwarded
+        self.dropped += cycle.dropped
+        self.parked += cycle.parked
+        self.dead += cycle.dead
+        self.batches += cycle.batches
+        self.cycles += cycle.cycles
+        for name, count in cycle.by_destination.items():
+            self.by_destination[name] = self.by_destination.get(name, 0) + count
 
     def as_dict(self) -> dict[str, Any]:
         """For one line of JSON."""
@@ -115,6 +130,8 @@ class Forwarder:
             max_bytes=options.max_bytes,
             attempts=options.attempts,
         )
+        self.purge = settings.purge
+        self._purge_at = 0.0
         self._stop = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="saf-spark")
 
@@ -138,6 +155,8 @@ class Forwarder:
                 if not worked or not more or self.summary.problems:
                     break
             self.summary.idle = not any(broker.shards for broker in self.brokers)
+            self._note_waiting()
+            self._purge()
         finally:
             self._leave()
         self.summary.seconds = time.monotonic() - started
@@ -155,15 +174,13 @@ class Forwarder:
                 self.summary = Summary()
                 began = time.monotonic()
                 worked = self.cycle()
+                self._note_waiting()
                 self.summary.seconds = time.monotonic() - began
                 if worked or self.summary.problems:
                     report(self.summary)
-                whole.forwarded += self.summary.forwarded
-                whole.dropped += self.summary.dropped
-                whole.batches += self.summary.batches
-                whole.cycles += self.summary.cycles
-                for name, count in self.summary.by_destination.items():
-                    whole.by_destination[name] = whole.by_destination.get(name, 0) + count
+                whole.add(self.summary)
+                if not worked:
+                    self._purge()
                 if not worked or self.summary.problems:
                     self._pause(self.options.interval_seconds)
         finally:
@@ -283,6 +300,45 @@ class Forwarder:
             report(Progress(int(done), total))
 
         return show
+
+    def _note_waiting(self) -> None:
+        for broker in self.brokers:
+            try:
+                self.summary.waiting += [
+                    {
+                        "broker": broker.name,
+                        "lane": str(lane.key),
+                        "attempts": lane.attempts,
+                        "next_attempt_at": lane.next_attempt_at.isoformat(),
+                        "error": lane.error,
+                    }
+                    for lane in broker.still_waiting()
+                ]
+            except Unavailable as error:
+                self._problem(broker.name, error)
+                broker.forget_connection()
+
+    def _purge(self) -> None:
+        """Purge the source brokers, now and then; leases are kept meanwhile."""
+        if self._stop or time.monotonic() < self._purge_at:
+            return
+        self._purge_at = time.monotonic() + PURGE_EVERY_SECONDS
+        job = self._pool.submit(self._purge_all)
+        while not wait_for([job], timeout=TICK_SECONDS).done:
+            self._each(SourceBroker.renew)
+        job.result()
+
+    def _purge_all(self) -> None:
+        for broker in self.brokers:
+            try:
+                with (
+                    unavailable_if_lost(f"broker {broker.name!r}"),
+                    broker.dsn.connect(role="purge", autocommit=True) as connection,
+                ):
+                    purge_by_rules(connection, broker.dsn, self.purge)
+            except SafError as error:
+                # no reason to fail: a forwarder need not have the right, and `saf purge` says why
+                log.debug("not_purged", broker=broker.name, error=str(error))
 
     def _each(self, action: Callable[[SourceBroker], None]) -> None:
         for broker in self.brokers:

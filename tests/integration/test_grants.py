@@ -436,7 +436,7 @@ def test_an_operator_sees_the_state_of_things_and_mends_routes_and_what_was_set_
         send(connection, "pending")
         connection.execute(ASIDE.format("dead_letter", "reason, error", "'expired', ''"))
     with connect(granted(app, "operator")) as connection:
-        status = broker_status(connection, "app")
+        status = broker_status(connection)
         assert (status.pending, status.parked, status.dead_letters) == (1, 0, 1)
         connection.execute("SELECT system_identifier FROM pg_control_system()")
         connection.execute("TABLE saf.outbox_status")

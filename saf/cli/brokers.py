@@ -1,0 +1,77 @@
+"""What commands that go round the brokers of saf.toml have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import psycopg
+import typer
+
+from saf.config import Broker, Settings
+from saf.database import check_schema, unavailable_if_lost
+from saf.errors import ConfigurationError, SafError
+
+T = TypeVar("T")
+
+Config = Annotated[
+    Path | None,
+    typer.Option(help="Configuration file. Default: $SAF_CONFIG, or saf.toml in this folder."),
+]
+Name = Annotated[
+    str | None,
+    typer.Option("--broker", metavar="NAME", help="Only this one. Default: all brokers."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
+
+
+def chosen(settings: Settings, name: str | None) -> Mapping[str, Broker]:
+    """The brokers that a command is for.
+
+    Raises:
+        ConfigurationError: there is none of that name.
+    """
+    if name is None:
+        return settings.brokers
+    if name not in settings.brokers:
+        there = ", ".join(settings.brokers)
+        raise ConfigurationError(f"--broker {name}: there is no [brokers.{name}], only {there}")
+    return {name: settings.brokers[name]}
+
+
+class Round:
+    """One visit to each broker: what each gave, and which failed."""
+
+    def __init__(self, brokers: Mapping[str, Broker]) -> None:
+        self.brokers = brokers
+        self.failed: list[tuple[str, SafError]] = []
+
+    def visit(
+        self, role: str, action: Callable[[psycopg.Connection[Any], Broker], T]
+    ) -> dict[str, T]:
+        """What ``action`` returns for each broker that it does not fail for."""
+        results: dict[str, T] = {}
+        for name, broker in self.brokers.items():
+            try:
+                with (
+                    unavailable_if_lost(f"broker {name!r}"),
+                    broker.dsn.connect(role=role, autocommit=True) as connection,
+                ):
+                    check_schema(connection)
+                    results[name] = action(connection, broker)
+            except SafError as error:
+                self.failed.append((name, error))
+        return results
+
+    def errors(self) -> list[dict[str, str]]:
+        """The failures, for JSON."""
+        return [{"broker": name, "error": str(error)} for name, error in self.failed]
+
+    def finish(self, *, say: bool) -> None:
+        """Say what failed, and exit with its code; nothing if nothing has."""
+        for name, error in self.failed:
+            if say:
+                typer.echo(f"saf: broker {name!r}: {error}", err=True)
+        if self.failed:
+            raise typer.Exit(max(error.exit_code for _, error in self.failed))

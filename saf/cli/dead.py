@@ -1,0 +1,178 @@
+"""``saf dead``: the messages set aside for a person."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from typing import Annotated, Any
+from uuid import UUID
+
+import psycopg
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from saf import dead
+from saf.cli.brokers import AsJson, Config, Name, Round, chosen
+from saf.config import load
+from saf.dead import REASONS, DeadLetter, Filter
+from saf.errors import UsageError
+
+app = typer.Typer(no_args_is_help=True, help="Messages that a person has to decide about.")
+
+Ids = Annotated[list[int] | None, typer.Argument(help="Numbers, as `saf dead list` shows them.")]
+Reason = Annotated[str | None, typer.Option(help=f"One of {', '.join(REASONS)}.")]
+Service = Annotated[str | None, typer.Option(help="Only those for this service.")]
+Destination = Annotated[str | None, typer.Option(help="Only those for this destination.")]
+Key = Annotated[str | None, typer.Option(help="Only those with this key.")]
+Before = Annotated[datetime | None, typer.Option(help="Only those set aside before.")]
+Why = Annotated[str, typer.Option(help="For the audit; who and when are noted anyway.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say which they are.")]
+All = Annotated[bool, typer.Option("--all", help="Really all, where no filter is given.")]
+Limit = Annotated[int, typer.Option(min=1, help="How many to show at most.")]
+
+
+@app.command("list")
+def list_(
+    ids: Ids = None,
+    *,
+    config: Config = None,
+    broker: Name = None,
+    reason: Reason = None,
+    service: Service = None,
+    destination: Destination = None,
+    key: Key = None,
+    before: Before = None,
+    limit: Limit = 100,
+    as_json: AsJson = False,
+) -> None:
+    """Show dead letters, oldest first."""
+    which = _filter(
+        dead_letter_ids=ids or None, reason=reason, service=service, destination=destination,
+        key=key, before=before,
+    )  # fmt: skip
+    round_ = Round(chosen(load(config), broker))
+    found = round_.visit("dead", lambda connection, _: dead.dead_letters(connection, which, limit))
+    _show(round_, found, as_json=as_json)
+
+
+@app.command()
+def show(
+    number: Annotated[int, typer.Argument(help="As `saf dead list` shows it.")],
+    *,
+    config: Config = None,
+    broker: Name = None,
+) -> None:
+    """Write the body of a dead letter to standard output, as it is."""
+    round_ = Round(chosen(load(config), broker))
+    if len(round_.brokers) > 1:
+        raise UsageError("which broker? Say --broker NAME")
+    for body in round_.visit("dead", lambda connection, _: dead.body(connection, number)).values():
+        if body is None:
+            raise UsageError(f"there is no dead letter {number}; see `saf dead list`")
+        sys.stdout.buffer.write(body)
+    round_.finish(say=True)
+
+
+@app.command()
+def retry(
+    ids: Ids = None,
+    *,
+    config: Config = None,
+    broker: Name = None,
+    reason: Reason = None,
+    service: Service = None,
+    destination: Destination = None,
+    key: Key = None,
+    before: Before = None,
+    why: Why = "",
+    everything: All = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Hand dead letters to the forwarder again, in order, once what was wrong is mended."""
+    which = _filter(
+        everything=everything, dead_letter_ids=ids or None, reason=reason, service=service,
+        destination=destination, key=key, before=before,
+    )  # fmt: skip
+    _act(dead.retry, which, config, broker, why, dry_run=dry_run, as_json=as_json)
+
+
+@app.command()
+def discard(
+    ids: Ids = None,
+    *,
+    config: Config = None,
+    broker: Name = None,
+    reason: Reason = None,
+    service: Service = None,
+    destination: Destination = None,
+    key: Key = None,
+    before: Before = None,
+    why: Why = "",
+    everything: All = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Give dead letters up for good."""
+    which = _filter(
+        everything=everything, dead_letter_ids=ids or None, reason=reason, service=service,
+        destination=destination, key=key, before=before,
+    )  # fmt: skip
+    _act(dead.discard, which, config, broker, why, dry_run=dry_run, as_json=as_json)
+
+
+def _filter(*, everything: bool = True, **chosen: Any) -> Filter:
+    which = Filter(**chosen)
+    if which.reason is not None and which.reason not in REASONS:
+        raise UsageError(f"--reason {which.reason}: the reasons are {', '.join(REASONS)}")
+    if which == Filter() and not everything:
+        raise UsageError("which dead letters? Give numbers, a filter, or --all")
+    return which
+
+
+def _act(
+    action: Callable[[psycopg.Connection[Any], Filter, str], list[UUID]],
+    which: Filter,
+    config: Config,
+    broker: str | None,
+    why: str,
+    *,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    round_ = Round(chosen(load(config), broker))
+    if dry_run:
+        found = round_.visit(
+            "dead", lambda connection, _: dead.dead_letters(connection, which, None)
+        )
+        _show(round_, found, as_json=as_json)
+        return
+    done = round_.visit("dead", lambda connection, _: action(connection, which, why))
+    if as_json:
+        ids = {name: [str(number) for number in numbers] for name, numbers in done.items()}
+        typer.echo(json.dumps({"message_ids": ids, "errors": round_.errors()}))
+    else:
+        for name, numbers in done.items():
+            typer.echo(f"{name}: {len(numbers)} message{'s' * (len(numbers) != 1)}")
+    round_.finish(say=not as_json)
+
+
+def _show(round_: Round, found: dict[str, list[DeadLetter]], *, as_json: bool) -> None:
+    if as_json:
+        rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
+        typer.echo(json.dumps({"dead_letters": rows, "errors": round_.errors()}))
+    else:
+        table = Table("broker", "number", "when", "reason", "service", "key", "bytes", "error")
+        for name, some in found.items():
+            for one in some:
+                table.add_row(
+                    escape(name), str(one.dead_letter_id), f"{one.dead_letter_at:%Y-%m-%d %H:%M}",
+                    one.reason, escape(one.service), escape(one.key or ""), f"{one.bytes:,}",
+                    escape(one.error),
+                )  # fmt: skip
+        Console().print(table)
+    round_.finish(say=not as_json)

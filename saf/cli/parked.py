@@ -1,0 +1,65 @@
+"""``saf parked``: what waits for a destination, a route or a service, and when it is tried."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from saf.cli.brokers import AsJson, Config, Name, Round, chosen
+from saf.config import load
+from saf.parking import Parked, parked, retry_now
+
+app = typer.Typer(no_args_is_help=True, help="Messages that wait, and when they are tried next.")
+
+Destination = Annotated[str | None, typer.Option(help="Only what waits for this one.")]
+
+
+@app.command("list")
+def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -> None:
+    """Show each lane of parked messages: how many, why, and when it is tried next."""
+    round_ = Round(chosen(load(config), broker))
+    lanes = round_.visit("parked", lambda connection, _: parked(connection))
+    if as_json:
+        rows = [
+            {"broker": name, **lane.as_dict()} for name, found in lanes.items() for lane in found
+        ]
+        typer.echo(json.dumps({"parked": rows, "errors": round_.errors()}))
+    else:
+        Console().print(table(lanes))
+    round_.finish(say=not as_json)
+
+
+@app.command("retry-now")
+def retry_now_(
+    config: Config = None,
+    broker: Name = None,
+    destination: Destination = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let the next run of the forwarder try what waits, whatever its time."""
+    round_ = Round(chosen(load(config), broker))
+    due = round_.visit("parked", lambda connection, _: retry_now(connection, destination))
+    if as_json:
+        typer.echo(json.dumps({"lanes": due, "errors": round_.errors()}))
+    else:
+        for name, lanes in due.items():
+            typer.echo(f"{name}: {lanes} lane{'s' * (lanes != 1)} to be tried by the next run")
+    round_.finish(say=not as_json)
+
+
+def table(lanes: dict[str, list[Parked]]) -> Table:
+    """For people."""
+    shown = Table("broker", "waits for", "messages", "attempts", "next attempt", "error")
+    for name, found in lanes.items():
+        for lane in found:
+            when = "due" if lane.due else f"{lane.next_attempt_at:%H:%M:%S}"
+            shown.add_row(
+                escape(name), escape(str(lane.key)), f"{lane.messages:,}", str(lane.attempts), when,
+                escape(lane.error),
+            )  # fmt: skip
+    return shown
