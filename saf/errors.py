@@ -8,7 +8,8 @@
     │   ├── MissingExtra          an optional dependency is not installed
     │   └── SchemaError           the database is not a broker that this version can use
     │       ├── SchemaMissing     no ``saf`` schema: run ``saf migrate``
-    │       └── SchemaMismatch    older or newer than this library
+    │       ├── SchemaMismatch    older or newer than this library
+    │       └── Restored          of another cluster, or of an older state: run ``saf rebase``
     ├── Unavailable               a service does not answer: nothing is lost, try again later
     ├── UnknownService            a destination does not know services that are addressed
     ├── Unroutable                no route and no default destination for a service
@@ -92,6 +93,18 @@ class SchemaMismatch(SchemaError):
         self.database = database
         self.found = found
         self.expected = expected
+
+
+class Restored(SchemaError):
+    """The database was restored: its transaction ids mean nothing here."""
+
+    def __init__(self, database: str) -> None:
+        super().__init__(
+            f"database {database!r} was restored into another cluster, or its transaction ids went "
+            "back: its cursors do not say any more what was read, so nothing is read or purged. "
+            "Run `saf rebase` on it first"
+        )
+        self.database = database
 
 
 class Unavailable(SafError):

@@ -136,7 +136,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             "watermark": {
                 "SELECT": WHOLE,
                 "INSERT": WHOLE,
-                "UPDATE": ("epoch", "batch", "position"),
+                "UPDATE": ("epoch", "batch", "position", "opened_at"),
             },
             "service": {"SELECT": WHOLE},
         },

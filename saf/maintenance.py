@@ -15,6 +15,7 @@ from typing import Any
 
 import psycopg
 
+from saf import rebase
 from saf.config import Purge
 from saf.database import Dsn, fetch
 from saf.errors import UsageError
@@ -34,16 +35,6 @@ class Outcome:
 
 TAKE_TURN = "SELECT pg_try_advisory_lock(hashtextextended('saf purge', 0))"
 END_TURN = "SELECT pg_advisory_unlock(hashtextextended('saf purge', 0))"
-
-# In another cluster than the one that wrote them, transaction ids do not say who has read what: a
-# new message could look completed.
-RESTORED = """
-SELECT system_identifier <> (SELECT system_identifier FROM pg_control_system())
-    OR EXISTS (
-        SELECT FROM saf.cursor
-        WHERE pg_snapshot_xmax(coalesce(open, done)) > pg_snapshot_xmax(pg_current_snapshot()))
-FROM saf.broker
-"""
 
 # A version's age counts from when another became the latest. A forwarder that has just found it to
 # be the latest opens a batch with it soon after.
@@ -81,7 +72,7 @@ def purge_broker(
     if not mine:
         return Outcome(slots=(), route_versions=0, busy=True)
     try:
-        _refuse_restored(connection)
+        rebase.refuse(connection)
         slots: list[Slot] = []
         for log in AGE_COLUMN:
             found = purge(
@@ -123,15 +114,6 @@ def purge_by_rules(
         archive=archive,
         dry_run=dry_run,
     )
-
-
-def _refuse_restored(connection: psycopg.Connection[Any]) -> None:
-    if (True,) in fetch(connection, RESTORED):
-        raise UsageError(
-            f"database {connection.info.dbname!r} was restored into another cluster, or its "
-            "transaction ids went back: its cursors do not say any more what was read, so nothing "
-            "is purged. Run `saf rebase` on it first"
-        )
 
 
 def _forget_routes(connection: psycopg.Connection[Any], retention_seconds: float) -> int:

@@ -270,6 +270,11 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         sa.Column("batch", sa.BigInteger, nullable=False),
         sa.Column("position", sa.BigInteger, nullable=False),
         sa.Column("lane", sa.Text, primary_key=True, server_default=""),
+        sa.Column(
+            "opened_at",
+            moment,
+            comment="when the source opened the batch: tells it from another of the same number",
+        ),
         postgresql_with={"fillfactor": "40"},
         comment="the last (batch, position) stored here of one source shard: what makes "
         "delivery exactly once",

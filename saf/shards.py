@@ -120,6 +120,11 @@ VALUES (%(member_id)s, %(subscription_id)s, %(name)s,
 
 # Held until the session ends, however it ends.
 BE_PRESENT = "SELECT pg_advisory_lock(hashtextextended(%(member_id)s::text, 0))"
+IS_PRESENT = """EXISTS (
+    SELECT FROM pg_locks
+    WHERE locktype = 'advisory' AND objsubid = 1 AND granted
+      AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+      AND classid::bigint << 32 | objid::bigint = hashtextextended(m.member_id::text, 0))"""
 
 RENEW = """
 UPDATE saf.member SET lease_until = clock_timestamp() + make_interval(secs => %(lease_seconds)s)
@@ -134,14 +139,10 @@ SELECT FROM saf.subscription WHERE subscription_id = %(subscription_id)s FOR NO 
 """
 
 # The foreign key sets the owner of its shards to NULL: they are free, their batches stay open.
-FORGET_DEAD = """
+FORGET_DEAD = f"""
 DELETE FROM saf.member m
 WHERE subscription_id = %(subscription_id)s AND member_id <> %(member_id)s
-  AND (lease_until < clock_timestamp() OR NOT EXISTS (
-      SELECT FROM pg_locks
-      WHERE locktype = 'advisory' AND objsubid = 1 AND granted
-        AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
-        AND classid::bigint << 32 | objid::bigint = hashtextextended(m.member_id::text, 0)))
+  AND (lease_until < clock_timestamp() OR NOT {IS_PRESENT})
 """
 
 HOLDINGS = """

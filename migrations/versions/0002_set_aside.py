@@ -105,6 +105,9 @@ COMMENT ON TABLE saf.audit IS 'what people did to messages that were set aside';
 ALTER TABLE saf.watermark ADD COLUMN lane TEXT DEFAULT '' NOT NULL;
 ALTER TABLE saf.watermark DROP CONSTRAINT watermark_pkey;
 ALTER TABLE saf.watermark ADD PRIMARY KEY (source, shard, lane);
+ALTER TABLE saf.watermark ADD COLUMN opened_at TIMESTAMP WITH TIME ZONE;
+COMMENT ON COLUMN saf.watermark.opened_at IS
+    'when the source opened the batch: tells it from another of the same number';
 
 ALTER TABLE saf.cursor ADD COLUMN opened_at TIMESTAMP WITH TIME ZONE;
 COMMENT ON COLUMN saf.cursor.opened_at IS 'by this clock messages of the batch expire';
@@ -172,7 +175,7 @@ COMMENT ON TABLE saf.dead_letter IS 'set aside for a person: not tried again by 
 
 DELETE FROM saf.watermark WHERE lane <> '';
 ALTER TABLE saf.watermark DROP CONSTRAINT watermark_pkey;
-ALTER TABLE saf.watermark DROP COLUMN lane;
+ALTER TABLE saf.watermark DROP COLUMN lane, DROP COLUMN opened_at;
 ALTER TABLE saf.watermark ADD PRIMARY KEY (source, shard);
 ALTER TABLE saf.cursor DROP COLUMN opened_at;
 """

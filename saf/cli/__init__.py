@@ -16,7 +16,7 @@ import structlog
 import typer
 from rich.console import Console
 
-from saf.cli import dead, demo, forward, grant, migrate, parked, purge, status
+from saf.cli import dead, demo, forward, grant, migrate, parked, purge, rebase, status
 from saf.errors import SafError
 
 app = typer.Typer(
@@ -34,6 +34,7 @@ app.command("status")(status.command)
 app.add_typer(parked.app, name="parked")
 app.add_typer(dead.app, name="dead")
 app.command("purge")(purge.command)
+app.command("rebase")(rebase.command)
 app.command("demo")(demo.command)
 
 

@@ -53,16 +53,19 @@ ON CONFLICT DO NOTHING
 
 # In the order of the shards, so that two deliveries wait for each other instead of deadlocking
 LOCK = """
-SELECT shard, epoch, batch, position FROM saf.watermark
+SELECT shard, epoch, batch, position,
+       batch > {current} OR batch = {current} AND opened_at <> {opened_at}::timestamptz AS ahead
+FROM saf.watermark
 WHERE source = {source}::uuid AND shard = ANY ({shards}::smallint[]) AND lane = {lane}
 ORDER BY shard FOR UPDATE
 """
 
 # The epoch rises even where every row was stored before, so that the owner before is fenced
 MOVE = """
-UPDATE saf.watermark w SET epoch = mine.epoch, (batch, position) = (
-    SELECT batch, position FROM (VALUES (w.batch, w.position), ({batch}, {position}))
-        AS mark (batch, position) ORDER BY batch DESC, position DESC LIMIT 1)
+UPDATE saf.watermark w SET epoch = mine.epoch, (batch, position, opened_at) = (
+    SELECT batch, position, opened_at FROM (
+        VALUES (w.batch, w.position, w.opened_at), ({batch}, {position}, {opened_at}::timestamptz)
+    ) AS mark (batch, position, opened_at) ORDER BY batch DESC, position DESC LIMIT 1)
 FROM unnest({shards}::smallint[], {epochs}::bigint[]) AS mine (shard, epoch)
 WHERE w.source = {source}::uuid AND w.shard = mine.shard AND w.lane = {lane}
 """
@@ -120,16 +123,18 @@ class PostgresInbox:
             "lane": sql.Literal(chunk.lane),
             "batch": sql.Literal(chunk.number),
             "position": sql.Literal(chunk.position),
+            "current": sql.Literal(chunk.batch.number),
+            "opened_at": sql.Literal(chunk.batch.opened_at.isoformat()),
         }
         marks = _query(cursor, LOCK, values)
         if len(marks) < len(chunk.batch.epochs):
             _query(cursor, KNOW_SHARDS, values)
             marks = _query(cursor, LOCK, values)
         epochs = dict(chunk.batch.epochs)
-        newer = [shard for shard, epoch, _, _ in marks if epoch > epochs[shard]]
+        newer = [shard for shard, epoch, *_ in marks if epoch > epochs[shard]]
         if newer:
             raise Fenced(f"destination {self.name!r}", newer)
-        ahead = [shard for shard, _, batch, _ in marks if batch > chunk.batch.number]
+        ahead = [shard for shard, *_, ahead in marks if ahead]
         if ahead and chunk.lane == MAIN:
             raise Ahead(f"destination {self.name!r}", ahead)
         _query(cursor, MOVE, values)

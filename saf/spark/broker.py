@@ -9,7 +9,7 @@ from uuid import UUID
 
 import psycopg
 
-from saf import cursor
+from saf import cursor, rebase
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
 from saf.errors import ConfigurationError, Fenced
 from saf.parking import MAIN, Backoff, due_here, waiting
@@ -187,6 +187,7 @@ class SourceBroker:
 
     def _balance(self, connection: psycopg.Connection[Any]) -> None:
         if self._member is None:
+            rebase.refuse(connection)
             known = fetch(connection, IDENTITY, {"log": LOG, "subscription": SUBSCRIPTION})
             if not known:
                 raise ConfigurationError(

@@ -297,6 +297,10 @@ class Delivery:
             self._hold(part.lane, error)
         except UnknownService as error:
             self._store_known(part, mark, aside, error)
+        except Fenced as error:
+            # a newer owner than the source itself knows of: raises Fenced, or is not so
+            self._at_source(lambda source: hold(source, self.work.batch))
+            raise Ahead(f"destination {name!r}", error.shards) from None
         except Rejected as error:
             if part.rows.num_rows == 1:
                 aside.bury(part.rows, name, "rejected", str(error))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from saf.config import Settings
-from saf.database import unavailable_if_lost
+from saf.database import check_schema, unavailable_if_lost
 from saf.errors import Fenced, SafError, Unavailable, UsageError
 from saf.maintenance import purge_by_rules
 from saf.spark.broker import SourceBroker
@@ -62,7 +62,7 @@ class Summary:
         kinds = {problem["kind"] for problem in self.problems}
         if "Rejected" in kinds:
             return EXIT_OTHER
-        if kinds & {"SchemaMissing", "SchemaMismatch", "ConfigurationError", "Ahead"}:
+        if kinds & {"SchemaMissing", "SchemaMismatch", "Restored", "ConfigurationError", "Ahead"}:
             return EXIT_USAGE
         return EXIT_TRY_AGAIN if kinds or self.waiting else EXIT_DONE
 
@@ -335,6 +335,7 @@ class Forwarder:
                     unavailable_if_lost(f"broker {broker.name!r}"),
                     broker.dsn.connect(role="purge", autocommit=True) as connection,
                 ):
+                    check_schema(connection)
                     purge_by_rules(connection, broker.dsn, self.purge)
             except SafError as error:
                 # no reason to fail: a forwarder need not have the right, and `saf purge` says why

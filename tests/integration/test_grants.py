@@ -71,7 +71,7 @@ SOME = {
     ("route", "i"): "service broker destination quality enabled",
     ("route", "u"): "service broker destination quality enabled",
     ("route_version", "i"): "routes",
-    ("watermark", "u"): "epoch batch position",
+    ("watermark", "u"): "epoch batch position opened_at",
     ("parked", "u"): "destination lane",
     ("backoff", "u"): "attempts next_attempt_at error",
     ("dead_letter", "u"): "error",

@@ -1,0 +1,166 @@
+"""Guarantee 10: a restored broker is noticed, refused and repaired, and nothing is skipped."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from saf import Ahead, Restored
+from saf.database import Dsn, fetch
+from saf.embedded import EmbeddedServer, programs
+from saf.errors import UsageError
+from saf.rebase import known_at, rebase
+from tests.pipeline import Cycle, bodies, connect, policy, send
+
+VERSION = 18
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[EmbeddedServer]:
+    """Another cluster, whose transaction ids have not got far."""
+    folder = Path(tempfile.mkdtemp(prefix="saf-test-"))
+    server = EmbeddedServer(folder / "pg", VERSION, {"fsync": False})
+    server.start()
+    yield server
+    server.stop_immediately()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def restore(app: Dsn, server: EmbeddedServer, name: str = "app") -> Dsn:
+    """A dump of a database, restored into another cluster."""
+    copy = server.create_database(name)
+    dump = subprocess.run(
+        [programs(VERSION) / "pg_dump", "--no-owner", app.conninfo], capture_output=True, check=True
+    )
+    subprocess.run(
+        [programs(VERSION) / "psql", "-qX", "-v", "ON_ERROR_STOP=1", copy.conninfo],
+        input=dump.stdout, check=True, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    return copy
+
+
+def burn_transaction_ids(dsn: Dsn, count: int = 2000) -> None:
+    """Get far ahead of a new cluster."""
+    with connect(dsn) as connection:
+        connection.execute(
+            f"DO $$ BEGIN FOR i IN 1..{count} LOOP PERFORM pg_current_xact_id(); COMMIT; "
+            "END LOOP; END $$"
+        )
+
+
+def repair(app: Dsn, mom: Dsn) -> object:
+    with connect(app) as connection, connect(mom) as store:
+        ((source,),) = fetch(connection, "SELECT broker_id FROM saf.broker")
+        return rebase(connection, {"mom": known_at(store, source)})
+
+
+def run(app: Dsn, mom: Dsn) -> None:
+    with Cycle(app, policy(mom=mom)) as cycle:
+        while receipts := cycle.run():
+            assert not [r.error for r in receipts if r.error]
+
+
+def test_a_dump_in_another_cluster_is_refused_and_goes_on_after_a_rebase(
+    app: Dsn, mom: Dsn, elsewhere: EmbeddedServer
+) -> None:
+    burn_transaction_ids(app)
+    with connect(app) as connection:
+        for number in range(10):
+            send(connection, str(number), key=str(number % 3))
+        run(app, mom)
+        for number in range(10, 20):
+            send(connection, str(number), key=str(number % 3))
+    copy = restore(app, elsewhere)
+    with pytest.raises(Restored, match="saf rebase"):
+        run(copy, mom)
+    assert len(bodies(mom)) == 10, "nothing was written"
+    repair(copy, mom)
+    with connect(copy) as connection:
+        send(connection, "20", key="2")
+    run(copy, mom)
+    assert sorted(map(int, bodies(mom))) == list(range(21))
+    for key in range(3):
+        mine = [int(body) for body in bodies(mom) if int(body) % 3 == key]
+        assert mine == sorted(mine)
+
+
+def test_a_batch_in_hand_stays_the_same_batch_so_that_nothing_is_stored_twice(
+    app: Dsn, mom: Dsn, elsewhere: EmbeddedServer
+) -> None:
+    burn_transaction_ids(app)
+    with connect(app) as connection:
+        for number in range(10):
+            send(connection, str(number), key=str(number))
+        with Cycle(app, policy(mom=mom)) as cycle:
+            cycle.open()
+            cycle.deliver()  # stored and marked, but not closed
+            send(connection, "10", key="1")
+            copy = restore(app, elsewhere)
+        # what was stored is not marked: as if the dump had been taken in between
+        with connect(copy) as restored:
+            restored.execute("UPDATE saf.cursor SET position = 0")
+    repair(copy, mom)
+    run(copy, mom)
+    assert sorted(map(int, bodies(mom))) == list(range(11))
+
+
+def test_a_transaction_that_is_in_progress_during_a_rebase_is_not_lost(
+    app: Dsn, mom: Dsn, elsewhere: EmbeddedServer
+) -> None:
+    burn_transaction_ids(app)
+    copy = restore(app, elsewhere)
+    with psycopg.connect(copy.conninfo) as late:
+        late.execute("SELECT pg_current_xact_id()")
+        repair(copy, mom)
+        late.execute("INSERT INTO saf.outbox (to_service, body) VALUES ('billing', 'late')")
+        with connect(copy) as connection:
+            send(connection, "early")
+        run(copy, mom)
+        assert bodies(mom) == ["early"]
+        late.commit()
+    run(copy, mom)
+    assert bodies(mom) == ["early", "late"]
+
+
+@pytest.mark.parametrize("batches_after_the_backup", [1, 3])
+def test_a_source_set_back_to_an_older_backup_is_refused_by_the_destination_until_rebased(
+    app: Dsn, mom: Dsn, server: EmbeddedServer, batches_after_the_backup: int
+) -> None:
+    with connect(app) as connection:
+        send(connection, "before", key="k")
+        run(app, mom)
+    backup = restore(app, server, f"backup_{batches_after_the_backup}_{app.database}")
+    with connect(app) as connection:
+        for number in range(batches_after_the_backup):
+            send(connection, f"lost with the source {number}", key="k")
+            run(app, mom)
+    with connect(backup) as connection:
+        for number in range(3):
+            send(connection, f"after {number}", key="k")
+    stored = bodies(mom)
+    with Cycle(backup, policy(mom=mom)) as cycle:
+        assert {r.error_kind for r in cycle.run() if r.error_kind} == {Ahead.__name__}
+    assert bodies(mom) == stored
+    repair(backup, mom)
+    run(backup, mom)
+    assert bodies(mom) == [*stored, "after 0", "after 1", "after 2"]
+
+
+def test_what_was_not_restored_is_left_alone(app: Dsn, mom: Dsn) -> None:
+    with connect(app) as connection:
+        send(connection, "one")
+    run(app, mom)
+    assert repair(app, mom) is None
+
+
+def test_a_rebase_beside_a_member_at_work_is_refused(app: Dsn, mom: Dsn) -> None:
+    with connect(app) as connection, Cycle(app, policy(mom=mom)) as cycle:
+        cycle.open()
+        with pytest.raises(UsageError, match="stop all forwarders"):
+            rebase(connection, {}, force=True)
