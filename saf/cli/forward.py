@@ -20,7 +20,8 @@ from saf.config import Settings, load
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from saf.spark.forward import Forwarder, Progress, Summary
+    from saf.spark.forward import Forwarder, Progress
+    from saf.spark.summary import Summary
 
 
 def command(

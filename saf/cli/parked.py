@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.config import load
@@ -30,7 +28,7 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
         ]
         typer.echo(json.dumps({"parked": rows, "errors": round_.errors()}))
     else:
-        Console().print(table(lanes))
+        show(lanes)
     round_.finish(say=not as_json)
 
 
@@ -52,14 +50,12 @@ def retry_now_(
     round_.finish(say=not as_json)
 
 
-def table(lanes: dict[str, list[Parked]]) -> Table:
-    """For people."""
-    shown = Table("broker", "waits for", "messages", "attempts", "next attempt", "error")
+def show(lanes: Mapping[str, Sequence[Parked]]) -> None:
+    """A line for each lane: errors are too long for a table."""
     for name, found in lanes.items():
         for lane in found:
-            when = "due" if lane.due else f"{lane.next_attempt_at:%H:%M:%S}"
-            shown.add_row(
-                escape(name), escape(str(lane.key)), f"{lane.messages:,}", str(lane.attempts), when,
-                escape(lane.error),
-            )  # fmt: skip
-    return shown
+            when = "now" if lane.due else f"{lane.next_attempt_at:%H:%M:%S}"
+            typer.echo(
+                f"{name}: {lane.messages:,} parked, {lane.key}; {lane.attempts} attempts, "
+                f"next {when}: {lane.error}"
+            )

@@ -32,10 +32,7 @@ def command(
     else:
         console = Console()
         console.print(_overview(known))
-        if any(status.lanes for status in known.values()):
-            console.print(
-                parked.table({name: list(status.lanes) for name, status in known.items()})
-            )
+        parked.show({name: status.lanes for name, status in known.items()})
         if shards:
             for name, status in known.items():
                 console.print(_by_shard(name, status))

@@ -14,7 +14,8 @@ from saf.database import Dsn
 from saf.errors import SafError
 
 if TYPE_CHECKING:
-    from saf.spark.forward import Progress, Summary
+    from saf.spark.forward import Progress
+    from saf.spark.summary import Summary
 
 WRITERS = 2
 

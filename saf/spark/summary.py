@@ -1,0 +1,63 @@
+"""What a run of the forwarder did, for people and for programs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+EXIT_DONE, EXIT_OTHER, EXIT_USAGE, EXIT_TRY_AGAIN = 0, 1, 2, 75
+
+
+@dataclass
+class Summary:
+    """What a run did. Counts are messages."""
+
+    forwarded: int = 0
+    dropped: int = 0
+    """Delivered again and dropped by a watermark."""
+    parked: int = 0
+    """Set aside until a destination, a route or a service is there."""
+    dead: int = 0
+    """Set aside for a person."""
+    by_destination: dict[str, int] = field(default_factory=dict)
+    batches: int = 0
+    cycles: int = 0
+    seconds: float = 0.0
+    stopped: bool = False
+    idle: bool = False
+    """Other forwarders hold all shards of all brokers."""
+    waiting: list[dict[str, Any]] = field(default_factory=list)
+    """Lanes: ``broker``, ``lane``, ``attempts``, ``next_attempt_at``, ``error``."""
+    problems: list[dict[str, str]] = field(default_factory=list)
+    """What went wrong: ``broker``, ``kind`` (an error's class) and ``error``."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 done or nothing to do, 75 try again later, 2 to be mended by a person, 1 other."""
+        kinds = {problem["kind"] for problem in self.problems}
+        if "Rejected" in kinds:
+            return EXIT_OTHER
+        if kinds & {"SchemaMissing", "SchemaMismatch", "Restored", "ConfigurationError", "Ahead"}:
+            return EXIT_USAGE
+        return EXIT_TRY_AGAIN if kinds or self.waiting else EXIT_DONE
+
+    def add(self, cycle: Summary) -> None:
+        """Count another's work in."""
+        self.forwarded += cycle.forwarded
+        self.dropped += cycle.dropped
+        self.parked += cycle.parked
+        self.dead += cycle.dead
+        self.batches += cycle.batches
+        self.cycles += cycle.cycles
+        for name, count in cycle.by_destination.items():
+            self.by_destination[name] = self.by_destination.get(name, 0) + count
+
+    def as_dict(self) -> dict[str, Any]:
+        """For one line of JSON."""
+        rate = self.forwarded / self.seconds if self.seconds else 0.0
+        return {
+            **asdict(self),
+            "seconds": round(self.seconds, 3),
+            "messages_per_second": round(rate, 1),
+            "exit_code": self.exit_code,
+        }

@@ -1,0 +1,113 @@
+"""Dead letters: what a person does with them is done once, in order, and remembered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+import pytest
+
+from saf import dead
+from saf.database import Dsn, fetch
+from saf.dead import Filter
+from tests.pipeline import Cycle, bodies, connect, policy, send
+
+REFUSE = "ALTER TABLE saf.inbox ADD CONSTRAINT polite CHECK (convert_from(body, 'UTF8') !~ 'bad')"
+ALLOW = "ALTER TABLE saf.inbox DROP CONSTRAINT polite"
+
+
+@pytest.fixture
+def rejected(app: Dsn, mom: Dsn) -> list[str]:
+    """Ten messages of one key, of which every second one was rejected."""
+    with connect(mom) as store, connect(app) as connection:
+        store.execute(REFUSE)
+        for number in range(10):
+            send(connection, f"{'bad' if number % 2 else 'good'} {number}", key="k")
+    run(app, mom)
+    assert bodies(mom) == [f"good {number}" for number in range(0, 10, 2)]
+    return [f"bad {number}" for number in range(1, 10, 2)]
+
+
+def run(app: Dsn, mom: Dsn) -> None:
+    with Cycle(app, policy(mom=mom, chunk_rows=3)) as cycle:
+        while cycle.run():
+            pass
+
+
+def audit(connection: psycopg.Connection[Any]) -> list[tuple[Any, ...]]:
+    return fetch(
+        connection, "SELECT who, action, cardinality(message_ids), why FROM saf.audit ORDER BY 1, 2"
+    )
+
+
+def test_retried_messages_arrive_in_order_and_with_their_ids(
+    app: Dsn, mom: Dsn, rejected: list[str]
+) -> None:
+    with connect(app) as connection, connect(mom) as store:
+        found = dead.dead_letters(connection, Filter())
+        store.execute(ALLOW)
+        ids = dead.retry(connection, Filter(), "the check was wrong")
+        assert ids == [letter.message_id for letter in found]
+        run(app, mom)
+        assert bodies(mom)[5:] == rejected
+        stored = fetch(store, "SELECT message_id FROM saf.inbox ORDER BY id OFFSET 5")
+        assert [message_id for (message_id,) in stored] == ids
+        assert audit(connection) == [("postgres", "retry", 5, "the check was wrong")]
+        assert fetch(connection, "SELECT FROM saf.backoff") == []
+
+
+def test_retrying_again_retries_nothing_and_what_is_rejected_again_is_dead_again(
+    app: Dsn, mom: Dsn, rejected: list[str]
+) -> None:
+    with connect(app) as connection, connect(mom) as store:
+        first = dead.retry(connection, Filter(), "")
+        assert dead.retry(connection, Filter(), "") == []
+        run(app, mom)
+        again = dead.dead_letters(connection, Filter())
+        assert [letter.message_id for letter in again] == first
+        store.execute(ALLOW)
+        dead.retry(connection, Filter(), "")
+        run(app, mom)
+        assert bodies(mom)[5:] == rejected
+
+
+def test_retries_one_after_the_other_are_all_delivered_in_whatever_order_they_were_chosen(
+    app: Dsn, mom: Dsn, rejected: list[str]
+) -> None:
+    with connect(app) as connection, connect(mom) as store:
+        store.execute(ALLOW)
+        numbers = [letter.dead_letter_id for letter in dead.dead_letters(connection, Filter())]
+        for number in reversed(numbers):
+            dead.retry(connection, Filter(dead_letter_ids=[number]), "")
+        run(app, mom)
+    assert bodies(mom)[5:] == rejected[::-1]
+
+
+def test_a_retry_beside_a_destination_that_is_down_waits_its_turn(
+    app: Dsn, mom: Dsn, rejected: list[str]
+) -> None:
+    nowhere = Dsn("host=/nonexistent dbname=mom")
+    with connect(app) as connection, connect(mom) as store:
+        store.execute(ALLOW)
+        dead.retry(connection, Filter(), "")
+        with Cycle(app, policy(mom=nowhere)) as cycle:
+            cycle.run()
+        assert len(bodies(mom)) == 5
+        connection.execute("UPDATE saf.backoff SET next_attempt_at = now()")
+        run(app, mom)
+    assert bodies(mom)[5:] == rejected
+
+
+def test_a_filter_chooses_and_a_discarded_message_is_gone_and_remembered(
+    app: Dsn, rejected: list[str]
+) -> None:
+    with connect(app) as connection:
+        assert dead.dead_letters(connection, Filter(reason="expired")) == []
+        assert dead.discard(connection, Filter(service="nobody"), "") == []
+        (first, *_) = dead.dead_letters(connection, Filter(key="k", destination="mom"))
+        assert dead.body(connection, first.dead_letter_id) == rejected[0].encode()
+        chosen = Filter(dead_letter_ids=[first.dead_letter_id])
+        assert dead.discard(connection, chosen, "a test order") == [first.message_id]
+        assert dead.body(connection, first.dead_letter_id) is None
+        assert len(dead.dead_letters(connection, Filter())) == 4
+        assert audit(connection) == [("postgres", "discard", 1, "a test order")]

@@ -1,0 +1,117 @@
+"""``saf parked``, ``saf dead`` and ``saf rebase`` as an operator types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saf.database import Dsn
+from tests.pipeline import Cycle, bodies, connect, policy, send
+from tests.programs import configuration, saf
+
+NOWHERE = Dsn("host=/nonexistent dbname=other")
+
+
+@pytest.fixture
+def config(tmp_path: Path, app: Dsn, mom: Dsn) -> Path:
+    return configuration(tmp_path / "saf.toml", {"shop": app}, {"mom": mom})
+
+
+@pytest.fixture
+def aside(app: Dsn, mom: Dsn) -> None:
+    """One message forwarded, three parked, and two dead."""
+    with connect(mom) as store, connect(app) as connection:
+        store.execute(
+            "ALTER TABLE saf.inbox ADD CONSTRAINT polite CHECK (convert_from(body, 'UTF8') <> 'x')"
+        )
+        connection.execute("INSERT INTO saf.route (service, destination) VALUES ('ship', 'other')")
+        connection.execute(
+            "INSERT INTO saf.outbox (to_service, key, body) "
+            "SELECT 'ship', 'k', 'y' FROM generate_series(1, 3)"
+        )
+        for body in ("x", "y", "x"):
+            send(connection, body, key="[/]")
+        with Cycle(app, policy(mom=mom, other=NOWHERE)) as cycle:
+            cycle.run()
+
+
+def answer(*arguments: str | Path, config: Path) -> dict[str, Any]:
+    done = saf(*arguments, "--config", config, "--json")
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+@pytest.mark.usefixtures("aside")
+def test_status_says_what_is_parked_why_and_when_it_is_tried_next(config: Path) -> None:
+    (broker,) = answer("status", config=config)["brokers"]
+    assert (broker["parked"], broker["dead_letters"], broker["pending"]) == (3, 2, 0)
+    (lane,) = broker["lanes"]
+    assert (lane["destination"], lane["attempts"], lane["messages"]) == ("other", 1, 3)
+    assert "nonexistent" in lane["error"]
+    said = saf("status", "--config", config).stdout
+    assert "shop: 3 parked, destination 'other'; 1 attempts, next " in said
+
+
+@pytest.mark.usefixtures("aside")
+def test_parked_lists_the_lanes_and_retry_now_makes_them_due(config: Path) -> None:
+    (lane,) = answer("parked", "list", config=config)["parked"]
+    assert not lane["due"]
+    assert answer("parked", "retry-now", config=config)["lanes"] == {"shop": 1}
+    (lane,) = answer("parked", "list", config=config)["parked"]
+    assert lane["due"]
+    assert "next now" in saf("parked", "list", "--config", config).stdout
+    done = saf("parked", "retry-now", "--destination", "mom", "--config", config)
+    assert done.stdout == "shop: 0 lanes to be tried by the next run\n"
+
+
+@pytest.mark.usefixtures("aside")
+def test_dead_letters_are_listed_shown_retried_and_discarded(
+    config: Path, app: Dsn, mom: Dsn
+) -> None:
+    first, second = answer("dead", "list", config=config)["dead_letters"]
+    assert (first["reason"], first["service"], first["key"]) == ("rejected", "billing", "[/]")
+    assert "polite" in first["error"]
+    assert "[/]" in saf("dead", "list", "--reason", "rejected", "--config", config).stdout
+    assert saf("dead", "show", str(first["dead_letter_id"]), "--config", config).stdout == "x"
+
+    dry = answer("dead", "retry", "--all", "--dry-run", config=config)["dead_letters"]
+    assert dry == [first, second]
+    number = str(first["dead_letter_id"])
+    done = saf("dead", "discard", number, "--why", "a test", "--config", config)
+    assert done.stdout == "shop: 1 message\n"
+    retried = answer("dead", "retry", "--service", "billing", config=config)["message_ids"]
+    assert retried == {"shop": [second["message_id"]]}
+    assert answer("dead", "list", config=config)["dead_letters"] == []
+    with connect(mom) as store:
+        store.execute("ALTER TABLE saf.inbox DROP CONSTRAINT polite")
+    with Cycle(app, policy(mom=mom)) as cycle:
+        cycle.run()
+    assert bodies(mom) == ["y", "x"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["dead", "discard"], "Give numbers, a filter, or --all"),
+        (["dead", "list", "--reason", "boredom"], "the reasons are rejected, expired"),
+        (["dead", "show", "7"], "there is no dead letter 7"),
+        (["parked", "list", "--broker", "shp"], "there is no [brokers.shp], only shop"),
+    ],
+)
+def test_what_was_meant_is_asked_in_one_sentence(
+    config: Path, arguments: list[str], said: str
+) -> None:
+    done = saf(*arguments, "--config", config)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_rebase_leaves_alone_what_was_not_restored(config: Path) -> None:
+    done = saf("rebase", "--config", config)
+    assert (done.returncode, done.stdout) == (0, "shop: was not restored, nothing to do\n")
+    (broker,) = answer("rebase", "--force", config=config)["brokers"]
+    assert broker == {"broker": "shop", "rows": 0, "destinations_ahead": []}
