@@ -169,7 +169,7 @@ def retry(connection: psycopg.Connection[Any], chosen: Filter, why: str) -> list
         connection.execute(ONE_AT_A_TIME)
         ids, message_ids = _locked(connection, chosen)
         if ids:
-            number = _audit(connection, "retry", message_ids, why)
+            number = audit(connection, "retry", message_ids, why)
             params = {"lane": RETRY, "number": number, "dead_letter_ids": ids}
             connection.execute(DUE, params)
             connection.execute(PARK, params)
@@ -182,7 +182,7 @@ def discard(connection: psycopg.Connection[Any], chosen: Filter, why: str) -> li
     with connection.transaction():
         ids, message_ids = _locked(connection, chosen)
         if ids:
-            _audit(connection, "discard", message_ids, why)
+            audit(connection, "discard", message_ids, why)
             connection.execute(DELETE, {"dead_letter_ids": ids})
     return message_ids
 
@@ -192,9 +192,10 @@ def _locked(connection: psycopg.Connection[Any], chosen: Filter) -> tuple[list[i
     return [row[0] for row in rows], [row[1] for row in rows]
 
 
-def _audit(
+def audit(
     connection: psycopg.Connection[Any], action: str, message_ids: Sequence[UUID], why: str
 ) -> int:
+    """Remember what somebody did with messages; return its number, which rises."""
     ((number,),) = fetch(
         connection, AUDIT, {"action": action, "message_ids": list(message_ids), "why": why}
     )

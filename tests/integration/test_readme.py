@@ -63,6 +63,25 @@ def test_the_operators_commands_work_in_their_order(new_database: object, tmp_pa
     assert done.returncode == 0, done.stderr
 
 
+def test_the_commands_of_the_operations_page_work_as_they_stand(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    (tmp_path / "saf.toml").write_text(block("toml"))
+    page = (ROOT / "docs" / "operations.md").read_text()
+    shells = re.findall(r"<!-- test: shell -->\n```sh\n(.*?)```", page, re.DOTALL)
+    assert len(shells) >= 2
+    done = run(
+        ["bash", "-euxc", "".join(shells)],
+        env={
+            "PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin",
+            "SHOP_DSN": app.conninfo,
+            "MOM_DSN": mom.conninfo,
+        },
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_three_rights_are_all_that_a_sender_needs(app: Dsn) -> None:
     rights = re.search(r"needs three rights: (.*?)\.\n", README, re.DOTALL)
     assert rights is not None

@@ -1,0 +1,77 @@
+"""Replay: send again what a destination has lost, such as one restored from an older backup.
+
+The messages are parked once more, in the order they were sent, in a lane of their own (see
+`saf.parking`) that goes before everything else for their destination: what is sent meanwhile
+follows behind them, and the lane's watermark sees to it that each is stored once. Which have to be
+sent again is `saf.reconcile`'s to say; what was purged from the outbox since cannot be.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+from uuid import UUID
+
+import psycopg
+
+from saf.database import fetch
+from saf.dead import ONE_AT_A_TIME, audit
+from saf.message import COLUMNS
+from saf.parking import REPLAY
+from saf.routes import Route, choose_route
+
+FIND = """
+SELECT o.id, o.message_id, o.to_service, o.to_broker::text
+FROM unnest(%(shards)s::smallint[], %(ids)s::bigint[]) AS lost (shard, id)
+JOIN saf.outbox o USING (shard, id) ORDER BY o.id
+"""
+PARK = f"""
+INSERT INTO saf.parked
+    (subscription_id, destination, lane, shard, id, batch, position, {", ".join(COLUMNS)})
+SELECT s.subscription_id, %(destination)s, %(lane)s, o.shard, o.id, %(number)s,
+       row_number() OVER (ORDER BY o.id), {", ".join(f"o.{c}" for c in COLUMNS)}
+FROM saf.outbox o
+JOIN unnest(%(shards)s::smallint[], %(ids)s::bigint[]) AS lost (shard, id) USING (shard, id)
+JOIN saf.subscription s ON s.log = 'outbox' AND s.name = 'forwarder'
+WHERE o.id = ANY (%(chosen)s)
+"""
+DUE = """
+INSERT INTO saf.backoff (subscription_id, destination, lane, error)
+SELECT subscription_id, %(destination)s, %(lane)s, 'replayed by ' || session_user
+FROM saf.subscription WHERE log = 'outbox' AND name = 'forwarder'
+ON CONFLICT (subscription_id, destination, lane) DO UPDATE SET next_attempt_at = now()
+"""
+
+
+def replay(
+    connection: psycopg.Connection[Any],
+    lost: Sequence[tuple[int, int]],
+    routes: Sequence[Route],
+    why: str,
+    *,
+    dry_run: bool = False,
+) -> dict[str, list[UUID]]:
+    """Hand messages, as (shard, id), to the forwarder again; return their ids by destination.
+
+    They go where the routes lead now; those that none leads anywhere are left out.
+    """
+    place = {"shards": [shard for shard, _ in lost], "ids": [number for _, number in lost]}
+    with connection.transaction():
+        connection.execute(ONE_AT_A_TIME)
+        found: dict[str, list[tuple[int, UUID]]] = defaultdict(list)
+        for number, message_id, service, broker in fetch(connection, FIND, place):
+            route = choose_route(routes, service, broker)
+            if route is not None:
+                found[route.destination].append((number, message_id))
+        for destination, messages in () if dry_run else found.items():
+            params = {
+                **place,
+                "destination": destination,
+                "lane": REPLAY,
+                "number": audit(connection, "replay", [m for _, m in messages], why),
+                "chosen": [number for number, _ in messages],
+            }
+            connection.execute(DUE, params)
+            connection.execute(PARK, params)
+    return {name: [message_id for _, message_id in some] for name, some in found.items()}

@@ -1,0 +1,59 @@
+"""A destination restored from an older backup gets what it lost, once and in order."""
+
+from __future__ import annotations
+
+import subprocess
+
+from saf.database import Dsn, fetch
+from saf.embedded import EmbeddedServer, programs
+from saf.replay import replay
+from saf.routes import Route
+from tests.pipeline import Cycle, bodies, connect, policy, send
+
+ROUTES = [Route(destination="mom")]
+
+
+def run(app: Dsn, mom: Dsn) -> None:
+    with Cycle(app, policy(mom=mom, chunk_rows=3)) as cycle:
+        while receipts := cycle.run():
+            assert not [r.error for r in receipts if r.error]
+
+
+def test_what_a_restored_store_lost_arrives_before_what_was_sent_since(
+    app: Dsn, mom: Dsn, server: EmbeddedServer
+) -> None:
+    with connect(app) as connection:
+        for number in range(10):
+            send(connection, str(number), key=str(number % 2))
+        run(app, mom)
+        restored = server.create_database(f"restored_{mom.database}")
+        dump = subprocess.run(
+            [programs(18) / "pg_dump", mom.conninfo], capture_output=True, check=True
+        )
+        subprocess.run(
+            [programs(18) / "psql", "-qX", restored.conninfo],
+            input=dump.stdout, check=True, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        for number in range(10, 20):
+            send(connection, str(number), key=str(number % 2))
+        run(app, mom)
+        for number in range(20, 30):
+            send(connection, str(number), key=str(number % 2))
+        lost = fetch(connection, "SELECT shard, id FROM saf.outbox ORDER BY id OFFSET 10 LIMIT 10")
+        dry = replay(connection, lost, ROUTES, "", dry_run=True)
+        assert len(dry["mom"]) == 10
+        assert fetch(connection, "SELECT FROM saf.parked") == []
+        assert replay(connection, lost, ROUTES, "the disk died") == dry
+    run(app, restored)
+    assert sorted(map(int, bodies(restored))) == list(range(30))
+    for parity in range(2):
+        mine = [int(body) for body in bodies(restored) if int(body) % 2 == parity]
+        assert mine == sorted(mine)
+
+
+def test_a_replay_without_a_route_or_of_purged_messages_sends_the_rest(app: Dsn) -> None:
+    with connect(app) as connection:
+        send(connection, "one")
+        lost = fetch(connection, "SELECT shard, id FROM saf.outbox")
+        assert replay(connection, [*lost, (1, 999)], [], "") == {}
+        assert list(replay(connection, [*lost, (1, 999)], ROUTES, "")) == ["mom"]
