@@ -13,8 +13,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from typing import Any
 
-from pyspark.daemon import manager
+from pyspark import daemon
 
 
 def preload() -> None:
@@ -25,9 +26,25 @@ def preload() -> None:
     import saf.spark.delivery  # noqa: F401
 
 
+def quietly(worker: Any) -> Any:
+    """A worker that does not print a traceback when the JVM has ended first.
+
+    It has nobody left to write to then, which on a unix socket it learns at once.
+    """
+
+    def run(sock: Any, authenticated: bool) -> int:
+        try:
+            return int(worker(sock, authenticated))
+        except BrokenPipeError:
+            return 1
+
+    return run
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["pyspark.worker"]:
         preload()
     # Spark collects garbage after each task: not among what was imported
     gc.freeze()
-    manager()
+    daemon.worker = quietly(daemon.worker)
+    daemon.manager()
