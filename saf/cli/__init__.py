@@ -16,7 +16,7 @@ import structlog
 import typer
 from rich.console import Console
 
-from saf.cli import demo, forward, grant, migrate, purge, status
+from saf.cli import demo, forward, grant, migrate, purge, reconcile, status
 from saf.errors import SafError
 
 app = typer.Typer(
@@ -32,6 +32,7 @@ app.command("grant")(grant.command)
 app.command("forward")(forward.command)
 app.command("status")(status.command)
 app.command("purge")(purge.command)
+app.command("reconcile")(reconcile.command)
 app.command("demo")(demo.command)
 
 
