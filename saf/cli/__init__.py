@@ -16,7 +16,7 @@ import structlog
 import typer
 from rich.console import Console
 
-from saf.cli import demo, forward, grant, migrate, purge, reconcile, status
+from saf.cli import demo, doctor, forward, grant, migrate, purge, reconcile, status
 from saf.errors import SafError
 
 app = typer.Typer(
@@ -33,6 +33,7 @@ app.command("forward")(forward.command)
 app.command("status")(status.command)
 app.command("purge")(purge.command)
 app.command("reconcile")(reconcile.command)
+app.command("doctor")(doctor.command)
 app.command("demo")(demo.command)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,18 @@ from tests.programs import configuration, saf, send
 SAME, DIFFERENT, USAGE, TRY_AGAIN = 0, 1, 2, 75
 WEEK = 7 * 86400.0
 NOWHERE = Dsn("host=/nonexistent dbname=mom")
+
+WAITS = """
+SELECT FROM pg_locks WHERE NOT granted AND relation = 'saf.cursor'::regclass
+"""
+NEWEST = """
+SELECT broker_id, to_service, key, body, message_id, o.created_at
+FROM saf.broker, saf.outbox o ORDER BY id DESC LIMIT 1
+"""
+STORE = """
+INSERT INTO saf.inbox (source, to_service, key, body, message_id, created_at)
+VALUES (%s, %s, %s, %s, %s, %s)
+"""
 
 Broker = Callable[[str], Dsn]
 
@@ -245,6 +258,27 @@ def test_there_is_no_false_alarm_while_messages_are_sent_and_forwarded(
     assert failures == []
     assert total(outcome, "complete") > 0
     assert in_flight > 0, "nothing was forwarded meanwhile, so the test has shown nothing"
+
+
+def test_what_was_sent_and_stored_between_the_two_snapshots_is_in_flight(
+    app: Dsn, mom: Dsn
+) -> None:
+    send(app, 5)
+    forward(app, mom=mom)
+    with ThreadPoolExecutor() as pool, connect(app) as holder:
+        with holder.transaction():
+            # read after the source's snapshot is taken, and before the destination's
+            holder.execute("LOCK TABLE saf.cursor")
+            future = pool.submit(compare, app, mom=mom)
+            while not execute(app, WAITS):
+                assert not future.done()
+            send(app, 1)
+            (source, *row) = execute(app, NEWEST)[0]
+            with connect(mom) as there:
+                there.execute(STORE, [source, *row])
+        outcome = future.result()
+    assert outcome.same
+    assert counts(outcome) == {"in_flight": 1}
 
 
 def test_a_restored_destination_lacks_what_came_after_its_backup(app: Dsn, mom: Dsn) -> None:
