@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from saf import dead
 from saf.database import Dsn, fetch
 from saf.errors import ConfigurationError, Unavailable, UsageError
+from saf.grants import Kind, grant
 from saf.migrate import migrate
 from saf.reconcile import Outcome, _read_both, missing, reconcile
 from saf.ring import purge
@@ -27,7 +29,7 @@ WEEK = 7 * 86400.0
 NOWHERE = Dsn("host=/nonexistent dbname=mom")
 
 WAITS = """
-SELECT FROM pg_locks WHERE NOT granted AND relation = 'saf.cursor'::regclass
+SELECT pid FROM pg_locks WHERE NOT granted AND relation = 'saf.cursor'::regclass
 """
 NEWEST = """
 SELECT broker_id, to_service, key, body, message_id, o.created_at
@@ -366,6 +368,27 @@ def test_two_names_of_one_destination_are_refused(app: Dsn, mom: Dsn) -> None:
 def test_a_destination_that_is_down_leaves_it_open(app: Dsn, mom: Dsn) -> None:
     with pytest.raises(Unavailable):
         compare(app, mom=mom, other=NOWHERE)
+
+
+def test_an_operator_of_both_sides_may_reconcile(app: Dsn, mom: Dsn) -> None:
+    send(app, 20)
+    forward(app, mom=mom)
+    lose(mom, 1)
+    execute(app, "CREATE ROLE reconciler LOGIN")
+    try:
+        for dsn in (app, mom):
+            with connect(dsn) as connection:
+                grant(connection, "reconciler", [Kind.OPERATOR])
+        here, there = (Dsn(make_conninfo(dsn.conninfo, user="reconciler")) for dsn in (app, mom))
+        assert counts(compare(here, mom=there)) == {"lost": 1}
+        with connect(mom) as connection:
+            grant(connection, "reconciler", [Kind.FORWARDER])
+        with pytest.raises(ConfigurationError, match="destination 'mom' refuses this user"):
+            compare(here, mom=there)
+    finally:
+        for dsn in (app, mom):
+            execute(dsn, "DROP OWNED BY reconciler")
+        execute(app, "DROP ROLE reconciler")
 
 
 # The command
