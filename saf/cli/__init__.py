@@ -16,7 +16,19 @@ import structlog
 import typer
 from rich.console import Console
 
-from saf.cli import dead, demo, forward, grant, migrate, parked, purge, rebase, status
+from saf.cli import (
+    dead,
+    demo,
+    doctor,
+    forward,
+    grant,
+    migrate,
+    parked,
+    purge,
+    rebase,
+    reconcile,
+    status,
+)
 from saf.errors import SafError
 
 app = typer.Typer(
@@ -34,7 +46,9 @@ app.command("status")(status.command)
 app.add_typer(parked.app, name="parked")
 app.add_typer(dead.app, name="dead")
 app.command("purge")(purge.command)
+app.command("reconcile")(reconcile.command)
 app.command("rebase")(rebase.command)
+app.command("doctor")(doctor.command)
 app.command("demo")(demo.command)
 
 

@@ -1,0 +1,51 @@
+"""``saf doctor``: what is wrong with the configured databases, and what helps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from saf.config import load
+from saf.doctor import REACHABLE, examine
+from saf.errors import Unavailable
+
+FOUND = 1
+COLOURS = {"error": "red", "warning": "yellow"}
+
+
+def command(
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Configuration file. Default: $SAF_CONFIG, or saf.toml in this folder."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one line of JSON, with the checks that are ok.")
+    ] = False,
+) -> None:
+    """Examine every broker and destination; name causes and cures. Reads only.
+
+    Exit code 0: no errors, warnings at most; 1: errors; 75: the only error is that a database
+    does not answer.
+    """
+    found = examine(load(config))
+    if as_json:
+        typer.echo(json.dumps({"findings": [asdict(finding) for finding in found]}))
+    else:
+        console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
+        bad = [finding for finding in found if finding.severity != "ok"]
+        for one in bad:
+            console.print(
+                f"{one.severity}: {one.where}: {one.check}: {one.what}",
+                style=COLOURS[one.severity],
+            )
+            console.print(f"  cure: {one.cure}")
+        errors = sum(finding.severity == "error" for finding in bad)
+        console.print(f"{len(found)} checks: {errors} errors, {len(bad) - errors} warnings")
+    failed = {finding.check for finding in found if finding.severity == "error"}
+    if failed:
+        raise typer.Exit(Unavailable.exit_code if failed == {REACHABLE} else FOUND)

@@ -1,0 +1,373 @@
+"""`saf doctor`: each thing that is wrong is provoked, found, and named with its cure."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from psycopg.conninfo import make_conninfo
+
+from saf.config import Broker, Destination, Settings
+from saf.database import Dsn
+from saf.doctor import BROKER, Finding, Limits, examine
+from saf.embedded import EmbeddedServer
+from saf.grants import Kind, grant
+from saf.migrate import migrate
+from tests.pipeline import connect, forward, send
+from tests.programs import configuration, saf
+
+FINE, FOUND, TRY_AGAIN = 0, 1, 75
+NOWHERE = Dsn("host=/nonexistent dbname=mom")
+AT_ONCE = Limits(long_seconds=0, stuck_seconds=0, many_attempts=1)
+
+_number = itertools.count(1)
+every_postgresql = pytest.mark.every_postgresql
+
+
+def examined(
+    app: Dsn, mom: Dsn | None = None, limits: Limits = AT_ONCE, **options: Any
+) -> list[Finding]:
+    settings = Settings(
+        brokers={"app": Broker(dsn=app)}, destinations={"mom": Destination(dsn=mom or app)}
+    )
+    return examine(settings, limits=limits, **options)
+
+
+def diagnosis(check: str, app: Dsn, mom: Dsn | None = None, **options: Any) -> list[Finding]:
+    """What a check has found at the broker; it was made."""
+    found = [one for one in examined(app, mom, **options) if one.check == check]
+    here = [one for one in found if one.where == "broker 'app'"]
+    assert here, "the check was not made"
+    return [one for one in here if one.severity != "ok"]
+
+
+def the(findings: list[Finding]) -> tuple[str, str, str]:
+    (one,) = findings
+    return one.severity, one.what, one.cure
+
+
+def execute(dsn: Dsn, statement: str) -> None:
+    with connect(dsn) as connection:
+        connection.execute(statement)
+
+
+@pytest.fixture
+def new_role() -> Iterator[Callable[..., Dsn]]:
+    """Logins with the rights of their kinds, which go with the test."""
+    made: list[tuple[str, Dsn]] = []
+
+    def create(dsn: Dsn, *kinds: Kind) -> Dsn:
+        name = f"doctor_{next(_number)}"
+        execute(dsn, f"CREATE ROLE {name} LOGIN")
+        made.append((name, dsn))
+        with connect(dsn) as connection:
+            grant(connection, name, kinds)
+        return Dsn(make_conninfo(dsn.conninfo, user=name))
+
+    yield create
+    for name, dsn in made:
+        execute(dsn, f"DROP OWNED BY {name}")
+        execute(dsn, f"DROP ROLE {name}")
+
+
+# Reaching it
+
+
+def test_a_database_that_does_not_answer_is_found_and_the_others_are_examined(app: Dsn) -> None:
+    found = examined(app, NOWHERE)
+    (error,) = [one for one in found if one.where == "destination 'mom'"]
+    assert (error.check, error.severity) == ("reachable", "error")
+    assert "No such file" in error.what
+    assert {one.check for one in found if one.where == "broker 'app'"} > {"schema", "restored"}
+
+
+def test_a_database_without_the_schema_is_found_with_the_command_that_mends_it(
+    new_database: Callable[[str], Dsn], app: Dsn
+) -> None:
+    severity, what, cure = the(diagnosis("schema", new_database("empty")))
+    assert (severity, "no saf schema" in what, "saf migrate" in cure) == ("error", True, True)
+    execute(app, "UPDATE saf.alembic_version SET version_num = '0001'")
+    found = examined(app)
+    assert "has saf schema 0001" in next(one.what for one in found if one.check == "schema")
+    asked_of_the_schema = {check.__name__ for check in BROKER}
+    assert not asked_of_the_schema & {one.check for one in found}
+
+
+def test_clocks_that_differ_are_found(app: Dsn, mom: Dsn) -> None:
+    assert diagnosis("clock_skew", app) == []
+    late = the(diagnosis("clock_skew", app, clock=lambda: time.time() - 3600))
+    assert late[0] == "warning"
+    assert "its clock is 3600 s ahead of this machine's" in late[1]
+    assert not [one for one in examined(app, mom) if one.check == "clocks_agree"]
+    any_at_all = examined(app, mom, limits=Limits(skew_seconds=-1))
+    (between,) = [one for one in any_at_all if one.check == "clocks_agree"]
+    assert between.where == "broker 'app' and destination 'mom'"
+
+
+# The server
+
+
+def test_a_healthy_pair_has_nothing_to_be_said_of(
+    tmp_path: Path, own_server: EmbeddedServer
+) -> None:
+    app, mom = (own_server.create_database(name) for name in ("app", "mom"))
+    migrate(app)
+    migrate(mom)
+    configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
+    with connect(app) as connection:
+        send(connection, "fresh")
+    done = saf("doctor", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (FINE, ""), done.stdout
+    assert "0 errors, 0 warnings" in done.stdout
+
+    execute(app, "ALTER DATABASE app SET synchronous_commit = off")
+    execute(app, "ALTER ROLE postgres IN DATABASE mom SET synchronous_commit = off")
+    _, here, _ = the(diagnosis("synchronous_commit", app, mom))
+    assert "off by default for database app:" in here
+    _, there, cure = the(diagnosis("synchronous_commit", mom))
+    assert "off by default for role postgres in database mom:" in there
+    assert "set it to on for role postgres in database mom" in cure
+
+
+def test_settings_that_break_promises_are_found(own_server: EmbeddedServer) -> None:
+    app = own_server.create_database("app")
+    migrate(app)
+    own_server.stop()
+    own_server.settings |= {
+        "fsync": False,
+        "full_page_writes": False,
+        "autovacuum": False,
+        "synchronous_commit": "off",
+        "max_connections": 12,
+        "superuser_reserved_connections": 3,
+    }
+    own_server.start()
+    found = diagnosis("settings", app)
+    assert [(one.severity, one.what.split(":")[0]) for one in found] == [
+        ("warning", "autovacuum = off"),
+        ("error", "fsync = off"),
+        ("error", "full_page_writes = off"),
+    ]
+    assert found[1].cure == "ALTER SYSTEM SET fsync = on, then reload"
+    assert "for the server:" in the(diagnosis("synchronous_commit", app))[1]
+    assert "max_connections = 12 are free" in the(diagnosis("connections", app))[1]
+
+
+def test_a_standby_is_found(own_server: EmbeddedServer) -> None:
+    app = own_server.create_database("app")
+    migrate(app)
+    own_server.stop()
+    (own_server.data_dir / "standby.signal").touch()
+    own_server.start()
+    severity, what, cure = the(diagnosis("primary", app))
+    assert (severity, what) == ("error", "the server is a standby")
+    assert "primary" in cure
+
+
+def test_clear_text_over_a_network_is_found(own_server: EmbeddedServer) -> None:
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+            address = probe.getsockname()[0]
+    except OSError:
+        pytest.skip("this machine is on no network")
+    with socket.socket() as listener:
+        listener.bind((address, 0))
+        port = listener.getsockname()[1]
+    app = own_server.create_database("app")
+    migrate(app)
+    for name, value in {"listen_addresses": f"{address},127.0.0.1", "port": port}.items():
+        execute(app, f"ALTER SYSTEM SET {name} = '{value}'")
+    with (own_server.data_dir / "pg_hba.conf").open("a") as rules:
+        rules.write("host all all all trust\n")
+    own_server.stop()
+    own_server.start()
+
+    def by(host: str) -> Dsn:
+        return Dsn(make_conninfo(app.conninfo, host=host, port=port))
+
+    severity, what, cure = the(diagnosis("encryption", by(address)))
+    assert (severity, what) == ("warning", f"the connection to {address} is not encrypted")
+    assert "sslmode=verify-full" in cure
+    assert diagnosis("encryption", by("127.0.0.1")) == []
+
+
+# Who holds things up
+
+
+@every_postgresql
+def test_who_has_sent_and_not_committed_is_named_without_what_the_query_holds(app: Dsn) -> None:
+    with app.connect(role="slow report") as slow:
+        slow.execute(
+            "INSERT INTO saf.outbox (to_service, body) VALUES ('secret-service', 'secret-body')"
+        )
+        severity, what, cure = the(diagnosis("long_transactions", app))
+        assert severity == "warning"
+        assert f"pid {slow.info.backend_pid} ('saf slow report', user 'postgres', idle in" in what
+        assert "INSERT INTO saf.outbox (to_service, body) VALUES (" in what
+        assert "holds up the messages it has sent, the purge of the outbox, vacuum" in what
+        assert f"pg_terminate_backend({slow.info.backend_pid})" in cure
+        assert "secret" not in str(examined(app))
+        assert diagnosis("long_transactions", app, limits=Limits()) == []
+    assert diagnosis("long_transactions", app) == []
+
+
+def test_who_has_only_read_holds_up_the_purge_and_not_the_messages(app: Dsn) -> None:
+    with app.connect(role="reader") as reader:
+        reader.execute("SELECT count(*) FROM saf.inbox")
+        _, what, _ = the(diagnosis("long_transactions", app))
+    assert "it holds up the purge of the inbox, vacuum" in what
+
+
+@every_postgresql
+def test_a_prepared_transaction_is_named(app: Dsn) -> None:
+    with app.connect(role="test") as connection:
+        connection.tpc_begin("it's prepared")
+        send(connection, "in doubt")
+        connection.tpc_prepare()
+        connection.close()
+    severity, what, cure = the(diagnosis("prepared_transactions", app))
+    assert severity == "error"
+    assert "prepared" in what
+    assert "holds up the messages it has sent, the purge of the outbox, vacuum" in what
+    statement = cure.split(" or ")[1].split(", as ")[0]
+    execute(app, statement)
+    assert diagnosis("prepared_transactions", app) == []
+
+
+@every_postgresql
+def test_a_role_without_pg_read_all_stats_says_what_it_could_not_see(
+    app: Dsn, new_role: Callable[..., Dsn]
+) -> None:
+    role = new_role(app, Kind.FORWARDER, Kind.OPERATOR)
+    with app.connect(role="hidden") as other:
+        send(other, "in progress")
+        severity, what, cure = the(diagnosis("sight", role))
+        assert (severity, "could not be seen" in what) == ("warning", True)
+        execute(app, cure)
+        assert diagnosis("sight", role) == []
+        assert "'saf hidden'" in the(diagnosis("long_transactions", role))[1]
+
+
+# The broker
+
+
+def test_rights_that_a_forwarder_lacks_are_named_with_the_command_that_gives_them(
+    app: Dsn, new_role: Callable[..., Dsn]
+) -> None:
+    role = new_role(app, Kind.RECEIVER)
+    severity, what, cure = the(diagnosis("rights", role))
+    assert severity == "error"
+    assert "INSERT on saf.watermark" in what
+    assert "SELECT on saf.outbox," in what
+    assert "saf.cursor" not in what, "a receiver has those"
+    name = str(role.parts["user"])
+    assert f"saf grant --role forwarder {name}," in cure
+    with connect(app) as connection:
+        grant(connection, name, [Kind.FORWARDER])
+    assert diagnosis("rights", role) == []
+
+
+def test_what_the_role_may_not_look_at_is_said_and_the_rest_is_examined(
+    app: Dsn, new_role: Callable[..., Dsn]
+) -> None:
+    role = new_role(app, Kind.FORWARDER)
+    severity, what, cure = the(diagnosis("dead_letters", role))
+    assert severity == "warning"
+    assert what.startswith("could not look: permission denied for table dead_letter")
+    assert "saf grant --role operator" in cure
+    assert diagnosis("parked", role) == []
+
+
+def test_a_database_of_another_cluster_is_found(app: Dsn) -> None:
+    assert diagnosis("restored", app) == []
+    execute(app, "UPDATE saf.broker SET system_identifier = 1")
+    severity, _, cure = the(diagnosis("restored", app))
+    assert (severity, cure) == ("error", "saf rebase")
+
+
+def test_a_subscription_that_nobody_reads_for_is_found(app: Dsn, mom: Dsn) -> None:
+    with connect(app) as connection:
+        send(connection, "waits")
+        send(connection, "waits")
+    severity, what, cure = the(diagnosis("outbox_left_lying", app))
+    assert severity == "error"
+    assert "subscription 'forwarder' of the outbox has 2 messages to read" in what
+    assert "no live member" in what
+    assert "saf forward" in cure
+    execute(
+        app,
+        "INSERT INTO saf.member (member_id, subscription_id, name, lease_until) "
+        "SELECT gen_random_uuid(), subscription_id, 'alive', now() + interval '1 hour' "
+        "FROM saf.subscription",
+    )
+    severity, what, _ = the(diagnosis("outbox_left_lying", app))
+    assert (severity, "slow or stuck" in what) == ("warning", True)
+    assert diagnosis("outbox_left_lying", app, limits=Limits()) == []
+    forward(app, mom=mom)
+    assert diagnosis("outbox_left_lying", app) == []
+
+
+def test_a_consumer_that_is_gone_is_found(mom: Dsn) -> None:
+    execute(mom, "INSERT INTO saf.inbox (to_service, body) VALUES ('billing', '')")
+    assert diagnosis("inbox_left_lying", mom) == [], "nobody has subscribed"
+    execute(mom, "INSERT INTO saf.subscription (name, log) VALUES ('billing', 'inbox')")
+    execute(
+        mom,
+        "INSERT INTO saf.cursor (subscription_id, shard) SELECT subscription_id, "
+        "generate_series(0, 63) FROM saf.subscription WHERE log = 'inbox'",
+    )
+    severity, what, cure = the(diagnosis("inbox_left_lying", mom))
+    assert (severity, cure) == ("error", "start its consumer")
+    assert "subscription 'billing' of the inbox has 1 messages" in what
+
+
+def test_lanes_that_fail_and_dead_letters_are_found_with_their_errors(app: Dsn, mom: Dsn) -> None:
+    execute(app, "INSERT INTO saf.route (service, destination) VALUES ('billing', 'other')")
+    execute(
+        app,
+        "INSERT INTO saf.outbox (to_service, body, expires_at) "
+        "VALUES ('billing', '', NULL), ('billing', '', now() - interval '1 s')",
+    )
+    forward(app, mom=mom, other=NOWHERE)
+    severity, what, _ = the(diagnosis("parked", app))
+    assert severity == "error"
+    assert "lane 'other' has failed 1 times, 1 messages are parked in it" in what
+    assert "No such file" in what
+    assert diagnosis("parked", app, limits=Limits()) == []
+    severity, what, cure = the(diagnosis("dead_letters", app))
+    assert (severity, what) == (
+        "warning",
+        "1 dead letters, expired, such as: expires_at has passed",
+    )
+    assert "saf dead list" in cure
+
+
+# The command
+
+
+def test_the_exit_code_says_errors_or_unreachable(
+    tmp_path: Path, own_server: EmbeddedServer
+) -> None:
+    app = own_server.create_database("app")
+    migrate(app)
+    configuration(tmp_path / "saf.toml", {"app": app}, {"mom": NOWHERE})
+    done = saf("doctor", cwd=tmp_path)
+    assert done.returncode == TRY_AGAIN
+    assert "error: destination 'mom': reachable: " in done.stdout
+    assert "  cure: start the server" in done.stdout
+
+    execute(app, "UPDATE saf.broker SET system_identifier = 1")
+    done = saf("doctor", "--json", cwd=tmp_path)
+    assert done.returncode == FOUND
+    found = json.loads(done.stdout)["findings"]
+    assert {one["check"] for one in found if one["severity"] == "error"} == {
+        "restored",
+        "reachable",
+    }
