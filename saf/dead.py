@@ -122,7 +122,9 @@ class DeadLetter:
     expires_at: datetime | None
 
 
-def known(connection: psycopg.Connection[Any], subscription_id: int, ids: Sequence[int]) -> set[int]:
+def known(
+    connection: psycopg.Connection[Any], subscription_id: int, ids: Sequence[int]
+) -> set[int]:
     """Which of some messages, by id, are dead letters."""
     params = {"subscription_id": subscription_id, "ids": list(ids)}
     return {id_ for (id_,) in fetch(connection, KNOWN, params)}

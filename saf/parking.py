@@ -236,7 +236,9 @@ def set_aside(connection: psycopg.Connection[Any], batch: Batch) -> list[tuple[i
     ]
 
 
-def known(connection: psycopg.Connection[Any], subscription_id: int, ids: Sequence[int]) -> set[int]:
+def known(
+    connection: psycopg.Connection[Any], subscription_id: int, ids: Sequence[int]
+) -> set[int]:
     """Which of some messages, by id, are parked."""
     params = {"subscription_id": subscription_id, "ids": list(ids)}
     return {id_ for (id_,) in fetch(connection, KNOWN, params)}

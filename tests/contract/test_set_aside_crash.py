@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import psycopg
 import pytest
 
 import saf.spark.delivery
-from saf.cursor import Batch
 from saf.database import Dsn
-from saf.destinations.postgresql import PostgresInbox
-from saf.errors import Unavailable
-from saf.spark.aside import Aside
 from saf.spark.delivery import Delivery
 from tests.contract.test_7_isolated import NOWHERE, Broker, count, route, send_to
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy

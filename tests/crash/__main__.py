@@ -61,7 +61,8 @@ def summary(outcomes: list[Outcome]) -> int:
     print(
         f"{len(outcomes)} rounds, N {sum(o.verdict.sent for o in outcomes)}, "
         + ", ".join(f"{name} {count}" for name, count in sorted(total.items()))
-        + f"; recovery p50 {times[len(times) // 2]:.2f} s, p99 {times[int(len(times) * 0.99)]:.2f} s"
+        + f"; recovery p50 {times[len(times) // 2]:.2f} s"
+        + f", p99 {times[int(len(times) * 0.99)]:.2f} s"
         + (f"; rounds with findings: {bad}" if bad else "")
     )
     return bool(bad)

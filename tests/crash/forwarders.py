@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import psycopg
@@ -12,7 +13,7 @@ from saf import parking
 from saf.database import Dsn
 from saf.errors import Fenced, Unavailable
 from saf.maintenance import purge_broker
-from saf.spark.work import Work
+from saf.spark.work import Receipt, Work
 from tests.pipeline import Cycle, policy
 
 LEASE_SECONDS = 1.0
@@ -20,13 +21,21 @@ FASTER = 20
 """How much quicker lanes are tried again, so that a round takes seconds."""
 
 
-class RoutedOnly(Cycle):
-    """Without a default destination, so that a route can be missing."""
+class Forwarding(Cycle):
+    """Without a default destination, so that a route can be missing; keeps its lease."""
 
     def open(self, parts: int = 1) -> list[Work]:
         self.broker.tend()
         self.work = [part for w in self.broker.open_work(None) for part in w.split(parts)]
         return self.work
+
+    def deliver(self) -> list[Receipt]:
+        """In a thread, as Spark does it; meanwhile the lease is kept."""
+        with ThreadPoolExecutor(1) as pool:
+            job = pool.submit(super().deliver)
+            while not wait([job], timeout=LEASE_SECONDS / 5).done:
+                self.broker.renew()
+            return job.result()
 
 
 def forwarder(app: Dsn, destinations: Mapping[str, Dsn], chunk_rows: int, skewed: bool) -> None:
@@ -35,7 +44,7 @@ def forwarder(app: Dsn, destinations: Mapping[str, Dsn], chunk_rows: int, skewed
     if skewed:
         an_hour_ahead()
     rules = policy("exactly_once", chunk_rows, **destinations)
-    cycle = RoutedOnly(app, rules, lease_seconds=LEASE_SECONDS)
+    cycle = Forwarding(app, rules, lease_seconds=LEASE_SECONDS)
     while True:
         try:
             if not cycle.run():
@@ -57,8 +66,6 @@ def purger(app: Dsn) -> None:
                     time.sleep(0.5)
         except (Unavailable, psycopg.Error):
             time.sleep(0.05)
-
-
 
 
 def hurry() -> None:

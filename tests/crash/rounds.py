@@ -97,7 +97,9 @@ class Round:
 
     def start_forwarder(self, *, skewed: bool = False) -> Started:
         stores = self.site.by_proxy(self.plan)
-        return start(forwarder, self.app, stores, self.plan.chunk_rows, skewed), self.start_forwarder
+        return start(
+            forwarder, self.app, stores, self.plan.chunk_rows, skewed
+        ), self.start_forwarder
 
     def again(self, group: list[Started], target: int) -> None:
         """Kill one of a group, and start another."""

@@ -22,7 +22,9 @@ from tests.crash.writers import ACCOUNTS, TABLES
 SETTINGS = {"max_prepared_transactions": 50, "max_connections": 200, "shared_buffers": "64MB"}
 STORES = ("mom", "other")
 DISK = "80m"
-POLITE = "ALTER TABLE saf.inbox ADD CONSTRAINT polite CHECK (convert_from(body, 'UTF8') !~ 'poison')"
+POLITE = (
+    "ALTER TABLE saf.inbox ADD CONSTRAINT polite CHECK (convert_from(body, 'UTF8') !~ 'poison')"
+)
 
 
 class Site:
@@ -48,7 +50,10 @@ class Site:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> None:
         self.proxy.close()
         self.source.stop_immediately()
@@ -64,7 +69,9 @@ class Site:
     def by_proxy(self, plan: Plan) -> dict[str, Dsn]:
         """The same for the forwarders."""
         where = f"host=127.0.0.1 port={self.proxy.port} user=postgres sslmode=disable"
-        return {name: Dsn(f"{where} gssencmode=disable dbname={name}") for name in self.stores(plan)}
+        return {
+            name: Dsn(f"{where} gssencmode=disable dbname={name}") for name in self.stores(plan)
+        }
 
     def prepare(self, plan: Plan) -> Dsn:
         """Fresh databases for a round; return the source's."""
@@ -103,9 +110,10 @@ class Site:
         disk = self.folder / "disk"
         disk.mkdir()
         options = ["-t", "tmpfs", "-o", f"size={DISK},mode=755", "tmpfs", disk]
-        if os.geteuid() == 0 and not subprocess.run(
-            ["mount", *options], capture_output=True, check=False
-        ).returncode:
+        if (
+            os.geteuid() == 0
+            and not subprocess.run(["mount", *options], capture_output=True, check=False).returncode
+        ):
             self.disk = disk
             space = disk / "space"
             space.mkdir()

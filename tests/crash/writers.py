@@ -72,7 +72,7 @@ def _transaction(connection: psycopg.Connection[Any], chance: random.Random, poi
 def _count_up(
     connection: psycopg.Connection[Any], outbox: Outbox, account: str, poison: bool
 ) -> None:
-    service = account.split("-")[0]
+    service = account.split("-", maxsplit=1)[0]
     # what goes at most once may go with its neighbours, so there is no poison among them
     poison = poison and QUALITIES[service] != "at_most_once"
     row = connection.execute(
