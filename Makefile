@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	2>/dev/null && echo "$$python" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench wheel clean
+.PHONY: help demo test check crash bench wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,10 @@ check: $(VENV)/.installed ## the gate: format, lint, types, tests; warnings are 
 
 bench: $(VENV)/.installed ## the benchmarks, under 10 minutes; keep the machine quiet
 	$(PY) -m benchmarks.bench
+
+crash: $(VENV)/.installed ## rounds of faults, checked: make crash ROUNDS=20 SEED=7, or SECONDS=600
+	@$(PY) -m tests.crash $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(SEED),--seed $(SEED)) \
+	$(if $(SECONDS),--seconds $(SECONDS))
 
 wheel: $(VENV)/.installed ## dist/saf_outbox-….whl
 	$(PY) -m build --wheel --outdir dist .

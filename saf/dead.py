@@ -38,6 +38,11 @@ SELECT %(subscription_id)s, shard, id, %(reason)s, %(error)s, {", ".join(COLUMNS
 FROM saf.outbox WHERE shard = %(shard)s AND id = %(id)s
 """
 
+KNOWN = """
+SELECT id FROM saf.dead_letter
+WHERE subscription_id = %(subscription_id)s AND id = ANY (%(ids)s)
+"""
+
 CHOSEN = """
 FROM saf.dead_letter d JOIN saf.subscription s USING (subscription_id)
 WHERE (%(dead_letter_ids)s::bigint[] IS NULL OR dead_letter_id = ANY (%(dead_letter_ids)s))
@@ -121,6 +126,14 @@ class DeadLetter:
         plain = {name: value for name, value in asdict(self).items() if value is not None}
         moments = {n: v.isoformat() for n, v in plain.items() if isinstance(v, datetime)}
         return {**plain, **moments, "message_id": str(self.message_id)}
+
+
+def known(
+    connection: psycopg.Connection[Any], subscription_id: int, ids: Sequence[int]
+) -> set[int]:
+    """Which of some messages, by id, are dead letters."""
+    params = {"subscription_id": subscription_id, "ids": list(ids)}
+    return {id_ for (id_,) in fetch(connection, KNOWN, params)}
 
 
 def bury(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) -> None:

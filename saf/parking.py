@@ -32,6 +32,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import class_row
 
+from saf.cursor import Batch
 from saf.database import fetch
 from saf.message import COLUMNS
 
@@ -165,11 +166,28 @@ WHERE subscription_id = %(subscription_id)s AND parked_id = ANY (%(parked_ids)s)
 """
 UNPARK = "DELETE FROM saf.parked WHERE parked_id = ANY (%(parked_ids)s)"
 
+# What was parked ahead of the open batch's position stays until the position has passed it: only as
+# long as it is here is it known that the batch must not send it as well.
 IN_LANE = """
 SELECT {columns} FROM saf.parked
 WHERE subscription_id = {subscription_id} AND destination = {destination} AND lane = {lane}
   AND shard = ANY ({shards}::smallint[])
+  AND NOT (id > {after} AND parked_at >= {opened_at}::timestamptz)
 ORDER BY batch, position
+"""
+
+SET_ASIDE = """
+SELECT id, destination, lane FROM saf.parked
+WHERE subscription_id = %(subscription_id)s AND shard = ANY (%(shards)s)
+  AND id > %(position)s AND parked_at >= %(opened_at)s
+UNION ALL
+SELECT id, NULL, NULL FROM saf.dead_letter
+WHERE subscription_id = %(subscription_id)s AND shard = ANY (%(shards)s)
+  AND id > %(position)s AND dead_letter_at >= %(opened_at)s
+"""
+KNOWN = """
+SELECT id FROM saf.parked
+WHERE subscription_id = %(subscription_id)s AND id = ANY (%(ids)s)
 """
 
 
@@ -258,20 +276,45 @@ def as_log(columns: Sequence[str | sql.Composable]) -> list[str | sql.Composable
     return [sql.SQL("position AS id") if column == "id" else column for column in columns]
 
 
-def in_lane(
-    subscription_id: int, lane: Lane, shards: Sequence[int], columns: Sequence[str | sql.Composable]
-) -> str:
-    """The query for a lane's messages of some shards, in order; complete, for COPY."""
+def set_aside(connection: psycopg.Connection[Any], batch: Batch) -> list[tuple[int, Lane | None]]:
+    """The messages of a batch that are set aside already, though its position is before them.
+
+    By id, with the lane that they are parked in; None for dead letters.
+    """
+    params = {
+        "subscription_id": batch.subscription_id,
+        "shards": batch.shards,
+        "position": batch.position,
+        "opened_at": batch.opened_at,
+    }
+    return [
+        (id_, None if lane is None else Lane(destination=destination, lane=lane))
+        for id_, destination, lane in fetch(connection, SET_ASIDE, params)
+    ]
+
+
+def known(
+    connection: psycopg.Connection[Any], subscription_id: int, ids: Sequence[int]
+) -> set[int]:
+    """Which of some messages, by id, are parked."""
+    params = {"subscription_id": subscription_id, "ids": list(ids)}
+    return {id_ for (id_,) in fetch(connection, KNOWN, params)}
+
+
+def in_lane(batch: Batch, lane: Lane, columns: Sequence[str | sql.Composable]) -> str:
+    """The query for a lane's messages of a batch's shards, in order; complete, for COPY."""
     return (
         sql.SQL(IN_LANE)
         .format(
             columns=sql.SQL(", ").join(
                 sql.Identifier(column) if isinstance(column, str) else column for column in columns
             ),
-            subscription_id=sql.Literal(subscription_id),
+            subscription_id=sql.Literal(batch.subscription_id),
             destination=sql.Literal(lane.destination),
             lane=sql.Literal(lane.lane),
-            shards=sql.Literal(list(shards)),
+            shards=sql.Literal(batch.shards),
+            after=sql.Literal(batch.position),
+            opened_at=sql.Literal(batch.opened_at.isoformat()),
         )
         .as_string(None)
     )

@@ -41,6 +41,9 @@ SELECT set_config('synchronous_commit', 'on', false)
 WHERE current_setting('synchronous_commit') IN ('off', 'local')
 """
 
+OF_THE_ROWS = ("09", "22", "23", "27", "38", "39", "44", "54", "P0")
+"""Classes of SQLSTATE: data, constraints, limits of size, and what triggers raise."""
+
 SERVICES = "SELECT name FROM saf.service"
 
 BROKER_ID = "SELECT broker_id::text FROM saf.broker"
@@ -94,9 +97,7 @@ class PostgresInbox:
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         """Store a chunk; see `saf.destinations.Destination`."""
         with self._transaction() as cursor:
-            rows = chunk.rows
-            if exactly_once:
-                rows = self._move_watermarks(cursor, chunk)
+            rows = self._move_watermarks(cursor, chunk, exactly_once=exactly_once)
             if rows.num_rows:
                 self._refuse_unknown(cursor, rows)
                 cursor.adbc_ingest(
@@ -114,15 +115,20 @@ class PostgresInbox:
             with _suppress():
                 connection.close()
 
-    def _move_watermarks(self, cursor: adbc.Cursor, chunk: Chunk) -> pa.Table:
-        """Lock and move the watermarks to the chunk's end; return the rows beyond them."""
+    def _move_watermarks(
+        self, cursor: adbc.Cursor, chunk: Chunk, *, exactly_once: bool
+    ) -> pa.Table:
+        """Lock and move the watermarks to the chunk's end; return the rows beyond them.
+
+        Other than exactly once, only the epoch moves: an older owner writes nothing any more.
+        """
         values = {
             "source": sql.Literal(str(chunk.source)),
             "shards": sql.Literal(chunk.batch.shards),
             "epochs": sql.Literal([epoch for _, epoch in chunk.batch.epochs]),
             "lane": sql.Literal(chunk.lane),
-            "batch": sql.Literal(chunk.number),
-            "position": sql.Literal(chunk.position),
+            "batch": sql.Literal(chunk.number if exactly_once else 0),
+            "position": sql.Literal(chunk.position if exactly_once else 0),
             "current": sql.Literal(chunk.batch.number),
             "opened_at": sql.Literal(chunk.batch.opened_at.isoformat()),
         }
@@ -138,6 +144,8 @@ class PostgresInbox:
         if ahead and chunk.lane == MAIN:
             raise Ahead(f"destination {self.name!r}", ahead)
         _query(cursor, MOVE, values)
+        if not exactly_once:
+            return chunk.rows
         return beyond(chunk.rows, chunk.number, {mark[0]: (mark[2], mark[3]) for mark in marks})
 
     def _refuse_unknown(self, cursor: adbc.Cursor, rows: pa.Table) -> None:
@@ -178,12 +186,12 @@ class PostgresInbox:
         state = error.sqlstate or ""
         if state == psycopg.errors.InsufficientPrivilege.sqlstate:
             return lacks_right(f"destination {self.name!r}", reason)
-        # no SQLSTATE: the connection failed or broke. 08: connection, 40: deadlock or
-        # serialization, 53: out of resources, 57: shut down or cancelled, 58: the server's
-        # system failed: each may pass by itself.
-        if not state or state[:2] in ("08", "40", "53", "57", "58"):
-            return Unavailable(f"destination {self.name!r}", reason)
-        return Rejected(f"destination {self.name!r}", reason)
+        # Only what is said of the rows themselves is a rejection. All else (lost connections, a
+        # full disk, a standby, a lock or transaction timeout, a missing table) is the server's,
+        # and would make dead letters of everything.
+        if state[:2] in OF_THE_ROWS:
+            return Rejected(f"destination {self.name!r}", reason)
+        return Unavailable(f"destination {self.name!r}", reason)
 
 
 def beyond(rows: pa.Table, number: int, stored: dict[int, tuple[int, int]]) -> pa.Table:

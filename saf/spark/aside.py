@@ -1,4 +1,8 @@
-"""What one chunk sets aside, gathered while it is delivered and written with its position."""
+"""What one chunk sets aside, gathered while it is delivered and written with its position.
+
+Or before, where a watermark is about to pass it (`Aside.write_ahead`). What is there already is not
+written again: the answer to a commit may have got lost.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,8 @@ class Aside:
     """Of one chunk: lanes that failed or are open again, parked messages, dead letters."""
 
     work: Work
+    lane: Lane | None = None
+    """The lane that the chunk was parked in; None for new messages."""
     failed: dict[Lane, SafError] = field(default_factory=dict)
     opened: set[Lane] = field(default_factory=set)
     parked: list[Part] = field(default_factory=list)
@@ -33,19 +39,26 @@ class Aside:
     """Messages, the destination, the reason, the error."""
     unread: list[tuple[int, int, str]] = field(default_factory=list)
     """Shard, id and error of messages too large to be read."""
+    dead_letters: int = 0
+    """How many messages have become dead letters."""
+    parked_messages: int = 0
+    _staying: set[int] = field(default_factory=set)
+    """Of the messages that were parked already, those that stay so."""
+
+    @property
+    def ahead(self) -> bool:
+        """There is something that a watermark must not pass unwritten."""
+        here = [part for part in self.parked if self.lane is None or part.lane != self.lane]
+        return bool(here or self.dead or self.unread)
 
     def __bool__(self) -> bool:
         return bool(self.failed or self.opened or self.parked or self.dead or self.unread)
-
-    @property
-    def dead_letters(self) -> int:
-        """How many messages have become dead letters."""
-        return sum(len(rows) for rows, *_ in self.dead) + len(self.unread)
 
     def bury(self, rows: pa.Table, destination: str, reason: str, error: str) -> None:
         """These become dead letters."""
         if rows.num_rows:
             self.dead.append((rows, destination, reason, error))
+            self.dead_letters += rows.num_rows
 
     def bury_unfit(self, rows: pa.Table, max_bytes: int) -> pa.Table:
         """Messages that have expired or are too large become dead letters; return the others.
@@ -57,6 +70,7 @@ class Aside:
             error = f"the body has more than forwarder.max_bytes = {max_bytes}"
             for shard, id_ in zip(large["shard"].to_pylist(), large["id"].to_pylist(), strict=True):
                 self.unread.append((shard, id_, error))
+                self.dead_letters += 1
             rows = rows.filter(pc.is_valid(rows["body"]))
         expiry = rows["expires_at"]
         if expiry.null_count < len(expiry):
@@ -72,33 +86,52 @@ class Aside:
         for lane, error in self.failed.items():
             parking.postpone(source, subscription_id, lane, str(error))
         for part in self.parked:
-            parking.park(source, part.lane, list(self._parked(part)))
+            rows = list(self._parked(part))
+            here = parking.known(source, subscription_id, [row["id"] for row in rows])
+            parking.park(source, part.lane, [row for row in rows if row["id"] not in here])
         self._bury(source)
         for lane in self.opened:
             parking.succeeded(source, subscription_id, lane)
 
-    def write_from_lane(
-        self, source: psycopg.Connection[Any], lane: Lane, parked_ids: Sequence[int]
-    ) -> None:
-        """The same for messages that were parked in ``lane`` already: what has gone leaves it."""
+    def write_ahead(self, source: psycopg.Connection[Any]) -> None:
+        """Write what there is so far, in the caller's transaction; then it is `written`."""
+        if self.lane is None:
+            self.write(source)
+        else:
+            gone = [number for rows, *_ in self.dead for number in rows["parked_id"].to_pylist()]
+            self.write_from_lane(source, gone)
+
+    def written(self) -> None:
+        """What there is so far needs no writing any more."""
+        self.parked_messages += sum(part.rows.num_rows for part in self.parked)
+        self.opened.clear()
+        self.parked.clear()
+        self.dead.clear()
+        self.unread.clear()
+
+    def write_from_lane(self, source: psycopg.Connection[Any], parked_ids: Sequence[int]) -> None:
+        """The same for messages that were parked in a lane already: what has gone leaves it."""
         subscription_id = self.work.batch.subscription_id
-        staying: set[int] = set()
         for failed, error in self.failed.items():
             parking.postpone(source, subscription_id, failed, str(error))
         for part in self.parked:
             ids = part.rows["parked_id"].to_pylist()
-            staying |= set(ids)
-            if part.lane != lane:
+            self._staying |= set(ids)
+            if part.lane != self.lane:
                 parking.move(source, subscription_id, part.lane, ids)
         self._bury(source)
-        parking.unpark(source, [number for number in parked_ids if number not in staying])
+        parking.unpark(source, [number for number in parked_ids if number not in self._staying])
 
     def _bury(self, source: psycopg.Connection[Any]) -> None:
+        subscription_id = self.work.batch.subscription_id
         for rows, destination, reason, error in self.dead:
             more = {"destination": destination, "reason": reason, "error": error}
-            dead.bury(source, list(self._dicts(rows, **more)))
+            dicts = list(self._dicts(rows, **more))
+            here = dead.known(source, subscription_id, [row["id"] for row in dicts])
+            dead.bury(source, [row for row in dicts if row["id"] not in here])
         for shard, id_, error in self.unread:
-            dead.bury_unread(source, self.work.batch.subscription_id, shard, id_, error)
+            if not dead.known(source, subscription_id, [id_]):
+                dead.bury_unread(source, subscription_id, shard, id_, error)
 
     def _parked(self, part: Part) -> Iterator[dict[str, Any]]:
         more = {

@@ -7,6 +7,9 @@ order of the ids:
 2. one transaction per destination; committed, durable, before the next step
 3. one transaction at the source: move the position, and with it set aside what could not go
 
+What is set aside before step 2 has ended is written at the source before a watermark passes it:
+otherwise a crash before step 3 would leave it below the watermark, where it looks stored.
+
 What stands in the way of some messages delays only those: a destination that is down, a missing
 route or service parks them (see `saf.parking`), a message that is rejected, expired or too large
 becomes a dead letter (see `saf.dead`), found among its neighbours by halving. While the only
@@ -109,6 +112,8 @@ class Delivery:
     """Lanes that new messages have to park in, and why."""
     _untried: set[Lane] = field(default_factory=set)
     """Lanes whose time has come, but that had nothing of these shards to try."""
+    _set_aside: pa.Array = field(default_factory=lambda: pa.array([], pa.int64()))
+    """Ids beyond the position that a task before this one has set aside."""
     _open: dict[str, Destination] = field(default_factory=dict)
     _identities: dict[str, str] = field(default_factory=dict)
     _source: psycopg.Connection[Any] | None = None
@@ -117,6 +122,7 @@ class Delivery:
         """Deliver chunk by chunk until the end, an error or a request to stop."""
         summary = self._receipt(None)
         try:
+            self._find_set_aside()
             for lane in self.work.waiting:
                 self._try_lane(lane)
             for rows in chunks(batches, self.policy.chunk_rows, self.policy.chunk_bytes):
@@ -144,6 +150,8 @@ class Delivery:
         if position == FAILED:
             raise Unavailable(f"broker {self.work.broker!r}", rows["body"][-1].as_py().decode())
         aside = Aside(work=self.work)
+        if len(self._set_aside):
+            rows = rows.filter(pc.invert(pc.is_in(rows["id"], self._set_aside)))
         rows = aside.bury_unfit(unpack(rows), self.policy.max_bytes)
         parts = sort(rows, self.routes, self._qualities, self._held)
         attempted = self._attempt(parts, position)
@@ -152,10 +160,12 @@ class Delivery:
                 service, _ = of_route_lane(part.lane)
                 aside.failed[part.lane] = Unroutable(service)
                 self._hold(part.lane, Unroutable(service))
+            if part.quality == AT_MOST_ONCE:
+                part = replace(part, rows=self._fresh(part, attempted))  # noqa: PLW2901 - less of it
             if part.lane in self._held:
                 aside.parked.append(part)
             elif part.quality == AT_MOST_ONCE:
-                self._store_once(replace(part, rows=self._fresh(part, attempted)), aside)
+                self._store_once(part, aside)
             else:
                 self._store(part, (self.work.batch.number, position), aside)
         alone = Lane(destination=self.work.alone or "")
@@ -174,13 +184,38 @@ class Delivery:
 
         stop = self._at_source(settle)
         fail_point("mark_commit")
-        self._count(aside, parked=sum(part.rows.num_rows for part in aside.parked))
+        aside.written()
+        self._count(aside, parked=aside.parked_messages)
         return stop
+
+    def _find_set_aside(self) -> None:
+        """What was set aside before a crash is not sent, and new messages wait behind it."""
+        batch = self.work.batch
+        found = self._at_source(lambda source: parking.set_aside(source, batch))
+        self._set_aside = pa.array([id_ for id_, _ in found], pa.int64())
+        for _, lane in found:
+            if lane is not None:
+                self._hold(lane, Unavailable(str(lane), "behind others"))
+
+    def _write_ahead(self, aside: Aside) -> None:
+        """Before a watermark moves: what is set aside so far."""
+        if aside.ahead:
+
+            def write(source: psycopg.Connection[Any]) -> None:
+                hold(source, self.work.batch)
+                aside.write_ahead(source)
+
+            self._at_source(write)
+            aside.written()
+            fail_point("set_aside")
 
     def _attempt(self, parts: Sequence[Part], position: int) -> dict[int, int]:
         """Step 1; return, by shard, up to which id messages had been attempted before."""
-        if all(part.quality != AT_MOST_ONCE or part.lane in self._held for part in parts):
+        once = [part for part in parts if part.quality == AT_MOST_ONCE]
+        if not once:
             return {}
+        if all(part.lane in self._held for part in once):
+            position = 0  # nothing more is sent now; what was sent before must not be parked
         return self._at_source(lambda source: attempt(source, self.work.batch, position))
 
     def _fresh(self, part: Part, attempted: dict[int, int]) -> pa.Table:
@@ -198,16 +233,17 @@ class Delivery:
         tried = False
         for rows in self._parked(lane):
             tried = True
-            aside = Aside(work=self.work)
-            part = self._way(lane, rows)
-            if part.destination is None:
-                aside.failed[lane.key] = Unroutable(of_route_lane(lane)[0])
-                aside.parked.append(part)
-            elif part.quality == AT_MOST_ONCE:
-                self._settle_lane(lane, rows, Aside(work=self.work))
-                self._store_once(part, aside)
-            else:
-                self._store(part, _mark(rows), aside)
+            aside = Aside(work=self.work, lane=lane.key)
+            for part in self._ways(lane, rows):
+                if part.destination is None:
+                    aside.failed[lane.key] = Unroutable(of_route_lane(lane)[0])
+                if lane.key in aside.failed:
+                    aside.parked.append(part)
+                elif part.quality == AT_MOST_ONCE:
+                    self._settle_lane(lane, part.rows, Aside(work=self.work, lane=lane.key))
+                    self._store_once(part, aside)
+                else:
+                    self._store(part, _mark(part.rows), aside)
             self._settle_lane(lane, rows, aside)
             self._count(aside)
             if lane.key in aside.failed:
@@ -224,9 +260,10 @@ class Delivery:
             *parking.as_log(selected(None)),
             "parked_id",
             "batch",
+            "quality",
             sql.SQL("id AS log_id"),
         ]
-        query = parking.in_lane(batch.subscription_id, lane.key, batch.shards, everything)
+        query = parking.in_lane(batch, lane.key, everything)
         try:
             batches = read(self.work.dsn, query)
             for rows in chunks(batches, self.policy.chunk_rows, self.policy.chunk_bytes):
@@ -235,22 +272,26 @@ class Delivery:
             reason = self.work.dsn.redact(str(error))
             raise Unavailable(f"broker {self.work.broker!r}", reason) from None
 
-    def _way(self, lane: Backoff, rows: pa.Table) -> Part:
-        """Where a lane's messages go now."""
+    def _ways(self, lane: Backoff, rows: pa.Table) -> Iterator[Part]:
+        """Where a lane's messages go now, by their quality of service."""
         destination: str | None = lane.destination
-        quality = None
+        routed = None
         if lane.lane.startswith(ROUTE):
             route = choose_route(self.work.routes, *of_route_lane(lane))
-            destination, quality = (route.destination, route.quality) if route else (None, None)
+            destination, routed = (route.destination, route.quality) if route else (None, None)
         if destination not in self._qualities:
-            return Part(lane=lane.key, destination=None, quality=None, rows=rows)
-        quality = quality or self._qualities[destination]
-        return Part(lane=lane.key, destination=destination, quality=quality, rows=rows)
+            yield Part(lane=lane.key, destination=None, quality=None, rows=rows)
+            return
+        default = routed or self._qualities[destination]
+        qualities = pc.fill_null(rows["quality"], default)
+        for quality in pc.unique(qualities).to_pylist():
+            mine = rows.filter(pc.equal(qualities, quality))
+            yield Part(lane=lane.key, destination=destination, quality=quality, rows=mine)
 
     def _settle_lane(self, lane: Backoff, rows: pa.Table, aside: Aside) -> None:
         def settle(source: psycopg.Connection[Any]) -> None:
             hold(source, self.work.batch)
-            aside.write_from_lane(source, lane.key, rows["parked_id"].to_pylist())
+            aside.write_from_lane(source, rows["parked_id"].to_pylist())
             fail_point("unpark")
 
         self._at_source(settle)
@@ -277,6 +318,7 @@ class Delivery:
     def _store(self, part: Part, mark: tuple[int, int], aside: Aside) -> None:
         """Step 2 for one part, up to its mark; what does not go is in ``aside``."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
+        self._write_ahead(aside)
         chunk = Chunk(
             source=self.work.source,
             batch=self.work.batch,

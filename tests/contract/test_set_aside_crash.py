@@ -1,0 +1,204 @@
+"""What is set aside survives a crash between the destination's commit and the source's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import saf.spark.delivery
+from saf.database import Dsn
+from saf.spark.delivery import Delivery
+from tests.contract.test_7_isolated import NOWHERE, Broker, count, route, send_to
+from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
+
+
+class Crash(Exception):
+    """The process dies here."""
+
+
+@pytest.fixture
+def other(new_broker: Broker) -> Dsn:
+    return new_broker("other")
+
+
+@pytest.fixture
+def crash(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """One cycle that dies at a fail point."""
+
+    def run(app: Dsn, point: str, chunk_rows: int = 100, **destinations: Dsn) -> None:
+        def fail_point(name: str) -> None:
+            if name == point:
+                raise Crash
+
+        with monkeypatch.context() as patch:
+            patch.setattr(saf.spark.delivery, "fail_point", fail_point)
+            patch.setattr(saf.destinations.postgresql, "fail_point", fail_point)
+            rules = policy("exactly_once", chunk_rows, **destinations)
+            with pytest.raises(Crash), Cycle(app, rules) as cycle:
+                cycle.run()
+
+    return run
+
+
+def run(app: Dsn, quality: str = "exactly_once", **destinations: Dsn) -> None:
+    with Cycle(app, policy(quality, 100, **destinations)) as cycle:
+        cycle.run()
+
+
+def know(mom: Dsn, *services: str) -> None:
+    with connect(mom) as connection:
+        for service in services:
+            connection.execute("INSERT INTO saf.service VALUES (%s)", [service])
+
+
+def test_a_service_made_known_after_a_crash_gets_what_was_about_to_be_parked(
+    app: Dsn, mom: Dsn, crash: Callable[..., None]
+) -> None:
+    know(mom, "billing")
+    with connect(app) as connection:
+        for number in range(4):
+            send_to(connection, "shipping", f"s{number}")
+            send_to(connection, "billing", f"b{number}")
+    crash(app, "mark_forwarded", mom=mom)
+    know(mom, "shipping")
+    for _ in range(2):
+        run(app, mom=mom)
+        let_time_pass(app)
+    assert sorted(bodies(mom)) == sorted(f"{s}{n}" for s in "sb" for n in range(4))
+
+
+def test_messages_behind_a_waiting_service_are_not_lost_when_it_opens_after_a_crash(
+    app: Dsn, mom: Dsn, crash: Callable[..., None]
+) -> None:
+    know(mom, "billing")
+    with connect(app) as connection:
+        send_to(connection, "shipping", "s0")
+        run(app, mom=mom)
+        send_to(connection, "shipping", "s1")
+        send_to(connection, "billing", "b1")
+    crash(app, "mark_forwarded", mom=mom)
+    know(mom, "shipping")
+    for _ in range(3):
+        let_time_pass(app)
+        run(app, mom=mom)
+    assert [body for body in bodies(mom) if body[0] == "s"] == ["s0", "s1"]
+    assert bodies(mom).count("b1") == 1
+
+
+def test_a_rejected_message_is_not_lost_when_the_destination_is_mended_after_a_crash(
+    app: Dsn, mom: Dsn, crash: Callable[..., None]
+) -> None:
+    with connect(mom) as store, connect(app) as connection:
+        store.execute(
+            "ALTER TABLE saf.inbox ADD CONSTRAINT polite CHECK (convert_from(body, 'UTF8') <> 'x')"
+        )
+        for body in ("a", "b", "x", "c", "d"):
+            send_to(connection, "billing", body)
+        crash(app, "mark_forwarded", mom=mom)
+        store.execute("ALTER TABLE saf.inbox DROP CONSTRAINT polite")
+    run(app, mom=mom)
+    assert len(bodies(mom)) + count(app, "dead_letter") == 5
+    assert set("abcd") <= set(bodies(mom))
+
+
+def test_at_most_once_is_not_sent_twice_by_way_of_a_lane(
+    app: Dsn, mom: Dsn, other: Dsn, crash: Callable[..., None]
+) -> None:
+    with connect(app) as connection:
+        route(connection, "shipping", "other")
+        route(connection, "billing", "mom")
+        connection.execute("UPDATE saf.route SET quality = 'at_most_once'")
+        send_to(connection, "shipping", "once")
+        send_to(connection, "billing", "b")
+    crash(app, "mark_forwarded", mom=mom, other=other)
+    assert bodies(other) == ["once"]
+    with connect(app) as connection:
+        # meanwhile the destination was found down, by a forwarder of other shards
+        connection.execute(
+            "INSERT INTO saf.backoff (subscription_id, destination, next_attempt_at, error) "
+            "SELECT subscription_id, 'other', now() + interval '1 h', 'down' FROM saf.subscription"
+            " WHERE name = 'forwarder'"
+        )
+    run(app, mom=mom, other=other)
+    let_time_pass(app)
+    run(app, mom=mom, other=other)
+    assert bodies(other) == ["once"]
+
+
+def test_a_parked_message_keeps_the_quality_of_its_route(
+    app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect(app) as connection:
+        route(connection, "shipping", "other")
+        connection.execute("UPDATE saf.route SET quality = 'exactly_once'")
+        send_to(connection, "shipping", "one")
+    run(app, "at_least_once", mom=mom, other=NOWHERE)
+    assert count(app, "parked") == 1
+
+    def die(name: str) -> None:
+        if name == "unpark":
+            raise Crash
+
+    for _ in range(2):
+        let_time_pass(app)
+        with monkeypatch.context() as patch:
+            patch.setattr(saf.spark.delivery, "fail_point", die)
+            with pytest.raises(Crash):
+                run(app, "at_least_once", mom=mom, other=other)
+    run(app, "at_least_once", mom=mom, other=other)
+    assert bodies(other) == ["one"]
+
+
+def test_a_dead_letter_from_a_lane_is_one_although_the_answer_to_its_commit_got_lost(
+    app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect(other) as store:
+        store.execute(
+            "ALTER TABLE saf.inbox ADD CONSTRAINT polite CHECK (convert_from(body, 'UTF8') <> 'x')"
+        )
+    with connect(app) as connection:
+        route(connection, "shipping", "other")
+        for body in ("a", "x", "b"):
+            send_to(connection, "shipping", body)
+    run(app, mom=mom, other=NOWHERE)
+    let_time_pass(app)
+    at_source = Delivery._at_source
+    lost = []
+
+    def answer_lost(self, write):  # type: ignore[no-untyped-def]
+        result = at_source(self, write)
+        if write.__qualname__.startswith("Delivery._settle_lane") and not lost:
+            lost.append(True)
+            return at_source(self, write)
+        return result
+
+    monkeypatch.setattr(Delivery, "_at_source", answer_lost)
+    run(app, mom=mom, other=other)
+    assert lost
+    assert bodies(other) == ["a", "b"]
+    assert count(app, "dead_letter") == 1
+
+
+@pytest.mark.parametrize("state", ["25006", "55P03", "25P04", "XX000", "42P01"])
+def test_what_is_wrong_with_the_destination_and_not_with_a_message_makes_no_dead_letters(
+    app: Dsn, mom: Dsn, other: Dsn, state: str
+) -> None:
+    with connect(other) as store:
+        store.execute(
+            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+            f"RAISE EXCEPTION 'not now' USING ERRCODE = '{state}'; END $$"
+        )
+        store.execute(
+            "CREATE TRIGGER refuse BEFORE INSERT ON saf.inbox FOR EACH ROW EXECUTE FUNCTION refuse()"
+        )
+        with connect(app) as connection:
+            route(connection, "shipping", "other")
+            for number in range(3):
+                send_to(connection, "shipping", str(number))
+        run(app, mom=mom, other=other)
+        assert count(app, "dead_letter") == 0
+        store.execute("DROP TRIGGER refuse ON saf.inbox")
+    let_time_pass(app)
+    run(app, mom=mom, other=other)
+    assert bodies(other) == ["0", "1", "2"]

@@ -1,0 +1,72 @@
+"""``make crash ROUNDS=20 SEED=7``: rounds of faults, a line for each, and what they came to."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import random
+import sys
+import time
+
+from tests.crash.plan import FAULTS, plan
+from tests.crash.rounds import Outcome, Round
+from tests.crash.site import Site
+
+
+def main() -> int:
+    """Run; exit 1 on any finding."""
+    parser = argparse.ArgumentParser(prog="python -m tests.crash", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--first", type=int, default=0, help="the first round's number")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--seconds", type=float, help="start no round after so long")
+    parser.add_argument("--only", nargs="*", choices=FAULTS, default=FAULTS, help="these faults")
+    given = parser.parse_args()
+    print(f"seed {given.seed}", flush=True)
+    began = time.monotonic()
+    outcomes: list[Outcome] = []
+    with Site() as site:
+        number = given.first
+        while number < given.first + given.rounds or given.seconds:
+            if given.seconds and time.monotonic() - began > given.seconds:
+                break
+            outcome = Round(site, plan(given.seed, number, tuple(given.only))).run()
+            outcomes.append(outcome)
+            show(outcome)
+            number += 1
+    return summary(outcomes)
+
+
+def show(outcome: Outcome) -> None:
+    """A round in a line; the whole plan where it found something."""
+    kinds = " ".join(fault.kind for fault in outcome.plan.faults)
+    print(
+        f"round {outcome.plan.round}: {outcome.verdict.sent} sent, recovered in "
+        f"{outcome.recovery_seconds:.2f} s, {'ok' if outcome.good else 'FINDINGS'} ({kinds})",
+        flush=True,
+    )
+    if not outcome.good:
+        print(f"  {outcome.plan}\n  left {outcome.left}, died {outcome.died}")
+        for name, messages in outcome.verdict.findings.items():
+            print(f"  {name}: {len(messages)}: {messages[:10]}", flush=True)
+
+
+def summary(outcomes: list[Outcome]) -> int:
+    """What all rounds came to; 1 if any found something."""
+    total: collections.Counter[str] = collections.Counter()
+    for outcome in outcomes:
+        total.update({n: len(v) for n, v in vars(outcome.verdict).items() if isinstance(v, list)})
+    times = sorted(outcome.recovery_seconds for outcome in outcomes)
+    bad = [outcome.plan.round for outcome in outcomes if not outcome.good]
+    print(
+        f"{len(outcomes)} rounds, N {sum(o.verdict.sent for o in outcomes)}, "
+        + ", ".join(f"{name} {count}" for name, count in sorted(total.items()))
+        + f"; recovery p50 {times[len(times) // 2]:.2f} s"
+        + f", p99 {times[int(len(times) * 0.99)]:.2f} s"
+        + (f"; rounds with findings: {bad}" if bad else "")
+    )
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""What goes wrong in a round, and how it is done."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+
+from saf.database import Dsn
+from saf.embedded import EmbeddedServer
+from tests.crash.forwarders import LEASE_SECONDS
+from tests.crash.plan import QUALITIES, Fault
+
+if TYPE_CHECKING:
+    from tests.crash.rounds import Round
+
+TERMINATE = """
+SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+WHERE datname IN ('app', 'mom', 'other') AND application_name <> 'saf crash'
+"""
+
+
+def kill_forwarder(round_: Round, fault: Fault) -> None:
+    round_.again(round_.forwarders, fault.target)
+
+
+def kill_writer(round_: Round, fault: Fault) -> None:
+    round_.again(round_.writers, fault.target)
+
+
+def crash_source(round_: Round, _: Fault) -> None:
+    _crash(round_.site.source)
+
+
+def crash_mom(round_: Round, _: Fault) -> None:
+    _crash(round_.site.mom)
+
+
+def stop_forwarder(round_: Round, fault: Fault) -> None:
+    """Past its lease; the others, or a new one, take over."""
+    stopped: BaseProcess = round_.forwarders[fault.target % len(round_.forwarders)][0]
+    assert stopped.pid is not None
+    os.kill(stopped.pid, signal.SIGSTOP)
+    extra = round_.start_forwarder(skewed=False)
+    round_.forwarders.append(extra)
+    time.sleep(LEASE_SECONDS + fault.lasts)
+    os.kill(stopped.pid, signal.SIGCONT)
+
+
+def lose_answer(round_: Round, fault: Fault) -> None:
+    round_.site.proxy.lose_answer()
+    time.sleep(fault.lasts)
+    round_.site.proxy.lose_answer(False)
+
+
+def terminate_source(round_: Round, fault: Fault) -> None:
+    _terminate(round_.app, fault.lasts)
+
+
+def terminate_mom(round_: Round, fault: Fault) -> None:
+    _terminate(round_.stores["mom"], fault.lasts)
+
+
+def disk_full(round_: Round, fault: Fault) -> None:
+    """Not a byte is left where the inbox grows."""
+    if round_.site.disk is None:
+        return
+    filler = round_.site.disk / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 4096)
+    time.sleep(fault.lasts)
+    filler.unlink()
+
+
+def service_unknown(round_: Round, fault: Fault) -> None:
+    """The stores forget a service for a while."""
+    service = list(QUALITIES)[fault.target % len(QUALITIES)]
+    with _each(round_.stores.values()) as execute:
+        execute("DELETE FROM saf.service WHERE name = %s", service)
+        time.sleep(fault.lasts)
+        execute("INSERT INTO saf.service VALUES (%s)", service)
+
+
+def route_gone(round_: Round, fault: Fault) -> None:
+    """No route leads from a service for a while."""
+    service = list(QUALITIES)[fault.target % len(QUALITIES)]
+    with _each([round_.app]) as execute:
+        execute("UPDATE saf.route SET enabled = false WHERE service = %s", service)
+        time.sleep(fault.lasts)
+        execute("UPDATE saf.route SET enabled = true WHERE service = %s", service)
+
+
+def _crash(server: EmbeddedServer) -> None:
+    server.stop_immediately()
+    server.start()
+
+
+def _terminate(dsn: Dsn, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    with dsn.connect(role="crash", autocommit=True) as connection:
+        while time.monotonic() < until:
+            connection.execute(TERMINATE)
+            time.sleep(0.05)
+
+
+@contextmanager
+def _each(dsns: Any) -> Iterator[Callable[[str, str], None]]:
+    with contextlib.ExitStack() as stack:
+        connections: list[psycopg.Connection[Any]] = [
+            stack.enter_context(dsn.connect(role="crash", autocommit=True)) for dsn in dsns
+        ]
+
+        def execute(statement: str, service: str) -> None:
+            for connection in connections:
+                connection.execute(statement, [service])
+
+        yield execute

@@ -1,0 +1,81 @@
+"""Forwarder processes: the cycle of tests/pipeline.py in a loop, until it is killed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+import psycopg
+
+from saf import parking
+from saf.database import Dsn
+from saf.errors import Fenced, Unavailable
+from saf.maintenance import purge_broker
+from saf.spark.work import Receipt, Work
+from tests.pipeline import Cycle, policy
+
+LEASE_SECONDS = 1.0
+FASTER = 20
+"""How much quicker lanes are tried again, so that a round takes seconds."""
+
+
+class Forwarding(Cycle):
+    """Without a default destination, so that a route can be missing; keeps its lease."""
+
+    def open(self, parts: int = 1) -> list[Work]:
+        self.broker.tend()
+        self.work = [part for w in self.broker.open_work(None) for part in w.split(parts)]
+        return self.work
+
+    def deliver(self) -> list[Receipt]:
+        """In a thread, as Spark does it; meanwhile the lease is kept."""
+        with ThreadPoolExecutor(1) as pool:
+            job = pool.submit(super().deliver)
+            while not wait([job], timeout=LEASE_SECONDS / 5).done:
+                self.broker.renew()
+            return job.result()
+
+
+def forwarder(app: Dsn, destinations: Mapping[str, Dsn], chunk_rows: int, skewed: bool) -> None:
+    """Forward for ever; come back from whatever one can wait out."""
+    hurry()
+    if skewed:
+        an_hour_ahead()
+    rules = policy("exactly_once", chunk_rows, **destinations)
+    cycle = Forwarding(app, rules, lease_seconds=LEASE_SECONDS)
+    while True:
+        try:
+            if not cycle.run():
+                time.sleep(0.02)
+        except Fenced:
+            continue
+        except Unavailable:
+            cycle.broker.forget_connection()
+            time.sleep(0.05)
+
+
+def purger(app: Dsn) -> None:
+    """Rotate and purge for ever, as fast as it goes."""
+    while True:
+        try:
+            with app.connect(role="purge", autocommit=True) as connection:
+                while True:
+                    purge_broker(connection, retention_seconds=0, rotate_after_seconds=0.1)
+                    time.sleep(0.5)
+        except (Unavailable, psycopg.Error):
+            time.sleep(0.05)
+
+
+def hurry() -> None:
+    """Service Broker's schedule, some times faster."""
+    seconds = parking.wait_seconds
+    sooner: Any = lambda attempts: seconds(attempts) / FASTER  # noqa: E731 - a patch of this process
+    parking.wait_seconds = sooner
+
+
+def an_hour_ahead() -> None:
+    """This process's wall clock; leases and backoff are the database's to time."""
+    now = time.time
+    time.time = lambda: now() + 3600

@@ -1,0 +1,90 @@
+"""The plan of a round: who runs and what goes wrong when, a pure function of (seed, round)."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+QUALITIES = {
+    "orders": "exactly_once",
+    "audit": "exactly_once",
+    "metrics": "at_most_once",
+    "events": "at_least_once",
+}
+"""What each service is promised; its route says so."""
+
+FAULTS = (
+    "kill_forwarder",
+    "kill_writer",
+    "crash_source",
+    "crash_mom",
+    "stop_forwarder",
+    "lose_answer",
+    "terminate_source",
+    "terminate_mom",
+    "disk_full",
+    "service_unknown",
+    "route_gone",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One thing that goes wrong."""
+
+    kind: str
+    after: float
+    """Seconds since the end of the fault before."""
+    lasts: float
+    """Seconds, where it lasts."""
+    target: int
+    """Which process, modulo how many there are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One round."""
+
+    seed: int
+    round: int
+    writers: int
+    forwarders: int
+    destinations: int
+    chunk_rows: int
+    poison: float
+    """The share of messages that the MOM store rejects."""
+    purge: bool
+    skewed: bool
+    """The first forwarder's wall clock is an hour ahead."""
+    faults: tuple[Fault, ...]
+
+
+def plan(seed: int, number: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
+    """The plan of a round.
+
+    >>> plan(7, 3) == plan(7, 3) != plan(8, 3)
+    True
+    """
+    chance = random.Random(f"{seed} {number}")
+    faults = tuple(
+        Fault(
+            # each kind comes by in turn; the others by chance
+            kind=kinds[number % len(kinds)] if nth == 0 else chance.choice(kinds),
+            after=chance.uniform(0.1, 0.4),
+            lasts=chance.uniform(0.2, 0.6),
+            target=chance.randrange(100),
+        )
+        for nth in range(chance.randint(2, 4))
+    )
+    return Plan(
+        seed=seed,
+        round=number,
+        writers=chance.randint(2, 4),
+        forwarders=chance.randint(1, 4),
+        destinations=chance.randint(1, 2),
+        chunk_rows=chance.choice((3, 20, 1000)),
+        poison=chance.choice((0.001, 0.005, 0.02)),
+        purge=chance.random() < 0.4,
+        skewed=chance.random() < 0.3,
+        faults=faults,
+    )

@@ -1,0 +1,139 @@
+"""One round: writers, forwarders and faults; then everything drains and is checked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import psycopg
+from psycopg import sql
+
+from saf.database import Dsn
+from tests.crash import faults
+from tests.crash.checker import Verdict, check, left
+from tests.crash.forwarders import forwarder, purger
+from tests.crash.plan import QUALITIES, Plan
+from tests.crash.site import Site
+from tests.crash.writers import writer
+from tests.processes import start
+
+DRAIN_SECONDS = 30.0
+FOREVER = 3600.0
+
+Started = tuple[BaseProcess, Any]
+"""A process, and what starts another like it."""
+
+APPLICATIONS = """
+SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE application_name = 'saf application'
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a round came to."""
+
+    plan: Plan
+    verdict: Verdict
+    left: int
+    """Messages that the forwarders had not dealt with when the time was over."""
+    died: list[int]
+    """Exit codes of forwarders that ended by themselves."""
+    recovery_seconds: float
+    """From the end of the last fault to the last message dealt with."""
+
+    @property
+    def good(self) -> bool:
+        return not (self.verdict.findings or self.left or self.died)
+
+
+class Round:
+    """The processes of a plan, on fresh databases of a site."""
+
+    def __init__(self, site: Site, plan: Plan) -> None:
+        self.site, self.plan = site, plan
+        self.app: Dsn = site.prepare(plan)
+        self.stores = site.stores(plan)
+        self.died: list[int] = []
+        self._number = 0
+        self.writers = [self.start_writer() for _ in range(plan.writers)]
+        self.forwarders = [
+            self.start_forwarder(skewed=plan.skewed and nth == 0) for nth in range(plan.forwarders)
+        ]
+        self.purgers = [start(purger, self.app)] if plan.purge else []
+
+    def run(self) -> Outcome:
+        """Let it all happen; leave no process behind."""
+        try:
+            for fault in self.plan.faults:
+                time.sleep(fault.after)
+                getattr(faults, fault.kind)(self, fault)
+            ended = time.monotonic()
+            time.sleep(0.1)
+            self._end_writers()
+            remaining = self._drain()
+            recovery = time.monotonic() - ended
+        finally:
+            for process in [p for p, _ in self.writers + self.forwarders] + self.purgers:
+                self._end(process)
+        stores = [store.conninfo for store in self.stores.values()]
+        return Outcome(
+            plan=self.plan,
+            verdict=check(self.app.conninfo, stores, QUALITIES),
+            left=remaining,
+            died=self.died,
+            recovery_seconds=recovery,
+        )
+
+    def start_writer(self) -> Started:
+        self._number += 1
+        seed = f"{self.plan.seed} {self.plan.round} {self._number}"
+        process = start(writer, self.app, seed, self.plan.poison, FOREVER)
+        return process, self.start_writer
+
+    def start_forwarder(self, *, skewed: bool = False) -> Started:
+        stores = self.site.by_proxy(self.plan)
+        return start(
+            forwarder, self.app, stores, self.plan.chunk_rows, skewed
+        ), self.start_forwarder
+
+    def again(self, group: list[Started], target: int) -> None:
+        """Kill one of a group, and start another."""
+        process, anew = group[target % len(group)]
+        self._end(process)
+        group[target % len(group)] = anew()
+
+    def _end(self, process: BaseProcess) -> None:
+        assert process.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        if process.exitcode not in (-signal.SIGKILL, None):
+            self.died.append(process.exitcode or 0)
+
+    def _end_writers(self) -> None:
+        """Their sessions have ended, and somebody has decided what they had prepared."""
+        for process, _ in self.writers:
+            self._end(process)
+        self.writers = []
+        with self.app.connect(role="crash", autocommit=True) as connection:
+            connection.execute(APPLICATIONS)
+            for (gid,) in connection.execute(
+                "SELECT gid FROM pg_prepared_xacts WHERE database = current_database()"
+            ).fetchall():
+                connection.execute(sql.SQL("COMMIT PREPARED {}").format(sql.Literal(gid)))
+
+    def _drain(self) -> int:
+        until = time.monotonic() + DRAIN_SECONDS
+        while (remaining := self._left()) and time.monotonic() < until:
+            time.sleep(0.02)
+        return remaining
+
+    def _left(self) -> int:
+        with contextlib.suppress(psycopg.OperationalError):
+            return left(self.app.conninfo)
+        return -1
