@@ -29,7 +29,7 @@ from saf.config import Settings
 from saf.database import Dsn, check_schema, fetch
 from saf.errors import SchemaError, Unavailable
 from saf.grants import RIGHTS, Kind
-from saf.maintenance import RESTORED
+from saf.rebase import IS_RESTORED
 
 REACHABLE = "reachable"
 Severity = Literal["ok", "warning", "error"]
@@ -331,7 +331,7 @@ def rights(patient: Patient) -> Found:
 
 def restored(patient: Patient) -> Found:
     """Whether its cursors speak of transactions of another cluster, or of ones undone."""
-    if patient.ask(RESTORED) == [(True,)]:
+    if patient.ask(IS_RESTORED) == [(True,)]:
         yield (
             "error",
             "the database was restored into another cluster, or its transaction ids went back: "

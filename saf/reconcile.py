@@ -50,8 +50,8 @@ from psycopg import sql
 
 from saf.cursor import since as not_visible_in
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
-from saf.errors import ConfigurationError, UsageError
-from saf.maintenance import RESTORED
+from saf.errors import ConfigurationError
+from saf.rebase import refuse
 from saf.schema import SLOT_ROWS, SLOTS, shard_expression
 
 Kind = Literal["lost", "duplicate", "unexpected", "in_flight"]
@@ -246,8 +246,8 @@ def reconcile(
 
     Raises:
         Unavailable: one of the databases does not answer.
-        UsageError: a role may not read, a destination has two names, or the source's cursors
-            mean nothing because it was restored into another cluster.
+        Restored: the source's cursors mean nothing in its cluster.
+        UsageError: a role may not read, or a destination has two names.
     """
     with _read_both(
         name, source, destinations, since=since, until=until, retention_seconds=retention_seconds
@@ -307,12 +307,8 @@ def _read_both(
             for one, dsn in destinations.items()
         )
         ((broker_id, shards, subscription_id, snapshot, now),) = here.fetch(SOURCE, {})
-        if (True,) in here.fetch(RESTORED, {}):
-            raise UsageError(
-                f"database {source.database!r} was restored into another cluster, or its "
-                "transaction ids went back: its cursors do not say any more what is complete. Run "
-                "`saf rebase` on it first"
-            )
+        with unavailable_if_lost(here.what):
+            refuse(here.connection)
         _refuse_twins(there)
         purged = [
             f"{log} of {side.what}"

@@ -240,11 +240,11 @@ class Delivery:
                 if lane.key in aside.failed:
                     aside.parked.append(part)
                 elif part.quality == AT_MOST_ONCE:
-                    self._settle_lane(lane, part.rows, Aside(work=self.work, lane=lane.key))
+                    self._settle_lane(part.rows, Aside(work=self.work, lane=lane.key))
                     self._store_once(part, aside)
                 else:
                     self._store(part, _mark(part.rows), aside)
-            self._settle_lane(lane, rows, aside)
+            self._settle_lane(rows, aside)
             self._count(aside)
             if lane.key in aside.failed:
                 self._hold(lane.key, aside.failed[lane.key])
@@ -288,7 +288,7 @@ class Delivery:
             mine = rows.filter(pc.equal(qualities, quality))
             yield Part(lane=lane.key, destination=destination, quality=quality, rows=mine)
 
-    def _settle_lane(self, lane: Backoff, rows: pa.Table, aside: Aside) -> None:
+    def _settle_lane(self, rows: pa.Table, aside: Aside) -> None:
         def settle(source: psycopg.Connection[Any]) -> None:
             hold(source, self.work.batch)
             aside.write_from_lane(source, rows["parked_id"].to_pylist())

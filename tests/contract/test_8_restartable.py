@@ -115,5 +115,6 @@ def test_the_spark_job_killed_at_a_step_and_run_again_delivers_exactly_once(
     )
     assert killed.returncode != 0
     assert len(bodies(mom)) < 20, "the kill came too late to test anything"
-    subprocess.run(command, check=True, capture_output=True)
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
     check(accounts, mom, {1})

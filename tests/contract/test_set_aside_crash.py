@@ -164,7 +164,7 @@ def test_a_dead_letter_from_a_lane_is_one_although_the_answer_to_its_commit_got_
     run(app, mom=mom, other=NOWHERE)
     let_time_pass(app)
     at_source = Delivery._at_source
-    lost = []
+    lost: list[bool] = []
 
     def answer_lost(self, write):  # type: ignore[no-untyped-def]
         result = at_source(self, write)
@@ -190,7 +190,8 @@ def test_what_is_wrong_with_the_destination_and_not_with_a_message_makes_no_dead
             f"RAISE EXCEPTION 'not now' USING ERRCODE = '{state}'; END $$"
         )
         store.execute(
-            "CREATE TRIGGER refuse BEFORE INSERT ON saf.inbox FOR EACH ROW EXECUTE FUNCTION refuse()"
+            "CREATE TRIGGER refuse BEFORE INSERT ON saf.inbox FOR EACH ROW "
+            "EXECUTE FUNCTION refuse()"
         )
         with connect(app) as connection:
             route(connection, "shipping", "other")

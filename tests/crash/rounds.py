@@ -29,7 +29,8 @@ Started = tuple[BaseProcess, Any]
 """A process, and what starts another like it."""
 
 APPLICATIONS = """
-SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE application_name = 'saf application'
+SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity
+WHERE application_name = 'saf application'
 """
 
 

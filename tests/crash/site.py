@@ -109,7 +109,7 @@ class Site:
     def _mount(self) -> None:
         disk = self.folder / "disk"
         disk.mkdir()
-        options = ["-t", "tmpfs", "-o", f"size={DISK},mode=755", "tmpfs", disk]
+        options = ["-t", "tmpfs", "-o", f"size={DISK},mode=755", "tmpfs", str(disk)]
         if (
             os.geteuid() == 0
             and not subprocess.run(["mount", *options], capture_output=True, check=False).returncode

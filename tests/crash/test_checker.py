@@ -18,7 +18,7 @@ import saf.spark.delivery
 from saf import Outbox, cursor, dead, parking, ring
 from saf.cursor import Batch
 from saf.database import Dsn
-from saf.destinations import postgresql
+from saf.destinations import Chunk, postgresql
 from saf.destinations.postgresql import PostgresInbox
 from saf.errors import Rejected
 from saf.maintenance import purge_broker
@@ -60,7 +60,8 @@ class World:
             yield
 
     def cycle(self, **destinations: Dsn) -> Cycle:
-        rules = policy(chunk_rows=100, **{"mom": self.mom, "other": self.other, **destinations})
+        stores = {"mom": self.mom, "other": self.other, **destinations}
+        rules = policy("exactly_once", 100, **stores)
         return Cycle(self.app, rules)
 
     def forward(self, times: int = 1, **destinations: Dsn) -> None:
@@ -86,12 +87,11 @@ class World:
         self.patch.setattr(saf.spark.delivery, "fail_point", fail_point)
         self.patch.setattr(postgresql, "fail_point", fail_point)
 
-    def take_over(self, then: Callable[[], None] = lambda: None) -> None:
+    def take_over(self) -> None:
         """Another forwarder, as if the lease of the one at work were over."""
         with connect(self.app) as connection:
             connection.execute("DELETE FROM saf.member")
         self.forward(2)
-        then()
 
     def findings(self) -> set[str]:
         stores = [self.mom.conninfo, self.other.conninfo]
@@ -204,7 +204,9 @@ def at_most_once_and_a_pause_before_the_store(world: World) -> None:
     def after_a_pause(self: Delivery, *arguments: Any) -> None:
         if not paused:
             paused.append(True)
-            world.take_over(lambda: (world.send("metrics-0"), world.forward())[1])
+            world.take_over()
+            world.send("metrics-0")
+            world.forward()
         store_once(self, *arguments)
 
     world.patch.setattr(Delivery, "_store_once", after_a_pause)
@@ -220,10 +222,7 @@ def a_pause_before_the_mark_and_a_late_committer(world: World) -> None:
         opened.append(stack)
         stack.open()
 
-        def meanwhile() -> None:
-            world.take_over()
-
-        world.at("mom_commit", meanwhile)
+        world.at("mom_commit", world.take_over)
         mark: list[Callable[[], None]] = []
         at_source = Delivery._at_source
 
@@ -348,7 +347,7 @@ def neighbours_rejected_too(patch: pytest.MonkeyPatch) -> None:
     bury = Aside.bury
 
     def all_or_nothing(self: Delivery, part: Any, _: tuple[int, int], aside: Aside) -> None:
-        chunk = saf.spark.delivery.Chunk(
+        chunk = Chunk(
             source=self.work.source,
             batch=self.work.batch,
             rows=part.rows,
@@ -408,7 +407,7 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize("scenario", sorted({s for _, s, _ in PLANTED}, key=lambda s: s.__name__))
+@pytest.mark.parametrize("scenario", list(dict.fromkeys(scenario for _, scenario, _ in PLANTED)))
 def test_a_scenario_without_a_bug_has_no_findings(
     world: Callable[[], World], scenario: Callable[[World], None]
 ) -> None:

@@ -15,7 +15,7 @@ from psycopg.conninfo import make_conninfo
 
 from saf import dead
 from saf.database import Dsn, fetch
-from saf.errors import ConfigurationError, Unavailable, UsageError
+from saf.errors import ConfigurationError, Restored, Unavailable
 from saf.grants import Kind, grant
 from saf.migrate import migrate
 from saf.reconcile import Outcome, _read_both, missing, reconcile
@@ -356,7 +356,7 @@ def test_a_row_that_came_late_into_an_emptied_slot_does_not_make_it_look_whole(
 
 def test_cursors_of_another_cluster_prove_nothing(app: Dsn, mom: Dsn) -> None:
     execute(app, "UPDATE saf.broker SET system_identifier = 1")
-    with pytest.raises(UsageError, match="saf rebase"):
+    with pytest.raises(Restored, match="saf rebase"):
         compare(app, mom=mom)
 
 
