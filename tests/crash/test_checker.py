@@ -20,7 +20,7 @@ from saf.cursor import Batch
 from saf.database import Dsn
 from saf.destinations import Chunk, postgresql
 from saf.destinations.postgresql import PostgresInbox
-from saf.errors import Rejected
+from saf.errors import Fenced, Rejected
 from saf.maintenance import purge_broker
 from saf.spark.aside import Aside
 from saf.spark.delivery import Delivery
@@ -214,31 +214,31 @@ def at_most_once_and_a_pause_before_the_store(world: World) -> None:
 
 
 def a_pause_before_the_mark_and_a_late_committer(world: World) -> None:
-    opened: list[Cycle] = []
-    with world.late("orders-0"):
-        # one shard's cursor tells: the late message shares it with the others
-        world.send("orders-1", 3)
-        stack = world.cycle()
-        opened.append(stack)
-        stack.open()
+    at_source = Delivery._at_source
+    marks: list[Callable[[], None]] = []
 
-        world.at("mom_commit", world.take_over)
-        mark: list[Callable[[], None]] = []
-        at_source = Delivery._at_source
-
-        def later(self: Delivery, write: Callable[[psycopg.Connection[Any]], Any]) -> Any:
-            if write.__qualname__.endswith("settle") and not mark:
-                mark.append(lambda: at_source(self, write))
-                raise Crash
+    def paused(self: Delivery, write: Callable[[psycopg.Connection[Any]], Any]) -> Any:
+        if not write.__qualname__.endswith("settle") or marks:
             return at_source(self, write)
 
-        world.patch.setattr(Delivery, "_at_source", later)
+        def mark() -> None:
+            with suppress(Fenced):
+                at_source(self, write)
+            assert self._source is not None
+            self._source.close()
+
+        marks.append(mark)
+        world.take_over()
+        raise Crash
+
+    world.patch.setattr(Delivery, "_at_source", paused)
+    with world.late("orders-0"):
+        world.send("orders-1", 3)
         with suppress(Crash):
-            stack.deliver()
+            world.forward()
     with world.cycle() as new:
         new.open()
-        with suppress(Exception):
-            mark[0]()
+        marks[0]()
     world.forward()
 
 
