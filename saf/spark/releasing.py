@@ -13,9 +13,9 @@ from psycopg import sql
 
 from saf import parking
 from saf.cursor import hold
-from saf.errors import Unavailable, Unroutable
+from saf.errors import SafError, Unavailable, Unroutable
 from saf.failpoints import fail_point
-from saf.parking import ROUTE, Backoff
+from saf.parking import ROUTE, SERVICE, Backoff, Lane
 from saf.routes import AT_MOST_ONCE, choose_route
 from saf.spark.aside import Aside
 from saf.spark.at_source import AtSource
@@ -23,7 +23,7 @@ from saf.spark.chunks import chunks, mark
 from saf.spark.columns import selected, unpack
 from saf.spark.lanes import Lanes
 from saf.spark.receipts import Receipts
-from saf.spark.sorting import Part, of_route_lane
+from saf.spark.sorting import Part, of_route_lane, service_lane
 from saf.spark.source import read
 from saf.spark.storing import Storing
 from saf.spark.work import Policy, Work
@@ -50,8 +50,8 @@ class Releasing:
             tried = True
             aside = Aside(work=self.work, lane=lane.key)
             for part in self._ways(lane, rows):
-                if part.destination is None:
-                    aside.failed[lane.key] = Unroutable(of_route_lane(lane)[0])
+                if obstacle := self._obstacle(part):
+                    aside.failed[lane.key] = obstacle
                 if lane.key in aside.failed:
                     aside.parked.append(part)
                 elif part.quality == AT_MOST_ONCE:
@@ -108,6 +108,21 @@ class Releasing:
         for quality in pc.unique(qualities).to_pylist():
             mine = rows.filter(pc.equal(qualities, quality))
             yield Part(lane=lane.key, destination=destination, quality=quality, rows=mine)
+
+    def _obstacle(self, part: Part) -> SafError | None:
+        """Why messages cannot leave their lane: no way, or older ones that wait in another."""
+        service, _ = of_route_lane(part.lane)
+        if part.destination is None:
+            return Unroutable(service)
+        older = []
+        if part.lane.lane.startswith((ROUTE, SERVICE)):
+            older.append(Lane(destination=part.destination))
+        if part.lane.lane.startswith(ROUTE):
+            older.append(service_lane(part.destination, service))
+        for lane in older:
+            if lane in self.lanes.held:
+                return Unavailable(str(part.lane), f"behind {lane}: {self.lanes.held[lane]}")
+        return None
 
     def _settle(self, rows: pa.Table, aside: Aside) -> None:
         """Take what has gone out of its lane."""
