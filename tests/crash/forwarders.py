@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -60,26 +60,27 @@ def forwarder(app: Dsn, destinations: Mapping[str, Dsn], chunk_rows: int, skewed
             time.sleep(0.05)
 
 
-def spark_forwarder(app: Dsn, destinations: Mapping[str, Dsn], chunk_rows: int) -> None:
+def spark_forwarder(
+    app: Dsn, destinations: Mapping[str, Dsn], chunk_rows: int, folder: Path
+) -> None:
     """``saf forward --loop``, started again whenever it ends, as systemd would."""
-    with tempfile.TemporaryDirectory(prefix="saf-crash-") as folder:
-        config = configuration(
-            Path(folder) / "saf.toml",
-            {"app": app},
-            destinations,
-            chunk_rows=chunk_rows,
-            lease_seconds=LEASE_SECONDS * 5,
-            master="local[2]",
+    config = configuration(
+        folder / f"saf-{os.getpid()}.toml",
+        {"app": app},
+        destinations,
+        chunk_rows=chunk_rows,
+        lease_seconds=LEASE_SECONDS * 5,
+        master="local[2]",
+    )
+    options = ["forward", "--config", str(config), "--loop", "--interval", "0.1"]
+    while True:
+        subprocess.run(
+            [str(BIN / "saf"), *options],
+            env=environment(),
+            check=False,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
-        options = ["forward", "--config", str(config), "--loop", "--interval", "0.1"]
-        while True:
-            subprocess.run(
-                [str(BIN / "saf"), *options],
-                env=environment(),
-                check=False,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
 
 
 def purger(app: Dsn) -> None:

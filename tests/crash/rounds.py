@@ -105,7 +105,9 @@ class Round:
     def start_forwarder(self, *, skewed: bool = False) -> Started:
         stores = self.site.by_proxy(self.plan)
         if self.plan.spark:
-            process = start(spark_forwarder, self.app, stores, self.plan.chunk_rows)
+            process = start(
+                spark_forwarder, self.app, stores, self.plan.chunk_rows, self.site.folder
+            )
             return process, self.start_forwarder
         return start(
             forwarder, self.app, stores, self.plan.chunk_rows, skewed
