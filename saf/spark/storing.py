@@ -117,15 +117,17 @@ class Storing:
     ) -> None:
         """Store the rest of a part, some of whose services the destination does not know."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
-        services = part.rows["to_service"]
+        services = error.rows["to_service"]
         for service in error.services:
-            rows = part.rows.filter(pc.equal(services, service))
+            # what was stored before the service went must not get another lane's watermark
+            rows = error.rows.filter(pc.equal(services, service))
             lane = part.lane if part.lane.lane else service_lane(part.destination, service)
             aside.failed[lane] = error
             aside.parked.append(replace(part, lane=lane, rows=rows))
             self.lanes.hold(lane, error)
         known = pc.invert(pc.is_in(services, pa.array(error.services)))
-        rest = replace(part, rows=part.rows.filter(known))
+        rest = replace(part, rows=error.rows.filter(known))
+        self.receipts.of(part.destination).dropped += part.rows.num_rows - error.rows.num_rows
         if rest.rows.num_rows:
             self.store(rest, end, aside)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from saf.database import Dsn
-from tests.contract.test_7_isolated import NOWHERE, Broker, count, route, run, send_to
+from tests.contract.test_7_isolated import NOWHERE, AnswerLost, Broker, count, route, run, send_to
 from tests.pipeline import bodies, connect, let_time_pass
 
 SOON = "UPDATE saf.backoff SET next_attempt_at = now() WHERE lane LIKE %s"
@@ -77,3 +77,29 @@ def test_what_waits_for_anything_goes_after_what_waited_for_its_destination_befo
         run(app, mom=mom, other=other)
     assert bodies(other) == ["1", "2"]
     assert count(app, "parked") == count(app, "backoff") == 0
+
+
+def test_what_was_stored_before_its_service_went_is_not_parked_for_it(
+    app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect(app) as connection, connect(other) as store:
+        route(connection, "shipping", "other")
+        route(connection, "billing", "other")
+        send_to(connection, "shipping", "stored", key="k")
+        with monkeypatch.context() as patch:
+            patch.setattr("saf.spark.storing.PostgresInbox", AnswerLost)
+            run(app, mom=mom, other=other)
+        assert bodies(other) == ["stored"]
+        send_to(connection, "shipping", "not yet", key="k")
+        send_to(connection, "billing", "known", key="k")
+        run(app, mom=mom, other=other)
+        assert count(app, "parked") == 3
+        store.execute("INSERT INTO saf.service VALUES ('billing')")
+        let_time_pass(app)
+        run(app, mom=mom, other=other)
+        assert bodies(other) == ["stored", "known"]
+        assert count(app, "parked") == 1
+        store.execute("INSERT INTO saf.service VALUES ('shipping')")
+        let_time_pass(app)
+        run(app, mom=mom, other=other)
+    assert bodies(other) == ["stored", "known", "not yet"]
