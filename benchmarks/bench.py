@@ -1,6 +1,6 @@
 """``make bench``: all figures of the core, from one run, as a table and as JSON lines.
 
-    python -m benchmarks.bench [drain] [cold] [send] [memory]
+    python -m benchmarks.bench [send] [producers] [cold] [drain] [horizon] [memory]
 
 Medians of interleaved rounds. Absolute figures are this machine's; ratios travel.
 """
@@ -12,11 +12,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks import cold, drain, memory, send
+from benchmarks import cold, drain, faults, memory, send
 from benchmarks.stage import Stage
 from saf.spark import session
 
-PARTS = ("send", "cold", "drain", "memory")
+ON_SPARK = {"drain": drain.run, "horizon": faults.run}
+ALONE = {"send": send.run, "producers": faults.producers, "cold": cold.run, "memory": memory.run}
+PARTS = ("send", "producers", "cold", "drain", "horizon", "memory")
 
 
 def main(chosen: list[str]) -> None:
@@ -32,12 +34,12 @@ def main(chosen: list[str]) -> None:
         try:
             for part in parts:
                 stage.console.print(f"{part} …")
-                if part == "drain":
+                if part in ON_SPARK:
                     spark = session.start("local[2]", app_name="saf bench")
-                    drain.run(stage, spark)
+                    ON_SPARK[part](stage, spark)
                     session.stop(spark)
                 else:
-                    {"send": send, "cold": cold, "memory": memory}[part].run(stage)
+                    ALONE[part](stage)
         finally:
             stage.server.stop()
     stage.note("bench_seconds", time.monotonic() - started, "s", "< 600")

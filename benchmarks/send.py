@@ -7,9 +7,11 @@ with the very INSERT that `Outbox.send` issues, in turn.
 from __future__ import annotations
 
 import re
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.stage import Stage, execute, median, output
 from saf import Outbox
@@ -29,6 +31,7 @@ INSERT INTO booking (account, amount) VALUES (:account, :amount);
 {send}COMMIT;
 """
 TABLES = (
+    "DROP TABLE IF EXISTS account, booking",
     "CREATE TABLE account (id int PRIMARY KEY, balance bigint NOT NULL DEFAULT 0)",
     "CREATE TABLE booking (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, "
     "account int NOT NULL, amount int NOT NULL, booked_at timestamptz NOT NULL DEFAULT now())",
@@ -52,15 +55,23 @@ def send_statement() -> str:
     return PSYCOPG_INSERT.replace("%s", "{}").format(*(values[n] for n in row._fields)) + ";\n"
 
 
-def pgbench(stage: Stage, script: Path) -> tuple[float, float]:
-    """Transactions per second, and the median latency in milliseconds."""
+class Latency(NamedTuple):
+    """Transactions per second, and latencies in milliseconds."""
+
+    tps: float
+    p50: float
+    p99: float
+
+
+def pgbench(stage: Stage, script: Path, *, rate: int | None = None) -> Latency:
+    """Run a script for some seconds: as fast as it goes, or at a rate per second."""
     log = script.with_suffix(".log")
     for old in script.parent.glob(f"{log.name}.*"):
         old.unlink()
     text = output(
         stage.program("pgbench"), "--no-vacuum", "--protocol=prepared", f"--client={CLIENTS}",
         "--jobs=2", f"--time={SECONDS}", f"--file={script}", "--log", f"--log-prefix={log}",
-        stage.app.conninfo,
+        *([f"--rate={rate}"] if rate else []), stage.app.conninfo,
     )  # fmt: skip
     match = re.search(r"tps = ([\d.]+)", text)
     assert match is not None
@@ -69,7 +80,8 @@ def pgbench(stage: Stage, script: Path) -> tuple[float, float]:
         for file in script.parent.glob(f"{log.name}.*")
         for line in file.read_text().splitlines()
     ]
-    return float(match[1]), median(microseconds) / 1000
+    percentiles = statistics.quantiles(microseconds, n=100)
+    return Latency(float(match[1]), percentiles[49] / 1000, percentiles[98] / 1000)
 
 
 def python_microseconds(stage: Stage) -> float:
@@ -106,16 +118,16 @@ def run(stage: Stage) -> None:
     for name, send in (("bare", ""), ("send", send_statement())):
         scripts[name] = folder / f"{name}.sql"
         scripts[name].write_text(BUSINESS.format(accounts=ACCOUNTS, send=send))
-    measured: dict[str, list[tuple[float, float]]] = {"bare": [], "send": []}
+    measured: dict[str, list[Latency]] = {"bare": [], "send": []}
     for _ in range(ROUNDS):
         for name, script in scripts.items():
             execute(stage.app, "CHECKPOINT")
             measured[name].append(pgbench(stage, script))
     pairs = list(zip(measured["bare"], measured["send"], strict=True))
-    stage.note("send_bare_tps", median(bare[0] for bare, _ in pairs), "1/s")
-    stage.note("send_tps", median(send[0] for _, send in pairs), "1/s")
-    kept = median(send[0] / bare[0] for bare, send in pairs)
+    stage.note("send_bare_tps", median(bare.tps for bare, _ in pairs), "1/s")
+    stage.note("send_tps", median(send.tps for _, send in pairs), "1/s")
+    kept = median(send.tps / bare.tps for bare, send in pairs)
     stage.note("send_tps_kept", kept, "of the bare tps", ">= 0.80")
-    added = median(send[1] - bare[1] for bare, send in pairs)
+    added = median(send.p50 - bare.p50 for bare, send in pairs)
     stage.note("send_added_p50_ms", added, "ms")
     stage.note("send_python_us", python_microseconds(stage), "µs", "<= 60")

@@ -73,12 +73,12 @@ class Stage:
         """One of PostgreSQL's own programs."""
         return programs(VERSION) / name
 
-    def settings_file(self, path: Path, **options: object) -> Path:
-        """A saf.toml for the two brokers."""
+    def settings_file(self, path: Path, *, mom: Dsn | None = None, **options: object) -> Path:
+        """A saf.toml for the two brokers, or with another MOM store."""
         more = "\n".join(f"{name} = {json.dumps(value)}" for name, value in options.items())
         path.write_text(
             f"[brokers.app]\ndsn = {json.dumps(self.app.conninfo)}\n"
-            f"[destinations.mom]\ndsn = {json.dumps(self.mom.conninfo)}\n"
+            f"[destinations.mom]\ndsn = {json.dumps((mom or self.mom).conninfo)}\n"
             f'[forwarder]\ndefault_destination = "mom"\n{more}\n'
         )
         return path

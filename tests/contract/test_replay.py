@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+from pathlib import Path
 
 from saf.database import Dsn, fetch
 from saf.embedded import EmbeddedServer, programs
 from saf.replay import replay
 from saf.routes import Route
 from tests.pipeline import Cycle, bodies, connect, policy, send
+from tests.programs import configuration, saf
 
 ROUTES = [Route(destination="mom")]
 
@@ -57,3 +60,31 @@ def test_a_replay_without_a_route_or_of_purged_messages_sends_the_rest(app: Dsn)
         lost = fetch(connection, "SELECT shard, id FROM saf.outbox")
         assert replay(connection, [*lost, (1, 999)], [], "") == {}
         assert list(replay(connection, [*lost, (1, 999)], ROUTES, "")) == ["mom"]
+
+
+def test_the_command_sends_again_what_reconcile_says_is_lost_and_nothing_else(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
+    with connect(app) as connection:
+        for number in range(10):
+            send(connection, str(number), key="k")
+    run(app, mom)
+    with connect(mom) as store:
+        gone = store.execute(
+            "DELETE FROM saf.inbox WHERE id IN (SELECT id FROM saf.inbox ORDER BY id DESC LIMIT 3) "
+            "RETURNING message_id::text"
+        ).fetchall()
+    lost = sorted(message_id for (message_id,) in gone)
+
+    done = saf("replay", "--dry-run", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    would = json.loads(done.stdout)["message_ids"]["app"]["mom"]
+    assert sorted(would) == lost
+    assert bodies(mom) == [str(number) for number in range(7)]
+    said = saf("replay", "--why", "the disk died", cwd=tmp_path).stdout
+    assert said == "app: 3 for mom to be sent again by the next run\n"
+    assert saf("replay", cwd=tmp_path).stdout == "app: nothing lost\n"
+    run(app, mom)
+    assert bodies(mom) == [str(number) for number in range(10)]
+    assert saf("reconcile", cwd=tmp_path).returncode == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import random
 import signal
 import sys
@@ -24,11 +25,11 @@ def main() -> int:
     kinds = sorted({*FAULTS, *SPARK_FAULTS})
     parser.add_argument("--only", nargs="*", choices=kinds, help="these faults")
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # its servers do not stay behind
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its servers do not stay behind
     print(f"seed {given.seed}", flush=True)
     began = time.monotonic()
     outcomes: list[Outcome] = []
-    with Site() as site:
+    with contextlib.suppress(KeyboardInterrupt), Site() as site:
         number = given.first
         while number < given.first + given.rounds or given.seconds:
             if given.seconds and time.monotonic() - began > given.seconds:
@@ -61,6 +62,8 @@ def summary(outcomes: list[Outcome]) -> int:
     for outcome in outcomes:
         total.update({n: len(v) for n, v in vars(outcome.verdict).items() if isinstance(v, list)})
     times = sorted(outcome.recovery_seconds for outcome in outcomes)
+    if not outcomes:
+        return 1
     bad = [outcome.plan.round for outcome in outcomes if not outcome.good]
     print(
         f"{len(outcomes)} rounds, N {sum(o.verdict.sent for o in outcomes)}, "
