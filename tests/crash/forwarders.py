@@ -52,7 +52,7 @@ def forwarder(app: Dsn, destinations: Mapping[str, Dsn], chunk_rows: int, skewed
     while True:
         try:
             if not cycle.run():
-                time.sleep(0.02)
+                time.sleep(0.1)
         except Fenced:
             continue
         except Unavailable:
