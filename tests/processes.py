@@ -18,7 +18,9 @@ from saf.failpoints import arm, fail_point
 from tests.pipeline import Cycle, policy
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.processes"])
+_CONTEXT.set_forkserver_preload(
+    ["tests.processes", "tests.crash.forwarders", "tests.crash.writers", "tests.crash.site"]
+)
 
 KEYS = 5
 TRANSACTIONS = 20
