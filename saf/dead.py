@@ -21,7 +21,7 @@ from saf.database import fetch
 from saf.message import COLUMNS
 from saf.parking import RETRY
 
-REASONS = ("rejected", "expired", "over_size", "unavailable")
+REASONS = ("rejected", "expired", "over_size", "unavailable", "failed")
 
 DEAD_COLUMNS = (
     *("subscription_id", "destination", "shard", "id", "reason", "error"),
@@ -138,7 +138,7 @@ def known(
 
 def bury(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) -> None:
     """Set messages, as dicts of `DEAD_COLUMNS`, aside. Call it in a transaction."""
-    with connection.cursor() as cursor, cursor.copy(BURY) as copy:
+    with psycopg.Cursor(connection) as cursor, cursor.copy(BURY) as copy:
         for row in rows:
             copy.write_row([row[column] for column in DEAD_COLUMNS])
 

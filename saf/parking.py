@@ -9,6 +9,8 @@ same thing; lanes are separate, and within one the order is kept:
     mom          service:billing    the destination knows the service
     (empty)      route:billing      a route leads somewhere
     mom          retry, replay      nothing: sent again on an operator's word
+    (empty)      key:A-1            a receiver's next attempt at the first message of the key
+    (empty)      later:7            each for its deliver_at: a receiver's messages of a shard
 
 While a lane has messages, new ones that belong in it park behind them, and when its time has come
 the parked go first. Each keeps the (batch, position) that it had, and each lane has a watermark
@@ -40,15 +42,18 @@ FIRST_WAIT_SECONDS = 4
 LONGEST_WAIT_SECONDS = 64
 
 MAIN, RETRY, REPLAY, SERVICE, ROUTE = "", "retry", "replay", "service:", "route:"
+KEY, LATER = "key:", "later:"
 
 
-def wait_seconds(attempts: int) -> int:
+def wait_seconds(
+    attempts: int, first: float = FIRST_WAIT_SECONDS, longest: float = LONGEST_WAIT_SECONDS
+) -> float:
     """How long to wait after so many attempts in a row that failed.
 
     >>> [wait_seconds(attempts) for attempts in (1, 2, 3, 4, 5, 6, 100)]
     [4, 8, 16, 32, 64, 64, 64]
     """
-    return min(FIRST_WAIT_SECONDS << min(attempts - 1, 10), LONGEST_WAIT_SECONDS)
+    return min(first * (1 << min(attempts - 1, 30)), longest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +254,12 @@ def park(connection: psycopg.Connection[Any], lane: Lane, rows: Sequence[dict[st
     """Copy messages, as dicts of `PARKED_COLUMNS`, into a lane. Call it in a transaction."""
     for subscription_id in {row["subscription_id"] for row in rows}:
         fetch(connection, TOUCH, _params(subscription_id, lane) | {"error": "behind others"})
-    with connection.cursor() as cursor, cursor.copy(PARK) as copy:
+    copy_in(connection, rows)
+
+
+def copy_in(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) -> None:
+    """Copy messages, as dicts of `PARKED_COLUMNS`, into lanes that are there, or will be."""
+    with psycopg.Cursor(connection) as cursor, cursor.copy(PARK) as copy:
         for row in rows:
             copy.write_row([row[column] for column in PARKED_COLUMNS])
 

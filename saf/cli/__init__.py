@@ -27,7 +27,9 @@ from saf.cli import (
     purge,
     rebase,
     reconcile,
+    service,
     status,
+    subscription,
 )
 from saf.errors import SafError
 
@@ -43,6 +45,8 @@ app.command("migrate")(migrate.command)
 app.command("grant")(grant.command)
 app.command("forward")(forward.command)
 app.command("status")(status.command)
+app.add_typer(service.app, name="service")
+app.add_typer(subscription.app, name="subscription")
 app.add_typer(parked.app, name="parked")
 app.add_typer(dead.app, name="dead")
 app.command("purge")(purge.command)
