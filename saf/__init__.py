@@ -1,7 +1,7 @@
 """Transactional store-and-forward outbox for PostgreSQL.
 
 Sending:   `Outbox`, `Message`
-Receiving: `receive`, `Delivery`, `Received`, `Policy`
+Receiving: `receive`, `Worker`, `Delivery`, `Received`, `Policy`
 Errors:    `SafError` and what stands below it in `saf.errors`
 
 The forwarder lives in `saf.spark` and is imported by nothing here: an application that only
@@ -33,6 +33,7 @@ from saf.message import Message
 from saf.outbox import Outbox
 from saf.receive import receive
 from saf.received import Received
+from saf.worker import Worker
 
 __all__ = [
     "Ahead",
@@ -57,5 +58,6 @@ __all__ = [
     "UnreadableBody",
     "Unroutable",
     "UsageError",
+    "Worker",
     "receive",
 ]

@@ -37,6 +37,7 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from saf.database import fetch
+from saf.errors import UsageError
 from saf.parking import LATER
 from saf.received import EXPRESSIONS, ID, READ, SHARD, Received
 
@@ -59,13 +60,15 @@ OR EXISTS (
     SELECT FROM saf.inbox i
     WHERE i.shard = c.shard AND i.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done))))"""
 
+# Outside of what locks: the columns are as they were before, and the own id is assigned after
+FAILED = "touched NOT IN ('0'::xid, made, pg_current_xact_id_if_assigned()::xid)"
+
 # In random order, so that receivers seldom meet and no shard is always the last. The rows are
 # locked as the join asks for them, one by one, until enough messages are counted: the others stay
 # for other receivers. A shard without any for this service counts as one, and is passed by.
 CLAIM = f"""
 SELECT shard, bool_or(failed), count(*) FROM (
-    SELECT c.shard,
-           touched NOT IN ('0'::xid, made, pg_current_xact_id_if_assigned()::xid) AS failed
+    SELECT c.shard, {FAILED} AS failed
     FROM (
         SELECT shard, done, open, position, xmin AS made, xmax AS touched
         FROM saf.cursor c
@@ -89,16 +92,17 @@ SELECT shard, bool_or(failed), count(*) FROM (
 GROUP BY shard
 """
 
-CLAIM_SHARD = """
-SELECT shard, xmax NOT IN ('0'::xid, xmin, pg_current_xact_id_if_assigned()::xid), 0
-FROM saf.cursor
-WHERE subscription_id = %(subscription_id)s AND shard = %(shard)s
-FOR UPDATE SKIP LOCKED
+CLAIM_SHARD = f"""
+SELECT shard, {FAILED}, 0 FROM (
+    SELECT shard, xmin AS made, xmax AS touched FROM saf.cursor
+    WHERE subscription_id = %(subscription_id)s AND shard = %(shard)s
+    FOR UPDATE SKIP LOCKED
+) AS c
 """
 
 # After the locks, so that no cursor's snapshot is later than this one
 STATE = f"""
-SELECT pg_current_snapshot()::text,
+SELECT pg_current_snapshot()::text, pg_current_xact_id()::text,
        ARRAY(SELECT lane FROM saf.backoff
              WHERE subscription_id = %(subscription_id)s AND shard = ANY (%(shards)s)),
        ARRAY(SELECT lane FROM saf.backoff
@@ -173,6 +177,7 @@ FROM unnest(%(shard)s::smallint[], %(batch)s::bigint[], %(done)s::pg_snapshot[],
             %(until)s::pg_snapshot[], %(cuts)s::text[])
      AS m (shard, batch, done, open, position, allowance, until, cuts)
 WHERE c.subscription_id = %(subscription_id)s AND c.shard = m.shard
+  AND pg_current_xact_id() = %(transaction)s::xid8
 """
 
 
@@ -227,6 +232,8 @@ class Hand:
     """The shards that this transaction has locked, and what was read of them."""
 
     reader: Reader
+    transaction: str
+    """The id of the transaction that has locked them."""
     shards: dict[int, Shard]
     failed: frozenset[int]
     """Whose last delivery did not come to its end."""
@@ -270,7 +277,9 @@ def _hand(
         "service": reader.service,
         "shards": [shard for shard, *_ in locked],
     }
-    ((now, waiting, late),) = fetch(connection, STATE, params)
+    ((now, transaction, waiting, late),) = fetch(connection, STATE, params)
+    # PostgreSQL counts the asking transaction as complete, and the block may yet write messages
+    now = without(now, int(transaction))
     shards = {
         row[0]: Shard(**dict(zip(FIELDS, row, strict=True)))
         for row in fetch(connection, CURSORS, params)
@@ -285,6 +294,7 @@ def _hand(
         shard.open_at(now)
     return Hand(
         reader=reader,
+        transaction=transaction,
         shards=shards,
         failed=frozenset(shard for shard, failed, _ in locked if failed),
         waiting=frozenset(waiting),
@@ -331,12 +341,22 @@ def read(
 
 
 def move(connection: psycopg.Connection[Any], hand: Hand) -> None:
-    """Write how far each shard in hand is."""
+    """Write how far each shard in hand is.
+
+    Raises:
+        UsageError: the transaction that has locked them is over.
+    """
     columns: dict[str, Any] = {
         name: [getattr(shard, name) for shard in hand.shards.values()] for name in FIELDS
     }
     columns["cuts"] = [f"{{{','.join(cuts)}}}" for cuts in columns["cuts"]]
-    connection.execute(MOVE, columns | {"subscription_id": hand.reader.subscription_id})
+    columns["subscription_id"] = hand.reader.subscription_id
+    columns["transaction"] = hand.transaction
+    if psycopg.Cursor(connection).execute(MOVE, columns).rowcount < len(hand.shards):
+        raise UsageError(
+            "the transaction of this delivery was committed or rolled back inside of its block: "
+            "leave that to saf.receive"
+        )
 
 
 def _take(hand: Hand, message: Received, fate: int) -> None:
@@ -357,3 +377,16 @@ def cut(snapshot: str, txid: int) -> str:
     running = [number for number in snapshot.split(":")[2].split(",") if number]
     before = [number for number in running if int(number) < txid]
     return f"{before[0] if before else txid}:{txid}:{','.join(before)}"
+
+
+def without(snapshot: str, txid: int) -> str:
+    """A snapshot in which one transaction is in progress.
+
+    >>> without("10:20:10,15", 12), without("20:20:", 19), without("20:20:", 25)
+    ('10:20:10,12,15', '19:20:19', '20:20:')
+    """
+    first, end, running = snapshot.split(":")
+    if txid >= int(end):
+        return snapshot
+    numbers = sorted({int(number) for number in running.split(",") if number} | {txid})
+    return f"{min(int(first), txid)}:{end}:{','.join(map(str, numbers))}"

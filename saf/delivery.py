@@ -8,7 +8,7 @@ the transaction commits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar, overload
 
 import psycopg
@@ -69,7 +69,11 @@ class Delivery(Sequence[Received], Generic[C]):
 
     def __iter__(self) -> Iterator[Received]:
         """The messages in order, without those whose key was set aside meanwhile."""
-        for message in self._messages:
+        return self.still(self._messages)
+
+    def still(self, messages: Iterable[Received]) -> Iterator[Received]:
+        """Those of some messages whose key has not been set aside meanwhile."""
+        for message in messages:
             if not self._stopped or message.lane not in self._stopped:
                 yield message
 
@@ -184,6 +188,8 @@ def _said(error: BaseException | str) -> str:
     >>> _said(ValueError("no such account")), _said("a\\0b")
     ('ValueError: no such account', 'a\\ufffdb')
     """
-    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}".strip()
+    text = str(error)
+    if not isinstance(error, str):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     clean = text.replace("\0", "\ufffd").encode(errors="replace").decode()
     return clean[:MAX_ERROR]

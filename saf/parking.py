@@ -64,6 +64,8 @@ class Lane:
     lane: str = MAIN
 
     def __str__(self) -> str:
+        if self.lane.startswith((KEY, LATER)):
+            return self.lane
         waiting = f"destination {self.destination!r}" if self.destination else "no route"
         return f"{waiting}, {self.lane}" if self.lane else waiting
 
@@ -89,6 +91,7 @@ class Parked(Backoff):
     """A lane that waits, and how many messages are in it."""
 
     messages: int
+    subscription: str
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -116,16 +119,19 @@ SELECT EXISTS (
 """
 
 PARKED = """
-SELECT destination, lane, attempts, next_attempt_at, next_attempt_at <= now() AS due, error, since,
+SELECT s.name AS subscription, destination, lane, attempts, next_attempt_at,
+       next_attempt_at <= now() AS due, error, since,
        (SELECT count(*) FROM saf.parked p
         WHERE (p.subscription_id, p.destination, p.lane)
             = (b.subscription_id, b.destination, b.lane)) AS messages
-FROM saf.backoff b ORDER BY destination, lane
+FROM saf.backoff b JOIN saf.subscription s USING (subscription_id)
+ORDER BY s.log DESC, s.name, destination, lane
 """
 
 RETRY_NOW = """
 UPDATE saf.backoff SET next_attempt_at = now()
-WHERE %(destination)s::text IS NULL OR destination = %(destination)s
+WHERE NOT lane LIKE 'later:%%'
+  AND (%(destination)s::text IS NULL OR destination = %(destination)s)
 """
 
 # What parks messages holds the lane's row until it commits, so that `succeeded`, which looks

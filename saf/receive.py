@@ -188,6 +188,7 @@ class Receiver:
             if careful:
                 suspect = self._count()
                 if suspect is not None:
+                    fail_point("attempt_counted")
                     with self._tried(suspect) as delivery:
                         if delivery:
                             fail_point("receive_read")
@@ -246,7 +247,6 @@ class Receiver:
                 return None
             lanes.count(raw, reader, suspect.lane or "", suspect.attempts, self.policy)
             claim.move(raw, hand)
-        fail_point("attempt_counted")
         return suspect
 
     def _count_shard(self, hand: Hand, suspect: Suspect) -> Suspect | None:

@@ -30,6 +30,7 @@ from saf.cli import (
     service,
     status,
     subscription,
+    worker,
 )
 from saf.errors import SafError
 
@@ -45,6 +46,7 @@ app.command("migrate")(migrate.command)
 app.command("grant")(grant.command)
 app.command("forward")(forward.command)
 app.command("status")(status.command)
+app.command("worker")(worker.command)
 app.add_typer(service.app, name="service")
 app.add_typer(subscription.app, name="subscription")
 app.add_typer(parked.app, name="parked")
