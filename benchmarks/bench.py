@@ -1,6 +1,6 @@
 """``make bench``: all figures of the core, from one run, as a table and as JSON lines.
 
-    python -m benchmarks.bench [drain] [cold] [send] [memory]
+    python -m benchmarks.bench [drain] [cold] [send] [memory] [receive]
 
 Medians of interleaved rounds. Absolute figures are this machine's; ratios travel.
 """
@@ -12,11 +12,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks import cold, drain, memory, send
+from benchmarks import cold, drain, memory, receive, send
 from benchmarks.stage import Stage
 from saf.spark import session
 
-PARTS = ("send", "cold", "drain", "memory")
+PARTS = ("send", "cold", "drain", "memory", "receive")
 
 
 def main(chosen: list[str]) -> None:
@@ -35,6 +35,11 @@ def main(chosen: list[str]) -> None:
                 if part == "drain":
                     spark = session.start("local[2]", app_name="saf bench")
                     drain.run(stage, spark)
+                    session.stop(spark)
+                elif part == "receive":
+                    receive.run(stage)
+                    spark = session.start("local[2]", app_name="saf bench")
+                    receive.end_to_end(stage, spark)
                     session.stop(spark)
                 else:
                     {"send": send, "cold": cold, "memory": memory}[part].run(stage)

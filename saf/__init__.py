@@ -1,7 +1,7 @@
 """Transactional store-and-forward outbox for PostgreSQL.
 
 Sending:   `Outbox`, `Message`
-Receiving: `receive`, `Worker`, `Delivery`, `Received`, `Policy`
+Receiving: `receive`, `Worker`, `Delivery`, `Received`, `Policy`, `inbox_once`
 Errors:    `SafError` and what stands below it in `saf.errors`
 
 The forwarder lives in `saf.spark` and is imported by nothing here: an application that only
@@ -28,6 +28,7 @@ from saf.errors import (
     Unroutable,
     UsageError,
 )
+from saf.inbox import inbox_once
 from saf.lanes import Policy
 from saf.message import Message
 from saf.outbox import Outbox
@@ -59,5 +60,6 @@ __all__ = [
     "Unroutable",
     "UsageError",
     "Worker",
+    "inbox_once",
     "receive",
 ]

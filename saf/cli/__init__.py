@@ -22,6 +22,7 @@ from saf.cli import (
     doctor,
     forward,
     grant,
+    inbox,
     migrate,
     parked,
     purge,
@@ -49,6 +50,7 @@ app.command("status")(status.command)
 app.command("worker")(worker.command)
 app.add_typer(service.app, name="service")
 app.add_typer(subscription.app, name="subscription")
+app.add_typer(inbox.app, name="inbox")
 app.add_typer(parked.app, name="parked")
 app.add_typer(dead.app, name="dead")
 app.command("purge")(purge.command)

@@ -95,6 +95,28 @@ def test_what_the_block_writes_and_the_position_commit_together(inbox: Dsn) -> N
 
 
 @every_postgresql
+def test_what_the_block_sends_to_the_inbox_it_reads_is_received_next(
+    inbox: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A snapshot counts the transaction that takes it as complete, if a later one is."""
+
+    def later_first(connection: psycopg.Connection[Any], query: str, params: Any) -> Any:
+        if query == claim.STATE:
+            put(inbox, "3", key="k")
+        return fetch(connection, query, params)
+
+    put(inbox, "1", key="k")
+    with monkeypatch.context() as patch:
+        patch.setattr(claim, "fetch", later_first)
+        with saf.receive(inbox, SUBSCRIPTION) as delivery:
+            assert [message.text() for message in delivery] == ["1", "3"]
+            delivery.connection.execute(
+                "INSERT INTO saf.inbox (to_service, key, body) VALUES ('billing', 'k', '2')"
+            )
+    assert receive_all(inbox) == ["2"]
+
+
+@every_postgresql
 def test_an_exception_rolls_everything_back_and_the_messages_come_again(inbox: Dsn) -> None:
     put(inbox, "1", "2", key="k")
     assert roll_back(inbox) == 2
