@@ -95,11 +95,19 @@ class Link:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Work that commits at the end of the block, or is rolled back."""
-        if self.raw.info.transaction_status != TransactionStatus.IDLE:
+        if self._status() != TransactionStatus.IDLE:
             raise UsageError("a transaction is open on this connection: receive begins its own")
         with self.begin():
             self.raw.execute(claim.BEGIN)
+            if self._status() != TransactionStatus.INTRANS:
+                raise UsageError(
+                    "this engine is in AUTOCOMMIT: each statement would be committed by itself, "
+                    "and nothing rolled back. Receive with another isolation level"
+                )
             yield
+
+    def _status(self) -> TransactionStatus:
+        return TransactionStatus(self.raw.info.transaction_status)
 
 
 @contextmanager

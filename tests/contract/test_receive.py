@@ -486,3 +486,10 @@ def test_a_message_has_what_was_sent_and_says_what_cannot_be_read(app: Dsn, inbo
             bad.json()
         with pytest.raises(UnreadableBody):
             bad.text()
+
+
+def test_an_engine_that_commits_each_statement_is_refused(inbox: Dsn) -> None:
+    engine = inbox.engine(isolation_level="AUTOCOMMIT")
+    with pytest.raises(UsageError, match="in AUTOCOMMIT"), saf.receive(engine, SUBSCRIPTION):
+        pass
+    engine.dispose()
