@@ -24,6 +24,7 @@ errors apart by class, and find the value at fault in its attributes.
 
 from __future__ import annotations
 
+from typing import Any
 from uuid import UUID
 
 
@@ -122,17 +123,21 @@ class Unavailable(SafError):
 
 
 class UnknownService(SafError):
-    """A destination does not know services that are addressed there."""
+    """A destination does not know services that are addressed there; nothing was stored.
+
+    ``rows`` are the messages that it does not have, those for other services among them.
+    """
 
     exit_code = 75
 
-    def __init__(self, destination: str, services: list[str]) -> None:
+    def __init__(self, destination: str, services: list[str], rows: Any) -> None:
         names = ", ".join(map(repr, services))
         super().__init__(
             f"{destination} knows no service {names}: add it to saf.service there; its messages "
             "are parked until then"
         )
         self.services = services
+        self.rows = rows
 
 
 class Unroutable(SafError):

@@ -14,16 +14,25 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
+
+
+def die() -> None:
+    """Kill this process and all of its group."""
+    os.killpg(0, signal.SIGKILL)
+
 
 _armed = ""
 _left = 0
+_action: Callable[[], None] = die
 
 
-def arm(point: str) -> None:
-    """Choose where this process dies: ``NAME`` or ``NAME:TIMES``; empty for nowhere."""
-    global _armed, _left  # noqa: PLW0603 - one point per process, as SAF_FAILPOINT promises
+def arm(point: str, action: Callable[[], None] = die) -> None:
+    """Choose where this process dies, once: ``NAME`` or ``NAME:TIMES``; empty for nowhere."""
+    global _armed, _left, _action  # noqa: PLW0603 - one per process, as SAF_FAILPOINT promises
     _armed, _, times = point.partition(":")
     _left = int(times or 1)
+    _action = action
 
 
 def fail_point(name: str) -> None:
@@ -33,7 +42,7 @@ def fail_point(name: str) -> None:
     global _left  # noqa: PLW0603 - counts down per process
     _left -= 1
     if _left == 0:
-        os.killpg(0, signal.SIGKILL)
+        _action()
 
 
 arm(os.environ.get("SAF_FAILPOINT", ""))

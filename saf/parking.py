@@ -102,10 +102,11 @@ class Parked(Backoff):
         return asdict(self) | moments
 
 
+# Replayed messages before all others, and a lane after those whose messages are older than its own
 WAITING = """
 SELECT destination, lane, attempts, next_attempt_at, next_attempt_at <= now() AS due, error, since
 FROM saf.backoff WHERE subscription_id = %(subscription_id)s
-ORDER BY lane <> 'replay', lane, destination
+ORDER BY lane <> 'replay', lane LIKE 'route:%%', lane, destination
 """
 
 # Whether a member's shards have messages in a lane whose time has come

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from saf.database import Dsn
 
@@ -89,7 +90,7 @@ def received(mom: Dsn) -> list[tuple[str, str]]:
     return [(key, bytes(body).decode()) for key, body in rows]
 
 
-def last_json(text: str) -> dict[str, object]:
+def last_json(text: str) -> dict[str, Any]:
     """The last line, as JSON."""
     value = json.loads(text.splitlines()[-1])
     assert isinstance(value, dict)

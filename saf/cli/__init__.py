@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import structlog
 import typer
-from rich.console import Console
 
 from saf.cli import (
     dead,
@@ -28,11 +27,13 @@ from saf.cli import (
     purge,
     rebase,
     reconcile,
+    replay,
     service,
     status,
     subscription,
     worker,
 )
+from saf.cli.console import plain_console
 from saf.errors import SafError
 
 app = typer.Typer(
@@ -55,6 +56,7 @@ app.add_typer(parked.app, name="parked")
 app.add_typer(dead.app, name="dead")
 app.command("purge")(purge.command)
 app.command("reconcile")(reconcile.command)
+app.command("replay")(replay.command)
 app.command("rebase")(rebase.command)
 app.command("doctor")(doctor.command)
 app.command("demo")(demo.command)
@@ -66,9 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(list(arguments) if arguments is not None else None)
     except SafError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(
-            f"saf: {error}", style="red", markup=False
-        )
+        plain_console(stderr=True).print(f"saf: {error}", style="red", soft_wrap=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

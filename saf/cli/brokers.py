@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -29,6 +30,34 @@ Store = Annotated[
         "--broker", metavar="NAME", help="Where, by its name in saf.toml. Default: the destination."
     ),
 ]
+
+
+def moment(text: str) -> datetime:
+    """A point in time; without an offset, by this machine's time zone.
+
+    >>> moment("2026-01-31T13:00:00+01:00").timestamp()
+    1769860800.0
+    """
+    try:
+        return datetime.fromisoformat(text).astimezone()
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no time such as 2026-01-31T12:00:00Z") from None
+
+
+Since = Annotated[
+    datetime | None,
+    typer.Option(
+        parser=moment,
+        metavar="TIME",
+        help="Messages created from then on. Default: all, or those that no purge has taken.",
+    ),
+]
+Until = Annotated[
+    datetime | None,
+    typer.Option(parser=moment, metavar="TIME", help="Messages created before. Default: all."),
+]
+Why = Annotated[str, typer.Option(help="For the audit; who and when are noted anyway.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say which they are.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
 
@@ -81,15 +110,23 @@ class Round:
 
     def visit(self, role: str, action: Callable[[psycopg.Connection[Any], Any], T]) -> dict[str, T]:
         """What ``action`` returns for each broker that it does not fail for."""
+
+        def connected(name: str, broker: Place) -> T:
+            with (
+                unavailable_if_lost(f"broker {name!r}"),
+                broker.dsn.connect(role=role, autocommit=True) as connection,
+            ):
+                check_schema(connection)
+                return action(connection, broker)
+
+        return self.each(connected)
+
+    def each(self, action: Callable[[str, Any], T]) -> dict[str, T]:
+        """The same for an action that connects by itself."""
         results: dict[str, T] = {}
         for name, broker in self.brokers.items():
             try:
-                with (
-                    unavailable_if_lost(f"broker {name!r}"),
-                    broker.dsn.connect(role=role, autocommit=True) as connection,
-                ):
-                    check_schema(connection)
-                    results[name] = action(connection, broker)
+                results[name] = action(name, broker)
             except SafError as error:
                 self.failed.append((name, error))
         return results
@@ -98,10 +135,10 @@ class Round:
         """The failures, for JSON."""
         return [{"broker": name, "error": str(error)} for name, error in self.failed]
 
-    def finish(self, *, say: bool) -> None:
-        """Say what failed, and exit with its code; nothing if nothing has."""
+    def finish(self, *, say: bool, found: int = 0) -> None:
+        """Say what failed, and exit with ``found`` or its code; nothing if nothing has."""
         for name, error in self.failed:
             if say:
                 typer.echo(f"saf: broker {name!r}: {error}", err=True)
-        if self.failed:
-            raise typer.Exit(max(error.exit_code for _, error in self.failed))
+        if found or self.failed:
+            raise typer.Exit(found or max(error.exit_code for _, error in self.failed))

@@ -11,12 +11,11 @@ from uuid import UUID
 
 import psycopg
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from saf import dead
-from saf.cli.brokers import AsJson, Config, Name, Round, chosen
+from saf.cli.brokers import AsJson, Config, DryRun, Name, Round, Why, chosen, moment
+from saf.cli.console import plain_console
 from saf.config import load
 from saf.dead import REASONS, DeadLetter, Filter
 from saf.errors import UsageError
@@ -28,9 +27,10 @@ Reason = Annotated[str | None, typer.Option(help=f"One of {', '.join(REASONS)}."
 Service = Annotated[str | None, typer.Option(help="Only those for this service.")]
 Destination = Annotated[str | None, typer.Option(help="Only those for this destination.")]
 Key = Annotated[str | None, typer.Option(help="Only those with this key.")]
-Before = Annotated[datetime | None, typer.Option(help="Only those set aside before.")]
-Why = Annotated[str, typer.Option(help="For the audit; who and when are noted anyway.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say which they are.")]
+Before = Annotated[
+    datetime | None,
+    typer.Option(parser=moment, metavar="TIME", help="Only those set aside before."),
+]
 All = Annotated[bool, typer.Option("--all", help="Really all, where no filter is given.")]
 Limit = Annotated[int, typer.Option(min=1, help="How many to show at most.")]
 
@@ -172,9 +172,9 @@ def _show(round_: Round, found: dict[str, list[DeadLetter]], *, as_json: bool) -
         for name, some in found.items():
             for one in some:
                 table.add_row(
-                    escape(name), str(one.dead_letter_id), f"{one.dead_letter_at:%Y-%m-%d %H:%M}",
-                    escape(one.subscription), one.reason, escape(one.service),
-                    escape(one.key or ""), f"{one.bytes:,}", escape(one.error),
+                    name, str(one.dead_letter_id), f"{one.dead_letter_at:%Y-%m-%d %H:%M}",
+                    one.subscription, one.reason, one.service, one.key or "", f"{one.bytes:,}",
+                    one.error,
                 )  # fmt: skip
-        Console().print(table)
+        plain_console().print(table)
     round_.finish(say=not as_json)

@@ -18,6 +18,7 @@ from psycopg import sql
 from rich.console import Console
 from rich.table import Table
 
+from saf.cli.console import plain_console
 from saf.cli.forward import progress_bar
 from saf.errors import MissingExtra
 
@@ -65,7 +66,7 @@ def command(
     if as_json:
         typer.echo(json.dumps(result))
     else:
-        Console().print(_table(result, proof))
+        plain_console().print(_table(result, proof))
     raise typer.Exit(0 if proof.holds else 1)
 
 
@@ -75,7 +76,7 @@ def _run(server: EmbeddedServer, limit: int | None, reset: bool) -> tuple[dict[s
     from saf.spark import java, session
 
     started = time.monotonic()
-    console = Console(stderr=True, highlight=False, markup=False)
+    console = plain_console(stderr=True)
     found = java.find()
     application, mom = _databases(server, reset)
     version, recorded = _look(application)

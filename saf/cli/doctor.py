@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from saf.cli.console import plain_console
 from saf.config import load
 from saf.doctor import REACHABLE, examine
 from saf.errors import Unavailable
@@ -36,7 +36,7 @@ def command(
     if as_json:
         typer.echo(json.dumps({"findings": [asdict(finding) for finding in found]}))
     else:
-        console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
+        console = plain_console()
         bad = [finding for finding in found if finding.severity != "ok"]
         for one in bad:
             console.print(

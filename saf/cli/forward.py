@@ -13,6 +13,7 @@ import rich.progress
 import typer
 from rich.console import Console
 
+from saf.cli.console import plain_console
 from saf.config import Settings, load
 from saf.signals import stop_on_signals
 
@@ -61,7 +62,7 @@ def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
 
     session.require_packages()
     options = settings.forwarder
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     started: list[SparkSession] = []
 
     def spark(much: bool) -> SparkSession:

@@ -6,12 +6,11 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from saf import inbox
 from saf.cli.brokers import AsJson, Config, Round, Store, store, stores
+from saf.cli.console import plain_console
 from saf.config import load
 
 app = typer.Typer(no_args_is_help=True, help="What is stored, and not handled yet.")
@@ -31,10 +30,10 @@ def status(config: Config = None, broker: Store = None, as_json: AsJson = False)
             for one in some:
                 lag = "-" if one.lag_seconds is None else f"{one.lag_seconds:,.0f} s"
                 table.add_row(
-                    escape(where), escape(one.subscription), f"{one.unread:,}", lag,
+                    where, one.subscription, f"{one.unread:,}", lag,
                     f"{one.parked:,}", f"{one.keys_waiting:,}", f"{one.dead_letters:,}",
                 )  # fmt: skip
-        Console().print(table)
+        plain_console().print(table)
     round_.finish(say=not as_json)
 
 
@@ -57,8 +56,8 @@ def peek(
         for some in found.values():
             for one in some:
                 table.add_row(
-                    str(one.id), str(one.message_id), escape(one.service), escape(one.key or ""),
-                    escape(one.message_type or ""), f"{one.bytes:,}", f"{one.received_at:%H:%M:%S}",
+                    str(one.id), str(one.message_id), one.service, one.key or "",
+                    one.message_type or "", f"{one.bytes:,}", f"{one.received_at:%H:%M:%S}",
                 )  # fmt: skip
-        Console().print(table)
+        plain_console().print(table)
     round_.finish(say=not as_json)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
+from saf.cli.console import plain_console
 from saf.config import load
 from saf.maintenance import Outcome, purge_by_rules
 
@@ -82,7 +82,7 @@ def command(
         brokers = [_as_dict(name, outcome) for name, outcome in known.items()]
         typer.echo(json.dumps({"dry_run": dry_run, "brokers": brokers, "errors": round_.errors()}))
     elif known:
-        Console().print(_table(known))
+        plain_console().print(_table(known))
     round_.finish(say=not as_json)
 
 

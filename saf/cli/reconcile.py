@@ -3,59 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict
-from datetime import datetime
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from saf.config import Settings, load
-from saf.errors import ConfigurationError, SafError
+from saf.cli.brokers import AsJson, Config, Name, Round, Since, Until, chosen
+from saf.cli.console import plain_console
+from saf.config import load
 from saf.reconcile import Outcome, Range, reconcile
 
 DIFFERENT = 1
 
 
-def _moment(text: str) -> datetime:
-    """A point in time; without an offset, by this machine's time zone.
-
-    >>> _moment("2026-01-31T12:00:00+00:00").isoformat()
-    '2026-01-31T12:00:00+00:00'
-    """
-    try:
-        return datetime.fromisoformat(text).astimezone()
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is no time such as 2026-01-31T12:00:00Z") from None
-
-
 def command(
     *,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="Configuration file. Default: $SAF_CONFIG, or saf.toml in this folder."),
-    ] = None,
-    broker: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only this one. Default: all brokers.")
-    ] = None,
-    since: Annotated[
-        datetime | None,
-        typer.Option(
-            parser=_moment,
-            metavar="TIME",
-            help="Messages created from then on. Default: all, or those that no purge has taken.",
-        ),
-    ] = None,
-    until: Annotated[
-        datetime | None,
-        typer.Option(parser=_moment, metavar="TIME", help="Messages created before. Default: all."),
-    ] = None,
+    config: Config = None,
+    broker: Name = None,
+    since: Since = None,
+    until: Until = None,
     limit: Annotated[
         int, typer.Option(min=0, help="Name so many messages at most; all are counted.")
     ] = 100,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare what each source has completed with what its destinations hold. Reads only.
 
@@ -63,45 +35,27 @@ def command(
     unexpected, and named.
     """
     settings = load(config)
-    known: list[Outcome] = []
-    failed: list[tuple[str, SafError]] = []
-    for name in _chosen(settings, broker):
-        try:
-            known.append(
-                reconcile(
-                    name,
-                    settings.brokers[name].dsn,
-                    {one: there.dsn for one, there in settings.destinations.items()},
-                    since=since,
-                    until=until,
-                    retention_seconds=settings.purge.retention_seconds,
-                    limit=limit,
-                )
-            )
-        except SafError as error:
-            failed.append((name, error))
+    round_ = Round(chosen(settings, broker))
+    destinations = {name: there.dsn for name, there in settings.destinations.items()}
+    known = round_.each(
+        lambda name, one: reconcile(
+            name,
+            one.dsn,
+            destinations,
+            since=since,
+            until=until,
+            retention_seconds=settings.purge.retention_seconds,
+            limit=limit,
+        )
+    ).values()
     if as_json:
-        errors = [{"broker": name, "error": str(problem)} for name, problem in failed]
         brokers = [_as_dict(outcome) for outcome in known]
-        typer.echo(json.dumps({"brokers": brokers, "errors": errors}))
+        typer.echo(json.dumps({"brokers": brokers, "errors": round_.errors()}))
     else:
         _show(known)
-        for name, problem in failed:
-            typer.echo(f"saf: broker {name!r}: {problem}", err=True)
     # a proven loss is not to be taken for something that passes by itself
-    if not all(outcome.same for outcome in known):
-        raise typer.Exit(DIFFERENT)
-    if failed:
-        raise typer.Exit(max(problem.exit_code for _, problem in failed))
-
-
-def _chosen(settings: Settings, name: str | None) -> list[str]:
-    if name is None:
-        return list(settings.brokers)
-    if name not in settings.brokers:
-        there = ", ".join(settings.brokers)
-        raise ConfigurationError(f"--broker {name}: there is no [brokers.{name}], only {there}")
-    return [name]
+    same = all(outcome.same for outcome in known)
+    round_.finish(say=not as_json, found=0 if same else DIFFERENT)
 
 
 def _as_dict(outcome: Outcome) -> dict[str, Any]:
@@ -125,8 +79,8 @@ def _as_dict(outcome: Outcome) -> dict[str, Any]:
 KINDS = ("lost", "duplicate", "unexpected", "in_flight")
 
 
-def _show(known: list[Outcome]) -> None:
-    console = Console(markup=False, emoji=False, soft_wrap=True)
+def _show(known: Collection[Outcome]) -> None:
+    console = plain_console()
     table = Table("broker", "complete", "set aside", "pending", "stored", "in flight", *KINDS[:3])
     for outcome in known:
         table.add_row(

@@ -6,12 +6,11 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from saf import services
 from saf.cli.brokers import AsJson, Config, Round, Store, store, stores
+from saf.cli.console import plain_console
 from saf.config import load
 
 app = typer.Typer(no_args_is_help=True, help="Services: what messages are addressed to.")
@@ -49,8 +48,8 @@ def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) 
         table = Table("broker", "service", "subscriptions")
         for where, some in found.items():
             for one in some:
-                table.add_row(escape(where), escape(one.name), escape(", ".join(one.subscriptions)))
-        Console().print(table)
+                table.add_row(where, one.name, ", ".join(one.subscriptions))
+        plain_console().print(table)
     round_.finish(say=not as_json)
 
 

@@ -7,12 +7,11 @@ from collections import Counter
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from saf.cli import parked
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
+from saf.cli.console import plain_console
 from saf.config import load
 from saf.status import BrokerStatus, broker_status
 
@@ -30,7 +29,7 @@ def command(
         brokers = [{"broker": name, **status.as_dict()} for name, status in known.items()]
         typer.echo(json.dumps({"brokers": brokers, "errors": round_.errors()}))
     else:
-        console = Console()
+        console = plain_console()
         console.print(_overview(known))
         parked.show({name: status.lanes for name, status in known.items()})
         if shards:
@@ -44,7 +43,7 @@ def _overview(known: dict[str, BrokerStatus]) -> Table:
     for name, status in known.items():
         owners = Counter(shard.owner or "nobody" for shard in status.shards)
         table.add_row(
-            escape(name),
+            name,
             f"{status.pending:,}",
             _age(status.oldest_pending_seconds),
             f"{status.parked:,}",
@@ -55,7 +54,7 @@ def _overview(known: dict[str, BrokerStatus]) -> Table:
 
 
 def _by_shard(name: str, status: BrokerStatus) -> Table:
-    table = Table("shard", "owner", "epoch", "batch", "pending", "lag", title=escape(name))
+    table = Table("shard", "owner", "epoch", "batch", "pending", "lag", title=name)
     for shard in status.shards:
         table.add_row(
             str(shard.shard),

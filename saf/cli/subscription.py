@@ -6,12 +6,11 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from saf import services
 from saf.cli.brokers import AsJson, Config, Round, Store, store, stores
+from saf.cli.console import plain_console
 from saf.cli.service import Discard
 from saf.config import load
 from saf.errors import UsageError
@@ -69,8 +68,8 @@ def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) 
         table = Table("broker", "subscription", "service")
         for where, some in found.items():
             for one in some:
-                table.add_row(escape(where), escape(one.name), escape(one.service or "(all)"))
-        Console().print(table)
+                table.add_row(where, one.name, one.service or "(all)")
+        plain_console().print(table)
     round_.finish(say=not as_json)
 
 

@@ -97,14 +97,20 @@ class PostgresInbox:
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         """Store a chunk; see `saf.destinations.Destination`."""
         with self._transaction() as cursor:
-            rows = self._move_watermarks(cursor, chunk, exactly_once=exactly_once)
-            if rows.num_rows:
-                self._refuse_unknown(cursor, rows)
+            rows = self._lock_watermarks(cursor, chunk)
+            if not exactly_once:
+                rows = chunk.rows
+            unknown = self._unknown(cursor, rows)
+            # nobody who was owner before may store what the caller sets aside now
+            self._move_watermarks(cursor, chunk, epoch_only=bool(unknown) or not exactly_once)
+            if rows.num_rows and not unknown:
                 cursor.adbc_ingest(
                     "inbox", inbox_rows(rows, chunk.source), mode="append", db_schema_name="saf"
                 )
             fail_point("mom_insert")
         fail_point("mom_commit")
+        if unknown:
+            raise UnknownService(f"destination {self.name!r}", unknown, rows)
         return Stored(messages=rows.num_rows, dropped=chunk.rows.num_rows - rows.num_rows)
 
     def close(self) -> None:
@@ -115,23 +121,9 @@ class PostgresInbox:
             with _suppress():
                 connection.close()
 
-    def _move_watermarks(
-        self, cursor: adbc.Cursor, chunk: Chunk, *, exactly_once: bool
-    ) -> pa.Table:
-        """Lock and move the watermarks to the chunk's end; return the rows beyond them.
-
-        Other than exactly once, only the epoch moves: an older owner writes nothing any more.
-        """
-        values = {
-            "source": sql.Literal(str(chunk.source)),
-            "shards": sql.Literal(chunk.batch.shards),
-            "epochs": sql.Literal([epoch for _, epoch in chunk.batch.epochs]),
-            "lane": sql.Literal(chunk.lane),
-            "batch": sql.Literal(chunk.number if exactly_once else 0),
-            "position": sql.Literal(chunk.position if exactly_once else 0),
-            "current": sql.Literal(chunk.batch.number),
-            "opened_at": sql.Literal(chunk.batch.opened_at.isoformat()),
-        }
+    def _lock_watermarks(self, cursor: adbc.Cursor, chunk: Chunk) -> pa.Table:
+        """Lock the watermarks of the chunk's shards; return the rows beyond them."""
+        values = _values(chunk)
         marks = _query(cursor, LOCK, values)
         if len(marks) < len(chunk.batch.epochs):
             _query(cursor, KNOW_SHARDS, values)
@@ -143,16 +135,20 @@ class PostgresInbox:
         ahead = [shard for shard, *_, ahead in marks if ahead]
         if ahead and chunk.lane == MAIN:
             raise Ahead(f"destination {self.name!r}", ahead)
-        _query(cursor, MOVE, values)
-        if not exactly_once:
-            return chunk.rows
         return beyond(chunk.rows, chunk.number, {mark[0]: (mark[2], mark[3]) for mark in marks})
 
-    def _refuse_unknown(self, cursor: adbc.Cursor, rows: pa.Table) -> None:
-        known = {name for (name,) in _query(cursor, SERVICES)}
-        unknown = {s for s in pc.unique(rows["to_service"]).to_pylist() if s not in known}
-        if known and unknown:
-            raise UnknownService(f"destination {self.name!r}", sorted(unknown))
+    def _move_watermarks(self, cursor: adbc.Cursor, chunk: Chunk, *, epoch_only: bool) -> None:
+        """Move the locked watermarks to the chunk's end: an older owner writes nothing any more."""
+        values = _values(chunk)
+        if epoch_only:
+            values |= {"batch": sql.Literal(0), "position": sql.Literal(0)}
+        _query(cursor, MOVE, values)
+
+    def _unknown(self, cursor: adbc.Cursor, rows: pa.Table) -> list[str]:
+        """The services that are addressed and not known here; none if all are."""
+        addressed = pc.unique(rows["to_service"]).to_pylist()
+        known = {name for (name,) in _query(cursor, SERVICES)} if addressed else set()
+        return sorted(set(addressed) - known) if known else []
 
     @contextmanager
     def _transaction(self) -> Iterator[adbc.Cursor]:
@@ -192,6 +188,19 @@ class PostgresInbox:
         if state[:2] in OF_THE_ROWS:
             return Rejected(f"destination {self.name!r}", reason)
         return Unavailable(f"destination {self.name!r}", reason)
+
+
+def _values(chunk: Chunk) -> dict[str, sql.Literal]:
+    return {
+        "source": sql.Literal(str(chunk.source)),
+        "shards": sql.Literal(chunk.batch.shards),
+        "epochs": sql.Literal([epoch for _, epoch in chunk.batch.epochs]),
+        "lane": sql.Literal(chunk.lane),
+        "batch": sql.Literal(chunk.number),
+        "position": sql.Literal(chunk.position),
+        "current": sql.Literal(chunk.batch.number),
+        "opened_at": sql.Literal(chunk.batch.opened_at.isoformat()),
+    }
 
 
 def beyond(rows: pa.Table, number: int, stored: dict[int, tuple[int, int]]) -> pa.Table:

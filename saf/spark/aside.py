@@ -16,9 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf import dead, parking
+from saf.cursor import hold
 from saf.errors import SafError
+from saf.failpoints import fail_point
 from saf.message import COLUMNS
 from saf.parking import Lane
+from saf.spark.at_source import AtSource
 from saf.spark.sorting import Part
 from saf.spark.work import Work
 
@@ -93,13 +96,22 @@ class Aside:
         for lane in self.opened:
             parking.succeeded(source, subscription_id, lane)
 
-    def write_ahead(self, source: psycopg.Connection[Any]) -> None:
-        """Write what there is so far, in the caller's transaction; then it is `written`."""
-        if self.lane is None:
-            self.write(source)
-        else:
-            gone = [number for rows, *_ in self.dead for number in rows["parked_id"].to_pylist()]
-            self.write_from_lane(source, gone)
+    def write_ahead(self, at_source: AtSource) -> None:
+        """Write what there is so far, if a watermark must not pass it unwritten."""
+        if not self.ahead:
+            return
+
+        def write(source: psycopg.Connection[Any]) -> None:
+            hold(source, self.work.batch)
+            if self.lane is None:
+                self.write(source)
+            else:
+                buried = [rows["parked_id"].to_pylist() for rows, *_ in self.dead]
+                self.write_from_lane(source, [number for ids in buried for number in ids])
+
+        at_source(write)
+        self.written()
+        fail_point("set_aside")
 
     def written(self) -> None:
         """What there is so far needs no writing any more."""

@@ -180,7 +180,8 @@ class Forwarder:
 
     def _receipts(self, spark: SparkSession, work: Sequence[Work]) -> list[Receipt]:
         # Arrow and Spark take a second to import, which a run that finds nothing saves
-        from saf.spark.delivery import RECEIPT_SCHEMA, deliver
+        from saf.spark.delivery import deliver
+        from saf.spark.receipts import RECEIPT_SCHEMA
         from saf.spark.routing import distinct_routes, route
         from saf.spark.source import messages
 

@@ -18,7 +18,7 @@ import adbc_driver_postgresql.dbapi
 import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
-from saf.database import Dsn
+from saf.errors import Unavailable
 from saf.spark.columns import COLUMNS, SCHEMA, arrow_type, as_spark, selected
 from saf.spark.work import BYTES_AT_ONCE, ROWS_AT_ONCE, Work
 
@@ -79,27 +79,36 @@ def read_item(pickled: bytes, number: int) -> Iterator[pa.RecordBatch]:
 def record_batches(work: Work, max_bytes: int) -> Iterator[pa.RecordBatch]:
     """The remaining messages of one item of work, in `saf.spark.columns`."""
     try:
-        for rows in read(work.dsn, work.batch.select(selected(max_bytes))):
+        for rows in read(work, work.batch.select(selected(max_bytes))):
             yield rows
             if missing := padding(rows.num_rows, rows.nbytes):
                 yield _nothing(missing)
-    except adbc.Error as error:
-        yield _failure(work.dsn.redact(str(error)))
+    except Unavailable as error:
+        yield _failure(error.reason)
 
 
-def read(dsn: Dsn, query: str) -> Iterator[pa.RecordBatch]:
-    """What a query gives, about 4 MiB at a time, in types that Spark knows."""
-    with (
-        adbc_driver_postgresql.dbapi.connect(dsn.for_role("read")) as connection,
-        connection.cursor() as cursor,
-    ):
-        cursor.adbc_statement.set_options(
-            **{"adbc.postgresql.batch_size_hint_bytes": str(ARROW_BATCH_BYTES)}
-        )
-        cursor.execute(ALONE)
-        cursor.execute(query)
-        for rows in cursor.fetch_record_batch():
-            yield as_spark(rows)
+def read(work: Work, query: str) -> Iterator[pa.RecordBatch]:
+    """What a query gives at the source, about 4 MiB at a time, in types that Spark knows.
+
+    Raises:
+        Unavailable: the source does not answer, or not to the end.
+    """
+    try:
+        with (
+            adbc_driver_postgresql.dbapi.connect(work.dsn.for_role("read")) as connection,
+            connection.cursor() as cursor,
+        ):
+            cursor.adbc_statement.set_options(
+                **{"adbc.postgresql.batch_size_hint_bytes": str(ARROW_BATCH_BYTES)}
+            )
+            cursor.execute(ALONE)
+            cursor.execute(query)
+            for rows in cursor.fetch_record_batch():
+                yield as_spark(rows)
+    # of a stream that breaks off Arrow itself says so
+    except (adbc.Error, OSError) as error:
+        reason = work.dsn.redact(str(error))
+        raise Unavailable(f"broker {work.broker!r}", reason) from None
 
 
 def padding(rows: int, size: int) -> int:

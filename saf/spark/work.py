@@ -58,6 +58,11 @@ class Policy:
     """Larger bodies are dead letters."""
     attempts: int
 
+    @property
+    def qualities(self) -> dict[str, str]:
+        """The default quality of service of each destination."""
+        return {name: quality for name, (_, quality) in self.destinations.items()}
+
 
 @dataclass(kw_only=True)
 class Receipt:

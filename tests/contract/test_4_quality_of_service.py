@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
 
-import saf.spark.delivery
 from saf.database import Dsn
+from saf.failpoints import arm
 from tests.pipeline import Cycle, bodies, connect, forward, policy, send
 
 
@@ -15,17 +13,8 @@ class Crash(Exception):
     """The process dies here; what it had in memory is gone."""
 
 
-@dataclass
-class CrashAt:
-    """Raises at the n-th write to the source, or right after the n-th store."""
-
-    point: str
-    seen: list[str] = field(default_factory=list)
-
-    def __call__(self, name: str) -> None:
-        self.seen.append(name)
-        if name == self.point:
-            raise Crash
+def crash() -> None:
+    raise Crash
 
 
 POINTS = ("mom_insert", "mom_commit", "mark_forwarded", "mark_commit")
@@ -40,18 +29,14 @@ EFFECTS = {
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("quality", EFFECTS)
 def test_a_crash_at_each_step_has_the_effects_that_the_quality_allows(
-    app: Dsn, mom: Dsn, quality: str, point: str, monkeypatch: pytest.MonkeyPatch
+    app: Dsn, mom: Dsn, quality: str, point: str
 ) -> None:
     with connect(app) as connection:
         send(connection, "one")
     rules = policy(quality, mom=mom)
-    crash = CrashAt(point)
-    with monkeypatch.context() as patch:
-        patch.setattr(saf.spark.delivery, "fail_point", crash)
-        patch.setattr("saf.destinations.postgresql.fail_point", crash)
-        with Cycle(app, rules) as cycle, pytest.raises(Crash):
-            cycle.run()
-    assert point in crash.seen
+    arm(point, crash)
+    with Cycle(app, rules) as cycle, pytest.raises(Crash):
+        cycle.run()
     with Cycle(app, rules) as cycle:
         cycle.run()
     assert len(bodies(mom)) in EFFECTS[quality]

@@ -20,6 +20,16 @@ NOWHERE = Dsn("host=/nonexistent dbname=mom")
 Broker = Callable[[str], Dsn]
 
 
+class AnswerLost(PostgresInbox):
+    """Stores, and then does not say so."""
+
+    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+        stored = super().store(chunk, exactly_once=exactly_once)
+        if self.name == "other":
+            raise Unavailable("destination 'other'", "the answer got lost")
+        return stored
+
+
 @pytest.fixture
 def other(new_broker: Broker) -> Dsn:
     return new_broker("other")
@@ -119,20 +129,13 @@ def test_two_forwarders_that_fail_at_the_same_time_count_as_one_attempt(app: Dsn
 def test_a_chunk_whose_acknowledgement_got_lost_before_it_was_parked_is_stored_once(
     app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class AnswerLost(PostgresInbox):
-        def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
-            stored = super().store(chunk, exactly_once=exactly_once)
-            if self.name == "other":
-                raise Unavailable("destination 'other'", "the answer got lost")
-            return stored
-
     with connect(app) as connection:
         route(connection, "shipping", "other")
         for number in range(10):
             send_to(connection, "shipping", str(number))
             send_to(connection, "billing", str(number))
         with monkeypatch.context() as patch:
-            patch.setattr("saf.spark.delivery.PostgresInbox", AnswerLost)
+            patch.setattr("saf.spark.storing.PostgresInbox", AnswerLost)
             run(app, mom=mom, other=other)
         assert 0 < len(bodies(other)) < 10, "the first chunk"
         assert count(app, "parked") == 10
@@ -291,17 +294,12 @@ def test_a_message_over_the_size_becomes_a_dead_letter_without_being_read(
 def test_at_most_once_messages_wait_unsent_and_one_that_may_have_left_is_a_dead_letter(
     app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class AnswerLost(PostgresInbox):
-        def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
-            super().store(chunk, exactly_once=exactly_once)
-            raise Unavailable("destination 'other'", "the answer got lost")
-
     with connect(app) as connection:
         route(connection, "shipping", "other")
         connection.execute("UPDATE saf.route SET quality = 'at_most_once'")
         send_to(connection, "shipping", "one")
         with monkeypatch.context() as patch:
-            patch.setattr("saf.spark.delivery.PostgresInbox", AnswerLost)
+            patch.setattr("saf.spark.storing.PostgresInbox", AnswerLost)
             run(app, mom=mom, other=other)
         dead = connection.execute("SELECT reason FROM saf.dead_letter").fetchall()
         assert dead == [("unavailable",)]

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-import saf.spark.delivery
 from saf.database import Dsn
-from saf.spark.delivery import Delivery
+from saf.failpoints import arm
+from saf.spark.at_source import AtSource
 from tests.contract.test_7_isolated import NOWHERE, Broker, count, route, send_to
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
 
@@ -23,22 +23,20 @@ def other(new_broker: Broker) -> Dsn:
 
 
 @pytest.fixture
-def crash(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def crash() -> Callable[..., None]:
     """One cycle that dies at a fail point."""
 
     def run(app: Dsn, point: str, chunk_rows: int = 100, **destinations: Dsn) -> None:
-        def fail_point(name: str) -> None:
-            if name == point:
-                raise Crash
-
-        with monkeypatch.context() as patch:
-            patch.setattr(saf.spark.delivery, "fail_point", fail_point)
-            patch.setattr(saf.destinations.postgresql, "fail_point", fail_point)
-            rules = policy("exactly_once", chunk_rows, **destinations)
-            with pytest.raises(Crash), Cycle(app, rules) as cycle:
-                cycle.run()
+        arm(point, die)
+        rules = policy("exactly_once", chunk_rows, **destinations)
+        with pytest.raises(Crash), Cycle(app, rules) as cycle:
+            cycle.run()
 
     return run
+
+
+def die() -> None:
+    raise Crash
 
 
 def run(app: Dsn, quality: str = "exactly_once", **destinations: Dsn) -> None:
@@ -126,26 +124,18 @@ def test_at_most_once_is_not_sent_twice_by_way_of_a_lane(
     assert bodies(other) == ["once"]
 
 
-def test_a_parked_message_keeps_the_quality_of_its_route(
-    app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_parked_message_keeps_the_quality_of_its_route(app: Dsn, mom: Dsn, other: Dsn) -> None:
     with connect(app) as connection:
         route(connection, "shipping", "other")
         connection.execute("UPDATE saf.route SET quality = 'exactly_once'")
         send_to(connection, "shipping", "one")
     run(app, "at_least_once", mom=mom, other=NOWHERE)
     assert count(app, "parked") == 1
-
-    def die(name: str) -> None:
-        if name == "unpark":
-            raise Crash
-
     for _ in range(2):
         let_time_pass(app)
-        with monkeypatch.context() as patch:
-            patch.setattr(saf.spark.delivery, "fail_point", die)
-            with pytest.raises(Crash):
-                run(app, "at_least_once", mom=mom, other=other)
+        arm("unpark", die)
+        with pytest.raises(Crash):
+            run(app, "at_least_once", mom=mom, other=other)
     run(app, "at_least_once", mom=mom, other=other)
     assert bodies(other) == ["one"]
 
@@ -163,17 +153,17 @@ def test_a_dead_letter_from_a_lane_is_one_although_the_answer_to_its_commit_got_
             send_to(connection, "shipping", body)
     run(app, mom=mom, other=NOWHERE)
     let_time_pass(app)
-    at_source = Delivery._at_source
+    at_source = AtSource.__call__
     lost: list[bool] = []
 
     def answer_lost(self, write):  # type: ignore[no-untyped-def]
         result = at_source(self, write)
-        if write.__qualname__.startswith("Delivery._settle_lane") and not lost:
+        if write.__qualname__.startswith("Releasing._settle") and not lost:
             lost.append(True)
             return at_source(self, write)
         return result
 
-    monkeypatch.setattr(Delivery, "_at_source", answer_lost)
+    monkeypatch.setattr(AtSource, "__call__", answer_lost)
     run(app, mom=mom, other=other)
     assert lost
     assert bodies(other) == ["a", "b"]

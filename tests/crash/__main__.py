@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import collections
 import random
+import signal
 import sys
 import time
 
-from tests.crash.plan import FAULTS, plan
+from tests.crash.plan import FAULTS, SPARK_FAULTS, plan
 from tests.crash.rounds import Outcome, Round
 from tests.crash.site import Site
 
@@ -20,8 +21,10 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first round's number")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--seconds", type=float, help="start no round after so long")
-    parser.add_argument("--only", nargs="*", choices=FAULTS, default=FAULTS, help="these faults")
+    kinds = sorted({*FAULTS, *SPARK_FAULTS})
+    parser.add_argument("--only", nargs="*", choices=kinds, help="these faults")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # its servers do not stay behind
     print(f"seed {given.seed}", flush=True)
     began = time.monotonic()
     outcomes: list[Outcome] = []
@@ -30,7 +33,7 @@ def main() -> int:
         while number < given.first + given.rounds or given.seconds:
             if given.seconds and time.monotonic() - began > given.seconds:
                 break
-            outcome = Round(site, plan(given.seed, number, tuple(given.only))).run()
+            outcome = Round(site, plan(given.seed, number, tuple(given.only or FAULTS))).run()
             outcomes.append(outcome)
             show(outcome)
             number += 1
@@ -40,8 +43,9 @@ def main() -> int:
 def show(outcome: Outcome) -> None:
     """A round in a line; the whole plan where it found something."""
     kinds = " ".join(fault.kind for fault in outcome.plan.faults)
+    engine = " on Spark" if outcome.plan.spark else ""
     print(
-        f"round {outcome.plan.round}: {outcome.verdict.sent} sent, recovered in "
+        f"round {outcome.plan.round}{engine}: {outcome.verdict.sent} sent, recovered in "
         f"{outcome.recovery_seconds:.2f} s, {'ok' if outcome.good else 'FINDINGS'} ({kinds})",
         flush=True,
     )

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -31,6 +32,16 @@ def kill_forwarder(round_: Round, fault: Fault) -> None:
     round_.again(round_.forwarders, fault.target)
 
 
+def kill_driver(round_: Round, fault: Fault) -> None:
+    """The JVM of a Spark job."""
+    _kill_part(round_, fault, b"java")
+
+
+def kill_worker(round_: Round, fault: Fault) -> None:
+    """A Python process that Spark has started: a worker, or what forks the workers."""
+    _kill_part(round_, fault, b"saf.spark.daemon")
+
+
 def kill_writer(round_: Round, fault: Fault) -> None:
     round_.again(round_.writers, fault.target)
 
@@ -47,11 +58,12 @@ def stop_forwarder(round_: Round, fault: Fault) -> None:
     """Past its lease; the others, or a new one, take over."""
     stopped: BaseProcess = round_.forwarders[fault.target % len(round_.forwarders)][0]
     assert stopped.pid is not None
-    os.kill(stopped.pid, signal.SIGSTOP)
-    extra = round_.start_forwarder(skewed=False)
-    round_.forwarders.append(extra)
+    if os.getpgid(stopped.pid) != stopped.pid:
+        return  # too young for a group of its own
+    os.killpg(stopped.pid, signal.SIGSTOP)
+    round_.forwarders.append(round_.start_forwarder(skewed=False))
     time.sleep(LEASE_SECONDS + fault.lasts)
-    os.kill(stopped.pid, signal.SIGCONT)
+    os.killpg(stopped.pid, signal.SIGCONT)
 
 
 def lose_answer(round_: Round, fault: Fault) -> None:
@@ -96,6 +108,19 @@ def route_gone(round_: Round, fault: Fault) -> None:
         execute("UPDATE saf.route SET enabled = false WHERE service = %s", service)
         time.sleep(fault.lasts)
         execute("UPDATE saf.route SET enabled = true WHERE service = %s", service)
+
+
+def _kill_part(round_: Round, fault: Fault, command: bytes) -> None:
+    group = round_.forwarders[fault.target % len(round_.forwarders)][0].pid
+    parts = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            pid = int(folder.name)
+            if os.getpgid(pid) == group and command in (folder / "cmdline").read_bytes():
+                parts.append(pid)
+    if parts:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(sorted(parts)[fault.target % len(parts)], signal.SIGKILL)
 
 
 def _crash(server: EmbeddedServer) -> None:

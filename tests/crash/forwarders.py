@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -15,6 +18,7 @@ from saf.errors import Fenced, Unavailable
 from saf.maintenance import purge_broker
 from saf.spark.work import Receipt, Work
 from tests.pipeline import Cycle, policy
+from tests.programs import BIN, configuration, environment
 
 LEASE_SECONDS = 1.0
 FASTER = 20
@@ -54,6 +58,29 @@ def forwarder(app: Dsn, destinations: Mapping[str, Dsn], chunk_rows: int, skewed
         except Unavailable:
             cycle.broker.forget_connection()
             time.sleep(0.05)
+
+
+def spark_forwarder(
+    app: Dsn, destinations: Mapping[str, Dsn], chunk_rows: int, folder: Path
+) -> None:
+    """``saf forward --loop``, started again whenever it ends, as systemd would."""
+    config = configuration(
+        folder / f"saf-{os.getpid()}.toml",
+        {"app": app},
+        destinations,
+        chunk_rows=chunk_rows,
+        lease_seconds=LEASE_SECONDS * 5,
+        master="local[2]",
+    )
+    options = ["forward", "--config", str(config), "--loop", "--interval", "0.1"]
+    while True:
+        subprocess.run(
+            [str(BIN / "saf"), *options],
+            env=environment(),
+            check=False,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
 
 def purger(app: Dsn) -> None:

@@ -27,6 +27,23 @@ FAULTS = (
     "route_gone",
 )
 
+SPARK_FAULTS = (
+    "kill_driver",
+    "kill_worker",
+    "kill_forwarder",
+    "crash_mom",
+    "kill_worker",
+    "crash_source",
+    "lose_answer",
+    "stop_forwarder",
+    "terminate_source",
+    "terminate_mom",
+    "disk_full",
+)
+"""For the rounds whose forwarders are ``saf forward --loop``, JVM and Python workers and all."""
+SPARK_EVERY = 25
+"""Each round of so many is one of those."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
@@ -56,6 +73,8 @@ class Plan:
     purge: bool
     skewed: bool
     """The first forwarder's wall clock is an hour ahead."""
+    spark: bool
+    """Forwarders are whole Spark jobs; else the same steps, in one process each."""
     faults: tuple[Fault, ...]
 
 
@@ -66,11 +85,16 @@ def plan(seed: int, number: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
     True
     """
     chance = random.Random(f"{seed} {number}")
+    spark = number % SPARK_EVERY == SPARK_EVERY - 1 or set(kinds) - set(FAULTS) != set()
+    turn = number
+    if spark and kinds is FAULTS:
+        kinds, turn = SPARK_FAULTS, number // SPARK_EVERY
+    slower = 5 if spark else 1
     faults = tuple(
         Fault(
             # each kind comes by in turn; the others by chance
-            kind=kinds[number % len(kinds)] if nth == 0 else chance.choice(kinds),
-            after=chance.uniform(0.1, 0.4),
+            kind=kinds[turn % len(kinds)] if nth == 0 else chance.choice(kinds),
+            after=chance.uniform(0.1, 0.4) * slower,
             lasts=chance.uniform(0.2, 0.6),
             target=chance.randrange(100),
         )
@@ -80,11 +104,12 @@ def plan(seed: int, number: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
         seed=seed,
         round=number,
         writers=chance.randint(2, 4),
-        forwarders=chance.randint(1, 4),
+        forwarders=chance.randint(1, 2 if spark else 4),
         destinations=chance.randint(1, 2),
         chunk_rows=chance.choice((3, 20, 1000)),
-        poison=chance.choice((0.001, 0.005, 0.02)),
+        poison=chance.choice((0.001, 0.005, 0.02)) if not spark else 0.001,
         purge=chance.random() < 0.4,
-        skewed=chance.random() < 0.3,
+        skewed=chance.random() < 0.3 and not spark,
+        spark=spark,
         faults=faults,
     )

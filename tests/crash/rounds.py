@@ -16,13 +16,14 @@ from psycopg import sql
 from saf.database import Dsn
 from tests.crash import faults
 from tests.crash.checker import Verdict, check, left
-from tests.crash.forwarders import forwarder, purger
+from tests.crash.forwarders import forwarder, purger, spark_forwarder
 from tests.crash.plan import QUALITIES, Plan
 from tests.crash.site import Site
 from tests.crash.writers import writer
 from tests.processes import start
 
 DRAIN_SECONDS = 30.0
+SPARK_DRAIN_SECONDS = 120.0
 FOREVER = 3600.0
 
 Started = tuple[BaseProcess, Any]
@@ -32,6 +33,9 @@ APPLICATIONS = """
 SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity
 WHERE application_name = 'saf application'
 """
+
+
+MOVED = "SELECT FROM saf.cursor WHERE position > 0 OR batch > 1 LIMIT 1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +74,8 @@ class Round:
     def run(self) -> Outcome:
         """Let it all happen; leave no process behind."""
         try:
+            if self.plan.spark:
+                self._wait_for_the_first()
             for fault in self.plan.faults:
                 time.sleep(fault.after)
                 getattr(faults, fault.kind)(self, fault)
@@ -98,6 +104,11 @@ class Round:
 
     def start_forwarder(self, *, skewed: bool = False) -> Started:
         stores = self.site.by_proxy(self.plan)
+        if self.plan.spark:
+            process = start(
+                spark_forwarder, self.app, stores, self.plan.chunk_rows, self.site.folder
+            )
+            return process, self.start_forwarder
         return start(
             forwarder, self.app, stores, self.plan.chunk_rows, skewed
         ), self.start_forwarder
@@ -110,8 +121,9 @@ class Round:
 
     def _end(self, process: BaseProcess) -> None:
         assert process.pid is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
+        for kill in (os.killpg, os.kill):  # it may be too young for a group of its own
+            with contextlib.suppress(ProcessLookupError):
+                kill(process.pid, signal.SIGKILL)
         process.join()
         if process.exitcode not in (-signal.SIGKILL, None):
             self.died.append(process.exitcode or 0)
@@ -128,8 +140,18 @@ class Round:
             ).fetchall():
                 connection.execute(sql.SQL("COMMIT PREPARED {}").format(sql.Literal(gid)))
 
+    def _wait_for_the_first(self) -> None:
+        """A Spark job takes seconds to start, and there is little to break before."""
+        until = time.monotonic() + SPARK_DRAIN_SECONDS
+        with psycopg.connect(self.app.conninfo, autocommit=True) as connection:
+            while time.monotonic() < until:
+                if connection.execute(MOVED).fetchone():
+                    return
+                time.sleep(0.1)
+
     def _drain(self) -> int:
-        until = time.monotonic() + DRAIN_SECONDS
+        seconds = SPARK_DRAIN_SECONDS if self.plan.spark else DRAIN_SECONDS
+        until = time.monotonic() + seconds
         while (remaining := self._left()) and time.monotonic() < until:
             time.sleep(0.02)
         return remaining

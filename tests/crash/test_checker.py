@@ -20,10 +20,12 @@ from saf.cursor import Batch
 from saf.database import Dsn
 from saf.destinations import Chunk, postgresql
 from saf.destinations.postgresql import PostgresInbox
-from saf.errors import Rejected
+from saf.errors import Fenced, Rejected
+from saf.failpoints import arm
 from saf.maintenance import purge_broker
 from saf.spark.aside import Aside
-from saf.spark.delivery import Delivery
+from saf.spark.at_source import AtSource
+from saf.spark.storing import Storing
 from tests.crash.checker import check, left
 from tests.crash.plan import QUALITIES
 from tests.crash.site import POLITE
@@ -72,20 +74,8 @@ class World:
 
     def crash(self, point: str) -> None:
         with suppress(Crash):
-            self.at(point, _crash)
+            arm(point, _crash)
             self.forward()
-        self.at(point, lambda: None)
-
-    def at(self, point: str, action: Callable[[], None]) -> None:
-        """Do it once, where a forwarder comes by a fail point."""
-        left_to_do = [action]
-
-        def fail_point(name: str) -> None:
-            if name == point and left_to_do:
-                left_to_do.pop()()
-
-        self.patch.setattr(saf.spark.delivery, "fail_point", fail_point)
-        self.patch.setattr(postgresql, "fail_point", fail_point)
 
     def take_over(self) -> None:
         """Another forwarder, as if the lease of the one at work were over."""
@@ -180,13 +170,13 @@ def a_crash_after_a_poison_message(world: World) -> None:
 
 
 def a_commit_at_the_source_without_answer(world: World) -> None:
-    at_source = Delivery._at_source
+    at_source = AtSource.__call__
 
-    def twice(self: Delivery, write: Callable[[psycopg.Connection[Any]], Any]) -> Any:
+    def twice(self: AtSource, write: Callable[[psycopg.Connection[Any]], Any]) -> Any:
         at_source(self, write)
         return at_source(self, write)
 
-    world.patch.setattr(Delivery, "_at_source", twice)
+    world.patch.setattr(AtSource, "__call__", twice)
     a_poison_message(world)
 
 
@@ -198,10 +188,10 @@ def at_most_once_and_a_crash(world: World) -> None:
 
 def at_most_once_and_a_pause_before_the_store(world: World) -> None:
     world.send("metrics-0")
-    store_once = Delivery._store_once
+    store_once = Storing.store_once
     paused: list[bool] = []
 
-    def after_a_pause(self: Delivery, *arguments: Any) -> None:
+    def after_a_pause(self: Storing, *arguments: Any) -> None:
         if not paused:
             paused.append(True)
             world.take_over()
@@ -209,36 +199,35 @@ def at_most_once_and_a_pause_before_the_store(world: World) -> None:
             world.forward()
         store_once(self, *arguments)
 
-    world.patch.setattr(Delivery, "_store_once", after_a_pause)
+    world.patch.setattr(Storing, "store_once", after_a_pause)
     world.forward()
 
 
 def a_pause_before_the_mark_and_a_late_committer(world: World) -> None:
-    opened: list[Cycle] = []
-    with world.late("orders-0"):
-        # one shard's cursor tells: the late message shares it with the others
-        world.send("orders-1", 3)
-        stack = world.cycle()
-        opened.append(stack)
-        stack.open()
+    at_source = AtSource.__call__
+    marks: list[Callable[[], None]] = []
 
-        world.at("mom_commit", world.take_over)
-        mark: list[Callable[[], None]] = []
-        at_source = Delivery._at_source
-
-        def later(self: Delivery, write: Callable[[psycopg.Connection[Any]], Any]) -> Any:
-            if write.__qualname__.endswith("settle") and not mark:
-                mark.append(lambda: at_source(self, write))
-                raise Crash
+    def paused(self: AtSource, write: Callable[[psycopg.Connection[Any]], Any]) -> Any:
+        if not write.__qualname__.endswith("settle") or marks:
             return at_source(self, write)
 
-        world.patch.setattr(Delivery, "_at_source", later)
+        def mark() -> None:
+            with suppress(Fenced):
+                at_source(self, write)
+            self.close()
+
+        marks.append(mark)
+        world.take_over()
+        raise Crash
+
+    world.patch.setattr(AtSource, "__call__", paused)
+    with world.late("orders-0"):
+        world.send("orders-1", 3)
         with suppress(Crash):
-            stack.deliver()
+            world.forward()
     with world.cycle() as new:
         new.open()
-        with suppress(Exception):
-            mark[0]()
+        marks[0]()
     world.forward()
 
 
@@ -270,13 +259,13 @@ def watermark_moved_and_a_row_not_stored(patch: pytest.MonkeyPatch) -> None:
 
 
 def marked_before_sent(patch: pytest.MonkeyPatch) -> None:
-    store = Delivery._store
+    store = Storing.store
 
-    def early(self: Delivery, part: Any, mark: tuple[int, int], aside: Aside) -> None:
-        self._at_source(lambda source: cursor.advance(source, self.work.batch, mark[1]))
+    def early(self: Storing, part: Any, mark: tuple[int, int], aside: Aside) -> None:
+        self.at_source(lambda source: cursor.advance(source, self.work.batch, mark[1]))
         store(self, part, mark, aside)
 
-    patch.setattr(Delivery, "_store", early)
+    patch.setattr(Storing, "store", early)
 
 
 def no_fence_at_the_destination(patch: pytest.MonkeyPatch) -> None:
@@ -321,12 +310,12 @@ def read_in_no_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def moved_past_a_chunk_that_failed(patch: pytest.MonkeyPatch) -> None:
-    store = Delivery._store
+    store = Storing.store
 
-    def carefree(self: Delivery, part: Any, mark: tuple[int, int], _: Aside) -> None:
+    def carefree(self: Storing, part: Any, mark: tuple[int, int], _: Aside) -> None:
         store(self, part, mark, Aside(work=self.work))
 
-    patch.setattr(Delivery, "_store", carefree)
+    patch.setattr(Storing, "store", carefree)
 
 
 def parked_messages_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -346,7 +335,7 @@ def neighbours_rejected_too(patch: pytest.MonkeyPatch) -> None:
     store = PostgresInbox.store
     bury = Aside.bury
 
-    def all_or_nothing(self: Delivery, part: Any, _: tuple[int, int], aside: Aside) -> None:
+    def all_or_nothing(self: Storing, part: Any, _: tuple[int, int], aside: Aside) -> None:
         chunk = Chunk(
             source=self.work.source,
             batch=self.work.batch,
@@ -360,7 +349,7 @@ def neighbours_rejected_too(patch: pytest.MonkeyPatch) -> None:
         except Rejected as error:
             bury(aside, part.rows, part.destination, "rejected", str(error))
 
-    patch.setattr(Delivery, "_store", all_or_nothing)
+    patch.setattr(Storing, "store", all_or_nothing)
 
 
 def a_rejected_message_below_the_watermark(patch: pytest.MonkeyPatch) -> None:

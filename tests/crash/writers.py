@@ -7,6 +7,7 @@ what was to arrive, and in which order.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import time
@@ -31,6 +32,8 @@ PADDING = "." * 400
 
 def writer(app: Dsn, seed: str, poison: float, seconds: float) -> None:
     """Write until the time is over, whatever the server does."""
+    # of a rollback on a connection that is lost
+    logging.getLogger("psycopg").setLevel(logging.ERROR)
     chance = random.Random(seed)
     until = time.monotonic() + seconds
     while time.monotonic() < until:

@@ -15,7 +15,8 @@ from psycopg.conninfo import make_conninfo
 
 from saf.config import Broker, Destination, Settings
 from saf.database import Dsn
-from saf.doctor import BROKER, Finding, Limits, examine
+from saf.doctor import Finding, Limits, examine
+from saf.doctor.examination import BROKER
 from saf.embedded import EmbeddedServer
 from saf.grants import Kind, grant
 from saf.migrate import migrate

@@ -18,7 +18,8 @@ from saf.database import Dsn, fetch
 from saf.errors import ConfigurationError, Restored, Unavailable
 from saf.grants import Kind, grant
 from saf.migrate import migrate
-from saf.reconcile import Outcome, _read_both, missing, reconcile
+from saf.reconcile import Outcome, missing, reconcile
+from saf.reconcile.sides import read_both
 from saf.ring import purge
 from saf.schema import SLOT_ROWS
 from tests.pipeline import Cycle, connect, forward, policy
@@ -339,7 +340,7 @@ def test_nothing_is_purged_while_the_two_sides_are_read(app: Dsn, mom: Dsn) -> N
     forward(app, mom=mom)
     execute(app, f"SELECT setval('saf.outbox_id_seq', {SLOT_ROWS}, false)")
     with connect(app) as connection:
-        with _read_both("app", app, {"mom": mom}, since=None, until=None, retention_seconds=WEEK):
+        with read_both("app", app, {"mom": mom}, since=None, until=None, retention_seconds=WEEK):
             assert purge(connection, "outbox", retention_seconds=0)[0].state == "locked"
         assert purge(connection, "outbox", retention_seconds=0)[0].state == "purged"
 

@@ -117,7 +117,7 @@ def test_the_commands_create_list_and_remove(config: Path) -> None:
         {"broker": "mom", "service": "billing", "subscriptions": ["audit", "billing"]}
     ]
     listed = last_json(run("subscription", "list", "--json"))
-    assert [one["service"] for one in listed["subscriptions"]] == [None, "billing", "billing"]  # type: ignore[attr-defined]
+    assert [one["service"] for one in listed["subscriptions"]] == [None, "billing", "billing"]
     assert "billing" in run("service", "list")
     assert "(all)" in run("subscription", "list")
     run("subscription", "remove", "archive")

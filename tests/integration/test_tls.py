@@ -21,7 +21,7 @@ from saf.embedded import EmbeddedServer
 from saf.errors import Unavailable
 from saf.grants import Kind, grant
 from saf.migrate import migrate
-from tests.pipeline import Cycle, bodies, connect, policy
+from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
 from tests.programs import saf
 
 # the embedded servers are built without TLS
@@ -177,6 +177,7 @@ def test_who_is_not_who_it_should_be_is_refused_by_its_cause(
             with pytest.raises(Unavailable, match=cause) as caught:
                 way(refused)
             assert "\n" not in str(caught.value)
+        let_time_pass(server.app)
         with Cycle(server.app, policy(mom=refused)) as cycle:
             (error,) = (receipt.error for receipt in cycle.run() if receipt.error)
         assert error.startswith("destination 'mom' is unavailable")
@@ -186,6 +187,7 @@ def test_who_is_not_who_it_should_be_is_refused_by_its_cause(
     assert "no encryption" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     with Cycle(server.app, policy(mom=server.dsn(server.mom))) as cycle:
+        let_time_pass(server.app)
         cycle.run()
     assert bodies(server.mom) == ["kept"]
 

@@ -18,7 +18,7 @@ from saf.database import Dsn
 from saf.shards import shard_of
 from saf.spark import session
 from saf.spark.routing import shard
-from tests.pipeline import bodies, connect
+from tests.pipeline import bodies, connect, let_time_pass
 from tests.programs import BIN, environment
 
 FILL = """
@@ -196,6 +196,7 @@ def test_a_destination_that_is_down_leaves_everything_pending(
     assert process.returncode == 75
     assert "canary" not in out + err
     assert "destination 'mom' is unavailable" in out
+    let_time_pass(app)
     assert finish(start(configuration(tmp_path, app, mom)))["forwarded"] == 10
 
 

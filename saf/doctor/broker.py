@@ -1,0 +1,140 @@
+"""Checks that need the schema: rights, restores, what is left lying, what waits."""
+
+from __future__ import annotations
+
+from psycopg import sql
+
+from saf.database import check_schema
+from saf.doctor.patient import Found, Patient
+from saf.errors import SchemaError
+from saf.grants import RIGHTS, Kind
+from saf.rebase import IS_RESTORED
+
+
+def schema(patient: Patient) -> Found:
+    """Whether the schema is the one that this library was written for."""
+    try:
+        check_schema(patient.connection)
+    except SchemaError as error:
+        text, _, cure = str(error).partition(": ")
+        yield "error", text, cure
+
+
+MISSING_RIGHTS = """
+SELECT wanted.name, wanted.privilege, wanted.part
+FROM unnest(%(tables)s::text[], %(privileges)s::text[], %(parts)s::text[])
+    AS wanted (name, privilege, part)
+JOIN pg_class c ON c.relnamespace = 'saf'::regnamespace AND c.relname = wanted.name
+WHERE NOT CASE WHEN part = '' THEN has_table_privilege(c.oid, privilege)
+               ELSE has_column_privilege(c.oid, part, privilege) END
+ORDER BY 1, 2, 3
+"""
+
+
+def rights(patient: Patient) -> Found:
+    """Whether the role may do what a forwarder does."""
+    wanted = [
+        (table, privilege, column)
+        for part in RIGHTS[Kind.FORWARDER]
+        for table, privileges in part.items()
+        for privilege, columns in privileges.items()
+        for column in columns or ("",)
+    ]
+    tables, privileges, parts = map(list, zip(*wanted, strict=True))
+    found = patient.ask(MISSING_RIGHTS, tables=tables, privileges=privileges, parts=parts)
+    if found:
+        lacking = sorted({f"{privilege} on saf.{table}" for table, privilege, _ in found})
+        user = patient.connection.info.user
+        yield (
+            "error",
+            f"role {user!r} lacks what a forwarder needs: {', '.join(lacking)}",
+            f"as the owner, saf grant --role forwarder {user}, and --role for whatever else it is",
+        )
+
+
+def restored(patient: Patient) -> Found:
+    """Whether its cursors speak of transactions of another cluster, or of ones undone."""
+    if patient.ask(IS_RESTORED) == [(True,)]:
+        yield (
+            "error",
+            "the database was restored into another cluster, or its transaction ids went back: "
+            "its cursors do not say any more what was read",
+            "saf rebase",
+        )
+
+
+# Rows that are not visible in done, by the index, less those complete in the batch in hand
+LEFT_LYING = """
+SELECT s.name, count(*), extract(epoch FROM now() - min(lying.written))::float,
+       EXISTS (SELECT FROM saf.member m
+               WHERE m.subscription_id = s.subscription_id AND m.lease_until > now())
+FROM saf.subscription s JOIN saf.cursor c USING (subscription_id)
+CROSS JOIN LATERAL (
+    SELECT id, txid, {written} AS written FROM {log} o
+    WHERE o.shard = c.shard AND o.txid >= pg_snapshot_xmax(c.done)
+    UNION ALL
+    SELECT id, txid, {written} FROM {log} o
+    WHERE o.shard = c.shard AND o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done)))
+) AS lying
+WHERE s.log = {name} AND (c.open IS NOT NULL AND pg_visible_in_snapshot(lying.txid, c.open)
+                          AND lying.id <= c.position) IS NOT TRUE
+GROUP BY s.subscription_id, s.name
+HAVING min(lying.written) < now() - make_interval(secs => %(seconds)s)
+"""
+
+
+def outbox_left_lying(patient: Patient) -> Found:
+    """Subscriptions of the outbox that do not take up its messages."""
+    return _left_lying(patient, "outbox", "created_at", "run `saf forward`: look at cron, the DAG")
+
+
+def inbox_left_lying(patient: Patient) -> Found:
+    """The same of the inbox."""
+    return _left_lying(patient, "inbox", "received_at", "start its consumer")
+
+
+def _left_lying(patient: Patient, log: str, written: str, start: str) -> Found:
+    query = sql.SQL(LEFT_LYING).format(
+        log=sql.Identifier("saf", log), written=sql.Identifier(written), name=sql.Literal(log)
+    )
+    for name, count, age, alive in patient.ask(query, seconds=patient.limits.stuck_seconds):
+        yield (
+            "warning" if alive else "error",
+            f"subscription {name!r} of the {log} has {count} messages to read, the oldest for "
+            f"{age:.0f} s, and {'is slow or stuck' if alive else 'no live member'}; the slots that "
+            "they are in cannot be purged",
+            "look at its log and at `saf status`" if alive else start,
+        )
+
+
+LANES = """
+SELECT destination, lane, attempts, next_attempt_at::text, b.error, count(p.parked_id)
+FROM saf.backoff b LEFT JOIN saf.parked p USING (subscription_id, destination, lane)
+WHERE attempts >= %(attempts)s GROUP BY 1, 2, 3, 4, 5 ORDER BY 1, 2
+"""
+
+
+def parked(patient: Patient) -> Found:
+    """Lanes that were tried in vain again and again."""
+    found = patient.ask(LANES, attempts=patient.limits.many_attempts)
+    for destination, lane, attempts, next_at, error, count in found:
+        name = " ".join(filter(None, [destination, lane]))
+        yield (
+            "error",
+            f"lane {name!r} has failed {attempts} times, {count} messages are parked in it, the "
+            f"next attempt is at {next_at}: {error}",
+            "mend what the error says; nothing is lost meanwhile",
+        )
+
+
+DEAD = "SELECT reason, count(*), min(error) FROM saf.dead_letter GROUP BY 1 ORDER BY 1"
+
+
+def dead_letters(patient: Patient) -> Found:
+    """Messages that wait for a person."""
+    for reason, count, error in patient.ask(DEAD):
+        yield (
+            "warning",
+            f"{count} dead letters, {reason}, such as: {error}",
+            "retry or discard them: saf dead list",
+        )

@@ -1,0 +1,150 @@
+"""The examination: every check, of every broker and destination."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import combinations
+
+import psycopg
+
+from saf.config import Settings
+from saf.database import Dsn
+from saf.doctor.broker import (
+    dead_letters,
+    inbox_left_lying,
+    outbox_left_lying,
+    parked,
+    restored,
+    rights,
+    schema,
+)
+from saf.doctor.patient import REACHABLE, Finding, Found, Limits, Patient
+from saf.doctor.server import (
+    clock_skew,
+    connections,
+    encryption,
+    primary,
+    settings,
+    skew_of,
+    synchronous_commit,
+)
+from saf.doctor.transactions import long_transactions, prepared_transactions, sight
+from saf.errors import Unavailable
+
+Check = Callable[[Patient], Found]
+
+SERVER: tuple[Check, ...] = (
+    primary,
+    settings,
+    synchronous_commit,
+    connections,
+    encryption,
+    clock_skew,
+    sight,
+)
+"""Checks of any database."""
+
+BROKER: tuple[Check, ...] = (
+    rights,
+    restored,
+    long_transactions,
+    prepared_transactions,
+    outbox_left_lying,
+    inbox_left_lying,
+    parked,
+    dead_letters,
+)
+"""Checks that need the schema."""
+
+
+def examine(
+    config: Settings,
+    *,
+    limits: Limits = Limits(),  # noqa: B008 - frozen
+    clock: Callable[[], float] = time.time,
+) -> list[Finding]:
+    """Make every check of every broker and destination. Reads only.
+
+    A database that does not answer is a finding, check `REACHABLE`.
+    """
+    databases = [(f"broker {name!r}", one.dsn) for name, one in config.brokers.items()]
+    databases += [(f"destination {name!r}", one.dsn) for name, one in config.destinations.items()]
+    found: list[Finding] = []
+    patients: list[Patient] = []
+    with ExitStack() as stack:
+        for where, dsn in databases:
+            try:
+                connection = stack.enter_context(dsn.connect(role="doctor", autocommit=True))
+            except Unavailable as error:
+                found.append(_unreachable(where, error.reason))
+                continue
+            found.append(Finding(check=REACHABLE, where=where, severity="ok"))
+            patients.append(Patient(where=where, connection=connection, limits=limits, clock=clock))
+            found += _examined(patients[-1], dsn)
+        found += _disagreements(patients)
+    return found
+
+
+def _unreachable(where: str, reason: str) -> Finding:
+    return Finding(
+        check=REACHABLE,
+        where=where,
+        severity="error",
+        what=reason,
+        cure="start the server, or mend the dsn in saf.toml; nothing is lost meanwhile",
+    )
+
+
+def _examined(patient: Patient, dsn: Dsn) -> Iterator[Finding]:
+    try:
+        for check in SERVER:
+            yield from _made(check, patient)
+        fit = list(_made(schema, patient))
+        yield from fit
+        if all(finding.severity == "ok" for finding in fit):
+            for check in BROKER:
+                yield from _made(check, patient)
+    except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+        yield _unreachable(patient.where, dsn.redact(str(error)))
+
+
+def _made(check: Check, patient: Patient) -> Iterator[Finding]:
+    name, where = check.__name__, patient.where
+    quiet = True
+    try:
+        for severity, what, cure in check(patient):
+            quiet = False
+            yield Finding(check=name, where=where, severity=severity, what=what, cure=cure)
+    except psycopg.errors.InsufficientPrivilege as error:
+        yield Finding(
+            check=name,
+            where=where,
+            severity="warning",
+            what=f"could not look: {error.diag.message_primary}",
+            cure="run the doctor as an operator: as the owner, saf grant --role operator …",
+        )
+    else:
+        if quiet:
+            yield Finding(check=name, where=where, severity="ok")
+
+
+def _disagreements(patients: list[Patient]) -> Iterator[Finding]:
+    """What no database can know by itself: whether any two of them agree on the time."""
+    clocks = []
+    for patient in patients:
+        try:
+            clocks.append((patient, *skew_of(patient)))
+        except psycopg.Error:
+            continue  # it has gone meanwhile, and its own examination says so
+    for (one, ahead, blur), (other, behind, more_blur) in combinations(clocks, 2):
+        seconds = abs(ahead - behind)
+        if seconds - blur - more_blur > one.limits.skew_seconds:
+            yield Finding(
+                check="clocks_agree",
+                where=f"{one.where} and {other.where}",
+                severity="warning",
+                what=f"their clocks differ by {seconds:.0f} s: a range of time is not the same",
+                cure="let both follow the same time servers (NTP)",
+            )

@@ -1,0 +1,81 @@
+"""What reconciling one source comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from typing import Any, Literal
+from uuid import UUID
+
+Kind = Literal["lost", "duplicate", "unexpected", "in_flight"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """What was compared, by created_at: since <= created_at < until; None is without end."""
+
+    since: datetime | None = None
+    until: datetime | None = None
+    purged: tuple[str, ...] = ()
+    """The logs for whose sake it begins at ``since``, as nobody asked for that."""
+
+
+@dataclass(kw_only=True)
+class Shard:
+    """The figures of one shard of the source."""
+
+    shard: int
+    complete: int = 0
+    """At the source, less what is set aside."""
+    stored: int = 0
+    """At the destinations."""
+    aside: int = 0
+    pending: int = 0
+    hashes: tuple[int, int] = field(default=(0, 0), repr=False)
+
+    @property
+    def same(self) -> bool:
+        """Whether both sides hold the same messages."""
+        return self.complete == self.stored and self.hashes[0] == self.hashes[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A message of which the two sides do not say the same."""
+
+    kind: Kind
+    shard: int
+    id: int | None
+    """In the source's outbox, if it is there."""
+    message_id: UUID
+    service: str
+    key: str | None
+    created_at: datetime
+    stored: tuple[str, ...]
+    """The destination of each copy."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {
+            "message_id": str(self.message_id),
+            "created_at": self.created_at.isoformat(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What reconciling one source came to."""
+
+    broker: str
+    range: Range
+    shards: tuple[Shard, ...]
+    counts: Mapping[str, int]
+    """Messages by `Kind`."""
+    named: tuple[Difference, ...]
+    """As many of them as asked for; none that is only in flight."""
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing is lost, duplicated or unexpected."""
+        return not any(count for kind, count in self.counts.items() if kind != "in_flight")

@@ -1,0 +1,47 @@
+"""What a task writes at its source: the connection, and one transaction per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import psycopg
+
+from saf.database import unavailable_if_lost
+from saf.retry import while_unavailable
+from saf.spark.work import Work
+
+T = TypeVar("T")
+
+
+class AtSource:
+    """Writes at the source, each in a transaction of its own; tried again, so it has to bear that.
+
+    Connects at the first write.
+    """
+
+    def __init__(self, work: Work, attempts: int) -> None:
+        self._work = work
+        self._attempts = attempts
+        self._connection: psycopg.Connection[Any] | None = None
+
+    def __call__(self, write: Callable[[psycopg.Connection[Any]], T]) -> T:
+        """What ``write`` returns, committed.
+
+        Raises:
+            Unavailable: the source does not answer; it may have committed.
+        """
+
+        def transaction() -> T:
+            with unavailable_if_lost(f"broker {self._work.broker!r}"):
+                if self._connection is None or self._connection.closed:
+                    self._connection = self._work.dsn.connect(role="mark", autocommit=True)
+                with self._connection.transaction():
+                    return write(self._connection)
+
+        return while_unavailable(self._attempts, transaction)
+
+    def close(self) -> None:
+        """Give up the connection."""
+        if self._connection is not None:
+            self._connection.close()

@@ -1,0 +1,38 @@
+"""Arrow batches, cut into the chunks that are stored in one transaction each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import pyarrow as pa
+
+
+def chunks(batches: Iterable[pa.RecordBatch], max_rows: int, max_bytes: int) -> Iterator[pa.Table]:
+    """Arrow batches gathered, and cut where they are long, into tables of bounded size.
+
+    A table has at most ``max_rows`` rows, and ends with the batch that reaches ``max_bytes``.
+    Rows without an id are padding (see `saf.spark.source`) and left out.
+    """
+    held: list[pa.RecordBatch] = []
+    rows = size = 0
+    for padded in batches:
+        batch = padded.filter(padded["id"].is_valid()) if padded["id"].null_count else padded
+        start = 0
+        while start < batch.num_rows:
+            part = batch.slice(start, max_rows - rows)
+            start += part.num_rows
+            held.append(part)
+            rows += part.num_rows
+            size += part.nbytes
+            if rows >= max_rows or size >= max_bytes:
+                yield pa.Table.from_batches(held)
+                held, rows, size = [], 0, 0
+    if held:
+        yield pa.Table.from_batches(held)
+
+
+def mark(rows: pa.Table, number: int = 0) -> tuple[int, int]:
+    """(batch, position) of the last row; ``number`` is the batch of rows that do not say."""
+    if "batch" in rows.column_names:
+        number = int(rows["batch"][-1].as_py())
+    return number, int(rows["id"][-1].as_py())

@@ -1,0 +1,47 @@
+"""Receipts, one per task and destination: all that reaches the driver of a message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import pyarrow as pa
+
+from saf.spark.columns import arrow_type
+from saf.spark.work import Receipt
+
+_COLUMNS = {
+    "work": "int",
+    "destination": "string",
+    "messages": "long",
+    "dropped": "long",
+    "parked": "long",
+    "dead": "long",
+    "complete": "boolean",
+    "stopped": "boolean",
+    "error_kind": "string",
+    "error": "string",
+}
+RECEIPT_SCHEMA = ", ".join(f"{name} {kind}" for name, kind in _COLUMNS.items())
+_ARROW = pa.schema([(name, arrow_type(kind)) for name, kind in _COLUMNS.items()])
+
+
+class Receipts:
+    """Those of one task."""
+
+    def __init__(self, work: int) -> None:
+        self._work = work
+        self._by_destination: dict[str | None, Receipt] = {}
+
+    def of(self, destination: str | None) -> Receipt:
+        """The one for a destination, or for what concerns no single one."""
+        return self._by_destination.setdefault(
+            destination, Receipt(work=self._work, destination=destination)
+        )
+
+    def __iter__(self) -> Iterator[Receipt]:
+        return iter(self._by_destination.values())
+
+    def as_arrow(self) -> pa.RecordBatch:
+        """A row each."""
+        return pa.RecordBatch.from_pylist([asdict(receipt) for receipt in self], schema=_ARROW)

@@ -1,0 +1,105 @@
+"""Messages of one key that wait for different things still arrive in the order they were sent."""
+
+from __future__ import annotations
+
+import pytest
+
+from saf.database import Dsn
+from tests.contract.test_7_isolated import NOWHERE, AnswerLost, Broker, count, route, run, send_to
+from tests.pipeline import bodies, connect, let_time_pass
+
+SOON = "UPDATE saf.backoff SET next_attempt_at = now() WHERE lane LIKE %s"
+NOT_SOON = "UPDATE saf.backoff SET next_attempt_at = now() + interval '1 h' WHERE lane NOT LIKE %s"
+
+
+@pytest.fixture
+def other(new_broker: Broker) -> Dsn:
+    return new_broker("other")
+
+
+def test_what_waits_for_a_route_goes_after_what_waited_for_its_service_before(
+    app: Dsn, mom: Dsn, other: Dsn
+) -> None:
+    with connect(app) as connection, connect(other) as store:
+        store.execute("INSERT INTO saf.service VALUES ('billing')")
+        route(connection, "shipping", "other")
+        send_to(connection, "shipping", "1", key="k")
+        run(app, mom=mom, other=other)
+        connection.execute("UPDATE saf.route SET destination = 'nowhere'")
+        send_to(connection, "shipping", "2", key="k")
+        run(app, mom=mom, other=other)
+        lanes = connection.execute("SELECT lane FROM saf.backoff ORDER BY 1").fetchall()
+        assert lanes == [("route:shipping",), ("service:shipping",)]
+
+        connection.execute("UPDATE saf.route SET destination = 'other'")
+        store.execute("INSERT INTO saf.service VALUES ('shipping')")
+        for statement in (NOT_SOON, SOON):
+            connection.execute(statement, ["route:%"])
+        run(app, mom=mom, other=other)
+        assert bodies(other) == []
+        let_time_pass(app)
+        send_to(connection, "shipping", "3", key="k")
+        run(app, mom=mom, other=other)
+    assert bodies(other) == ["1", "2", "3"]
+    assert count(app, "parked") == count(app, "backoff") == 0
+
+
+@pytest.mark.parametrize("lane", ["route:shipping", "service:shipping"])
+def test_what_waits_for_anything_goes_after_what_waited_for_its_destination_before(
+    app: Dsn, mom: Dsn, other: Dsn, lane: str
+) -> None:
+    with connect(app) as connection:
+        route(connection, "shipping", "other")
+        send_to(connection, "shipping", "1", key="k")
+        run(app, mom=mom, other=NOWHERE)
+        send_to(connection, "shipping", "2", key="k")
+        if lane.startswith("route"):
+            connection.execute("UPDATE saf.route SET destination = 'nowhere'")
+        else:
+            # a service that had to wait before still does
+            connection.execute(
+                "INSERT INTO saf.backoff (subscription_id, destination, lane, error, "
+                "next_attempt_at) SELECT subscription_id, destination, %s, error, "
+                "next_attempt_at FROM saf.backoff",
+                [lane],
+            )
+        run(app, mom=mom, other=NOWHERE)
+        assert connection.execute("SELECT lane FROM saf.parked ORDER BY id").fetchall() == [
+            ("",),
+            (lane,),
+        ]
+        connection.execute("UPDATE saf.route SET destination = 'other'")
+        for statement in (NOT_SOON, SOON):
+            connection.execute(statement, [lane])
+        run(app, mom=mom, other=other)
+        assert bodies(other) == []
+        let_time_pass(app)
+        run(app, mom=mom, other=other)
+    assert bodies(other) == ["1", "2"]
+    assert count(app, "parked") == count(app, "backoff") == 0
+
+
+def test_what_was_stored_before_its_service_went_is_not_parked_for_it(
+    app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect(app) as connection, connect(other) as store:
+        route(connection, "shipping", "other")
+        route(connection, "billing", "other")
+        send_to(connection, "shipping", "stored", key="k")
+        with monkeypatch.context() as patch:
+            patch.setattr("saf.spark.storing.PostgresInbox", AnswerLost)
+            run(app, mom=mom, other=other)
+        assert bodies(other) == ["stored"]
+        send_to(connection, "shipping", "not yet", key="k")
+        send_to(connection, "billing", "known", key="k")
+        run(app, mom=mom, other=other)
+        assert count(app, "parked") == 3
+        store.execute("INSERT INTO saf.service VALUES ('billing')")
+        let_time_pass(app)
+        run(app, mom=mom, other=other)
+        assert bodies(other) == ["stored", "known"]
+        assert count(app, "parked") == 1
+        store.execute("INSERT INTO saf.service VALUES ('shipping')")
+        let_time_pass(app)
+        run(app, mom=mom, other=other)
+    assert bodies(other) == ["stored", "known", "not yet"]

@@ -1,0 +1,49 @@
+"""A source that goes away while it is read: it is said, nothing is lost or half-marked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from saf.database import Dsn
+from saf.spark.delivery import Delivery
+from saf.spark.routing import distinct_routes
+from saf.spark.source import record_batches
+from tests.pipeline import Cycle, bodies, connect, policy, routed
+
+MANY = 60_000
+CUT = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'saf read'"
+
+
+def test_a_connection_cut_while_a_batch_is_read_is_a_source_that_is_down(
+    app: Dsn, mom: Dsn
+) -> None:
+    with connect(app) as connection:
+        connection.execute(
+            "INSERT INTO saf.outbox (to_service, body) SELECT 'billing', "
+            "convert_to(n || repeat('.', 500), 'UTF8') FROM generate_series(1, %s) AS n",
+            [MANY],
+        )
+        rules = policy("exactly_once", 1000, mom=mom)
+        with Cycle(app, rules) as cycle:
+            (work,) = cycle.open()
+
+            def cut_after_the_first() -> Iterator[pa.RecordBatch]:
+                batches = record_batches(work, rules.max_bytes)
+                yield next(batches)
+                assert connection.execute(CUT).fetchall()
+                yield from batches
+
+            routes = distinct_routes([work])
+            delivery = Delivery(0, work, routes, rules)
+            receipts = delivery.run(routed(cut_after_the_first(), work, routes))
+            cycle.close(receipts)
+            summary = next(receipt for receipt in receipts if receipt.destination is None)
+            assert summary.error_kind == "Unavailable"
+            assert not summary.complete
+            assert 0 < len(bodies(mom)) < MANY
+        with Cycle(app, rules) as cycle:
+            cycle.run()
+    arrived = [int(body.rstrip(".")) for body in bodies(mom)]
+    assert arrived == list(range(1, MANY + 1))
