@@ -229,7 +229,10 @@ class Receiver:
         return self._delivery(hand)
 
     def _count(self) -> Suspect | None:
-        """Choose what is to be tried alone, and count the attempt: a transaction of its own."""
+        """Choose what is to be tried alone, and count the attempt: a transaction of its own.
+
+        None if there is nothing, or somebody else has it in hand.
+        """
         raw, reader = self.link.raw, self.reader
         with self.link.transaction():
             suspect = lanes.choose(raw, reader)
@@ -243,7 +246,7 @@ class Receiver:
             known = lanes.attempts(raw, reader, suspect.lane)
             if known is None:
                 claim.move(raw, hand)
-                return None
+                return suspect
             number, error = known
             suspect = Suspect(shard=suspect.shard, lane=suspect.lane, attempts=number + 1)
             if number >= self.policy.max_attempts:
@@ -252,12 +255,12 @@ class Receiver:
                 for message in last:
                     last.reject(message, error)
                 last.settle()
-                return None
+                return suspect
             lanes.count(raw, reader, suspect.lane or "", suspect.attempts, self.policy)
             claim.move(raw, hand)
         return suspect
 
-    def _count_shard(self, hand: Hand, suspect: Suspect) -> Suspect | None:
+    def _count_shard(self, hand: Hand, suspect: Suspect) -> Suspect:
         shard = hand.shards[suspect.shard]
         failed = suspect.shard in hand.failed
         allowance = shard.allowance or 1
@@ -271,7 +274,7 @@ class Receiver:
             if not hand.aside[LATE] and not hand.aside[EXPIRED] and not hand.messages:
                 shard.allowance = None
             first.settle()
-            return None
+            return suspect
         # unless it was another one's attempt that failed, it was among those that did
         number = 1 if failed and allowance == 1 else 2
         (message,) = first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -98,6 +99,16 @@ def let_keys_be_due(mom: Dsn) -> None:
             "UPDATE saf.backoff SET next_attempt_at = now() - interval '1 ms' "
             "WHERE next_attempt_at < '9000-01-01'"
         )
+
+
+def let_the_server_notice(mom: Dsn) -> None:
+    """The server ends the session of a client that is gone when it comes to it."""
+    with connect(mom) as connection:
+        while connection.execute(
+            "SELECT FROM pg_stat_activity "
+            "WHERE datname = current_database() AND application_name = 'saf receive'"
+        ).rowcount:
+            time.sleep(0.01)
 
 
 def waiting(mom: Dsn) -> list[str]:

@@ -33,6 +33,7 @@ from tests.receivers import (
     effect,
     effects,
     let_keys_be_due,
+    let_the_server_notice,
     prepare,
     put,
     store,
@@ -138,6 +139,7 @@ def test_eight_receivers_with_rollbacks_and_kills_read_each_key_from_1_to_n_once
             for number, point in enumerate(points)
         ]
         assert {wait(process) for process in processes} <= {0, -signal.SIGKILL}
+    let_the_server_notice(inbox)
     assert run(consumer, inbox, 99) == 0
     assert by_key(inbox) == {f"k{key}": list(range(1, each + 1)) for key in range(1, keys + 1)}
     assert dead(inbox) == []
@@ -154,6 +156,7 @@ def test_a_consumer_killed_at_a_point_loses_nothing_and_repeats_nothing(
         points = ["receive_handled", point, point]
     for one in points:
         assert run(worker, inbox, failpoint=one) == -signal.SIGKILL
+        let_the_server_notice(inbox)
         let_keys_be_due(inbox)
     while run(worker, inbox) == 0 and waiting(inbox):
         let_keys_be_due(inbox)
@@ -163,6 +166,7 @@ def test_a_consumer_killed_at_a_point_loses_nothing_and_repeats_nothing(
 def test_a_receiver_that_dies_frees_its_shards_at_once(inbox: Dsn) -> None:
     put(inbox, "1", key="k")
     assert run(doomed, inbox, failpoint="receive_read") == -signal.SIGKILL
+    let_the_server_notice(inbox)
     started = time.monotonic()
     assert receive_all(inbox) == ["1"]
     assert time.monotonic() - started < 1
@@ -372,6 +376,7 @@ def test_a_message_that_kills_whoever_handles_it_is_found_among_others_and_set_a
     while len(effects(inbox)) < 16:
         let_keys_be_due(inbox)
         kills += run(doomed, inbox) == -signal.SIGKILL
+        let_the_server_notice(inbox)
         assert kills < 30
     assert dead(inbox) == [("poison", "failed")]
     assert by_key(inbox)["k3"] == [1, 2, 3, 4]
