@@ -1,6 +1,6 @@
 """``make bench``: all figures of the core, from one run, as a table and as JSON lines.
 
-    python -m benchmarks.bench [send] [producers] [cold] [drain] [horizon] [memory]
+    python -m benchmarks.bench [PART …]
 
 Medians of interleaved rounds. Absolute figures are this machine's; ratios travel.
 """
@@ -12,13 +12,19 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks import cold, drain, faults, memory, send
+from benchmarks import cold, drain, faults, memory, receive, send
 from benchmarks.stage import Stage
 from saf.spark import session
 
-ON_SPARK = {"drain": drain.run, "horizon": faults.run}
-ALONE = {"send": send.run, "producers": faults.producers, "cold": cold.run, "memory": memory.run}
-PARTS = ("send", "producers", "cold", "drain", "horizon", "memory")
+ON_SPARK = {"drain": drain.run, "horizon": faults.run, "end_to_end": receive.end_to_end}
+ALONE = {
+    "send": send.run,
+    "producers": faults.producers,
+    "cold": cold.run,
+    "memory": memory.run,
+    "receive": receive.run,
+}
+PARTS = ("send", "producers", "cold", "drain", "horizon", "memory", "receive", "end_to_end")
 
 
 def main(chosen: list[str]) -> None:

@@ -1,12 +1,14 @@
 """Transactional store-and-forward outbox for PostgreSQL.
 
 Sending:   `Outbox`, `Message`
+Receiving: `receive`, `Worker`, `Delivery`, `Received`, `Policy`, `inbox_once`
 Errors:    `SafError` and what stands below it in `saf.errors`
 
 The forwarder lives in `saf.spark` and is imported by nothing here: an application that only
 sends needs neither Spark nor Arrow.
 """
 
+from saf.delivery import Delivery
 from saf.errors import (
     Ahead,
     AutocommitError,
@@ -22,21 +24,30 @@ from saf.errors import (
     SchemaMissing,
     Unavailable,
     UnknownService,
+    UnreadableBody,
     Unroutable,
     UsageError,
 )
+from saf.inbox import inbox_once
+from saf.lanes import Policy
 from saf.message import Message
 from saf.outbox import Outbox
+from saf.receive import receive
+from saf.received import Received
+from saf.worker import Worker
 
 __all__ = [
     "Ahead",
     "AutocommitError",
     "ConfigurationError",
+    "Delivery",
     "Fenced",
     "InvalidMessage",
     "Message",
     "MissingExtra",
     "Outbox",
+    "Policy",
+    "Received",
     "Rejected",
     "Restored",
     "SafError",
@@ -45,6 +56,10 @@ __all__ = [
     "SchemaMissing",
     "Unavailable",
     "UnknownService",
+    "UnreadableBody",
     "Unroutable",
     "UsageError",
+    "Worker",
+    "inbox_once",
+    "receive",
 ]

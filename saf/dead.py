@@ -1,8 +1,10 @@
 """Dead letters: messages set aside for a person, and what the person does with them.
 
 They are written in the transaction that moves the position past them. `retry` hands them to the
-forwarder again, in the order they had, in a lane of their own (see `saf.parking`); `discard` gives
-them up. Both remember who did it, when and why in ``saf.audit``.
+forwarder again, in the order they had, in a lane of their own (see `saf.parking`), or to the
+receivers of their subscription, in the lane of their key and ahead of what waits there. `discard`
+gives them up. Both let a key go on that waited for the decision, and remember who did it, when and
+why in ``saf.audit``.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from psycopg.rows import class_row
 
 from saf.database import fetch
 from saf.message import COLUMNS
-from saf.parking import RETRY
+from saf.parking import KEY, RETRY
 
-REASONS = ("rejected", "expired", "over_size", "unavailable")
+REASONS = ("rejected", "expired", "over_size", "unavailable", "failed")
 
 DEAD_COLUMNS = (
     *("subscription_id", "destination", "shard", "id", "reason", "error"),
@@ -66,19 +68,34 @@ LOCKED = f"SELECT dead_letter_id, message_id, destination {CHOSEN} ORDER BY 1 FO
 
 # The number of a retry, its audit_id, rises with each, and so does the lane's watermark; within it
 # the order is the one in which they died. What had expired goes all the same: a person says so.
+RETRIED = f"""
+saf.dead_letter d JOIN saf.subscription s USING (subscription_id)
+CROSS JOIN LATERAL (
+    SELECT CASE WHEN s.log = 'inbox' THEN '{KEY}' || coalesce(d.key, d.message_id::text)
+                ELSE %(lane)s END AS lane,
+           CASE WHEN s.log = 'inbox' THEN d.shard END AS of_key) AS l
+WHERE dead_letter_id = ANY (%(dead_letter_ids)s)
+"""
 PARK = f"""
 INSERT INTO saf.parked
     (subscription_id, destination, lane, shard, id, batch, position, {", ".join(COLUMNS)})
-SELECT subscription_id, destination, %(lane)s, shard, id, %(number)s,
+SELECT subscription_id, destination, lane, shard, id, %(number)s,
        row_number() OVER (ORDER BY dead_letter_id),
-       {", ".join("NULL" if c == "expires_at" else c for c in COLUMNS)}
-FROM saf.dead_letter WHERE dead_letter_id = ANY (%(dead_letter_ids)s)
+       {", ".join("NULL" if c == "expires_at" else f"d.{c}" for c in COLUMNS)}
+FROM {RETRIED}
 """
-DUE = """
-INSERT INTO saf.backoff (subscription_id, destination, lane, error)
-SELECT DISTINCT subscription_id, destination, %(lane)s, 'retried by ' || session_user
-FROM saf.dead_letter WHERE dead_letter_id = ANY (%(dead_letter_ids)s)
-ON CONFLICT (subscription_id, destination, lane) DO UPDATE SET next_attempt_at = now()
+DUE = f"""
+INSERT INTO saf.backoff (subscription_id, destination, lane, shard, error)
+SELECT DISTINCT subscription_id, destination, lane, of_key, 'retried by ' || session_user
+FROM {RETRIED}
+ON CONFLICT (subscription_id, destination, lane)
+DO UPDATE SET attempts = 0, next_attempt_at = now()
+"""
+# Keys that waited for a person's word
+GO_ON = f"""
+UPDATE saf.backoff b SET next_attempt_at = now() FROM {RETRIED}
+  AND (b.subscription_id, b.destination, b.lane) = (d.subscription_id, d.destination, l.lane)
+  AND of_key IS NOT NULL AND b.attempts = 0
 """
 # In the order of their numbers also across retries: one that commits late must not come after a
 # higher one was delivered.
@@ -138,7 +155,7 @@ def known(
 
 def bury(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) -> None:
     """Set messages, as dicts of `DEAD_COLUMNS`, aside. Call it in a transaction."""
-    with connection.cursor() as cursor, cursor.copy(BURY) as copy:
+    with psycopg.Cursor(connection) as cursor, cursor.copy(BURY) as copy:
         for row in rows:
             copy.write_row([row[column] for column in DEAD_COLUMNS])
 
@@ -174,7 +191,7 @@ def body(connection: psycopg.Connection[Any], dead_letter_id: int) -> bytes | No
 
 
 def retry(connection: psycopg.Connection[Any], chosen: Filter, why: str) -> list[UUID]:
-    """Hand dead letters to the forwarder again; return their message ids, in order.
+    """Hand dead letters to who had them, again; return their message ids, in order.
 
     One that is retried is no dead letter any more, so doing it twice does it once.
     """
@@ -196,7 +213,9 @@ def discard(connection: psycopg.Connection[Any], chosen: Filter, why: str) -> li
         ids, message_ids = _locked(connection, chosen)
         if ids:
             audit(connection, "discard", message_ids, why)
-            connection.execute(DELETE, {"dead_letter_ids": ids})
+            params = {"lane": RETRY, "dead_letter_ids": ids}
+            connection.execute(GO_ON, params)
+            connection.execute(DELETE, params)
     return message_ids
 
 

@@ -14,6 +14,7 @@
     ├── UnknownService            a destination does not know services that are addressed
     ├── Unroutable                no route and no default destination for a service
     ├── Rejected                  a destination will not have a message
+    ├── UnreadableBody            a received body is not what its content type says
     ├── Ahead                     a destination knows more of a source than the source itself
     └── Fenced                    another owner has taken over: stop writing
 
@@ -24,6 +25,7 @@ errors apart by class, and find the value at fault in its attributes.
 from __future__ import annotations
 
 from typing import Any
+from uuid import UUID
 
 
 class SafError(Exception):
@@ -158,6 +160,17 @@ class Rejected(SafError):
         super().__init__(f"{destination} rejects messages: {reason}")
         self.destination = destination
         self.reason = reason
+
+
+class UnreadableBody(SafError, ValueError):
+    """A received body is not what its content type says."""
+
+    def __init__(self, message_id: UUID, content_type: str | None, problem: str) -> None:
+        super().__init__(
+            f"the body of message {message_id} cannot be read, its content type is "
+            f"{content_type or 'not given'}: {problem}"
+        )
+        self.message_id = message_id
 
 
 class Ahead(SafError):

@@ -6,6 +6,9 @@ The seven steps of store-and-forward, in order:
     mom_insert    mom_commit                                at the destination
     mark_forwarded  mark_commit                             back at the source
 
+and those of a receiver: receive_read, receive_handled, receive_settled, receive_committed, and
+attempt_counted before what failed is tried alone.
+
 ``SAF_FAILPOINT=mom_commit`` kills the process group there with SIGKILL, ``mom_commit:3`` at the
 third time this process comes by. Unset, a point costs one comparison per chunk.
 """

@@ -13,7 +13,7 @@ duty keeps nothing of the old one. `RIGHTS` says what each kind may do; it is al
                 runs on many machines: that every reader has completed a slot is checked by the
                 program and not by the server, so whoever may TRUNCATE may destroy messages. A
                 forwarder that purges at the end of its runs is a purger as well
-    operator    reads everything, and looks after routes, messages set aside and slots
+    operator    reads everything, and looks after routes, services, messages set aside and slots
 
 Nobody may create, alter or drop: that is the owner's, who migrates. Rights on the parent of a
 partitioned table are enough to read and write through it, and identity columns need none on their
@@ -83,6 +83,9 @@ MEMBERSHIP: Rights = {
             "attempted",
             "route_version",
             "opened_at",
+            "allowance",
+            "until",
+            "cuts",
         ),
     },
 }
@@ -101,7 +104,11 @@ SETTING_ASIDE: Rights = {
         "UPDATE": ("attempts", "next_attempt_at", "error"),
         "DELETE": WHOLE,
     },
-    "dead_letter": {"INSERT": WHOLE},
+    # no bodies: only which are there already
+    "dead_letter": {
+        "SELECT": ("subscription_id", "shard", "id", "dead_letter_at"),
+        "INSERT": WHOLE,
+    },
 }
 
 # TRUNCATE, and the lock before it, is of a slot itself. Ids are drawn to leave a slot, and not set:
@@ -157,6 +164,12 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             # locking a row asks for the right to update some column
             "dead_letter": {"SELECT": WHOLE, "UPDATE": ("error",), "DELETE": WHOLE},
             "service": {"SELECT": WHOLE, "INSERT": ("name",), "DELETE": WHOLE},
+            "subscription": {
+                "SELECT": WHOLE,
+                "INSERT": ("name", "log", "service"),
+                "DELETE": WHOLE,
+            },
+            "cursor": {"SELECT": WHOLE, "INSERT": ("subscription_id", "shard", "done")},
             "audit": {"SELECT": WHOLE, "INSERT": ("action", "message_ids", "why")},
         },
     ),

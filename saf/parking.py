@@ -9,6 +9,8 @@ same thing; lanes are separate, and within one the order is kept:
     mom          service:billing    the destination knows the service
     (empty)      route:billing      a route leads somewhere
     mom          retry, replay      nothing: sent again on an operator's word
+    (empty)      key:A-1            a receiver's next attempt at the first message of the key
+    (empty)      later:7            each for its deliver_at: a receiver's messages of a shard
 
 While a lane has messages, new ones that belong in it park behind them, and when its time has come
 the parked go first. Each keeps the (batch, position) that it had, and each lane has a watermark
@@ -40,15 +42,18 @@ FIRST_WAIT_SECONDS = 4
 LONGEST_WAIT_SECONDS = 64
 
 MAIN, RETRY, REPLAY, SERVICE, ROUTE = "", "retry", "replay", "service:", "route:"
+KEY, LATER = "key:", "later:"
 
 
-def wait_seconds(attempts: int) -> int:
+def wait_seconds(
+    attempts: int, first: float = FIRST_WAIT_SECONDS, longest: float = LONGEST_WAIT_SECONDS
+) -> float:
     """How long to wait after so many attempts in a row that failed.
 
     >>> [wait_seconds(attempts) for attempts in (1, 2, 3, 4, 5, 6, 100)]
     [4, 8, 16, 32, 64, 64, 64]
     """
-    return min(FIRST_WAIT_SECONDS << min(attempts - 1, 10), LONGEST_WAIT_SECONDS)
+    return min(first * (1 << min(attempts - 1, 30)), longest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +64,8 @@ class Lane:
     lane: str = MAIN
 
     def __str__(self) -> str:
+        if self.lane.startswith((KEY, LATER)):
+            return self.lane
         waiting = f"destination {self.destination!r}" if self.destination else "no route"
         return f"{waiting}, {self.lane}" if self.lane else waiting
 
@@ -84,6 +91,7 @@ class Parked(Backoff):
     """A lane that waits, and how many messages are in it."""
 
     messages: int
+    subscription: str
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -112,16 +120,19 @@ SELECT EXISTS (
 """
 
 PARKED = """
-SELECT destination, lane, attempts, next_attempt_at, next_attempt_at <= now() AS due, error, since,
+SELECT s.name AS subscription, destination, lane, attempts, next_attempt_at,
+       next_attempt_at <= now() AS due, error, since,
        (SELECT count(*) FROM saf.parked p
         WHERE (p.subscription_id, p.destination, p.lane)
             = (b.subscription_id, b.destination, b.lane)) AS messages
-FROM saf.backoff b ORDER BY destination, lane
+FROM saf.backoff b JOIN saf.subscription s USING (subscription_id)
+ORDER BY s.log DESC, s.name, destination, lane
 """
 
 RETRY_NOW = """
 UPDATE saf.backoff SET next_attempt_at = now()
-WHERE %(destination)s::text IS NULL OR destination = %(destination)s
+WHERE NOT lane LIKE 'later:%%'
+  AND (%(destination)s::text IS NULL OR destination = %(destination)s)
 """
 
 # What parks messages holds the lane's row until it commits, so that `succeeded`, which looks
@@ -250,7 +261,12 @@ def park(connection: psycopg.Connection[Any], lane: Lane, rows: Sequence[dict[st
     """Copy messages, as dicts of `PARKED_COLUMNS`, into a lane. Call it in a transaction."""
     for subscription_id in {row["subscription_id"] for row in rows}:
         fetch(connection, TOUCH, _params(subscription_id, lane) | {"error": "behind others"})
-    with connection.cursor() as cursor, cursor.copy(PARK) as copy:
+    copy_in(connection, rows)
+
+
+def copy_in(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) -> None:
+    """Copy messages, as dicts of `PARKED_COLUMNS`, into lanes that are there, or will be."""
+    with psycopg.Cursor(connection) as cursor, cursor.copy(PARK) as copy:
         for row in rows:
             copy.write_row([row[column] for column in PARKED_COLUMNS])
 

@@ -81,7 +81,8 @@ REWRITE = """
 UPDATE saf.cursor SET owner = NULL, epoch = greatest(epoch, %(epoch)s) + 1,
        batch = greatest(batch, %(batch)s),
        done = %(done)s::pg_snapshot,
-       open = CASE WHEN open IS NOT NULL THEN %(open)s::pg_snapshot END
+       open = CASE WHEN open IS NOT NULL THEN %(open)s::pg_snapshot END,
+       until = NULL, cuts = NULL
 WHERE subscription_id = %(subscription_id)s
 """
 BELONG = """

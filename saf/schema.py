@@ -159,8 +159,15 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         sa.Column("name", sa.Text, nullable=False),
         sa.Column("log", sa.Text, nullable=False),
         sa.Column("created_at", moment, nullable=False, server_default=now),
+        sa.Column(
+            "service",
+            sa.Text,
+            comment="whose messages of the inbox it reads; NULL for everybody's",
+        ),
         sa.UniqueConstraint("log", "name", name="subscription_name"),
         sa.CheckConstraint("log IN ('outbox', 'inbox')", name="subscription_log"),
+        sa.CheckConstraint("service IS NULL OR log = 'inbox'", name="subscription_service"),
+        sa.ForeignKeyConstraint(["service"], ["saf.service.name"]),
         comment="named readers of a log, each with one cursor per shard",
     )
     sa.Table(
@@ -248,6 +255,18 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         ),
         sa.Column("route_version", sa.BigInteger),
         sa.Column("opened_at", moment, comment="by this clock messages of the batch expire"),
+        sa.Column(
+            "allowance",
+            sa.Integer,
+            comment="how many messages are handed out at once after a delivery that failed; NULL "
+            "for any number",
+        ),
+        sa.Column("until", Snapshot, comment="what cuts are cuts of"),
+        sa.Column(
+            "cuts",
+            pg.ARRAY(Xid8),
+            comment="where the next batches of a deep backlog may end; see saf.claim",
+        ),
         sa.ForeignKeyConstraint(
             ["subscription_id"], ["saf.subscription.subscription_id"], ondelete="CASCADE"
         ),
@@ -257,6 +276,7 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             "open IS NOT NULL OR (position = 0 AND attempted = 0)", name="cursor_position"
         ),
         sa.CheckConstraint("attempted >= 0 AND position >= 0", name="cursor_rises"),
+        sa.CheckConstraint("allowance > 0", name="cursor_allowance"),
         # short rows, rewritten with each batch: room on the page keeps the updates HOT
         postgresql_with={"fillfactor": "40"},
         comment="how far a subscription has got in one shard",
@@ -300,6 +320,7 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             comment="with position: what the lane's watermark is compared with",
         ),
         sa.Column("position", sa.BigInteger, nullable=False),
+        sa.Index("parked_lane", "subscription_id", "destination", "lane", "id"),
     )
     _set_aside(
         metadata,
@@ -318,8 +339,20 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         sa.Column("next_attempt_at", moment, nullable=False, server_default=now),
         sa.Column("error", sa.Text, nullable=False),
         sa.Column("since", moment, nullable=False, server_default=now),
+        sa.Column(
+            "shard",
+            sa.SmallInteger,
+            comment="of a lane that holds the messages of one key, for a receiver; NULL for the "
+            "others",
+        ),
         sa.ForeignKeyConstraint(
             ["subscription_id"], ["saf.subscription.subscription_id"], ondelete="CASCADE"
+        ),
+        sa.Index(
+            "backoff_key",
+            "subscription_id",
+            "next_attempt_at",
+            postgresql_where=sa.text("shard IS NOT NULL"),
         ),
         comment="lanes that wait: when they are tried next, shared by all members",
     )
@@ -349,7 +382,7 @@ def _lane(*, primary_key: bool = False) -> sa.Column[object]:
 
 
 def _set_aside(
-    metadata: sa.MetaData, name: str, comment: str, *extra: sa.Column[object]
+    metadata: sa.MetaData, name: str, comment: str, *extra: sa.schema.SchemaItem
 ) -> sa.Table:
     return sa.Table(
         name,

@@ -21,13 +21,17 @@ from saf.cli import (
     doctor,
     forward,
     grant,
+    inbox,
     migrate,
     parked,
     purge,
     rebase,
     reconcile,
     replay,
+    service,
     status,
+    subscription,
+    worker,
 )
 from saf.cli.console import plain_console
 from saf.errors import SafError
@@ -44,6 +48,10 @@ app.command("migrate")(migrate.command)
 app.command("grant")(grant.command)
 app.command("forward")(forward.command)
 app.command("status")(status.command)
+app.command("worker")(worker.command)
+app.add_typer(service.app, name="service")
+app.add_typer(subscription.app, name="subscription")
+app.add_typer(inbox.app, name="inbox")
 app.add_typer(parked.app, name="parked")
 app.add_typer(dead.app, name="dead")
 app.command("purge")(purge.command)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import psycopg
 import typer
 
-from saf.config import Broker, Settings
+from saf.config import Broker, Destination, Settings
 from saf.database import check_schema, unavailable_if_lost
 from saf.errors import ConfigurationError, SafError
 
@@ -23,6 +23,12 @@ Config = Annotated[
 Name = Annotated[
     str | None,
     typer.Option("--broker", metavar="NAME", help="Only this one. Default: all brokers."),
+]
+Store = Annotated[
+    str | None,
+    typer.Option(
+        "--broker", metavar="NAME", help="Where, by its name in saf.toml. Default: the destination."
+    ),
 ]
 
 
@@ -55,33 +61,57 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say which they are
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
 
-def chosen(settings: Settings, name: str | None) -> Mapping[str, Broker]:
-    """The brokers that a command is for.
+Place = Broker | Destination
+"""A broker of saf.toml: where messages are sent, or where they are received."""
+
+
+def chosen(settings: Settings, name: str | None) -> Mapping[str, Place]:
+    """The brokers that a command is for; a destination only if it is named.
 
     Raises:
         ConfigurationError: there is none of that name.
     """
     if name is None:
         return settings.brokers
-    if name not in settings.brokers:
+    return {name: _place(settings, name)}
+
+
+def stores(settings: Settings, name: str | None) -> Mapping[str, Place]:
+    """The brokers that services live at: the destinations, or the one that is named."""
+    return settings.destinations if name is None else {name: _place(settings, name)}
+
+
+def store(settings: Settings, name: str | None) -> Mapping[str, Place]:
+    """The one broker that a service is to live at.
+
+    Raises:
+        ConfigurationError: none is named, and there are several.
+    """
+    found = stores(settings, name)
+    if len(found) > 1:
+        raise ConfigurationError(f"which broker? Say --broker, one of {', '.join(found)}")
+    return found
+
+
+def _place(settings: Settings, name: str) -> Place:
+    places: dict[str, Place] = {**settings.destinations, **settings.brokers}
+    if name not in places:
         there = ", ".join(settings.brokers)
         raise ConfigurationError(f"--broker {name}: there is no [brokers.{name}], only {there}")
-    return {name: settings.brokers[name]}
+    return places[name]
 
 
 class Round:
     """One visit to each broker: what each gave, and which failed."""
 
-    def __init__(self, brokers: Mapping[str, Broker]) -> None:
+    def __init__(self, brokers: Mapping[str, Place]) -> None:
         self.brokers = brokers
         self.failed: list[tuple[str, SafError]] = []
 
-    def visit(
-        self, role: str, action: Callable[[psycopg.Connection[Any], Broker], T]
-    ) -> dict[str, T]:
+    def visit(self, role: str, action: Callable[[psycopg.Connection[Any], Any], T]) -> dict[str, T]:
         """What ``action`` returns for each broker that it does not fail for."""
 
-        def connected(name: str, broker: Broker) -> T:
+        def connected(name: str, broker: Place) -> T:
             with (
                 unavailable_if_lost(f"broker {name!r}"),
                 broker.dsn.connect(role=role, autocommit=True) as connection,
@@ -91,7 +121,7 @@ class Round:
 
         return self.each(connected)
 
-    def each(self, action: Callable[[str, Broker], T]) -> dict[str, T]:
+    def each(self, action: Callable[[str, Any], T]) -> dict[str, T]:
         """The same for an action that connects by itself."""
         results: dict[str, T] = {}
         for name, broker in self.brokers.items():

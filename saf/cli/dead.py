@@ -93,7 +93,7 @@ def retry(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Hand dead letters to the forwarder again, in order, once what was wrong is mended."""
+    """Hand dead letters to the forwarder or their receivers again, in order, once all is mended."""
     which = _filter(
         everything=everything, dead_letter_ids=ids or None, reason=reason, service=service,
         destination=destination, key=key, before=before,
@@ -166,12 +166,14 @@ def _show(round_: Round, found: dict[str, list[DeadLetter]], *, as_json: bool) -
         rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
         typer.echo(json.dumps({"dead_letters": rows, "errors": round_.errors()}))
     else:
-        table = Table("broker", "number", "when", "reason", "service", "key", "bytes", "error")
+        table = Table(
+            "broker", "number", "when", "subscription", "reason", "service", "key", "bytes", "error"
+        )
         for name, some in found.items():
             for one in some:
                 table.add_row(
                     name, str(one.dead_letter_id), f"{one.dead_letter_at:%Y-%m-%d %H:%M}",
-                    one.reason, one.service, one.key or "", f"{one.bytes:,}",
+                    one.subscription, one.reason, one.service, one.key or "", f"{one.bytes:,}",
                     one.error,
                 )  # fmt: skip
         plain_console().print(table)

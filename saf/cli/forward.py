@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import rich.progress
@@ -17,11 +15,12 @@ from rich.console import Console
 
 from saf.cli.console import plain_console
 from saf.config import Settings, load
+from saf.signals import stop_on_signals
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from saf.spark.forward import Forwarder, Progress
+    from saf.spark.forward import Progress
     from saf.spark.summary import Summary
 
 
@@ -79,7 +78,7 @@ def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
 
     with progress_bar(console) as progress:
         forwarder = Forwarder(settings, spark, progress=progress)
-        with _stop_on_signals(forwarder):
+        with stop_on_signals(forwarder.stop):
             summary = forwarder.loop(report) if loop else forwarder.drain()
     report(summary)
     for one in started:
@@ -121,19 +120,3 @@ def progress_bar(console: Console) -> Iterator[Callable[[Progress], None] | None
     with rich.progress.Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("forwarding", total=None)
         yield lambda progress: bar.update(task, completed=progress.done, total=progress.total)
-
-
-@contextmanager
-def _stop_on_signals(forwarder: Forwarder) -> Iterator[None]:
-    """The first SIGTERM or SIGINT stops in order, a second one at once."""
-
-    def stop(number: int, _: FrameType | None) -> None:
-        forwarder.stop()
-        signal.signal(number, signal.default_int_handler)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -14,6 +14,9 @@ from saf.parking import Parked, parked, retry_now
 
 app = typer.Typer(no_args_is_help=True, help="Messages that wait, and when they are tried next.")
 
+FOR_EVER = 9999
+"""The year of what is not tried again by itself; see `saf.lanes`."""
+
 Destination = Annotated[str | None, typer.Option(help="Only what waits for this one.")]
 
 
@@ -39,7 +42,7 @@ def retry_now_(
     destination: Destination = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let the next run of the forwarder try what waits, whatever its time."""
+    """Let the next run of the forwarder, or a receiver, try what waits, whatever its time."""
     round_ = Round(chosen(load(config), broker))
     due = round_.visit("parked", lambda connection, _: retry_now(connection, destination))
     if as_json:
@@ -55,7 +58,10 @@ def show(lanes: Mapping[str, Sequence[Parked]]) -> None:
     for name, found in lanes.items():
         for lane in found:
             when = "now" if lane.due else f"{lane.next_attempt_at:%H:%M:%S}"
+            if lane.next_attempt_at.year == FOR_EVER:
+                when = "on an operator's word"
+            who = "" if lane.subscription == "forwarder" else f" by {lane.subscription}"
             typer.echo(
-                f"{name}: {lane.messages:,} parked, {lane.key}; {lane.attempts} attempts, "
+                f"{name}: {lane.messages:,} parked{who}, {lane.key}; {lane.attempts} attempts, "
                 f"next {when}: {lane.error}"
             )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,18 @@ import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
-from saf import Message, Outbox, cursor, dead
+import saf
+from saf import Message, Outbox, cursor, dead, services
 from saf.database import Dsn, fetch
 from saf.embedded import EmbeddedServer
 from saf.errors import ConfigurationError
 from saf.grants import Kind, grant
+from saf.inbox import inbox_status
 from saf.shards import Member
 from saf.status import broker_status
 from tests.pipeline import Cycle, bodies, connect, policy, send
-from tests.programs import configuration, saf
+from tests.programs import configuration
+from tests.programs import saf as run_saf
 
 every_postgresql = pytest.mark.every_postgresql
 
@@ -37,15 +42,15 @@ MATRIX = {
     "outbox         ": "i      S         -         -       S",
     "outbox_status  ": "-      -         -         -       S",
     "inbox          ": "-      i         S         -       S",
-    "subscription   ": "-      Su        Su        S       S",
+    "subscription   ": "-      Su        Su        S       SiD",
     "member         ": "-      SiuD      SiuD      -       S",
-    "cursor         ": "-      Su        Su        S       S",
+    "cursor         ": "-      Su        Su        S       Si",
     "route          ": "-      S         -         -       SiuD",
     "route_version  ": "-      Si        -         SD      SD",
     "watermark      ": "-      SIu       -         -       S",
     "parked         ": "-      SIuD      SIuD      -       SIuD",
     "backoff        ": "-      SIuD      SIuD      -       SIuD",
-    "dead_letter    ": "-      I         I         -       SIuD",
+    "dead_letter    ": "-      sI        sI        -       SIuD",
     "service        ": "-      S         -         -       SiD",
     "audit          ": "-      -         -         -       Si",
     **{f"{log}_{n}": "- - - ST ST" for log in ("outbox", "inbox") for n in range(8)},
@@ -67,13 +72,17 @@ SOME = {
     ("subscription", "u"): "created_at",
     ("member", "i"): "member_id subscription_id name lease_until",
     ("member", "u"): "lease_until stopping",
-    ("cursor", "u"): "owner epoch batch done open position attempted route_version opened_at",
+    ("cursor", "u"): "owner epoch batch done open position attempted route_version opened_at "
+    "allowance until cuts",
+    ("cursor", "i"): "subscription_id shard done",
+    ("subscription", "i"): "name log service",
     ("route", "i"): "service broker destination quality enabled",
     ("route", "u"): "service broker destination quality enabled",
     ("route_version", "i"): "routes",
     ("watermark", "u"): "epoch batch position opened_at",
     ("parked", "u"): "destination lane",
     ("backoff", "u"): "attempts next_attempt_at error",
+    ("dead_letter", "s"): "subscription_id shard id dead_letter_at",
     ("dead_letter", "u"): "error",
     ("service", "i"): "name",
     ("audit", "i"): "action message_ids why",
@@ -392,6 +401,51 @@ def test_a_receiver_reads_the_inbox_as_a_member_of_its_subscription(
 
 
 @every_postgresql
+def test_a_receiver_receives_parks_and_buries_for_a_service_that_an_operator_created(
+    mom: Dsn, granted: Callable[..., Dsn]
+) -> None:
+    operator, receiver = granted(mom, "operator"), granted(mom, "receiver")
+    with connect(operator) as connection:
+        services.create_service(connection, "billing")
+    later = datetime.now(UTC) + timedelta(hours=1)
+    for number, (deliver_at, expires_at) in enumerate(
+        [(None, None), (None, None), (None, None), (later, None), (None, datetime.now(UTC))]
+    ):
+        with connect(mom) as connection:
+            connection.execute(
+                "INSERT INTO saf.inbox (to_service, key, body, deliver_at, expires_at) "
+                "VALUES ('billing', %s, 'x', %s, %s)",
+                [str(number), deliver_at, expires_at],
+            )
+    with saf.receive(receiver, "billing") as delivery:
+        assert len(delivery) == 3
+        delivery.park(delivery[0], "not now")
+        delivery.reject(delivery[1], "never")
+    with connect(operator) as connection:
+        (status,) = inbox_status(connection)
+        assert (status.unread, status.parked, status.dead_letters) == (0, 2, 2)
+        dead.retry(connection, dead.Filter(reason="failed"), "mended")
+        connection.execute("UPDATE saf.backoff SET next_attempt_at = now()")
+    for _ in range(2):
+        with saf.receive(receiver, "billing") as delivery:
+            assert len(delivery) == 1
+    with pytest.raises(ZeroDivisionError), failing(receiver):
+        pass
+    with connect(operator) as connection:
+        services.remove_service(connection, "billing", discard=True)
+
+
+@contextmanager
+def failing(receiver: Dsn) -> Iterator[None]:
+    """A delivery that is tried alone, and fails."""
+    with connect(receiver) as connection:
+        connection.execute("UPDATE saf.cursor SET allowance = 1 WHERE shard = 0")
+    with saf.receive(receiver, "billing"):
+        yield
+        raise ZeroDivisionError
+
+
+@every_postgresql
 def test_a_receiver_replies_only_if_it_is_a_writer_too(
     mom: Dsn, granted: Callable[..., Dsn]
 ) -> None:
@@ -476,7 +530,7 @@ def test_status_ends_with_2_and_one_sentence_for_a_user_without_rights(
     tmp_path: Path, app: Dsn, new_role: Callable[..., str]
 ) -> None:
     configuration(tmp_path / "saf.toml", {"app": as_user(app, new_role())}, {"mom": app})
-    done = saf("status", cwd=tmp_path)
+    done = run_saf("status", cwd=tmp_path)
     assert done.returncode == 2
     (said,) = done.stderr.splitlines()
     assert "permission denied for schema saf" in said
@@ -491,13 +545,13 @@ def test_granting_again_changes_nothing_and_another_duty_leaves_nothing_of_the_o
 ) -> None:
     role = new_role()
     for _ in range(2):
-        done = saf("grant", "--role", "operator", role, "--dsn", app.conninfo)
+        done = run_saf("grant", "--role", "operator", role, "--dsn", app.conninfo)
         assert done.returncode == 0, done.stderr
         assert done.stdout == f"{app.database}: {role} is operator\n"
         assert rights(app, role) == expected("operator")
     with connect(app) as connection:
         connection.execute(f"GRANT DELETE ON saf.outbox TO {role}")
-    done = saf("grant", "--role", "writer", role, env={"SAF_DSN": app.conninfo})
+    done = run_saf("grant", "--role", "writer", role, env={"SAF_DSN": app.conninfo})
     assert done.returncode == 0, done.stderr
     assert rights(app, role) == expected("writer")
 
@@ -506,9 +560,9 @@ def test_revoke_takes_everything_back(app: Dsn, new_role: Callable[..., str]) ->
     role = new_role()
     arguments = ["--dsn", app.conninfo, role]
     before = rights(app, role)
-    assert saf("grant", "--role", "receiver", "--role", "writer", *arguments).returncode == 0
+    assert run_saf("grant", "--role", "receiver", "--role", "writer", *arguments).returncode == 0
     assert rights(app, role) != before
-    done = saf("grant", "--revoke", *arguments)
+    done = run_saf("grant", "--revoke", *arguments)
     assert done.returncode == 0, done.stderr
     assert rights(app, role) == before
     with connect(app) as connection:
@@ -522,7 +576,7 @@ def test_a_dry_run_prints_the_sql_and_changes_nothing(
 ) -> None:
     role = new_role('dry "run"; --')
     before = rights(app, role)
-    done = saf("grant", "--role", "forwarder", role, "--dsn", app.conninfo, "--dry-run")
+    done = run_saf("grant", "--role", "forwarder", role, "--dsn", app.conninfo, "--dry-run")
     assert done.returncode == 0, done.stderr
     assert rights(app, role) == before
     with connect(app) as connection:
@@ -533,7 +587,7 @@ def test_a_dry_run_prints_the_sql_and_changes_nothing(
 def test_a_role_that_does_not_exist_is_named_with_the_command_that_creates_it(app: Dsn) -> None:
     long = "r" * 70
     for name in ("nobody here", "public", long):
-        done = saf("grant", "--role", "writer", name, "--dsn", app.conninfo)
+        done = run_saf("grant", "--role", "writer", name, "--dsn", app.conninfo)
         assert done.returncode == 2
         (said,) = done.stderr.splitlines()
         assert f"no role {name!r}" in said
@@ -554,11 +608,11 @@ def test_a_longer_name_is_not_taken_for_the_role_that_it_would_be_cut_to(
 def test_who_owns_the_schema_or_does_not_own_it_is_told_so(
     app: Dsn, granted: Callable[..., Dsn], new_role: Callable[..., str]
 ) -> None:
-    done = saf("grant", "--role", "writer", "postgres", "--dsn", app.conninfo)
+    done = run_saf("grant", "--role", "writer", "postgres", "--dsn", app.conninfo)
     assert done.returncode == 2
     assert "may do everything" in done.stderr
     operator = granted(app, "operator")
-    done = saf("grant", "--role", "writer", new_role(), "--dsn", operator.conninfo)
+    done = run_saf("grant", "--role", "writer", new_role(), "--dsn", operator.conninfo)
     assert done.returncode == 2
     assert "let 'postgres', who owns schema saf, do it" in done.stderr
 
@@ -582,7 +636,7 @@ def test_what_is_not_said_or_contradicts_itself_is_refused(app: Dsn) -> None:
         (["--role", "writer", "--revoke"], "--revoke"),
         (["--role", "king"], "'king' is not one of"),
     ):
-        done = saf("grant", *arguments, "someone", "--dsn", app.conninfo)
+        done = run_saf("grant", *arguments, "someone", "--dsn", app.conninfo)
         assert done.returncode == 2
         assert named in " ".join(done.stderr.split())
 

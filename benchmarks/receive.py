@@ -1,0 +1,201 @@
+"""Receiving: messages a second by batch and receivers, and the time from end to end.
+
+Each receiver is a process. "No-op" looks at each message of a deep backlog and does nothing, until
+none is left. Otherwise a business row is inserted for each, by one statement a delivery, in a
+closed loop for some seconds, after every shard has been looked through for where its batches may
+end. From end to end, an application commits in an open loop (it does not wait for the consumer),
+the forwarder runs in a loop, and a worker inserts a business row for each message.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psycopg
+from pyspark.sql import SparkSession
+
+import saf
+from benchmarks.stage import Stage, execute, median
+from saf.config import load
+from saf.database import Dsn
+from saf.receive import Receiver, connected
+from saf.services import create_service
+from saf.spark.forward import Forwarder
+
+BACKLOG, CHUNK = 600_000, 50_000
+SECONDS = 4.0
+BATCHES = (1, 10, 100, 1000)
+RECEIVERS = (1, 2, 4, 8)
+
+FILL = """
+INSERT INTO saf.inbox (to_service, key, message_type, headers, body)
+SELECT 'billing', 'order ' || i %% 5000, 'OrderPlaced', '{"content-type": "application/json"}',
+       convert_to(rpad('{"order": ' || i, 200, 'x'), 'UTF8')
+FROM generate_series(1, %s) AS i
+"""
+BOOKED = """
+CREATE TABLE booked (
+    key text, body bytea, sent_at timestamptz, at timestamptz DEFAULT clock_timestamp())
+"""
+BOOK = """
+INSERT INTO booked (key, body, sent_at)
+SELECT * FROM unnest(%s::text[], %s::bytea[], %s::timestamptz[])
+"""
+READ_AGAIN = """
+UPDATE saf.cursor SET done = '1:1:', open = NULL, position = 0, until = NULL, cuts = NULL,
+       allowance = NULL
+"""
+
+CLOSED = """
+SELECT FROM saf.cursor JOIN saf.subscription USING (subscription_id)
+WHERE log = 'inbox' AND open IS NULL
+"""
+
+RATES = (1000, 2500)
+WARM_UP_SECONDS, OPEN_LOOP_SECONDS = 10, 20
+EVERY_SECONDS = 0.01
+
+
+def book(messages: Sequence[saf.Received], connection: psycopg.Connection[Any]) -> None:
+    """The business rows of a delivery."""
+    rows = [(message.key, message.body, message.created_at) for message in messages]
+    connection.execute(BOOK, [list(column) for column in zip(*rows, strict=True)])
+
+
+def consume(dsn: Dsn, batch: int, business: bool, seconds: float) -> tuple[int, float, list[float]]:
+    """Messages received, in how many seconds, and how long each delivery took."""
+    received, took = 0, []
+    with connected(dsn) as link:
+        receiver = Receiver(link, "billing", saf.Policy(), batch)
+        started = last = time.monotonic()
+        while last - started < seconds:
+            with receiver.delivery() as delivery:
+                if not delivery:
+                    break
+                for message in delivery:
+                    received += message.id > 0
+                if business:
+                    book(list(delivery), delivery.connection)
+            now = time.monotonic()
+            took.append(now - last)
+            last = now
+    return received, last - started, took
+
+
+def rate(stage: Stage, batch: int, receivers: int, *, business: bool) -> tuple[float, list[float]]:
+    """Messages a second of so many receivers, and how long their deliveries took."""
+    execute(stage.mom, READ_AGAIN, "TRUNCATE booked", "VACUUM saf.cursor", "CHECKPOINT")
+    if business:
+        while not _all_open(stage.mom):
+            consume(stage.mom, 1000, business=False, seconds=1)
+    work = [(stage.mom, batch, business, SECONDS if business else math.inf)] * receivers
+    with multiprocessing.get_context("spawn").Pool(receivers) as pool:
+        measured = pool.starmap(consume, work, chunksize=1)
+    received = sum(count for count, *_ in measured)
+    seconds = max(seconds for _, seconds, _ in measured)
+    return received / seconds, [one for *_, took in measured for one in took]
+
+
+def _all_open(dsn: Dsn) -> bool:
+    with dsn.connect(role="bench") as connection:
+        closed = connection.execute(CLOSED).fetchall()
+    return not closed
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that so many are not above."""
+    return sorted(values)[min(int(len(values) * share), len(values) - 1)]
+
+
+def run(stage: Stage) -> None:
+    """Notes receive_per_second_… and receive_p50_ms_…"""
+    with stage.mom.connect(role="bench", autocommit=True) as connection:
+        create_service(connection, "billing")
+        connection.execute(BOOKED)
+        for _ in range(BACKLOG // CHUNK):
+            connection.execute(FILL, [CHUNK])
+        connection.execute("VACUUM ANALYZE saf.inbox")
+    for receivers in RECEIVERS:
+        noop, _ = rate(stage, 1000, receivers, business=False)
+        reach = ">= 60,000" if receivers == 2 else ""
+        suffix = "" if receivers == 2 else f"_{receivers}_receivers"
+        stage.note(f"receive_per_second_batch_1000{suffix}", noop, "1/s no-op", reach)
+    for batch in BATCHES:
+        for receivers in RECEIVERS:
+            each, took = rate(stage, batch, receivers, business=True)
+            where = f"batch_{batch}_{receivers}_receivers"
+            stage.note(f"receive_insert_per_second_{where}", each, "1/s")
+            stage.note(f"receive_insert_p50_ms_{where}", median(took) * 1000, "ms")
+            stage.note(f"receive_insert_p99_ms_{where}", percentile(took, 0.99) * 1000, "ms")
+
+
+def end_to_end(stage: Stage, spark: SparkSession) -> None:
+    """Notes end_to_end_p50_seconds and so on, at some rates."""
+    with stage.mom.connect(role="bench", autocommit=True) as connection:
+        create_service(connection, "billing")
+        connection.execute(BOOKED.replace("TABLE", "TABLE IF NOT EXISTS"))
+    file = stage.settings_file(
+        Path(stage.server.data_dir).parent / "loop.toml", interval_seconds=0.05
+    )
+    for messages_per_second in RATES:
+        execute(stage.app, "TRUNCATE saf.outbox")
+        execute(stage.mom, "TRUNCATE saf.inbox, booked")
+        waits = _open_loop(stage, Forwarder(load(file), lambda _: spark), messages_per_second)
+        where = "" if messages_per_second == RATES[0] else f"_at_{messages_per_second}"
+        for name, share, reach in (
+            ("p50", 0.5, "<= 0.4"),
+            ("p99", 0.99, "<= 1"),
+            ("p999", 0.999, ""),
+        ):
+            stage.note(f"end_to_end_{name}_seconds{where}", percentile(waits, share), "s", reach)
+
+
+def _open_loop(stage: Stage, forwarder: Forwarder, messages_per_second: int) -> list[float]:
+    worker = saf.Worker(stage.mom, "billing", max_messages=1000)
+    worker.batch_handler()(book)
+    threads = [
+        threading.Thread(target=forwarder.loop, args=(lambda _: None,)),
+        threading.Thread(target=worker.run),
+    ]
+    for thread in threads:
+        thread.start()
+    outbox, sent = saf.Outbox(), 0
+    with stage.app.connect(role="bench") as connection:
+        started = time.monotonic()
+        while (due := time.monotonic() - started) < OPEN_LOOP_SECONDS:
+            number = int(due * messages_per_second) - sent
+            outbox.send_many(
+                connection,
+                [
+                    saf.Message(service="billing", body=b"x" * 200, key=str(n))
+                    for n in range(number)
+                ],
+            )
+            connection.commit()
+            sent += number
+            time.sleep(EVERY_SECONDS)
+    with stage.mom.connect(role="bench", autocommit=True) as connection:
+        deadline = time.monotonic() + 30
+        waits: list[float] = []
+        while len(waits) < sent and time.monotonic() < deadline:
+            time.sleep(0.2)
+            waits = [
+                float(wait)
+                for (wait,) in connection.execute(
+                    "SELECT extract(epoch FROM at - sent_at)::float FROM booked ORDER BY sent_at"
+                )
+            ]
+    forwarder.stop()
+    worker.stop()
+    for thread in threads:
+        thread.join()
+    if len(waits) != sent:
+        raise RuntimeError(f"sent {sent} messages, and {len(waits)} were handled")
+    # what was sent while Java compiled what is hot is left out
+    return waits[messages_per_second * WARM_UP_SECONDS :]

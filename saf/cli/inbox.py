@@ -1,0 +1,63 @@
+"""``saf inbox``: what the readers of an inbox have left."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from saf import inbox
+from saf.cli.brokers import AsJson, Config, Round, Store, store, stores
+from saf.cli.console import plain_console
+from saf.config import load
+
+app = typer.Typer(no_args_is_help=True, help="What is stored, and not handled yet.")
+
+
+@app.command()
+def status(config: Config = None, broker: Store = None, as_json: AsJson = False) -> None:
+    """Show what each subscription of the destinations has left."""
+    round_ = Round(stores(load(config), broker))
+    found = round_.visit("inbox", lambda connection, _: inbox.inbox_status(connection))
+    if as_json:
+        rows = [{"broker": where, **one.as_dict()} for where, some in found.items() for one in some]
+        typer.echo(json.dumps({"subscriptions": rows, "errors": round_.errors()}))
+    else:
+        table = Table("broker", "subscription", "unread", "lag", "parked", "keys", "dead letters")
+        for where, some in found.items():
+            for one in some:
+                lag = "-" if one.lag_seconds is None else f"{one.lag_seconds:,.0f} s"
+                table.add_row(
+                    where, one.subscription, f"{one.unread:,}", lag,
+                    f"{one.parked:,}", f"{one.keys_waiting:,}", f"{one.dead_letters:,}",
+                )  # fmt: skip
+        plain_console().print(table)
+    round_.finish(say=not as_json)
+
+
+@app.command()
+def peek(
+    subscription: Annotated[str, typer.Argument(help="Whose messages.")],
+    config: Config = None,
+    broker: Store = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many to show at most.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Show the next messages of a subscription, which stay where they are."""
+    round_ = Round(store(load(config), broker))
+    found = round_.visit("inbox", lambda connection, _: inbox.peek(connection, subscription, limit))
+    if as_json:
+        rows = [{"broker": where, **one.as_dict()} for where, some in found.items() for one in some]
+        typer.echo(json.dumps({"messages": rows, "errors": round_.errors()}))
+    else:
+        table = Table("id", "message id", "service", "key", "type", "bytes", "received")
+        for some in found.values():
+            for one in some:
+                table.add_row(
+                    str(one.id), str(one.message_id), one.service, one.key or "",
+                    one.message_type or "", f"{one.bytes:,}", f"{one.received_at:%H:%M:%S}",
+                )  # fmt: skip
+        plain_console().print(table)
+    round_.finish(say=not as_json)

@@ -1,0 +1,87 @@
+"""``saf subscription``: the named readers of an inbox."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from saf import services
+from saf.cli.brokers import AsJson, Config, Round, Store, store, stores
+from saf.cli.console import plain_console
+from saf.cli.service import Discard
+from saf.config import load
+from saf.errors import UsageError
+from saf.services import Start
+
+app = typer.Typer(no_args_is_help=True, help="Subscriptions: named readers of an inbox.")
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the subscription.")]
+
+
+@app.command()
+def create(
+    name: Name,
+    *,
+    service: Annotated[
+        str | None, typer.Option(help="Whose messages it reads, all of them.")
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all-services", help="Instead: whoever a message is for.")
+    ] = False,
+    from_now: Annotated[
+        bool, typer.Option("--from-now", help="Only messages stored from now on.")
+    ] = False,
+    config: Config = None,
+    broker: Store = None,
+) -> None:
+    """Add a reader to a service: each of its readers gets every message."""
+    if (service is None) != everything:
+        raise UsageError("whose messages? Say either --service NAME or --all-services")
+    start: Start = "now" if from_now else "beginning"
+    round_ = Round(store(load(config), broker))
+    for where, made in round_.visit(
+        "subscription",
+        lambda connection, _: services.create_subscription(
+            connection, name, service=service, start=start
+        ),
+    ).items():
+        typer.echo(f"{where}: subscription {name} {'created' if made else 'is there already'}")
+    round_.finish(say=True)
+
+
+@app.command("list")
+def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) -> None:
+    """Show the subscriptions of the destinations' inboxes."""
+    round_ = Round(stores(load(config), broker))
+    found = round_.visit("subscription", lambda connection, _: services.subscriptions(connection))
+    if as_json:
+        rows = [
+            {"broker": where, "subscription": one.name, "service": one.service}
+            for where, some in found.items()
+            for one in some
+        ]
+        typer.echo(json.dumps({"subscriptions": rows, "errors": round_.errors()}))
+    else:
+        table = Table("broker", "subscription", "service")
+        for where, some in found.items():
+            for one in some:
+                table.add_row(where, one.name, one.service or "(all)")
+        plain_console().print(table)
+    round_.finish(say=not as_json)
+
+
+@app.command()
+def remove(
+    name: Name, config: Config = None, broker: Store = None, discard: Discard = False
+) -> None:
+    """Forget a reader, with what it has parked and its dead letters."""
+    round_ = Round(store(load(config), broker))
+    for where in round_.visit(
+        "subscription",
+        lambda connection, _: services.remove_subscription(connection, name, discard=discard),
+    ):
+        typer.echo(f"{where}: subscription {name} removed")
+    round_.finish(say=True)

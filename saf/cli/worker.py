@@ -1,0 +1,87 @@
+"""``saf worker``: run a worker of an application, in one process or several."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from saf.errors import UsageError
+from saf.signals import stop_on_signals
+from saf.worker import Worker
+
+AGAIN_SECONDS = 1.0
+"""Before a process that died is replaced."""
+
+
+def command(
+    which: Annotated[
+        str,
+        typer.Argument(metavar="MODULE:WORKER", help="Where the saf.Worker is, to be imported."),
+    ],
+    processes: Annotated[int, typer.Option(min=1, help="How many; one that dies is replaced.")] = 1,
+    drain: Annotated[
+        bool, typer.Option("--drain", help="Handle what is there now, and exit.")
+    ] = False,
+) -> None:
+    """Handle messages until SIGTERM or Ctrl-C, which finish the deliveries in hand."""
+    worker = find(which)
+    if drain:
+        typer.echo(f"handled {worker.drain():,} messages")
+    elif processes == 1:
+        typer.echo(f"handled {worker.run():,} messages")
+    else:
+        supervise([sys.executable, "-m", "saf", "worker", which], processes)
+
+
+def find(which: str) -> Worker:
+    """The worker that ``module:name`` means.
+
+    Raises:
+        UsageError: there is no such module or name, or it is something else.
+    """
+    module, _, name = which.partition(":")
+    if not module or not name:
+        raise UsageError(f"{which!r}: expected MODULE:WORKER, such as shop.consumers:worker")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if error.name not in (module, module.partition(".")[0]):
+            raise
+        raise UsageError(f"{which}: there is no module {error.name!r} here") from None
+    if not isinstance(found, Worker):
+        raise UsageError(f"{which}: {name!r} in {module} is no saf.Worker, but {found!r}")
+    return found
+
+
+def supervise(arguments: list[str], processes: int) -> None:
+    """Keep so many processes running until told to stop; then wait for their ends."""
+    stopping = threading.Event()
+    running: list[subprocess.Popen[bytes]] = []
+
+    def stop() -> None:
+        stopping.set()
+        for process in running:
+            process.terminate()
+
+    with stop_on_signals(stop):
+        while not stopping.is_set():
+            ended = [process.poll() for process in running if process.poll() is not None]
+            if UsageError.exit_code in ended:
+                stop()  # it has said why, and the next one would say the same
+                break
+            running[:] = [process for process in running if process.poll() is None]
+            while len(running) < processes and not stopping.is_set():
+                running.append(subprocess.Popen(arguments))  # noqa: S603 - this command itself
+            stopping.wait(AGAIN_SECONDS)
+        codes = [process.wait() for process in running]
+    if UsageError.exit_code in codes:
+        raise typer.Exit(UsageError.exit_code)

@@ -1,0 +1,195 @@
+"""A delivery: messages in hand, the transaction to work in, and what became of each message.
+
+Iterating over it gives the messages in order. One that cannot be handled is set aside with `park`
+(to be tried again) or `reject` (for a person); the later messages of its key in the same delivery
+are then skipped by the iteration, and wait behind it. What is not set aside is handled, as soon as
+the transaction commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar, overload
+
+import psycopg
+
+from saf import claim, dead, lanes, parking
+from saf.claim import EXPIRED, LATE, Hand
+from saf.lanes import Policy, Suspect, Waiting
+from saf.parking import LATER, Lane
+from saf.received import Received
+
+C = TypeVar("C")
+
+MAX_ERROR = 2000
+"""Characters of an error that are kept."""
+
+
+class Delivery(Sequence[Received], Generic[C]):
+    """Messages in order, and the connection to handle them on; false if there are none.
+
+    ``connection`` is of the kind that was given to `saf.receive`. Its transaction is the
+    delivery's: write on it, and neither commit nor roll back.
+    """
+
+    def __init__(
+        self,
+        connection: C,
+        raw: psycopg.Connection[Any],
+        hand: Hand | None,
+        policy: Policy,
+        tried: Suspect | None = None,
+    ) -> None:
+        self.connection = connection
+        self._raw = raw
+        self._hand = hand
+        self._policy = policy
+        self._tried = tried
+        self._messages: list[Received] = hand.messages if hand else []
+        self._behind: list[Received] = []
+        waiting = hand.waiting if hand else frozenset()
+        if waiting and (tried is None or tried.lane is None):
+            self._behind = [one for one in self._messages if one.lane in waiting]
+            self._messages = [one for one in self._messages if one.lane not in waiting]
+        self._stopped: dict[str, int] = {}
+        """By lane, from which place in the delivery on its messages are not handled."""
+        self._waiting: dict[str, Waiting] = {}
+        self._dead: dict[int, tuple[Received, str, str]] = {}
+        """By place in the delivery, with reason and error."""
+
+    @overload
+    def __getitem__(self, at: int) -> Received: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Received]: ...
+    def __getitem__(self, at: int | slice) -> Received | Sequence[Received]:
+        return self._messages[at]
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def __iter__(self) -> Iterator[Received]:
+        """The messages in order, without those whose key was set aside meanwhile."""
+        return self.still(self._messages)
+
+    def still(self, messages: Iterable[Received]) -> Iterator[Received]:
+        """Those of some messages whose key has not been set aside meanwhile."""
+        for message in messages:
+            if not self._stopped or message.lane not in self._stopped:
+                yield message
+
+    def park(self, message: Received, error: BaseException | str) -> None:
+        """Try this message again later; its key waits. After the last attempt it is dead."""
+        policy = self._policy
+        permanent = isinstance(error, policy.permanent)
+        if permanent or message.attempt >= policy.max_attempts:
+            self.reject(message, error)
+            return
+        self._stop(message, error, policy.wait_seconds(message.attempt))
+
+    def reject(
+        self, message: Received, error: BaseException | str, *, reason: str = "failed"
+    ) -> None:
+        """Make a dead letter of this message; its key goes on, or waits if the policy says so."""
+        self._dead[self._place(message)] = (message, reason, _said(error))
+        if self._policy.block:
+            self._stop(message, f"behind a dead letter: {_said(error)}", None)
+
+    def presume(self, message: Received, error: str) -> None:
+        """Let the message wait in its lane, with its attempts, as if this one had failed."""
+        self._stop(message, error, self._policy.wait_seconds(message.attempt))
+
+    def settle(self) -> None:
+        """Write what became of the messages. Call it before the commit."""
+        hand = self._hand
+        if hand is None:
+            return
+        reader = hand.reader
+        keep: list[tuple[Received, str]] = [(one, one.lane) for one in self._behind]
+        keep += [(one, f"{LATER}{one.shard}") for one in hand.aside[LATE]]
+        bury = [(one, "expired", "expires_at has passed") for one in hand.aside[EXPIRED]]
+        bury += self._dead.values()
+        gone = [one.parked_id for one, *_ in bury]
+        if self._stopped or hand.late or self._tried:
+            for place, one in enumerate(self._messages):
+                stopped = self._stopped.get(one.lane) if self._stopped else None
+                if stopped is not None and place >= stopped and place not in self._dead:
+                    keep.append((one, one.lane))
+                else:
+                    gone.append(one.parked_id)
+        if keep or bury or self._waiting or any(gone):
+            self._set_aside(hand, keep, bury, [number for number in gone if number])
+        touched = {one.shard for one in hand.aside[LATE]}
+        touched.update(int(lane.removeprefix(LATER)) for lane in hand.late)
+        lanes.time_late(self._raw, reader, sorted(touched))
+        if self._tried and self._tried.lane and self._tried.lane not in self._waiting:
+            lane = Lane(lane=self._tried.lane)
+            parking.succeeded(self._raw, reader.subscription_id, lane)
+        claim.move(self._raw, hand)
+
+    def _set_aside(
+        self,
+        hand: Hand,
+        keep: list[tuple[Received, str]],
+        bury: list[tuple[Received, str, str]],
+        gone: list[int],
+    ) -> None:
+        subscription_id = hand.reader.subscription_id
+        lanes.wait(self._raw, hand.reader, self._waiting)
+        fresh = [
+            {
+                **one.stored(),
+                "subscription_id": subscription_id,
+                "destination": "",
+                "lane": lane,
+                "quality": None,
+                "batch": hand.shards[one.shard].batch,
+                "position": one.id,
+            }
+            for one, lane in keep
+            if one.parked_id is None
+        ]
+        if fresh:
+            parking.copy_in(self._raw, fresh)
+        parked = [(one.parked_id, lane) for one, lane in keep if one.parked_id is not None]
+        if parked:
+            lanes.move(self._raw, parked)
+        if gone:
+            parking.unpark(self._raw, gone)
+        if bury:
+            common = {"subscription_id": subscription_id, "destination": ""}
+            dead.bury(
+                self._raw,
+                [
+                    {**one.stored(), **common, "reason": reason, "error": error}
+                    for one, reason, error in bury
+                ],
+            )
+
+    def _stop(self, message: Received, error: BaseException | str, wait: float | None) -> None:
+        self._stopped[message.lane] = self._place(message)
+        self._waiting[message.lane] = Waiting(
+            lane=message.lane,
+            shard=message.shard,
+            attempts=message.attempt if wait is not None else 0,
+            error=_said(error),
+            wait=wait,
+        )
+
+    def _place(self, message: Received) -> int:
+        for place, one in enumerate(self._messages):
+            if one is message:
+                return place
+        raise ValueError(f"{message} is not a message of this delivery")
+
+
+def _said(error: BaseException | str) -> str:
+    """An error as it is kept. PostgreSQL's text holds no NUL, nor half a character.
+
+    >>> _said(ValueError("no such account")), _said("a\\0b")
+    ('ValueError: no such account', 'a\\ufffdb')
+    """
+    text = str(error)
+    if not isinstance(error, str):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    clean = text.replace("\0", "\ufffd").encode(errors="replace").decode()
+    return clean[:MAX_ERROR]

@@ -1,0 +1,356 @@
+"""Receive: messages in order, exactly once, in the consumer's own transaction.
+
+    with saf.receive(engine, "billing", max_messages=100, wait_seconds=5) as delivery:
+        for message in delivery:
+            delivery.connection.execute(…)
+
+The position commits together with what the block writes on ``delivery.connection``: both or
+neither, whatever dies when. An exception rolls everything back and is raised; the messages come
+again, the first of them alone, until one that fails by itself is a dead letter (see `saf.lanes`).
+
+Any number of receivers, in any number of processes, share the work: a key is in one hand at a
+time, and in order. Work in the block runs in READ COMMITTED; other databases, files and calls to
+elsewhere are not part of the transaction, so what is done there is done at least once.
+
+``engine`` is one of
+
+    a SQLAlchemy Engine on psycopg     ``delivery.connection`` is a SQLAlchemy Connection
+    a dsn                              a psycopg Connection, opened for this block
+    a callable                         a psycopg Connection, from ``with engine() as connection``:
+                                       ``pool.connection`` of psycopg_pool, a partial of connect
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+from psycopg.pq import TransactionStatus
+
+from saf import claim, lanes, rebase, services
+from saf.claim import EXPIRED, LATE, Hand, Reader
+from saf.database import Dsn, check_schema, unavailable_if_lost
+from saf.delivery import Delivery
+from saf.errors import UsageError
+from saf.failpoints import fail_point
+from saf.lanes import Policy, Suspect
+from saf.received import READ, Received
+
+if TYPE_CHECKING:
+    import sqlalchemy as sa
+
+    Engine = sa.Engine | Dsn | str | Callable[[], AbstractContextManager[psycopg.Connection[Any]]]
+
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.5
+"""Between polls that find nothing, doubled each time."""
+
+
+@contextmanager
+def receive(
+    engine: Engine,
+    subscription: str,
+    *,
+    max_messages: int = 100,
+    wait_seconds: float = 0.0,
+    policy: Policy | None = None,
+) -> Iterator[Delivery[Any]]:
+    """Messages for a subscription, as many as there are up to ``max_messages``.
+
+    Args:
+        engine: where the inbox is, and the consumer's tables; see above.
+        subscription: whose messages; a service has one of its own name.
+        max_messages: how many at most; they are one transaction.
+        wait_seconds: how long to wait for the first one; then the delivery is empty.
+        policy: what happens to messages whose handling fails.
+
+    Raises:
+        ConfigurationError: there is no such subscription.
+        SchemaMissing, SchemaMismatch, Restored: the database is not to be read from.
+        Unavailable: it does not answer.
+    """
+    if max_messages < 1:
+        raise UsageError(f"max_messages: {max_messages} is less than 1")
+    with connected(engine) as link:
+        receiver = Receiver(link, subscription, policy or Policy(), max_messages)
+        with receiver.delivery(wait_seconds) as delivery:
+            yield delivery
+        fail_point("receive_committed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A connection as its library has it, and the psycopg one below."""
+
+    connection: Any
+    raw: psycopg.Connection[Any]
+    begin: Callable[[], AbstractContextManager[Any]]
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Work that commits at the end of the block, or is rolled back."""
+        if self._status() != TransactionStatus.IDLE:
+            raise UsageError("a transaction is open on this connection: receive begins its own")
+        with self.begin():
+            self.raw.execute(claim.BEGIN)
+            if self._status() != TransactionStatus.INTRANS:
+                raise UsageError(
+                    "this engine is in AUTOCOMMIT: each statement would be committed by itself, "
+                    "and nothing rolled back. Receive with another isolation level"
+                )
+            yield
+
+    def _status(self) -> TransactionStatus:
+        return TransactionStatus(self.raw.info.transaction_status)
+
+
+@contextmanager
+def connected(engine: Engine) -> Iterator[Link]:
+    """A connection to receive on.
+
+    Raises:
+        UsageError: ``engine`` is none of the things that one can be had from.
+        Unavailable: the database does not answer.
+    """
+    if isinstance(engine, (str, Dsn)):
+        dsn = Dsn(engine) if isinstance(engine, str) else engine
+        with dsn.connect(role="receive", autocommit=True) as raw:
+            yield Link(connection=raw, raw=raw, begin=raw.transaction)
+        return
+    if "sqlalchemy" in sys.modules:
+        import sqlalchemy as sa
+
+        if isinstance(engine, sa.Engine):
+            with engine.connect() as connection:
+                below = _psycopg(connection.connection.driver_connection)
+                yield Link(connection=connection, raw=below, begin=connection.begin)
+                return
+    if not callable(engine):
+        raise UsageError(
+            f"cannot receive from a {type(engine).__module__}.{type(engine).__qualname__}: "
+            "expected a SQLAlchemy Engine, a dsn, or a callable that gives psycopg connections"
+        )
+    with engine() as raw:
+        yield Link(connection=raw, raw=_psycopg(raw), begin=raw.transaction)
+
+
+def _psycopg(connection: object) -> psycopg.Connection[Any]:
+    if not isinstance(connection, psycopg.Connection):
+        raise UsageError(
+            f"receiving needs psycopg 3, and this connection is a "
+            f"{type(connection).__module__}.{type(connection).__qualname__}: "
+            "create the engine with postgresql+psycopg://"
+        )
+    return connection
+
+
+class Receiver:
+    """Gives one delivery after the other on one connection.
+
+    Raises what `receive` raises.
+    """
+
+    def __init__(self, link: Link, subscription: str, policy: Policy, max_messages: int) -> None:
+        self.link = link
+        self.policy = policy
+        self.max_messages = max_messages
+        with unavailable_if_lost(f"database {link.raw.info.dbname!r}"), link.transaction():
+            check_schema(link.raw)
+            rebase.refuse(link.raw)
+            found = services.subscription(link.raw, subscription)
+        self.reader = Reader(
+            subscription_id=found.subscription_id, name=found.name, service=found.service
+        )
+
+    @contextmanager
+    def delivery(
+        self, wait_seconds: float = 0.0, stopping: Event | None = None
+    ) -> Iterator[Delivery[Any]]:
+        """The next messages; an empty delivery after ``wait_seconds``, or when told to stop."""
+        stopping = stopping or Event()
+        pauses = _pauses(time.monotonic() + wait_seconds)
+        # half of the time what failed before, so that neither holds the other up
+        careful_first, vain = _toss(), False
+        while True:
+            found = None
+            with self.link.transaction():
+                troubled = lanes.troubled(self.link.raw, self.reader)
+                careful = troubled and careful_first and not vain
+                if not careful:
+                    found = self._claim()
+                if found is not None:
+                    if found:
+                        fail_point("receive_read")
+                        yield found
+                        fail_point("receive_handled")
+                    found.settle()
+                    fail_point("receive_settled")
+            if found:
+                return
+            if careful:
+                suspect = self._count()
+                if suspect is not None:
+                    fail_point("attempt_counted")
+                    with self._tried(suspect) as delivery:
+                        if delivery:
+                            fail_point("receive_read")
+                            yield delivery
+                            fail_point("receive_handled")
+                        delivery.settle()
+                        fail_point("receive_settled")
+                    if delivery:
+                        return
+                vain = suspect is None
+            elif found is None and troubled and not vain:
+                careful_first = True
+            elif found is None:
+                pause = next(pauses)
+                if pause is None or stopping.wait(pause):
+                    with self.link.transaction():
+                        yield self._delivery(None)
+                    return
+                vain = False
+
+    def _claim(self) -> Delivery[Any] | None:
+        """The next messages of any shards that nobody has in hand."""
+        raw = self.link.raw
+        hand = claim.claim(raw, self.reader, self.max_messages)
+        if hand is None:
+            return None
+        for shard in hand.failed:
+            hand.shards[shard].allowance = 1
+        claim.read(raw, hand, set(hand.shards) - hand.failed, self.max_messages)
+        return self._delivery(hand)
+
+    def _count(self) -> Suspect | None:
+        """Choose what is to be tried alone, and count the attempt: a transaction of its own.
+
+        None if there is nothing, or somebody else has it in hand.
+        """
+        raw, reader = self.link.raw, self.reader
+        with self.link.transaction():
+            suspect = lanes.choose(raw, reader)
+            if suspect is None:
+                return None
+            hand = claim.claim_shard(raw, reader, suspect.shard, 1)
+            if hand is None:
+                return None
+            if suspect.lane is None:
+                return self._count_shard(hand, suspect)
+            known = lanes.attempts(raw, reader, suspect.lane)
+            if known is None:
+                claim.move(raw, hand)
+                return suspect
+            number, error = known
+            suspect = Suspect(shard=suspect.shard, lane=suspect.lane, attempts=number + 1)
+            if number >= self.policy.max_attempts:
+                # the last attempt took its process with it
+                last = self._read_lane(hand, suspect, number, limit=1)
+                for message in last:
+                    last.reject(message, error)
+                last.settle()
+                return suspect
+            lanes.count(raw, reader, suspect.lane or "", suspect.attempts, self.policy)
+            claim.move(raw, hand)
+        return suspect
+
+    def _count_shard(self, hand: Hand, suspect: Suspect) -> Suspect:
+        shard = hand.shards[suspect.shard]
+        failed = suspect.shard in hand.failed
+        allowance = shard.allowance or 1
+        if allowance > 1 and not failed:
+            claim.move(self.link.raw, hand)
+            return suspect
+        shard.allowance = 1
+        claim.read(self.link.raw, hand, [suspect.shard], 1)
+        first = self._delivery(hand)
+        if not first:
+            if not hand.aside[LATE] and not hand.aside[EXPIRED] and not hand.messages:
+                shard.allowance = None
+            first.settle()
+            return suspect
+        # unless it was another one's attempt that failed, it was among those that did
+        number = 1 if failed and allowance == 1 else 2
+        (message,) = first
+        message.attempt = number
+        first.presume(message, "the last delivery with this message did not come to its end")
+        first.settle()
+        return Suspect(shard=suspect.shard, lane=message.lane, attempts=number)
+
+    @contextmanager
+    def _tried(self, suspect: Suspect) -> Iterator[Delivery[Any]]:
+        """A delivery of a suspect alone. If its block fails, the error is noted afterwards."""
+        raw = self.link.raw
+        try:
+            with self.link.transaction():
+                hand = claim.claim_shard(raw, self.reader, suspect.shard, self.max_messages)
+                if hand is None:
+                    yield self._delivery(None)
+                    return
+                shard = hand.shards[suspect.shard]
+                if suspect.lane is None:
+                    allowance = min(shard.allowance or self.max_messages, self.max_messages)
+                    claim.read(raw, hand, [suspect.shard], allowance)
+                    delivery = self._delivery(hand, suspect)
+                else:
+                    delivery = self._read_lane(hand, suspect, suspect.attempts)
+                if shard.allowance is not None:
+                    doubled = shard.allowance * 2
+                    shard.allowance = doubled if doubled < claim.ALL_CLEAR else None
+                yield delivery
+        except Exception as error:
+            if suspect.lane is not None and not raw.closed:
+                self._note(suspect, error)
+            raise
+
+    def _note(self, suspect: Suspect, error: Exception) -> None:
+        """Keep what an attempt failed with; after the last one, make a dead letter at once."""
+        with self.link.transaction():
+            hand = claim.claim_shard(self.link.raw, self.reader, suspect.shard, 1)
+            if hand is None:
+                return
+            hand.shards[suspect.shard].allowance = (
+                2 if hand.shards[suspect.shard].allowance is not None else None
+            )
+            delivery = self._read_lane(hand, suspect, suspect.attempts, limit=1)
+            for message in delivery:
+                delivery.park(message, error)
+            delivery.settle()
+
+    def _read_lane(
+        self, hand: Hand, suspect: Suspect, number: int, limit: int | None = None
+    ) -> Delivery[Any]:
+        """What waits in a lane, if it was tried ``number`` times: only the first if it failed."""
+        raw, lane = self.link.raw, suspect.lane or ""
+        known = lanes.attempts(raw, self.reader, lane)
+        if known is None or known[0] != number:
+            return self._delivery(hand, Suspect(shard=suspect.shard, lane=None))
+        limit = limit or (self.max_messages if number == 1 else 1)
+        for row in lanes.read_lane(raw, self.reader, lane, limit):
+            message = Received(row, row[-1], number if not hand.messages else 1)
+            fate = row[len(READ)]
+            (hand.aside[fate] if fate else hand.messages).append(message)
+        return self._delivery(hand, suspect)
+
+    def _delivery(self, hand: Hand | None, tried: Suspect | None = None) -> Delivery[Any]:
+        return Delivery(self.link.connection, self.link.raw, hand, self.policy, tried)
+
+
+def _toss() -> bool:
+    return random.choice((True, False))  # noqa: S311 - nobody gains by guessing it
+
+
+def _pauses(until: float) -> Iterator[float | None]:
+    """How long to wait between polls, up to a moment; None when it has come."""
+    pause = FIRST_PAUSE_SECONDS
+    while (left := until - time.monotonic()) > 0:
+        yield min(pause, left)
+        pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+    while True:
+        yield None

@@ -1,0 +1,112 @@
+"""A message as a consumer gets it. Nothing is decoded that is not asked for."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from saf.errors import UnreadableBody
+from saf.message import COLUMNS, CONTENT_TYPE
+from saf.parking import KEY
+
+# What the database gives in the form that costs least to fetch
+_CHEAP = {"message_id": "uuid_send(message_id)", "headers": "headers::text"}
+
+READ = ("id", "shard", *COLUMNS)
+"""What each row holds, in this order, and after it what the reader adds."""
+EXPRESSIONS = ", ".join(_CHEAP.get(column, column) for column in READ)
+"""The columns, for a SELECT from the inbox or from saf.parked."""
+
+_AT = {column: place for place, column in enumerate(READ)}
+ID, SHARD = _AT["id"], _AT["shard"]
+_MESSAGE_ID, _KEY, _HEADERS, _BODY = (
+    _AT[column] for column in ("message_id", "key", "headers", "body")
+)
+
+
+def _field(column: str, what: str) -> Any:
+    place = _AT[column]
+    return property(lambda self: self._row[place], doc=what)
+
+
+class Received:
+    """One message of a delivery. Read only."""
+
+    __slots__ = ("_row", "attempt", "parked_id")
+
+    def __init__(
+        self, row: tuple[Any, ...], parked_id: int | None = None, attempt: int = 1
+    ) -> None:
+        self._row = row
+        self.parked_id = parked_id
+        """Where it waits, if it has been set aside before."""
+        self.attempt = attempt
+        """How often it has been handed out, with this time."""
+
+    id: int = _field("id", "Its place in the inbox: rises with each message of a key.")
+    shard: int = _field("shard", "Where its key falls.")
+    service: str = _field("to_service", "The service that it is addressed to.")
+    from_service: str | None = _field("from_service", "The sender's service.")
+    key: str | None = _field("key", "What stays in order together.")
+    message_type: str | None = _field("message_type", "What the body is.")
+    conversation_id: UUID | None = _field("conversation_id", "The conversation it belongs to.")
+    sequence: int | None = _field("sequence", "Its number within the conversation.")
+    body: bytes = _field("body", "As it was sent; see `text` and `json`.")
+    created_at: datetime = _field("created_at", "When it was sent.")
+    deliver_at: datetime | None = _field("deliver_at", "Not handed out before.")
+    expires_at: datetime | None = _field("expires_at", "Not handed out after.")
+
+    @property
+    def message_id(self) -> UUID:
+        """The id that `Outbox.send` returned."""
+        return UUID(bytes=self._row[_MESSAGE_ID])
+
+    @property
+    def headers(self) -> dict[str, Any]:
+        """JSON values by name."""
+        headers = self._row[_HEADERS]
+        return {} if headers is None else json.loads(headers)
+
+    @property
+    def content_type(self) -> str | None:
+        """What the headers say that the body is."""
+        return self.headers.get(CONTENT_TYPE)
+
+    def text(self) -> str:
+        """The body as text.
+
+        Raises:
+            UnreadableBody: it is not UTF-8.
+        """
+        try:
+            return self.body.decode()
+        except UnicodeDecodeError as error:
+            raise UnreadableBody(self.message_id, self.content_type, str(error)) from None
+
+    def json(self) -> Any:
+        """The value that the body is the JSON of.
+
+        Raises:
+            UnreadableBody: it is not JSON.
+        """
+        try:
+            return json.loads(self.body)
+        except ValueError as error:
+            raise UnreadableBody(self.message_id, self.content_type, str(error)) from None
+
+    @property
+    def lane(self) -> str:
+        """Where the messages of its key wait; one without key is alone. See `saf.parking`."""
+        return f"{KEY}{self.message_id if self._row[_KEY] is None else self._row[_KEY]}"
+
+    def stored(self) -> dict[str, Any]:
+        """Its columns, to store it elsewhere."""
+        return dict(zip(READ, self._row, strict=False)) | {"message_id": self.message_id}
+
+    def __repr__(self) -> str:
+        return (
+            f"Received(message_id={self.message_id}, service={self.service!r}, key={self.key!r}, "
+            f"message_type={self.message_type!r}, attempt={self.attempt}, {len(self.body)} bytes)"
+        )

@@ -1,0 +1,500 @@
+"""Receiving: in order, exactly once, whatever rolls back, dies, waits or hangs."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any
+
+import psycopg
+import pytest
+
+import saf
+from saf import claim
+from saf.database import Dsn, fetch
+from saf.errors import Unavailable, UnreadableBody, UsageError
+from saf.maintenance import purge_broker
+from saf.services import create_subscription
+from tests.pipeline import connect
+from tests.processes import run, start, wait
+from tests.receivers import (
+    SUBSCRIPTION,
+    by_key,
+    consumer,
+    count_up,
+    dead,
+    doomed,
+    effect,
+    effects,
+    let_keys_be_due,
+    let_the_server_notice,
+    prepare,
+    put,
+    store,
+    waiting,
+    worker,
+)
+
+POINTS = ("receive_read", "receive_handled", "receive_settled", "receive_committed")
+every_postgresql = pytest.mark.every_postgresql
+
+
+@pytest.fixture
+def inbox(mom: Dsn) -> Dsn:
+    prepare(mom)
+    return mom
+
+
+def receive_all(inbox: Dsn, max_messages: int = 100, **options: object) -> list[str]:
+    """Receive until nothing is due, with an effect of each; return the bodies in order."""
+    bodies: list[str] = []
+    while True:
+        with saf.receive(inbox, SUBSCRIPTION, max_messages=max_messages, **options) as delivery:  # type: ignore[arg-type]
+            if not delivery:
+                return bodies
+            for message in delivery:
+                effect(delivery.connection, message)
+                bodies.append(message.text())
+
+
+def roll_back(inbox: Dsn, poison: str = "", max_messages: int = 200) -> int:
+    """A delivery whose block has effects, and raises if there is a message that says so."""
+    messages: list[saf.Received] = []
+    with (
+        suppress(ZeroDivisionError),
+        saf.receive(inbox, SUBSCRIPTION, max_messages=max_messages) as delivery,
+    ):
+        messages += delivery
+        for message in delivery:
+            effect(delivery.connection, message)
+            if message.text().startswith(poison):
+                raise ZeroDivisionError
+    return len(messages)
+
+
+# Exactly once
+
+
+@every_postgresql
+def test_what_the_block_writes_and_the_position_commit_together(inbox: Dsn) -> None:
+    put(inbox, "1", "2", "3", key="k")
+    with saf.receive(inbox, SUBSCRIPTION) as delivery:
+        assert [message.text() for message in delivery] == ["1", "2", "3"]
+        for message in delivery:
+            effect(delivery.connection, message)
+        assert effects(inbox) == []
+    assert effects(inbox) == ["1", "2", "3"]
+    with saf.receive(inbox, SUBSCRIPTION) as delivery:
+        assert not delivery
+        assert list(delivery) == []
+
+
+@every_postgresql
+def test_what_the_block_sends_to_the_inbox_it_reads_is_received_next(
+    inbox: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A snapshot counts the transaction that takes it as complete, if a later one is."""
+
+    def later_first(connection: psycopg.Connection[Any], query: str, params: Any) -> Any:
+        if query == claim.STATE:
+            put(inbox, "3", key="k")
+        return fetch(connection, query, params)
+
+    put(inbox, "1", key="k")
+    with monkeypatch.context() as patch:
+        patch.setattr(claim, "fetch", later_first)
+        with saf.receive(inbox, SUBSCRIPTION) as delivery:
+            assert [message.text() for message in delivery] == ["1", "3"]
+            delivery.connection.execute(
+                "INSERT INTO saf.inbox (to_service, key, body) VALUES ('billing', 'k', '2')"
+            )
+    assert receive_all(inbox) == ["2"]
+
+
+@every_postgresql
+def test_an_exception_rolls_everything_back_and_the_messages_come_again(inbox: Dsn) -> None:
+    put(inbox, "1", "2", key="k")
+    assert roll_back(inbox) == 2
+    assert effects(inbox) == []
+    assert receive_all(inbox) == ["1", "2"]
+
+
+@every_postgresql
+def test_eight_receivers_with_rollbacks_and_kills_read_each_key_from_1_to_n_once(
+    inbox: Dsn,
+) -> None:
+    keys, each = 20, 30
+    store(inbox, keys, each, transactions=5)
+    chance = random.Random(7)
+    for round_ in range(2):
+        points = [f"{chance.choice(POINTS)}:{chance.randint(1, 8)}" for _ in range(8)]
+        processes = [
+            start(consumer, inbox, 10 * round_ + number, failpoint=point)
+            for number, point in enumerate(points)
+        ]
+        assert {wait(process) for process in processes} <= {0, -signal.SIGKILL}
+    let_the_server_notice(inbox)
+    assert run(consumer, inbox, 99) == 0
+    assert by_key(inbox) == {f"k{key}": list(range(1, each + 1)) for key in range(1, keys + 1)}
+    assert dead(inbox) == []
+    assert waiting(inbox) == []
+
+
+@pytest.mark.parametrize("point", [*POINTS, "attempt_counted"])
+def test_a_consumer_killed_at_a_point_loses_nothing_and_repeats_nothing(
+    inbox: Dsn, point: str
+) -> None:
+    store(inbox, 3, 10, transactions=2)
+    points = [f"{point}:1", f"{point}:2"]
+    if point == "attempt_counted":
+        points = ["receive_handled", point, point]
+    for one in points:
+        assert run(worker, inbox, failpoint=one) == -signal.SIGKILL
+        let_the_server_notice(inbox)
+        let_keys_be_due(inbox)
+    while run(worker, inbox) == 0 and waiting(inbox):
+        let_keys_be_due(inbox)
+    assert by_key(inbox) == {f"k{key}": list(range(1, 11)) for key in range(1, 4)}
+
+
+def test_a_receiver_that_dies_frees_its_shards_at_once(inbox: Dsn) -> None:
+    put(inbox, "1", key="k")
+    assert run(doomed, inbox, failpoint="receive_read") == -signal.SIGKILL
+    let_the_server_notice(inbox)
+    started = time.monotonic()
+    assert receive_all(inbox) == ["1"]
+    assert time.monotonic() - started < 1
+
+
+# Order
+
+
+@every_postgresql
+def test_an_older_transaction_that_got_the_lock_later_comes_later(inbox: Dsn) -> None:
+    insert = "INSERT INTO saf.inbox (to_service, key, body) VALUES ('billing', 'k', %s)"
+    with inbox.connect(role="test") as older, inbox.connect(role="test") as newer:
+        older.execute("SELECT pg_current_xact_id()")
+        newer.execute(insert, [b"first"])
+        newer.commit()
+        older.execute(insert, [b"second"])
+        older.commit()
+    assert receive_all(inbox, max_messages=1) == ["first", "second"]
+
+
+@every_postgresql
+def test_a_late_committer_is_not_lost(inbox: Dsn) -> None:
+    with inbox.connect(role="test") as late:
+        late.execute("INSERT INTO saf.inbox (to_service, key, body) VALUES ('billing', 'a', '1')")
+        put(inbox, "2", key="b")
+        assert receive_all(inbox) == ["2"]
+        late.commit()
+    assert receive_all(inbox) == ["1"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_deep_backlog_of_transactions_that_overlap_is_read_in_the_order_of_ids(
+    inbox: Dsn, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches end at cuts, none of which may part two messages the wrong way round."""
+    monkeypatch.setattr(claim, "CUT_ROWS", 3)
+    monkeypatch.setattr(claim, "CUTS", 4)
+    chance = random.Random(seed)
+    with ExitStack() as stack:
+        writers = [stack.enter_context(inbox.connect(role="test")) for _ in range(4)]
+        for number in range(400):
+            writer = chance.choice(writers)
+            writer.execute(
+                "INSERT INTO saf.inbox (to_service, key, body) VALUES ('billing', 'k', %s)",
+                [str(number).encode()],
+            )
+            if chance.random() < 0.3:
+                writer.commit() if chance.random() < 0.9 else writer.rollback()
+            if number % 80 == 0:
+                for one in writers:
+                    one.commit()
+        for writer in writers[1:]:
+            writer.commit()
+        with connect(inbox) as connection:
+            expected = fetch(connection, "SELECT body FROM saf.inbox ORDER BY id")
+        got = receive_all(inbox, max_messages=2)
+        with connect(inbox) as connection:
+            assert fetch(connection, "SELECT max(batch) > 5 FROM saf.cursor") == [(True,)]
+        writers[0].commit()
+    assert got == [bytes(body).decode() for (body,) in expected]
+    with connect(inbox) as connection:
+        everything = fetch(connection, "SELECT count(*) FROM saf.inbox")
+    assert len(got) + len(receive_all(inbox)) == everything[0][0]
+
+
+# Side by side
+
+
+@every_postgresql
+def test_a_key_is_never_in_two_hands_and_other_shards_stay_free(inbox: Dsn) -> None:
+    store(inbox, 200, 2)
+    with ExitStack() as stack:
+        deliveries = [
+            stack.enter_context(saf.receive(inbox, SUBSCRIPTION, max_messages=40)) for _ in range(4)
+        ]
+        keys = [{message.key for message in delivery} for delivery in deliveries]
+        assert all(len(delivery) == 40 for delivery in deliveries)
+    assert sum(map(len, keys)) == len(set.union(*keys))
+
+
+def test_a_slow_key_does_not_delay_others(inbox: Dsn) -> None:
+    put(inbox, "slow", key="slow")
+    with saf.receive(inbox, SUBSCRIPTION) as slow:
+        assert len(slow) == 1
+        with connect(inbox) as connection:
+            ((shard,),) = fetch(connection, "SELECT shard FROM saf.inbox")
+        store(inbox, 50, 2)
+        started = time.monotonic()
+        received = receive_all(inbox)
+        assert time.monotonic() - started < 2
+        with connect(inbox) as connection:
+            ((other,),) = fetch(
+                connection,
+                "SELECT count(*) FROM saf.inbox WHERE shard <> %(shard)s",
+                {"shard": shard},
+            )
+        assert len(received) == other
+
+
+def test_waiting_ends_with_the_first_message(inbox: Dsn) -> None:
+    timer = threading.Timer(0.3, put, [inbox, "at last"])
+    timer.start()
+    started = time.monotonic()
+    with saf.receive(inbox, SUBSCRIPTION, wait_seconds=20) as delivery:
+        assert [message.text() for message in delivery] == ["at last"]
+    assert time.monotonic() - started < 2
+    timer.join()
+
+
+def test_a_thousand_subscriptions_on_one_inbox_each_get_everything(inbox: Dsn) -> None:
+    names = [f"reader {number}" for number in range(1000)]
+    with connect(inbox) as connection:
+        with connection.transaction():
+            for name in names:
+                create_subscription(connection, name, service="billing")
+        store(inbox, 10, 2)
+        started = time.monotonic()
+        for name in names:
+            with saf.receive(partial(psycopg.connect, inbox.conninfo), name) as delivery:
+                assert len(delivery) == 20
+        assert time.monotonic() - started < 120
+        connection.execute("SELECT max(nextval('saf.inbox_id_seq')) FROM generate_series(1, 1<<20)")
+        outcome = purge_broker(connection, retention_seconds=0, rotate_after_seconds=1e9)
+        needed = [slot for slot in outcome.slots if slot.log == "inbox" and slot.number == 0]
+        assert [slot.subscription for slot in needed] == ["billing"]
+        receive_all(inbox)
+        outcome = purge_broker(connection, retention_seconds=0, rotate_after_seconds=1e9)
+        assert [s.state for s in outcome.slots if s.log == "inbox" and s.number == 0] == ["purged"]
+
+
+def test_a_held_xmin_horizon_does_not_slow_receiving_down(inbox: Dsn) -> None:
+    """A forgotten transaction keeps every old version of the cursors."""
+
+    def seconds() -> float:
+        store(inbox, 20, 10)
+        started = time.monotonic()
+        receive_all(inbox, max_messages=5)
+        return time.monotonic() - started
+
+    seconds()
+    before = min(seconds() for _ in range(2))
+    with inbox.connect(role="test") as forgotten:
+        forgotten.execute("SELECT pg_current_xact_id()")
+        during = [seconds() for _ in range(5)]
+    assert min(during[-2:]) < 3 * before + 0.5
+
+
+# Later, or never
+
+
+def test_deliver_at_is_honoured_and_nobody_waits_for_it(inbox: Dsn) -> None:
+    later = datetime.now(UTC) + timedelta(hours=1)
+    put(inbox, "later", key="k", deliver_at=later)
+    put(inbox, "latest", key="k", deliver_at=later + timedelta(hours=1))
+    put(inbox, "now", key="k")
+    assert receive_all(inbox) == ["now"]
+    assert receive_all(inbox) == []
+    with connect(inbox) as connection:
+        connection.execute("UPDATE saf.parked SET deliver_at = deliver_at - interval '61 min'")
+        connection.execute("UPDATE saf.backoff SET next_attempt_at = now() - interval '1 min'")
+    put(inbox, "next", key="k")
+    assert receive_all(inbox) == ["later", "next"]
+    with connect(inbox) as connection:
+        connection.execute("UPDATE saf.parked SET deliver_at = now()")
+        connection.execute("UPDATE saf.backoff SET next_attempt_at = now()")
+    assert receive_all(inbox) == ["latest"]
+    assert effects(inbox) == ["now", "later", "next", "latest"]
+    with connect(inbox) as connection:
+        assert fetch(connection, "SELECT FROM saf.backoff") == []
+
+
+def test_an_expired_message_is_a_dead_letter(inbox: Dsn) -> None:
+    put(inbox, "too late", key="k", expires_at=datetime.now(UTC) - timedelta(seconds=1))
+    put(inbox, "in time", key="k", expires_at=datetime.now(UTC) + timedelta(hours=1))
+    assert receive_all(inbox) == ["in time"]
+    assert dead(inbox) == [("too late", "expired")]
+
+
+# What fails every time
+
+
+@every_postgresql
+def test_five_rollbacks_on_one_message_make_it_a_dead_letter_and_others_go_on(inbox: Dsn) -> None:
+    put(inbox, "poison", "after it", key="k")
+    assert roll_back(inbox, "poison") == 2
+    for attempt in range(2, 6):
+        assert dead(inbox) == []
+        assert roll_back(inbox, "poison", max_messages=1) == 1
+        put(inbox, f"other {attempt}", key="other")
+        while roll_back(inbox, "nothing"):  # what is not due stays where it is
+            assert effects(inbox)[-1] == f"other {attempt}" or attempt == 5
+        assert ("after it" in effects(inbox)) == (attempt == 5)
+        let_keys_be_due(inbox)
+    assert dead(inbox) == [("poison", "failed")]
+    with connect(inbox) as connection:
+        ((error,),) = fetch(connection, "SELECT error FROM saf.dead_letter")
+    assert error == "ZeroDivisionError"
+
+
+def test_a_message_that_kills_whoever_handles_it_is_found_among_others_and_set_aside(
+    inbox: Dsn,
+) -> None:
+    store(inbox, 5, 3)
+    put(inbox, "poison", key="k3")
+    put(inbox, "4", key="k3")
+    kills = 0
+    while len(effects(inbox)) < 16:
+        let_keys_be_due(inbox)
+        kills += run(doomed, inbox) == -signal.SIGKILL
+        let_the_server_notice(inbox)
+        assert kills < 30
+    assert dead(inbox) == [("poison", "failed")]
+    assert by_key(inbox)["k3"] == [1, 2, 3, 4]
+    assert {key: len(numbers) for key, numbers in by_key(inbox).items()} == {
+        **{f"k{key}": 3 for key in (1, 2, 4, 5)},
+        "k3": 4,
+    }
+    assert kills <= 10
+
+
+def test_what_rolls_back_once_comes_again_in_order_and_is_soon_handed_out_in_full(
+    inbox: Dsn,
+) -> None:
+    store(inbox, 1, 200)
+    assert roll_back(inbox) == 200
+    sizes: list[int] = []
+    while sum(sizes) < 200:
+        with saf.receive(inbox, SUBSCRIPTION, max_messages=200) as delivery:
+            for message in delivery:
+                count_up(delivery.connection, message)
+            sizes.append(len(delivery))
+    assert sizes == [1, 2, 4, 8, 16, 32, 64, 73]
+    assert by_key(inbox) == {"k1": list(range(1, 201))}
+
+
+# Connections
+
+
+def test_it_receives_on_what_the_application_has(inbox: Dsn) -> None:
+    put(inbox, "engine", "dsn", "text", "factory", key="k")
+    engine = inbox.engine()
+    sources: list[Any] = [engine, inbox, inbox.conninfo, partial(psycopg.connect, inbox.conninfo)]
+    for source in sources:
+        with saf.receive(source, SUBSCRIPTION, max_messages=1) as delivery:
+            raw = delivery.connection
+            if source is engine:
+                raw = delivery.connection.connection.driver_connection
+            effect(raw, delivery[0])
+    engine.dispose()
+    assert effects(inbox) == ["engine", "dsn", "text", "factory"]
+
+
+def test_what_cannot_be_received_from_is_named(inbox: Dsn) -> None:
+    seven: Any = 7
+    with (
+        pytest.raises(UsageError, match=r"cannot receive from a builtins\.int"),
+        saf.receive(seven, "a"),
+    ):
+        pass
+    with (
+        pytest.raises(UsageError, match="max_messages: 0"),
+        saf.receive(inbox, SUBSCRIPTION, max_messages=0),
+    ):
+        pass
+    with pytest.raises(Unavailable), saf.receive("host=/nowhere dbname=x", SUBSCRIPTION):
+        pass
+
+
+@pytest.fixture
+def engines(inbox: Dsn) -> Iterator[list[Any]]:
+    engine = inbox.engine()
+    yield [engine]
+    engine.dispose()
+
+
+def test_a_block_that_commits_by_itself_is_refused_and_its_messages_come_again(
+    inbox: Dsn, engines: list[Any]
+) -> None:
+    put(inbox, "1", key="k")
+    (engine,) = engines
+    with (
+        pytest.raises(Exception, match=r"inside of its block|closed transaction"),
+        saf.receive(engine, SUBSCRIPTION) as delivery,
+    ):
+        delivery.connection.commit()
+    with (
+        pytest.raises(psycopg.ProgrammingError, match="Explicit commit"),
+        saf.receive(inbox, SUBSCRIPTION) as delivery,
+    ):
+        delivery.connection.commit()
+    let_keys_be_due(inbox)
+    assert receive_all(inbox) == ["1"]
+
+
+# Messages
+
+
+def test_a_message_has_what_was_sent_and_says_what_cannot_be_read(app: Dsn, inbox: Dsn) -> None:
+    from tests.pipeline import forward
+
+    outbox = saf.Outbox(from_service="shop")
+    with app.connect(role="test") as connection:
+        first = outbox.send(
+            connection, SUBSCRIPTION, {"total": 90}, key="A-1", message_type="Placed",
+            headers={"tenant": 7},
+        )  # fmt: skip
+        outbox.send(
+            connection, SUBSCRIPTION, b"\xff{", key="A-1",
+            headers={"content-type": "application/json"},
+        )  # fmt: skip
+    forward(app, mom=inbox)
+    with saf.receive(inbox, SUBSCRIPTION) as delivery:
+        message, bad = delivery
+        assert (message.message_id, message.key, message.message_type) == (first, "A-1", "Placed")
+        assert (message.service, message.from_service) == (SUBSCRIPTION, "shop")
+        assert message.headers == {"content-type": "application/json", "tenant": 7}
+        assert message.json() == {"total": 90}
+        assert (datetime.now(UTC) - message.created_at).total_seconds() < 60
+        assert message.attempt == 1
+        assert str(first) in repr(message)
+        with pytest.raises(UnreadableBody, match=rf"{bad.message_id} .* application/json"):
+            bad.json()
+        with pytest.raises(UnreadableBody):
+            bad.text()
+
+
+def test_an_engine_that_commits_each_statement_is_refused(inbox: Dsn) -> None:
+    engine = inbox.engine(isolation_level="AUTOCOMMIT")
+    with pytest.raises(UsageError, match="in AUTOCOMMIT"), saf.receive(engine, SUBSCRIPTION):
+        pass
+    engine.dispose()

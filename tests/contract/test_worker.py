@@ -1,0 +1,351 @@
+"""Workers: what fails waits or dies alone, and everything else goes on."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+import saf
+from saf import dead as dead_letters
+from saf.database import Dsn, fetch
+from saf.dead import Filter
+from saf.errors import ConfigurationError, UsageError
+from tests.pipeline import connect
+from tests.programs import ROOT, environment, run
+from tests.receivers import (
+    SUBSCRIPTION,
+    by_key,
+    dead,
+    effect,
+    effects,
+    let_keys_be_due,
+    prepare,
+    put,
+    store,
+    waiting,
+)
+
+every_postgresql = pytest.mark.every_postgresql
+
+
+@pytest.fixture
+def inbox(mom: Dsn) -> Dsn:
+    prepare(mom)
+    return mom
+
+
+class Picky:
+    """A worker that fails on what it is told to."""
+
+    def __init__(self, inbox: Dsn, *bad: str, **options: Any) -> None:
+        self.bad = set(bad)
+        self.worker = saf.Worker(inbox, SUBSCRIPTION, **options)
+        self.worker.handler()(self.handle)
+
+    def handle(self, message: saf.Received, connection: psycopg.Connection[Any]) -> None:
+        effect(connection, message)
+        if message.text() in self.bad:
+            raise ValueError(f"{message.text()} will not do")
+
+
+@every_postgresql
+def test_a_message_that_fails_waits_with_its_key_and_others_go_on(inbox: Dsn) -> None:
+    put(inbox, "1", "2", "3", key="k")
+    put(inbox, "a", "b", key="other")
+    picky = Picky(inbox, "2")
+    picky.worker.drain()
+    put(inbox, "4", key="k")
+    put(inbox, "c", key="other")
+    picky.worker.drain()
+    assert effects(inbox) == ["1", "a", "b", "c"]
+    assert waiting(inbox) == ["k"]
+    with connect(inbox) as connection:
+        ((error, seconds),) = fetch(
+            connection,
+            "SELECT error, extract(epoch FROM next_attempt_at - now())::float FROM saf.backoff",
+        )
+    assert error == "ValueError: 2 will not do"
+    assert 2 < seconds <= 4
+    picky.bad.clear()
+    let_keys_be_due(inbox)
+    picky.worker.drain()
+    assert effects(inbox)[4:] == ["2", "3", "4"]
+    assert waiting(inbox) == []
+
+
+@every_postgresql
+def test_after_its_attempts_a_message_is_dead_and_its_key_goes_on(inbox: Dsn) -> None:
+    put(inbox, "1", "2", "3", key="k")
+    picky = Picky(inbox, "2", policy=saf.Policy(max_attempts=3))
+    for _ in range(3):
+        assert dead(inbox) == []
+        picky.worker.drain()
+        let_keys_be_due(inbox)
+    assert dead(inbox) == [("2", "failed")]
+    picky.worker.drain()
+    assert effects(inbox) == ["1", "3"]
+
+
+def test_a_key_stays_blocked_by_its_dead_letter_if_so_configured_until_it_is_decided(
+    inbox: Dsn,
+) -> None:
+    put(inbox, "1", "2", "3", key="k")
+    put(inbox, "x", "y", key="other")
+    picky = Picky(inbox, "2", "x", policy=saf.Policy(max_attempts=1, block=True))
+    picky.worker.drain()
+    let_keys_be_due(inbox)
+    put(inbox, "4", key="k")
+    picky.worker.drain()
+    assert effects(inbox) == ["1"]
+    assert dead(inbox) == [("2", "failed"), ("x", "failed")]
+    picky.bad.clear()
+    with connect(inbox) as connection:
+        dead_letters.retry(connection, Filter(key="k"), "mended")
+        dead_letters.discard(connection, Filter(key="other"), "not wanted")
+    picky.worker.drain()
+    assert effects(inbox) == ["1", "2", "3", "4", "y"] or effects(inbox) == [
+        "1", "y", "2", "3", "4",
+    ]  # fmt: skip
+    assert waiting(inbox) == []
+
+
+def test_a_permanent_exception_is_not_tried_again(inbox: Dsn) -> None:
+    put(inbox, "1", "2", key="k")
+    Picky(inbox, "1", policy=saf.Policy(permanent=(ValueError,))).worker.drain()
+    assert dead(inbox) == [("1", "failed")]
+    assert effects(inbox) == ["2"]
+
+
+def test_what_has_no_handler_or_a_body_that_is_not_json_is_kept_with_its_reason(
+    inbox: Dsn,
+) -> None:
+    put(inbox, "1", message_type="Unheard")
+    put(inbox, "{", message_type="Placed", headers='{"content-type": "application/json"}')
+    worker = saf.Worker(inbox, SUBSCRIPTION, policy=saf.Policy(permanent=(saf.UnreadableBody,)))
+
+    @worker.handler("Placed")
+    def placed(message: saf.Received, _: object) -> None:
+        message.json()
+
+    worker.drain()
+    with connect(inbox) as connection:
+        errors = [error for (error,) in fetch(connection, "SELECT error FROM saf.dead_letter")]
+    assert sorted(dead(inbox)) == [("1", "failed"), ("{", "failed")]
+    assert any("no handler for message type 'Unheard', only for 'Placed'" in e for e in errors)
+    assert any("its content type is application/json" in e for e in errors)
+
+
+@every_postgresql
+def test_a_batch_that_fails_is_handed_over_one_by_one_and_keys_stay_in_order(inbox: Dsn) -> None:
+    put(inbox, "1", "2", key="k", message_type="many")
+    put(inbox, "3", key="k", message_type="single")
+    put(inbox, "4", "bad", "5", key="k", message_type="many")
+    put(inbox, "6", "7", key="other", message_type="many")
+    batches: list[list[str]] = []
+    worker = saf.Worker(inbox, SUBSCRIPTION)
+
+    @worker.batch_handler("many")
+    def many(messages: Sequence[saf.Received], connection: psycopg.Connection[Any]) -> None:
+        batches.append([message.text() for message in messages])
+        for message in messages:
+            effect(connection, message)
+            if message.text() == "bad":
+                raise ValueError
+
+    @worker.handler("single")
+    def single(message: saf.Received, connection: psycopg.Connection[Any]) -> None:
+        effect(connection, message)
+
+    worker.drain()
+    assert batches[0] == ["1", "2"]
+    assert sorted(effects(inbox)) == ["1", "2", "3", "4", "6", "7"]
+    assert [body for body in effects(inbox) if body < "5"] == ["1", "2", "3", "4"]
+    assert waiting(inbox) == ["k"]
+
+
+def test_an_error_of_the_database_that_a_handler_swallows_fails_its_message_only(
+    inbox: Dsn,
+) -> None:
+    put(inbox, "1", key="a")
+    put(inbox, "2", key="b")
+    worker = saf.Worker(inbox, SUBSCRIPTION)
+
+    @worker.handler()
+    def handle(message: saf.Received, connection: psycopg.Connection[Any]) -> None:
+        effect(connection, message)
+        if message.text() == "1":
+            try:
+                connection.execute("SELECT 1/0")
+            except psycopg.Error:
+                return
+
+    worker.drain()
+    assert effects(inbox) == ["2"]
+    assert waiting(inbox) == ["a"]
+
+
+def test_threads_share_the_work_and_stop_in_order(inbox: Dsn) -> None:
+    store(inbox, 30, 20)
+    picky = Picky(inbox, threads=4, max_messages=10)
+    thread = threading.Thread(target=picky.worker.run)
+    thread.start()
+    while len(effects(inbox)) < 600:
+        time.sleep(0.02)
+    started = time.monotonic()
+    picky.worker.stop()
+    thread.join()
+    assert time.monotonic() - started < 1
+    assert by_key(inbox) == {f"k{key}": list(range(1, 21)) for key in range(1, 31)}
+
+
+def test_a_worker_goes_on_when_its_connections_are_cut(inbox: Dsn) -> None:
+    picky = Picky(inbox)
+    thread = threading.Thread(target=picky.worker.run)
+    thread.start()
+    put(inbox, "1")
+    while not effects(inbox):
+        time.sleep(0.02)
+    with connect(inbox) as connection:
+        connection.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND application_name = 'saf receive'"
+        )
+    put(inbox, "2")
+    while len(effects(inbox)) < 2:
+        time.sleep(0.02)
+    picky.worker.stop()
+    thread.join()
+
+
+def test_an_idle_worker_writes_nothing_and_asks_twice_a_second(inbox: Dsn) -> None:
+    picky = Picky(inbox)
+    position = "SELECT pg_current_xact_id_if_assigned(), pg_snapshot_xmax(pg_current_snapshot())"
+    thread = threading.Thread(target=picky.worker.run)
+    thread.start()
+    time.sleep(1.5)
+    with connect(inbox) as connection:
+        before = fetch(connection, position)
+        time.sleep(1.5)
+        assert fetch(connection, position) == before
+    picky.worker.stop()
+    thread.join()
+
+
+def test_two_handlers_for_one_type_and_a_wrong_signature_are_refused_by_name(inbox: Dsn) -> None:
+    worker = saf.Worker(inbox, SUBSCRIPTION)
+    with pytest.raises(UsageError, match="the worker for 'billing' has no handler"):
+        worker.drain()
+
+    @worker.handler("Placed")
+    def first(message: object, connection: object) -> None: ...
+
+    def alone(message: object) -> None: ...
+
+    async def later(message: object, connection: object) -> None: ...
+
+    with pytest.raises(UsageError, match=r"'Placed' has a handler already: .*first"):
+        worker.batch_handler("Placed")(alone)
+    with pytest.raises(UsageError, match=r"alone for any type .* expected \(message, connection\)"):
+        worker.handler()(alone)
+    with pytest.raises(UsageError, match="is async"):
+        worker.handler()(later)
+    with pytest.raises(UsageError, match="at least 1"):
+        saf.Worker(inbox, SUBSCRIPTION, threads=0)
+    unknown = saf.Worker(inbox, "nobody")
+    unknown.handler()(first)
+    with pytest.raises(ConfigurationError, match="no subscription 'nobody' here, only 'billing'"):
+        unknown.run()
+
+
+# saf worker
+
+MODULE = """
+import os, signal, time
+import saf
+
+worker = saf.Worker(os.environ["INBOX"], "billing", max_messages=5,
+                    policy=saf.Policy(first_wait_seconds=0, longest_wait_seconds=0))
+
+@worker.handler()
+def handle(message, connection):
+    if message.text() == "poison":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if message.text() == "slow":
+        time.sleep(1)
+    connection.execute("INSERT INTO effect (key, body) VALUES (%s, %s)",
+                       [message.key, message.text()])
+
+other = 7
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Path:
+    (tmp_path / "consumers.py").write_text(MODULE)
+    return tmp_path
+
+
+def start(module: Path, inbox: Dsn, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "saf", "worker", "consumers:worker", *arguments],
+        cwd=module,
+        env=environment(INBOX=inbox.conninfo, PYTHONPATH=str(ROOT)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_sigterm_finishes_the_delivery_in_hand_and_ends_with_0(inbox: Dsn, module: Path) -> None:
+    put(inbox, "first", "slow", key="k")
+    process = start(module, inbox)
+    with connect(inbox) as connection:
+        while not fetch(connection, "SELECT FROM pg_locks WHERE relation = 'effect'::regclass"):
+            time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert out == "handled 2 messages\n"
+    assert effects(inbox) == ["first", "slow"]
+
+
+def test_processes_that_a_message_kills_are_replaced_until_it_is_a_dead_letter(
+    inbox: Dsn, module: Path
+) -> None:
+    store(inbox, 4, 5)
+    put(inbox, "poison", "after", key="k2")
+    process = start(module, inbox, "--processes", "2")
+    try:
+        deadline = time.monotonic() + 60
+        while len(effects(inbox)) < 21 and time.monotonic() < deadline:
+            time.sleep(0.1)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+    assert dead(inbox) == [("poison", "failed")]
+    assert effects(inbox).count("after") == 1
+    assert len(effects(inbox)) == 21
+
+
+def test_a_worker_that_cannot_be_found_is_named(inbox: Dsn, module: Path) -> None:
+    for which, said in (
+        ("consumers", "expected MODULE:WORKER"),
+        ("nowhere:worker", "there is no module 'nowhere' here"),
+        ("consumers:other", "'other' in consumers is no saf.Worker, but 7"),
+    ):
+        done = run(
+            [sys.executable, "-m", "saf", "worker", which],
+            cwd=module,
+            env={"INBOX": inbox.conninfo, "PYTHONPATH": str(ROOT)},
+        )
+        assert done.returncode == 2
+        assert said in done.stderr

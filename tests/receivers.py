@@ -1,0 +1,186 @@
+"""Consumers for tests: what they do on receipt, and programs of them that may be killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from contextlib import suppress
+from typing import Any
+
+import psycopg
+
+import saf
+from saf import services
+from saf.database import Dsn
+from saf.parking import KEY
+from tests.pipeline import connect
+
+SUBSCRIPTION = "billing"
+
+TABLES = """
+CREATE TABLE effect (number bigint GENERATED ALWAYS AS IDENTITY, key text, body text);
+CREATE TABLE balance (key text PRIMARY KEY, last int NOT NULL)
+"""
+
+
+def prepare(mom: Dsn) -> None:
+    """The service, and the consumer's tables beside the inbox."""
+    with connect(mom) as connection:
+        services.create_service(connection, SUBSCRIPTION)
+        connection.execute(TABLES)
+
+
+def store(mom: Dsn, keys: int, each: int, *, transactions: int = 1) -> None:
+    """Messages 1 … each of some keys, whose body is their number, as a forwarder stores them."""
+    with mom.connect(role="test") as connection:
+        size = each // transactions
+        for first in range(1, each + 1, size):
+            connection.execute(
+                "INSERT INTO saf.inbox (to_service, key, body) "
+                "SELECT 'billing', 'k' || k, n::text::bytea AS body "
+                "FROM generate_series(%s::int, %s) n, generate_series(1, %s::int) k ORDER BY n, k",
+                [first, min(first + size - 1, each), keys],
+            )
+            connection.commit()
+
+
+def put(mom: Dsn, *bodies: str, key: str | None = None, **columns: Any) -> None:
+    """One message after the other, with more columns as they are."""
+    names = "".join(f", {name}" for name in columns)
+    places = ", %s" * len(columns)
+    with connect(mom) as connection:
+        for body in bodies:
+            connection.execute(
+                f"INSERT INTO saf.inbox (to_service, key, body{names}) "
+                f"VALUES ('billing', %s, %s{places})",
+                [key, body.encode(), *columns.values()],
+            )
+
+
+def effect(connection: psycopg.Connection[Any], message: saf.Received) -> None:
+    connection.execute(
+        "INSERT INTO effect (key, body) VALUES (%s, %s)", [message.key, message.text()]
+    )
+
+
+def count_up(connection: psycopg.Connection[Any], message: saf.Received) -> None:
+    """Fails unless the numbers of each key come one after the other."""
+    connection.execute("INSERT INTO balance VALUES (%s, 0) ON CONFLICT DO NOTHING", [message.key])
+    moved = connection.execute(
+        "UPDATE balance SET last = last + 1 WHERE key = %s AND last + 1 = %s",
+        [message.key, int(message.body)],
+    )
+    assert moved.rowcount == 1, f"{message} out of order"
+    effect(connection, message)
+
+
+def effects(mom: Dsn) -> list[str]:
+    """The bodies in the order in which they took effect."""
+    with connect(mom) as connection:
+        rows = connection.execute("SELECT body FROM effect ORDER BY number").fetchall()
+    return [body for (body,) in rows]
+
+
+def by_key(mom: Dsn) -> dict[str, list[int]]:
+    with connect(mom) as connection:
+        rows = connection.execute("SELECT key, body FROM effect ORDER BY number").fetchall()
+    found: dict[str, list[int]] = {}
+    for key, body in rows:
+        found.setdefault(key, []).append(int(body))
+    return found
+
+
+def let_keys_be_due(mom: Dsn) -> None:
+    """The next attempts of all keys that wait are due, but for those that wait for a person."""
+    with connect(mom) as connection:
+        connection.execute(
+            "UPDATE saf.backoff SET next_attempt_at = now() - interval '1 ms' "
+            "WHERE next_attempt_at < '9000-01-01'"
+        )
+
+
+def let_the_server_notice(mom: Dsn) -> None:
+    """The server ends the session of a client that is gone when it comes to it."""
+    with connect(mom) as connection:
+        while connection.execute(
+            "SELECT FROM pg_stat_activity "
+            "WHERE datname = current_database() AND application_name = 'saf receive'"
+        ).rowcount:
+            time.sleep(0.01)
+
+
+def waiting(mom: Dsn) -> list[str]:
+    """The keys that wait."""
+    with connect(mom) as connection:
+        rows = connection.execute(
+            "SELECT lane FROM saf.backoff WHERE shard IS NOT NULL ORDER BY 1"
+        ).fetchall()
+    return [lane.removeprefix(KEY) for (lane,) in rows]
+
+
+def dead(mom: Dsn) -> list[tuple[str, str]]:
+    """Body and reason of the dead letters."""
+    with connect(mom) as connection:
+        rows = connection.execute(
+            "SELECT convert_from(body, 'UTF8'), reason FROM saf.dead_letter ORDER BY dead_letter_id"
+        ).fetchall()
+    return [(body, reason) for body, reason in rows]
+
+
+# Programs, for tests.processes
+
+
+def consumer(mom: Dsn, seed: int) -> None:
+    """Receive until nothing is left, in small deliveries, some of them rolled back."""
+    chance = random.Random(seed)
+    while _receive(mom, chance):
+        pass
+
+
+def _receive(mom: Dsn, chance: random.Random) -> bool:
+    with (
+        suppress(ZeroDivisionError),
+        saf.receive(
+            mom,
+            SUBSCRIPTION,
+            max_messages=chance.choice((1, 3, 20)),
+            wait_seconds=0.3,
+            policy=saf.Policy(
+                max_attempts=1000, first_wait_seconds=0.01, longest_wait_seconds=0.05
+            ),
+        ) as delivery,
+    ):
+        if not delivery:
+            return False
+        for message in delivery:
+            count_up(delivery.connection, message)
+        if chance.random() < 0.15:
+            raise ZeroDivisionError
+    return True
+
+
+def doomed(mom: Dsn) -> None:
+    """One delivery, whose handling kills the process if a message says so."""
+    with saf.receive(mom, SUBSCRIPTION, max_messages=20) as delivery:
+        for message in delivery:
+            if message.text().startswith("poison"):
+                os.killpg(0, signal.SIGKILL)
+            effect(delivery.connection, message)
+
+
+def worker(mom: Dsn) -> None:
+    """A worker with a thread or two, that runs until nothing is left."""
+    made = saf.Worker(
+        mom,
+        SUBSCRIPTION,
+        max_messages=7,
+        policy=saf.Policy(first_wait_seconds=0.01, longest_wait_seconds=0.05),
+    )
+
+    @made.handler()
+    def handle(message: saf.Received, connection: psycopg.Connection[Any]) -> None:
+        count_up(connection, message)
+
+    made.drain()
