@@ -17,7 +17,7 @@ from saf.config import Settings, load
 from saf.database import Dsn
 from saf.spark.forward import Forwarder
 
-ROUNDS = 3
+ROUNDS = 2
 RATE = 300  # transactions per second, well below what saturates the machine: latency is compared
 CYCLES = 40
 MESSAGES_A_CYCLE = 5_000
