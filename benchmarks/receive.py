@@ -29,7 +29,7 @@ from saf.services import create_service
 from saf.spark.forward import Forwarder
 
 BACKLOG, CHUNK = 600_000, 50_000
-SECONDS = 4.0
+SECONDS = 2.0
 BATCHES = (1, 10, 100, 1000)
 RECEIVERS = (1, 2, 4, 8)
 
