@@ -40,6 +40,7 @@ from saf.database import fetch
 from saf.errors import UsageError
 from saf.parking import LATER
 from saf.received import EXPRESSIONS, ID, READ, SHARD, Received
+from saf.shards import NEWEST, newest
 
 CUT_ROWS, CUTS = 250, 64
 """A batch of a deep backlog holds at least so many messages; so many batches are known ahead."""
@@ -70,15 +71,17 @@ CLAIM = f"""
 SELECT shard, bool_or(failed), count(*) FROM (
     SELECT c.shard, {FAILED} AS failed
     FROM (
-        SELECT shard, done, open, position, xmin AS made, xmax AS touched
-        FROM saf.cursor c
-        WHERE subscription_id = %(subscription_id)s AND allowance IS NULL
-          AND (open IS NOT NULL OR {NEW} OR EXISTS (
-              SELECT FROM saf.backoff b
-              WHERE b.subscription_id = c.subscription_id AND b.destination = ''
-                AND b.lane = '{LATER}' || c.shard AND b.next_attempt_at <= now()))
+        SELECT f.shard, f.done, f.open, f.position, f.xmin AS made, f.xmax AS touched
+        FROM (
+            SELECT subscription_id, shard, batch FROM {NEWEST} AS c
+            WHERE allowance IS NULL AND (open IS NOT NULL OR {NEW} OR EXISTS (
+                SELECT FROM saf.backoff b
+                WHERE b.subscription_id = c.subscription_id AND b.destination = ''
+                  AND b.lane = '{LATER}' || c.shard AND b.next_attempt_at <= now()))
+        ) AS c
+        JOIN saf.cursor f USING (subscription_id, shard, batch)
         ORDER BY random()
-        FOR UPDATE SKIP LOCKED
+        FOR UPDATE OF f SKIP LOCKED
     ) AS c
     LEFT JOIN LATERAL (
         SELECT FROM saf.inbox i
@@ -94,9 +97,10 @@ GROUP BY shard
 
 CLAIM_SHARD = f"""
 SELECT shard, {FAILED}, 0 FROM (
-    SELECT shard, xmin AS made, xmax AS touched FROM saf.cursor
-    WHERE subscription_id = %(subscription_id)s AND shard = %(shard)s
-    FOR UPDATE SKIP LOCKED
+    SELECT f.shard, f.xmin AS made, f.xmax AS touched
+    FROM {newest("(VALUES (%(shard)s::smallint))")} AS c
+    JOIN saf.cursor f USING (subscription_id, shard, batch)
+    FOR UPDATE OF f SKIP LOCKED
 ) AS c
 """
 
@@ -110,10 +114,11 @@ SELECT pg_current_snapshot()::text, pg_current_xact_id()::text,
                AND lane = ANY (SELECT '{LATER}' || unnest(%(shards)s))
                AND next_attempt_at <= now())
 """
-CURSORS = """
+IN_HAND = newest("unnest(%(shards)s::smallint[])")
+CURSORS = f"""
 SELECT shard, batch, done::text, open::text, position, allowance, until::text,
-       coalesce(cuts::text[], '{}')
-FROM saf.cursor WHERE subscription_id = %(subscription_id)s AND shard = ANY (%(shards)s)
+       coalesce(cuts::text[], '{{}}')
+FROM {IN_HAND} AS c
 """
 
 NOW, LATE, EXPIRED = 0, 1, 2
@@ -134,7 +139,7 @@ AND (%(service)s::text IS NULL OR to_service = %(service)s)
 """
 READ_LOG = f"""
 SELECT m.* FROM unnest(%(shards)s::smallint[], %(open)s::pg_snapshot[]) AS h (shard, open)
-JOIN saf.cursor c ON c.subscription_id = %(subscription_id)s AND c.shard = h.shard
+JOIN {IN_HAND} AS c USING (shard)
 CROSS JOIN LATERAL (
     SELECT {EXPRESSIONS}, {FATE} AS fate FROM ({SINCE}) AS since
     WHERE {IN_BATCH.format(open="h.open")} AND id > c.position ORDER BY id LIMIT %(limit)s
@@ -154,10 +159,9 @@ SELECT shard, array_agg(txid::text ORDER BY txid) FROM (
     SELECT shard, min(txid) AS txid FROM (
         SELECT c.shard, txid, max(max(id)) OVER before < min(min(id)) OVER after AS clean,
                sum(count(*)) OVER before / %(rows)s AS part
-        FROM (SELECT *, %(now)s::pg_snapshot AS now FROM saf.cursor) AS c
+        FROM (SELECT *, %(now)s::pg_snapshot AS now FROM {IN_HAND} AS c) AS c
         CROSS JOIN LATERAL ({SINCE}) AS since
-        WHERE c.subscription_id = %(subscription_id)s AND c.shard = ANY (%(shards)s)
-          AND {IN_BATCH.format(open="c.now")}
+        WHERE {IN_BATCH.format(open="c.now")}
         GROUP BY c.shard, txid
         WINDOW before AS (PARTITION BY c.shard ORDER BY txid
                           ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING),
@@ -177,6 +181,8 @@ FROM unnest(%(shard)s::smallint[], %(batch)s::bigint[], %(done)s::pg_snapshot[],
             %(until)s::pg_snapshot[], %(cuts)s::text[])
      AS m (shard, batch, done, open, position, allowance, until, cuts)
 WHERE c.subscription_id = %(subscription_id)s AND c.shard = m.shard
+  AND c.batch = (SELECT max(n.batch) FROM saf.cursor n
+                 WHERE n.subscription_id = %(subscription_id)s AND n.shard = m.shard)
   AND pg_current_xact_id() = %(transaction)s::xid8
 """
 

@@ -52,7 +52,7 @@ from psycopg.rows import dict_row
 
 from saf.database import fetch
 from saf.errors import Fenced
-from saf.shards import Member
+from saf.shards import NEWEST, Member
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,18 +143,18 @@ SELECT * FROM {log} WHERE shard = ANY ({shards}::smallint[]) AND txid = ANY ({xi
 """
 
 # Shards with the same two snapshots are one batch, read by one query.
-IN_HAND = """
+IN_HAND = f"""
 SELECT batch, done::text AS done, open::text AS open, position, route_version, opened_at,
        array_agg(shard ORDER BY shard) AS shards, array_agg(epoch ORDER BY shard) AS epochs
-FROM saf.cursor
-WHERE subscription_id = %(subscription_id)s AND owner = %(owner)s AND open IS NOT NULL
+FROM {NEWEST} AS c
+WHERE owner = %(owner)s AND open IS NOT NULL
 GROUP BY 1, 2, 3, 4, 5, 6
 ORDER BY batch, position
 """
 
-IDLE = """
-SELECT done::text, array_agg(shard) FROM saf.cursor
-WHERE subscription_id = %(subscription_id)s AND owner = %(owner)s AND open IS NULL
+IDLE = f"""
+SELECT done::text, array_agg(shard) FROM {NEWEST} AS c
+WHERE owner = %(owner)s AND open IS NULL
 GROUP BY done::text
 """
 
@@ -164,14 +164,16 @@ BY_INDEX = "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off"
 
 # All shards that are opened together get the same number, above any they had, so that they stay
 # one batch. The number only has to rise per shard.
-OPEN = """
-UPDATE saf.cursor SET
+OPEN = f"""
+WITH own AS (SELECT shard, batch, open FROM {NEWEST} AS c WHERE owner = %(owner)s)
+UPDATE saf.cursor c SET
     open = pg_current_snapshot(),
-    batch = (SELECT max(batch) + 1 FROM saf.cursor
-             WHERE subscription_id = %(subscription_id)s AND owner = %(owner)s),
+    batch = (SELECT max(batch) + 1 FROM own),
     opened_at = now(),
     route_version = %(route_version)s
-WHERE subscription_id = %(subscription_id)s AND owner = %(owner)s AND open IS NULL
+FROM own
+WHERE c.subscription_id = %(subscription_id)s AND c.shard = own.shard AND c.batch = own.batch
+  AND c.owner = %(owner)s AND c.open IS NULL
 """
 
 # The rows of a batch's shards, as long as owner, epoch and batch are still what they were.
@@ -231,9 +233,10 @@ def in_hand(connection: psycopg.Connection[Any], log: str, member: Member) -> li
 def anything_new(connection: psycopg.Connection[Any], log: str, member: Member) -> bool:
     """Whether opening a batch now would find rows. Reads only."""
     params = {"subscription_id": member.subscription_id, "owner": member.member_id}
+    idle = fetch(connection, IDLE, params)
     with connection.transaction():
         connection.execute(BY_INDEX)
-        for done, shards in fetch(connection, IDLE, params):
+        for done, shards in idle:
             query = sql.SQL("SELECT EXISTS ({})").format(since(log, shards, done))
             ((new,),) = fetch(connection, query)
             if new:

@@ -29,6 +29,7 @@ from saf.claim import FATE, Reader
 from saf.database import fetch
 from saf.parking import FIRST_WAIT_SECONDS, LATER, LONGEST_WAIT_SECONDS, wait_seconds
 from saf.received import EXPRESSIONS
+from saf.shards import NEWEST
 
 # After every time that a clock of ours shows, and before the calendar of Python ends
 BLOCKED = "9999-01-01 00:00:00+00"
@@ -70,24 +71,22 @@ class Suspect:
     attempts: int = 1
 
 
-TROUBLED = """
+TROUBLED = f"""
 SELECT EXISTS (SELECT FROM saf.backoff
                WHERE subscription_id = %(subscription_id)s AND shard IS NOT NULL
                  AND next_attempt_at <= now())
-    OR EXISTS (SELECT FROM saf.cursor
-               WHERE subscription_id = %(subscription_id)s AND allowance IS NOT NULL)
+    OR EXISTS (SELECT FROM {NEWEST} AS c WHERE allowance IS NOT NULL)
 """
 
 # At random among the oldest, so that receivers seldom choose the same
-CHOOSE = """
+CHOOSE = f"""
 SELECT shard, lane FROM (
     (SELECT shard, lane FROM saf.backoff
      WHERE subscription_id = %(subscription_id)s AND shard IS NOT NULL
        AND next_attempt_at <= now()
      ORDER BY next_attempt_at LIMIT 100)
     UNION ALL
-    SELECT shard, NULL FROM saf.cursor
-    WHERE subscription_id = %(subscription_id)s AND allowance IS NOT NULL
+    SELECT shard, NULL FROM {NEWEST} AS c WHERE allowance IS NOT NULL
 ) AS suspect ORDER BY random() LIMIT 1
 """
 

@@ -37,6 +37,7 @@ from psycopg.rows import class_row
 from saf.cursor import Batch
 from saf.database import fetch
 from saf.message import COLUMNS
+from saf.shards import NEWEST
 
 FIRST_WAIT_SECONDS = 4
 LONGEST_WAIT_SECONDS = 64
@@ -110,11 +111,11 @@ ORDER BY lane <> 'replay', lane LIKE 'route:%%', lane, destination
 """
 
 # Whether a member's shards have messages in a lane whose time has come
-DUE_HERE = """
+DUE_HERE = f"""
 SELECT EXISTS (
     SELECT FROM saf.backoff b
     JOIN saf.parked p USING (subscription_id, destination, lane)
-    JOIN saf.cursor c ON c.subscription_id = p.subscription_id AND c.shard = p.shard
+    JOIN {NEWEST} AS c ON c.shard = p.shard
     WHERE b.subscription_id = %(subscription_id)s AND b.next_attempt_at <= now()
       AND c.owner = %(member_id)s)
 """

@@ -225,7 +225,8 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             server_default="0",
             comment="rises with each change of owner; fences the owners before",
         ),
-        sa.Column("batch", sa.BigInteger, nullable=False, server_default="0"),
+        # in the key only so that the newest version is found first; see saf.shards.newest
+        sa.Column("batch", sa.BigInteger, primary_key=True, server_default="0"),
         sa.Column(
             "done",
             Snapshot,
@@ -284,17 +285,19 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
     sa.Table(
         "watermark",
         metadata,
-        sa.Column("source", pg.UUID, primary_key=True),
-        sa.Column("shard", sa.SmallInteger, primary_key=True),
+        sa.Column("source", pg.UUID),
+        sa.Column("shard", sa.SmallInteger),
         sa.Column("epoch", sa.BigInteger, nullable=False),
         sa.Column("batch", sa.BigInteger, nullable=False),
         sa.Column("position", sa.BigInteger, nullable=False),
-        sa.Column("lane", sa.Text, primary_key=True, server_default=""),
+        sa.Column("lane", sa.Text, server_default=""),
         sa.Column(
             "opened_at",
             moment,
             comment="when the source opened the batch: tells it from another of the same number",
         ),
+        # the batch for the same reason as in saf.cursor
+        sa.PrimaryKeyConstraint("source", "shard", "lane", "batch"),
         postgresql_with={"fillfactor": "40"},
         comment="the last (batch, position) stored here of one source shard: what makes "
         "delivery exactly once",

@@ -112,6 +112,29 @@ def fair_share(held: Mapping[str, int], shards: int) -> dict[str, int]:
     return {member: least + (place < remainder) for place, member in enumerate(by_holding)}
 
 
+LAST = "9223372036854775807"
+ALL_SHARDS = "generate_series(0, (SELECT shards - 1 FROM saf.broker))"
+
+
+def newest(shards: str = ALL_SHARDS) -> str:
+    """SQL for the cursors of a subscription, of some shards.
+
+    While an old transaction holds the horizon, PostgreSQL keeps every version of a cursor ever
+    written. A cursor's batch only rises; as the last column of the key, it has the newest version
+    found first, and none of those before it looked at. Compared as a whole, because the planner
+    would sort what it takes for one row.
+    """
+    return f"""(
+    SELECT c.* FROM {shards} AS s (shard) CROSS JOIN LATERAL (
+        SELECT * FROM saf.cursor
+        WHERE (subscription_id, shard, batch) <= (%(subscription_id)s, s.shard, {LAST})
+        ORDER BY subscription_id DESC, shard DESC, batch DESC LIMIT 1
+    ) AS c
+    WHERE c.subscription_id = %(subscription_id)s AND c.shard = s.shard)"""
+
+
+NEWEST = newest()
+
 JOIN = """
 INSERT INTO saf.member (member_id, subscription_id, name, lease_until)
 VALUES (%(member_id)s, %(subscription_id)s, %(name)s,
@@ -145,36 +168,33 @@ WHERE subscription_id = %(subscription_id)s AND member_id <> %(member_id)s
   AND (lease_until < clock_timestamp() OR NOT {IS_PRESENT})
 """
 
-HOLDINGS = """
-SELECT m.member_id::text AS member,
-       (SELECT count(*) FROM saf.cursor c
-        WHERE c.subscription_id = m.subscription_id AND c.owner = m.member_id) AS held
-FROM saf.member m WHERE m.subscription_id = %(subscription_id)s AND NOT m.stopping
+HOLDINGS = f"""
+SELECT m.member_id::text AS member, count(c.shard) AS held
+FROM saf.member m LEFT JOIN {NEWEST} AS c ON c.owner = m.member_id
+WHERE m.subscription_id = %(subscription_id)s AND NOT m.stopping
+GROUP BY m.member_id
 """
 
-SHARDS = "SELECT count(*) FROM saf.cursor WHERE subscription_id = %(subscription_id)s"
+SHARDS = f"SELECT count(*) FROM {NEWEST} AS c"
 
 # Shards with no batch in hand go first: the next owner of an open one has to read it again.
-RELEASE = """
-UPDATE saf.cursor SET owner = NULL
-WHERE subscription_id = %(subscription_id)s AND owner = %(member_id)s
-  AND shard IN (SELECT shard FROM saf.cursor
-                WHERE subscription_id = %(subscription_id)s AND owner = %(member_id)s
-                ORDER BY open IS NULL DESC, shard DESC LIMIT %(surplus)s)
+RELEASE = f"""
+UPDATE saf.cursor c SET owner = NULL
+FROM (SELECT shard, batch FROM {NEWEST} AS c WHERE owner = %(member_id)s
+      ORDER BY open IS NULL DESC, shard DESC LIMIT %(surplus)s) AS surplus
+WHERE c.subscription_id = %(subscription_id)s AND c.owner = %(member_id)s
+  AND c.shard = surplus.shard AND c.batch = surplus.batch
 """
 
-ACQUIRE = """
-UPDATE saf.cursor SET owner = %(member_id)s, epoch = epoch + 1
-WHERE subscription_id = %(subscription_id)s AND owner IS NULL
-  AND shard IN (SELECT shard FROM saf.cursor
-                WHERE subscription_id = %(subscription_id)s AND owner IS NULL
-                ORDER BY shard LIMIT %(lacking)s)
+ACQUIRE = f"""
+UPDATE saf.cursor c SET owner = %(member_id)s, epoch = epoch + 1
+FROM (SELECT shard, batch FROM {NEWEST} AS c WHERE owner IS NULL
+      ORDER BY shard LIMIT %(lacking)s) AS free
+WHERE c.subscription_id = %(subscription_id)s AND c.owner IS NULL
+  AND c.shard = free.shard AND c.batch = free.batch
 """
 
-OWNED = """
-SELECT count(*) FROM saf.cursor
-WHERE subscription_id = %(subscription_id)s AND owner = %(member_id)s
-"""
+OWNED = f"SELECT count(*) FROM {NEWEST} AS c WHERE owner = %(member_id)s"
 
 STOPPING = "UPDATE saf.member SET stopping = true WHERE member_id = %(member_id)s"
 

@@ -29,6 +29,7 @@ from saf.errors import Ahead, Fenced, Rejected, Unavailable, UnknownService
 from saf.failpoints import fail_point
 from saf.message import COLUMNS
 from saf.parking import MAIN
+from saf.shards import LAST
 
 # COPY needs Arrow types that say which PostgreSQL type is meant
 UUIDS = ("message_id", "to_broker", "conversation_id")
@@ -48,19 +49,27 @@ SERVICES = "SELECT name FROM saf.service"
 
 BROKER_ID = "SELECT broker_id::text FROM saf.broker"
 
+# By one delivery at a time, because nothing else forbids a second watermark of a shard: the key
+# has the batch as its last column, for LOCK
+TAKE_TURN = "SELECT pg_advisory_xact_lock(hashtextextended('saf.watermark', 0))"
 KNOW_SHARDS = """
 INSERT INTO saf.watermark (source, shard, lane, epoch, batch, position)
-SELECT {source}::uuid, unnest({shards}::smallint[]), {lane}, 0, 0, 0
-ON CONFLICT DO NOTHING
+SELECT {source}::uuid, shard, {lane}, 0, 0, 0 FROM unnest({shards}::smallint[]) AS s (shard)
+WHERE NOT EXISTS (SELECT FROM saf.watermark w
+                  WHERE w.source = {source}::uuid AND w.shard = s.shard AND w.lane = {lane})
 """
 
-# In the order of the shards, so that two deliveries wait for each other instead of deadlocking
-LOCK = """
-SELECT shard, epoch, batch, position,
-       batch > {current} OR batch = {current} AND opened_at <> {opened_at}::timestamptz AS ahead
-FROM saf.watermark
-WHERE source = {source}::uuid AND shard = ANY ({shards}::smallint[]) AND lane = {lane}
-ORDER BY shard FOR UPDATE
+# In the order of the shards, so that two deliveries wait for each other instead of deadlocking. The
+# newest version is the first that the index finds; see saf.shards.newest.
+LOCK = f"""
+SELECT w.*, batch > {{current}} OR batch = {{current}} AND opened_at <> {{opened_at}}::timestamptz
+FROM unnest({{shards}}::smallint[]) AS s (shard)
+CROSS JOIN LATERAL (
+    SELECT shard, epoch, batch, position, opened_at, source, lane FROM saf.watermark
+    WHERE (source, shard, lane, batch) <= ({{source}}::uuid, s.shard, {{lane}}, {LAST})
+    ORDER BY source DESC, shard DESC, lane DESC, batch DESC LIMIT 1 FOR UPDATE
+) AS w
+WHERE w.source = {{source}}::uuid AND w.shard = s.shard AND w.lane = {{lane}}
 """
 
 # The epoch rises even where every row was stored before, so that the owner before is fenced
@@ -69,8 +78,10 @@ UPDATE saf.watermark w SET epoch = mine.epoch, (batch, position, opened_at) = (
     SELECT batch, position, opened_at FROM (
         VALUES (w.batch, w.position, w.opened_at), ({batch}, {position}, {opened_at}::timestamptz)
     ) AS mark (batch, position, opened_at) ORDER BY batch DESC, position DESC LIMIT 1)
-FROM unnest({shards}::smallint[], {epochs}::bigint[]) AS mine (shard, epoch)
+FROM unnest({shards}::smallint[], {epochs}::bigint[], {locked}::bigint[])
+     AS mine (shard, epoch, batch)
 WHERE w.source = {source}::uuid AND w.shard = mine.shard AND w.lane = {lane}
+  AND w.batch = mine.batch
 """
 
 
@@ -97,12 +108,12 @@ class PostgresInbox:
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         """Store a chunk; see `saf.destinations.Destination`."""
         with self._transaction() as cursor:
-            rows = self._lock_watermarks(cursor, chunk)
-            if not exactly_once:
-                rows = chunk.rows
+            marks = self._lock_watermarks(cursor, chunk)
+            rows = beyond(chunk.rows, chunk.number, marks) if exactly_once else chunk.rows
             unknown = self._unknown(cursor, rows)
             # nobody who was owner before may store what the caller sets aside now
-            self._move_watermarks(cursor, chunk, epoch_only=bool(unknown) or not exactly_once)
+            epoch_only = bool(unknown) or not exactly_once
+            self._move_watermarks(cursor, chunk, marks, epoch_only=epoch_only)
             if rows.num_rows and not unknown:
                 cursor.adbc_ingest(
                     "inbox", inbox_rows(rows, chunk.source), mode="append", db_schema_name="saf"
@@ -121,12 +132,16 @@ class PostgresInbox:
             with _suppress():
                 connection.close()
 
-    def _lock_watermarks(self, cursor: adbc.Cursor, chunk: Chunk) -> pa.Table:
-        """Lock the watermarks of the chunk's shards; return the rows beyond them."""
+    def _lock_watermarks(self, cursor: adbc.Cursor, chunk: Chunk) -> dict[int, tuple[int, int]]:
+        """Lock the watermarks of the chunk's shards; return them, (batch, position) by shard."""
         values = _values(chunk)
         marks = _query(cursor, LOCK, values)
         if len(marks) < len(chunk.batch.epochs):
+            # in a transaction of its own: who waits for its turn holds nothing
+            self._connect().rollback()
+            _query(cursor, TAKE_TURN)
             _query(cursor, KNOW_SHARDS, values)
+            self._connect().commit()
             marks = _query(cursor, LOCK, values)
         epochs = dict(chunk.batch.epochs)
         newer = [shard for shard, epoch, *_ in marks if epoch > epochs[shard]]
@@ -135,11 +150,19 @@ class PostgresInbox:
         ahead = [shard for shard, *_, ahead in marks if ahead]
         if ahead and chunk.lane == MAIN:
             raise Ahead(f"destination {self.name!r}", ahead)
-        return beyond(chunk.rows, chunk.number, {mark[0]: (mark[2], mark[3]) for mark in marks})
+        return {shard: (batch, position) for shard, _, batch, position, *_ in marks}
 
-    def _move_watermarks(self, cursor: adbc.Cursor, chunk: Chunk, *, epoch_only: bool) -> None:
+    def _move_watermarks(
+        self,
+        cursor: adbc.Cursor,
+        chunk: Chunk,
+        marks: dict[int, tuple[int, int]],
+        *,
+        epoch_only: bool,
+    ) -> None:
         """Move the locked watermarks to the chunk's end: an older owner writes nothing any more."""
         values = _values(chunk)
+        values["locked"] = sql.Literal([marks[shard][0] for shard in chunk.batch.shards])
         if epoch_only:
             values |= {"batch": sql.Literal(0), "position": sql.Literal(0)}
         _query(cursor, MOVE, values)

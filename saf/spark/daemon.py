@@ -29,13 +29,13 @@ def preload() -> None:
 def quietly(worker: Any) -> Any:
     """A worker that does not print a traceback when the JVM has ended first.
 
-    It has nobody left to write to then, which on a unix socket it learns at once.
+    It has nobody left to read from or write to then, which on a unix socket it learns at once.
     """
 
     def run(sock: Any, authenticated: bool) -> int:
         try:
             return int(worker(sock, authenticated))
-        except BrokenPipeError:
+        except (ConnectionError, EOFError):
             return 1
 
     return run

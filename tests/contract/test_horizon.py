@@ -1,0 +1,71 @@
+"""A transaction that is never ended: PostgreSQL then keeps every version of every row."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import psycopg
+import pytest
+
+from saf.database import Dsn
+from saf.destinations import postgresql
+from saf.shards import NEWEST
+from tests.pipeline import Cycle, connect, policy, send
+
+CYCLES = 40
+SHARDS = 64
+
+ONE = {"subscription_id": 1}
+PLAINLY = "SELECT * FROM saf.cursor WHERE subscription_id = %(subscription_id)s"
+
+
+@pytest.fixture
+def held(app: Dsn, mom: Dsn) -> Any:
+    """Transactions that have begun before all, at both ends."""
+    connections = [dsn.connect(role="test") for dsn in (app, mom)]
+    for connection in connections:
+        connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        connection.execute("SELECT pg_current_xact_id()")
+    yield
+    for connection in connections:
+        connection.close()
+
+
+def _pages(connection: psycopg.Connection[Any], query: str, params: Any = None) -> int:
+    """How many pages a query looks at."""
+    explain = f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {query}"
+    ((plan,),) = connection.execute(explain, params).fetchall()
+    plan = json.loads(plan) if isinstance(plan, str) else plan
+    return int(plan[0]["Plan"]["Shared Hit Blocks"] + plan[0]["Plan"]["Shared Read Blocks"])
+
+
+def _lock(source: str) -> str:
+    values = {
+        "source": source,
+        "shards": list(range(SHARDS)),
+        "lane": "",
+        "current": 1,
+        "opened_at": "2026-01-01T00:00:00Z",
+    }
+    literals = {name: psycopg.sql.Literal(value) for name, value in values.items()}
+    return psycopg.sql.SQL(postgresql.LOCK).format(**literals).as_string(None)
+
+
+@pytest.mark.usefixtures("held")
+def test_versions_that_cannot_be_removed_are_not_looked_at(app: Dsn, mom: Dsn) -> None:
+    with Cycle(app, policy(mom=mom)) as cycle, connect(app) as source, connect(mom) as there:
+        for number in range(CYCLES):
+            send(source, str(number), key=str(number))
+            assert [receipt.error for receipt in cycle.run()] == [None, None]
+        ((broker_id,),) = source.execute("SELECT broker_id::text FROM saf.broker").fetchall()
+
+        cursors = _pages(source, f"SELECT * FROM {NEWEST} AS c", ONE)
+        plainly = _pages(source, PLAINLY, ONE)
+        with there.transaction():
+            watermarks = _pages(there, _lock(broker_id))
+
+    # some pages of the index and one of the table for each, and one more for each lock
+    assert cursors <= 5 * SHARDS
+    assert watermarks <= 6 * SHARDS
+    assert plainly > CYCLES * 2, "without this way of asking, each cycle adds to it"
