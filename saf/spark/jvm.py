@@ -115,9 +115,6 @@ def launch(java: Java, conf: Mapping[str, str]) -> Jvm:
         "_PYSPARK_DRIVER_CONN_INFO_PATH": str(folder / "gateway"),
         "SPARK_CONNECT_MODE": "0",
         "PYTHONHASHSEED": "0",
-        # Spark looks for data sources among all installed packages with this Python, in a
-        # process of its own. Ours is registered by name, so there is nothing to look for.
-        "PYSPARK_DRIVER_PYTHON": str(folder / "none"),
         # numpy's threads would be started in each worker, and never used
         "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS", "1"),
         "JAVA_HOME": str(java.home),

@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from saf import Outbox, Unavailable
-from saf.database import Dsn
+from saf.database import Dsn, fetch
 from saf.destinations import Chunk, Stored
 from saf.destinations.postgresql import PostgresInbox
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, send
@@ -88,20 +88,18 @@ def test_one_destination_down_delays_no_other_and_gets_its_messages_in_order(
 def test_attempts_follow_service_brokers_schedule_over_restarts_and_success_resets_it(
     app: Dsn, mom: Dsn, other: Dsn
 ) -> None:
-    waits: list[int] = []
     with connect(app) as connection:
         route(connection, "shipping", "other")
         send_to(connection, "shipping", "s")
-        for _ in range(7):
+        for wait in (4, 8, 16, 32, 64, 64, 64):
+            ((before,),) = fetch(connection, "SELECT clock_timestamp()")
             run(app, mom=mom, other=NOWHERE)
-            row = connection.execute(
-                "SELECT round(extract(epoch FROM next_attempt_at - clock_timestamp()))::int "
-                "FROM saf.backoff"
-            ).fetchone()
-            waits += row or ()
+            query = "SELECT next_attempt_at, clock_timestamp() FROM saf.backoff"
+            ((next_attempt, after),) = fetch(connection, query)
+            assert before <= next_attempt - timedelta(seconds=wait) <= after
             run(app, mom=mom, other=NOWHERE)  # not due: no attempt, nothing changes
+            assert fetch(connection, query)[0][0] == next_attempt
             let_time_pass(app)
-        assert waits == [4, 8, 16, 32, 64, 64, 64]
         run(app, mom=mom, other=other)
         assert count(app, "backoff") == 0
         send_to(connection, "shipping", "again")
