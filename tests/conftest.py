@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from saf.database import Dsn
 from saf.embedded import DEFAULT_VERSION, EmbeddedServer, programs
 from saf.errors import UsageError
 from saf.migrate import migrate
-from saf.testing.databases import Database, Databases, embedded_server
+from saf.testing.databases import Copies, Database, Databases, embedded_server
 
 VERSIONS = (15, 16, 18)
 SETTINGS = {"max_prepared_transactions": 20, "max_connections": 200}
@@ -83,9 +83,7 @@ class Servers:
             databases = Databases(server.dsn("postgres"))
             template = databases.create("template")
             migrate(template.dsn)
-            self._servers[version] = Prepared(
-                server=server, databases=databases, template=template
-            )
+            self._servers[version] = Prepared(server=server, databases=databases, template=template)
         return self._servers[version]
 
 
@@ -121,19 +119,23 @@ def server(prepared: Prepared) -> EmbeddedServer:
 @pytest.fixture
 def new_database(prepared: Prepared) -> Iterator[Callable[[str], Dsn]]:
     """Creates empty databases, which go with the test."""
-    with _dropping(prepared.databases, prepared.databases.create) as create:
-        yield create
+    created: list[Database] = []
+
+    def new(name: str) -> Dsn:
+        created.append(prepared.databases.create(name))
+        return created[-1].dsn
+
+    yield new
+    for database in created:
+        prepared.databases.drop(database)
 
 
 @pytest.fixture
 def new_broker(prepared: Prepared) -> Iterator[Callable[[str], Dsn]]:
     """Creates migrated databases with 64 shards, which go with the test."""
-
-    def broker(name: str) -> Database:
-        return prepared.databases.create_broker(name, prepared.template)
-
-    with _dropping(prepared.databases, broker) as create:
-        yield create
+    copies = Copies(prepared.databases, prepared.template)
+    yield lambda name: copies(name).dsn
+    copies.drop()
 
 
 @pytest.fixture
@@ -157,18 +159,3 @@ def own_server(pg_version: int) -> Iterator[EmbeddedServer]:
     yield server
     server.stop_immediately()
     shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _dropping(
-    databases: Databases, create: Callable[[str], Database]
-) -> Iterator[Callable[[str], Dsn]]:
-    created: list[Database] = []
-
-    def new(name: str) -> Dsn:
-        created.append(create(name))
-        return created[-1].dsn
-
-    yield new
-    for database in created:
-        databases.drop(database)

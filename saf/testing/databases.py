@@ -23,13 +23,16 @@ from psycopg.conninfo import make_conninfo
 
 from saf.database import Dsn
 from saf.embedded import DEFAULT_VERSION, EmbeddedServer, programs
-from saf.errors import MissingExtra
+from saf.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
 
 PREFIX = "saf_test"
 """What the names of all databases begin with that are made here on a given server."""
+
+LONGEST_NAME = 30
+"""Bytes of a test's own name in it."""
 
 QUICK = {
     "fsync": False,
@@ -110,7 +113,9 @@ class Databases:
 
     def create(self, name: str, template: str = "template0") -> Database:
         """A copy of a template; its own name begins with `PREFIX` and holds ``name``."""
-        database = f"{PREFIX}_{self._token}_{next(self._number)}_{name}"
+        # PostgreSQL would cut a longer one by itself, and we would not find it again
+        readable = name.encode()[:LONGEST_NAME].decode(errors="ignore")
+        database = f"{PREFIX}_{self._token}_{next(self._number)}_{readable}"
         with self.server.connect(role="test", autocommit=True) as connection:
             connection.execute(LET_GO, {"database": template})
             connection.execute(
@@ -135,6 +140,29 @@ class Databases:
                 connection.execute(sql.SQL("ROLLBACK PREPARED {}").format(sql.Literal(gid)))
         with self.server.connect(role="test", autocommit=True) as connection:
             connection.execute(sql.SQL(DROP).format(sql.Identifier(database.dsn.database)))
+
+
+class Copies:
+    """The brokers of one test: fresh copies of a template, which go with the test."""
+
+    def __init__(self, databases: Databases, template: Database) -> None:
+        if not isinstance(template, Database):
+            raise UsageError(
+                f"the fixture saf_template gives {template!r}: end yours with `return saf_template`"
+            )
+        self.all: list[Database] = []
+        self._databases = databases
+        self._template = template
+
+    def __call__(self, name: str) -> Database:
+        """One more; ``name`` is its broker's."""
+        self.all.append(self._databases.create_broker(name, self._template))
+        return self.all[-1]
+
+    def drop(self) -> None:
+        """Drop them all."""
+        while self.all:
+            self._databases.drop(self.all.pop())
 
 
 @contextmanager
