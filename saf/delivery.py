@@ -56,6 +56,8 @@ class Delivery(Sequence[Received], Generic[C]):
         self._waiting: dict[str, Waiting] = {}
         self._dead: dict[int, tuple[Received, str, str]] = {}
         """By place in the delivery, with reason and error."""
+        self.errors: list[tuple[Received, BaseException | str]] = []
+        """What was set aside with `park` or `reject`, and why, in that order."""
 
     @overload
     def __getitem__(self, at: int) -> Received: ...
@@ -77,6 +79,16 @@ class Delivery(Sequence[Received], Generic[C]):
             if not self._stopped or message.lane not in self._stopped:
                 yield message
 
+    @property
+    def handled(self) -> int:
+        """How many messages are handled: neither set aside nor behind one of their key that is."""
+        if not self._stopped and not self._dead:
+            return len(self._messages)
+        return sum(
+            place not in self._dead and place < self._stopped.get(one.lane, len(self._messages))
+            for place, one in enumerate(self._messages)
+        )
+
     def park(self, message: Received, error: BaseException | str) -> None:
         """Try this message again later; its key waits. After the last attempt it is dead."""
         policy = self._policy
@@ -84,6 +96,7 @@ class Delivery(Sequence[Received], Generic[C]):
         if permanent or message.attempt >= policy.max_attempts:
             self.reject(message, error)
             return
+        self.errors.append((message, error))
         self._stop(message, error, policy.wait_seconds(message.attempt))
 
     def reject(
@@ -91,6 +104,7 @@ class Delivery(Sequence[Received], Generic[C]):
     ) -> None:
         """Make a dead letter of this message; its key goes on, or waits if the policy says so."""
         self._dead[self._place(message)] = (message, reason, _said(error))
+        self.errors.append((message, error))
         if self._policy.block:
             self._stop(message, f"behind a dead letter: {_said(error)}", None)
 

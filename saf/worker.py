@@ -145,14 +145,16 @@ class Worker:
         self._stopping.set()
 
     def drain(self) -> int:
-        """Handle what is there and due now, in this thread; return how many were handed over."""
+        """Handle what is there and due now, in this thread; return how many were handled."""
+        return sum(delivery.handled for delivery in self.deliveries())
+
+    def deliveries(self) -> Iterator[Delivery[Any]]:
+        """Handle what is there and due now, in this thread; each delivery once it is committed."""
         self._check()
-        before = self._handled
         with connected(self.engine) as link:
             receiver = self._receiver(link)
-            while self._deliver(receiver, wait_seconds=0):
-                pass
-        return self._handled - before
+            while delivery := self._deliver(receiver, wait_seconds=0):
+                yield delivery
 
     def _work(self) -> None:
         """One thread: deliveries, one after the other, over as many connections as it takes."""
@@ -174,15 +176,15 @@ class Worker:
     def _receiver(self, link: Link) -> Receiver:
         return Receiver(link, self.subscription, self.policy, self.max_messages)
 
-    def _deliver(self, receiver: Receiver, wait_seconds: float) -> int:
-        """Handle one delivery; return how many messages it had."""
+    def _deliver(self, receiver: Receiver, wait_seconds: float) -> Delivery[Any]:
+        """Handle one delivery, which is empty if there was nothing."""
         with receiver.delivery(wait_seconds, self._stopping) as delivery:
             if delivery:
                 self._handle(delivery, receiver.link.raw)
         fail_point("receive_committed")
         with self._counting:
-            self._handled += len(delivery)
-        return len(delivery)
+            self._handled += delivery.handled
+        return delivery
 
     def _handle(self, delivery: Delivery[Any], raw: psycopg.Connection[Any]) -> None:
         if not any(one.batch for one in self._handlers.values()):

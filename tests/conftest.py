@@ -11,30 +11,26 @@ speed alone; tests that are about durability ask for `own_server`.
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import psycopg
 import pytest
-from psycopg import sql
 
 from saf.database import Dsn
 from saf.embedded import DEFAULT_VERSION, EmbeddedServer, programs
 from saf.errors import UsageError
 from saf.migrate import migrate
+from saf.testing.databases import Copies, Database, Databases, embedded_server
 
 VERSIONS = (15, 16, 18)
-TEMPLATE = "saf_template"
 SETTINGS = {"max_prepared_transactions": 20, "max_connections": 200}
-QUICK = {**SETTINGS, "fsync": False, "full_page_writes": False, "shared_buffers": "64MB"}
-
-_number = itertools.count(1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,35 +61,36 @@ def _server_version(version: int) -> str:
     return out.split()[2]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A running server with a migrated template."""
+
+    server: EmbeddedServer
+    databases: Databases
+    template: Database
+
+
 class Servers:
     """One ordinary server per version, started at its first use."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._servers: dict[int, EmbeddedServer] = {}
+    def __init__(self, running: ExitStack) -> None:
+        self._running = running
+        self._servers: dict[int, Prepared] = {}
 
-    def __getitem__(self, version: int) -> EmbeddedServer:
+    def __getitem__(self, version: int) -> Prepared:
         if version not in self._servers:
-            server = EmbeddedServer(self.folder / str(version), version, QUICK)
-            server.start()
-            migrate(server.create_database(TEMPLATE))
-            self._servers[version] = server
+            server = self._running.enter_context(embedded_server(version))
+            databases = Databases(server.dsn("postgres"))
+            template = databases.create("template")
+            migrate(template.dsn)
+            self._servers[version] = Prepared(server=server, databases=databases, template=template)
         return self._servers[version]
-
-    def stop(self) -> None:
-        for server in self._servers.values():
-            # nobody needs what is in it
-            server.stop_immediately()
 
 
 @pytest.fixture(scope="session")
 def servers() -> Iterator[Servers]:
-    # not pytest's tmp_path: its name is too long for a unix socket, and it keeps three sessions
-    folder = Path(tempfile.mkdtemp(prefix="saf-test-"))
-    servers = Servers(folder)
-    yield servers
-    servers.stop()
-    shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as running:
+        yield Servers(running)
 
 
 @pytest.fixture
@@ -109,33 +106,36 @@ def pg_version(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def server(servers: Servers, pg_version: int) -> EmbeddedServer:
-    """The running server that the test's brokers are on; shared, so not to be stopped."""
+def prepared(servers: Servers, pg_version: int) -> Prepared:
     return servers[pg_version]
 
 
 @pytest.fixture
-def new_database(server: EmbeddedServer) -> Iterator[Callable[[str], Dsn]]:
-    """Creates empty databases, which go with the test."""
-    with _databases(server, "template0") as create:
-        yield create
+def server(prepared: Prepared) -> EmbeddedServer:
+    """The running server that the test's brokers are on; shared, so not to be stopped."""
+    return prepared.server
 
 
 @pytest.fixture
-def new_broker(server: EmbeddedServer) -> Iterator[Callable[[str], Dsn]]:
+def new_database(prepared: Prepared) -> Iterator[Callable[[str], Dsn]]:
+    """Creates empty databases, which go with the test."""
+    created: list[Database] = []
+
+    def new(name: str) -> Dsn:
+        created.append(prepared.databases.create(name))
+        return created[-1].dsn
+
+    yield new
+    for database in created:
+        prepared.databases.drop(database)
+
+
+@pytest.fixture
+def new_broker(prepared: Prepared) -> Iterator[Callable[[str], Dsn]]:
     """Creates migrated databases with 64 shards, which go with the test."""
-    with _databases(server, TEMPLATE) as create:
-
-        def broker(name: str) -> Dsn:
-            dsn = create(name)
-            # a copy of the template has its identity too
-            with dsn.connect(role="test") as connection:
-                connection.execute(
-                    "UPDATE saf.broker SET broker_id = gen_random_uuid(), name = %s", [name]
-                )
-            return dsn
-
-        yield broker
+    copies = Copies(prepared.databases, prepared.template)
+    yield lambda name: copies(name).dsn
+    copies.drop()
 
 
 @pytest.fixture
@@ -159,29 +159,3 @@ def own_server(pg_version: int) -> Iterator[EmbeddedServer]:
     yield server
     server.stop_immediately()
     shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _databases(server: EmbeddedServer, template: str) -> Iterator[Callable[[str], Dsn]]:
-    created = []
-
-    def execute(statement: str, *names: str) -> None:
-        with server.dsn("postgres").connect(role="test", autocommit=True) as connection:
-            connection.execute(sql.SQL(statement).format(*map(sql.Identifier, names)))
-
-    def create(name: str) -> Dsn:
-        database = f"{name}_{next(_number)}"
-        # by file is the quicker way without fsync
-        execute("CREATE DATABASE {} TEMPLATE {} STRATEGY file_copy", database, template)
-        created.append(database)
-        return server.dsn(database)
-
-    yield create
-    for database in created:
-        with server.dsn(database).connect(role="test", autocommit=True) as connection:
-            # a prepared transaction would keep its database
-            for (gid,) in connection.execute(
-                "SELECT gid FROM pg_prepared_xacts WHERE database = current_database()"
-            ).fetchall():
-                connection.execute(sql.SQL("ROLLBACK PREPARED {}").format(sql.Literal(gid)))
-        execute("DROP DATABASE {} WITH (FORCE)", database)

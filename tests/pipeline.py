@@ -1,4 +1,4 @@
-"""The forwarder's cycle without Spark: the same source, routing rule, delivery and cursors.
+"""What tests say to a broker, beside the forwarder's cycle without Spark of `saf.testing.cycle`.
 
 What Spark adds (processes, Arrow through the JVM) is tested in tests/spark and tests/crash; the
 promises of delivery are tested here in milliseconds.
@@ -6,97 +6,28 @@ promises of delivery are tested here in milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
-from uuid import UUID
 
 import psycopg
-import pyarrow as pa
 
 from saf.database import Dsn
-from saf.routes import Route, choose_route
 from saf.shards import Member
-from saf.spark.broker import SourceBroker
-from saf.spark.columns import OPTIONAL
-from saf.spark.delivery import Delivery
-from saf.spark.routing import distinct_routes
-from saf.spark.source import record_batches
-from saf.spark.work import Policy, Receipt, Work
+from saf.spark.work import Receipt
+from saf.testing import clock
+from saf.testing.cycle import LEASE_SECONDS, Cycle, policy, routed
 
-LEASE_SECONDS = 30.0
+__all__ = ["Cycle", "policy", "routed"]
 
 
 def connect(dsn: Dsn) -> psycopg.Connection[Any]:
     return dsn.connect(role="test", autocommit=True)
 
 
-def policy(quality: str = "exactly_once", chunk_rows: int = 1000, **destinations: Dsn) -> Policy:
-    return Policy(
-        destinations={name: (dsn, quality) for name, dsn in destinations.items()},
-        chunk_rows=chunk_rows,
-        chunk_bytes=1 << 20,
-        max_bytes=1 << 26,
-        attempts=1,
-    )
-
-
-class Cycle:
-    """One forwarder process, driven step by step."""
-
-    def __init__(self, app: Dsn, rules: Policy, *, lease_seconds: float = LEASE_SECONDS) -> None:
-        self.broker = SourceBroker("app", app, lease_seconds=lease_seconds)
-        self.rules = rules
-        self.work: list[Work] = []
-
-    def open(self, parts: int = 1) -> list[Work]:
-        self.broker.tend()
-        default = next(iter(self.rules.destinations), None)
-        self.work = [part for w in self.broker.open_work(default) for part in w.split(parts)]
-        return self.work
-
-    def deliver(self) -> list[Receipt]:
-        routes = distinct_routes(self.work)
-        receipts = []
-        for number, work in enumerate(self.work):
-            rows = routed(record_batches(work, self.rules.max_bytes), work, routes)
-            receipts += Delivery(number, work, routes, self.rules).run(rows)
-        return receipts
-
-    def close(self, receipts: list[Receipt]) -> None:
-        self.broker.close([self.work[r.work] for r in receipts if r.complete])
-
-    def run(self) -> list[Receipt]:
-        """A whole cycle; raises nothing for what the receipts say."""
-        self.open()
-        receipts = self.deliver()
-        self.close(receipts)
-        return receipts
-
-    def __enter__(self) -> Cycle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.broker.leave()
-
-
 def forward(app: Dsn, **destinations: Dsn) -> list[Receipt]:
     """A whole run of a forwarder, with a process of its own as it were."""
     with Cycle(app, policy("exactly_once", 1000, **destinations)) as cycle:
         return cycle.run()
-
-
-def routed(
-    batches: Iterator[pa.RecordBatch], work: Work, routes: list[Route]
-) -> Iterator[pa.RecordBatch]:
-    for batch in batches:
-        choice = []
-        for row in batch.to_pylist():
-            to = row["packed"][[*OPTIONAL].index("to_broker")] if row["packed"] else None
-            route = choose_route(
-                work.routes, row["to_service"] or "", str(UUID(bytes=to)) if to else None
-            )
-            choice.append(None if route is None else routes.index(route))
-        yield batch.append_column("route", pa.array(choice, pa.int32()))
 
 
 def send(connection: psycopg.Connection[Any], body: str, key: str | None = None) -> None:
@@ -109,8 +40,7 @@ def send(connection: psycopg.Connection[Any], body: str, key: str | None = None)
 
 def let_time_pass(app: Dsn) -> None:
     """The next attempts of all that waits are due."""
-    with connect(app) as connection:
-        connection.execute("UPDATE saf.backoff SET next_attempt_at = now() - interval '1 ms'")
+    clock.let_time_pass(app, timedelta(hours=2))
 
 
 def bodies(mom: Dsn) -> list[str]:

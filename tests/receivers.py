@@ -15,7 +15,7 @@ import saf
 from saf import services
 from saf.database import Dsn
 from saf.parking import KEY
-from tests.pipeline import connect
+from tests.pipeline import connect, let_time_pass
 
 SUBSCRIPTION = "billing"
 
@@ -94,11 +94,7 @@ def by_key(mom: Dsn) -> dict[str, list[int]]:
 
 def let_keys_be_due(mom: Dsn) -> None:
     """The next attempts of all keys that wait are due, but for those that wait for a person."""
-    with connect(mom) as connection:
-        connection.execute(
-            "UPDATE saf.backoff SET next_attempt_at = now() - interval '1 ms' "
-            "WHERE next_attempt_at < '9000-01-01'"
-        )
+    let_time_pass(mom)
 
 
 def let_the_server_notice(mom: Dsn) -> None:

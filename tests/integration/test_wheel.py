@@ -116,6 +116,7 @@ def test_the_wheel_is_typed_and_the_heavy_packages_come_with_the_extra_only(
 ) -> None:
     (package,) = installed.folder.glob("lib/python*/site-packages/saf")
     assert (package / "py.typed").is_file()
+    assert (package / "testing" / "__init__.py").is_file()
     (about,) = package.parent.glob("saf_outbox-*.dist-info/METADATA")
     needs = [line for line in about.read_text().splitlines() if line.startswith("Requires-Dist")]
     for name in ("adbc-driver-postgresql", "pandas", "pyarrow", "pyspark"):

@@ -1,0 +1,103 @@
+"""Letting time pass: every moment that makes something due moves back instead.
+
+What is due is decided in SQL, by the clock of the database, which no test can set. So moving on by
+an hour means that what saf has stored happened an hour earlier, and is due an hour earlier:
+
+    outbox, inbox           created_at, deliver_at, expires_at; the inbox also received_at
+    parked, dead_letter     created_at, deliver_at, expires_at
+    backoff                 next_attempt_at, since; not of what waits for a person
+    member                  joined_at, lease_until
+
+All else stays: the application's tables, unless columns of them are named, what is not committed,
+and the moments that tell batches from each other (``opened_at``, and with it ``parked_at`` and
+``dead_letter_at``, which are compared with it): what expires in a batch that is in hand has expired
+by the time at which it was opened, and that does not move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from itertools import groupby
+
+from psycopg import sql
+
+from saf.database import Dsn
+from saf.errors import UsageError
+from saf.lanes import BLOCKED
+from saf.testing.databases import Database
+
+MESSAGE = ("created_at", "deliver_at", "expires_at")
+MOVED = {
+    "outbox": MESSAGE,
+    "inbox": (*MESSAGE, "received_at"),
+    "parked": MESSAGE,
+    "dead_letter": MESSAGE,
+    "backoff": ("next_attempt_at", "since"),
+    "member": ("joined_at", "lease_until"),
+}
+"""The columns of the schema saf that move, by table."""
+
+MOVE = "UPDATE {} SET {}"
+EARLIER = "{column} = CASE WHEN {column} < {blocked} THEN {column} - {by} ELSE {column} END"
+
+
+class Clock:
+    """The time of a test's databases; see `saf.testing.clock`."""
+
+    def __init__(self, databases: list[Database]) -> None:
+        self._databases = databases
+
+    def move(
+        self,
+        *,
+        days: float = 0,
+        hours: float = 0,
+        minutes: float = 0,
+        seconds: float = 0,
+        columns: Iterable[str] = (),
+    ) -> None:
+        """Let time pass in every database of the test.
+
+        Args:
+            days, hours, minutes, seconds: how much, together; more than nothing.
+            columns: of the application's tables, which move as well: ``"orders.due_at"``, with a
+                schema in front if need be. Each database has to have them.
+
+        Raises:
+            UsageError: the time does not go forward, or a column is not named with its table.
+        """
+        by = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+        for database in self._databases:
+            let_time_pass(database.dsn, by, columns)
+
+
+def let_time_pass(dsn: Dsn, by: timedelta, columns: Iterable[str] = ()) -> None:
+    """Move the moments of one database back, in one transaction; see `Clock.move`."""
+    if by <= timedelta(0):
+        raise UsageError(f"time goes forward only, and not by {by}")
+    ours = [("saf", table, column) for table, names in MOVED.items() for column in names]
+    theirs = sorted(map(_parts, columns))
+    with dsn.connect(role="test") as connection:
+        for table, names in _by_table([*ours, *theirs]):
+            earlier = [
+                sql.SQL(EARLIER).format(
+                    column=sql.Identifier(name), by=sql.Literal(by), blocked=sql.Literal(BLOCKED)
+                )
+                for name in names
+            ]
+            connection.execute(sql.SQL(MOVE).format(table, sql.SQL(", ").join(earlier)))
+
+
+def _parts(column: str) -> tuple[str, ...]:
+    parts = tuple(column.split("."))
+    if len(parts) not in (2, 3) or not all(parts):
+        raise UsageError(f"column {column!r}: expected TABLE.COLUMN or SCHEMA.TABLE.COLUMN")
+    return parts
+
+
+def _by_table(
+    columns: Iterable[tuple[str, ...]],
+) -> Iterator[tuple[sql.Identifier, list[str]]]:
+    for table, mine in groupby(columns, key=lambda parts: parts[:-1]):
+        yield sql.Identifier(*table), [parts[-1] for parts in mine]

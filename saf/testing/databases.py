@@ -1,0 +1,188 @@
+"""Databases for tests: fresh copies of one migrated template, on an embedded or a given server.
+
+The template is migrated once, and each copy is a broker of its own, with its own identity. Names
+hold a token of this process, so that any number of processes may share one server.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
+
+from saf.database import Dsn
+from saf.embedded import DEFAULT_VERSION, EmbeddedServer, programs
+from saf.errors import MissingExtra, UsageError
+
+if TYPE_CHECKING:
+    import sqlalchemy as sa
+
+PREFIX = "saf_test"
+"""What the names of all databases begin with that are made here on a given server."""
+
+LONGEST_NAME = 30
+"""Bytes of a test's own name in it."""
+
+QUICK = {
+    "fsync": False,
+    "full_page_writes": False,
+    "shared_buffers": "64MB",
+    "max_connections": 200,
+    "max_prepared_transactions": 20,
+}
+"""Settings of a server whose data nobody needs after a crash."""
+
+# Idle sessions are left over from preparing the template; one at work makes the copy fail
+LET_GO = """
+SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+WHERE datname = %(database)s AND state = 'idle' AND pid <> pg_backend_pid()
+"""
+# By file is the quicker way without fsync
+COPY = "CREATE DATABASE {} TEMPLATE {} STRATEGY file_copy"
+DROP = "DROP DATABASE {} WITH (FORCE)"
+# A copy has the identity of its template too
+NAME = "UPDATE saf.broker SET broker_id = gen_random_uuid(), name = %(name)s"
+PREPARED = "SELECT gid FROM pg_prepared_xacts WHERE database = current_database()"
+
+
+@dataclass(frozen=True)
+class Database:
+    """A broker's database in a test."""
+
+    dsn: Dsn
+    """What `saf.receive`, `saf.Worker` and others of this library take."""
+
+    @property
+    def conninfo(self) -> str:
+        """What `psycopg.connect` takes."""
+        return self.dsn.conninfo
+
+    @property
+    def url(self) -> str:
+        """What SQLAlchemy's ``create_engine`` takes, and its ``create_async_engine``."""
+        import sqlalchemy as sa
+
+        rest = {name: str(value) for name, value in self.dsn.parts.items()}
+        return sa.URL.create(
+            "postgresql+psycopg",
+            username=rest.pop("user", None),
+            password=rest.pop("password", None),
+            database=rest.pop("dbname"),
+            query=rest,
+        ).render_as_string(hide_password=False)
+
+    @cached_property
+    def engine(self) -> sa.Engine:
+        """A SQLAlchemy engine, one for the whole test."""
+        import sqlalchemy as sa
+
+        return sa.create_engine(self.url)
+
+    def connect(self, *, autocommit: bool = False) -> psycopg.Connection[Any]:
+        """Open a psycopg connection; ``with`` commits and closes it."""
+        return self.dsn.connect(role="test", autocommit=autocommit)
+
+    def let_go(self) -> None:
+        """Close what the engine has open."""
+        if "engine" in self.__dict__:
+            self.engine.dispose()
+
+
+class Databases:
+    """Makes databases on one server, and drops them.
+
+    Args:
+        server: the dsn of any database there, of a user who may create databases.
+    """
+
+    def __init__(self, server: Dsn) -> None:
+        self.server = server
+        self._token = secrets.token_hex(3)
+        self._number = itertools.count(1)
+
+    def create(self, name: str, template: str = "template0") -> Database:
+        """A copy of a template; its own name begins with `PREFIX` and holds ``name``."""
+        # PostgreSQL would cut a longer one by itself, and we would not find it again
+        readable = name.encode()[:LONGEST_NAME].decode(errors="ignore")
+        database = f"{PREFIX}_{self._token}_{next(self._number)}_{readable}"
+        with self.server.connect(role="test", autocommit=True) as connection:
+            connection.execute(LET_GO, {"database": template})
+            connection.execute(
+                sql.SQL(COPY).format(sql.Identifier(database), sql.Identifier(template))
+            )
+        return Database(Dsn(make_conninfo(self.server.conninfo, dbname=database)))
+
+    def create_broker(self, name: str, template: Database) -> Database:
+        """A copy of a migrated template, with an identity of its own."""
+        template.let_go()
+        broker = self.create(name, template.dsn.database)
+        with broker.connect() as connection:
+            connection.execute(NAME, {"name": name})
+        return broker
+
+    def drop(self, database: Database) -> None:
+        """Remove a database, whoever is connected to it."""
+        database.let_go()
+        with database.connect(autocommit=True) as connection:
+            # a prepared transaction would keep it
+            for (gid,) in connection.execute(PREPARED).fetchall():
+                connection.execute(sql.SQL("ROLLBACK PREPARED {}").format(sql.Literal(gid)))
+        with self.server.connect(role="test", autocommit=True) as connection:
+            connection.execute(sql.SQL(DROP).format(sql.Identifier(database.dsn.database)))
+
+
+class Copies:
+    """The brokers of one test: fresh copies of a template, which go with the test."""
+
+    def __init__(self, databases: Databases, template: Database) -> None:
+        if not isinstance(template, Database):
+            raise UsageError(
+                f"the fixture saf_template gives {template!r}: end yours with `return saf_template`"
+            )
+        self.all: list[Database] = []
+        self._databases = databases
+        self._template = template
+
+    def __call__(self, name: str) -> Database:
+        """One more; ``name`` is its broker's."""
+        self.all.append(self._databases.create_broker(name, self._template))
+        return self.all[-1]
+
+    def drop(self) -> None:
+        """Drop them all."""
+        while self.all:
+            self._databases.drop(self.all.pop())
+
+
+@contextmanager
+def embedded_server(version: int = DEFAULT_VERSION) -> Iterator[EmbeddedServer]:
+    """A quick server, whose data go with it.
+
+    Raises:
+        MissingExtra: there is no PostgreSQL to embed.
+    """
+    try:
+        programs(version)
+    except MissingExtra as missing:
+        raise MissingExtra(missing.extra, "a test database without SAF_TEST_DSN") from None
+    # not pytest's tmp_path: its name is too long for a unix socket, and it keeps three sessions
+    folder = Path(tempfile.mkdtemp(prefix="saf-test-"))
+    server = EmbeddedServer(folder / "data", version, QUICK)
+    try:
+        server.start()
+        yield server
+    finally:
+        # nobody needs what is in it
+        server.stop_immediately()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,191 @@
+"""A drain: what is pending is forwarded and handled, here and now, until nothing is due.
+
+    drained = saf_drain(worker)
+    assert drained.handled == 1
+
+It is the forwarder's cycle without Spark (see `saf.testing.cycle`) and the workers' own code, in
+this process and thread, in turns: what a handler sends is forwarded and handled too. A broker is
+its own MOM store unless another database is named.
+
+It fails if anything is left behind, with the exception of the first handler that raised as its
+cause: a test wants to know. What failed is set aside all the same, as in production, and
+``errors="park"`` says that the test is about that. Messages that are delayed (``deliver_at``) or
+have expired are no failure; `saf.testing.clock` lets their time come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from saf.database import fetch
+from saf.errors import MissingExtra, UsageError
+from saf.parking import LATER
+from saf.receive import connected
+from saf.testing.databases import Database
+
+if TYPE_CHECKING:
+    from saf.spark.work import Receipt
+    from saf.testing.cycle import Cycle
+    from saf.worker import Worker
+
+ROUNDS = 100
+"""A message that causes another one, a hundred times over, goes round in circles."""
+
+COUNTS = """
+SELECT (SELECT count(*) FROM saf.parked), (SELECT count(*) FROM saf.dead_letter),
+       (SELECT coalesce(max(dead_letter_id), 0) FROM saf.dead_letter)
+"""
+
+# Of each lane that waits the first message, which is the one that has failed
+LEFT_BEHIND = f"""
+SELECT message_id, to_service, key, messages, error FROM (
+    SELECT DISTINCT ON (subscription_id, destination, lane)
+           p.id, message_id, to_service, key,
+           b.error || ', and waits for its next attempt' AS error,
+           count(*) OVER (PARTITION BY subscription_id, destination, lane) AS messages
+    FROM saf.parked p JOIN saf.backoff b USING (subscription_id, destination, lane)
+    WHERE NOT starts_with(lane, '{LATER}')
+    ORDER BY subscription_id, destination, lane, p.id
+) AS waiting
+UNION ALL
+SELECT message_id, to_service, key, 1, error || ', and is a dead letter (' || reason || ')'
+FROM saf.dead_letter WHERE dead_letter_id > %(known)s AND reason <> 'expired'
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drained:
+    """What a drain has done, in messages."""
+
+    forwarded: int
+    """Stored in an inbox."""
+    handled: int
+    """By the workers, to the end."""
+    parked: int
+    """Set aside when it ended: delayed, or waiting for another attempt."""
+    dead: int
+    """That have become dead letters."""
+
+
+class DrainFailed(AssertionError):
+    """A drain has left messages behind; its cause is the exception of the first handler, if any."""
+
+
+class Drain:
+    """Drains the outbox of one database; see `saf.testing.drain`."""
+
+    def __init__(self, source: Database) -> None:
+        self._source = source
+
+    def __call__(
+        self,
+        *workers: Worker,
+        to: Database | Mapping[str, Database] | None = None,
+        errors: Literal["raise", "park"] = "raise",
+    ) -> Drained:
+        """Forward what is pending, let the workers handle it, and so on until nothing is due.
+
+        Args:
+            workers: who handles it; their engines lead to databases of this drain.
+            to: where it is forwarded to: nowhere else, or another database; or several by the
+                names that rows of saf.route know, of which the first is the default.
+            errors: "park" to set aside what fails and go on, instead of failing as well.
+
+        Raises:
+            DrainFailed: something failed, or goes round in circles.
+            MissingExtra: Arrow is not installed.
+            UsageError: a worker receives from elsewhere.
+        """
+        __tracebackhide__ = True
+        destinations = to if isinstance(to, Mapping) else {"inbox": to or self._source}
+        databases = list(dict.fromkeys([self._source, *destinations.values()]))
+        for worker in workers:
+            _refuse_elsewhere(worker, databases)
+        before = [_counts(database) for database in databases]
+        forwarded = handled = 0
+        failed: list[BaseException | str] = []
+        problems: list[str] = []
+        with _cycle(self._source, destinations) as cycle:
+            for _ in range(ROUNDS):
+                receipts = _forward(cycle)
+                deliveries = [one for worker in workers for one in worker.deliveries()]
+                stored = sum(one.messages for one in receipts if one.destination is not None)
+                forwarded += stored
+                handled += sum(delivery.handled for delivery in deliveries)
+                failed += [error for delivery in deliveries for _, error in delivery.errors]
+                problems += [one.error for one in receipts if one.error is not None]
+                if problems or not (stored or deliveries):
+                    break
+            else:
+                raise DrainFailed(f"after {ROUNDS} rounds, messages still cause further ones")
+        after = [_counts(database) for database in databases]
+        if errors == "raise":
+            for database, (_, _, known) in zip(databases, before, strict=True):
+                problems += _left_behind(database, known)
+            if problems:
+                causes = [error for error in failed if isinstance(error, BaseException)]
+                raise DrainFailed(_complaint(problems)) from next(iter(causes), None)
+        return Drained(
+            forwarded=forwarded,
+            handled=handled,
+            parked=sum(parked for parked, _, _ in after),
+            dead=sum(dead for _, dead, _ in after) - sum(dead for _, dead, _ in before),
+        )
+
+
+def _cycle(source: Database, destinations: Mapping[str, Database]) -> AbstractContextManager[Cycle]:
+    try:
+        from saf.testing.cycle import Cycle, policy
+    except ModuleNotFoundError:
+        raise MissingExtra("forwarder", "saf_drain") from None
+    dsns = {name: database.dsn for name, database in destinations.items()}
+    return Cycle(source.dsn, policy("exactly_once", 1000, **dsns))
+
+
+def _forward(cycle: Cycle) -> list[Receipt]:
+    """Cycles until there is nothing more, or a problem."""
+    receipts: list[Receipt] = []
+    while found := cycle.run():
+        receipts += found
+        if any(one.error for one in found):
+            break
+    return receipts
+
+
+def _refuse_elsewhere(worker: Worker, databases: list[Database]) -> None:
+    """A worker of the application may well have been made for its real database."""
+    with connected(worker.engine) as link:
+        name = link.raw.info.dbname
+    if name not in [database.dsn.database for database in databases]:
+        raise UsageError(
+            f"the worker for {worker.subscription!r} receives from database {name!r}, which has no "
+            "part in this drain: set its engine to that of the test's database, as with "
+            'monkeypatch.setattr(worker, "engine", saf_database.engine)'
+        )
+
+
+def _counts(database: Database) -> tuple[Any, ...]:
+    with database.connect() as connection:
+        (counts,) = fetch(connection, COUNTS)
+    return counts
+
+
+def _left_behind(database: Database, known: int) -> list[str]:
+    with database.connect() as connection:
+        rows = fetch(connection, LEFT_BEHIND, {"known": known})
+    return [
+        f"message {message_id} to {service!r}"
+        + (f", key {key!r}" if key is not None else "")
+        + (f" and {messages - 1} behind it" if messages > 1 else "")
+        + f": {error}"
+        for message_id, service, key, messages, error in rows
+    ]
+
+
+def _complaint(problems: list[str]) -> str:
+    lines = [f"  - {problem}" for problem in problems]
+    last = 'If that is what the test is about: saf_drain(…, errors="park")'
+    return "\n".join(["not everything was forwarded and handled:", *lines, last])

@@ -1,0 +1,82 @@
+"""The fixtures, and where their server comes from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from saf.database import Dsn
+from saf.testing.clock import Clock
+from saf.testing.databases import Copies, Database, Databases, embedded_server
+from saf.testing.drain import Drain
+from saf.testing.sent import Sent
+
+VARIABLE = "SAF_TEST_DSN"
+SERVER = (
+    f"a database of the PostgreSQL server for saf's fixtures; by default {VARIABLE}'s, or else \
+an embedded one"
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--saf-dsn``, and ``saf_dsn`` in the configuration file."""
+    parser.getgroup("saf").addoption("--saf-dsn", metavar="DSN", help=SERVER)
+    parser.addini("saf_dsn", SERVER)
+
+
+@pytest.fixture(scope="session")
+def saf_server(pytestconfig: pytest.Config) -> Iterator[Databases]:
+    """Makes databases on the server of this run."""
+    asked = pytestconfig.getoption("--saf-dsn") or os.environ.get(VARIABLE)
+    given = asked or pytestconfig.getini("saf_dsn")
+    with ExitStack() as running:
+        if given:
+            yield Databases(Dsn(given))
+        else:
+            yield Databases(running.enter_context(embedded_server()).dsn("postgres"))
+
+
+@pytest.fixture(scope="session")
+def saf_template(saf_server: Databases) -> Iterator[Database]:
+    """What each test's database is a copy of: migrated. Override it to add an application's own."""
+    from saf.migrate import migrate  # and with it Alembic
+
+    template = saf_server.create("template")
+    migrate(template.dsn)
+    yield template
+    saf_server.drop(template)
+
+
+@pytest.fixture
+def saf_new_database(saf_server: Databases, saf_template: Database) -> Iterator[Copies]:
+    """Makes further databases like `saf_database`, by name."""
+    copies = Copies(saf_server, saf_template)
+    yield copies
+    copies.drop()
+
+
+@pytest.fixture
+def saf_database(saf_new_database: Copies) -> Database:
+    """A fresh database of the test's own."""
+    return saf_new_database("app")
+
+
+@pytest.fixture
+def saf_outbox(saf_database: Database) -> Sent:
+    """Assertions on what the test has sent."""
+    return Sent(saf_database)
+
+
+@pytest.fixture
+def saf_drain(saf_database: Database) -> Drain:
+    """Forwards and handles what is pending."""
+    return Drain(saf_database)
+
+
+@pytest.fixture
+def saf_clock(saf_new_database: Copies) -> Clock:
+    """Lets time pass in the test's databases."""
+    return Clock(saf_new_database.all)

@@ -1,0 +1,198 @@
+"""What a test's database has in its outbox, and assertions on it.
+
+    saf_outbox.one(to_service="billing", body={"order": 7})      exactly one; returns it
+    saf_outbox.none(to_service="shipping")
+    saf_outbox.all(key="A-1")                                    a list, in the order of sending
+
+Only what is committed counts, and of that what is pending, unless ``include_forwarded`` is said. A
+body is compared as its content type says, JSON as values. An assertion that fails shows what was
+there instead, the nearest first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, Unpack
+from uuid import UUID
+
+import psycopg
+from psycopg.rows import tuple_row
+
+from saf.database import fetch
+from saf.errors import InvalidMessage, UsageError
+from saf.message import encode_body
+from saf.received import EXPRESSIONS, Received
+from saf.testing.databases import Database
+
+SHOWN_MESSAGES, SHOWN_CHARACTERS = 5, 200
+"""How much a failed assertion shows: messages, and characters of each value."""
+
+SENT = f"""
+SELECT {EXPRESSIONS} FROM saf.outbox o
+WHERE %(include_forwarded)s OR NOT EXISTS (
+    SELECT FROM saf.cursor c JOIN saf.subscription s USING (subscription_id)
+    WHERE s.log = 'outbox' AND s.name = 'forwarder' AND c.shard = o.shard
+      AND (pg_visible_in_snapshot(o.txid, c.done)
+           OR c.open IS NOT NULL AND pg_visible_in_snapshot(o.txid, c.open) AND o.id <= c.position))
+ORDER BY id
+"""
+
+# Who inserts holds this lock until the end of the transaction
+UNCOMMITTED = """
+SELECT count(DISTINCT pid) FROM pg_locks
+WHERE database = (SELECT oid FROM pg_database WHERE datname = current_database())
+  AND relation = 'saf.outbox'::regclass AND mode = 'RowExclusiveLock' AND pid <> pg_backend_pid()
+"""
+
+
+class Match(TypedDict, total=False):
+    """What a message has to have; what is not named may be anything."""
+
+    to_service: str
+    body: object
+    """Equal after decoding, or the same bytes."""
+    key: str | None
+    message_type: str | None
+    headers: Mapping[str, Any]
+    """These among others."""
+    from_service: str | None
+    to_broker: UUID | None
+    deliver_at: object
+    expires_at: object
+
+
+class Sent:
+    """The outbox of one database, as a test sees it."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def all(self, *, include_forwarded: bool = False, **match: Unpack[Match]) -> list[Received]:
+        """The messages that match, in the order in which they were sent."""
+        _check(match)
+        return [one for one in self._read(include_forwarded) if not _differences(one, match)]
+
+    def one(self, *, include_forwarded: bool = False, **match: Unpack[Match]) -> Received:
+        """The only message that matches.
+
+        Raises:
+            AssertionError: none does, or several do.
+        """
+        __tracebackhide__ = True
+        found = self.all(include_forwarded=include_forwarded, **match)
+        if len(found) == 1:
+            return found[0]
+        raise AssertionError(self._complaint("exactly one", found, include_forwarded, match))
+
+    def none(self, *, include_forwarded: bool = False, **match: Unpack[Match]) -> None:
+        """Nothing matches.
+
+        Raises:
+            AssertionError: something does.
+        """
+        __tracebackhide__ = True
+        found = self.all(include_forwarded=include_forwarded, **match)
+        if found:
+            raise AssertionError(self._complaint("no", found, include_forwarded, match))
+
+    def _read(self, include_forwarded: bool) -> list[Received]:
+        with (
+            self._database.connect() as connection,
+            psycopg.Cursor(connection, row_factory=tuple_row) as cursor,
+        ):
+            params = {"include_forwarded": include_forwarded}
+            return [Received(row) for row in cursor.execute(SENT, params, binary=True)]
+
+    def _complaint(
+        self, wanted: str, found: list[Received], include_forwarded: bool, match: Match
+    ) -> str:
+        there = self._read(include_forwarded)
+        kind = "message" if include_forwarded else "pending message"
+        lines = [f"expected {wanted} {kind}" + (f" with {_named(match)}" if match else "")]
+        if found:
+            lines[0] += f", and there are {len(found)}:"
+        elif there:
+            lines[0] += f"; none of the {len(there)} that are there matches, the nearest first:"
+        else:
+            lines[0] += ", and the outbox has none at all"
+        nearest = found or sorted(there, key=lambda one: len(_differences(one, match)))
+        lines += [_shown(one, match) for one in nearest[:SHOWN_MESSAGES]]
+        if len(nearest) > SHOWN_MESSAGES:
+            lines.append(f"  … and {len(nearest) - SHOWN_MESSAGES} more")
+        with self._database.connect() as connection:
+            ((writing,),) = fetch(connection, UNCOMMITTED)
+        if writing:
+            lines.append(
+                f"Transactions that have written to the outbox and are still open: {writing}. What "
+                "they have sent does not exist before they commit"
+            )
+        return "\n".join(lines)
+
+
+def decoded(message: Received) -> object:
+    """The body as its content type says; if it says nothing, as JSON or text where it is that."""
+    kind = (message.content_type or "").partition(";")[0].strip().lower()
+    try:
+        if not kind or kind == "application/json" or kind.endswith("+json"):
+            return json.loads(message.body)
+    except ValueError:
+        pass
+    try:
+        return message.body.decode() if not kind or kind.startswith("text/") else message.body
+    except UnicodeDecodeError:
+        return message.body
+
+
+def _differences(message: Received, match: Match) -> list[str]:
+    """Which of the things named a message has not."""
+    return [name for name, wanted in match.items() if not _has(message, name, wanted)]
+
+
+def _has(message: Received, name: str, wanted: Any) -> bool:
+    if name == "headers":
+        headers = message.headers
+        return all(one in headers and headers[one] == value for one, value in wanted.items())
+    if name != "body":
+        return bool(message.stored()[name] == wanted)
+    if decoded(message) == wanted:
+        return True
+    try:
+        return encode_body(wanted)[0] == message.body
+    except InvalidMessage:
+        return False
+
+
+def _shown(message: Received, match: Match) -> str:
+    """A message in a complaint: what it is, and what is different from what was wanted."""
+    fields = {**message.stored(), "headers": message.headers, "body": decoded(message)}
+    known = ("to_service", "key", "message_type", "body")
+    lines = ["  - " + _named({name: fields[name] for name in known if fields[name] is not None})]
+    lines += [
+        f"      {name} is {_cut(fields[name])}, not {_cut(match[name])}"  # type: ignore[literal-required] # names of it
+        for name in _differences(message, match)
+    ]
+    return "\n".join(lines)
+
+
+def _named(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={_cut(value)}" for name, value in values.items())
+
+
+def _cut(value: object) -> str:
+    """A value for people, cut where it gets long.
+
+    >>> _cut({"order": 7}), len(_cut("x" * 1000)) < 250
+    ("{'order': 7}", True)
+    """
+    text = repr(value)
+    if len(text) <= SHOWN_CHARACTERS:
+        return text
+    return f"{text[:SHOWN_CHARACTERS]}… ({len(text):,} characters)"
+
+
+def _check(match: Mapping[str, Any]) -> None:
+    known: Sequence[str] = list(Match.__annotations__)
+    for name in match:
+        if name not in known:
+            raise UsageError(f"a message has no {name!r}, only {', '.join(known)}")
