@@ -70,24 +70,27 @@ class Suspect:
     attempts: int = 1
 
 
+# Of the shards that this reader may claim
 TROUBLED = """
-SELECT EXISTS (SELECT FROM saf.backoff
-               WHERE subscription_id = %(subscription_id)s AND shard IS NOT NULL
-                 AND next_attempt_at <= now())
+SELECT EXISTS (SELECT FROM saf.backoff JOIN saf.cursor USING (subscription_id, shard)
+               WHERE subscription_id = %(subscription_id)s AND next_attempt_at <= now()
+                 AND owner IS NOT DISTINCT FROM %(owner)s)
     OR EXISTS (SELECT FROM saf.cursor
-               WHERE subscription_id = %(subscription_id)s AND allowance IS NOT NULL)
+               WHERE subscription_id = %(subscription_id)s AND allowance IS NOT NULL
+                 AND owner IS NOT DISTINCT FROM %(owner)s)
 """
 
 # At random among the oldest, so that receivers seldom choose the same
 CHOOSE = """
 SELECT shard, lane FROM (
-    (SELECT shard, lane FROM saf.backoff
-     WHERE subscription_id = %(subscription_id)s AND shard IS NOT NULL
-       AND next_attempt_at <= now()
+    (SELECT shard, lane FROM saf.backoff JOIN saf.cursor USING (subscription_id, shard)
+     WHERE subscription_id = %(subscription_id)s AND next_attempt_at <= now()
+       AND owner IS NOT DISTINCT FROM %(owner)s
      ORDER BY next_attempt_at LIMIT 100)
     UNION ALL
     SELECT shard, NULL FROM saf.cursor
     WHERE subscription_id = %(subscription_id)s AND allowance IS NOT NULL
+      AND owner IS NOT DISTINCT FROM %(owner)s
 ) AS suspect ORDER BY random() LIMIT 1
 """
 
@@ -154,13 +157,15 @@ class Waiting:
 
 def troubled(connection: psycopg.Connection[Any], reader: Reader) -> bool:
     """Whether there may be anything to be tried alone now."""
-    ((there,),) = fetch(connection, TROUBLED, {"subscription_id": reader.subscription_id})
+    params = {"subscription_id": reader.subscription_id, "owner": reader.owner}
+    ((there,),) = fetch(connection, TROUBLED, params)
     return bool(there)
 
 
 def choose(connection: psycopg.Connection[Any], reader: Reader) -> Suspect | None:
     """Something to be tried alone, if any is due; nothing is locked."""
-    found = fetch(connection, CHOOSE, {"subscription_id": reader.subscription_id})
+    params = {"subscription_id": reader.subscription_id, "owner": reader.owner}
+    found = fetch(connection, CHOOSE, params)
     return Suspect(shard=found[0][0], lane=found[0][1]) if found else None
 
 
