@@ -40,6 +40,7 @@ class Counter(saf.Processor):
     def count(self, message: saf.Received, connection: psycopg.Connection[Any]) -> None:
         if self.stored(connection) != self.last:
             connection.execute("INSERT INTO stale VALUES (%s)", [self.key])
+            self.last = self.stored(connection)
         self.last += 1
         assert int(message.body) == self.last, f"{message} out of order"
         connection.execute(

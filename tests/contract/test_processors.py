@@ -347,6 +347,9 @@ def test_a_sixth_member_takes_sixteen_of_a_hundred_shards_and_gives_them_back(
             counts[key] += 1
         return counts
 
+    def passivated() -> set[str]:
+        return {key for key, _ in lives(inbox, "passivate")}
+
     def send_and_wait(number: int) -> None:
         store_more(inbox, keys, number, number)
         until(lambda: len(effects(inbox)) == keys * number)
@@ -367,13 +370,13 @@ def test_a_sixth_member_takes_sixteen_of_a_hundred_shards_and_gives_them_back(
             assert all(before[pid] == during[pid] | before[pid] & moved for pid in before)
             expected = {key: 1 + (shard[key] in moved) for key in shard}
             assert activations() == expected
+            assert passivated() == {key for key in shard if shard[key] in moved}
         until(lambda: sizes([20] * 5))
         after = owned(inbox)
         assert all(during[pid] <= after[pid] for pid in before)
         send_and_wait(3)
         assert activations() == {key: 1 + 2 * (shard[key] in moved) for key in shard}
-        gone = {key for key, pid in lives(inbox, "passivate")}
-        assert gone == {key for key in shard if shard[key] in moved}
+        assert passivated() == {key for key in shard if shard[key] in moved}
     assert stale(inbox) == []
 
 
