@@ -482,6 +482,17 @@ def test_output_comes_on_schedule_for_live_instances_only(inbox: Dsn) -> None:
     assert len(lives(inbox, "activate", "k1")) == 1
 
 
+def test_idle_processors_write_nothing_but_their_lease(inbox: Dsn) -> None:
+    put(inbox, "1", key="k")
+    position = "SELECT pg_current_xact_id_if_assigned(), pg_snapshot_xmax(pg_current_snapshot())"
+    with running(saf.Processors(inbox, SUBSCRIPTION, Counter)), connect(inbox) as connection:
+        until(lambda: effects(inbox) == ["1"])
+        time.sleep(1.5)
+        before = fetch(connection, position)
+        time.sleep(2.5)
+        assert fetch(connection, position) == before
+
+
 # Beside others
 
 
