@@ -38,8 +38,9 @@ WAIT_SECONDS = 60.0
 log = structlog.get_logger("saf.worker")
 
 SAVEPOINT = "SAVEPOINT saf"
+NEXT = "RELEASE SAVEPOINT saf; SAVEPOINT saf"
+UNDO = "ROLLBACK TO SAVEPOINT saf"
 RELEASE = "RELEASE SAVEPOINT saf"
-UNDO = "ROLLBACK TO SAVEPOINT saf; RELEASE SAVEPOINT saf"
 
 
 class Loop(ABC):
@@ -114,7 +115,7 @@ class Loop(ABC):
         """Raise a `UsageError` if there is no handler."""
 
     @abstractmethod
-    def _handle(self, delivery: Delivery[Any], raw: psycopg.Connection[Any]) -> None:
+    def _handle(self, delivery: Delivery[Any], work: Savepoints) -> None:
         """Handle a delivery that has messages."""
 
     def _work(self) -> None:
@@ -141,7 +142,8 @@ class Loop(ABC):
         """Handle one delivery; return how many messages it had."""
         with receiver.delivery(wait_seconds, self._stopping) as delivery:
             if delivery:
-                self._handle(delivery, receiver.link.raw)
+                with Savepoints(receiver.link.raw) as work:
+                    self._handle(delivery, work)
         fail_point("receive_committed")
         with self._counting:
             self._handled += len(delivery)
@@ -150,16 +152,16 @@ class Loop(ABC):
     def _one(
         self,
         delivery: Delivery[Any],
-        raw: psycopg.Connection[Any],
+        work: Savepoints,
         message: Received,
         call: Callable[[], object],
     ) -> bool:
         """Handle a message by a call; if that fails, set it aside and return False."""
         try:
-            with savepoint(raw):
+            with work.piece():
                 call()
         except Exception as error:
-            if raw.broken:
+            if work.raw.broken:
                 raise
             log.info(
                 "message_failed",
@@ -173,18 +175,36 @@ class Loop(ABC):
         return True
 
 
-@contextmanager
-def savepoint(raw: psycopg.Connection[Any]) -> Iterator[None]:
-    """Work that is undone if the block raises; the transaction goes on."""
-    raw.execute(SAVEPOINT)
-    try:
-        yield
-        # fails if a statement has failed, and its error was swallowed
-        raw.execute(RELEASE)
-    except BaseException:
-        if not raw.broken:
-            raw.execute(UNDO)
-        raise
+class Savepoints:
+    """Pieces of work in one transaction, each of which is undone if it raises.
+
+    One savepoint is set as the last one is released, so that a piece costs one question to the
+    database, which is what a handler that does little costs at all.
+    """
+
+    def __init__(self, raw: psycopg.Connection[Any]) -> None:
+        self.raw = raw
+
+    def __enter__(self) -> Savepoints:
+        self.raw.execute(SAVEPOINT)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            # not left to the commit: what is written after has to be the transaction's own
+            self.raw.execute(RELEASE)
+
+    @contextmanager
+    def piece(self) -> Iterator[None]:
+        """Work that is undone if the block raises; the transaction goes on."""
+        try:
+            yield
+            # fails if a statement has failed, and its error was swallowed
+            self.raw.execute(NEXT)
+        except BaseException:
+            if not self.raw.broken:
+                self.raw.execute(UNDO)
+            raise
 
 
 def check_handler(call: Callable[..., object], what: str, *arguments: str) -> None:

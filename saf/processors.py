@@ -43,7 +43,7 @@ from saf.delivery import Delivery
 from saf.errors import Fenced, UsageError
 from saf.failpoints import fail_point
 from saf.lanes import Policy
-from saf.loop import Loop, log, no_handler, savepoint
+from saf.loop import Loop, Savepoints, log, no_handler
 from saf.membership import Membership
 from saf.processor import Processor
 from saf.receive import Link, Receiver
@@ -171,7 +171,7 @@ class Processors(Loop):
                     self._throw_away(one)
             raise
 
-    def _handle(self, delivery: Delivery[Any], raw: psycopg.Connection[Any]) -> None:
+    def _handle(self, delivery: Delivery[Any], work: Savepoints) -> None:
         handlers = self.processor.handlers
         for message in delivery:
             handler = handlers.get(message.message_type) or handlers.get(None)
@@ -180,7 +180,7 @@ class Processors(Loop):
                 continue
             one = self._instance(message, delivery.epoch(message))
             call = partial(self._call, one, handler, message, delivery.connection)
-            if not self._one(delivery, raw, message, call) or message.key is None:
+            if not self._one(delivery, work, message, call) or message.key is None:
                 self._throw_away(one)
 
     def _instance(self, message: Received, epoch: int) -> _Live:
@@ -242,9 +242,10 @@ class Processors(Loop):
         """Passivate what lives in shards that go, in the transaction that lets them go."""
         link.raw.execute(PATIENTLY)
         gone = set(shards)
-        for one in [one for one in self._live.values() if one.shard in gone]:
-            self._throw_away(one)
-            self._try(link, one, "passivate")
+        with Savepoints(link.raw) as work:
+            for one in [one for one in self._live.values() if one.shard in gone]:
+                self._throw_away(one)
+                self._try(work, link.connection, one, "passivate")
 
     def _superfluous(self) -> list[_Live]:
         """Instances to be passivated now: idle, or too many."""
@@ -288,21 +289,24 @@ class Processors(Loop):
         try:
             with link.transaction():
                 held = member.hold(link.raw, {(one.shard, one.epoch) for one in ones})
-                for one in ones:
-                    if (one.shard, one.epoch) not in held or not self._try(link, one, what):
-                        self._throw_away(one)
+                with Savepoints(link.raw) as work:
+                    for one in ones:
+                        if (one.shard, one.epoch) not in held or not self._try(
+                            work, link.connection, one, what
+                        ):
+                            self._throw_away(one)
                 fail_point(f"processors_{what}")
         except BaseException:
             for one in ones:
                 self._throw_away(one)
             raise
 
-    def _try(self, link: Link, one: _Live, what: str) -> bool:
+    def _try(self, work: Savepoints, connection: Any, one: _Live, what: str) -> bool:
         try:
-            with savepoint(link.raw):
-                getattr(one.processor, what)(link.connection)
+            with work.piece():
+                getattr(one.processor, what)(connection)
         except Exception as error:
-            if link.raw.broken:
+            if work.raw.broken:
                 raise
             log.warning(
                 f"{what}_failed",

@@ -25,12 +25,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import psycopg
-
 from saf.delivery import Delivery
 from saf.errors import UsageError
 from saf.lanes import Policy
-from saf.loop import Loop, check_handler, described, log, no_handler, savepoint
+from saf.loop import Loop, Savepoints, check_handler, described, log, no_handler
 from saf.received import Received
 
 if TYPE_CHECKING:
@@ -91,49 +89,47 @@ class Worker(Loop):
         if not self._handlers:
             raise UsageError(f"the worker for {self.subscription!r} has no handler")
 
-    def _handle(self, delivery: Delivery[Any], raw: psycopg.Connection[Any]) -> None:
+    def _handle(self, delivery: Delivery[Any], work: Savepoints) -> None:
         if not any(one.batch for one in self._handlers.values()):
             for message in delivery:
-                self._single(delivery, raw, message)
+                self._single(delivery, work, message)
             return
         for handler, messages in _runs(delivery, self._handler_of):
             if (
                 handler is not None
                 and handler.batch
-                and self._batch(delivery, raw, handler, messages)
+                and self._batch(delivery, work, handler, messages)
             ):
                 continue
             for message in delivery.still(messages):
-                self._single(delivery, raw, message)
+                self._single(delivery, work, message)
 
     def _batch(
         self,
         delivery: Delivery[Any],
-        raw: psycopg.Connection[Any],
+        work: Savepoints,
         handler: _Registered,
         messages: list[Received],
     ) -> bool:
         """Hand over a run of messages at once; False if that has failed and is undone."""
         still = list(delivery.still(messages))
         try:
-            with savepoint(raw):
+            with work.piece():
                 handler.call(still, delivery.connection)
         except Exception as error:
-            if raw.broken:
+            if work.raw.broken:
                 raise
             log.info("batch_failed", messages=len(still), error=str(error))
             return False
         return True
 
-    def _single(
-        self, delivery: Delivery[Any], raw: psycopg.Connection[Any], message: Received
-    ) -> None:
+    def _single(self, delivery: Delivery[Any], work: Savepoints, message: Received) -> None:
         handler = self._handler_of(message)
         if handler is None:
             delivery.reject(message, no_handler(message, self._handlers))
             return
         what = [message] if handler.batch else message
-        self._one(delivery, raw, message, lambda: handler.call(what, delivery.connection))
+        self._one(delivery, work, message, lambda: handler.call(what, delivery.connection))
 
     def _handler_of(self, message: Received) -> _Registered | None:
         handlers = self._handlers
