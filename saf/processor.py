@@ -21,6 +21,7 @@ from saf.errors import UsageError
 from saf.loop import check_handler, described
 from saf.received import Received
 
+Handler = Callable[[Any, Received, Any], object]
 H = TypeVar("H", bound=Callable[..., object])
 
 _MARK = "_saf_handles"
@@ -56,7 +57,7 @@ class Processor:
     key: str
     """The messages' key; of a message without key, its id as text. Set before `activate`."""
 
-    handlers: ClassVar[dict[str | None, Callable[[Any, Received, Any], object]]] = {}
+    handlers: ClassVar[dict[str | None, Handler]] = {}
     """The marked methods, by message type."""
 
     def __init_subclass__(cls) -> None:

@@ -29,10 +29,9 @@ A message without key has an instance of its own, which is passivated in the sam
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -42,10 +41,11 @@ from saf import claim
 from saf.delivery import Delivery
 from saf.errors import Fenced, UsageError
 from saf.failpoints import fail_point
+from saf.instances import Instance, Instances
 from saf.lanes import Policy
 from saf.loop import Loop, Savepoints, log, no_handler
 from saf.membership import Membership
-from saf.processor import Processor
+from saf.processor import Handler, Processor
 from saf.receive import Link, Receiver
 from saf.received import Received
 
@@ -61,18 +61,6 @@ FIRST = claim.BEGIN + "; SET LOCAL idle_in_transaction_session_timeout = {millis
 # Until then, only the shards that move have to wait for it
 BRIEFLY = "SET LOCAL lock_timeout = '200ms'"
 PATIENTLY = "SET LOCAL lock_timeout TO DEFAULT"
-
-
-@dataclass(kw_only=True, eq=False)
-class _Live:
-    """An instance, and the ownership that it lives by."""
-
-    processor: Processor
-    lane: str
-    shard: int
-    epoch: int
-    used_at: float = 0.0
-    active: bool = False
 
 
 class Processors(Loop):
@@ -122,10 +110,7 @@ class Processors(Loop):
         self.idle_seconds = idle_seconds
         self.output_seconds = output_seconds
         self.lease_seconds = lease_seconds
-        self._live: OrderedDict[str, _Live] = OrderedDict()
-        """By lane, the least recently used first."""
-        self._due: deque[_Live] = deque()
-        """Whose output is due."""
+        self._live = Instances()
         self._output_at = time.monotonic() + output_seconds
         self._look_at = 0.0
         self._membership: Membership | None = None
@@ -156,19 +141,20 @@ class Processors(Loop):
         )
         yield receiver
         while self._live:
-            self._passivate(receiver, list(self._live.values())[: self.max_messages])
+            self._passivate(receiver, list(self._live)[: self.max_messages])
 
     def _deliver(self, receiver: Receiver, wait_seconds: float) -> int:
         self._be_member(receiver)
-        self._passivate(receiver, self._superfluous())
+        self._passivate(
+            receiver,
+            self._live.superfluous(self.max_instances, self.idle_seconds, self.max_messages),
+        )
         self._put_out(receiver)
         began = time.monotonic()
         try:
             return super()._deliver(receiver, min(wait_seconds, self._until_next_duty()))
         except BaseException:
-            for one in list(self._live.values()):
-                if one.used_at >= began:
-                    self._throw_away(one)
+            self._live.throw_away(self._live.used_since(began))
             raise
 
     def _handle(self, delivery: Delivery[Any], work: Savepoints) -> None:
@@ -178,31 +164,14 @@ class Processors(Loop):
             if handler is None:
                 delivery.reject(message, no_handler(message, handlers))
                 continue
-            one = self._instance(message, delivery.epoch(message))
-            call = partial(self._call, one, handler, message, delivery.connection)
+            call = partial(
+                self._call, handler, message, delivery.epoch(message), delivery.connection
+            )
             if not self._one(delivery, work, message, call) or message.key is None:
-                self._throw_away(one)
+                self._live.forget(message.lane)
 
-    def _instance(self, message: Received, epoch: int) -> _Live:
-        """The live instance of a message's key, or a new one."""
-        lane = message.lane
-        one = self._live.get(lane)
-        if one is None or one.epoch != epoch:
-            processor = self.processor()
-            processor.key = str(message.message_id) if message.key is None else message.key
-            one = _Live(processor=processor, lane=lane, shard=message.shard, epoch=epoch)
-            self._live[lane] = one
-        self._live.move_to_end(lane)
-        one.used_at = time.monotonic()
-        return one
-
-    def _call(
-        self,
-        one: _Live,
-        handler: Callable[[Processor, Received, Any], object],
-        message: Received,
-        connection: Any,
-    ) -> None:
+    def _call(self, handler: Handler, message: Received, epoch: int, connection: Any) -> None:
+        one = self._live.use(message, epoch, self.processor)
         if not one.active:
             one.processor.activate(connection)
             one.active = True
@@ -242,42 +211,24 @@ class Processors(Loop):
         """Passivate what lives in shards that go, in the transaction that lets them go."""
         link.raw.execute(PATIENTLY)
         gone = set(shards)
+        ones = [one for one in self._live if one.shard in gone]
+        self._live.throw_away(ones)
         with Savepoints(link.raw) as work:
-            for one in [one for one in self._live.values() if one.shard in gone]:
-                self._throw_away(one)
+            for one in ones:
                 self._try(work, link.connection, one, "passivate")
 
-    def _superfluous(self) -> list[_Live]:
-        """Instances to be passivated now: idle, or too many."""
-        found: list[_Live] = []
-        too_many = len(self._live) - self.max_instances
-        idle_since = time.monotonic() - self.idle_seconds
-        for one in self._live.values():
-            if len(found) == self.max_messages or (
-                len(found) >= too_many and one.used_at > idle_since
-            ):
-                break
-            found.append(one)
-        return found
-
-    def _passivate(self, receiver: Receiver, ones: Sequence[_Live]) -> None:
-        for one in ones:
-            self._throw_away(one)
+    def _passivate(self, receiver: Receiver, ones: Sequence[Instance]) -> None:
+        self._live.throw_away(ones)
         self._visit(receiver.link, ones, "passivate")
 
     def _put_out(self, receiver: Receiver) -> None:
-        """Call `Processor.output` on the next of those whose time has come."""
-        if time.monotonic() >= self._output_at and not self._due:
-            self._due.extend(self._live.values())
+        """Call `Processor.output` on the next of those where it is due."""
+        if time.monotonic() >= self._output_at and not self._live.due:
+            self._live.let_all_be_due()
             self._output_at = time.monotonic() + self.output_seconds
-        ones: list[_Live] = []
-        while self._due and len(ones) < self.max_messages:
-            one = self._due.popleft()
-            if self._live.get(one.lane) is one:
-                ones.append(one)
-        self._visit(receiver.link, ones, "output")
+        self._visit(receiver.link, self._live.next_due(self.max_messages), "output")
 
-    def _visit(self, link: Link, ones: Sequence[_Live], what: str) -> None:
+    def _visit(self, link: Link, ones: Sequence[Instance], what: str) -> None:
         """Call a method of some instances, in one transaction that holds their shards.
 
         Those in shards that have been lost, and all if it does not commit, are thrown away.
@@ -286,22 +237,23 @@ class Processors(Loop):
             return
         assert self._membership is not None  # noqa: S101 - there are instances
         member = self._membership.member
+        lost = list(ones)
         try:
             with link.transaction():
                 held = member.hold(link.raw, {(one.shard, one.epoch) for one in ones})
                 with Savepoints(link.raw) as work:
-                    for one in ones:
-                        if (one.shard, one.epoch) not in held or not self._try(
-                            work, link.connection, one, what
-                        ):
-                            self._throw_away(one)
+                    failed = [
+                        one
+                        for one in ones
+                        if (one.shard, one.epoch) not in held
+                        or not self._try(work, link.connection, one, what)
+                    ]
                 fail_point(f"processors_{what}")
-        except BaseException:
-            for one in ones:
-                self._throw_away(one)
-            raise
+            lost = failed
+        finally:
+            self._live.throw_away(lost)
 
-    def _try(self, work: Savepoints, connection: Any, one: _Live, what: str) -> bool:
+    def _try(self, work: Savepoints, connection: Any, one: Instance, what: str) -> bool:
         try:
             with work.piece():
                 getattr(one.processor, what)(connection)
@@ -317,17 +269,13 @@ class Processors(Loop):
             return False
         return True
 
-    def _throw_away(self, one: _Live) -> None:
-        if self._live.get(one.lane) is one:
-            del self._live[one.lane]
-
     def _until_next_duty(self) -> float:
         """How many seconds a delivery may be waited for."""
-        if self._due:
+        if self._live.due:
             return 0.0
         duties = [self._look_at]
-        if self._live:
-            duties += [self._output_at, next(iter(self._live.values())).used_at + self.idle_seconds]
+        if oldest := self._live.oldest():
+            duties += [self._output_at, oldest.used_at + self.idle_seconds]
         return max(0.0, min(duties) - time.monotonic())
 
     def _leave(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import psycopg
 import pytest
+import sqlalchemy as sa
 
 import saf
 from saf import loop, processors
@@ -223,17 +224,28 @@ def test_a_transaction_that_is_lost_takes_along_the_instances_that_were_called_i
     assert stale(inbox) == []
 
 
-def test_an_activation_that_fails_is_a_failure_of_its_message(inbox: Dsn) -> None:
+def test_an_instance_that_cannot_be_made_or_activated_fails_its_message_only(inbox: Dsn) -> None:
     put(inbox, "1", key="k")
+    put(inbox, "1", key="unmade")
+    put(inbox, "1", key="other")
 
     class Unready(Counter):
+        made = 0
+
+        def __init__(self) -> None:
+            Unready.made += 1
+            if Unready.made == 2:
+                raise ValueError("not me")
+
         def activate(self, connection: psycopg.Connection[Any]) -> None:
             super().activate(connection)
-            raise ValueError("not yet")
+            if self.key == "k":
+                raise ValueError("not yet")
 
     policy = saf.Policy(max_attempts=1)
     saf.Processors(inbox, SUBSCRIPTION, Unready, policy=policy).drain()
-    assert dead(inbox) == [("1", "failed")]
+    assert len(dead(inbox)) == 2
+    assert by_key(inbox) == {"other": [1]}
 
 
 def test_a_passivation_that_fails_is_undone_and_the_instance_goes_all_the_same(inbox: Dsn) -> None:
@@ -494,6 +506,41 @@ def test_idle_processors_write_nothing_but_their_lease(inbox: Dsn) -> None:
 
 
 # Beside others
+
+
+def test_it_runs_on_an_engine_of_sqlalchemy(inbox: Dsn) -> None:
+    class Alchemist(saf.Processor):
+        def activate(self, connection: sa.Connection) -> None:
+            query = sa.text("SELECT last FROM balance WHERE key = :key")
+            self.last = connection.execute(query, {"key": self.key}).scalar() or 0
+
+        @saf.handles()
+        def handle(self, message: saf.Received, connection: sa.Connection) -> None:
+            self.last += 1
+            connection.execute(
+                sa.text("INSERT INTO effect (key, body) VALUES (:key, :last)"),
+                {"key": message.key, "last": str(self.last)},
+            )
+
+        def passivate(self, connection: sa.Connection) -> None:
+            connection.execute(
+                sa.text(
+                    "INSERT INTO balance VALUES (:key, :last) "
+                    "ON CONFLICT (key) DO UPDATE SET last = :last"
+                ),
+                {"key": self.key, "last": self.last},
+            )
+
+    store(inbox, 5, 3)
+    engine = inbox.engine()
+    with running(saf.Processors(engine, SUBSCRIPTION, Alchemist, idle_seconds=0.3)):
+        until(lambda: len(effects(inbox)) == 15)
+        time.sleep(0.6)
+        put(inbox, "", key="k1")
+        until(lambda: len(effects(inbox)) == 16)
+    engine.dispose()
+    assert by_key(inbox) == {"k1": [1, 2, 3, 4], **{f"k{key}": [1, 2, 3] for key in range(2, 6)}}
+    assert owned(inbox) == {}
 
 
 def test_saf_worker_runs_processors_until_sigterm(inbox: Dsn, tmp_path: Path) -> None:
