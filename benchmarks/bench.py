@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks import cold, drain, faults, memory, receive, send
+from benchmarks import cold, drain, faults, memory, processors, receive, send
 from benchmarks.stage import Stage
 from saf.spark import session
 
@@ -23,8 +23,19 @@ ALONE = {
     "cold": cold.run,
     "memory": memory.run,
     "receive": receive.run,
+    "processors": processors.run,
 }
-PARTS = ("send", "producers", "cold", "drain", "horizon", "memory", "receive", "end_to_end")
+PARTS = (
+    "send",
+    "producers",
+    "cold",
+    "drain",
+    "horizon",
+    "memory",
+    "receive",
+    "processors",
+    "end_to_end",
+)
 
 
 def main(chosen: list[str]) -> None:

@@ -1,7 +1,8 @@
 """Transactional store-and-forward outbox for PostgreSQL.
 
 Sending:   `Outbox`, `Message`
-Receiving: `receive`, `Worker`, `Delivery`, `Received`, `Policy`, `inbox_once`
+Receiving: `receive`, `Worker`, `Processor`, `Processors`, `handles`, `Delivery`, `Received`,
+           `Policy`, `inbox_once`
 Errors:    `SafError` and what stands below it in `saf.errors`
 
 The forwarder lives in `saf.spark` and is imported by nothing here: an application that only
@@ -32,6 +33,8 @@ from saf.inbox import inbox_once
 from saf.lanes import Policy
 from saf.message import Message
 from saf.outbox import Outbox
+from saf.processor import Processor, handles
+from saf.processors import Processors
 from saf.receive import receive
 from saf.received import Received
 from saf.worker import Worker
@@ -47,6 +50,8 @@ __all__ = [
     "MissingExtra",
     "Outbox",
     "Policy",
+    "Processor",
+    "Processors",
     "Received",
     "Rejected",
     "Restored",
@@ -60,6 +65,7 @@ __all__ = [
     "Unroutable",
     "UsageError",
     "Worker",
+    "handles",
     "inbox_once",
     "receive",
 ]

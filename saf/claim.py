@@ -12,6 +12,10 @@ Nobody else gets a message of these shards meanwhile, so a key is never in two h
 that dies takes its locks with it: its shards are free at once, at the position they had. There is
 no lease, owner or epoch, and nothing to fence: a transaction that is gone cannot write.
 
+*Members.* A reader may be a member as well (`saf.shards`), for what it keeps in memory between
+deliveries. It claims the shards that it owns, and the others those that nobody owns. Whose they are
+is asked by the same statement that locks them, so they stay so until its transaction ends.
+
 *Whose transaction died?* One that locks a row leaves its id in the row's xmax. If it then writes
 the row and commits, that id is the new row's xmin as well. So a cursor that can be locked, and
 whose xmax is set and not its xmin, tells that the last delivery from its shard was rolled back or
@@ -32,6 +36,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import UUID
 
 import psycopg
 from psycopg.rows import tuple_row
@@ -74,12 +79,14 @@ SELECT shard, bool_or(failed), count(*) FROM (
         SELECT f.shard, f.done, f.open, f.position, f.xmin AS made, f.xmax AS touched
         FROM (
             SELECT subscription_id, shard, batch FROM {NEWEST} AS c
-            WHERE allowance IS NULL AND (open IS NOT NULL OR {NEW} OR EXISTS (
-                SELECT FROM saf.backoff b
-                WHERE b.subscription_id = c.subscription_id AND b.destination = ''
-                  AND b.lane = '{LATER}' || c.shard AND b.next_attempt_at <= now()))
+            WHERE allowance IS NULL AND owner IS NOT DISTINCT FROM %(owner)s
+              AND (open IS NOT NULL OR {NEW} OR EXISTS (
+                  SELECT FROM saf.backoff b
+                  WHERE b.subscription_id = c.subscription_id AND b.destination = ''
+                    AND b.lane = '{LATER}' || c.shard AND b.next_attempt_at <= now()))
         ) AS c
         JOIN saf.cursor f USING (subscription_id, shard, batch)
+        WHERE f.allowance IS NULL AND f.owner IS NOT DISTINCT FROM %(owner)s
         ORDER BY random()
         FOR UPDATE OF f SKIP LOCKED
     ) AS c
@@ -100,6 +107,7 @@ SELECT shard, {FAILED}, 0 FROM (
     SELECT f.shard, f.xmin AS made, f.xmax AS touched
     FROM {newest("(VALUES (%(shard)s::smallint))")} AS c
     JOIN saf.cursor f USING (subscription_id, shard, batch)
+    WHERE f.owner IS NOT DISTINCT FROM %(owner)s
     FOR UPDATE OF f SKIP LOCKED
 ) AS c
 """
@@ -117,7 +125,7 @@ SELECT pg_current_snapshot()::text, pg_current_xact_id()::text,
 IN_HAND = newest("unnest(%(shards)s::smallint[])")
 CURSORS = f"""
 SELECT shard, batch, done::text, open::text, position, allowance, until::text,
-       coalesce(cuts::text[], '{{}}')
+       coalesce(cuts::text[], '{{}}'), epoch
 FROM {IN_HAND} AS c
 """
 
@@ -197,6 +205,8 @@ class Reader:
     subscription_id: int
     name: str
     service: str | None
+    owner: UUID | None = None
+    """The member that this reader is: it gets its own shards, and others those that nobody owns."""
 
 
 @dataclass(kw_only=True)
@@ -213,6 +223,7 @@ class Shard:
     """What `cuts` are cuts of."""
     cuts: list[str]
     """Transaction ids at which the next batches may end, in order."""
+    epoch: int
 
     def open_at(self, snapshot: str) -> None:
         """Take a batch in hand: up to the next cut, or to the snapshot if there is none."""
@@ -258,7 +269,12 @@ def claim(connection: psycopg.Connection[Any], reader: Reader, limit: int) -> Ha
 
     Call it in a transaction begun with `BEGIN`, and `move` what it returns in the same.
     """
-    params = {"subscription_id": reader.subscription_id, "service": reader.service, "limit": limit}
+    params = {
+        "subscription_id": reader.subscription_id,
+        "owner": reader.owner,
+        "service": reader.service,
+        "limit": limit,
+    }
     return _hand(connection, reader, fetch(connection, CLAIM, params), limit)
 
 
@@ -266,7 +282,11 @@ def claim_shard(
     connection: psycopg.Connection[Any], reader: Reader, shard: int, limit: int
 ) -> Hand | None:
     """Lock one shard, whatever there is; None if it is in somebody's hand. Otherwise as `claim`."""
-    params = {"subscription_id": reader.subscription_id, "shard": shard}
+    params = {
+        "subscription_id": reader.subscription_id,
+        "owner": reader.owner,
+        "shard": shard,
+    }
     return _hand(connection, reader, fetch(connection, CLAIM_SHARD, params), limit)
 
 
@@ -287,7 +307,7 @@ def _hand(
     # PostgreSQL counts the asking transaction as complete, and the block may yet write messages
     now = without(now, int(transaction))
     shards = {
-        row[0]: Shard(**dict(zip(FIELDS, row, strict=True)))
+        row[0]: Shard(**dict(zip((*FIELDS, "epoch"), row, strict=True)))
         for row in fetch(connection, CURSORS, params)
     }
     closed = [shard for shard in shards.values() if shard.open is None]

@@ -112,6 +112,11 @@ class Delivery(Sequence[Received], Generic[C]):
         """Let the message wait in its lane, with its attempts, as if this one had failed."""
         self._stop(message, error, self._policy.wait_seconds(message.attempt))
 
+    def epoch(self, message: Received) -> int:
+        """The epoch of the shard that the message is in."""
+        assert self._hand is not None  # noqa: S101 - there is a message
+        return self._hand.shards[message.shard].epoch
+
     def settle(self) -> None:
         """Write what became of the messages. Call it before the commit."""
         hand = self._hand

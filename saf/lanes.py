@@ -71,22 +71,25 @@ class Suspect:
     attempts: int = 1
 
 
+# Of the shards that this reader may claim
 TROUBLED = f"""
-SELECT EXISTS (SELECT FROM saf.backoff
-               WHERE subscription_id = %(subscription_id)s AND shard IS NOT NULL
-                 AND next_attempt_at <= now())
-    OR EXISTS (SELECT FROM {NEWEST} AS c WHERE allowance IS NOT NULL)
+SELECT EXISTS (SELECT FROM {NEWEST} AS c
+               WHERE owner IS NOT DISTINCT FROM %(owner)s
+                 AND (allowance IS NOT NULL OR EXISTS (
+                     SELECT FROM saf.backoff b
+                     WHERE b.subscription_id = c.subscription_id AND b.shard = c.shard
+                       AND b.next_attempt_at <= now())))
 """
 
 # At random among the oldest, so that receivers seldom choose the same
 CHOOSE = f"""
 SELECT shard, lane FROM (
-    (SELECT shard, lane FROM saf.backoff
-     WHERE subscription_id = %(subscription_id)s AND shard IS NOT NULL
-       AND next_attempt_at <= now()
+    (SELECT shard, lane FROM saf.backoff JOIN {NEWEST} AS c USING (subscription_id, shard)
+     WHERE next_attempt_at <= now() AND owner IS NOT DISTINCT FROM %(owner)s
      ORDER BY next_attempt_at LIMIT 100)
     UNION ALL
-    SELECT shard, NULL FROM {NEWEST} AS c WHERE allowance IS NOT NULL
+    SELECT shard, NULL FROM {NEWEST} AS c
+    WHERE allowance IS NOT NULL AND owner IS NOT DISTINCT FROM %(owner)s
 ) AS suspect ORDER BY random() LIMIT 1
 """
 
@@ -153,13 +156,15 @@ class Waiting:
 
 def troubled(connection: psycopg.Connection[Any], reader: Reader) -> bool:
     """Whether there may be anything to be tried alone now."""
-    ((there,),) = fetch(connection, TROUBLED, {"subscription_id": reader.subscription_id})
+    params = {"subscription_id": reader.subscription_id, "owner": reader.owner}
+    ((there,),) = fetch(connection, TROUBLED, params)
     return bool(there)
 
 
 def choose(connection: psycopg.Connection[Any], reader: Reader) -> Suspect | None:
     """Something to be tried alone, if any is due; nothing is locked."""
-    found = fetch(connection, CHOOSE, {"subscription_id": reader.subscription_id})
+    params = {"subscription_id": reader.subscription_id, "owner": reader.owner}
+    found = fetch(connection, CHOOSE, params)
     return Suspect(shard=found[0][0], lane=found[0][1]) if found else None
 
 

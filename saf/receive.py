@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 from psycopg.pq import TransactionStatus
 
-from saf import claim, lanes, rebase, services
+from saf import claim, lanes, rebase, services, shards
 from saf.claim import EXPIRED, LATE, Hand, Reader
 from saf.database import Dsn, check_schema, unavailable_if_lost
 from saf.delivery import Delivery
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     Engine = sa.Engine | Dsn | str | Callable[[], AbstractContextManager[psycopg.Connection[Any]]]
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.5
-"""Between polls that find nothing, doubled each time."""
+"""Between polls that find nothing, doubled each time until one finds something."""
 
 
 @contextmanager
@@ -72,6 +72,7 @@ def receive(
 
     Raises:
         ConfigurationError: there is no such subscription.
+        UsageError: the subscription is read by processors.
         SchemaMissing, SchemaMismatch, Restored: the database is not to be read from.
         Unavailable: it does not answer.
     """
@@ -91,6 +92,8 @@ class Link:
     connection: Any
     raw: psycopg.Connection[Any]
     begin: Callable[[], AbstractContextManager[Any]]
+    first: str = claim.BEGIN
+    """What each transaction begins with."""
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -98,7 +101,7 @@ class Link:
         if self._status() != TransactionStatus.IDLE:
             raise UsageError("a transaction is open on this connection: receive begins its own")
         with self.begin():
-            self.raw.execute(claim.BEGIN)
+            self.raw.execute(self.first)
             if self._status() != TransactionStatus.INTRANS:
                 raise UsageError(
                     "this engine is in AUTOCOMMIT: each statement would be committed by itself, "
@@ -156,14 +159,29 @@ class Receiver:
     Raises what `receive` raises.
     """
 
-    def __init__(self, link: Link, subscription: str, policy: Policy, max_messages: int) -> None:
+    def __init__(
+        self,
+        link: Link,
+        subscription: str,
+        policy: Policy,
+        max_messages: int,
+        *,
+        beside_members: bool = False,
+    ) -> None:
         self.link = link
         self.policy = policy
         self.max_messages = max_messages
+        self._pause = FIRST_PAUSE_SECONDS
         with unavailable_if_lost(f"database {link.raw.info.dbname!r}"), link.transaction():
             check_schema(link.raw)
             rebase.refuse(link.raw)
             found = services.subscription(link.raw, subscription)
+            members = [] if beside_members else shards.living(link.raw, found.subscription_id)
+        if members:
+            raise UsageError(
+                f"processors own the shards of subscription {subscription!r}: "
+                f"{', '.join(members)}. Stop them, or receive from a subscription of your own"
+            )
         self.reader = Reader(
             subscription_id=found.subscription_id, name=found.name, service=found.service
         )
@@ -174,7 +192,7 @@ class Receiver:
     ) -> Iterator[Delivery[Any]]:
         """The next messages; an empty delivery after ``wait_seconds``, or when told to stop."""
         stopping = stopping or Event()
-        pauses = _pauses(time.monotonic() + wait_seconds)
+        until = time.monotonic() + wait_seconds
         # half of the time what failed before, so that neither holds the other up
         careful_first, vain = _toss(), False
         while True:
@@ -192,6 +210,7 @@ class Receiver:
                     found.settle()
                     fail_point("receive_settled")
             if found:
+                self._pause = FIRST_PAUSE_SECONDS
                 return
             if careful:
                 suspect = self._count()
@@ -205,16 +224,18 @@ class Receiver:
                         delivery.settle()
                         fail_point("receive_settled")
                     if delivery:
+                        self._pause = FIRST_PAUSE_SECONDS
                         return
                 vain = suspect is None
             elif found is None and troubled and not vain:
                 careful_first = True
             elif found is None:
-                pause = next(pauses)
-                if pause is None or stopping.wait(pause):
+                left = until - time.monotonic()
+                if left <= 0 or stopping.wait(min(self._pause, left)):
                     with self.link.transaction():
                         yield self._delivery(None)
                     return
+                self._pause = min(self._pause * 2, LONGEST_PAUSE_SECONDS)
                 vain = False
 
     def _claim(self) -> Delivery[Any] | None:
@@ -344,13 +365,3 @@ class Receiver:
 
 def _toss() -> bool:
     return random.choice((True, False))  # noqa: S311 - nobody gains by guessing it
-
-
-def _pauses(until: float) -> Iterator[float | None]:
-    """How long to wait between polls, up to a moment; None when it has come."""
-    pause = FIRST_PAUSE_SECONDS
-    while (left := until - time.monotonic()) > 0:
-        yield min(pause, left)
-        pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
-    while True:
-        yield None

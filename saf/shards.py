@@ -10,6 +10,8 @@ through the rows of `saf.member` and `saf.cursor` and the database's clock alone
   that the fewest shards move. A lock on the subscription's row makes the members do so in turn.
 - Acquiring a shard raises its *epoch*. Every write on behalf of a shard names owner and epoch,
   so one who was taken over, however long it slept, changes no row and learns it (`Fenced`).
+- A receiver that died left a trace on the cursors that it had in hand (see `saf.claim`), which
+  any write wipes out. So whoever writes a cursor here notes it (`NOTE_FAILURE`).
 
 What a lease is not: proof of ownership at this moment. Only the epoch, checked by the write
 itself, is.
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID, uuid4
@@ -161,12 +163,25 @@ TAKE_TURN = """
 SELECT FROM saf.subscription WHERE subscription_id = %(subscription_id)s FOR NO KEY UPDATE
 """
 
-# The foreign key sets the owner of its shards to NULL: they are free, their batches stay open.
-FORGET_DEAD = f"""
-DELETE FROM saf.member m
-WHERE subscription_id = %(subscription_id)s AND member_id <> %(member_id)s
-  AND (lease_until < clock_timestamp() OR NOT {IS_PRESENT})
+IS_DEAD = f"""
+m.subscription_id = %(subscription_id)s AND m.member_id IS DISTINCT FROM %(member_id)s::uuid
+AND (m.lease_until < clock_timestamp() OR NOT {IS_PRESENT})
 """
+ANY_DEAD = f"SELECT EXISTS (SELECT FROM saf.member m WHERE {IS_DEAD})"
+LIVING = "SELECT name FROM saf.member WHERE subscription_id = %(subscription_id)s ORDER BY name"
+
+# A receiver's delivery that failed is told from the row's last version: see saf.claim
+NOTE_FAILURE = "allowance = CASE WHEN xmax IN ('0'::xid, xmin) THEN allowance ELSE 1 END"
+
+# Their shards are free, and their batches stay open.
+FREE_DEAD = f"""
+UPDATE saf.cursor c SET owner = NULL, {NOTE_FAILURE}
+FROM (SELECT shard, batch, owner FROM {NEWEST} AS c
+      WHERE owner IN (SELECT member_id FROM saf.member m WHERE {IS_DEAD})) AS dead
+WHERE c.subscription_id = %(subscription_id)s AND c.owner = dead.owner
+  AND c.shard = dead.shard AND c.batch = dead.batch
+"""
+FORGET_DEAD = f"DELETE FROM saf.member m WHERE {IS_DEAD}"
 
 HOLDINGS = f"""
 SELECT m.member_id::text AS member, count(c.shard) AS held
@@ -179,15 +194,16 @@ SHARDS = f"SELECT count(*) FROM {NEWEST} AS c"
 
 # Shards with no batch in hand go first: the next owner of an open one has to read it again.
 RELEASE = f"""
-UPDATE saf.cursor c SET owner = NULL
+UPDATE saf.cursor c SET owner = NULL, {NOTE_FAILURE}
 FROM (SELECT shard, batch FROM {NEWEST} AS c WHERE owner = %(member_id)s
       ORDER BY open IS NULL DESC, shard DESC LIMIT %(surplus)s) AS surplus
 WHERE c.subscription_id = %(subscription_id)s AND c.owner = %(member_id)s
   AND c.shard = surplus.shard AND c.batch = surplus.batch
+RETURNING c.shard
 """
 
 ACQUIRE = f"""
-UPDATE saf.cursor c SET owner = %(member_id)s, epoch = epoch + 1
+UPDATE saf.cursor c SET owner = %(member_id)s, epoch = epoch + 1, {NOTE_FAILURE}
 FROM (SELECT shard, batch FROM {NEWEST} AS c WHERE owner IS NULL
       ORDER BY shard LIMIT %(lacking)s) AS free
 WHERE c.subscription_id = %(subscription_id)s AND c.owner IS NULL
@@ -196,9 +212,40 @@ WHERE c.subscription_id = %(subscription_id)s AND c.owner IS NULL
 
 OWNED = f"SELECT count(*) FROM {NEWEST} AS c WHERE owner = %(member_id)s"
 
+# An update, because a lock that is not followed by a write looks like a delivery that failed
+HOLD = f"""
+UPDATE saf.cursor c SET {NOTE_FAILURE}
+FROM (SELECT shard, batch FROM {newest("unnest(%(shards)s::smallint[])")} AS c) AS n
+WHERE c.subscription_id = %(subscription_id)s AND c.owner = %(member_id)s
+  AND c.shard = n.shard AND c.batch = n.batch
+  AND (c.shard, c.epoch) IN (SELECT * FROM unnest(%(shards)s::smallint[], %(epochs)s::bigint[]))
+RETURNING c.shard, c.epoch
+"""
+
 STOPPING = "UPDATE saf.member SET stopping = true WHERE member_id = %(member_id)s"
 
+FREE = f"""
+UPDATE saf.cursor c SET owner = NULL, {NOTE_FAILURE}
+FROM (SELECT shard, batch FROM {NEWEST} AS c WHERE owner = %(member_id)s) AS own
+WHERE c.subscription_id = %(subscription_id)s AND c.owner = %(member_id)s
+  AND c.shard = own.shard AND c.batch = own.batch
+"""
 LEAVE = "DELETE FROM saf.member WHERE member_id = %(member_id)s"
+
+
+def living(connection: psycopg.Connection[Any], subscription_id: int) -> list[str]:
+    """The names of a subscription's members; those that are dead are forgotten."""
+    params = {"subscription_id": subscription_id, "member_id": None}
+    if fetch(connection, LIVING, params):
+        with connection.transaction():
+            _forget_dead(connection, params)
+    return [name for (name,) in fetch(connection, LIVING, params)]
+
+
+def _forget_dead(connection: psycopg.Connection[Any], params: Mapping[str, Any]) -> None:
+    connection.execute(TAKE_TURN, params)
+    connection.execute(FREE_DEAD, params)
+    connection.execute(FORGET_DEAD, params)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,26 +283,56 @@ class Member:
         if connection.execute(RENEW, self._params).fetchone() is None:
             raise Fenced(f"member {self.name}", [])
 
-    def balance(self, connection: psycopg.Connection[Any]) -> int:
+    def balance(
+        self,
+        connection: psycopg.Connection[Any],
+        releasing: Callable[[list[int]], None] | None = None,
+    ) -> int:
         """Release or acquire shards up to the fair share; return how many are owned now.
 
-        Call it only while no work on the member's shards is under way.
+        Call it only while no work on the member's shards is under way. ``releasing`` is called
+        with those that go, in the transaction that lets them go.
         """
         params = self._params
         with connection.transaction():
-            connection.execute(TAKE_TURN, params)
-            connection.execute(FORGET_DEAD, params)
-            held = dict(fetch(connection, HOLDINGS, params))
-            me = str(self.member_id)
-            if me not in held:
-                raise Fenced(f"member {self.name}", [])
-            shards = fetch(connection, SHARDS, params)[0][0]
-            change = fair_share(held, shards)[me] - held[me]
+            _forget_dead(connection, params)
+            change = self._lacks(connection)
             if change < 0:
-                connection.execute(RELEASE, {**params, "surplus": -change})
+                released = fetch(connection, RELEASE, {**params, "surplus": -change})
+                if releasing is not None:
+                    releasing([shard for (shard,) in released])
             elif change > 0:
                 connection.execute(ACQUIRE, {**params, "lacking": change})
             return int(fetch(connection, OWNED, params)[0][0])
+
+    def settled(self, connection: psycopg.Connection[Any]) -> bool:
+        """Whether `balance` has nothing to do. Only reads, so it may be asked often.
+
+        Raises:
+            Fenced: the others have forgotten this member.
+        """
+        ((dead,),) = fetch(connection, ANY_DEAD, self._params)
+        return not dead and self._lacks(connection) == 0
+
+    def _lacks(self, connection: psycopg.Connection[Any]) -> int:
+        """How many shards the fair share is above what is held."""
+        held = dict(fetch(connection, HOLDINGS, self._params))
+        me = str(self.member_id)
+        if me not in held:
+            raise Fenced(f"member {self.name}", [])
+        ((shards,),) = fetch(connection, SHARDS, self._params)
+        return fair_share(held, shards)[me] - int(held[me])
+
+    def hold(
+        self, connection: psycopg.Connection[Any], shards: Iterable[tuple[int, int]]
+    ) -> set[tuple[int, int]]:
+        """Which of some shards, each with an epoch, are still this member's.
+
+        They stay so until the end of the transaction.
+        """
+        numbers, epochs = zip(*set(shards), strict=True)
+        params = {**self._params, "shards": list(numbers), "epochs": list(epochs)}
+        return set(fetch(connection, HOLD, params))
 
     def stop(self, connection: psycopg.Connection[Any]) -> None:
         """Ask this member's tasks, wherever they run, to finish the chunk in hand and end."""
@@ -263,4 +340,6 @@ class Member:
 
     def leave(self, connection: psycopg.Connection[Any]) -> None:
         """Free the shards at once instead of at the end of the lease."""
-        connection.execute(LEAVE, self._params)
+        with connection.transaction():
+            connection.execute(FREE, self._params)
+            connection.execute(LEAVE, self._params)

@@ -1,4 +1,4 @@
-"""``saf worker``: run a worker of an application, in one process or several."""
+"""``saf worker``: run a worker or processors of an application, in one process or several."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from saf.errors import UsageError
+from saf.loop import Loop
 from saf.signals import stop_on_signals
-from saf.worker import Worker
 
 AGAIN_SECONDS = 1.0
 """Before a process that died is replaced."""
@@ -22,7 +22,9 @@ AGAIN_SECONDS = 1.0
 def command(
     which: Annotated[
         str,
-        typer.Argument(metavar="MODULE:WORKER", help="Where the saf.Worker is, to be imported."),
+        typer.Argument(
+            metavar="MODULE:WORKER", help="The saf.Worker or saf.Processors, to be imported."
+        ),
     ],
     processes: Annotated[int, typer.Option(min=1, help="How many; one that dies is replaced.")] = 1,
     drain: Annotated[
@@ -39,7 +41,7 @@ def command(
         supervise([sys.executable, "-m", "saf", "worker", which], processes)
 
 
-def find(which: str) -> Worker:
+def find(which: str) -> Loop:
     """The worker that ``module:name`` means.
 
     Raises:
@@ -57,8 +59,10 @@ def find(which: str) -> Worker:
         if error.name not in (module, module.partition(".")[0]):
             raise
         raise UsageError(f"{which}: there is no module {error.name!r} here") from None
-    if not isinstance(found, Worker):
-        raise UsageError(f"{which}: {name!r} in {module} is no saf.Worker, but {found!r}")
+    if not isinstance(found, Loop):
+        raise UsageError(
+            f"{which}: {name!r} in {module} is neither saf.Worker nor saf.Processors, but {found!r}"
+        )
     return found
 
 

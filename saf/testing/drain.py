@@ -29,7 +29,7 @@ from saf.testing.databases import Database
 if TYPE_CHECKING:
     from saf.spark.work import Receipt
     from saf.testing.cycle import Cycle
-    from saf.worker import Worker
+    from saf.loop import Loop
 
 ROUNDS = 100
 """A message that causes another one, a hundred times over, goes round in circles."""
@@ -82,7 +82,7 @@ class Drain:
 
     def __call__(
         self,
-        *workers: Worker,
+        *workers: Loop,
         to: Database | Mapping[str, Database] | None = None,
         errors: Literal["raise", "park"] = "raise",
     ) -> Drained:
@@ -155,7 +155,7 @@ def _forward(cycle: Cycle) -> list[Receipt]:
     return receipts
 
 
-def _refuse_elsewhere(worker: Worker, databases: list[Database]) -> None:
+def _refuse_elsewhere(worker: Loop, databases: list[Database]) -> None:
     """A worker of the application may well have been made for its real database."""
     with connected(worker.engine) as link:
         name = link.raw.info.dbname

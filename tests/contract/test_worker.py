@@ -340,7 +340,7 @@ def test_a_worker_that_cannot_be_found_is_named(inbox: Dsn, module: Path) -> Non
     for which, said in (
         ("consumers", "expected MODULE:WORKER"),
         ("nowhere:worker", "there is no module 'nowhere' here"),
-        ("consumers:other", "'other' in consumers is no saf.Worker, but 7"),
+        ("consumers:other", "'other' in consumers is neither saf.Worker nor saf.Processors, but 7"),
     ):
         done = run(
             [sys.executable, "-m", "saf", "worker", which],

@@ -370,6 +370,34 @@ def test_a_forwarder_forwards_from_source_to_destination(
     assert bodies(mom) == [str(number) for number in range(11)]
 
 
+def test_a_receiver_runs_processors_and_takes_over_from_one_that_is_gone(
+    mom: Dsn, granted: Callable[..., Dsn]
+) -> None:
+    handled: list[str] = []
+
+    class Noting(saf.Processor):
+        @saf.handles()
+        def note(self, message: saf.Received, _: object) -> None:
+            handled.append(f"{self.key} {message.text()}")
+
+        def passivate(self, _: object) -> None:
+            handled.append(f"{self.key} goes")
+
+    with connect(mom) as connection, connect(mom) as gone:
+        services.create_service(connection, "billing")
+        ((subscription,),) = fetch(
+            connection, "SELECT subscription_id FROM saf.subscription WHERE name = 'billing'"
+        )
+        member = Member(subscription_id=subscription, lease_seconds=30)
+        member.join(gone)
+        assert member.balance(gone) == 64
+        connection.execute(
+            "INSERT INTO saf.inbox (to_service, key, body) VALUES ('billing', 'k', 'x')"
+        )
+    assert saf.Processors(granted(mom, "receiver"), "billing", Noting).drain() == 1
+    assert handled == ["k x", "k goes"]
+
+
 @every_postgresql
 def test_a_receiver_reads_the_inbox_as_a_member_of_its_subscription(
     mom: Dsn, granted: Callable[..., Dsn]

@@ -74,6 +74,24 @@ def test_the_worker_handles_what_is_there(inbox: Dsn, tmp_path: Path) -> None:
     assert invoices(inbox) == [("A-1", None, True), ("A-2", None, False)]
 
 
+def test_the_processors_handle_what_is_there_and_go_on_from_there(
+    inbox: Dsn, tmp_path: Path
+) -> None:
+    (code,) = blocks("processors")
+    (tmp_path / "consumers.py").write_text(code)
+    for amounts, total in (((90, 10), 100), ((-30,), 70)):
+        for amount in amounts:
+            put(inbox, json.dumps({"amount": amount}), key="A-1", message_type="OrderChanged")
+        done = run(
+            [BIN / "saf", "worker", "consumers:runner", "--drain"],
+            env={"INBOX": inbox.conninfo},
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"handled {len(amounts)} messages\n"
+        assert invoices(inbox) == [("A-1", total, False)]
+
+
 def test_the_guard_lets_work_elsewhere_be_done_once(
     inbox: Dsn, new_database: Callable[[str], Dsn]
 ) -> None:
