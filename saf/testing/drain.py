@@ -27,9 +27,9 @@ from saf.receive import connected
 from saf.testing.databases import Database
 
 if TYPE_CHECKING:
+    from saf.loop import Loop
     from saf.spark.work import Receipt
     from saf.testing.cycle import Cycle
-    from saf.loop import Loop
 
 ROUNDS = 100
 """A message that causes another one, a hundred times over, goes round in circles."""
