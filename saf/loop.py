@@ -4,7 +4,8 @@ What handles them is a `Loop`: a `saf.Worker` or `saf.Processors`. A handler wor
 connection, inside a savepoint: if it raises, its own work is undone, the message is set aside with
 the error, and the rest of the delivery goes on (`saf.lanes` says what happens to the message).
 
-One that finds nothing polls less and less often, up to every `saf.receive.LONGEST_PAUSE_SECONDS`.
+One that finds nothing polls less and less often, up to every `saf.receive.LONGEST_PAUSE_SECONDS`,
+or listens for notifications (`saf.notify`).
 `stop`, SIGTERM and SIGINT end the deliveries in hand and take no more. A database that does not
 answer is tried again for as long as it takes.
 """
@@ -58,6 +59,7 @@ class Loop(ABC):
         max_messages: int,
         threads: int,
         policy: Policy | None,
+        listen: bool,
     ) -> None:
         if max_messages < 1 or threads < 1:
             raise UsageError(f"max_messages ({max_messages}) and threads ({threads}): at least 1")
@@ -66,6 +68,7 @@ class Loop(ABC):
         self.max_messages = max_messages
         self.threads = threads
         self.policy = policy or Policy()
+        self.listen = listen
         self._stopping = threading.Event()
         self._handled = 0
         self._failed: list[UsageError] = []
@@ -138,7 +141,11 @@ class Loop(ABC):
 
     @contextmanager
     def _receiving(self, link: Link) -> Iterator[Receiver]:
-        yield Receiver(link, self.subscription, self.policy, self.max_messages)
+        receiver = Receiver(
+            link, self.subscription, self.policy, self.max_messages, listen=self.listen
+        )
+        yield receiver
+        receiver.forget()
 
     def _deliver(self, receiver: Receiver, wait_seconds: float) -> Delivery[Any]:
         """Handle one delivery, which is empty if there was nothing."""

@@ -80,6 +80,7 @@ class Processors(Loop):
         lease_seconds: after so long, a process that hangs is taken over. A call that is away from
             the database for as long is taken to hang, and its transaction is ended.
         policy: what happens to messages whose handling fails.
+        listen: be notified of what arrives; see `saf.notify`.
 
     Raises:
         UsageError: a number is out of range.
@@ -97,8 +98,16 @@ class Processors(Loop):
         output_seconds: float = 10.0,
         lease_seconds: float = 30.0,
         policy: Policy | None = None,
+        listen: bool = False,
     ) -> None:
-        super().__init__(engine, subscription, max_messages=max_messages, threads=1, policy=policy)
+        super().__init__(
+            engine,
+            subscription,
+            max_messages=max_messages,
+            threads=1,
+            policy=policy,
+            listen=listen,
+        )
         if max_instances < 0 or min(idle_seconds, output_seconds, lease_seconds) <= 0:
             raise UsageError(
                 f"max_instances ({max_instances}) is not negative, and idle_seconds "
@@ -137,11 +146,17 @@ class Processors(Loop):
         milliseconds = max(1, round(self.lease_seconds * 1000))
         link = replace(link, first=FIRST.format(milliseconds=milliseconds))
         receiver = Receiver(
-            link, self.subscription, self.policy, self.max_messages, beside_members=True
+            link,
+            self.subscription,
+            self.policy,
+            self.max_messages,
+            beside_members=True,
+            listen=self.listen,
         )
         yield receiver
         while self._live:
             self._passivate(receiver, list(self._live)[: self.max_messages])
+        receiver.forget()
 
     def _deliver(self, receiver: Receiver, wait_seconds: float) -> Delivery[Any]:
         self._be_member(receiver)

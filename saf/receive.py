@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 from psycopg.pq import TransactionStatus
 
-from saf import claim, lanes, rebase, services, shards
+from saf import claim, lanes, notify, rebase, services, shards
 from saf.claim import EXPIRED, LATE, Hand, Reader
 from saf.database import Dsn, check_schema, unavailable_if_lost
 from saf.delivery import Delivery
@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.5
 """Between polls that find nothing, doubled each time until one finds something."""
+
+LISTENING_PAUSE_SECONDS = 5.0
+"""The longest for who is notified of what arrives: for what has become due meanwhile."""
 
 
 @contextmanager
@@ -167,8 +170,10 @@ class Receiver:
         max_messages: int,
         *,
         beside_members: bool = False,
+        listen: bool = False,
     ) -> None:
         self.link = link
+        self.listens = listen
         self.policy = policy
         self.max_messages = max_messages
         self._pause = FIRST_PAUSE_SECONDS
@@ -177,6 +182,8 @@ class Receiver:
             rebase.refuse(link.raw)
             found = services.subscription(link.raw, subscription)
             members = [] if beside_members else shards.living(link.raw, found.subscription_id)
+            if listen:
+                notify.listen(link.raw)
         if members:
             raise UsageError(
                 f"processors own the shards of subscription {subscription!r}: "
@@ -230,13 +237,30 @@ class Receiver:
             elif found is None and troubled and not vain:
                 careful_first = True
             elif found is None:
-                left = until - time.monotonic()
-                if left <= 0 or stopping.wait(min(self._pause, left)):
+                if not self._wait(until, stopping):
                     with self.link.transaction():
                         yield self._delivery(None)
                     return
-                self._pause = min(self._pause * 2, LONGEST_PAUSE_SECONDS)
                 vain = False
+
+    def _wait(self, until: float, stopping: Event) -> bool:
+        """Wait before the next poll, and longer before the one after it; False if it is over."""
+        left = until - time.monotonic()
+        if left <= 0:
+            return False
+        if self.listens:
+            notify.wait(self.link.raw, min(self._pause, left), stopping)
+        else:
+            stopping.wait(min(self._pause, left))
+        longest = LISTENING_PAUSE_SECONDS if self.listens else LONGEST_PAUSE_SECONDS
+        self._pause = min(self._pause * 2, longest)
+        return not stopping.is_set()
+
+    def forget(self) -> None:
+        """Listen no longer: the connection may go back to a pool."""
+        if self.listens and not self.link.raw.closed:
+            with self.link.transaction():
+                self.link.raw.execute(notify.UNLISTEN)
 
     def _claim(self) -> Delivery[Any] | None:
         """The next messages of any shards that nobody has in hand."""

@@ -54,6 +54,7 @@ class Worker(Loop):
         max_messages: how many at most in one transaction.
         threads: how many deliveries at a time in this process.
         policy: what happens to messages whose handling fails.
+        listen: be notified of what arrives; see `saf.notify`.
 
     Raises:
         UsageError: a number is out of range.
@@ -67,9 +68,15 @@ class Worker(Loop):
         max_messages: int = 100,
         threads: int = 1,
         policy: Policy | None = None,
+        listen: bool = False,
     ) -> None:
         super().__init__(
-            engine, subscription, max_messages=max_messages, threads=threads, policy=policy
+            engine,
+            subscription,
+            max_messages=max_messages,
+            threads=threads,
+            policy=policy,
+            listen=listen,
         )
         self._handlers: dict[str | None, _Registered] = {}
 

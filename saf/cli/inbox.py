@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -12,8 +13,31 @@ from saf import inbox
 from saf.cli.brokers import AsJson, Config, Round, Store, store, stores
 from saf.cli.console import plain_console
 from saf.config import load
+from saf.notify import switch
 
 app = typer.Typer(no_args_is_help=True, help="What is stored, and not handled yet.")
+
+
+class Switch(StrEnum):
+    """Two states."""
+
+    ON = "on"
+    OFF = "off"
+
+
+@app.command()
+def notify(
+    state: Annotated[Switch, typer.Argument(help="on or off.")],
+    config: Config = None,
+    broker: Store = None,
+) -> None:
+    """Wake the receivers that listen when messages arrive, or no longer.
+
+    Transactions that store messages then commit one after the other.
+    """
+    round_ = Round(stores(load(config), broker))
+    round_.visit("inbox", lambda connection, _: switch(connection, state is Switch.ON))
+    round_.finish(say=True)
 
 
 @app.command()

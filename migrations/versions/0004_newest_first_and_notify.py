@@ -1,4 +1,4 @@
-"""The newest version of a cursor or watermark is the first that its index finds."""
+"""Cursors and watermarks are found by their newest version; receivers may be notified."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ ALTER TABLE saf.cursor
     DROP CONSTRAINT cursor_pkey, ADD PRIMARY KEY (subscription_id, shard, batch);
 ALTER TABLE saf.watermark
     DROP CONSTRAINT watermark_pkey, ADD PRIMARY KEY (source, shard, lane, batch);
+
+CREATE FUNCTION saf.notify_inbox() RETURNS trigger LANGUAGE plpgsql
+    AS 'BEGIN NOTIFY saf_inbox; RETURN NULL; END';
+CREATE TRIGGER inbox_notify AFTER INSERT ON saf.inbox
+    FOR EACH STATEMENT EXECUTE FUNCTION saf.notify_inbox();
+ALTER TABLE saf.inbox DISABLE TRIGGER inbox_notify;
 """
 
 DOWN = """
+DROP TRIGGER inbox_notify ON saf.inbox;
+DROP FUNCTION saf.notify_inbox();
 ALTER TABLE saf.cursor
     DROP CONSTRAINT cursor_pkey, ADD PRIMARY KEY (subscription_id, shard);
 ALTER TABLE saf.watermark

@@ -1,0 +1,108 @@
+"""Notifications: who listens learns of a message at once, however seldom it polls."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+import saf
+from saf import notify
+from saf.database import Dsn, fetch
+from saf.errors import ConfigurationError
+from saf.testing.databases import Database
+from tests.pipeline import connect, forward, send
+from tests.programs import configuration
+from tests.programs import saf as command
+from tests.receivers import SUBSCRIPTION, effect, effects, prepare, put
+
+SELDOM = 60.0
+POLLING = importlib.import_module("saf.receive")  # saf.receive itself is the function
+
+
+@pytest.fixture
+def inbox(mom: Dsn) -> Dsn:
+    prepare(mom)
+    with connect(mom) as connection:
+        notify.switch(connection, True)
+    return mom
+
+
+@contextmanager
+def running(inbox: Dsn) -> Iterator[None]:
+    worker = saf.Worker(inbox, SUBSCRIPTION, listen=True)
+    worker.handler()(lambda message, connection: effect(connection, message))
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        worker.stop()
+        thread.join()
+
+
+def handled(inbox: Dsn, count: int, within: float) -> bool:
+    until = time.monotonic() + within
+    while time.monotonic() < until:
+        if len(effects(inbox)) == count:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_listening_worker_handles_what_is_stored_by_any_means_without_polling(
+    app: Dsn, inbox: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(POLLING, "FIRST_PAUSE_SECONDS", SELDOM)
+    monkeypatch.setattr(POLLING, "LISTENING_PAUSE_SECONDS", SELDOM)
+    with running(inbox):
+        time.sleep(1)
+        put(inbox, "a row")
+        assert handled(inbox, 1, within=SELDOM / 4)
+        with connect(app) as connection:
+            send(connection, "a chunk of a forwarder")
+        forward(app, mom=inbox)
+        assert handled(inbox, 2, within=SELDOM / 4)
+
+
+def test_a_listening_worker_stops_as_soon_as_it_is_told_to(inbox: Dsn) -> None:
+    with running(inbox):
+        time.sleep(1)
+        started = time.monotonic()
+    assert time.monotonic() - started < 2
+
+
+def test_to_listen_where_nobody_notifies_is_refused_with_the_command_that_lets_it(
+    inbox: Dsn, tmp_path: Path
+) -> None:
+    config = configuration(tmp_path / "saf.toml", {"app": inbox}, {"mom": inbox})
+    assert command("inbox", "notify", "off", "--config", config).returncode == 0
+    worker = saf.Worker(inbox, SUBSCRIPTION, listen=True)
+    worker.handler()(lambda *_: None)
+    with pytest.raises(ConfigurationError, match="`saf inbox notify on`"):
+        worker.run()
+    assert command("inbox", "notify", "on", "--config", config).returncode == 0
+    put(inbox, "1")
+    assert worker.drain() == 1
+
+
+def test_a_connection_goes_back_to_its_pool_without_listening(inbox: Dsn) -> None:
+    engine = Database(dsn=inbox).engine
+    worker = saf.Worker(engine, SUBSCRIPTION, listen=True)
+    worker.handler()(lambda *_: None)
+    put(inbox, "1")
+    assert worker.drain() == 1
+    with engine.connect() as connection:
+        assert connection.scalars(sa.text("SELECT pg_listening_channels()")).all() == []
+    engine.dispose()
+
+
+def test_an_inbox_notifies_nobody_unless_it_is_told_to(mom: Dsn) -> None:
+    with connect(mom) as connection:
+        assert fetch(connection, notify.IS_ON) == [(False,)]
