@@ -13,7 +13,8 @@ import math
 import multiprocessing
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,17 @@ UPDATE saf.cursor SET done = '1:1:', open = NULL, position = 0, until = NULL, cu
        allowance = NULL
 """
 
+WAITS = "SELECT extract(epoch FROM at - sent_at)::float FROM booked ORDER BY sent_at"
+
 CLOSED = """
 SELECT FROM saf.cursor JOIN saf.subscription USING (subscription_id)
 WHERE log = 'inbox' AND open IS NULL
 """
 
-RATES = (1000, 2500)
-WARM_UP_SECONDS, OPEN_LOOP_SECONDS = 10, 20
+RATE, SHARES = 1000, (0.1, 0.5, 0.8)
+REACH = {"p50": "<= 0.4", "p99": "<= 1"}
+BURST, AT_ONCE = 100_000, 1_000
+WARM_UP_SECONDS, OPEN_LOOP_SECONDS = 5, 15
 EVERY_SECONDS = 0.01
 
 
@@ -136,27 +141,40 @@ def run(stage: Stage) -> None:
 
 
 def end_to_end(stage: Stage, spark: SparkSession) -> None:
-    """Notes end_to_end_p50_seconds and so on, at some rates."""
+    """Notes end_to_end_p50_seconds and so on: at a rate, and at shares of the capacity.
+
+    The capacity is what sender, forwarder and worker do together when none waits for another.
+    """
     with stage.mom.connect(role="bench", autocommit=True) as connection:
         create_service(connection, "billing")
         connection.execute(BOOKED.replace("TABLE", "TABLE IF NOT EXISTS"))
     file = stage.settings_file(
         Path(stage.server.data_dir).parent / "loop.toml", interval_seconds=0.05
     )
-    for messages_per_second in RATES:
-        execute(stage.app, "TRUNCATE saf.outbox")
-        execute(stage.mom, "TRUNCATE saf.inbox, booked")
-        waits = _open_loop(stage, Forwarder(load(file), lambda _: spark), messages_per_second)
-        where = "" if messages_per_second == RATES[0] else f"_at_{messages_per_second}"
-        for name, share, reach in (
-            ("p50", 0.5, "<= 0.4"),
-            ("p99", 0.99, "<= 1"),
-            ("p999", 0.999, ""),
-        ):
-            stage.note(f"end_to_end_{name}_seconds{where}", percentile(waits, share), "s", reach)
+    settings = load(file)
+    with running(stage, Forwarder(settings, lambda _: spark)):
+        _handled(stage, _send(stage, BURST, None))  # Java compiles what is hot
+    with running(stage, Forwarder(settings, lambda _: spark)):
+        started = time.monotonic()
+        _handled(stage, _send(stage, BURST, None))
+        capacity = BURST / (time.monotonic() - started)
+    stage.note("end_to_end_capacity_per_second", capacity, "1/s")
+    rates = {"": RATE} | {f"_at_{share:.0%}": capacity * share for share in SHARES}
+    for where, rate in rates.items():
+        with running(stage, Forwarder(settings, lambda _: spark)):
+            waits = _handled(stage, _send(stage, int(rate * OPEN_LOOP_SECONDS), rate))
+        waits = waits[int(rate * WARM_UP_SECONDS) :]
+        suffix = where.replace("%", "_percent")
+        for name, share in (("p50", 0.5), ("p99", 0.99), ("p999", 0.999)):
+            reach = "" if where else REACH.get(name, "")
+            stage.note(f"end_to_end_{name}_seconds{suffix}", percentile(waits, share), "s", reach)
 
 
-def _open_loop(stage: Stage, forwarder: Forwarder, messages_per_second: int) -> list[float]:
+@contextmanager
+def running(stage: Stage, forwarder: Forwarder) -> Iterator[None]:
+    """A forwarder in a loop, and a worker, from empty tables on."""
+    execute(stage.app, "TRUNCATE saf.outbox")
+    execute(stage.mom, "TRUNCATE saf.inbox, booked")
     worker = saf.Worker(stage.mom, "billing", max_messages=1000)
     worker.batch_handler()(book)
     threads = [
@@ -165,37 +183,43 @@ def _open_loop(stage: Stage, forwarder: Forwarder, messages_per_second: int) -> 
     ]
     for thread in threads:
         thread.start()
+    try:
+        yield
+    finally:
+        forwarder.stop()
+        worker.stop()
+        for thread in threads:
+            thread.join()
+
+
+def _send(stage: Stage, messages: int, rate: float | None) -> int:
+    """Commit so many messages, at a rate in messages a second or without a pause."""
     outbox, sent = saf.Outbox(), 0
     with stage.app.connect(role="bench") as connection:
         started = time.monotonic()
-        while (due := time.monotonic() - started) < OPEN_LOOP_SECONDS:
-            number = int(due * messages_per_second) - sent
-            outbox.send_many(
-                connection,
-                [
-                    saf.Message(service="billing", body=b"x" * 200, key=str(n))
-                    for n in range(number)
-                ],
-            )
-            connection.commit()
-            sent += number
-            time.sleep(EVERY_SECONDS)
-    with stage.mom.connect(role="bench", autocommit=True) as connection:
-        deadline = time.monotonic() + 30
-        waits: list[float] = []
-        while len(waits) < sent and time.monotonic() < deadline:
-            time.sleep(0.2)
-            waits = [
-                float(wait)
-                for (wait,) in connection.execute(
-                    "SELECT extract(epoch FROM at - sent_at)::float FROM booked ORDER BY sent_at"
-                )
+        while sent < messages:
+            due = AT_ONCE if rate is None else int((time.monotonic() - started) * rate) - sent
+            rows = [
+                saf.Message(service="billing", body=b"x" * 200, key=str(n))
+                for n in range(min(due, messages - sent))
             ]
-    forwarder.stop()
-    worker.stop()
-    for thread in threads:
-        thread.join()
-    if len(waits) != sent:
-        raise RuntimeError(f"sent {sent} messages, and {len(waits)} were handled")
-    # what was sent while Java compiled what is hot is left out
-    return waits[messages_per_second * WARM_UP_SECONDS :]
+            if rows:
+                outbox.send_many(connection, rows)
+                connection.commit()
+                sent += len(rows)
+            if rate is not None:
+                time.sleep(EVERY_SECONDS)
+    return sent
+
+
+def _handled(stage: Stage, sent: int) -> list[float]:
+    """Once all are handled: how long each took, in the order in which they were sent."""
+    with stage.mom.connect(role="bench", autocommit=True) as connection:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            ((count,),) = connection.execute("SELECT count(*) FROM booked").fetchall()
+            if count == sent:
+                rows = connection.execute(WAITS).fetchall()
+                return [float(wait) for (wait,) in rows]
+            time.sleep(0.2)
+    raise RuntimeError(f"sent {sent} messages, and {count} were handled")
