@@ -15,7 +15,7 @@ from benchmarks.stage import Stage, execute, median
 from saf.loop import Loop
 from saf.services import create_service
 
-KEYS, MESSAGES, ROUNDS = 10_000, 60_000, 3
+KEYS, MESSAGES, ROUNDS = 10_000, 30_000, 2
 
 FILL = """
 INSERT INTO saf.inbox (to_service, key, message_type, headers, body)
