@@ -178,6 +178,8 @@ WHERE subscription_id = %(subscription_id)s AND owner = %(member_id)s
 
 STOPPING = "UPDATE saf.member SET stopping = true WHERE member_id = %(member_id)s"
 
+GOING_ON = "UPDATE saf.member SET stopping = false WHERE member_id = %(member_id)s"
+
 LEAVE = "DELETE FROM saf.member WHERE member_id = %(member_id)s"
 
 
@@ -240,6 +242,10 @@ class Member:
     def stop(self, connection: psycopg.Connection[Any]) -> None:
         """Ask this member's tasks, wherever they run, to finish the chunk in hand and end."""
         connection.execute(STOPPING, self._params)
+
+    def go_on(self, connection: psycopg.Connection[Any]) -> None:
+        """Take `stop` back, before the next `balance`: its tasks have ended."""
+        connection.execute(GOING_ON, self._params)
 
     def leave(self, connection: psycopg.Connection[Any]) -> None:
         """Free the shards at once instead of at the end of the lease."""

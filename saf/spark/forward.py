@@ -3,12 +3,18 @@
 The driver holds leases and opens and closes batches; messages never pass through it. Tasks read,
 deliver and mark (`saf.spark.source`, `saf.spark.delivery`). Whatever goes wrong for one broker
 or one destination is noted in the `Summary`, and the others go on.
+
+*Turns.* A cycle is one Spark job, and ends when its last task does. So that nobody waits for
+another one's deep backlog, the driver looks after ``turn_seconds`` whether others have anything to
+forward, or more deep backlogs wait than there are slots. If so, it asks the tasks of the deep ones,
+as in `stop`, to end with the chunk in hand: their batches stay open, and the next cycle goes on
+from their positions. While nobody waits, nothing is interrupted.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
@@ -18,9 +24,11 @@ import structlog
 
 from saf.config import Settings
 from saf.database import check_schema, unavailable_if_lost
-from saf.errors import Fenced, SafError, Unavailable, UsageError
+from saf.errors import Fenced, SafError
 from saf.maintenance import purge_by_rules
 from saf.spark.broker import SourceBroker
+from saf.spark.plan import plan, tasks_within
+from saf.spark.roster import Roster
 from saf.spark.summary import Summary
 from saf.spark.work import Policy, Receipt, Work
 
@@ -31,6 +39,9 @@ log = structlog.get_logger("saf.forward")
 
 TICK_SECONDS = 0.2
 PURGE_EVERY_SECONDS = 60.0
+PURGES_AT_ONCE = 8
+PURGES_IN_A_PAUSE = 50
+"""So many brokers, so that forwarding goes on soon."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +71,13 @@ class Forwarder:
         self.start_spark = spark
         self.progress = progress
         self.summary = Summary()
-        self.brokers = [
-            SourceBroker(
-                name,
-                broker.dsn,
-                lease_seconds=options.lease_seconds,
-            )
-            for name, broker in settings.brokers.items()
-        ]
+        self.roster = Roster(settings, self._problem)
+        self.slots = 0
+        limits = [d.max_connections for d in settings.destinations.values() if d.max_connections]
+        self.most = min(limits, default=None)
+        """Tasks at a time, for the destinations' sake."""
+        self.cycles = 0
+        self._last_turn: dict[str, int] = {}
         self.policy = Policy(
             destinations={n: (d.dsn, d.quality) for n, d in settings.destinations.items()},
             chunk_rows=options.chunk_rows,
@@ -76,7 +86,7 @@ class Forwarder:
             attempts=options.attempts,
         )
         self.purge = settings.purge
-        self._purge_at = 0.0
+        self._purged: dict[str, float] = {}
         self._stop = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="saf-spark")
 
@@ -96,10 +106,11 @@ class Forwarder:
                 before = self.summary.forwarded
                 worked = self.cycle()
                 full = self.summary.forwarded - before >= self.options.chunk_rows
-                more = full or any(broker.resumed for broker in self.brokers)
-                if not worked or not more or self.summary.problems:
+                brokers = self.roster.well()
+                more = full or any(broker.resumed or broker.unfinished for broker in brokers)
+                if not (worked and more) and not self.roster.waiting:
                     break
-            self.summary.idle = not any(broker.shards for broker in self.brokers)
+            self.summary.idle = all(broker.idle for broker in self.roster.brokers.values())
             self._note_waiting()
             self._purge()
         finally:
@@ -114,6 +125,7 @@ class Forwarder:
         """
         whole = Summary()
         started = time.monotonic()
+        self.roster.once = False
         try:
             while not self._stop:
                 self.summary = Summary()
@@ -125,7 +137,7 @@ class Forwarder:
                     report(self.summary)
                 whole.add(self.summary)
                 if not worked:
-                    self._purge()
+                    self._purge(PURGES_IN_A_PAUSE)
                 if not worked or self.summary.problems:
                     self._pause(self.options.interval_seconds)
         finally:
@@ -136,47 +148,77 @@ class Forwarder:
 
     def cycle(self) -> bool:
         """Forward what is pending now, once; return whether there was anything to do."""
-        found: list[Work] = []
-        much = False
-        for broker in self.brokers:
-            try:
-                broker.tend()
-                found += broker.open_work(self.options.default_destination)
-                much |= broker.much
-            except (Unavailable, UsageError) as error:
-                self._problem(broker.name, error)
-                broker.forget_connection()
+        found = self.roster.visit(self.options.default_destination)
         if not found:
             return False
         self.summary.cycles += 1
-        spark = self._session(much)
+        self.cycles += 1
+        spark = self._session(any(item.much for item in found))
         # asked anew each time: a cluster's executors come and go
-        tasks = self.options.tasks or spark.sparkContext.defaultParallelism
-        parts = max(1, tasks // len(found)) if much else 1
-        work = [part for item in found for part in item.split(parts)]
-        self._settle(work, self._run(spark, work))
+        self.slots = self.options.tasks or spark.sparkContext.defaultParallelism
+        work = plan(
+            found, self.slots, limits=self._limits(), most=self.most, last_turn=self._last_turn
+        )
+        self._last_turn |= dict.fromkeys({item.broker for item in work}, self.cycles)
+        whole = {name: _shards(found, name) for name in {item.broker for item in found}}
+        receipts = self._run(spark, work)
+        self._settle(work, receipts, whole)
+        self.roster.rest()
         return True
+
+    def _limits(self) -> dict[str, int]:
+        return {
+            name: tasks_within(broker.max_connections)
+            for name, broker in self.roster.brokers.items()
+            if broker.max_connections
+        }
 
     def _session(self, much: bool) -> SparkSession:
         """The session; while it starts, the leases are kept."""
         session = self._pool.submit(self.start_spark, much)
         while not wait_for([session], timeout=TICK_SECONDS).done:
-            self._each(SourceBroker.renew)
+            self._renew()
         return session.result()
 
     def _run(self, spark: SparkSession, work: Sequence[Work]) -> list[Receipt]:
         """The Spark job; meanwhile, leases are renewed and a wish to stop is passed on."""
         job = self._pool.submit(self._receipts, spark, work)
         show = self._start_progress(work)
-        told = False
+        working = self._at_work(work)
+        deep = self._at_work(item for item in work if item.much)
+        turn = time.monotonic() + self.options.turn_seconds
+        stopped = gave_way = False
         while not wait_for([job], timeout=TICK_SECONDS).done:
-            if self._stop and not told:
-                told = True
-                self._each(SourceBroker.stop)
-            self._each(SourceBroker.renew)
+            if self._stop and not stopped:
+                stopped = True
+                self.roster.each(SourceBroker.stop, working, quiet=True)
+            elif deep and not gave_way and time.monotonic() > turn:
+                gave_way = self._others_wait(deep)
+                turn = time.monotonic() + self.options.turn_seconds
+                if gave_way:
+                    self.roster.each(SourceBroker.stop, deep, quiet=True)
+            self._renew()
             if show:
                 show()
+        if gave_way:
+            self.roster.each(SourceBroker.go_on, deep)
         return _result(job)
+
+    def _at_work(self, work: Iterable[Work]) -> list[SourceBroker]:
+        names = dict.fromkeys(item.broker for item in work)
+        return [self.roster.brokers[name] for name in names]
+
+    def _others_wait(self, deep: Sequence[SourceBroker]) -> bool:
+        """Whether anybody would have something from it if the tasks of deep backlogs ended."""
+        if len(deep) > self.slots:
+            return True
+        brokers = self.roster.brokers.values()
+        return self.roster.any_more(broker for broker in brokers if broker not in deep)
+
+    def _renew(self) -> None:
+        due = [broker for broker in self.roster.brokers.values() if broker.renewal_due]
+        if due:
+            self.roster.each(SourceBroker.renew, due, quiet=True)
 
     def _receipts(self, spark: SparkSession, work: Sequence[Work]) -> list[Receipt]:
         # Arrow and Spark take a second to import, which a run that finds nothing saves
@@ -190,34 +232,36 @@ class Forwarder:
         receipts = pending.mapInArrow(deliver(work, routes, self.policy), RECEIPT_SCHEMA)
         return [Receipt(**row.asDict()) for row in receipts.collect()]
 
-    def _settle(self, work: Sequence[Work], receipts: Sequence[Receipt]) -> None:
-        complete: set[int] = set()
+    def _settle(
+        self, work: Sequence[Work], receipts: Sequence[Receipt], whole: Mapping[str, int]
+    ) -> None:
+        complete: dict[str, list[Work]] = {item.broker: [] for item in work}
+        failed: set[str] = set()
         for receipt in receipts:
             if receipt.destination is not None:
                 self._count(receipt)
                 continue
+            name = work[receipt.work].broker
             if receipt.complete:
-                complete.add(receipt.work)
-            self.summary.stopped |= receipt.stopped
+                complete[name].append(work[receipt.work])
+            self.summary.stopped |= receipt.stopped and self._stop
             self.summary.parked += receipt.parked
             self.summary.dead += receipt.dead
-            name = work[receipt.work].broker
             if receipt.error_kind == Fenced.__name__:
                 log.info("taken_over", broker=name, detail=receipt.error)
             elif receipt.error_kind is not None and receipt.error is not None:
                 self._note(name, receipt.error_kind, receipt.error)
-        for broker in self.brokers:
-            mine = [
-                work[number] for number in sorted(complete) if work[number].broker == broker.name
-            ]
-            try:
-                broker.close(mine)
-                self.summary.batches += len({item.batch.number for item in mine})
-            except Fenced as error:
-                log.info("taken_over", broker=broker.name, detail=str(error))
-            except Unavailable as error:
-                self._problem(broker.name, error)
-                broker.forget_connection()
+                failed.add(name)
+        for name, shards in whole.items():
+            broker = self.roster.brokers[name]
+            broker.unfinished = _shards(complete.get(name, []), name) < shards
+        self.roster.each(lambda broker: broker.close(complete[broker.name]), self._at_work(work))
+        self.summary.batches += sum(
+            len({item.batch.number for item in mine}) for mine in complete.values()
+        )
+        if self.roster.once:
+            for name in failed:
+                self.roster.failed(name)
 
     def _count(self, receipt: Receipt) -> None:
         assert receipt.destination is not None  # noqa: S101 - for the type checker
@@ -232,10 +276,9 @@ class Forwarder:
             return None
         report = self.progress
         spans: list[tuple[SourceBroker, int, int, int]] = []
-        for broker in self.brokers:
+        for broker in self._at_work(work):
             mine = [item for item in work if item.broker == broker.name]
-            if mine:
-                spans.append((broker, *broker.count(mine)))
+            spans.append((broker, *broker.count(mine)))
         total = sum(count for _, count, _, _ in spans)
 
         def show() -> None:
@@ -248,51 +291,47 @@ class Forwarder:
         return show
 
     def _note_waiting(self) -> None:
-        for broker in self.brokers:
-            try:
-                self.summary.waiting += [
-                    {
-                        "broker": broker.name,
-                        "lane": str(lane.key),
-                        "attempts": lane.attempts,
-                        "next_attempt_at": lane.next_attempt_at.isoformat(),
-                        "error": lane.error,
-                    }
-                    for lane in broker.still_waiting()
-                ]
-            except Unavailable as error:
-                self._problem(broker.name, error)
-                broker.forget_connection()
+        self.summary.waiting += [
+            {
+                "broker": broker.name,
+                "lane": str(lane.key),
+                "attempts": lane.attempts,
+                "next_attempt_at": lane.next_attempt_at.isoformat(),
+                "error": lane.error,
+            }
+            for broker in self.roster.brokers.values()
+            for lane in broker.waiting
+        ]
 
-    def _purge(self) -> None:
-        """Purge the source brokers, now and then; leases are kept meanwhile."""
-        if self._stop or time.monotonic() < self._purge_at:
+    def _purge(self, most: int | None = None) -> None:
+        """Purge the source brokers, each now and then; leases are kept meanwhile."""
+        now = time.monotonic()
+        due = [
+            broker
+            for broker in self.roster.well()
+            if now >= self._purged.get(broker.name, -PURGE_EVERY_SECONDS) + PURGE_EVERY_SECONDS
+        ][:most]
+        if self._stop or not due:
             return
-        self._purge_at = time.monotonic() + PURGE_EVERY_SECONDS
-        job = self._pool.submit(self._purge_all)
-        while not wait_for([job], timeout=TICK_SECONDS).done:
-            self._each(SourceBroker.renew)
-        job.result()
+        self._purged |= dict.fromkeys((broker.name for broker in due), now)
+        with ThreadPoolExecutor(PURGES_AT_ONCE, thread_name_prefix="saf-purge") as pool:
+            jobs = [pool.submit(self._purge_one, broker) for broker in due]
+            while wait_for(jobs, timeout=TICK_SECONDS).not_done:
+                self._renew()
+        for job in jobs:
+            job.result()
 
-    def _purge_all(self) -> None:
-        for broker in self.brokers:
-            try:
-                with (
-                    unavailable_if_lost(f"broker {broker.name!r}"),
-                    broker.dsn.connect(role="purge", autocommit=True) as connection,
-                ):
-                    check_schema(connection)
-                    purge_by_rules(connection, broker.dsn, self.purge)
-            except SafError as error:
-                # no reason to fail: a forwarder need not have the right, and `saf purge` says why
-                log.debug("not_purged", broker=broker.name, error=str(error))
-
-    def _each(self, action: Callable[[SourceBroker], None]) -> None:
-        for broker in self.brokers:
-            try:
-                action(broker)
-            except Unavailable as error:
-                log.warning("unavailable", broker=broker.name, error=str(error))
+    def _purge_one(self, broker: SourceBroker) -> None:
+        try:
+            with (
+                unavailable_if_lost(f"broker {broker.name!r}"),
+                broker.dsn.connect(role="purge", autocommit=True) as connection,
+            ):
+                check_schema(connection)
+                purge_by_rules(connection, broker.dsn, self.purge)
+        except SafError as error:
+            # no reason to fail: a forwarder need not have the right, and `saf purge` says why
+            log.debug("not_purged", broker=broker.name, error=str(error))
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -309,8 +348,11 @@ class Forwarder:
 
     def _leave(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-        for broker in self.brokers:
-            broker.leave()
+        self.roster.leave()
+
+
+def _shards(work: Iterable[Work], broker: str) -> int:
+    return sum(len(item.batch.epochs) for item in work if item.broker == broker)
 
 
 def _result(job: Future[list[Receipt]]) -> list[Receipt]:
