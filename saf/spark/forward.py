@@ -92,7 +92,7 @@ class Forwarder:
 
     def stop(self) -> None:
         """Finish the chunks in hand and end. Safe to call from a signal handler."""
-        self._stop = True
+        self._stop = self.roster.stopped = True
 
     def drain(self) -> Summary:
         """Forward everything that was committed before the call, and end.
@@ -110,7 +110,8 @@ class Forwarder:
                 more = full or any(broker.resumed or broker.unfinished for broker in brokers)
                 if not (worked and more) and not self.roster.waiting:
                     break
-            self.summary.idle = all(broker.idle for broker in self.roster.brokers.values())
+            brokers = list(self.roster.brokers.values())
+            self.summary.idle = bool(brokers) and all(broker.idle for broker in brokers)
             self._note_waiting()
             self._purge()
         finally:

@@ -44,6 +44,8 @@ class Roster:
     def __init__(self, settings: Settings, problem: Callable[[str, SafError], None]) -> None:
         self.options = settings.forwarder
         self.once = True
+        self.stopped = False
+        """Nobody is waited for any more."""
         self.skipped = False
         """Some were not visited, because ``max_sessions`` or all threads were taken."""
         self.brokers: dict[str, SourceBroker] = {}
@@ -94,7 +96,7 @@ class Roster:
                 self._start(broker, look, partial(heard, broker))
         self.skipped = bool(left)
         self._crew.finish(set(self.brokers))
-        while self.once and not found and self._crew.busy:
+        while self.once and not found and self._crew.busy and not self.stopped:
             self._crew.hear()  # there is nothing else to do
         return found
 
@@ -161,7 +163,7 @@ class Roster:
             failed = partial(self._problem, name)
             self._crew.start(key, partial(ask, name, fleet), partial(self._hears, name), failed)
         asked = {f"fleet {name}" for name in self._fleets}
-        while not self._crew.finish(asked) and self.once:
+        while not self._crew.finish(asked) and self.once and not self.stopped:
             pass
 
     def _hears(self, fleet: str, listing: Listing) -> None:

@@ -41,19 +41,20 @@ def messages(spark: SparkSession, work: Sequence[Work], max_bytes: int) -> DataF
     """The messages of all ``work``, one partition per item: partition n is item n.
 
     The items travel pickled inside the data source and not as options, because they hold
-    passwords and Spark shows options in plans. The classes are local, so that they travel by value
+    passwords and Spark shows options in plans; each by itself, because a task needs only its own of
+    what may be thousands. The classes are local, so that they travel by value
     too: the processes in which Spark only plans then import nothing of saf, nor Arrow.
     """
-    pickled, count = pickle.dumps((list(work), max_bytes)), len(work)
+    pickled = [pickle.dumps((item, max_bytes)) for item in work]
 
     class SafReader(DataSourceReader):
         def partitions(self) -> Sequence[InputPartition]:
-            return [InputPartition(number) for number in range(count)]
+            return [InputPartition(number) for number in range(len(pickled))]
 
         def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
             from saf.spark.source import read_item
 
-            return read_item(pickled, partition.value)
+            return read_item(pickled[partition.value])
 
     class SafDataSource(DataSource):
         @classmethod
@@ -70,10 +71,10 @@ def messages(spark: SparkSession, work: Sequence[Work], max_bytes: int) -> DataF
     return spark.read.format("saf").load()
 
 
-def read_item(pickled: bytes, number: int) -> Iterator[pa.RecordBatch]:
-    """The messages of one item of what `messages` has pickled."""
+def read_item(pickled: bytes) -> Iterator[pa.RecordBatch]:
+    """The messages of one item that `messages` has pickled."""
     work, max_bytes = pickle.loads(pickled)  # noqa: S301 - our own bytes
-    return record_batches(work[number], max_bytes)
+    return record_batches(work, max_bytes)
 
 
 def record_batches(work: Work, max_bytes: int) -> Iterator[pa.RecordBatch]:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from saf.config import Fleet, load
+from saf.config import Destination, Fleet, Settings, load
 from saf.database import Dsn
+from saf.doctor import examine
 from saf.embedded import EmbeddedServer
 from saf.errors import ConfigurationError, Unavailable
 from saf.fleets import ask, ask_all
@@ -162,3 +163,20 @@ def test_status_says_which_row_is_bad_and_shows_the_others(
     assert [error["broker"] for error in answer["errors"]] == ["tenants"]
     assert "row 2" in answer["errors"][0]["error"]
     assert SECRET not in done.stdout + done.stderr
+
+
+def test_the_doctor_examines_a_fleet_and_names_what_is_wrong_with_it(
+    app: Dsn, mom: Dsn, new_broker: Callable[[str], Dsn]
+) -> None:
+    acme = new_broker("acme")
+    fleets = {
+        "shops": registry(app, ("acme", acme.conninfo), ("bad", None)),
+        "gone": Fleet(dsn=Dsn("host=/nonexistent dbname=x"), databases="*"),
+    }
+    settings = Settings.model_construct(
+        brokers={}, fleets=fleets, destinations={"mom": Destination(dsn=mom)}
+    )
+    found = examine(settings)
+    wrong = {(one.where, one.check) for one in found if one.severity == "error"}
+    assert {("fleet 'shops'", "fleet"), ("fleet 'gone'", "reachable")} <= wrong
+    assert ("broker 'shops/acme'", "schema") in {(one.where, one.check) for one in found}
