@@ -56,6 +56,8 @@ class SourceBroker:
         """It is a member, and the others own all shards."""
         self.resumed = False
         """The work in hand holds batches that an earlier cycle opened, so more may be pending."""
+        self.last_turn = 0
+        """The cycle in which it last had tasks."""
         self.unfinished = False
         """The last cycle left some of its work open, for the next one."""
         self._connection: psycopg.Connection[Any] | None = None

@@ -14,6 +14,7 @@ from their positions. While nobody waits, nothing is interrupted.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -23,11 +24,10 @@ from typing import TYPE_CHECKING
 import structlog
 
 from saf.config import Settings
-from saf.database import check_schema, unavailable_if_lost
 from saf.errors import Fenced, SafError
-from saf.maintenance import purge_by_rules
 from saf.spark.broker import SourceBroker
 from saf.spark.plan import plan, tasks_within
+from saf.spark.purging import Purging
 from saf.spark.roster import Roster
 from saf.spark.summary import Summary
 from saf.spark.work import Policy, Receipt, Work
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger("saf.forward")
 
 TICK_SECONDS = 0.2
-PURGE_EVERY_SECONDS = 60.0
-PURGES_AT_ONCE = 8
 PURGES_IN_A_PAUSE = 50
 """So many brokers, so that forwarding goes on soon."""
 
@@ -77,7 +75,6 @@ class Forwarder:
         self.most = min(limits, default=None)
         """Tasks at a time, for the destinations' sake."""
         self.cycles = 0
-        self._last_turn: dict[str, int] = {}
         self.policy = Policy(
             destinations={n: (d.dsn, d.quality) for n, d in settings.destinations.items()},
             chunk_rows=options.chunk_rows,
@@ -85,8 +82,7 @@ class Forwarder:
             max_bytes=options.max_bytes,
             attempts=options.attempts,
         )
-        self.purge = settings.purge
-        self._purged: dict[str, float] = {}
+        self.purging = Purging(settings.purge)
         self._stop = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="saf-spark")
 
@@ -113,7 +109,8 @@ class Forwarder:
             brokers = list(self.roster.brokers.values())
             self.summary.idle = bool(brokers) and all(broker.idle for broker in brokers)
             self._note_waiting()
-            self._purge()
+            if not self._stop:
+                self.purging.purge(self.roster.well(), self._renew)
         finally:
             self._leave()
         self.summary.seconds = time.monotonic() - started
@@ -137,8 +134,8 @@ class Forwarder:
                 if worked or self.summary.problems:
                     report(self.summary)
                 whole.add(self.summary)
-                if not worked:
-                    self._purge(PURGES_IN_A_PAUSE)
+                if not worked and not self._stop:
+                    self.purging.purge(self.roster.well(), self._renew, most=PURGES_IN_A_PAUSE)
                 if not worked or self.summary.problems:
                     self._pause(self.options.interval_seconds)
         finally:
@@ -157,11 +154,11 @@ class Forwarder:
         spark = self._session(any(item.much for item in found))
         # asked anew each time: a cluster's executors come and go
         self.slots = self.options.tasks or spark.sparkContext.defaultParallelism
-        work = plan(
-            found, self.slots, limits=self._limits(), most=self.most, last_turn=self._last_turn
-        )
-        self._last_turn |= dict.fromkeys({item.broker for item in work}, self.cycles)
-        whole = {name: _shards(found, name) for name in {item.broker for item in found}}
+        last_turn = {name: broker.last_turn for name, broker in self.roster.brokers.items()}
+        work = plan(found, self.slots, limits=self._limits(), most=self.most, last_turn=last_turn)
+        whole = _shards(found)
+        for broker in self._at_work(work):
+            broker.last_turn = self.cycles
         receipts = self._run(spark, work)
         self._settle(work, receipts, whole)
         self.roster.rest()
@@ -253,9 +250,9 @@ class Forwarder:
             elif receipt.error_kind is not None and receipt.error is not None:
                 self._note(name, receipt.error_kind, receipt.error)
                 failed.add(name)
+        done = _shards(item for mine in complete.values() for item in mine)
         for name, shards in whole.items():
-            broker = self.roster.brokers[name]
-            broker.unfinished = _shards(complete.get(name, []), name) < shards
+            self.roster.brokers[name].unfinished = done[name] < shards
         self.roster.each(lambda broker: broker.close(complete[broker.name]), self._at_work(work))
         self.summary.batches += sum(
             len({item.batch.number for item in mine}) for mine in complete.values()
@@ -304,36 +301,6 @@ class Forwarder:
             for lane in broker.waiting
         ]
 
-    def _purge(self, most: int | None = None) -> None:
-        """Purge the source brokers, each now and then; leases are kept meanwhile."""
-        now = time.monotonic()
-        due = [
-            broker
-            for broker in self.roster.well()
-            if now >= self._purged.get(broker.name, -PURGE_EVERY_SECONDS) + PURGE_EVERY_SECONDS
-        ][:most]
-        if self._stop or not due:
-            return
-        self._purged |= dict.fromkeys((broker.name for broker in due), now)
-        with ThreadPoolExecutor(PURGES_AT_ONCE, thread_name_prefix="saf-purge") as pool:
-            jobs = [pool.submit(self._purge_one, broker) for broker in due]
-            while wait_for(jobs, timeout=TICK_SECONDS).not_done:
-                self._renew()
-        for job in jobs:
-            job.result()
-
-    def _purge_one(self, broker: SourceBroker) -> None:
-        try:
-            with (
-                unavailable_if_lost(f"broker {broker.name!r}"),
-                broker.dsn.connect(role="purge", autocommit=True) as connection,
-            ):
-                check_schema(connection)
-                purge_by_rules(connection, broker.dsn, self.purge)
-        except SafError as error:
-            # no reason to fail: a forwarder need not have the right, and `saf purge` says why
-            log.debug("not_purged", broker=broker.name, error=str(error))
-
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while not self._stop and time.monotonic() < until:
@@ -352,8 +319,12 @@ class Forwarder:
         self.roster.leave()
 
 
-def _shards(work: Iterable[Work], broker: str) -> int:
-    return sum(len(item.batch.epochs) for item in work if item.broker == broker)
+def _shards(work: Iterable[Work]) -> Counter[str]:
+    """Of how many shards by broker."""
+    counts: Counter[str] = Counter()
+    for item in work:
+        counts[item.broker] += len(item.batch.epochs)
+    return counts
 
 
 def _result(job: Future[list[Receipt]]) -> list[Receipt]:

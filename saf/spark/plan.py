@@ -51,7 +51,7 @@ def plan(
     by_broker: dict[str, list[Work]] = {}
     for item in work:
         by_broker.setdefault(item.broker, []).append(item)
-    deep = [name for name, items in by_broker.items() if any(item.much for item in items)]
+    deep = {name for name, items in by_broker.items() if any(item.much for item in items)}
     share = max(1, slots // max(1, len(deep)))
     crowded = most is not None and most < slots
 

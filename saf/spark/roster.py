@@ -5,8 +5,9 @@ A broker that fails is a problem of this cycle, and is tried again after 1, 2, 4
 says.
 
 *Connections.* The driver stays connected to a broker, because a member of a subscription is a
-session. With more brokers than ``max_sessions``, it connects to each in turn, and stays only while
-there is something to forward: it is never connected to more than ``max_sessions`` of them at once.
+session. With more brokers than ``max_sessions``, it connects to each in turn, and stays only for
+the cycle in which there is something to forward: it is never connected to more than
+``max_sessions`` of them at once.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class Roster:
             for name, broker in self.brokers.items()
             if self._visit_at.get(name, 0.0) <= now and name not in self._crew.busy
         ]
-        # from the end: those in hand first, those that fail last
-        left.sort(key=lambda b: (-self._failures.get(b.name, 0), b.connected))
+        # from the end: those that had no turn for longest first, those that fail last
+        left.sort(key=lambda b: (-self._failures.get(b.name, 0), -b.last_turn))
         while left and (self._may_connect(left[-1]) or self._crew.hear()):
             if self._may_connect(left[-1]):
                 broker = left.pop()
@@ -141,10 +142,9 @@ class Roster:
         self._visit_at[name] = NEVER if self.once else time.monotonic() + seconds
 
     def rest(self) -> None:
-        """After a cycle: if there are too many, stay connected only where work was left."""
+        """After a cycle: if there are too many, make room for those who had none."""
         if self.brief:
-            done = [b for b in self.brokers.values() if b.connected and not b.unfinished]
-            self.each(SourceBroker.leave, done)
+            self.each(SourceBroker.leave, [b for b in self.brokers.values() if b.connected])
 
     def leave(self) -> None:
         """Leave all brokers. Who does not answer is not waited for."""
