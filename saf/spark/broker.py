@@ -65,7 +65,6 @@ class SourceBroker:
         self._broker_id: UUID | None = None
         self._renewed = 0.0
         self._routes: dict[int, tuple[Route, ...]] = {}
-        self._in_hand: list[cursor.Batch] = []
         self.waiting: tuple[Backoff, ...] = ()
         """Lanes of parked messages, and destinations that are left alone until their time."""
 
@@ -92,20 +91,6 @@ class SourceBroker:
         if brief and not work:
             self.leave()
         return work
-
-    def more(self, *, brief: bool) -> bool:
-        """During a cycle: whether messages have come that are not in hand."""
-        if self._member is None:
-            try:
-                return self._pending()
-            finally:
-                if brief:
-                    self.leave()
-        with unavailable_if_lost(f"broker {self.name!r}"):
-            connection = self._connect()
-            return any(
-                _any_since(connection, batch.shards, batch.open) for batch in self._in_hand
-            ) or cursor.anything_new(connection, LOG, self._member)
 
     def tend(self) -> None:
         """Between cycles: be connected, be a member, keep the lease and the fair share.
@@ -147,7 +132,7 @@ class SourceBroker:
         while the only destination is down and its time has not.
         """
         member = self._member
-        self.resumed, self._in_hand = False, []
+        self.resumed = False
         if member is None:
             return []
         with unavailable_if_lost(f"broker {self.name!r}"):
@@ -166,7 +151,6 @@ class SourceBroker:
                 batches = cursor.in_hand(connection, LOG, member)
             work = [self._work(connection, batch) for batch in batches]
             work = [item for item in work if not self._in_vain(item)]
-            self._in_hand = [item.batch for item in work]
             return [
                 replace(item, much=cursor.has_more_than(connection, item.batch, LITTLE))
                 for item in work
@@ -210,7 +194,6 @@ class SourceBroker:
         """Free the shards and disconnect; a server that is gone frees them by itself."""
         connection, self._connection = self._connection, None
         member, self._member = self._member, None
-        self._in_hand = []
         if connection is None:
             return
         try:
@@ -226,7 +209,6 @@ class SourceBroker:
         if self._connection is not None:
             self._connection.close()
         self._connection = self._member = None
-        self._in_hand = []
         self.shards = 0
 
     def count(self, work: Iterable[Work]) -> tuple[int, int, int]:

@@ -4,11 +4,12 @@ The driver holds leases and opens and closes batches; messages never pass throug
 deliver and mark (`saf.spark.source`, `saf.spark.delivery`). Whatever goes wrong for one broker
 or one destination is noted in the `Summary`, and the others go on.
 
-*Turns.* A cycle is one Spark job, and ends when its last task does. So that nobody waits for
-another one's deep backlog, the driver looks after ``turn_seconds`` whether others have anything to
-forward, or more deep backlogs wait than there are slots. If so, it asks the tasks of the deep ones,
-as in `stop`, to end with the chunk in hand: their batches stay open, and the next cycle goes on
-from their positions. While nobody waits, nothing is interrupted.
+*Little and deep.* A cycle is one Spark job, and ends when its last task does. So that nobody waits
+for another one's deep backlog, deep backlogs leave one slot free, and while they are worked on the
+driver goes on with cycles of little work beside them. If another backlog turns out to be deep, or
+there is only one slot, it asks the tasks in hand after ``turn_seconds``, as in `stop`, to end with
+their chunk: their batches stay open, and the next cycle goes on from their positions with all of
+them. While nobody waits, nothing is interrupted.
 """
 
 from __future__ import annotations
@@ -50,6 +51,14 @@ class Progress:
     total: int
 
 
+@dataclass(frozen=True)
+class Beside:
+    """Little work that is done beside a job of deep backlogs, and the cap of its tasks."""
+
+    little: Sequence[Work]
+    cap: int | None
+
+
 class Forwarder:
     """Forwards the outboxes of all configured brokers.
 
@@ -70,7 +79,6 @@ class Forwarder:
         self.progress = progress
         self.summary = Summary()
         self.roster = Roster(settings, self._problem)
-        self.slots = 0
         limits = [d.max_connections for d in settings.destinations.values() if d.max_connections]
         self.most = min(limits, default=None)
         """Tasks at a time, for the destinations' sake."""
@@ -84,7 +92,7 @@ class Forwarder:
         )
         self.purging = Purging(settings.purge)
         self._stop = False
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="saf-spark")
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="saf-spark")
 
     def stop(self) -> None:
         """Finish the chunks in hand and end. Safe to call from a signal handler."""
@@ -149,20 +157,42 @@ class Forwarder:
         found = self.roster.visit(self.options.default_destination)
         if not found:
             return False
-        self.summary.cycles += 1
-        self.cycles += 1
         spark = self._session(any(item.much for item in found))
         # asked anew each time: a cluster's executors come and go
-        self.slots = self.options.tasks or spark.sparkContext.defaultParallelism
-        last_turn = {name: broker.last_turn for name, broker in self.roster.brokers.items()}
-        work = plan(found, self.slots, limits=self._limits(), most=self.most, last_turn=last_turn)
-        whole = _shards(found)
-        for broker in self._at_work(work):
-            broker.last_turn = self.cycles
-        receipts = self._run(spark, work)
-        self._settle(work, receipts, whole)
+        slots = self.options.tasks or spark.sparkContext.defaultParallelism
+        room = slots if self.most is None else min(slots, self.most)
+        limited = room < slots
+        many = {item.broker for item in found if item.much}
+        if many and len(self.roster.brokers) > 1 and room > 1:
+            deep = [item for item in found if item.broker in many]
+            little = [item for item in found if item.broker not in many]
+            beside = Beside(little, cap=1 if limited else None)
+            self._work(spark, deep, room - 1, cap=room - 1, beside=beside)
+        else:
+            self._work(spark, found, room, cap=room if limited else None)
         self.roster.rest()
         return True
+
+    def _work(
+        self,
+        spark: SparkSession,
+        found: Sequence[Work],
+        slots: int,
+        *,
+        cap: int | None,
+        beside: Beside | None = None,
+    ) -> None:
+        """One Spark job, and what it leaves behind; with cycles of little work ``beside`` it."""
+        self.summary.cycles += 1
+        self.cycles += 1
+        last_turn = {name: broker.last_turn for name, broker in self.roster.brokers.items()}
+        work = plan(found, slots, limits=self._limits(), cap=cap, last_turn=last_turn)
+        for broker in self._at_work(work):
+            broker.last_turn = self.cycles
+        job = self._pool.submit(self._receipts, spark, work)
+        left_out = len(self._at_work(found)) > len(self._at_work(work))
+        receipts = self._run(spark, work, job, beside, left_out=left_out)
+        self._settle(work, receipts, _shards(found))
 
     def _limits(self) -> dict[str, int]:
         return {
@@ -178,23 +208,34 @@ class Forwarder:
             self._renew()
         return session.result()
 
-    def _run(self, spark: SparkSession, work: Sequence[Work]) -> list[Receipt]:
-        """The Spark job; meanwhile, leases are renewed and a wish to stop is passed on."""
-        job = self._pool.submit(self._receipts, spark, work)
+    def _run(
+        self,
+        spark: SparkSession,
+        work: Sequence[Work],
+        job: Future[list[Receipt]],
+        beside: Beside | None,
+        *,
+        left_out: bool,
+    ) -> list[Receipt]:
+        """Wait for a job; meanwhile, leases are renewed and a wish to stop is passed on."""
         show = self._start_progress(work)
         working = self._at_work(work)
         deep = self._at_work(item for item in work if item.much)
-        turn = time.monotonic() + self.options.turn_seconds
+        began = looked = time.monotonic()
         stopped = gave_way = False
+        if beside and beside.little:
+            self._work(spark, beside.little, 1, cap=beside.cap)
         while not wait_for([job], timeout=TICK_SECONDS).done:
+            now = time.monotonic()
             if self._stop and not stopped:
                 stopped = True
                 self.roster.each(SourceBroker.stop, working, quiet=True)
-            elif deep and not gave_way and time.monotonic() > turn:
-                gave_way = self._others_wait(deep)
-                turn = time.monotonic() + self.options.turn_seconds
-                if gave_way:
+            elif deep and not gave_way and now - looked > self.options.interval_seconds:
+                waits = self._look_beside(spark, working, beside) or left_out
+                if waits and now - began > self.options.turn_seconds:
+                    gave_way = True
                     self.roster.each(SourceBroker.stop, deep, quiet=True)
+                looked = time.monotonic()
             self._renew()
             if show:
                 show()
@@ -202,16 +243,23 @@ class Forwarder:
             self.roster.each(SourceBroker.go_on, deep)
         return _result(job)
 
+    def _look_beside(
+        self, spark: SparkSession, working: Sequence[SourceBroker], beside: Beside | None
+    ) -> bool:
+        """Forward the little work of others; return whether anybody has to wait."""
+        if len(self.roster.brokers) == 1:
+            return False
+        others = self.roster.visit(self.options.default_destination, but=working)
+        little = [item for item in others if not item.much]
+        if beside is None or not little:
+            return bool(others)
+        self._work(spark, little, 1, cap=beside.cap)
+        self.roster.rest(but=working)
+        return len(others) > len(little)
+
     def _at_work(self, work: Iterable[Work]) -> list[SourceBroker]:
         names = dict.fromkeys(item.broker for item in work)
         return [self.roster.brokers[name] for name in names]
-
-    def _others_wait(self, deep: Sequence[SourceBroker]) -> bool:
-        """Whether anybody would have something from it if the tasks of deep backlogs ended."""
-        if len(deep) > self.slots:
-            return True
-        brokers = self.roster.brokers.values()
-        return self.roster.any_more(broker for broker in brokers if broker not in deep)
 
     def _renew(self) -> None:
         due = [broker for broker in self.roster.brokers.values() if broker.renewal_due]

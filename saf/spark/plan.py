@@ -7,8 +7,8 @@ broker as many as another, and are split among them by shards.
 Connections: a task has up to `PER_TASK` to its source (one that reads the batch, one that reads
 what is parked, one that marks), besides the driver's own, and one to each destination that it
 delivers to. So a broker's limit is kept by giving it few tasks, and a destination's by planning no
-more tasks than that at once. What is left out stays open, and those who have waited longest go
-first in the next cycle.
+more tasks than that. What a cap leaves out stays open, and those who have waited longest go first
+in the next cycle.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def plan(
     slots: int,
     *,
     limits: Mapping[str, int],
-    most: int | None = None,
+    cap: int | None = None,
     last_turn: Mapping[str, int],
 ) -> list[Work]:
     """The tasks of a cycle, in the order in which they start.
@@ -45,7 +45,7 @@ def plan(
         work: what is open, by broker oldest first.
         slots: how many tasks run at a time.
         limits: for brokers that have one, how many tasks they may have.
-        most: how many tasks may run at a time for the destinations' sake.
+        cap: how many tasks there may be at most.
         last_turn: by broker, the cycle in which it last had a task.
     """
     by_broker: dict[str, list[Work]] = {}
@@ -53,11 +53,10 @@ def plan(
         by_broker.setdefault(item.broker, []).append(item)
     deep = {name for name, items in by_broker.items() if any(item.much for item in items)}
     share = max(1, slots // max(1, len(deep)))
-    crowded = most is not None and most < slots
 
     def turn(name: str) -> tuple[int, int]:
         since, size = last_turn.get(name, -1), int(name in deep)
-        return (since, size) if crowded else (size, since)
+        return (size, since) if cap is None else (since, size)
 
     tasks = [
         _split(by_broker[name], share if name in deep else 1, limits.get(name))
@@ -65,9 +64,9 @@ def plan(
     ]
     # the first of each before the second of any
     in_turns = [task for task in chain.from_iterable(zip_longest(*tasks)) if task is not None]
-    if not crowded:
+    if cap is None:
         in_turns.sort(key=lambda task: task.much)
-    return in_turns[:most] if crowded else in_turns
+    return in_turns[:cap]
 
 
 def _split(items: Sequence[Work], share: int, limit: int | None) -> list[Work]:

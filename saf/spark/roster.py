@@ -13,7 +13,7 @@ the cycle in which there is something to forward: it is never connected to more 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -71,9 +71,12 @@ class Roster:
         """Somebody has not been asked, or has not answered yet."""
         return self.skipped or bool(self._crew.busy)
 
-    def visit(self, default_destination: str | None) -> list[Work]:
-        """What there is to forward now, at those who say so in time."""
-        self._refresh()
+    def visit(
+        self, default_destination: str | None, but: Collection[SourceBroker] = ()
+    ) -> list[Work]:
+        """What there is to forward now, at those who say so in time; ``but`` some at work."""
+        if not but:
+            self._refresh()
         found: list[Work] = []
         now, brief = time.monotonic(), self.brief
 
@@ -86,7 +89,9 @@ class Roster:
         left = [
             broker
             for name, broker in self.brokers.items()
-            if self._visit_at.get(name, 0.0) <= now and name not in self._crew.busy
+            if self._visit_at.get(name, 0.0) <= now
+            and name not in self._crew.busy
+            and broker not in but
         ]
         # from the end: those that had no turn for longest first, those that fail last
         left.sort(key=lambda b: (-self._failures.get(b.name, 0), -b.last_turn))
@@ -97,7 +102,7 @@ class Roster:
                 self._start(broker, look, partial(heard, broker))
         self.skipped = bool(left)
         self._crew.finish(set(self.brokers))
-        while self.once and not found and self._crew.busy and not self.stopped:
+        while self.once and not (found or but or self.stopped) and self._crew.busy:
             self._crew.hear()  # there is nothing else to do
         return found
 
@@ -119,18 +124,6 @@ class Roster:
                 self._start(broker, partial(action, broker), lambda _: None, quiet=quiet)
         self._crew.finish(names)
 
-    def any_more(self, brokers: Iterable[SourceBroker]) -> bool:
-        """Whether messages have come for any of the brokers that are not in hand."""
-        answers: list[bool] = []
-        brief, names = self.brief, set()
-        for broker in brokers:
-            if self._is_well(broker) and self._may_connect(broker):
-                names.add(broker.name)
-                more = partial(broker.more, brief=brief)
-                self._start(broker, more, answers.append, quiet=True)
-        self._crew.finish(names)
-        return any(answers)
-
     def well(self) -> list[SourceBroker]:
         """Those that answered when they were last asked."""
         return [broker for broker in self.brokers.values() if self._is_well(broker)]
@@ -141,10 +134,11 @@ class Roster:
         seconds = wait_seconds(failures, 1, LONGEST_WAIT) * self.options.interval_seconds
         self._visit_at[name] = NEVER if self.once else time.monotonic() + seconds
 
-    def rest(self) -> None:
-        """After a cycle: if there are too many, make room for those who had none."""
+    def rest(self, but: Collection[SourceBroker] = ()) -> None:
+        """If there are too many to stay connected, make room for others; ``but`` some at work."""
         if self.brief:
-            self.each(SourceBroker.leave, [b for b in self.brokers.values() if b.connected])
+            done = [b for b in self.brokers.values() if b.connected and b not in but]
+            self.each(SourceBroker.leave, done)
 
     def leave(self) -> None:
         """Leave all brokers. Who does not answer is not waited for."""

@@ -10,6 +10,7 @@ The columns are those of `saf.spark.columns`.
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,9 @@ ARROW_BATCH_BYTES = 4 * 1024 * 1024
 # and compiling the query takes longer than most batches.
 ALONE = "SELECT set_config('max_parallel_workers_per_gather', '0', false), \
 set_config('jit', 'off', false)"
+
+_REGISTERING = threading.Lock()
+"""Two jobs may be started side by side, and the name is the same for both."""
 
 FAILED = -1
 """The id of a last row that says, in its body, why the batch could not be read to its end. An
@@ -67,8 +71,9 @@ def messages(spark: SparkSession, work: Sequence[Work], max_bytes: int) -> DataF
         def reader(self, schema: Any) -> DataSourceReader:  # noqa: ARG002 - Spark's signature
             return SafReader()
 
-    spark.dataSource.register(SafDataSource)
-    return spark.read.format("saf").load()
+    with _REGISTERING:
+        spark.dataSource.register(SafDataSource)
+        return spark.read.format("saf").load()
 
 
 def read_item(pickled: bytes) -> Iterator[pa.RecordBatch]:
