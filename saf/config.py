@@ -9,6 +9,12 @@
     [forwarder]
     default_destination = "mom"
 
+Many sources of a kind need not be written down; see `saf.fleets`:
+
+    [fleets.tenants]                     # brokers tenants/tenant_1, tenants/tenant_2, …
+    dsn = "postgresql://saf@db2/postgres?password=${TENANTS_PASSWORD}"
+    databases = "tenant_*"
+
 ``${NAME}`` is replaced by the environment variable, so that secrets stay out of the file. In a dsn,
 it stands for the value of one parameter, taken as it is: no character of a password means anything
 there, and none is percent-encoded. Only where a dsn begins with it is it a part of the text.
@@ -73,6 +79,29 @@ class Broker(_Table):
     """A database whose outbox is forwarded."""
 
     dsn: DsnField
+    max_connections: int | None = Field(default=None, ge=4)
+    """Connections that one run opens to it at most; by default, forwarder.max_connections."""
+
+
+class Fleet(_Table):
+    """Any number of databases whose outboxes are forwarded; see `saf.fleets`."""
+
+    dsn: DsnField
+    """Where to ask which they are."""
+    databases: str | None = Field(default=None, min_length=1)
+    """A pattern (``*``, ``?``, ``[abc]``): the brokers among this server's databases so named."""
+    query: str | None = Field(default=None, min_length=1)
+    """Or a query for two columns: name and dsn."""
+    refresh_seconds: float = Field(default=60.0, gt=0)
+    """With --loop: how often to ask."""
+    max_connections: int | None = Field(default=None, ge=4)
+    """As of a broker, for each of them."""
+
+    @pydantic.model_validator(mode="after")
+    def _one_way_to_list(self) -> Fleet:
+        if (self.databases is None) == (self.query is None):
+            raise ValueError("a fleet has either databases = or query =")
+        return self
 
 
 class Destination(_Table):
@@ -81,6 +110,8 @@ class Destination(_Table):
     dsn: DsnField
     kind: Literal["postgresql"] = "postgresql"
     quality: Quality = "exactly_once"
+    max_connections: int | None = Field(default=None, ge=1)
+    """Connections that one run opens to it at most: so many tasks at a time."""
 
 
 class Forwarder(_Table):
@@ -98,6 +129,12 @@ class Forwarder(_Table):
     """How long a forwarder that died keeps its shards."""
     interval_seconds: float = Field(default=1.0, gt=0)
     """With --loop: the pause after a cycle that found nothing."""
+    turn_seconds: float = Field(default=2.0, gt=0)
+    """How long deep backlogs go on at least, before they stop for another one that waits."""
+    max_connections: int | None = Field(default=None, ge=4)
+    """Connections that one run opens to a source at most; by default, as its tasks need."""
+    max_sessions: int = Field(default=200, ge=1)
+    """Sources that one run stays connected to; with more, it connects to them in turn."""
     attempts: int = Field(default=3, ge=1)
     """Tries per chunk while a destination does not answer, before the run gives up on it."""
     master: str = "local[*]"
@@ -126,7 +163,8 @@ class Settings(BaseSettings):
         extra="forbid", frozen=True, env_prefix="SAF_", env_nested_delimiter="__"
     )
 
-    brokers: dict[Name, Broker] = Field(min_length=1)
+    brokers: dict[Name, Broker] = Field(default_factory=dict)
+    fleets: dict[Name, Fleet] = Field(default_factory=dict)
     destinations: dict[Name, Destination] = Field(min_length=1)
     forwarder: Forwarder = Forwarder()
     purge: Purge = Purge()
@@ -142,6 +180,18 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """The environment wins over the file."""
         return env_settings, init_settings
+
+    @pydantic.model_validator(mode="after")
+    def _has_sources_with_names_of_their_own(self) -> Settings:
+        if not self.brokers and not self.fleets:
+            raise ValueError("no [brokers.NAME] and no [fleets.NAME]: nothing to forward")
+        for name in self.fleets:
+            if "/" in name:
+                raise ValueError(f"fleets.{name}: a fleet's name holds no '/'")
+        for name in self.brokers:
+            if name.partition("/")[0] in self.fleets and "/" in name:
+                raise ValueError(f"brokers.{name}: names like this belong to the fleet")
+        return self
 
     @pydantic.model_validator(mode="after")
     def _default_destination_exists(self) -> Settings:
@@ -229,6 +279,7 @@ def _explain(problem: Any) -> str:
 def _known(table: list[str]) -> list[str]:
     models: dict[str, type[BaseModel]] = {
         "brokers": Broker,
+        "fleets": Fleet,
         "destinations": Destination,
         "forwarder": Forwarder,
         "purge": Purge,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
@@ -37,6 +38,14 @@ WHERE s.log = 'outbox' AND s.name = 'forwarder'
 ORDER BY c.shard
 """
 
+MEMBERS = """
+SELECT m.name, extract(epoch FROM m.lease_until - now())::float AS lease_seconds,
+       array(SELECT shard FROM saf.cursor c WHERE c.owner = m.member_id ORDER BY shard) AS shards
+FROM saf.member m JOIN saf.subscription s USING (subscription_id)
+WHERE s.log = 'outbox' AND s.name = 'forwarder'
+ORDER BY m.name, m.member_id
+"""
+
 DEAD = "SELECT count(*) FROM saf.dead_letter"
 
 
@@ -58,10 +67,22 @@ class ShardStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemberStatus:
+    """One forwarder, wherever it runs."""
+
+    name: str
+    """host:pid"""
+    lease_seconds: float
+    """Until others may take its shards over; below 0 if they may."""
+    shards: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class BrokerStatus:
     """One broker's outbox."""
 
     shards: tuple[ShardStatus, ...]
+    members: tuple[MemberStatus, ...]
     lanes: tuple[Parked, ...]
     """What waits for something, why, and when it is tried next."""
     dead_letters: int
@@ -89,6 +110,7 @@ class BrokerStatus:
             "parked": self.parked,
             "lanes": [lane.as_dict() for lane in self.lanes],
             "dead_letters": self.dead_letters,
+            "members": [asdict(member) for member in self.members],
             "shards": [
                 {**asdict(shard), "oldest": shard.oldest and shard.oldest.isoformat()}
                 for shard in self.shards
@@ -102,6 +124,28 @@ def broker_status(connection: psycopg.Connection[Any]) -> BrokerStatus:
         connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
         with psycopg.Cursor(connection, row_factory=class_row(ShardStatus)) as cursor:
             shards = cursor.execute(SHARDS).fetchall()
+        with psycopg.Cursor(connection, row_factory=class_row(MemberStatus)) as cursor:
+            members = cursor.execute(MEMBERS).fetchall()
         lanes = parked(connection)
         ((dead_letters,),) = fetch(connection, DEAD)
-    return BrokerStatus(shards=tuple(shards), lanes=tuple(lanes), dead_letters=dead_letters)
+    return BrokerStatus(
+        shards=tuple(shards),
+        members=tuple(members),
+        lanes=tuple(lanes),
+        dead_letters=dead_letters,
+    )
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Rising numbers, written short.
+
+    >>> ranges([0, 1, 2, 3, 7, 9, 10]), ranges([])
+    ('0-3, 7, 9-10', '')
+    """
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    return ", ".join("-".join(map(str, ends)) for ends in found)

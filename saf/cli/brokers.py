@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -12,9 +13,13 @@ import typer
 
 from saf.config import Broker, Destination, Settings
 from saf.database import check_schema, unavailable_if_lost
-from saf.errors import ConfigurationError, SafError
+from saf.errors import ConfigurationError, SafError, SchemaMissing
+from saf.fleets import Candidate, Listing, ask, ask_all
 
 T = TypeVar("T")
+
+AT_ONCE = 16
+"""Brokers that are visited at a time: many that do not answer take no longer than one."""
 
 Config = Annotated[
     Path | None,
@@ -22,7 +27,7 @@ Config = Annotated[
 ]
 Name = Annotated[
     str | None,
-    typer.Option("--broker", metavar="NAME", help="Only this one. Default: all brokers."),
+    typer.Option("--broker", metavar="NAME", help="Only this one, or fleet. Default: all brokers."),
 ]
 Store = Annotated[
     str | None,
@@ -65,15 +70,25 @@ Place = Broker | Destination
 """A broker of saf.toml: where messages are sent, or where they are received."""
 
 
-def chosen(settings: Settings, name: str | None) -> Mapping[str, Place]:
-    """The brokers that a command is for; a destination only if it is named.
+def chosen(settings: Settings, name: str | None) -> Mapping[str, Place] | Listing:
+    """The brokers that a command is for, fleets included; a destination only if it is named.
 
     Raises:
         ConfigurationError: there is none of that name.
+        Unavailable: a fleet that is named does not say who belongs to it.
     """
     if name is None:
-        return settings.brokers
-    return {name: _place(settings, name)}
+        found = ask_all(settings.fleets)
+        return Listing(brokers=dict(settings.brokers) | found.brokers, problems=found.problems)
+    fleet = name.partition("/")[0]
+    if fleet not in settings.fleets or name in settings.destinations:
+        return {name: _place(settings, name)}
+    found = ask(fleet, settings.fleets[fleet])
+    if name == fleet:
+        return found
+    if name not in found.brokers:
+        raise ConfigurationError(f"--broker {name}: there is none in the fleet {fleet!r}")
+    return {name: found.brokers[name]}
 
 
 def stores(settings: Settings, name: str | None) -> Mapping[str, Place]:
@@ -104,12 +119,16 @@ def _place(settings: Settings, name: str) -> Place:
 class Round:
     """One visit to each broker: what each gave, and which failed."""
 
-    def __init__(self, brokers: Mapping[str, Place]) -> None:
-        self.brokers = brokers
+    def __init__(self, places: Mapping[str, Place] | Listing) -> None:
+        self.brokers: Mapping[str, Place]
         self.failed: list[tuple[str, SafError]] = []
+        if isinstance(places, Listing):
+            self.brokers, self.failed = places.brokers, list(places.problems)
+        else:
+            self.brokers = places
 
     def visit(self, role: str, action: Callable[[psycopg.Connection[Any], Any], T]) -> dict[str, T]:
-        """What ``action`` returns for each broker that it does not fail for."""
+        """What ``action`` returns for each broker that it does not fail for; several at a time."""
 
         def connected(name: str, broker: Place) -> T:
             with (
@@ -119,16 +138,25 @@ class Round:
                 check_schema(connection)
                 return action(connection, broker)
 
-        return self.each(connected)
+        return self._each(connected, at_once=AT_ONCE)
 
     def each(self, action: Callable[[str, Any], T]) -> dict[str, T]:
-        """The same for an action that connects by itself."""
+        """The same for an action that connects by itself, one after the other."""
+        return self._each(action, at_once=1)
+
+    def _each(self, action: Callable[[str, Any], T], *, at_once: int) -> dict[str, T]:
         results: dict[str, T] = {}
-        for name, broker in self.brokers.items():
-            try:
-                results[name] = action(name, broker)
-            except SafError as error:
-                self.failed.append((name, error))
+        with ThreadPoolExecutor(at_once) as pool:
+            jobs = {name: pool.submit(action, name, one) for name, one in self.brokers.items()}
+            for name, job in jobs.items():
+                try:
+                    results[name] = job.result()
+                except SafError as error:
+                    if isinstance(error, SchemaMissing) and isinstance(
+                        self.brokers[name], Candidate
+                    ):
+                        continue  # the pattern matches it, and that is all
+                    self.failed.append((name, error))
         return results
 
     def errors(self) -> list[dict[str, str]]:

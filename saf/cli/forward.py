@@ -62,6 +62,8 @@ def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
 
     session.require_packages()
     options = settings.forwarder
+    alone = len(settings.brokers) == 1 and not settings.fleets
+    master = options.master if alone else session.with_room(options.master)
     console = plain_console(stderr=True)
     started: list[SparkSession] = []
 
@@ -70,7 +72,7 @@ def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
             people = console.is_terminal
             with console.status(f"starting {java.find()}") if people else nullcontext():
                 quick = not (loop or much)
-                started.append(session.start(options.master, conf=options.spark, quick=quick))
+                started.append(session.start(master, conf=options.spark, quick=quick))
         return started[0]
 
     def report(summary: Summary) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -13,7 +13,7 @@ from saf.cli import parked
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.cli.console import plain_console
 from saf.config import load
-from saf.status import BrokerStatus, broker_status
+from saf.status import BrokerStatus, broker_status, ranges
 
 
 def command(
@@ -39,18 +39,30 @@ def command(
 
 
 def _overview(known: dict[str, BrokerStatus]) -> Table:
-    table = Table("broker", "pending", "oldest", "parked", "dead letters", "shards owned by")
+    table = Table(
+        "broker", "pending", "oldest", "parked", "dead letters", "shards and their owners"
+    )
     for name, status in known.items():
-        owners = Counter(shard.owner or "nobody" for shard in status.shards)
         table.add_row(
             name,
             f"{status.pending:,}",
             _age(status.oldest_pending_seconds),
             f"{status.parked:,}",
             f"{status.dead_letters:,}",
-            ", ".join(f"{owner}: {count}" for owner, count in sorted(owners.items())),
+            "\n".join(_map(status)),
         )
     return table
+
+
+def _map(status: BrokerStatus) -> Iterator[str]:
+    """Who owns how many shards, which, and how long that is sure to last."""
+    for member in status.members:
+        which = f" ({ranges(member.shards)})" if member.shards else ""
+        lease = f"{member.lease_seconds:.0f} s" if member.lease_seconds > 0 else "over"
+        yield f"{member.name}: {len(member.shards)}{which}, lease {lease}"
+    free = [shard.shard for shard in status.shards if shard.owner is None]
+    if free:
+        yield f"nobody: {len(free)} ({ranges(free)})"
 
 
 def _by_shard(name: str, status: BrokerStatus) -> Table:

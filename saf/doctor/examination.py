@@ -10,7 +10,7 @@ from itertools import combinations
 import psycopg
 
 from saf.config import Settings
-from saf.database import Dsn
+from saf.database import HAS_SCHEMA, Dsn
 from saf.doctor.broker import (
     dead_letters,
     inbox_left_lying,
@@ -32,6 +32,7 @@ from saf.doctor.server import (
 )
 from saf.doctor.transactions import long_transactions, prepared_transactions, sight
 from saf.errors import Unavailable
+from saf.fleets import Candidate, ask_all
 
 Check = Callable[[Patient], Found]
 
@@ -84,7 +85,30 @@ def examine(
             patients.append(Patient(where=where, connection=connection, limits=limits, clock=clock))
             found += _examined(patients[-1], dsn)
         found += _disagreements(patients)
-    return found
+    return found + list(_fleets(config, limits, clock))
+
+
+def _fleets(config: Settings, limits: Limits, clock: Callable[[], float]) -> Iterator[Finding]:
+    """The same for brokers of fleets, which may be too many to be connected to at once."""
+    listing = ask_all(config.fleets)
+    for name, error in listing.problems:
+        where = f"fleet {name!r}"
+        if isinstance(error, Unavailable):
+            yield _unreachable(where, error.reason)
+        else:
+            cure = "mend its row or its query; the others are forwarded meanwhile"
+            yield Finding(check="fleet", where=where, severity="error", what=str(error), cure=cure)
+    for name, broker in listing.brokers.items():
+        where = f"broker {name!r}"
+        try:
+            with broker.dsn.connect(role="doctor", autocommit=True) as connection:
+                patient = Patient(where=where, connection=connection, limits=limits, clock=clock)
+                if isinstance(broker, Candidate) and patient.ask(HAS_SCHEMA) == [(False,)]:
+                    continue
+                yield Finding(check=REACHABLE, where=where, severity="ok")
+                yield from _examined(patient, broker.dsn)
+        except Unavailable as error:
+            yield _unreachable(where, error.reason)
 
 
 def _unreachable(where: str, reason: str) -> Finding:

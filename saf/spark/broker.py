@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 from uuid import UUID
 
 import psycopg
+from psycopg import sql
 
 from saf import cursor, rebase
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
@@ -23,6 +25,12 @@ SUBSCRIPTION = "forwarder"
 LITTLE = 5000
 """Messages that one task forwards sooner than two tasks have connected."""
 
+# What anybody would find, for those who own no shard
+PENDING = """
+SELECT done::text, array_agg(shard), bool_or(open IS NOT NULL)
+FROM saf.cursor WHERE subscription_id = %(subscription_id)s GROUP BY done::text
+"""
+
 IDENTITY = """
 SELECT b.broker_id, s.subscription_id
 FROM saf.broker b, saf.subscription s WHERE s.log = %(log)s AND s.name = %(subscription)s
@@ -35,16 +43,23 @@ class SourceBroker:
     Methods raise `Unavailable` when the database does not answer; the next call connects again.
     """
 
-    def __init__(self, name: str, dsn: Dsn, *, lease_seconds: float) -> None:
+    def __init__(
+        self, name: str, dsn: Dsn, *, lease_seconds: float, max_connections: int | None = None
+    ) -> None:
         self.name = name
         self.dsn = dsn
         self.lease_seconds = lease_seconds
+        self.max_connections = max_connections
         self.shards = 0
         """How many shards this member owns."""
-        self.much = False
-        """The work in hand is worth more than one task."""
+        self.idle = False
+        """It is a member, and the others own all shards."""
         self.resumed = False
         """The work in hand holds batches that an earlier cycle opened, so more may be pending."""
+        self.last_turn = 0
+        """The cycle in which it last had tasks."""
+        self.unfinished = False
+        """The last cycle left some of its work open, for the next one."""
         self._connection: psycopg.Connection[Any] | None = None
         self._member: Member | None = None
         self._broker_id: UUID | None = None
@@ -52,6 +67,30 @@ class SourceBroker:
         self._routes: dict[int, tuple[Route, ...]] = {}
         self.waiting: tuple[Backoff, ...] = ()
         """Lanes of parked messages, and destinations that are left alone until their time."""
+
+    @property
+    def connected(self) -> bool:
+        """It holds a connection, and with it shards."""
+        return self._connection is not None
+
+    def visit(self, default_destination: str | None, *, brief: bool) -> list[Work]:
+        """Between cycles: what there is to forward now.
+
+        A ``brief`` visit that finds nothing writes nothing, and ends with the connection.
+
+        Raises:
+            Unavailable, UsageError
+        """
+        if brief and self._member is None and not self._pending():
+            self.idle = False
+            self.leave()
+            return []
+        self.tend()
+        self.idle = not self.shards
+        work = self.open_work(default_destination)
+        if brief and not work:
+            self.leave()
+        return work
 
     def tend(self) -> None:
         """Between cycles: be connected, be a member, keep the lease and the fair share.
@@ -69,6 +108,11 @@ class SourceBroker:
                 # slept past the lease and was forgotten: come back as a new member
                 self._member = None
                 self._balance(connection)
+
+    @property
+    def renewal_due(self) -> bool:
+        """It is time to `renew`."""
+        return self._member is not None and self._due()
 
     def renew(self) -> None:
         """During a cycle: keep the lease, if it is time to."""
@@ -88,14 +132,16 @@ class SourceBroker:
         while the only destination is down and its time has not.
         """
         member = self._member
-        self.resumed = self.much = False
-        if member is None or not self.shards:
+        self.resumed = False
+        if member is None:
             return []
         with unavailable_if_lost(f"broker {self.name!r}"):
             connection = self._connect()
+            self.waiting = waiting(connection, member.subscription_id)
+            if not self.shards:
+                return []
             batches = cursor.in_hand(connection, LOG, member)
             self.resumed = bool(batches)
-            self.waiting = waiting(connection, member.subscription_id)
             due = any(lane.due for lane in self.waiting) and due_here(
                 connection, member.subscription_id, member.member_id
             )
@@ -105,8 +151,10 @@ class SourceBroker:
                 batches = cursor.in_hand(connection, LOG, member)
             work = [self._work(connection, batch) for batch in batches]
             work = [item for item in work if not self._in_vain(item)]
-            self.much = any(cursor.has_more_than(connection, w.batch, LITTLE) for w in work)
-            return work
+            return [
+                replace(item, much=cursor.has_more_than(connection, item.batch, LITTLE))
+                for item in work
+            ]
 
     def _in_vain(self, work: Work) -> bool:
         down = {lane.destination for lane in self.waiting if lane.lane == MAIN and not lane.due}
@@ -122,19 +170,25 @@ class SourceBroker:
         if batches:
             with unavailable_if_lost(f"broker {self.name!r}"):
                 cursor.close(self._connect(), batches)
+        self.look_at_waiting()
 
-    def still_waiting(self) -> tuple[Backoff, ...]:
-        """The lanes that wait now."""
-        if self._member is None:
-            return ()
-        with unavailable_if_lost(f"broker {self.name!r}"):
-            return waiting(self._connect(), self._member.subscription_id)
+    def look_at_waiting(self) -> None:
+        """After a cycle: the lanes that wait now."""
+        if self._member is not None:
+            with unavailable_if_lost(f"broker {self.name!r}"):
+                self.waiting = waiting(self._connect(), self._member.subscription_id)
 
     def stop(self) -> None:
         """Ask the tasks to finish the chunk in hand and end."""
         if self._member is not None and self._connection is not None:
             with unavailable_if_lost(f"broker {self.name!r}"):
                 self._member.stop(self._connection)
+
+    def go_on(self) -> None:
+        """After `stop` and the end of the cycle: there will be another."""
+        if self._member is not None and self._connection is not None:
+            with unavailable_if_lost(f"broker {self.name!r}"):
+                self._member.go_on(self._connection)
 
     def leave(self) -> None:
         """Free the shards and disconnect; a server that is gone frees them by itself."""
@@ -185,17 +239,23 @@ class SourceBroker:
             check_schema(self._connection)
         return self._connection
 
+    def _identify(self, connection: psycopg.Connection[Any]) -> int:
+        """Learn the broker's id; return the subscription's."""
+        known = fetch(connection, IDENTITY, {"log": LOG, "subscription": SUBSCRIPTION})
+        if not known:
+            raise ConfigurationError(
+                f"broker {self.name!r}: saf.broker or the subscription {SUBSCRIPTION!r} of the "
+                "outbox is missing; `saf migrate` had created both"
+            )
+        ((self._broker_id, subscription_id),) = known
+        return int(subscription_id)
+
     def _balance(self, connection: psycopg.Connection[Any]) -> None:
         if self._member is None:
             rebase.refuse(connection)
-            known = fetch(connection, IDENTITY, {"log": LOG, "subscription": SUBSCRIPTION})
-            if not known:
-                raise ConfigurationError(
-                    f"broker {self.name!r}: saf.broker or the subscription {SUBSCRIPTION!r} of the "
-                    "outbox is missing; `saf migrate` had created both"
-                )
-            ((self._broker_id, subscription_id),) = known
-            self._member = Member(subscription_id=subscription_id, lease_seconds=self.lease_seconds)
+            self._member = Member(
+                subscription_id=self._identify(connection), lease_seconds=self.lease_seconds
+            )
             self._member.join(connection)
         self._member.renew(connection)
         self._renewed = time.monotonic()
@@ -209,6 +269,17 @@ class SourceBroker:
         if version not in self._routes:
             self._routes = {version: frozen_routes(connection, version)}
         return self._routes[version]
+
+    def _pending(self) -> bool:
+        """Whether anybody would find something to forward. Reads only."""
+        with unavailable_if_lost(f"broker {self.name!r}"):
+            connection = self._connect()
+            subscription_id = self._identify(connection)
+            found = fetch(connection, PENDING, {"subscription_id": subscription_id})
+            self.waiting = waiting(connection, subscription_id)
+            return any(
+                taken or _any_since(connection, shards, done) for done, shards, taken in found
+            ) or any(lane.due for lane in self.waiting)
 
     def _due(self) -> bool:
         """A third of the lease: two renewals may fail before it is over."""
@@ -224,3 +295,11 @@ class SourceBroker:
             routes=self._frozen(connection, batch),
             waiting=self.waiting,
         )
+
+
+def _any_since(connection: psycopg.Connection[Any], shards: Sequence[int], done: str) -> bool:
+    query = sql.SQL("SELECT EXISTS ({})").format(cursor.since(LOG, list(shards), done))
+    with connection.transaction():
+        connection.execute(cursor.BY_INDEX)
+        ((new,),) = fetch(connection, query)
+    return bool(new)

@@ -23,6 +23,7 @@ are all that reaches the driver.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -57,6 +58,7 @@ def deliver(
     work: Sequence[Work], routes: Sequence[Route], policy: Policy
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """The function for mapInArrow: messages in, receipts out."""
+    pickled = [pickle.dumps(item) for item in work]  # a task unpickles its own only
 
     def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext  # exists inside a task only
@@ -65,7 +67,8 @@ def deliver(
         assert context is not None  # noqa: S101 - for the type checker
         # the pipeline is narrow, so the partition's number is the work item's
         number = context.partitionId()
-        delivery = Delivery(number, work[number], routes, policy)
+        item = pickle.loads(pickled[number])  # noqa: S301 - our own bytes
+        delivery = Delivery(number, item, routes, policy)
         delivery.run(batches)
         yield delivery.receipts.as_arrow()
 

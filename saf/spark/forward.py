@@ -3,12 +3,20 @@
 The driver holds leases and opens and closes batches; messages never pass through it. Tasks read,
 deliver and mark (`saf.spark.source`, `saf.spark.delivery`). Whatever goes wrong for one broker
 or one destination is noted in the `Summary`, and the others go on.
+
+*Little and deep.* A cycle is one Spark job, and ends when its last task does. So that nobody waits
+for another one's deep backlog, deep backlogs leave one slot free, and while they are worked on the
+driver goes on with cycles of little work beside them. If another backlog turns out to be deep, or
+there is only one slot, it asks the tasks in hand after ``turn_seconds``, as in `stop`, to end with
+their chunk: their batches stay open, and the next cycle goes on from their positions with all of
+them. While nobody waits, nothing is interrupted.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
@@ -17,10 +25,11 @@ from typing import TYPE_CHECKING
 import structlog
 
 from saf.config import Settings
-from saf.database import check_schema, unavailable_if_lost
-from saf.errors import Fenced, SafError, Unavailable, UsageError
-from saf.maintenance import purge_by_rules
+from saf.errors import Fenced, SafError
 from saf.spark.broker import SourceBroker
+from saf.spark.plan import plan, tasks_within
+from saf.spark.purging import Purging
+from saf.spark.roster import Roster
 from saf.spark.summary import Summary
 from saf.spark.work import Policy, Receipt, Work
 
@@ -30,7 +39,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger("saf.forward")
 
 TICK_SECONDS = 0.2
-PURGE_EVERY_SECONDS = 60.0
+PURGES_IN_A_PAUSE = 50
+"""So many brokers, so that forwarding goes on soon."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,14 @@ class Progress:
 
     done: int
     total: int
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Little work that is done beside a job of deep backlogs, and the cap of its tasks."""
+
+    little: Sequence[Work]
+    cap: int | None
 
 
 class Forwarder:
@@ -60,14 +78,11 @@ class Forwarder:
         self.start_spark = spark
         self.progress = progress
         self.summary = Summary()
-        self.brokers = [
-            SourceBroker(
-                name,
-                broker.dsn,
-                lease_seconds=options.lease_seconds,
-            )
-            for name, broker in settings.brokers.items()
-        ]
+        self.roster = Roster(settings, self._problem)
+        limits = [d.max_connections for d in settings.destinations.values() if d.max_connections]
+        self.most = min(limits, default=None)
+        """Tasks at a time, for the destinations' sake."""
+        self.cycles = 0
         self.policy = Policy(
             destinations={n: (d.dsn, d.quality) for n, d in settings.destinations.items()},
             chunk_rows=options.chunk_rows,
@@ -75,14 +90,13 @@ class Forwarder:
             max_bytes=options.max_bytes,
             attempts=options.attempts,
         )
-        self.purge = settings.purge
-        self._purge_at = 0.0
+        self.purging = Purging(settings.purge)
         self._stop = False
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="saf-spark")
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="saf-spark")
 
     def stop(self) -> None:
         """Finish the chunks in hand and end. Safe to call from a signal handler."""
-        self._stop = True
+        self._stop = self.roster.stopped = True
 
     def drain(self) -> Summary:
         """Forward everything that was committed before the call, and end.
@@ -96,12 +110,15 @@ class Forwarder:
                 before = self.summary.forwarded
                 worked = self.cycle()
                 full = self.summary.forwarded - before >= self.options.chunk_rows
-                more = full or any(broker.resumed for broker in self.brokers)
-                if not worked or not more or self.summary.problems:
+                brokers = self.roster.well()
+                more = full or any(broker.resumed or broker.unfinished for broker in brokers)
+                if not (worked and more) and not self.roster.waiting:
                     break
-            self.summary.idle = not any(broker.shards for broker in self.brokers)
+            brokers = list(self.roster.brokers.values())
+            self.summary.idle = bool(brokers) and all(broker.idle for broker in brokers)
             self._note_waiting()
-            self._purge()
+            if not self._stop:
+                self.purging.purge(self.roster.well(), self._renew)
         finally:
             self._leave()
         self.summary.seconds = time.monotonic() - started
@@ -114,6 +131,7 @@ class Forwarder:
         """
         whole = Summary()
         started = time.monotonic()
+        self.roster.once = False
         try:
             while not self._stop:
                 self.summary = Summary()
@@ -124,8 +142,8 @@ class Forwarder:
                 if worked or self.summary.problems:
                     report(self.summary)
                 whole.add(self.summary)
-                if not worked:
-                    self._purge()
+                if not worked and not self._stop:
+                    self.purging.purge(self.roster.well(), self._renew, most=PURGES_IN_A_PAUSE)
                 if not worked or self.summary.problems:
                     self._pause(self.options.interval_seconds)
         finally:
@@ -136,47 +154,117 @@ class Forwarder:
 
     def cycle(self) -> bool:
         """Forward what is pending now, once; return whether there was anything to do."""
-        found: list[Work] = []
-        much = False
-        for broker in self.brokers:
-            try:
-                broker.tend()
-                found += broker.open_work(self.options.default_destination)
-                much |= broker.much
-            except (Unavailable, UsageError) as error:
-                self._problem(broker.name, error)
-                broker.forget_connection()
+        found = self.roster.visit(self.options.default_destination)
         if not found:
             return False
-        self.summary.cycles += 1
-        spark = self._session(much)
+        spark = self._session(any(item.much for item in found))
         # asked anew each time: a cluster's executors come and go
-        tasks = self.options.tasks or spark.sparkContext.defaultParallelism
-        parts = max(1, tasks // len(found)) if much else 1
-        work = [part for item in found for part in item.split(parts)]
-        self._settle(work, self._run(spark, work))
+        slots = self.options.tasks or spark.sparkContext.defaultParallelism
+        room = slots if self.most is None else min(slots, self.most)
+        limited = room < slots
+        many = {item.broker for item in found if item.much}
+        if many and len(self.roster.brokers) > 1 and room > 1:
+            deep = [item for item in found if item.broker in many]
+            little = [item for item in found if item.broker not in many]
+            beside = Beside(little, cap=1 if limited else None)
+            self._work(spark, deep, room - 1, cap=room - 1, beside=beside)
+        else:
+            self._work(spark, found, room, cap=room if limited else None)
+        self.roster.rest()
         return True
+
+    def _work(
+        self,
+        spark: SparkSession,
+        found: Sequence[Work],
+        slots: int,
+        *,
+        cap: int | None,
+        beside: Beside | None = None,
+    ) -> None:
+        """One Spark job, and what it leaves behind; with cycles of little work ``beside`` it."""
+        self.summary.cycles += 1
+        self.cycles += 1
+        last_turn = {name: broker.last_turn for name, broker in self.roster.brokers.items()}
+        work = plan(found, slots, limits=self._limits(), cap=cap, last_turn=last_turn)
+        for broker in self._at_work(work):
+            broker.last_turn = self.cycles
+        job = self._pool.submit(self._receipts, spark, work)
+        left_out = len(self._at_work(found)) > len(self._at_work(work))
+        receipts = self._run(spark, work, job, beside, left_out=left_out)
+        self._settle(work, receipts, _shards(found))
+
+    def _limits(self) -> dict[str, int]:
+        return {
+            name: tasks_within(broker.max_connections)
+            for name, broker in self.roster.brokers.items()
+            if broker.max_connections
+        }
 
     def _session(self, much: bool) -> SparkSession:
         """The session; while it starts, the leases are kept."""
         session = self._pool.submit(self.start_spark, much)
         while not wait_for([session], timeout=TICK_SECONDS).done:
-            self._each(SourceBroker.renew)
+            self._renew()
         return session.result()
 
-    def _run(self, spark: SparkSession, work: Sequence[Work]) -> list[Receipt]:
-        """The Spark job; meanwhile, leases are renewed and a wish to stop is passed on."""
-        job = self._pool.submit(self._receipts, spark, work)
+    def _run(
+        self,
+        spark: SparkSession,
+        work: Sequence[Work],
+        job: Future[list[Receipt]],
+        beside: Beside | None,
+        *,
+        left_out: bool,
+    ) -> list[Receipt]:
+        """Wait for a job; meanwhile, leases are renewed and a wish to stop is passed on."""
         show = self._start_progress(work)
-        told = False
+        working = self._at_work(work)
+        deep = self._at_work(item for item in work if item.much)
+        began = looked = time.monotonic()
+        stopped = gave_way = False
+        if beside and beside.little:
+            self._work(spark, beside.little, 1, cap=beside.cap)
         while not wait_for([job], timeout=TICK_SECONDS).done:
-            if self._stop and not told:
-                told = True
-                self._each(SourceBroker.stop)
-            self._each(SourceBroker.renew)
+            now = time.monotonic()
+            if self._stop and not stopped:
+                stopped = True
+                self.roster.each(SourceBroker.stop, working, quiet=True)
+            elif deep and not gave_way and now - looked > self.options.interval_seconds:
+                waits = self._look_beside(spark, working, beside) or left_out
+                if waits and now - began > self.options.turn_seconds:
+                    gave_way = True
+                    self.roster.each(SourceBroker.stop, deep, quiet=True)
+                looked = time.monotonic()
+            self._renew()
             if show:
                 show()
+        if gave_way:
+            self.roster.each(SourceBroker.go_on, deep)
         return _result(job)
+
+    def _look_beside(
+        self, spark: SparkSession, working: Sequence[SourceBroker], beside: Beside | None
+    ) -> bool:
+        """Forward the little work of others; return whether anybody has to wait."""
+        if len(self.roster.brokers) == 1:
+            return False
+        others = self.roster.visit(self.options.default_destination, but=working)
+        little = [item for item in others if not item.much]
+        if beside is None or not little:
+            return bool(others)
+        self._work(spark, little, 1, cap=beside.cap)
+        self.roster.rest(but=working)
+        return len(others) > len(little)
+
+    def _at_work(self, work: Iterable[Work]) -> list[SourceBroker]:
+        names = dict.fromkeys(item.broker for item in work)
+        return [self.roster.brokers[name] for name in names]
+
+    def _renew(self) -> None:
+        due = [broker for broker in self.roster.brokers.values() if broker.renewal_due]
+        if due:
+            self.roster.each(SourceBroker.renew, due, quiet=True)
 
     def _receipts(self, spark: SparkSession, work: Sequence[Work]) -> list[Receipt]:
         # Arrow and Spark take a second to import, which a run that finds nothing saves
@@ -190,34 +278,36 @@ class Forwarder:
         receipts = pending.mapInArrow(deliver(work, routes, self.policy), RECEIPT_SCHEMA)
         return [Receipt(**row.asDict()) for row in receipts.collect()]
 
-    def _settle(self, work: Sequence[Work], receipts: Sequence[Receipt]) -> None:
-        complete: set[int] = set()
+    def _settle(
+        self, work: Sequence[Work], receipts: Sequence[Receipt], whole: Mapping[str, int]
+    ) -> None:
+        complete: dict[str, list[Work]] = {item.broker: [] for item in work}
+        failed: set[str] = set()
         for receipt in receipts:
             if receipt.destination is not None:
                 self._count(receipt)
                 continue
+            name = work[receipt.work].broker
             if receipt.complete:
-                complete.add(receipt.work)
-            self.summary.stopped |= receipt.stopped
+                complete[name].append(work[receipt.work])
+            self.summary.stopped |= receipt.stopped and self._stop
             self.summary.parked += receipt.parked
             self.summary.dead += receipt.dead
-            name = work[receipt.work].broker
             if receipt.error_kind == Fenced.__name__:
                 log.info("taken_over", broker=name, detail=receipt.error)
             elif receipt.error_kind is not None and receipt.error is not None:
                 self._note(name, receipt.error_kind, receipt.error)
-        for broker in self.brokers:
-            mine = [
-                work[number] for number in sorted(complete) if work[number].broker == broker.name
-            ]
-            try:
-                broker.close(mine)
-                self.summary.batches += len({item.batch.number for item in mine})
-            except Fenced as error:
-                log.info("taken_over", broker=broker.name, detail=str(error))
-            except Unavailable as error:
-                self._problem(broker.name, error)
-                broker.forget_connection()
+                failed.add(name)
+        done = _shards(item for mine in complete.values() for item in mine)
+        for name, shards in whole.items():
+            self.roster.brokers[name].unfinished = done[name] < shards
+        self.roster.each(lambda broker: broker.close(complete[broker.name]), self._at_work(work))
+        self.summary.batches += sum(
+            len({item.batch.number for item in mine}) for mine in complete.values()
+        )
+        if self.roster.once:
+            for name in failed:
+                self.roster.failed(name)
 
     def _count(self, receipt: Receipt) -> None:
         assert receipt.destination is not None  # noqa: S101 - for the type checker
@@ -232,10 +322,9 @@ class Forwarder:
             return None
         report = self.progress
         spans: list[tuple[SourceBroker, int, int, int]] = []
-        for broker in self.brokers:
+        for broker in self._at_work(work):
             mine = [item for item in work if item.broker == broker.name]
-            if mine:
-                spans.append((broker, *broker.count(mine)))
+            spans.append((broker, *broker.count(mine)))
         total = sum(count for _, count, _, _ in spans)
 
         def show() -> None:
@@ -248,51 +337,17 @@ class Forwarder:
         return show
 
     def _note_waiting(self) -> None:
-        for broker in self.brokers:
-            try:
-                self.summary.waiting += [
-                    {
-                        "broker": broker.name,
-                        "lane": str(lane.key),
-                        "attempts": lane.attempts,
-                        "next_attempt_at": lane.next_attempt_at.isoformat(),
-                        "error": lane.error,
-                    }
-                    for lane in broker.still_waiting()
-                ]
-            except Unavailable as error:
-                self._problem(broker.name, error)
-                broker.forget_connection()
-
-    def _purge(self) -> None:
-        """Purge the source brokers, now and then; leases are kept meanwhile."""
-        if self._stop or time.monotonic() < self._purge_at:
-            return
-        self._purge_at = time.monotonic() + PURGE_EVERY_SECONDS
-        job = self._pool.submit(self._purge_all)
-        while not wait_for([job], timeout=TICK_SECONDS).done:
-            self._each(SourceBroker.renew)
-        job.result()
-
-    def _purge_all(self) -> None:
-        for broker in self.brokers:
-            try:
-                with (
-                    unavailable_if_lost(f"broker {broker.name!r}"),
-                    broker.dsn.connect(role="purge", autocommit=True) as connection,
-                ):
-                    check_schema(connection)
-                    purge_by_rules(connection, broker.dsn, self.purge)
-            except SafError as error:
-                # no reason to fail: a forwarder need not have the right, and `saf purge` says why
-                log.debug("not_purged", broker=broker.name, error=str(error))
-
-    def _each(self, action: Callable[[SourceBroker], None]) -> None:
-        for broker in self.brokers:
-            try:
-                action(broker)
-            except Unavailable as error:
-                log.warning("unavailable", broker=broker.name, error=str(error))
+        self.summary.waiting += [
+            {
+                "broker": broker.name,
+                "lane": str(lane.key),
+                "attempts": lane.attempts,
+                "next_attempt_at": lane.next_attempt_at.isoformat(),
+                "error": lane.error,
+            }
+            for broker in self.roster.brokers.values()
+            for lane in broker.waiting
+        ]
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -309,8 +364,15 @@ class Forwarder:
 
     def _leave(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-        for broker in self.brokers:
-            broker.leave()
+        self.roster.leave()
+
+
+def _shards(work: Iterable[Work]) -> Counter[str]:
+    """Of how many shards by broker."""
+    counts: Counter[str] = Counter()
+    for item in work:
+        counts[item.broker] += len(item.batch.epochs)
+    return counts
 
 
 def _result(job: Future[list[Receipt]]) -> list[Receipt]:

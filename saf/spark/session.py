@@ -89,6 +89,20 @@ def is_local(master: str) -> bool:
     return master == "local" or master.startswith("local[")
 
 
+def with_room(master: str) -> str:
+    """A local master with a slot more: for little work beside deep backlogs.
+
+    >>> with_room("local[2]"), with_room("spark://host:7077")
+    ('local[3]', 'spark://host:7077')
+    """
+    if not is_local(master):
+        return master
+    threads = master.removeprefix("local").strip("[]") or "1"
+    if threads == "*":
+        threads = str(os.cpu_count() or 1)
+    return f"local[{int(threads) + 1}]" if threads.isdigit() else master
+
+
 def prestart(
     master: str,
     *,

@@ -29,6 +29,8 @@ class Work:
     batch: Batch
     routes: tuple[Route, ...]
     """Frozen with the batch, in order of precedence."""
+    much: bool = False
+    """Worth more than one task."""
     waiting: tuple[Backoff, ...] = ()
     """Lanes of parked messages, in the order in which they are tried."""
 

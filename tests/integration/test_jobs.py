@@ -310,7 +310,14 @@ def test_the_example_explains_every_setting_and_each_default_is_the_real_one(
                 assert "#" in line.lstrip("# ") or line.startswith("["), f"{line} is not explained"
                 if line.startswith("# ") and "# example" not in line:
                     assert shown[name] == getattr(real, name)
-    assert set(tables) == set(config.Settings.model_fields)
+    fleet = re.search(r"^#   \[fleets.*(?:\n#   .*)+", text, re.MULTILINE)
+    assert fleet
+    fleets = tomllib.loads(fleet[0].replace("#   ", ""))["fleets"]
+    example = config.Fleet(**{**fleets["tenants"], "dsn": "dbname=x"})
+    fields = config.Fleet.model_fields
+    assert {*fleets["tenants"], "query"} == set(fields)
+    assert example.refresh_seconds == fields["refresh_seconds"].default
+    assert {*tables, "fleets"} == set(config.Settings.model_fields)
 
 
 # all of them

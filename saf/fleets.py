@@ -1,0 +1,133 @@
+"""Fleets: sources that saf.toml does not name one by one.
+
+    [fleets.tenants]                              [fleets.shops]
+    dsn = "postgresql://saf@db2/postgres"         dsn = "postgresql://saf@control/tenancy"
+    databases = "tenant_*"                        query = "SELECT name, dsn FROM shops WHERE live"
+
+*By pattern*: the databases of the server at ``dsn`` whose names match and that carry the schema
+saf; ``dsn`` with their names is where they are. *By query*: one row each, its name and its own dsn,
+which is taken as it stands: it inherits no password, and nothing in it is replaced. The query runs
+in a transaction that may only read.
+
+Each is a broker named FLEET/NAME. A row that is none is a problem of its own, named by its number
+alone, because a password may be anywhere in it; the others go on. A forwarder asks again every
+``refresh_seconds``: what is new is forwarded from then on, what has gone is left alone, and while
+nobody answers everything stays as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import psycopg
+from psycopg.conninfo import make_conninfo
+
+from saf.config import Broker, Fleet
+from saf.database import Dsn, fetch, unavailable_if_lost
+from saf.errors import ConfigurationError, SafError
+from saf.message import MAX_NAME
+
+DATABASES = """
+SELECT datname FROM pg_catalog.pg_database WHERE datallowconn AND NOT datistemplate ORDER BY datname
+"""
+
+COLUMNS = 2
+OF_THE_QUERY = "42"
+"""The class of SQLSTATE whose messages speak of the query, and never quote what it has read."""
+
+
+class Candidate(Broker):
+    """A database that a pattern matches. Only a visit tells whether it is a broker."""
+
+
+@dataclass(kw_only=True)
+class Listing:
+    """The brokers of fleets by name, and what was wrong with others."""
+
+    brokers: dict[str, Broker] = field(default_factory=dict)
+    problems: list[tuple[str, SafError]] = field(default_factory=list)
+    """Each with the name of the fleet."""
+
+
+def ask(name: str, fleet: Fleet) -> Listing:
+    """Who belongs to a fleet now. Connects, and reads only.
+
+    Raises:
+        Unavailable, ConfigurationError: nobody can say.
+    """
+    with (
+        unavailable_if_lost(f"fleet {name!r}"),
+        fleet.dsn.connect(role="fleet", autocommit=True) as connection,
+        connection.transaction(),
+    ):
+        connection.execute("SET TRANSACTION READ ONLY")
+        if fleet.databases is not None:
+            return _listing(name, fleet, _matching(fleet, fetch(connection, DATABASES)), Candidate)
+        return _listing(name, fleet, _queried(name, fleet, connection), Broker)
+
+
+def ask_all(fleets: Mapping[str, Fleet]) -> Listing:
+    """Who belongs to any of the fleets; one that cannot say is a problem."""
+    found = Listing()
+    for name, fleet in fleets.items():
+        try:
+            listing = ask(name, fleet)
+        except SafError as error:
+            found.problems.append((name, error))
+        else:
+            found.brokers |= listing.brokers
+            found.problems += listing.problems
+    return found
+
+
+def _matching(fleet: Fleet, rows: Iterable[tuple[str, ...]]) -> list[tuple[object, ...]]:
+    return [
+        (database, make_conninfo(fleet.dsn.conninfo, dbname=database))
+        for (database,) in rows
+        if fnmatchcase(database, fleet.databases or "")
+    ]
+
+
+def _queried(
+    name: str, fleet: Fleet, connection: psycopg.Connection[tuple[object, ...]]
+) -> list[tuple[object, ...]]:
+    assert fleet.query is not None  # noqa: S101 - one of the two is there
+    try:
+        rows = fetch(connection, fleet.query.encode())
+    except psycopg.OperationalError:
+        raise
+    except psycopg.Error as error:
+        said = error.diag.message_primary if (error.sqlstate or "").startswith(OF_THE_QUERY) else ""
+        reason = said or f"{type(error).__name__}, SQLSTATE {error.sqlstate}"
+        raise ConfigurationError(f"fleets.{name}.query fails: {reason}") from None
+    if rows and len(rows[0]) != COLUMNS:
+        raise ConfigurationError(
+            f"fleets.{name}.query gives {len(rows[0])} columns, and not two: name and dsn"
+        )
+    return rows
+
+
+def _listing(
+    name: str, fleet: Fleet, rows: Iterable[tuple[object, ...]], kind: type[Broker]
+) -> Listing:
+    listing = Listing()
+    for number, (place, conninfo) in enumerate(rows, 1):
+        try:
+            full = f"{name}/{_name(place)}"
+            if not isinstance(conninfo, str):
+                raise ConfigurationError("its dsn is no text")  # noqa: TRY301
+            broker = kind(dsn=Dsn(conninfo), max_connections=fleet.max_connections)
+            if listing.brokers.setdefault(full, broker) is not broker:
+                raise ConfigurationError("its name is listed before")  # noqa: TRY301
+        except ConfigurationError as error:
+            problem = ConfigurationError(f"fleet {name!r}, row {number}: {error}")
+            listing.problems.append((name, problem))
+    return listing
+
+
+def _name(place: object) -> str:
+    if not isinstance(place, str) or not 0 < len(place) <= MAX_NAME or not place.isprintable():
+        raise ConfigurationError(f"its name has not 1 to {MAX_NAME} printable characters")
+    return place
