@@ -14,14 +14,13 @@ import psycopg
 import pyarrow as pa
 
 from saf.database import Dsn
-from saf.routes import Route, choose_route
 from saf.shards import Member
 from saf.spark.broker import SourceBroker
 from saf.spark.columns import OPTIONAL
 from saf.spark.delivery import Delivery
-from saf.spark.routing import distinct_routes
 from saf.spark.source import record_batches
 from saf.spark.work import Policy, Receipt, Work
+from saf.ways import Way, distinct_ways
 
 LEASE_SECONDS = 30.0
 
@@ -46,20 +45,20 @@ class Cycle:
     def __init__(self, app: Dsn, rules: Policy, *, lease_seconds: float = LEASE_SECONDS) -> None:
         self.broker = SourceBroker("app", app, lease_seconds=lease_seconds)
         self.rules = rules
+        self.default = next(iter(rules.destinations), None)
         self.work: list[Work] = []
 
     def open(self, parts: int = 1) -> list[Work]:
         self.broker.tend()
-        default = next(iter(self.rules.destinations), None)
-        self.work = [part for w in self.broker.open_work(default) for part in w.split(parts)]
+        self.work = [part for w in self.broker.open_work(self.default) for part in w.split(parts)]
         return self.work
 
     def deliver(self) -> list[Receipt]:
-        routes = distinct_routes(self.work)
+        ways = distinct_ways(work.routes for work in self.work)
         receipts = []
         for number, work in enumerate(self.work):
-            rows = routed(record_batches(work, self.rules.max_bytes), work, routes)
-            receipts += Delivery(number, work, routes, self.rules).run(rows)
+            rows = routed(record_batches(work, self.rules.max_bytes), work, ways)
+            receipts += Delivery(number, work, ways, self.rules).run(rows)
         return receipts
 
     def close(self, receipts: list[Receipt]) -> None:
@@ -86,16 +85,15 @@ def forward(app: Dsn, **destinations: Dsn) -> list[Receipt]:
 
 
 def routed(
-    batches: Iterator[pa.RecordBatch], work: Work, routes: list[Route]
+    batches: Iterator[pa.RecordBatch], work: Work, ways: list[Way]
 ) -> Iterator[pa.RecordBatch]:
+    index = {way: number for number, way in enumerate(ways)}
     for batch in batches:
         choice = []
         for row in batch.to_pylist():
             to = row["packed"][[*OPTIONAL].index("to_broker")] if row["packed"] else None
-            route = choose_route(
-                work.routes, row["to_service"] or "", str(UUID(bytes=to)) if to else None
-            )
-            choice.append(None if route is None else routes.index(route))
+            way = work.routes.way(row["to_service"] or "", str(UUID(bytes=to)) if to else None)
+            choice.append(None if way is None else index[way])
         yield batch.append_column("route", pa.array(choice, pa.int32()))
 
 

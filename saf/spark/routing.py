@@ -9,9 +9,9 @@ from uuid import UUID
 
 from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 
-from saf.routes import Route
 from saf.shards import shard_of
 from saf.spark.columns import OPTIONAL
+from saf.ways import Named, Routes, Way
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -19,19 +19,14 @@ if TYPE_CHECKING:
     from saf.spark.work import Work
 
 
-def distinct_routes(work: Sequence[Work]) -> list[Route]:
-    """All routes of the run, each once: the column ``route`` holds an index into it."""
-    return list(dict.fromkeys(route for item in work for route in item.routes))
-
-
-def route(messages: DataFrame, work: Sequence[Work], routes: Sequence[Route]) -> DataFrame:
-    """Add the column ``route``: which of ``routes`` the message takes, or NULL.
+def route(messages: DataFrame, work: Sequence[Work], ways: Sequence[Way]) -> DataFrame:
+    """Add the column ``route``: which of ``ways`` the message goes, or NULL.
 
     Each batch follows the routes that it was opened with. Where all share the same, as most
     runs do, no row is asked which batch it is from.
     """
-    index = {route: number for number, route in enumerate(routes)}
-    by_routes: dict[tuple[Route, ...], list[int]] = {}
+    index = {way: number for number, way in enumerate(ways)}
+    by_routes: dict[Routes, list[int]] = {}
     for number, item in enumerate(work):
         by_routes.setdefault(item.routes, []).append(number)
     if len(by_routes) == 1:
@@ -46,22 +41,28 @@ def route(messages: DataFrame, work: Sequence[Work], routes: Sequence[Route]) ->
     return messages.withColumn("route", choice)
 
 
-def _first_match(routes: Sequence[Route], index: dict[Route, int]) -> Column:
-    """A CASE over routes in order of precedence; the first that matches everything ends it."""
+def _first_match(routes: Routes, index: dict[Way, int]) -> Column:
+    """A CASE over what routes name, the most specific first; the first that matches ends it."""
     choice = F.lit(None).cast("int")
-    for item in reversed(routes):
-        number = F.lit(index[item])
-        condition = _condition(item)
+    for named in sorted(routes.ways, key=_specificity):
+        number = F.lit(index[routes.ways[named]])
+        condition = _condition(named)
         choice = number if condition is None else F.when(condition, number).otherwise(choice)
     return choice
 
 
-def _condition(item: Route) -> Column | None:
+def _specificity(named: Named) -> tuple[bool, bool]:
+    service, broker = named
+    return service is not None, broker is not None
+
+
+def _condition(named: Named) -> Column | None:
+    service, broker = named
     conditions = []
-    if item.service is not None:
-        conditions.append(F.col("to_service") == F.lit(item.service))
-    if item.broker is not None:
-        conditions.append(optional("to_broker") == F.lit(UUID(item.broker).bytes))
+    if service is not None:
+        conditions.append(F.col("to_service") == F.lit(service))
+    if broker is not None:
+        conditions.append(optional("to_broker") == F.lit(UUID(broker).bytes))
     return reduce(lambda one, other: one & other, conditions) if conditions else None
 
 

@@ -8,8 +8,8 @@ import pyarrow as pa
 
 from saf.database import Dsn
 from saf.spark.delivery import Delivery
-from saf.spark.routing import distinct_routes
 from saf.spark.source import record_batches
+from saf.ways import distinct_ways
 from tests.pipeline import Cycle, bodies, connect, policy, routed
 
 MANY = 60_000
@@ -35,9 +35,9 @@ def test_a_connection_cut_while_a_batch_is_read_is_a_source_that_is_down(
                 assert connection.execute(CUT).fetchall()
                 yield from batches
 
-            routes = distinct_routes([work])
-            delivery = Delivery(0, work, routes, rules)
-            receipts = delivery.run(routed(cut_after_the_first(), work, routes))
+            ways = distinct_ways([work.routes])
+            delivery = Delivery(0, work, ways, rules)
+            receipts = delivery.run(routed(cut_after_the_first(), work, ways))
             cycle.close(receipts)
             summary = next(receipt for receipt in receipts if receipt.destination is None)
             assert summary.error_kind == "Unavailable"
