@@ -45,6 +45,11 @@ ON CONFLICT ON CONSTRAINT route_once DO UPDATE SET
     enabled = true
 RETURNING xmax = 0
 """
+STAND_IN = """
+INSERT INTO saf.route (service, broker, destination, quality, expires_at, comment)
+VALUES (%(service)s, %(broker)s, %(destination)s, %(quality)s, %(expires_at)s, %(comment)s)
+ON CONFLICT DO NOTHING
+"""
 THIS = """
 service IS NOT DISTINCT FROM %(service)s AND broker IS NOT DISTINCT FROM %(broker)s::uuid
 AND destination = %(destination)s RETURNING destination
@@ -213,13 +218,27 @@ def enable_route(
     service: str | None = None,
     broker: UUID | None = None,
     enabled: bool = True,
+    declared: Declared = NOTHING,
 ) -> None:
-    """Let a route count, or not.
+    """Let a route count, or not; a row then stands in for a declared one.
 
     Raises:
         ConfigurationError: there is none of that service, broker and destination.
     """
-    _change(connection, ENABLE, destination, service, broker, enabled=enabled)
+    named = (service, str(broker) if broker else None, destination)
+    with connection.transaction():
+        for one in declared.routes:
+            if one.named == named:
+                values = {
+                    "service": service,
+                    "broker": broker,
+                    "destination": destination,
+                    "quality": one.route.quality,
+                    "expires_at": one.expires_at,
+                    "comment": one.comment,
+                }
+                connection.execute(STAND_IN, values)
+        _change(connection, ENABLE, destination, service, broker, enabled=enabled)
 
 
 def topics(connection: psycopg.Connection[Any]) -> list[str]:
