@@ -141,12 +141,11 @@ def precedence(service: str, broker: str | None) -> tuple[Named, ...]:
     return (service, broker), (service, None), (None, broker), (None, None)
 
 
-def distinct_ways(all_routes: Iterable[Routes]) -> list[Way]:
+def distinct_ways(routes: Routes) -> list[Way]:
     """All ways of some routes, each once, and for those that share, each of their routes alone."""
     ways: dict[Way, None] = {}
-    for routes in all_routes:
-        for way in routes.ways.values():
-            ways[way] = None
-            if way.shared:
-                ways.update({Way(routes=(route,)): None for route in way.routes})
+    for way in routes.ways.values():
+        ways[way] = None
+        if way.shared:
+            ways.update({Way(routes=(route,)): None for route in way.routes})
     return list(ways)

@@ -1,4 +1,4 @@
-"""The forwarder's cycle without Spark: the same source, routing rule, delivery and cursors.
+"""The forwarder's cycle without Spark: the same source, routing, delivery and cursors.
 
 What Spark adds (processes, Arrow through the JVM) is tested in tests/spark and tests/crash; the
 promises of delivery are tested here in milliseconds.
@@ -6,21 +6,16 @@ promises of delivery are tested here in milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
-from uuid import UUID
 
 import psycopg
-import pyarrow as pa
 
 from saf.database import Dsn
 from saf.shards import Member
 from saf.spark.broker import SourceBroker
-from saf.spark.columns import OPTIONAL
 from saf.spark.delivery import Delivery
 from saf.spark.source import record_batches
 from saf.spark.work import Policy, Receipt, Work
-from saf.ways import Way, distinct_ways
 
 LEASE_SECONDS = 30.0
 
@@ -54,11 +49,10 @@ class Cycle:
         return self.work
 
     def deliver(self) -> list[Receipt]:
-        ways = distinct_ways(work.routes for work in self.work)
         receipts = []
         for number, work in enumerate(self.work):
-            rows = routed(record_batches(work, self.rules.max_bytes), work, ways)
-            receipts += Delivery(number, work, ways, self.rules).run(rows)
+            rows = record_batches(work, self.rules.max_bytes)
+            receipts += Delivery(number, work, self.rules).run(rows)
         return receipts
 
     def close(self, receipts: list[Receipt]) -> None:
@@ -82,19 +76,6 @@ def forward(app: Dsn, **destinations: Dsn) -> list[Receipt]:
     """A whole run of a forwarder, with a process of its own as it were."""
     with Cycle(app, policy("exactly_once", 1000, **destinations)) as cycle:
         return cycle.run()
-
-
-def routed(
-    batches: Iterator[pa.RecordBatch], work: Work, ways: list[Way]
-) -> Iterator[pa.RecordBatch]:
-    index = {way: number for number, way in enumerate(ways)}
-    for batch in batches:
-        choice = []
-        for row in batch.to_pylist():
-            to = row["packed"][[*OPTIONAL].index("to_broker")] if row["packed"] else None
-            way = work.routes.way(row["to_service"] or "", str(UUID(bytes=to)) if to else None)
-            choice.append(None if way is None else index[way])
-        yield batch.append_column("route", pa.array(choice, pa.int32()))
 
 
 def send(connection: psycopg.Connection[Any], body: str, key: str | None = None) -> None:

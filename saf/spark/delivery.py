@@ -46,18 +46,19 @@ from saf.spark.columns import unpack
 from saf.spark.lanes import Lanes
 from saf.spark.receipts import Receipts
 from saf.spark.releasing import Releasing
+from saf.spark.router import Router
 from saf.spark.sharing import share
 from saf.spark.sorting import Part, of_route_lane, sort
 from saf.spark.source import FAILED
 from saf.spark.storing import Storing, nowhere
 from saf.spark.work import Policy, Receipt, Work
-from saf.ways import AT_MOST_ONCE, Way
+from saf.ways import AT_MOST_ONCE
 
 EXPECTED = (Unavailable, Rejected, Fenced, Ahead, UsageError)
 
 
 def deliver(
-    work: Sequence[Work], ways: Sequence[Way], policy: Policy
+    work: Sequence[Work], policy: Policy
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """The function for mapInArrow: messages in, receipts out."""
 
@@ -68,7 +69,7 @@ def deliver(
         assert context is not None  # noqa: S101 - for the type checker
         # the pipeline is narrow, so the partition's number is the work item's
         number = context.partitionId()
-        delivery = Delivery(number, work[number], ways, policy)
+        delivery = Delivery(number, work[number], policy)
         delivery.run(batches)
         yield delivery.receipts.as_arrow()
 
@@ -78,9 +79,9 @@ def deliver(
 class Delivery:
     """One task: the remaining messages of one batch, and the parked ones of its shards."""
 
-    def __init__(self, number: int, work: Work, ways: Sequence[Way], policy: Policy) -> None:
+    def __init__(self, number: int, work: Work, policy: Policy) -> None:
         self.work = work
-        self.ways = ways
+        self.router = Router(work.routes)
         self.policy = policy
         self.receipts = Receipts(number)
         self.lanes = Lanes()
@@ -94,7 +95,7 @@ class Delivery:
         summary = self.receipts.of(None)
         releasing = Releasing(
             self.work,
-            self.ways,
+            self.router,
             self.policy,
             self.at_source,
             self.lanes,
@@ -124,12 +125,12 @@ class Delivery:
         if position == FAILED:
             raise Unavailable(f"broker {self.work.broker!r}", rows["body"][-1].as_py().decode())
         aside = Aside(work=self.work)
-        rows = self._not_set_aside(rows)
-        rows = aside.bury_unfit(unpack(rows), self.policy.max_bytes)
-        rows = share(rows, self.ways, self.at_source.choose)
+        rows = self._not_set_aside(self.router.route(unpack(rows)))
+        rows = aside.bury_unfit(rows, self.policy.max_bytes)
+        rows = share(rows, self.router.ways, self.at_source.choose)
         parts = [
             replace(part, rows=self._without(part.rows, part.lane.destination))
-            for part in sort(rows, self.ways, self.policy.qualities, self.lanes.held)
+            for part in sort(rows, self.router.ways, self.policy.qualities, self.lanes.held)
         ]
         attempted = self._attempt(parts, position)
         for part in parts:
@@ -211,7 +212,7 @@ class Delivery:
         """The rows of which anything is left to do: of a topic, some copy may be."""
         if not self._set_aside:
             return rows
-        topics = [number for number, way in enumerate(self.ways) if way.to_all]
+        topics = [number for number, way in enumerate(self.router.ways) if way.to_all]
         copies = pc.is_in(rows["route"], pa.array(topics, pa.int32()))
         aside = pa.concat_arrays(list(self._set_aside.values()))
         rows = rows.filter(pc.or_(copies, pc.invert(pc.is_in(rows["id"], aside))))

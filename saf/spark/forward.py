@@ -23,7 +23,6 @@ from saf.maintenance import purge_by_rules
 from saf.spark.broker import SourceBroker
 from saf.spark.summary import Summary
 from saf.spark.work import Policy, Receipt, Work
-from saf.ways import distinct_ways
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -184,12 +183,10 @@ class Forwarder:
         # Arrow and Spark take a second to import, which a run that finds nothing saves
         from saf.spark.delivery import deliver
         from saf.spark.receipts import RECEIPT_SCHEMA
-        from saf.spark.routing import route
         from saf.spark.source import messages
 
-        ways = distinct_ways(item.routes for item in work)
-        pending = route(messages(spark, work, self.policy.max_bytes), work, ways)
-        receipts = pending.mapInArrow(deliver(work, ways, self.policy), RECEIPT_SCHEMA)
+        pending = messages(spark, work, self.policy.max_bytes)
+        receipts = pending.mapInArrow(deliver(work, self.policy), RECEIPT_SCHEMA)
         return [Receipt(**row.asDict()) for row in receipts.collect()]
 
     def _settle(self, work: Sequence[Work], receipts: Sequence[Receipt]) -> None:

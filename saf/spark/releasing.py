@@ -7,10 +7,9 @@ From then on each waits for its destination alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from uuid import UUID
 
 import psycopg
 import pyarrow as pa
@@ -28,12 +27,13 @@ from saf.spark.chunks import chunks, mark
 from saf.spark.columns import selected, unpack
 from saf.spark.lanes import Lanes
 from saf.spark.receipts import Receipts
+from saf.spark.router import Router
 from saf.spark.sharing import share
 from saf.spark.sorting import Part, found_lane, of_route_lane, service_lane
 from saf.spark.source import read
 from saf.spark.storing import Storing, nowhere
 from saf.spark.work import Policy, Work
-from saf.ways import AT_MOST_ONCE, Route, Way
+from saf.ways import AT_MOST_ONCE, Route
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Releasing:
     """The parked messages of one task's shards."""
 
     work: Work
-    ways: Sequence[Way]
+    router: Router
     policy: Policy
     at_source: AtSource
     lanes: Lanes
@@ -105,27 +105,17 @@ class Releasing:
         batches = read(self.work, parking.in_lane(self.work.batch, lane.key, columns))
         moved = False
         for rows in chunks(batches, self.policy.chunk_rows, self.policy.chunk_bytes):
-            moved |= self._move(lane, share(self._routed(rows), self.ways, self.at_source.choose))
+            routed = self.router.route(rows)
+            routed = routed.filter(routed["route"].is_valid())
+            moved |= self._move(lane, share(routed, self.router.ways, self.at_source.choose))
         return moved
-
-    def _routed(self, rows: pa.Table) -> pa.Table:
-        """The rows with the column ``route``; without those that have no way."""
-        index = {way: number for number, way in enumerate(self.ways)}
-        addressed = zip(rows["to_service"].to_pylist(), rows["to_broker"].to_pylist(), strict=True)
-        found = [
-            self.work.routes.way(service, str(UUID(bytes=broker)) if broker else None)
-            for service, broker in addressed
-        ]
-        numbers = [None if way is None else index[way] for way in found]
-        rows = rows.append_column("route", pa.array(numbers, pa.int32()))
-        return rows.filter(rows["route"].is_valid())
 
     def _move(self, lane: Backoff, rows: pa.Table) -> bool:
         known, subscription_id = self.policy.qualities, self.work.batch.subscription_id
         to: list[tuple[Route, list[int]]] = []
         for number in pc.unique(rows["route"]).to_pylist():
             mine = rows.filter(pc.equal(rows["route"], number))["parked_id"].to_pylist()
-            way = self.ways[number]
+            way = self.router.ways[number]
             to += [(r, mine) for r in way.routes if way.to_all or r.destination in known]
 
         def move(source: psycopg.Connection[Any]) -> None:
