@@ -8,11 +8,9 @@ from typing import Annotated
 from uuid import UUID
 
 import typer
-from rich.table import Table
 
 from saf import routes
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen, moment
-from saf.cli.console import plain_console
 from saf.config import Quality, Settings, did_you_mean, load
 from saf.errors import ConfigurationError, Unroutable
 from saf.explain import Explanation, as_dict, explain
@@ -138,8 +136,9 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
             for one in there.routes
         ]
         typer.echo(json.dumps({"routes": rows, "errors": round_.errors()}))
-    elif found:
-        plain_console().print(_table(found))
+    else:
+        for where, there in found.items():
+            _show(where, there)
     round_.finish(say=not as_json)
 
 
@@ -181,9 +180,9 @@ def explain_(
 
 
 def state(one: Configured, there: Configuration) -> str:
-    """In force, disabled or expired."""
+    """In force, disabled or expired; or the default destination, which a wildcard makes needless."""
     if one.in_force(there.now):
-        return "in force"
+        return "in force" if one.route in there.in_force.routes else "not needed"
     return "expired" if one.enabled else "disabled"
 
 
@@ -230,26 +229,18 @@ def _say(
     typer.echo(f"{where}: {describe(route)} {done}, from the next batch on")
 
 
-def _table(found: dict[str, Configuration]) -> Table:
-    table = Table(
-        *("broker", "service", "to broker", "destination", "quality", "state", "expires", "from"),
-        "comment",
-    )
-    for where, there in found.items():
-        for one in there.routes:
-            service = "any" if one.route.service is None else one.route.service
-            table.add_row(
-                where,
-                f"{service} (topic)" if service in there.topics else service,
-                one.route.broker or "any",
-                one.route.destination,
-                one.route.quality or "",
-                state(one, there),
-                f"{one.expires_at:%Y-%m-%d %H:%M:%S%z}" if one.expires_at else "",
-                one.origin,
-                one.comment or "",
-            )
-    return table
+def _show(where: str, there: Configuration) -> None:
+    """A line for each route: there may be much to say of one."""
+    for one in there.routes:
+        said = [describe(one.route)]
+        if one.route.service in there.topics:
+            said.append("a topic")
+        if one.route.quality:
+            said.append(one.route.quality)
+        if one.expires_at:
+            said.append(f"until {one.expires_at:%Y-%m-%d %H:%M:%S%z}")
+        comment = f": {one.comment}" if one.comment else ""
+        typer.echo(f"{where}: {', '.join(said)}; {state(one, there)} ({one.origin}){comment}")
 
 
 def _explain(where: str, one: Explanation) -> None:
