@@ -180,7 +180,7 @@ def explain_(
 
 
 def state(one: Configured, there: Configuration) -> str:
-    """In force, disabled or expired; or the default destination, which a wildcard makes needless."""
+    """In force, disabled or expired; or not needed: the default destination, beside a wildcard."""
     if one.in_force(there.now):
         return "in force" if one.route in there.in_force.routes else "not needed"
     return "expired" if one.enabled else "disabled"
