@@ -363,10 +363,10 @@ def test_a_crash_among_the_copies_of_a_topic_loses_and_doubles_none(
     app: Dsn, source: psycopg.Connection[Any], stores: dict[str, Dsn], *, point: str, times: int
 ) -> None:
     add_topic(source, "s")
-    for destination in (*stores, "down"):
+    for destination in (*stores, "a is down"):
         add_route(source, destination, service="s")
     send(source, *numbers(10), key="k")
-    where = {**stores, "down": NOWHERE}
+    where = {**stores, "a is down": NOWHERE}  # between the two
     arm(f"{point}:{times}", crash)
     with without_default(app, 4, **where) as cycle, pytest.raises(Crash):
         cycle.run()
@@ -375,7 +375,7 @@ def test_a_crash_among_the_copies_of_a_topic_loses_and_doubles_none(
     run(app, 3, **where)
     assert [bodies(dsn) for dsn in stores.values()] == [numbers(10)] * 2
     parked = "SELECT destination, count(*) FROM saf.parked GROUP BY 1"
-    assert fetch(source, parked) == [("down", 10)]
+    assert fetch(source, parked) == [("a is down", 10)]
 
 
 def test_what_a_destination_of_a_topic_rejects_is_a_dead_letter_of_it_alone(
@@ -414,6 +414,21 @@ def test_copies_for_a_destination_that_is_not_configured_wait_for_it_and_others_
     let_time_pass(app)
     run(app, a=a, b=b)
     assert bodies(a) == bodies(b) == ["1", "2", "3"]
+
+
+def test_a_batch_that_was_opened_before_there_were_topics_goes_its_way(
+    app: Dsn, source: psycopg.Connection[Any], a: Dsn
+) -> None:
+    add_route(source, "a", service="s")
+    send(source, "1")
+    with without_default(app, a=a) as cycle:
+        cycle.open()
+    source.execute(
+        "UPDATE saf.route_version SET topics = DEFAULT, routes = "
+        """'[{"service": "s", "broker": null, "destination": "a", "quality": null}]'"""
+    )
+    run(app, a=a)
+    assert bodies(a) == ["1"]
 
 
 # Messages that have waited for a route
