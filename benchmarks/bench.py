@@ -12,11 +12,16 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks import cold, drain, faults, memory, processors, receive, send
+from benchmarks import cold, drain, faults, memory, processors, receive, routing, send
 from benchmarks.stage import Stage
 from saf.spark import session
 
-ON_SPARK = {"drain": drain.run, "horizon": faults.run, "end_to_end": receive.end_to_end}
+ON_SPARK = {
+    "drain": drain.run,
+    "horizon": faults.run,
+    "routing": routing.run,
+    "end_to_end": receive.end_to_end,
+}
 ALONE = {
     "send": send.run,
     "producers": faults.producers,
@@ -31,6 +36,7 @@ PARTS = (
     "cold",
     "drain",
     "horizon",
+    "routing",
     "memory",
     "receive",
     "processors",

@@ -26,11 +26,11 @@ from saf.config import Broker, Destination, Settings
 from saf.config import Forwarder as Options
 from saf.cursor import Batch
 from saf.database import Dsn
-from saf.routes import Route
 from saf.spark import session
 from saf.spark.forward import Forwarder
 from saf.spark.plan import plan
 from saf.spark.work import Work
+from saf.ways import Route, Routes
 
 SOURCES = (50, 100, 200)
 BUSY = (10, 30)
@@ -140,7 +140,7 @@ def _work(number: int) -> Work:
         source=UUID(int=number),
         dsn=Dsn(f"host=db{number % 100}.example.com dbname=tenant_{number} user=saf password=x"),
         batch=batch,
-        routes=(Route(destination="mom"),),
+        routes=Routes(routes=(Route(destination="mom"),)),
         much=number % 100 == 0,
     )
 

@@ -6,6 +6,10 @@
     [destinations.mom]
     dsn = "postgresql://saf@mom/mom?password=${MOM_PASSWORD}"
 
+    [[routes]]                           # at every source; rows of saf.route add to them
+    service = "billing"
+    destination = "mom"
+
     [forwarder]
     default_destination = "mom"
 
@@ -30,6 +34,7 @@ import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from uuid import UUID
 
 import psycopg
 import pydantic
@@ -51,6 +56,8 @@ from pydantic_settings import (
 from saf.database import Dsn
 from saf.errors import ConfigurationError
 from saf.message import DEFAULT_MAX_BYTES, MAX_NAME
+from saf.routes import Configured, Declared
+from saf.ways import Route as Leads
 
 DEFAULT_FILE = Path("saf.toml")
 
@@ -114,6 +121,37 @@ class Destination(_Table):
     """Connections that one run opens to it at most: so many tasks at a time."""
 
 
+class Route(_Table):
+    """Which messages go where; see `saf.ways`."""
+
+    service: Name | None = None
+    broker: UUID | None = None
+    """A broker_id; None, like a service of None, stands for any."""
+    destination: str
+    quality: Quality | None = None
+    """None: the destination's."""
+    expires_at: pydantic.AwareDatetime | None = None
+    comment: str | None = None
+
+    def as_configured(self) -> Configured:
+        """The same in the words of `saf.routes`."""
+        leads = Leads(
+            service=self.service,
+            broker=str(self.broker) if self.broker else None,
+            destination=self.destination,
+            quality=self.quality,
+        )
+        return Configured(
+            route=leads, origin="saf.toml", expires_at=self.expires_at, comment=self.comment
+        )
+
+
+class Topic(_Table):
+    """A service whose messages go to every destination that a route leads to."""
+
+    comment: str | None = None
+
+
 class Forwarder(_Table):
     """How the forwarder works."""
 
@@ -166,6 +204,8 @@ class Settings(BaseSettings):
     brokers: dict[Name, Broker] = Field(default_factory=dict)
     fleets: dict[Name, Fleet] = Field(default_factory=dict)
     destinations: dict[Name, Destination] = Field(min_length=1)
+    routes: tuple[Route, ...] = ()
+    topics: dict[Name, Topic] = Field(default_factory=dict)
     forwarder: Forwarder = Forwarder()
     purge: Purge = Purge()
 
@@ -194,14 +234,35 @@ class Settings(BaseSettings):
         return self
 
     @pydantic.model_validator(mode="after")
-    def _default_destination_exists(self) -> Settings:
-        name = self.forwarder.default_destination
-        if name is not None and name not in self.destinations:
-            raise ValueError(
-                f"forwarder.default_destination is {name!r}, but there is no "
-                f"[destinations.{name}]{_did_you_mean(name, self.destinations)}"
-            )
+    def _destinations_exist(self) -> Settings:
+        named = {"forwarder.default_destination": self.forwarder.default_destination}
+        for number, route in enumerate(self.routes):
+            named[f"routes.{number}.destination"] = route.destination
+        for setting, name in named.items():
+            if name is not None and name not in self.destinations:
+                raise ValueError(
+                    f"{setting} is {name!r}, but there is no [destinations.{name}]"
+                    f"{did_you_mean(name, self.destinations)}"
+                )
         return self
+
+    @pydantic.model_validator(mode="after")
+    def _each_route_is_said_once(self) -> Settings:
+        seen: dict[object, int] = {}
+        for number, route in enumerate(self.routes):
+            named = (route.service, route.broker, route.destination)
+            if named in seen:
+                raise ValueError(f"routes.{number} is the same route as routes.{seen[named]}")
+            seen[named] = number
+        return self
+
+    @property
+    def declared(self) -> Declared:
+        """The routes and topics of the file, for every source broker."""
+        return Declared(
+            routes=tuple(route.as_configured() for route in self.routes),
+            topics=frozenset(self.topics),
+        )
 
 
 def load(path: Path | None = None) -> Settings:
@@ -244,6 +305,8 @@ def _expand(value: Any, where: tuple[str, ...]) -> Any:
     """``value`` with every ``${NAME}`` replaced from the environment."""
     if isinstance(value, dict):
         return {key: _expand(item, (*where, key)) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_expand(item, where) for item in value]
     if not isinstance(value, str):
         return value
 
@@ -271,7 +334,7 @@ def _explain(problem: Any) -> str:
     where = [str(part) for part in problem["loc"]]
     if problem["type"] == "extra_forbidden":
         *table, name = where
-        return f"unknown setting {'.'.join(where)}{_did_you_mean(name, _known(table))}"
+        return f"unknown setting {'.'.join(where)}{did_you_mean(name, _known(table))}"
     message = str(problem["msg"]).removeprefix("Value error, ")
     return f"{'.'.join(where)}: {message}" if where else message
 
@@ -281,12 +344,15 @@ def _known(table: list[str]) -> list[str]:
         "brokers": Broker,
         "fleets": Fleet,
         "destinations": Destination,
+        "routes": Route,
+        "topics": Topic,
         "forwarder": Forwarder,
         "purge": Purge,
     }
     return list((models[table[0]] if table else Settings).model_fields)
 
 
-def _did_you_mean(name: str, known: Any) -> str:
+def did_you_mean(name: str, known: Any) -> str:
+    """The nearest of some names, in words, or nothing."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -42,7 +42,8 @@ FROM saf.outbox WHERE shard = %(shard)s AND id = %(id)s
 
 KNOWN = """
 SELECT id FROM saf.dead_letter
-WHERE subscription_id = %(subscription_id)s AND id = ANY (%(ids)s)
+WHERE subscription_id = %(subscription_id)s AND destination = %(destination)s
+  AND id = ANY (%(ids)s)
 """
 
 CHOSEN = """
@@ -146,10 +147,10 @@ class DeadLetter:
 
 
 def known(
-    connection: psycopg.Connection[Any], subscription_id: int, ids: Sequence[int]
+    connection: psycopg.Connection[Any], subscription_id: int, destination: str, ids: Sequence[int]
 ) -> set[int]:
-    """Which of some messages, by id, are dead letters."""
-    params = {"subscription_id": subscription_id, "ids": list(ids)}
+    """Which of some messages, by id, are dead letters of a destination."""
+    params = {"subscription_id": subscription_id, "destination": destination, "ids": list(ids)}
     return {id_ for (id_,) in fetch(connection, KNOWN, params)}
 
 

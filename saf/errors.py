@@ -147,8 +147,8 @@ class Unroutable(SafError):
 
     def __init__(self, service: str) -> None:
         super().__init__(
-            f"no route for service {service!r}: set forwarder.default_destination in saf.toml or "
-            "add a row to saf.route; its messages are parked until then"
+            f"no route for service {service!r}: say `saf route add`, or set "
+            "forwarder.default_destination in saf.toml; its messages are parked until then"
         )
         self.service = service
 

@@ -106,7 +106,7 @@ SETTING_ASIDE: Rights = {
     },
     # no bodies: only which are there already
     "dead_letter": {
-        "SELECT": ("subscription_id", "shard", "id", "dead_letter_at"),
+        "SELECT": ("subscription_id", "destination", "shard", "id", "dead_letter_at"),
         "INSERT": WHOLE,
     },
 }
@@ -125,9 +125,25 @@ PURGING: Rights = {
     "outbox_id_seq": {"SELECT": WHOLE, "USAGE": WHOLE},
     "inbox_id_seq": {"SELECT": WHOLE, "USAGE": WHOLE},
     "route_version": {"SELECT": WHOLE, "DELETE": WHOLE},
+    "route_choice": {"SELECT": ("used_at", "key"), "DELETE": WHOLE},
 }
 
-ROUTE = ("service", "broker", "destination", "quality", "enabled")
+ROUTE = ("service", "broker", "destination", "quality", "enabled", "expires_at", "comment")
+
+# To let keys choose among the routes that share
+CHOOSING: Rights = {
+    "route_choice": {
+        "SELECT": WHOLE,
+        "INSERT": ("service", "broker", "key", "destination"),
+        "UPDATE": ("used_at",),
+        "DELETE": WHOLE,
+    },
+    "route_share": {
+        "SELECT": WHOLE,
+        "INSERT": ("service", "broker", "keys"),
+        "UPDATE": ("keys",),
+    },
+}
 
 RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
     Kind.WRITER: (VERSION, {"outbox": {"INSERT": tuple(TYPES)}}),
@@ -135,10 +151,12 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
         VERSION,
         MEMBERSHIP,
         SETTING_ASIDE,
+        CHOOSING,
         {
             "outbox": {"SELECT": WHOLE},
             "route": {"SELECT": WHOLE},
-            "route_version": {"SELECT": WHOLE, "INSERT": ("routes",)},
+            "topic": {"SELECT": WHOLE},
+            "route_version": {"SELECT": WHOLE, "INSERT": ("routes", "topics")},
             "inbox": {"INSERT": (*COLUMNS, "source")},
             "watermark": {
                 "SELECT": WHOLE,
@@ -154,6 +172,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
         VERSION,
         PURGING,
         SETTING_ASIDE,
+        CHOOSING,
         {
             "outbox": {"SELECT": WHOLE},
             "outbox_status": {"SELECT": WHOLE},
@@ -161,6 +180,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             "member": {"SELECT": WHOLE},
             "watermark": {"SELECT": WHOLE},
             "route": {"SELECT": WHOLE, "INSERT": ROUTE, "UPDATE": ROUTE, "DELETE": WHOLE},
+            "topic": {"SELECT": WHOLE, "INSERT": ("name",), "DELETE": WHOLE},
             # locking a row asks for the right to update some column
             "dead_letter": {"SELECT": WHOLE, "UPDATE": ("error",), "DELETE": WHOLE},
             "service": {"SELECT": WHOLE, "INSERT": ("name",), "DELETE": WHOLE},

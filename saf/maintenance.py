@@ -4,7 +4,8 @@ Call `purge_broker` as often as you like, such as after each run of the forwarde
 nothing to do, it asks some twenty quick questions and writes nothing. Of several that run at once,
 one works and the others do nothing.
 
-Old versions of the routes go too, once no cursor refers to them. Members that are gone need no
+Old versions of the routes go too, once no cursor refers to them, and choices of routes by keys that
+nobody has used for as long as messages are kept. Members that are gone need no
 care here: those who live forget them (`saf.shards`).
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 import psycopg
 
 from saf import rebase
+from saf.choices import forget
 from saf.config import Purge
 from saf.database import Dsn, fetch
 from saf.errors import UsageError
@@ -29,6 +31,8 @@ class Outcome:
     slots: tuple[Slot, ...]
     route_versions: int
     """Frozen routes that were forgotten."""
+    route_choices: int = 0
+    """Keys whose choice of a route was forgotten."""
     busy: bool = False
     """Another purge of this broker is at work, so this one did nothing."""
 
@@ -87,6 +91,7 @@ def purge_broker(
                 found = [_rotated(slot, dry_run) for slot in found]
             slots += found
         forgotten = 0 if dry_run else _forget_routes(connection, retention_seconds)
+        choices = 0 if dry_run else forget(connection, retention_seconds)
     except psycopg.errors.InsufficientPrivilege as error:
         raise UsageError(
             f"role {connection.info.user!r} may not purge database {connection.info.dbname!r}: "
@@ -95,7 +100,7 @@ def purge_broker(
     finally:
         if not connection.closed:
             connection.execute(END_TURN)
-    return Outcome(slots=tuple(slots), route_versions=forgotten)
+    return Outcome(slots=tuple(slots), route_versions=forgotten, route_choices=choices)
 
 
 def purge_by_rules(

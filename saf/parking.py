@@ -8,6 +8,7 @@ same thing; lanes are separate, and within one the order is kept:
     mom          (empty)            the destination answers: everything for it, in order
     mom          service:billing    the destination knows the service
     (empty)      route:billing      a route leads somewhere
+    mom          route:billing      the destination, after a route has been found that leads there
     mom          retry, replay      nothing: sent again on an operator's word
     (empty)      key:A-1            a receiver's next attempt at the first message of the key
     (empty)      later:7            each for its deliver_at: a receiver's messages of a shard
@@ -177,6 +178,13 @@ MOVE = """
 UPDATE saf.parked SET destination = %(destination)s, lane = %(lane)s
 WHERE subscription_id = %(subscription_id)s AND parked_id = ANY (%(parked_ids)s)
 """
+COPY_TO = f"""
+INSERT INTO saf.parked (destination, lane, quality, parked_at, subscription_id, shard, id, batch,
+                        position, {", ".join(COLUMNS)})
+SELECT %(destination)s, %(lane)s, %(quality)s, parked_at, subscription_id, shard, id, batch,
+       position, {", ".join(COLUMNS)}
+FROM saf.parked WHERE parked_id = ANY (%(parked_ids)s)
+"""
 UNPARK = "DELETE FROM saf.parked WHERE parked_id = ANY (%(parked_ids)s)"
 
 # What was parked ahead of the open batch's position stays until the position has passed it: only as
@@ -194,13 +202,14 @@ SELECT id, destination, lane FROM saf.parked
 WHERE subscription_id = %(subscription_id)s AND shard = ANY (%(shards)s)
   AND id > %(position)s AND parked_at >= %(opened_at)s
 UNION ALL
-SELECT id, NULL, NULL FROM saf.dead_letter
+SELECT id, destination, NULL FROM saf.dead_letter
 WHERE subscription_id = %(subscription_id)s AND shard = ANY (%(shards)s)
   AND id > %(position)s AND dead_letter_at >= %(opened_at)s
 """
 KNOWN = """
 SELECT id FROM saf.parked
-WHERE subscription_id = %(subscription_id)s AND id = ANY (%(ids)s)
+WHERE subscription_id = %(subscription_id)s AND destination = %(destination)s
+  AND id = ANY (%(ids)s)
 """
 
 
@@ -284,6 +293,19 @@ def move(
     connection.execute(MOVE, params | {"parked_ids": list(parked_ids)})
 
 
+def copy(
+    connection: psycopg.Connection[Any],
+    subscription_id: int,
+    lane: Lane,
+    quality: str | None,
+    parked_ids: Sequence[int],
+) -> None:
+    """Copy parked messages into another lane. Call it in a transaction, and `unpark` them there."""
+    params = _params(subscription_id, lane)
+    fetch(connection, TOUCH, params | {"error": "has found a route"})
+    connection.execute(COPY_TO, params | {"quality": quality, "parked_ids": list(parked_ids)})
+
+
 def unpark(connection: psycopg.Connection[Any], parked_ids: Sequence[int]) -> None:
     """Delivered, or gone elsewhere."""
     connection.execute(UNPARK, {"parked_ids": list(parked_ids)})
@@ -294,10 +316,13 @@ def as_log(columns: Sequence[str | sql.Composable]) -> list[str | sql.Composable
     return [sql.SQL("position AS id") if column == "id" else column for column in columns]
 
 
-def set_aside(connection: psycopg.Connection[Any], batch: Batch) -> list[tuple[int, Lane | None]]:
+def set_aside(
+    connection: psycopg.Connection[Any], batch: Batch
+) -> list[tuple[int, str, Lane | None]]:
     """The messages of a batch that are set aside already, though its position is before them.
 
-    By id, with the lane that they are parked in; None for dead letters.
+    By id and destination (empty for all), with the lane that they are parked in; None for dead
+    letters.
     """
     params = {
         "subscription_id": batch.subscription_id,
@@ -306,16 +331,16 @@ def set_aside(connection: psycopg.Connection[Any], batch: Batch) -> list[tuple[i
         "opened_at": batch.opened_at,
     }
     return [
-        (id_, None if lane is None else Lane(destination=destination, lane=lane))
+        (id_, destination, None if lane is None else Lane(destination=destination, lane=lane))
         for id_, destination, lane in fetch(connection, SET_ASIDE, params)
     ]
 
 
 def known(
-    connection: psycopg.Connection[Any], subscription_id: int, ids: Sequence[int]
+    connection: psycopg.Connection[Any], subscription_id: int, destination: str, ids: Sequence[int]
 ) -> set[int]:
-    """Which of some messages, by id, are parked."""
-    params = {"subscription_id": subscription_id, "ids": list(ids)}
+    """Which of some messages, by id, are parked for a destination."""
+    params = {"subscription_id": subscription_id, "destination": destination, "ids": list(ids)}
     return {id_ for (id_,) in fetch(connection, KNOWN, params)}
 
 

@@ -15,14 +15,15 @@ from uuid import UUID
 
 import psycopg
 
+from saf.choices import Asker, choose
 from saf.database import fetch
 from saf.dead import ONE_AT_A_TIME, audit
 from saf.message import COLUMNS
 from saf.parking import REPLAY
-from saf.routes import Route, choose_route
+from saf.ways import Routes, Way
 
 FIND = """
-SELECT o.id, o.message_id, o.to_service, o.to_broker::text
+SELECT o.id, o.message_id, o.to_service, o.to_broker::text, o.key
 FROM unnest(%(shards)s::smallint[], %(ids)s::bigint[]) AS lost (shard, id)
 JOIN saf.outbox o USING (shard, id) ORDER BY o.id
 """
@@ -47,23 +48,33 @@ ON CONFLICT (subscription_id, destination, lane) DO UPDATE SET next_attempt_at =
 def replay(
     connection: psycopg.Connection[Any],
     lost: Sequence[tuple[int, int]],
-    routes: Sequence[Route],
+    routes: Routes,
     why: str,
     *,
     dry_run: bool = False,
 ) -> dict[str, list[UUID]]:
     """Hand messages, as (shard, id), to the forwarder again; return their ids by destination.
 
-    They go where the routes lead now; those that none leads anywhere are left out.
+    They go where the routes lead now, a topic's to all of its destinations; those that none leads
+    anywhere are left out.
     """
     place = {"shards": [shard for shard, _ in lost], "ids": [number for _, number in lost]}
-    with connection.transaction():
+    with connection.transaction(force_rollback=dry_run):
         connection.execute(ONE_AT_A_TIME)
         found: dict[str, list[tuple[int, UUID]]] = defaultdict(list)
-        for number, message_id, service, broker in fetch(connection, FIND, place):
-            route = choose_route(routes, service, broker)
-            if route is not None:
-                found[route.destination].append((number, message_id))
+        rows = fetch(connection, FIND, place)
+        ways = [routes.way(service, broker) for _, _, service, broker, _ in rows]
+        chosen = choose(
+            connection,
+            {
+                Asker(service, broker, key): way.destinations
+                for (_, _, service, broker, key), way in zip(rows, ways, strict=True)
+                if way is not None and way.shared and key is not None
+            },
+        )
+        for (number, message_id, *asker), way in zip(rows, ways, strict=True):
+            for destination in _destinations(way, chosen.get(Asker(*asker)), number):
+                found[destination].append((number, message_id))
         for destination, messages in () if dry_run else found.items():
             params = {
                 **place,
@@ -75,3 +86,9 @@ def replay(
             connection.execute(DUE, params)
             connection.execute(PARK, params)
     return {name: [message_id for _, message_id in some] for name, some in found.items()}
+
+
+def _destinations(way: Way | None, chosen: str | None, number: int) -> tuple[str, ...]:
+    if way is None or not way.shared:
+        return way.destinations if way else ()
+    return (chosen or way.destinations[number % len(way.routes)],)

@@ -1,108 +1,323 @@
-"""Routes: which destination a message goes to, and with which quality of service.
+"""Routes: what is configured of where messages go, and what of it a batch is frozen with.
 
-The most specific route wins: service and broker, then service, then broker, then the wildcard.
-The set of routes is frozen with each batch (`freeze`): a batch read again is routed again in the
-same way, whatever has changed meanwhile. What no route matches is parked until one does.
+Routes and topics are rows of the source broker, and may be declared in saf.toml as well, for all
+brokers that it names. A row stands in for a declared route of the same service, broker and
+destination, so what is declared can be disabled at run time. `saf.ways` says what routes mean.
+
+A route is *in force* while it is enabled and its expires_at, by the broker's clock, is to come.
+What is in force is frozen with each batch (`freeze`): a batch read again is routed again in the
+same way, whatever has changed meanwhile. A change takes effect with the next batch. What no route
+matches is parked until one does.
+
+Functions take a psycopg connection and write in a transaction of their own, or in the caller's.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from typing import Any, Literal
+from uuid import UUID
 
 import psycopg
-from psycopg.rows import class_row
 
 from saf.database import fetch
-from saf.errors import ConfigurationError
+from saf.errors import ConfigurationError, UsageError
+from saf.message import MAX_NAME
+from saf.ways import Route, Routes, by_precedence
 
-AT_MOST_ONCE = "at_most_once"
-AT_LEAST_ONCE = "at_least_once"
-EXACTLY_ONCE = "exactly_once"
+Origin = Literal["saf.route", "saf.toml", "default"]
+
+CONFIGURED = """
+SELECT service, broker::text, destination, quality, enabled, expires_at, comment FROM saf.route
+"""
+TOPICS = "SELECT name FROM saf.topic ORDER BY name"
+NOW = "SELECT now()"
+
+# What is said again is changed, in one step: removed and added, it would be missing for a moment
+ADD = """
+INSERT INTO saf.route AS r (service, broker, destination, quality, expires_at, comment)
+VALUES (%(service)s, %(broker)s, %(destination)s, %(quality)s, %(expires_at)s, %(comment)s)
+ON CONFLICT ON CONSTRAINT route_once DO UPDATE SET
+    quality = excluded.quality, expires_at = excluded.expires_at, comment = excluded.comment,
+    enabled = true
+RETURNING xmax = 0
+"""
+STAND_IN = """
+INSERT INTO saf.route (service, broker, destination, quality, expires_at, comment)
+VALUES (%(service)s, %(broker)s, %(destination)s, %(quality)s, %(expires_at)s, %(comment)s)
+ON CONFLICT DO NOTHING
+"""
+THIS = """
+service IS NOT DISTINCT FROM %(service)s AND broker IS NOT DISTINCT FROM %(broker)s::uuid
+AND destination = %(destination)s RETURNING destination
+"""
+REMOVE = f"DELETE FROM saf.route WHERE {THIS}"
+ENABLE = f"UPDATE saf.route SET enabled = %(enabled)s WHERE {THIS}"
+
+ADD_TOPIC = "INSERT INTO saf.topic (name) VALUES (%(name)s) ON CONFLICT DO NOTHING RETURNING name"
+REMOVE_TOPIC = "DELETE FROM saf.topic WHERE name = %(name)s RETURNING name"
+
+LATEST = "SELECT version, routes, topics FROM saf.route_version ORDER BY version DESC LIMIT 1"
+FREEZE = """
+INSERT INTO saf.route_version (routes, topics) VALUES (%(routes)s, %(topics)s) RETURNING version
+"""
+FROZEN = "SELECT routes, topics FROM saf.route_version WHERE version = %(version)s"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Route:
-    """One row of `saf.route`. ``service`` and ``broker`` (a uuid's text) None match any."""
+class Configured:
+    """A route as it is configured, in force or not."""
 
-    service: str | None = None
-    broker: str | None = None
-    destination: str
-    quality: str | None = None
-    """None: the destination's default."""
+    route: Route
+    origin: Origin
+    enabled: bool = True
+    expires_at: datetime | None = None
+    comment: str | None = None
+
+    def in_force(self, now: datetime) -> bool:
+        """Whether it counts."""
+        return self.enabled and not self.expired(now)
+
+    def expired(self, now: datetime) -> bool:
+        """Whether its lifetime is over."""
+        return self.expires_at is not None and self.expires_at <= now
 
     @property
-    def specificity(self) -> int:
-        """Higher wins.
-
-        >>> Route(service="s", destination="d").specificity > Route(destination="d").specificity
-        True
-        """
-        return 2 * (self.service is not None) + (self.broker is not None)
-
-    def matches(self, service: str, broker: str | None) -> bool:
-        """Whether a message for ``service`` (and ``broker``, if it names one) may go this way."""
-        return self.service in (None, service) and self.broker in (None, broker)
+    def named(self) -> tuple[str | None, str | None, str]:
+        """What tells it from others."""
+        return self.route.service, self.route.broker, self.route.destination
 
 
-def by_precedence(routes: Iterable[Route]) -> list[Route]:
-    """The routes in the order in which they are tried: the first that matches wins."""
-    return sorted(
-        routes,
-        key=lambda r: (-r.specificity, r.service or "", r.broker or "", r.destination),
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """What saf.toml says."""
+
+    routes: tuple[Configured, ...] = ()
+    topics: frozenset[str] = frozenset()
+
+
+NOTHING = Declared()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """All that is configured at a broker, rows and declarations together."""
+
+    routes: tuple[Configured, ...]
+    """The most specific first."""
+    topics: frozenset[str]
+    now: datetime
+    """By the broker's clock."""
+
+    @property
+    def in_force(self) -> Routes:
+        """What counts now; the default destination only where no wildcard does."""
+        routes = [one.route for one in self.routes if one.in_force(self.now)]
+        if any(route.specificity == 0 for route in routes):
+            routes = [route for route in routes if not route.fallback]
+        return Routes(routes=tuple(routes), topics=self.topics)
+
+
+def configuration(
+    connection: psycopg.Connection[Any],
+    default_destination: str | None = None,
+    declared: Declared = NOTHING,
+) -> Configuration:
+    """What is configured at a broker, with what saf.toml adds to it."""
+    ((now,),) = fetch(connection, NOW)
+    routes = [
+        Configured(
+            route=Route(service=service, broker=broker, destination=destination, quality=quality),
+            origin="saf.route",
+            enabled=enabled,
+            expires_at=expires_at,
+            comment=comment,
+        )
+        for service, broker, destination, quality, enabled, expires_at, comment in fetch(
+            connection, CONFIGURED
+        )
+    ]
+    rows = {one.named for one in routes}
+    routes += [one for one in declared.routes if one.named not in rows]
+    if default_destination:
+        fallback = Route(destination=default_destination, fallback=True)
+        routes.append(Configured(route=fallback, origin="default"))
+    place = {route: number for number, route in enumerate(by_precedence(r.route for r in routes))}
+    return Configuration(
+        routes=tuple(sorted(routes, key=lambda one: place[one.route])),
+        topics=declared.topics | set(topics(connection)),
+        now=now,
     )
 
 
-def choose_route(routes: Iterable[Route], service: str, broker: str | None) -> Route | None:
-    """The route that a message takes, or None if there is none.
-
-    >>> any_, billing = Route(destination="mom"), Route(service="billing", destination="erp")
-    >>> choose_route([any_, billing], "billing", None).destination
-    'erp'
-    >>> choose_route([billing], "shipping", None) is None
-    True
-    """
-    return next((r for r in by_precedence(routes) if r.matches(service, broker)), None)
-
-
-CURRENT = """
-SELECT service, broker::text AS broker, destination, quality FROM saf.route WHERE enabled
-"""
-
-LATEST = "SELECT version, routes FROM saf.route_version ORDER BY version DESC LIMIT 1"
-FREEZE = "INSERT INTO saf.route_version (routes) VALUES (%(routes)s) RETURNING version"
-FROZEN = "SELECT routes FROM saf.route_version WHERE version = %(version)s"
-
-
 def current_routes(
-    connection: psycopg.Connection[Any], default_destination: str | None
-) -> list[Route]:
-    """The routes as they are now, in order of precedence.
+    connection: psycopg.Connection[Any],
+    default_destination: str | None = None,
+    declared: Declared = NOTHING,
+) -> Routes:
+    """What is in force at a broker now."""
+    return configuration(connection, default_destination, declared).in_force
 
-    ``default_destination`` is the wildcard's where `saf.route` has none.
+
+def add_route(
+    connection: psycopg.Connection[Any],
+    destination: str,
+    *,
+    service: str | None = None,
+    broker: UUID | None = None,
+    quality: str | None = None,
+    expires_at: datetime | None = None,
+    comment: str | None = None,
+) -> bool:
+    """Let messages for a service, or a broker, or any, go to a destination.
+
+    One that is there already gets the other values, and is enabled; then the answer is False.
+
+    Raises:
+        UsageError: a name that no message could have, or a moment without a time zone.
     """
-    with psycopg.Cursor(connection, row_factory=class_row(Route)) as cursor:
-        routes = cursor.execute(CURRENT).fetchall()
-    if default_destination and not any(route.specificity == 0 for route in routes):
-        routes.append(Route(destination=default_destination))
-    return by_precedence(routes)
+    for what, name in (("service", service), ("destination", destination)):
+        if name is not None:
+            _check(what, name)
+    if expires_at is not None and expires_at.tzinfo is None:
+        raise UsageError(f"expires_at {expires_at.isoformat()} says no time zone")
+    params = {
+        "service": service,
+        "broker": broker,
+        "destination": destination,
+        "quality": quality,
+        "expires_at": expires_at,
+        "comment": comment,
+    }
+    ((added,),) = fetch(connection, ADD, params)
+    return bool(added)
 
 
-def freeze(connection: psycopg.Connection[Any], routes: Sequence[Route]) -> int:
+def remove_route(
+    connection: psycopg.Connection[Any],
+    destination: str,
+    *,
+    service: str | None = None,
+    broker: UUID | None = None,
+) -> None:
+    """Forget a route.
+
+    Raises:
+        ConfigurationError: there is none of that service, broker and destination.
+    """
+    _change(connection, REMOVE, destination, service, broker)
+
+
+def enable_route(
+    connection: psycopg.Connection[Any],
+    destination: str,
+    *,
+    service: str | None = None,
+    broker: UUID | None = None,
+    enabled: bool = True,
+    declared: Declared = NOTHING,
+) -> None:
+    """Let a route count, or not; a row then stands in for a declared one.
+
+    Raises:
+        ConfigurationError: there is none of that service, broker and destination.
+    """
+    named = (service, str(broker) if broker else None, destination)
+    with connection.transaction():
+        for one in declared.routes:
+            if one.named == named:
+                values = {
+                    "service": service,
+                    "broker": broker,
+                    "destination": destination,
+                    "quality": one.route.quality,
+                    "expires_at": one.expires_at,
+                    "comment": one.comment,
+                }
+                connection.execute(STAND_IN, values)
+        _change(connection, ENABLE, destination, service, broker, enabled=enabled)
+
+
+def topics(connection: psycopg.Connection[Any]) -> list[str]:
+    """The services that are topics at a broker, by its rows."""
+    return [name for (name,) in fetch(connection, TOPICS)]
+
+
+def add_topic(connection: psycopg.Connection[Any], name: str) -> bool:
+    """Let what is addressed to a service go to every destination that a route leads to.
+
+    False if it does already.
+    """
+    _check("topic", name)
+    return bool(fetch(connection, ADD_TOPIC, {"name": name}))
+
+
+def remove_topic(connection: psycopg.Connection[Any], name: str) -> None:
+    """Let a service be an ordinary one again.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if not fetch(connection, REMOVE_TOPIC, {"name": name}):
+        there = ", ".join(map(repr, topics(connection))) or "none"
+        raise ConfigurationError(f"saf.topic has no {name!r}, only {there}")
+
+
+def freeze(connection: psycopg.Connection[Any], routes: Routes) -> int:
     """The number of a version with these routes; a new one is written only if they changed."""
-    frozen = [asdict(route) for route in routes]
+    frozen = ([asdict(route) for route in routes.routes], sorted(routes.topics))
     latest = fetch(connection, LATEST)
-    if latest and latest[0][1] == frozen:
+    if latest and latest[0][1:] == frozen:
         return int(latest[0][0])
-    ((version,),) = fetch(connection, FREEZE, {"routes": json.dumps(frozen)})
+    params = {"routes": json.dumps(frozen[0]), "topics": frozen[1]}
+    ((version,),) = fetch(connection, FREEZE, params)
     return int(version)
 
 
-def frozen_routes(connection: psycopg.Connection[Any], version: int) -> tuple[Route, ...]:
-    """The routes of a version, in order of precedence."""
+def frozen_routes(connection: psycopg.Connection[Any], version: int) -> Routes:
+    """The routes of a version."""
     found = fetch(connection, FROZEN, {"version": version})
     if not found:
         raise ConfigurationError(f"saf.route_version has no version {version}, which a batch needs")
-    return tuple(Route(**route) for route in found[0][0])
+    ((routes, names),) = found
+    return Routes(routes=tuple(Route(**route) for route in routes), topics=frozenset(names))
+
+
+def describe(route: Route) -> str:
+    """A route in words.
+
+    >>> describe(Route(service="billing", destination="erp"))
+    "service 'billing' to 'erp'"
+    """
+    parts = [f"service {route.service!r}"] if route.service is not None else []
+    parts += [f"broker {route.broker}"] if route.broker is not None else []
+    return f"{', '.join(parts) or 'any service'} to {route.destination!r}"
+
+
+def _change(
+    connection: psycopg.Connection[Any],
+    statement: str,
+    destination: str,
+    service: str | None,
+    broker: UUID | None,
+    **more: object,
+) -> None:
+    params = {"service": service, "broker": broker, "destination": destination, **more}
+    if not fetch(connection, statement, params):
+        wanted = Route(
+            service=service, broker=str(broker) if broker else None, destination=destination
+        )
+        rows = _rows(configuration(connection).routes)
+        raise ConfigurationError(f"saf.route has no route {describe(wanted)}, only {rows}")
+
+
+def _rows(routes: Iterable[Configured]) -> str:
+    return "; ".join(describe(replace(one.route, quality=None)) for one in routes) or "none"
+
+
+def _check(what: str, name: str) -> None:
+    if not isinstance(name, str) or not name or len(name) > MAX_NAME or not name.isprintable():
+        raise UsageError(f"{what} {name!r}: a name has 1 to {MAX_NAME} printable characters")

@@ -194,6 +194,8 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         sa.Column("quality", sa.Text),
         sa.Column("enabled", sa.Boolean, nullable=False, server_default=sa.true()),
         sa.Column("created_at", moment, nullable=False, server_default=now),
+        sa.Column("expires_at", moment, comment="from then on it does not count"),
+        sa.Column("comment", sa.Text),
         sa.CheckConstraint(f"quality IN {QUALITIES}", name="route_quality"),
         sa.UniqueConstraint(
             "service",
@@ -210,7 +212,51 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         sa.Column("version", sa.BigInteger, sa.Identity(always=True), primary_key=True),
         sa.Column("routes", pg.JSONB, nullable=False),
         sa.Column("created_at", moment, nullable=False, server_default=now),
+        sa.Column("topics", pg.ARRAY(sa.Text), nullable=False, server_default="{}"),
         comment="the frozen set of routes that a batch was opened with",
+    )
+    sa.Table(
+        "topic",
+        metadata,
+        sa.Column("name", sa.Text, primary_key=True),
+        sa.Column("created_at", moment, nullable=False, server_default=now),
+        sa.CheckConstraint("name <> ''", name="topic_named"),
+        comment="services whose messages go to every destination that a route leads to",
+    )
+    sa.Table(
+        "route_choice",
+        metadata,
+        sa.Column("service", sa.Text, nullable=False, comment="as the message addresses it"),
+        sa.Column("broker", pg.UUID),
+        sa.Column("key", sa.Text(collation="C"), nullable=False),
+        sa.Column("destination", sa.Text, nullable=False),
+        sa.Column(
+            "used_at",
+            moment,
+            nullable=False,
+            server_default=now,
+            comment="give or take a day; what nobody uses is forgotten",
+        ),
+        # the key first: it alone tells nearly all of them
+        sa.UniqueConstraint(
+            "key",
+            "service",
+            "broker",
+            name="route_choice_once",
+            postgresql_nulls_not_distinct=True,
+        ),
+        comment="which of several routes that share a key has taken, and stays with",
+    )
+    sa.Table(
+        "route_share",
+        metadata,
+        sa.Column("service", sa.Text, nullable=False),
+        sa.Column("broker", pg.UUID),
+        sa.Column("keys", sa.BigInteger, nullable=False),
+        sa.UniqueConstraint(
+            "service", "broker", name="route_share_once", postgresql_nulls_not_distinct=True
+        ),
+        comment="how many keys have chosen a route: whose turn is next",
     )
     sa.Table(
         "cursor",

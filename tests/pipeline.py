@@ -15,9 +15,9 @@ from saf.database import Dsn
 from saf.shards import Member
 from saf.spark.work import Receipt
 from saf.testing import clock
-from saf.testing.cycle import LEASE_SECONDS, Cycle, policy, routed
+from saf.testing.cycle import LEASE_SECONDS, Cycle, policy
 
-__all__ = ["Cycle", "policy", "routed"]
+__all__ = ["Cycle", "policy"]
 
 
 def connect(dsn: Dsn) -> psycopg.Connection[Any]:

@@ -28,9 +28,11 @@ from saf.cli import (
     rebase,
     reconcile,
     replay,
+    route,
     service,
     status,
     subscription,
+    topic,
     worker,
 )
 from saf.cli.console import plain_console
@@ -49,6 +51,8 @@ app.command("grant")(grant.command)
 app.command("forward")(forward.command)
 app.command("status")(status.command)
 app.command("worker")(worker.command)
+app.add_typer(route.app, name="route")
+app.add_typer(topic.app, name="topic")
 app.add_typer(service.app, name="service")
 app.add_typer(subscription.app, name="subscription")
 app.add_typer(inbox.app, name="inbox")

@@ -95,6 +95,7 @@ def _as_dict(name: str, outcome: Outcome) -> dict[str, Any]:
             for slot in outcome.slots
         ],
         "route_versions": outcome.route_versions,
+        "route_choices": outcome.route_choices,
     }
 
 

@@ -57,7 +57,9 @@ def command(
             source.dsn.connect(role="replay", autocommit=True) as connection,
         ):
             check_schema(connection)
-            routes = current_routes(connection, settings.forwarder.default_destination)
+            routes = current_routes(
+                connection, settings.forwarder.default_destination, settings.declared
+            )
             sent = replay(connection, lost, routes, why, dry_run=dry_run)
         return {where: [str(one) for one in ids] for where, ids in sent.items()}
 

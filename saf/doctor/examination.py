@@ -20,7 +20,8 @@ from saf.doctor.broker import (
     rights,
     schema,
 )
-from saf.doctor.patient import REACHABLE, Finding, Found, Limits, Patient
+from saf.doctor.patient import REACHABLE, Check, Finding, Limits, Patient
+from saf.doctor.routing import routes_by
 from saf.doctor.server import (
     clock_skew,
     connections,
@@ -33,8 +34,6 @@ from saf.doctor.server import (
 from saf.doctor.transactions import long_transactions, prepared_transactions, sight
 from saf.errors import Unavailable
 from saf.fleets import Candidate, ask_all
-
-Check = Callable[[Patient], Found]
 
 SERVER: tuple[Check, ...] = (
     primary,
@@ -70,12 +69,15 @@ def examine(
 
     A database that does not answer is a finding, check `REACHABLE`.
     """
-    databases = [(f"broker {name!r}", one.dsn) for name, one in config.brokers.items()]
-    databases += [(f"destination {name!r}", one.dsn) for name, one in config.destinations.items()]
+    of_source = (*BROKER, routes_by(config))
+    databases = [(f"broker {name!r}", one.dsn, of_source) for name, one in config.brokers.items()]
+    databases += [
+        (f"destination {name!r}", one.dsn, BROKER) for name, one in config.destinations.items()
+    ]
     found: list[Finding] = []
     patients: list[Patient] = []
     with ExitStack() as stack:
-        for where, dsn in databases:
+        for where, dsn, checks in databases:
             try:
                 connection = stack.enter_context(dsn.connect(role="doctor", autocommit=True))
             except Unavailable as error:
@@ -83,7 +85,7 @@ def examine(
                 continue
             found.append(Finding(check=REACHABLE, where=where, severity="ok"))
             patients.append(Patient(where=where, connection=connection, limits=limits, clock=clock))
-            found += _examined(patients[-1], dsn)
+            found += _examined(patients[-1], dsn, checks)
         found += _disagreements(patients)
     return found + list(_fleets(config, limits, clock))
 
@@ -106,7 +108,7 @@ def _fleets(config: Settings, limits: Limits, clock: Callable[[], float]) -> Ite
                 if isinstance(broker, Candidate) and patient.ask(HAS_SCHEMA) == [(False,)]:
                     continue
                 yield Finding(check=REACHABLE, where=where, severity="ok")
-                yield from _examined(patient, broker.dsn)
+                yield from _examined(patient, broker.dsn, (*BROKER, routes_by(config)))
         except Unavailable as error:
             yield _unreachable(where, error.reason)
 
@@ -121,14 +123,14 @@ def _unreachable(where: str, reason: str) -> Finding:
     )
 
 
-def _examined(patient: Patient, dsn: Dsn) -> Iterator[Finding]:
+def _examined(patient: Patient, dsn: Dsn, checks: tuple[Check, ...]) -> Iterator[Finding]:
     try:
         for check in SERVER:
             yield from _made(check, patient)
         fit = list(_made(schema, patient))
         yield from fit
         if all(finding.severity == "ok" for finding in fit):
-            for check in BROKER:
+            for check in checks:
                 yield from _made(check, patient)
     except (psycopg.OperationalError, psycopg.InterfaceError) as error:
         yield _unreachable(patient.where, dsn.redact(str(error)))

@@ -61,3 +61,4 @@ class Patient:
 
 Found = Iterator[tuple[Severity, str, str]]
 """Severity, what, cure."""
+Check = Callable[[Patient], Found]

@@ -11,7 +11,9 @@ in bounded memory, so that each message at fault is named:
 
 Complete is what `saf.cursor` says, less what stands in saf.parked or saf.dead_letter or was
 discarded by a person. A source does not record where each message went, so it is compared with
-all of its destinations together.
+all of its destinations together. Services that are topics, by any frozen routes that are kept, are
+compared by their ids: a message that no destination has is lost, and one that the same
+destination has twice a duplicate.
 
 Why there is no false alarm while everything runs: the source's snapshot is taken first, and what
 is complete in it was committed at a destination before. What the destinations have beyond it is
@@ -29,7 +31,9 @@ over the same range. Its beginning, unless given, is
   on the retention of *all* purges of both sides, which no table records.
 
 What it does not see: messages of at_most_once that a crash lost, by contract, are reported as
-lost; two ids whose hashes add up to those of two others escape it (1 in 2^64).
+lost; a topic's message that only some of its destinations have is taken for whole, because which
+they were is not recorded for ever; two ids whose hashes add up to those of two others escape it
+(1 in 2^64).
 """
 
 from __future__ import annotations

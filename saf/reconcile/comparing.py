@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from heapq import merge
 from itertools import groupby
@@ -43,46 +44,55 @@ SELECT message_id, {{shard}} AS shard, id, to_service, key, created_at, 'stored'
 FROM saf.inbox WHERE source = %(source)s AND {IN_RANGE}
 """
 
+# What is no topic's is compared by its figures alone
+PLAIN = "to_service <> ALL (%(topics)s::text[])"
 FIGURES_SENT = f"""
 SELECT shard, count(*) FILTER (WHERE state = 'complete'),
-       coalesce(sum(uuid_hash_extended(message_id, 0)) FILTER (WHERE state = 'complete'), 0),
-       count(*) FILTER (WHERE state = 'aside'), count(*) FILTER (WHERE state = 'pending')
+       count(*) FILTER (WHERE state = 'aside'), count(*) FILTER (WHERE state = 'pending'),
+       count(*) FILTER (WHERE state = 'complete' AND {PLAIN}),
+       coalesce(sum(uuid_hash_extended(message_id, 0))
+                FILTER (WHERE state = 'complete' AND {PLAIN}), 0)
 FROM ({SENT}) AS sent GROUP BY shard
 """
 FIGURES_STORED = f"""
-SELECT shard, count(*), sum(uuid_hash_extended(message_id, 0)) FROM ({STORED}) AS stored
-GROUP BY shard
+SELECT shard, count(*), count(*) FILTER (WHERE {PLAIN}),
+       coalesce(sum(uuid_hash_extended(message_id, 0)) FILTER (WHERE {PLAIN}), 0)
+FROM ({STORED}) AS stored GROUP BY shard
 """
 
 # uuid_send: bytes sort like uuids do, and need no object each
 SORTED = """
 SELECT uuid_send(message_id), %(where)s::text, shard, id, to_service, key, created_at, {state}
-FROM ({rows}) AS rows WHERE shard = ANY ({shards}::smallint[]) AND {in_range} ORDER BY message_id
+FROM ({rows}) AS rows
+WHERE (shard = ANY ({shards}::smallint[]) OR to_service = ANY (%(topics)s::text[])) AND {in_range}
+ORDER BY message_id
 """
 
 
 def figures(both: Both) -> list[Shard]:
     """Count and sum of hashes of each shard, of both sides; the destinations' add up."""
     found = {number: Shard(shard=number) for number in range(both.shards)}
-    for number, complete, hashed, aside, pending in both.source.fetch(FIGURES_SENT, both.params):
+    for number, complete, aside, pending, *plain in both.source.fetch(FIGURES_SENT, both.params):
         shard = found[number]
         shard.complete, shard.aside, shard.pending = complete, aside, pending
-        shard.hashes = (int(hashed), 0)
+        shard.hashes = ((plain[0], int(plain[1])), (0, 0))
     for side in both.destinations:
         query = sql.SQL(FIGURES_STORED).format(shard=_shard(both.shards))
-        for number, stored, hashed in side.fetch(query, both.params):
+        for number, stored, count, hashed in side.fetch(query, both.params):
             shard = found[number]
             shard.stored += stored
-            shard.hashes = (shard.hashes[0], shard.hashes[1] + int(hashed))
+            sent, (others, sum_of_others) = shard.hashes
+            shard.hashes = (sent, (others + count, sum_of_others + int(hashed)))
     return list(found.values())
 
 
 def differences(both: Both, shards: list[int]) -> Iterator[Difference]:
-    """What the two sides say differently of some shards, in no order that means anything."""
-    if not shards:
+    """What the two sides say differently of some shards and of topics, in no order."""
+    if not shards and not both.topics:
         return
     stored = sql.SQL(STORED).format(shard=_shard(both.shards))
-    late = not_visible_in("outbox", shards, both.snapshot)
+    everywhere = list(range(both.shards)) if both.topics else shards
+    late = not_visible_in("outbox", everywhere, both.snapshot)
     with open_side("", both.source.what, both.later, "outbox") as later:
         streams = [
             both.source.stream(_sorted(SENT, shards, state="state"), both.params),
@@ -93,14 +103,18 @@ def differences(both: Both, shards: list[int]) -> Iterator[Difference]:
             ),
         ]
         for message_id, rows in groupby(merge(*streams, key=itemgetter(0)), key=itemgetter(0)):
-            yield from _judged(UUID(bytes=message_id), list(rows))
+            yield from _judged(UUID(bytes=message_id), list(rows), both.topics)
 
 
-def _judged(message_id: UUID, rows: list[Row]) -> Iterator[Difference]:
+def _judged(message_id: UUID, rows: list[Row], topics: frozenset[str]) -> Iterator[Difference]:
     """What is to be said of one message id, given every row that has it."""
     complete = [row for row in rows if row[7] == "complete"]
     known = complete + [row for row in rows if row[7] in ("aside", "pending")]
-    stored = [row for row in rows if row[7] == "stored"]
+    everywhere = stored = [row for row in rows if row[7] == "stored"]
+    if stored and stored[0][4] in topics:
+        # each destination has a copy: what counts is the one that has most
+        ((most, _),) = Counter(row[1] for row in stored).most_common(1)
+        stored = [row for row in stored if row[1] == most]
     wrong: list[tuple[Kind, Row]] = []
     if not known:
         wrong = [("unexpected", stored[0])]
@@ -118,7 +132,7 @@ def _judged(message_id: UUID, rows: list[Row]) -> Iterator[Difference]:
             service=service,
             key=key,
             created_at=created_at,
-            stored=tuple(row[1] for row in stored),
+            stored=tuple(row[1] for row in everywhere),
         )
 
 

@@ -34,7 +34,8 @@ FROM saf.{{log}}_id_seq
 """
 
 SOURCE = """
-SELECT broker_id, shards, subscription_id, pg_current_snapshot()::text, clock_timestamp()
+SELECT broker_id, shards, subscription_id, pg_current_snapshot()::text, clock_timestamp(),
+       ARRAY(SELECT DISTINCT unnest(topics) FROM saf.route_version)
 FROM saf.broker, saf.subscription s WHERE s.log = 'outbox' AND s.name = 'forwarder'
 """
 
@@ -76,6 +77,8 @@ class Both:
     shards: int
     """How many the source has."""
     snapshot: str
+    topics: frozenset[str]
+    """Services that are topics, or were."""
     params: Mapping[str, Any]
     later: Dsn
     """Where the source is read again, after the destinations."""
@@ -98,7 +101,7 @@ def read_both(
             stack.enter_context(open_side(one, f"destination {one!r}", dsn, "inbox"))
             for one, dsn in destinations.items()
         )
-        ((broker_id, shards, subscription_id, snapshot, now),) = here.fetch(SOURCE, {})
+        ((broker_id, shards, subscription_id, snapshot, now, topics),) = here.fetch(SOURCE, {})
         with unavailable_if_lost(here.what):
             refuse(here.connection)
         _refuse_twins(there)
@@ -117,6 +120,7 @@ def read_both(
             "subscription_id": subscription_id,
             "since": span.since,
             "until": span.until,
+            "topics": topics,
         }
         yield Both(
             source=here,
@@ -124,6 +128,7 @@ def read_both(
             range=span,
             shards=shards,
             snapshot=snapshot,
+            topics=frozenset(topics),
             params=params,
             later=source,
         )

@@ -90,7 +90,8 @@ class Aside:
             parking.postpone(source, subscription_id, lane, str(error))
         for part in self.parked:
             rows = list(self._parked(part))
-            here = parking.known(source, subscription_id, [row["id"] for row in rows])
+            ids = [row["id"] for row in rows]
+            here = parking.known(source, subscription_id, part.lane.destination, ids)
             parking.park(source, part.lane, [row for row in rows if row["id"] not in here])
         self._bury(source)
         for lane in self.opened:
@@ -139,10 +140,11 @@ class Aside:
         for rows, destination, reason, error in self.dead:
             more = {"destination": destination, "reason": reason, "error": error}
             dicts = list(self._dicts(rows, **more))
-            here = dead.known(source, subscription_id, [row["id"] for row in dicts])
+            ids = [row["id"] for row in dicts]
+            here = dead.known(source, subscription_id, destination, ids)
             dead.bury(source, [row for row in dicts if row["id"] not in here])
         for shard, id_, error in self.unread:
-            if not dead.known(source, subscription_id, [id_]):
+            if not dead.known(source, subscription_id, "", [id_]):
                 dead.bury_unread(source, subscription_id, shard, id_, error)
 
     def _parked(self, part: Part) -> Iterator[dict[str, Any]]:

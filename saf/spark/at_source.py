@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import psycopg
 
+from saf.choices import Asker, choose
+from saf.cursor import hold
 from saf.database import unavailable_if_lost
+from saf.failpoints import fail_point
 from saf.retry import while_unavailable
 from saf.spark.work import Work
 
@@ -40,6 +43,17 @@ class AtSource:
                     return write(self._connection)
 
         return while_unavailable(self._attempts, transaction)
+
+    def choose(self, among: Mapping[Asker, Sequence[str]]) -> Mapping[Asker, str]:
+        """The destinations of keys that several routes share, committed; see `saf.choices`."""
+
+        def write(source: psycopg.Connection[Any]) -> Mapping[Asker, str]:
+            hold(source, self._work.batch)
+            return choose(source, among)
+
+        chosen = self(write)
+        fail_point("chosen")
+        return chosen
 
     def close(self) -> None:
         """Give up the connection."""

@@ -15,9 +15,10 @@ from saf import cursor, rebase
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
 from saf.errors import ConfigurationError, Fenced
 from saf.parking import MAIN, Backoff, due_here, waiting
-from saf.routes import Route, current_routes, freeze, frozen_routes
+from saf.routes import NOTHING, Declared, current_routes, freeze, frozen_routes
 from saf.shards import Member
 from saf.spark.work import Work
+from saf.ways import Routes
 
 LOG = "outbox"
 SUBSCRIPTION = "forwarder"
@@ -44,10 +45,17 @@ class SourceBroker:
     """
 
     def __init__(
-        self, name: str, dsn: Dsn, *, lease_seconds: float, max_connections: int | None = None
+        self,
+        name: str,
+        dsn: Dsn,
+        *,
+        lease_seconds: float,
+        max_connections: int | None = None,
+        declared: Declared = NOTHING,
     ) -> None:
         self.name = name
         self.dsn = dsn
+        self.declared = declared
         self.lease_seconds = lease_seconds
         self.max_connections = max_connections
         self.shards = 0
@@ -64,7 +72,7 @@ class SourceBroker:
         self._member: Member | None = None
         self._broker_id: UUID | None = None
         self._renewed = 0.0
-        self._routes: dict[int, tuple[Route, ...]] = {}
+        self._routes: dict[int, Routes] = {}
         self.waiting: tuple[Backoff, ...] = ()
         """Lanes of parked messages, and destinations that are left alone until their time."""
 
@@ -146,7 +154,7 @@ class SourceBroker:
                 connection, member.subscription_id, member.member_id
             )
             if due or cursor.anything_new(connection, LOG, member):
-                routes = current_routes(connection, default_destination)
+                routes = current_routes(connection, default_destination, self.declared)
                 cursor.open_batch(connection, member, freeze(connection, routes))
                 batches = cursor.in_hand(connection, LOG, member)
             work = [self._work(connection, batch) for batch in batches]
@@ -261,9 +269,7 @@ class SourceBroker:
         self._renewed = time.monotonic()
         self.shards = self._member.balance(connection)
 
-    def _frozen(
-        self, connection: psycopg.Connection[Any], batch: cursor.Batch
-    ) -> tuple[Route, ...]:
+    def _frozen(self, connection: psycopg.Connection[Any], batch: cursor.Batch) -> Routes:
         version = batch.route_version
         assert version is not None  # noqa: S101 - set at open
         if version not in self._routes:

@@ -3,7 +3,8 @@
 First the parked messages whose time has come, lane by lane; then the batch. Per chunk, in the
 order of the ids:
 
-1. at_most_once routes: record the attempt at the source, durably, before anything is sent
+0. routes that share: the choices of new keys at the source, durably, before anything is sent
+1. at_most_once routes: record the attempt there, the same
 2. one transaction per destination; committed, durable, before the next step
 3. one transaction at the source: move the position, and with it set aside what could not go
 
@@ -24,6 +25,7 @@ are all that reaches the driver.
 from __future__ import annotations
 
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,10 +37,9 @@ import pyarrow.compute as pc
 from saf import parking
 from saf.cursor import advance, attempt, hold
 from saf.destinations.postgresql import beyond
-from saf.errors import Ahead, Fenced, Rejected, Unavailable, Unroutable, UsageError
+from saf.errors import Ahead, Fenced, Rejected, SafError, Unavailable, Unroutable, UsageError
 from saf.failpoints import fail_point
-from saf.parking import Lane
-from saf.routes import AT_MOST_ONCE, Route
+from saf.parking import MAIN, Lane
 from saf.spark.aside import Aside
 from saf.spark.at_source import AtSource
 from saf.spark.chunks import chunks
@@ -46,16 +47,19 @@ from saf.spark.columns import unpack
 from saf.spark.lanes import Lanes
 from saf.spark.receipts import Receipts
 from saf.spark.releasing import Releasing
+from saf.spark.router import Router
+from saf.spark.sharing import share
 from saf.spark.sorting import Part, of_route_lane, sort
 from saf.spark.source import FAILED
-from saf.spark.storing import Storing
+from saf.spark.storing import Storing, nowhere
 from saf.spark.work import Policy, Receipt, Work
+from saf.ways import AT_MOST_ONCE
 
 EXPECTED = (Unavailable, Rejected, Fenced, Ahead, UsageError)
 
 
 def deliver(
-    work: Sequence[Work], routes: Sequence[Route], policy: Policy
+    work: Sequence[Work], policy: Policy
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """The function for mapInArrow: messages in, receipts out."""
     pickled = [pickle.dumps(item) for item in work]  # a task unpickles its own only
@@ -68,7 +72,7 @@ def deliver(
         # the pipeline is narrow, so the partition's number is the work item's
         number = context.partitionId()
         item = pickle.loads(pickled[number])  # noqa: S301 - our own bytes
-        delivery = Delivery(number, item, routes, policy)
+        delivery = Delivery(number, item, policy)
         delivery.run(batches)
         yield delivery.receipts.as_arrow()
 
@@ -78,27 +82,32 @@ def deliver(
 class Delivery:
     """One task: the remaining messages of one batch, and the parked ones of its shards."""
 
-    def __init__(self, number: int, work: Work, routes: Sequence[Route], policy: Policy) -> None:
+    def __init__(self, number: int, work: Work, policy: Policy) -> None:
         self.work = work
-        self.routes = routes
+        self.router = Router(work.routes)
         self.policy = policy
         self.receipts = Receipts(number)
         self.lanes = Lanes()
         self.at_source = AtSource(work, policy.attempts)
         self.storing = Storing(work, policy, self.at_source, self.lanes, self.receipts)
-        self._set_aside = pa.array([], pa.int64())
-        """Ids beyond the position that a task before this one has set aside."""
+        self._set_aside: dict[str, pa.Array] = {}
+        """Ids beyond the position that a task before this one has set aside, by destination."""
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> list[Receipt]:
         """Deliver chunk by chunk until the end, an error or a request to stop."""
         summary = self.receipts.of(None)
         releasing = Releasing(
-            self.work, self.policy, self.at_source, self.lanes, self.receipts, self.storing
+            self.work,
+            self.router,
+            self.policy,
+            self.at_source,
+            self.lanes,
+            self.receipts,
+            self.storing,
         )
         try:
             self._find_set_aside()
-            for lane in self.work.waiting:
-                releasing.release(lane)
+            releasing.release_all()
             for rows in chunks(batches, self.policy.chunk_rows, self.policy.chunk_bytes):
                 if self._forward(rows):
                     summary.stopped = True
@@ -119,10 +128,13 @@ class Delivery:
         if position == FAILED:
             raise Unavailable(f"broker {self.work.broker!r}", rows["body"][-1].as_py().decode())
         aside = Aside(work=self.work)
-        if len(self._set_aside):
-            rows = rows.filter(pc.invert(pc.is_in(rows["id"], self._set_aside)))
-        rows = aside.bury_unfit(unpack(rows), self.policy.max_bytes)
-        parts = sort(rows, self.routes, self.policy.qualities, self.lanes.held)
+        rows = self._not_set_aside(self.router.route(unpack(rows)))
+        rows = aside.bury_unfit(rows, self.policy.max_bytes)
+        rows = share(rows, self.router.ways, self.at_source.choose)
+        parts = [
+            replace(part, rows=self._without(part.rows, part.lane.destination))
+            for part in sort(rows, self.router.ways, self.policy.qualities, self.lanes.held)
+        ]
         attempted = self._attempt(parts, position)
         for part in parts:
             self._send(part, position, attempted, aside)
@@ -147,15 +159,19 @@ class Delivery:
 
     def _send(self, part: Part, position: int, attempted: dict[int, int], aside: Aside) -> None:
         """Step 2 for one part; or park it, behind those of its lane that wait."""
+        obstacle: SafError | None = None
         if part.destination is None:
-            error = Unroutable(of_route_lane(part.lane)[0])
-            aside.failed[part.lane] = error
-            self.lanes.hold(part.lane, error)
+            obstacle = Unroutable(of_route_lane(part.lane)[0])
+        elif part.destination not in self.policy.destinations:
+            obstacle = nowhere(part.destination)
+        if obstacle is not None:
+            aside.failed[part.lane] = obstacle
+            self.lanes.hold(part.lane, obstacle)
         number = self.work.batch.number
         if part.quality == AT_MOST_ONCE:
             marks = {shard: (number, before) for shard, before in attempted.items()}
             part = replace(part, rows=beyond(part.rows, number, marks))
-        if part.lane in self.lanes.held:
+        if self._waits(part):
             aside.parked.append(part)
         elif part.quality == AT_MOST_ONCE:
             self.storing.store_once(part, aside)
@@ -167,9 +183,13 @@ class Delivery:
         once = [part for part in parts if part.quality == AT_MOST_ONCE]
         if not once:
             return {}
-        if all(part.lane in self.lanes.held for part in once):
+        if all(self._waits(part) for part in once):
             position = 0  # nothing more is sent now; what was sent before must not be parked
         return self.at_source(lambda source: attempt(source, self.work.batch, position))
+
+    def _waits(self, part: Part) -> bool:
+        """Its lane does; or it is not the destination's own, so it is behind others."""
+        return part.lane.lane != MAIN or part.lane in self.lanes.held
 
     def _stay_open(self, aside: Aside) -> None:
         """Raise, instead of parking, while the only destination is down."""
@@ -184,8 +204,25 @@ class Delivery:
     def _find_set_aside(self) -> None:
         """What was set aside before a crash is not sent, and new messages wait behind it."""
         batch = self.work.batch
-        found = self.at_source(lambda source: parking.set_aside(source, batch))
-        self._set_aside = pa.array([id_ for id_, _ in found], pa.int64())
-        for _, lane in found:
+        ids: dict[str, list[int]] = defaultdict(list)
+        for id_, destination, lane in self.at_source(lambda s: parking.set_aside(s, batch)):
+            ids[destination].append(id_)
             if lane is not None:
                 self.lanes.hold(lane, Unavailable(str(lane), "behind others"))
+        self._set_aside = {name: pa.array(some, pa.int64()) for name, some in ids.items()}
+
+    def _not_set_aside(self, rows: pa.Table) -> pa.Table:
+        """The rows of which anything is left to do: of a topic, some copy may be."""
+        if not self._set_aside:
+            return rows
+        topics = [number for number, way in enumerate(self.router.ways) if way.to_all]
+        copies = pc.is_in(rows["route"], pa.array(topics, pa.int32()))
+        aside = pa.concat_arrays(list(self._set_aside.values()))
+        rows = rows.filter(pc.or_(copies, pc.invert(pc.is_in(rows["id"], aside))))
+        return self._without(rows, "")
+
+    def _without(self, rows: pa.Table, destination: str) -> pa.Table:
+        """The rows that are not set aside for a destination."""
+        if destination not in self._set_aside:
+            return rows
+        return rows.filter(pc.invert(pc.is_in(rows["id"], self._set_aside[destination])))

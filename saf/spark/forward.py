@@ -270,12 +270,10 @@ class Forwarder:
         # Arrow and Spark take a second to import, which a run that finds nothing saves
         from saf.spark.delivery import deliver
         from saf.spark.receipts import RECEIPT_SCHEMA
-        from saf.spark.routing import distinct_routes, route
         from saf.spark.source import messages
 
-        routes = distinct_routes(work)
-        pending = route(messages(spark, work, self.policy.max_bytes), work, routes)
-        receipts = pending.mapInArrow(deliver(work, routes, self.policy), RECEIPT_SCHEMA)
+        pending = messages(spark, work, self.policy.max_bytes)
+        receipts = pending.mapInArrow(deliver(work, self.policy), RECEIPT_SCHEMA)
         return [Receipt(**row.asDict()) for row in receipts.collect()]
 
     def _settle(

@@ -1,4 +1,9 @@
-"""Releasing: parked messages whose time has come, before the new ones, lane by lane."""
+"""Releasing: parked messages whose time has come, before the new ones, lane by lane.
+
+Those that have waited for a route first move to lanes of the destinations that routes lead to now,
+a topic's as a copy for each, in one transaction and with the place in the order that they had.
+From then on each waits for its destination alone.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +21,19 @@ from saf.cursor import hold
 from saf.errors import SafError, Unavailable, Unroutable
 from saf.failpoints import fail_point
 from saf.parking import ROUTE, SERVICE, Backoff, Lane
-from saf.routes import AT_MOST_ONCE, choose_route
 from saf.spark.aside import Aside
 from saf.spark.at_source import AtSource
 from saf.spark.chunks import chunks, mark
 from saf.spark.columns import selected, unpack
 from saf.spark.lanes import Lanes
 from saf.spark.receipts import Receipts
-from saf.spark.sorting import Part, of_route_lane, service_lane
+from saf.spark.router import Router
+from saf.spark.sharing import share
+from saf.spark.sorting import Part, found_lane, of_route_lane, service_lane
 from saf.spark.source import read
-from saf.spark.storing import Storing
+from saf.spark.storing import Storing, nowhere
 from saf.spark.work import Policy, Work
+from saf.ways import AT_MOST_ONCE, Route
 
 
 @dataclass
@@ -34,11 +41,22 @@ class Releasing:
     """The parked messages of one task's shards."""
 
     work: Work
+    router: Router
     policy: Policy
     at_source: AtSource
     lanes: Lanes
     receipts: Receipts
     storing: Storing
+
+    def release_all(self) -> None:
+        """Deliver what the lanes of the work hold of these shards, if their time has come."""
+        lanes = self.work.waiting
+        moved = [self._route(lane) for lane in lanes if lane.due and not lane.destination]
+        if any(moved):
+            subscription_id = self.work.batch.subscription_id
+            lanes = self.at_source(lambda source: parking.waiting(source, subscription_id))
+        for lane in lanes:
+            self.release(lane)
 
     def release(self, lane: Backoff) -> None:
         """Deliver a lane's messages of these shards, if its time has come."""
@@ -49,7 +67,7 @@ class Releasing:
         for rows in self._parked(lane):
             tried = True
             aside = Aside(work=self.work, lane=lane.key)
-            for part in self._ways(lane, rows):
+            for part in self._qualities(lane, rows):
                 if obstacle := self._obstacle(part):
                     aside.failed[lane.key] = obstacle
                 if lane.key in aside.failed:
@@ -81,6 +99,37 @@ class Releasing:
         if self.lanes.untried:
             self.at_source(forget)
 
+    def _route(self, lane: Backoff) -> bool:
+        """Move what has waited for a route to where routes lead now; whether that was anything."""
+        columns = ["parked_id", "id", "key", "to_service", "to_broker"]
+        batches = read(self.work, parking.in_lane(self.work.batch, lane.key, columns))
+        moved = False
+        for rows in chunks(batches, self.policy.chunk_rows, self.policy.chunk_bytes):
+            routed = self.router.route(rows)
+            routed = routed.filter(routed["route"].is_valid())
+            moved |= self._move(lane, share(routed, self.router.ways, self.at_source.choose))
+        return moved
+
+    def _move(self, lane: Backoff, rows: pa.Table) -> bool:
+        known, subscription_id = self.policy.qualities, self.work.batch.subscription_id
+        to: list[tuple[Route, list[int]]] = []
+        for number in pc.unique(rows["route"]).to_pylist():
+            mine = rows.filter(pc.equal(rows["route"], number))["parked_id"].to_pylist()
+            way = self.router.ways[number]
+            to += [(r, mine) for r in way.routes if way.to_all or r.destination in known]
+
+        def move(source: psycopg.Connection[Any]) -> None:
+            hold(source, self.work.batch)
+            for route, ids in to:
+                found = found_lane(route.destination, lane.key)
+                parking.copy(source, subscription_id, found, route.quality, ids)
+            parking.unpark(source, [number for _, ids in to for number in ids])
+            fail_point("routed")
+
+        if to:
+            self.at_source(move)
+        return bool(to)
+
     def _parked(self, lane: Backoff) -> Iterator[pa.Table]:
         everything = [
             *parking.as_log(selected(None)),
@@ -93,32 +142,28 @@ class Releasing:
         for rows in chunks(batches, self.policy.chunk_rows, self.policy.chunk_bytes):
             yield unpack(rows)
 
-    def _ways(self, lane: Backoff, rows: pa.Table) -> Iterator[Part]:
-        """Where a lane's messages go now, by their quality of service."""
-        destination: str | None = lane.destination
-        routed = None
-        if lane.lane.startswith(ROUTE):
-            route = choose_route(self.work.routes, *of_route_lane(lane))
-            destination, routed = (route.destination, route.quality) if route else (None, None)
-        if destination not in self.policy.qualities:
+    def _qualities(self, lane: Backoff, rows: pa.Table) -> Iterator[Part]:
+        """A lane's messages by their quality of service."""
+        if lane.destination not in self.policy.qualities:
             yield Part(lane=lane.key, destination=None, quality=None, rows=rows)
             return
-        default = routed or self.policy.qualities[destination]
-        qualities = pc.fill_null(rows["quality"], default)
+        qualities = pc.fill_null(rows["quality"], self.policy.qualities[lane.destination])
         for quality in pc.unique(qualities).to_pylist():
             mine = rows.filter(pc.equal(qualities, quality))
-            yield Part(lane=lane.key, destination=destination, quality=quality, rows=mine)
+            yield Part(lane=lane.key, destination=lane.destination, quality=quality, rows=mine)
 
     def _obstacle(self, part: Part) -> SafError | None:
         """Why messages cannot leave their lane: no way, or older ones that wait in another."""
         service, _ = of_route_lane(part.lane)
         if part.destination is None:
-            return Unroutable(service)
+            there = part.lane.destination
+            return nowhere(there) if there else Unroutable(service)
         older = []
         if part.lane.lane.startswith((ROUTE, SERVICE)):
             older.append(Lane(destination=part.destination))
         if part.lane.lane.startswith(ROUTE):
             older.append(service_lane(part.destination, service))
+            older.append(Lane(lane=part.lane.lane))
         for lane in older:
             if lane in self.lanes.held:
                 return Unavailable(str(part.lane), f"behind {lane}: {self.lanes.held[lane]}")

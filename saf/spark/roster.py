@@ -53,6 +53,7 @@ class Roster:
         self._problem = problem
         self._crew = Crew(min(THREADS, self.options.max_sessions))
         self._fleets = settings.fleets
+        self._declared = settings.declared
         self._ask_at = dict.fromkeys(settings.fleets, 0.0)
         self._listed: dict[str, dict[str, Broker]] = {"": dict(settings.brokers)}
         self._visit_at: dict[str, float] = {}
@@ -186,6 +187,7 @@ class Roster:
                     one.dsn,
                     lease_seconds=self.options.lease_seconds,
                     max_connections=limit,
+                    declared=self._declared,
                 )
 
     def _start(

@@ -2,7 +2,8 @@
 
 Pure: rows and rules in, parts out. All that goes to one destination is one part, whatever routes
 it took, because the watermark there says of a whole chunk that it is stored; each part is in
-order.
+order. A topic's message is in the part of each of its destinations, and each of these waits and
+is set aside by itself.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.parking import ROUTE, SERVICE, Lane
-from saf.routes import Route
+from saf.ways import Way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,29 +33,32 @@ class Part:
 
 def sort(
     rows: pa.Table,
-    routes: Sequence[Route],
+    ways: Sequence[Way],
     qualities: Mapping[str, str],
     held: Mapping[Lane, str],
 ) -> list[Part]:
-    """The parts of a chunk whose column ``route`` says which of ``routes`` each message takes.
+    """The parts of a chunk whose column ``route`` says which of ``ways`` each message goes.
 
-    ``qualities`` are the known destinations' defaults. A route to any other is none.
+    None of them is shared any more. ``qualities`` are the known destinations' defaults. A route to
+    any other is none; but of a topic's, whose messages wait for that destination alone.
     """
-    ways: dict[tuple[str, str] | None, list[int | None]] = defaultdict(list)
-    for number in pc.unique(rows["route"]).to_pylist():
-        route = None if number is None else routes[number]
-        if route is None or route.destination not in qualities:
-            ways[None].append(number)
-        else:
-            quality = route.quality or qualities[route.destination]
-            ways[route.destination, quality].append(number)
+    numbers: dict[tuple[str, str | None] | None, list[int | None]] = defaultdict(list)
+    there = pc.unique(rows["route"]).to_pylist()
+    for number in there:
+        way = None if number is None else ways[number]
+        if way is None or not (way.to_all or way.routes[0].destination in qualities):
+            numbers[None].append(number)
+            continue
+        for route in way.routes:
+            default = qualities.get(route.destination)
+            numbers[route.destination, default and (route.quality or default)].append(number)
     parts: list[Part] = []
-    for way, numbers in ways.items():
-        mine = rows
-        if len(ways) > 1:
-            mine = rows.filter(pc.is_in(rows["route"], pa.array(numbers, pa.int32())))
-        mine = mine.drop_columns(["route"])
-        parts += _unroutable(mine) if way is None else _routed(mine, *way, held)
+    for there_by, mine in numbers.items():
+        chosen = rows
+        if len(mine) < len(there):
+            chosen = rows.filter(pc.is_in(rows["route"], pa.array(mine, pa.int32())))
+        chosen = chosen.drop_columns(["route"])
+        parts += _unroutable(chosen) if there_by is None else _routed(chosen, *there_by, held)
     return parts
 
 
@@ -80,6 +84,11 @@ def of_route_lane(lane: Lane) -> tuple[str, str | None]:
         return lane.lane.removeprefix(ROUTE), None
 
 
+def found_lane(destination: str, lane: Lane) -> Lane:
+    """Where messages that have waited for a route, and found one, wait for its destination."""
+    return Lane(destination=destination, lane=lane.lane)
+
+
 def service_lane(destination: str, service: str) -> Lane:
     """Where messages wait for the destination to know their service."""
     return Lane(destination=destination, lane=f"{SERVICE}{service}")
@@ -92,19 +101,18 @@ def _unroutable(rows: pa.Table) -> Iterator[Part]:
 
 
 def _routed(
-    rows: pa.Table, destination: str, quality: str, held: Mapping[Lane, str]
+    rows: pa.Table, destination: str, quality: str | None, held: Mapping[Lane, str]
 ) -> Iterator[Part]:
     """One part, but for messages behind others of their service that wait."""
     waiting = {lane for lane in held if lane.lane.startswith((ROUTE, SERVICE))}
     if waiting:
         rest = []
         for (service, broker), mine in _by(rows, ["to_service", "to_broker"]):
-            lanes = (
-                route_lane(service, UUID(bytes=broker) if broker else None),
-                service_lane(destination, service),
-            )
-            lane = next((lane for lane in lanes if lane in waiting), None)
-            if lane is None:
+            unrouted = route_lane(service, UUID(bytes=broker) if broker else None)
+            found = found_lane(destination, unrouted)
+            unknown = service_lane(destination, service)
+            lane = found if waiting & {unrouted, found} else unknown
+            if lane is not found and unknown not in waiting:
                 rest.append(service)
             else:
                 yield Part(lane=lane, destination=destination, quality=quality, rows=mine)

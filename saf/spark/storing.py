@@ -23,7 +23,6 @@ from saf.errors import (
     UnknownService,
 )
 from saf.retry import while_unavailable
-from saf.routes import EXACTLY_ONCE
 from saf.spark.aside import Aside
 from saf.spark.at_source import AtSource
 from saf.spark.chunks import mark
@@ -31,6 +30,12 @@ from saf.spark.lanes import Lanes
 from saf.spark.receipts import Receipts
 from saf.spark.sorting import Part, service_lane
 from saf.spark.work import Policy, Work
+from saf.ways import EXACTLY_ONCE
+
+
+def nowhere(name: str) -> Unavailable:
+    """The error for a destination that is not configured."""
+    return Unavailable(f"destination {name!r}", f"saf.toml has no [destinations.{name}]")
 
 
 @dataclass

@@ -9,7 +9,7 @@ from uuid import UUID
 from saf.cursor import Batch
 from saf.database import Dsn
 from saf.parking import Backoff
-from saf.routes import Route
+from saf.ways import Routes
 
 ROWS_AT_ONCE = 10_000
 """How many rows Spark hands from one process to the next at a time."""
@@ -27,8 +27,8 @@ class Work:
     """The source's broker_id, for watermarks."""
     dsn: Dsn
     batch: Batch
-    routes: tuple[Route, ...]
-    """Frozen with the batch, in order of precedence."""
+    routes: Routes
+    """Frozen with the batch."""
     much: bool = False
     """Worth more than one task."""
     waiting: tuple[Backoff, ...] = ()
@@ -40,7 +40,7 @@ class Work:
 
         While that is down, nothing is gained by parking: the batch is left open.
         """
-        destinations = {route.destination for route in self.routes}
+        destinations = {route.destination for route in self.routes.routes}
         return destinations.pop() if len(destinations) == 1 else None
 
     def split(self, parts: int) -> list[Work]:

@@ -1,4 +1,4 @@
-"""The forwarder's cycle without Spark: the same source, routing rule, delivery and cursors.
+"""The forwarder's cycle without Spark: the same source, routing, delivery and cursors.
 
 Needs the extra ``forwarder``, for Arrow, and no Java. What Spark adds, processes and Arrow through
 the JVM, is left out; the promises of delivery are the same, in milliseconds.
@@ -6,17 +6,9 @@ the JVM, is left out; the promises of delivery are the same, in milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from uuid import UUID
-
-import pyarrow as pa
-
 from saf.database import Dsn
-from saf.routes import Route, choose_route
 from saf.spark.broker import SourceBroker
-from saf.spark.columns import OPTIONAL
 from saf.spark.delivery import Delivery
-from saf.spark.routing import distinct_routes
 from saf.spark.source import record_batches
 from saf.spark.work import Policy, Receipt, Work
 
@@ -40,22 +32,21 @@ class Cycle:
     def __init__(self, app: Dsn, rules: Policy, *, lease_seconds: float = LEASE_SECONDS) -> None:
         self.broker = SourceBroker("app", app, lease_seconds=lease_seconds)
         self.rules = rules
+        self.default = next(iter(rules.destinations), None)
         self.work: list[Work] = []
 
     def open(self, parts: int = 1) -> list[Work]:
         """Take what is pending in hand, as so many tasks."""
         self.broker.tend()
-        default = next(iter(self.rules.destinations), None)
-        self.work = [part for w in self.broker.open_work(default) for part in w.split(parts)]
+        self.work = [part for w in self.broker.open_work(self.default) for part in w.split(parts)]
         return self.work
 
     def deliver(self) -> list[Receipt]:
         """Run the tasks, one after the other."""
-        routes = distinct_routes(self.work)
         receipts = []
         for number, work in enumerate(self.work):
-            rows = routed(record_batches(work, self.rules.max_bytes), work, routes)
-            receipts += Delivery(number, work, routes, self.rules).run(rows)
+            rows = record_batches(work, self.rules.max_bytes)
+            receipts += Delivery(number, work, self.rules).run(rows)
         return receipts
 
     def close(self, receipts: list[Receipt]) -> None:
@@ -74,18 +65,3 @@ class Cycle:
 
     def __exit__(self, *_: object) -> None:
         self.broker.leave()
-
-
-def routed(
-    batches: Iterator[pa.RecordBatch], work: Work, routes: list[Route]
-) -> Iterator[pa.RecordBatch]:
-    """The rows with the column ``route``, as `saf.spark.routing.route` adds it."""
-    for batch in batches:
-        choice = []
-        for row in batch.to_pylist():
-            to = row["packed"][[*OPTIONAL].index("to_broker")] if row["packed"] else None
-            route = choose_route(
-                work.routes, row["to_service"] or "", str(UUID(bytes=to)) if to else None
-            )
-            choice.append(None if route is None else routes.index(route))
-        yield batch.append_column("route", pa.array(choice, pa.int32()))

@@ -9,11 +9,11 @@ from pathlib import Path
 from saf.database import Dsn, fetch
 from saf.embedded import EmbeddedServer, programs
 from saf.replay import replay
-from saf.routes import Route
+from saf.ways import Route, Routes
 from tests.pipeline import Cycle, bodies, connect, policy, send
 from tests.programs import configuration, saf
 
-ROUTES = [Route(destination="mom")]
+ROUTES = Routes(routes=(Route(destination="mom"),))
 
 
 def run(app: Dsn, mom: Dsn) -> None:
@@ -58,7 +58,7 @@ def test_a_replay_without_a_route_or_of_purged_messages_sends_the_rest(app: Dsn)
     with connect(app) as connection:
         send(connection, "one")
         lost = fetch(connection, "SELECT shard, id FROM saf.outbox")
-        assert replay(connection, [*lost, (1, 999)], [], "") == {}
+        assert replay(connection, [*lost, (1, 999)], Routes(), "") == {}
         assert list(replay(connection, [*lost, (1, 999)], ROUTES, "")) == ["mom"]
 
 

@@ -8,9 +8,8 @@ import pyarrow as pa
 
 from saf.database import Dsn
 from saf.spark.delivery import Delivery
-from saf.spark.routing import distinct_routes
 from saf.spark.source import record_batches
-from tests.pipeline import Cycle, bodies, connect, policy, routed
+from tests.pipeline import Cycle, bodies, connect, policy
 
 MANY = 60_000
 CUT = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'saf read'"
@@ -35,9 +34,8 @@ def test_a_connection_cut_while_a_batch_is_read_is_a_source_that_is_down(
                 assert connection.execute(CUT).fetchall()
                 yield from batches
 
-            routes = distinct_routes([work])
-            delivery = Delivery(0, work, routes, rules)
-            receipts = delivery.run(routed(cut_after_the_first(), work, routes))
+            delivery = Delivery(0, work, rules)
+            receipts = delivery.run(cut_after_the_first())
             cycle.close(receipts)
             summary = next(receipt for receipt in receipts if receipt.destination is None)
             assert summary.error_kind == "Unavailable"

@@ -22,6 +22,7 @@ from saf.embedded import EmbeddedServer
 from saf.errors import ConfigurationError
 from saf.grants import Kind, grant
 from saf.inbox import inbox_status
+from saf.routes import add_route, add_topic, enable_route, remove_route, remove_topic
 from saf.shards import Member
 from saf.status import broker_status
 from tests.pipeline import Cycle, bodies, connect, policy, send
@@ -47,6 +48,9 @@ MATRIX = {
     "cursor         ": "-      Su        Su        S       Si",
     "route          ": "-      S         -         -       SiuD",
     "route_version  ": "-      Si        -         SD      SD",
+    "topic          ": "-      S         -         -       SiD",
+    "route_choice   ": "-      SiuD      -         sD      SiuD",
+    "route_share    ": "-      Siu       -         -       Siu",
     "watermark      ": "-      SIu       -         -       S",
     "parked         ": "-      SIuD      SIuD      -       SIuD",
     "backoff        ": "-      SIuD      SIuD      -       SIuD",
@@ -76,13 +80,19 @@ SOME = {
     "allowance until cuts",
     ("cursor", "i"): "subscription_id shard done",
     ("subscription", "i"): "name log service",
-    ("route", "i"): "service broker destination quality enabled",
-    ("route", "u"): "service broker destination quality enabled",
-    ("route_version", "i"): "routes",
+    ("route", "i"): "service broker destination quality enabled expires_at comment",
+    ("route", "u"): "service broker destination quality enabled expires_at comment",
+    ("route_version", "i"): "routes topics",
+    ("topic", "i"): "name",
+    ("route_choice", "i"): "service broker key destination",
+    ("route_choice", "u"): "used_at",
+    ("route_choice", "s"): "key used_at",
+    ("route_share", "i"): "service broker keys",
+    ("route_share", "u"): "keys",
     ("watermark", "u"): "epoch batch position opened_at",
     ("parked", "u"): "destination lane",
     ("backoff", "u"): "attempts next_attempt_at error",
-    ("dead_letter", "s"): "subscription_id shard id dead_letter_at",
+    ("dead_letter", "s"): "subscription_id destination shard id dead_letter_at",
     ("dead_letter", "u"): "error",
     ("service", "i"): "name",
     ("audit", "i"): "action message_ids why",
@@ -231,7 +241,7 @@ def test_each_statement_on_each_table_is_allowed_or_refused_as_listed(
             "JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 "
             "WHERE c.relnamespace = 'saf'::regnamespace AND c.relkind IN ('r', 'p') GROUP BY 1",
         )
-    assert len(columns) == 31
+    assert len(columns) == 34
     listed = expected(kind)
     with connect(granted(app, kind)) as connection:
         for table, names in columns:
@@ -526,6 +536,11 @@ def test_an_operator_sees_the_state_of_things_and_mends_routes_and_what_was_set_
         connection.execute("INSERT INTO saf.route (service, destination) VALUES ('a', 'mom')")
         connection.execute("UPDATE saf.route SET enabled = false WHERE service = 'a'")
         connection.execute("DELETE FROM saf.route WHERE service = 'a'")
+        assert add_route(connection, "mom", service="a", comment="for a while")
+        enable_route(connection, "mom", service="a", enabled=False)
+        remove_route(connection, "mom", service="a")
+        assert add_topic(connection, "a")
+        remove_topic(connection, "a")
         (found,) = dead.dead_letters(connection, dead.Filter())
         assert dead.retry(connection, dead.Filter(), "the cause is mended") == [found.message_id]
         connection.execute("UPDATE saf.backoff SET next_attempt_at = now()")

@@ -21,6 +21,7 @@ from saf.migrate import migrate
 from saf.reconcile import Outcome, missing, reconcile
 from saf.reconcile.sides import read_both
 from saf.ring import purge
+from saf.routes import add_route, add_topic, remove_topic
 from saf.schema import SLOT_ROWS
 from tests.pipeline import Cycle, connect, forward, policy
 from tests.programs import configuration, saf, send
@@ -171,6 +172,38 @@ def test_what_two_destinations_hold_together_is_compared(app: Dsn, mom: Dsn, oth
     assert set(outcome.named[0].stored) == {"mom", "other"}
     lose(other, 2)
     assert counts(compare(app, mom=mom, other=other)) == {"duplicate": 1, "lost": 2}
+
+
+def test_the_copies_of_a_topic_are_no_duplicates_and_its_losses_are_seen(
+    app: Dsn, mom: Dsn, other: Dsn
+) -> None:
+    with connect(app) as connection:
+        add_topic(connection, "billing")
+        add_route(connection, "other", service="billing")
+        add_route(connection, "mom")
+    for service, count in (("billing", 30), ("shipping", 20)):
+        execute(
+            app,
+            "INSERT INTO saf.outbox (to_service, key, body) "
+            f"SELECT '{service}', n::text, '' FROM generate_series(1, {count}) AS n",
+        )
+    forward(app, mom=mom, other=other)
+    outcome = compare(app, mom=mom, other=other)
+    assert (outcome.same, dict(outcome.counts)) == (True, {})
+    assert (total(outcome, "complete"), total(outcome, "stored")) == (50, 80)
+
+    copy_one(other, other)
+    outcome = compare(app, mom=mom, other=other)
+    assert counts(outcome) == {"duplicate": 1}
+    assert sorted(outcome.named[0].stored) == ["mom", "other", "other"]
+    execute(mom, "DELETE FROM saf.inbox WHERE to_service = 'shipping' AND key = '7' RETURNING 1")
+    for dsn in (mom, other):
+        execute(dsn, "DELETE FROM saf.inbox WHERE to_service = 'billing' AND key = '3' RETURNING 1")
+    assert counts(compare(app, mom=mom, other=other))["lost"] == 2
+    # no longer a topic, and still known to have been one
+    with connect(app) as connection:
+        remove_topic(connection, "billing")
+    assert counts(compare(app, mom=mom, other=other))["lost"] == 2
 
 
 def test_a_destination_with_another_number_of_shards_is_the_same(

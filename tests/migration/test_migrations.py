@@ -128,6 +128,14 @@ def test_up_down_and_up_again_ends_where_it_began(new_database: NewDatabase) -> 
     assert usable(dsn)
 
 
+def test_what_an_older_library_would_route_otherwise_is_not_downgraded(app: Dsn) -> None:
+    with app.connect(role="test") as connection:
+        connection.execute("INSERT INTO saf.topic (name) VALUES ('prices')")
+    with pytest.raises(Exception, match=r"saf\.topic has topics"):
+        command.downgrade(config(app), "0003")
+    assert "topic" in saf_objects(app)
+
+
 def test_the_library_knows_the_newest_revision() -> None:
     scripts = ScriptDirectory.from_config(config(Dsn("dbname=none")))
     assert scripts.get_current_head() == REVISION

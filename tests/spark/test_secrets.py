@@ -386,7 +386,7 @@ def test_nothing_that_holds_the_password_shows_it_when_printed(
     rules = policy(mom=mom)
     with Cycle(app, rules) as cycle:
         (work,) = cycle.open()
-        delivery = Delivery(0, work, [], rules)
+        delivery = Delivery(0, work, rules)
         (failure,) = record_batches(replace(work, dsn=wrong(app)), 1 << 26)
         things: list[Any] = [
             *(app, mom, settings, settings.brokers, settings.model_dump()),

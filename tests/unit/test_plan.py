@@ -13,6 +13,7 @@ from saf.cursor import Batch
 from saf.database import Dsn
 from saf.spark.plan import plan
 from saf.spark.work import Work
+from saf.ways import Routes
 
 NOBODY = UUID(int=0)
 
@@ -31,7 +32,7 @@ def work(broker: str, number: int, shards: list[int], *, much: bool) -> Work:
         epochs=tuple((shard, 1) for shard in shards),
     )
     return Work(
-        broker=broker, source=NOBODY, dsn=Dsn("dbname=x"), batch=batch, routes=(), much=much
+        broker=broker, source=NOBODY, dsn=Dsn("dbname=x"), batch=batch, routes=Routes(), much=much
     )
 
 

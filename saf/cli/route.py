@@ -1,0 +1,255 @@
+"""``saf route``: where messages go."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Annotated
+from uuid import UUID
+
+import typer
+
+from saf import routes
+from saf.cli.brokers import AsJson, Config, Name, Round, chosen, moment
+from saf.config import Quality, Settings, did_you_mean, load
+from saf.errors import ConfigurationError, Unroutable
+from saf.explain import Explanation, as_dict, explain
+from saf.routes import Configuration, Configured, describe
+from saf.ways import Route
+
+app = typer.Typer(no_args_is_help=True, help="Routes: which messages go where.")
+
+Destination = Annotated[str, typer.Argument(metavar="DESTINATION", help="By its name in saf.toml.")]
+Service = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Of the messages. Default: any service.")
+]
+ToBroker = Annotated[
+    UUID | None,
+    typer.Option(metavar="UUID", help="Of messages for this broker_id. Default: any broker."),
+]
+
+
+@app.command()
+def add(
+    destination: Destination,
+    *,
+    service: Service = None,
+    to_broker: ToBroker = None,
+    quality: Annotated[
+        Quality | None, typer.Option(help="Of service. Default: the destination's.")
+    ] = None,
+    expires: Annotated[
+        datetime | None,
+        typer.Option(parser=moment, metavar="TIME", help="Not used from then on. Default: never."),
+    ] = None,
+    comment: Annotated[str | None, typer.Option(help="For people.")] = None,
+    config: Config = None,
+    broker: Name = None,
+) -> None:
+    """Let messages go to a destination, from the next batch on.
+
+    Of the routes that match a message, the most specific win: service and broker, then service,
+    then broker, then neither. Several of these share the load; of a topic, all count. A route that
+    is there already gets the other values, and is enabled.
+    """
+    settings = load(config)
+    _known(settings, destination)
+    round_ = Round(chosen(settings, broker))
+    added = round_.visit(
+        "route",
+        lambda connection, _: routes.add_route(
+            connection,
+            destination,
+            service=service,
+            broker=to_broker,
+            quality=quality,
+            expires_at=expires,
+            comment=comment,
+        ),
+    )
+    for where, new in added.items():
+        _say(where, destination, service, to_broker, "added" if new else "changed")
+    round_.finish(say=True)
+
+
+@app.command()
+def remove(
+    destination: Destination,
+    *,
+    service: Service = None,
+    to_broker: ToBroker = None,
+    config: Config = None,
+    broker: Name = None,
+) -> None:
+    """Forget a route. What it alone matched is parked, or goes by a less specific one."""
+    round_ = Round(chosen(load(config), broker))
+    for where in round_.visit(
+        "route",
+        lambda connection, _: routes.remove_route(
+            connection, destination, service=service, broker=to_broker
+        ),
+    ):
+        _say(where, destination, service, to_broker, "removed")
+    round_.finish(say=True)
+
+
+@app.command()
+def enable(
+    destination: Destination,
+    *,
+    service: Service = None,
+    to_broker: ToBroker = None,
+    config: Config = None,
+    broker: Name = None,
+) -> None:
+    """Let a route count again."""
+    _enable(load(config), broker, destination, service, to_broker, enabled=True)
+
+
+@app.command()
+def disable(
+    destination: Destination,
+    *,
+    service: Service = None,
+    to_broker: ToBroker = None,
+    config: Config = None,
+    broker: Name = None,
+) -> None:
+    """Let a route not count, until it is enabled; also one that saf.toml declares."""
+    _enable(load(config), broker, destination, service, to_broker, enabled=False)
+
+
+@app.command("list")
+def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -> None:
+    """Show all routes, the most specific first, and where each comes from."""
+    settings = load(config)
+    round_ = Round(chosen(settings, broker))
+    default = settings.forwarder.default_destination
+    found = round_.visit(
+        "route",
+        lambda connection, _: routes.configuration(connection, default, settings.declared),
+    )
+    if as_json:
+        rows = [
+            {"broker": where, **as_dict(one), "state": state(one, there)}
+            for where, there in found.items()
+            for one in there.routes
+        ]
+        typer.echo(json.dumps({"routes": rows, "errors": round_.errors()}))
+    else:
+        for where, there in found.items():
+            _show(where, there)
+    round_.finish(say=not as_json)
+
+
+@app.command("explain")
+def explain_(
+    service: Annotated[str, typer.Argument(metavar="SERVICE", help="That a message is for.")],
+    *,
+    to_broker: ToBroker = None,
+    key: Annotated[str | None, typer.Option(help="Of the message. Default: it has none.")] = None,
+    config: Config = None,
+    broker: Name = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say where a message would go with the next batch, and why the other routes do not count.
+
+    Exit code 75: at some broker, none leads anywhere, and the message would wait.
+    """
+    settings = load(config)
+    round_ = Round(chosen(settings, broker))
+    found = round_.visit(
+        "route",
+        lambda connection, _: explain(
+            connection,
+            service,
+            str(to_broker) if to_broker else None,
+            key,
+            default_destination=settings.forwarder.default_destination,
+            declared=settings.declared,
+        ),
+    )
+    if as_json:
+        rows = [{"broker": where, **one.as_dict()} for where, one in found.items()]
+        typer.echo(json.dumps({"explanations": rows, "errors": round_.errors()}))
+    else:
+        for where, one in found.items():
+            _explain(where, one)
+    lost = any(not one.destinations for one in found.values())
+    round_.finish(say=not as_json, found=Unroutable.exit_code if lost else 0)
+
+
+def state(one: Configured, there: Configuration) -> str:
+    """In force, disabled or expired; or not needed: the default destination, beside a wildcard."""
+    if one.in_force(there.now):
+        return "in force" if one.route in there.in_force.routes else "not needed"
+    return "expired" if one.enabled else "disabled"
+
+
+def _known(settings: Settings, destination: str) -> None:
+    if destination not in settings.destinations:
+        raise ConfigurationError(
+            f"there is no [destinations.{destination}] in saf.toml"
+            f"{did_you_mean(destination, settings.destinations)}"
+        )
+
+
+def _enable(
+    settings: Settings,
+    broker: str | None,
+    destination: str,
+    service: str | None,
+    to_broker: UUID | None,
+    *,
+    enabled: bool,
+) -> None:
+    round_ = Round(chosen(settings, broker))
+    for where in round_.visit(
+        "route",
+        lambda connection, _: routes.enable_route(
+            connection,
+            destination,
+            service=service,
+            broker=to_broker,
+            enabled=enabled,
+            declared=settings.declared,
+        ),
+    ):
+        done = "enabled" if enabled else "disabled"
+        _say(where, destination, service, to_broker, done)
+    round_.finish(say=True)
+
+
+def _say(
+    where: str, destination: str, service: str | None, to_broker: UUID | None, done: str
+) -> None:
+    route = Route(
+        service=service, broker=str(to_broker) if to_broker else None, destination=destination
+    )
+    typer.echo(f"{where}: {describe(route)} {done}, from the next batch on")
+
+
+def _show(where: str, there: Configuration) -> None:
+    """A line for each route: there may be much to say of one."""
+    for one in there.routes:
+        said = [describe(one.route)]
+        if one.route.service in there.topics:
+            said.append("a topic")
+        if one.route.quality:
+            said.append(one.route.quality)
+        if one.expires_at:
+            said.append(f"until {one.expires_at:%Y-%m-%d %H:%M:%S%z}")
+        comment = f": {one.comment}" if one.comment else ""
+        typer.echo(f"{where}: {', '.join(said)}; {state(one, there)} ({one.origin}){comment}")
+
+
+def _explain(where: str, one: Explanation) -> None:
+    key = "without a key" if one.key is None else f"with key {one.key!r}"
+    to = f" at broker {one.broker}" if one.broker else ""
+    leads = ", ".join(map(repr, one.destinations)) or "nowhere: it would be parked"
+    typer.echo(f"{where}: a message for {one.service!r}{to} {key} goes to {leads}")
+    for verdict in one.verdicts:
+        mark = "->" if verdict.takes else "  "
+        typer.echo(
+            f"  {mark} {describe(verdict.route.route)} ({verdict.route.origin}): {verdict.why}"
+        )

@@ -1,0 +1,65 @@
+"""``saf topic``: services whose messages go to every destination that a route leads to."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from saf import routes
+from saf.cli.brokers import AsJson, Config, Name, Round, chosen
+from saf.cli.console import plain_console
+from saf.config import load
+
+app = typer.Typer(no_args_is_help=True, help="Topics: services that go to every destination.")
+
+Service = Annotated[str, typer.Argument(metavar="NAME", help="Of the service.")]
+
+
+@app.command()
+def add(name: Service, config: Config = None, broker: Name = None) -> None:
+    """Let what is addressed to a service go to all destinations of its routes."""
+    round_ = Round(chosen(load(config), broker))
+    for where, added in round_.visit(
+        "route", lambda connection, _: routes.add_topic(connection, name)
+    ).items():
+        done = "is a topic from the next batch on" if added else "is a topic already"
+        typer.echo(f"{where}: {name} {done}")
+    round_.finish(say=True)
+
+
+@app.command("list")
+def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -> None:
+    """Show the topics, and where a message of each goes now."""
+    settings = load(config)
+    round_ = Round(chosen(settings, broker))
+    default = settings.forwarder.default_destination
+    found = round_.visit(
+        "route",
+        lambda connection, _: routes.configuration(connection, default, settings.declared),
+    )
+    rows = []
+    for where, there in found.items():
+        for name in sorted(there.topics):
+            way = there.in_force.way(name, None)
+            rows.append((where, name, way.destinations if way else ()))
+    if as_json:
+        topics = [{"broker": w, "topic": n, "destinations": list(d)} for w, n, d in rows]
+        typer.echo(json.dumps({"topics": topics, "errors": round_.errors()}))
+    else:
+        table = Table("broker", "topic", "destinations")
+        for where, name, destinations in rows:
+            table.add_row(where, name, ", ".join(destinations) or "none")
+        plain_console().print(table)
+    round_.finish(say=not as_json)
+
+
+@app.command()
+def remove(name: Service, config: Config = None, broker: Name = None) -> None:
+    """Let a service be an ordinary one again: its most specific routes share."""
+    round_ = Round(chosen(load(config), broker))
+    for where in round_.visit("route", lambda connection, _: routes.remove_topic(connection, name)):
+        typer.echo(f"{where}: {name} is no topic any more, from the next batch on")
+    round_.finish(say=True)

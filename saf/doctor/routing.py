@@ -1,0 +1,35 @@
+"""The check of a source's routes, by what saf.toml says of destinations."""
+
+from __future__ import annotations
+
+from saf.config import Settings, did_you_mean
+from saf.doctor.patient import Check, Found, Patient
+from saf.routes import configuration, describe
+
+
+def routes_by(config: Settings) -> Check:
+    """The check for one saf.toml."""
+
+    def routes(patient: Patient) -> Found:
+        """Whether each route in force leads somewhere, and each topic has a route."""
+        default = config.forwarder.default_destination
+        in_force = configuration(patient.connection, default, config.declared).in_force
+        for route in in_force.routes:
+            if route.destination not in config.destinations:
+                meant = did_you_mean(route.destination, config.destinations)
+                yield (
+                    "error",
+                    f"the route of {describe(route)} leads to a destination that saf.toml does not "
+                    "know: its messages are parked",
+                    f"add [destinations.{route.destination}] to saf.toml{meant}, or saf route "
+                    "remove",
+                )
+        led = {service for service, _ in in_force.ways}
+        for topic in sorted(in_force.topics - led):
+            yield (
+                "warning",
+                f"topic {topic!r} has no destination: its messages are parked",
+                f"saf route add DESTINATION --service {topic}, or saf topic remove {topic}",
+            )
+
+    return routes

@@ -1,0 +1,136 @@
+"""Explaining: which routes a message would take now, and why not the others."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psycopg
+
+from saf.choices import Asker, chosen
+from saf.routes import NOTHING, Configuration, Configured, Declared, configuration, describe
+from saf.ways import Way
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a route comes to for one message."""
+
+    route: Configured
+    takes: bool
+    """The message goes, or may go, this way."""
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """Where a message would go with the next batch."""
+
+    service: str
+    broker: str | None
+    key: str | None
+    verdicts: tuple[Verdict, ...]
+    """One for each route that is configured, the most specific first."""
+
+    @property
+    def destinations(self) -> tuple[str, ...]:
+        """Where it goes; several are all of a topic's, or one of those that share."""
+        return tuple(v.route.route.destination for v in self.verdicts if v.takes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "service": self.service,
+            "to_broker": self.broker,
+            "key": self.key,
+            "destinations": list(self.destinations),
+            "routes": [
+                as_dict(verdict.route) | {"takes": verdict.takes, "why": verdict.why}
+                for verdict in self.verdicts
+            ],
+        }
+
+
+def as_dict(one: Configured) -> dict[str, Any]:
+    """A configured route, for JSON."""
+    named = {name: value for name, value in asdict(one.route).items() if name != "fallback"}
+    return {
+        **{("to_broker" if name == "broker" else name): value for name, value in named.items()},
+        "enabled": one.enabled,
+        "expires_at": one.expires_at and one.expires_at.isoformat(),
+        "comment": one.comment,
+        "origin": one.origin,
+    }
+
+
+def explain(
+    connection: psycopg.Connection[Any],
+    service: str,
+    broker: str | None = None,
+    key: str | None = None,
+    *,
+    default_destination: str | None = None,
+    declared: Declared = NOTHING,
+) -> Explanation:
+    """Where a message for a service (and broker) with a key would go now. Reads only."""
+    there = configuration(connection, default_destination, declared)
+    asker = Asker(service, broker, key or "")
+    choice = None if key is None else chosen(connection, [asker]).get(asker)
+    way = there.in_force.way(service, broker)
+    return Explanation(
+        service=service,
+        broker=broker,
+        key=key,
+        verdicts=tuple(
+            _judged(one, there, way, (service, broker, key), choice) for one in there.routes
+        ),
+    )
+
+
+def _judged(
+    one: Configured,
+    there: Configuration,
+    way: Way | None,
+    message: tuple[str, str | None, str | None],
+    choice: str | None,
+) -> Verdict:
+    service, broker, key = message
+    why = _out_of_force(one, there) or _elsewhere(one, service, broker)
+    if why or way is None:
+        return Verdict(route=one, takes=False, why=why)
+    winner = way.routes[0]
+    if one.route not in way.routes:
+        by = next((r for r in way.routes if r.destination == one.route.destination), None)
+        if way.to_all and by and not one.route.fallback:
+            why = f"the topic goes there by a more specific route, {describe(by)}"
+        else:
+            why = f"less specific than {describe(winner)}"
+    elif way.to_all:
+        return Verdict(route=one, takes=True, why="a topic goes to every destination")
+    elif not way.shared:
+        return Verdict(route=one, takes=True, why="the most specific match")
+    elif choice not in way.destinations:
+        shared = f"shares with {len(way.routes) - 1} more"
+        turn = "messages without a key in turn" if key is None else "the key has not chosen yet"
+        return Verdict(route=one, takes=True, why=f"{shared}: {turn}")
+    elif choice == one.route.destination:
+        return Verdict(route=one, takes=True, why=f"shares, and key {key!r} has chosen it")
+    else:
+        why = f"shares, and key {key!r} has chosen {choice!r}"
+    return Verdict(route=one, takes=False, why=why)
+
+
+def _out_of_force(one: Configured, there: Configuration) -> str:
+    if not one.enabled:
+        return "disabled"
+    if one.expired(there.now):
+        return f"expired at {one.expires_at:%Y-%m-%d %H:%M:%S%z}"
+    return ""
+
+
+def _elsewhere(one: Configured, service: str, broker: str | None) -> str:
+    if one.route.service not in (None, service):
+        return f"for another service, {one.route.service!r}"
+    if one.route.broker not in (None, broker):
+        return f"for another broker, {one.route.broker}"
+    return ""

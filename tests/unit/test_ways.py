@@ -1,0 +1,121 @@
+"""Ways: where routes lead, for any routes and any message."""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+import pyarrow as pa
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saf.choices import Asker
+from saf.spark.router import Router
+from saf.spark.sharing import share
+from saf.ways import Route, Routes, Way, by_precedence
+
+SERVICES = ["billing", "shipping", "é", ""]
+BROKERS = [str(UUID(int=number)) for number in range(3)]
+DESTINATIONS = ["mom", "erp", "crm"]
+
+services = st.sampled_from(SERVICES)
+brokers = st.none() | st.sampled_from(BROKERS)
+a_route = st.builds(
+    Route,
+    service=st.none() | st.sampled_from(SERVICES[:2]),
+    broker=st.none() | st.sampled_from(BROKERS[:2]),
+    destination=st.sampled_from(DESTINATIONS),
+)
+some_routes = st.builds(
+    lambda routes, fallback, topics: Routes(
+        routes=tuple(by_precedence([*routes, *([fallback] if fallback else [])])), topics=topics
+    ),
+    st.lists(a_route, unique=True),
+    st.none() | st.just(Route(destination="default", fallback=True)),
+    st.frozensets(st.sampled_from(SERVICES)),
+)
+messages = st.lists(st.tuples(services, brokers, st.none() | st.sampled_from("abc")), min_size=1)
+
+
+def as_table(rows: list[tuple[str, str | None, str | None]]) -> pa.Table:
+    return pa.table(
+        {
+            "id": pa.array(range(100, 100 + len(rows)), pa.int64()),
+            "to_service": pa.array([service for service, _, _ in rows], pa.string()),
+            "to_broker": pa.array([b and UUID(b).bytes for _, b, _ in rows], pa.binary()),
+            "key": pa.array([key for _, _, key in rows], pa.string()),
+        }
+    )
+
+
+def matching(routes: Routes, service: str, broker: str | None) -> list[Route]:
+    found = [route for route in routes.routes if route.matches(service, broker)]
+    return [r for r in found if not r.fallback] or found
+
+
+@given(some_routes, services, brokers)
+def test_an_ordinary_services_way_is_all_of_the_most_specific_matches(
+    routes: Routes, service: str, broker: str | None
+) -> None:
+    found = matching(routes, service, broker)
+    way = routes.way(service, broker)
+    if not found:
+        assert way is None
+    elif service not in routes.topics:
+        assert way is not None
+        best = max(route.specificity for route in found)
+        assert set(way.routes) == {route for route in found if route.specificity == best}
+        assert not way.to_all
+
+
+@given(some_routes, services, brokers)
+def test_a_topics_way_is_every_destination_that_matches_once_by_its_most_specific_route(
+    routes: Routes, service: str, broker: str | None
+) -> None:
+    found = matching(routes, service, broker)
+    way = routes.way(service, broker)
+    if found and service in routes.topics:
+        assert way is not None
+        assert not way.shared
+        assert sorted(way.destinations) == sorted({route.destination for route in found})
+        for route in way.routes:
+            same = [one for one in found if one.destination == route.destination]
+            assert route.specificity == max(one.specificity for one in same)
+
+
+@given(some_routes, messages)
+def test_a_chunk_is_routed_as_each_of_its_messages_would_be(
+    routes: Routes, rows: list[tuple[str, str | None, str | None]]
+) -> None:
+    router = Router(routes)
+    numbers = router.route(as_table(rows))["route"].to_pylist()
+    ways = [None if number is None else router.ways[number] for number in numbers]
+    assert ways == [routes.way(service, broker) for service, broker, _ in rows]
+
+
+@given(some_routes, messages)
+def test_each_message_of_a_chunk_that_is_shared_takes_one_route_of_its_way(
+    routes: Routes, rows: list[tuple[str, str | None, str | None]]
+) -> None:
+    router = Router(routes)
+    asked: list[Asker] = []
+
+    def choose(among: dict[Asker, tuple[str, ...]]) -> dict[Asker, str]:
+        asked.extend(among)
+        return {asker: max(destinations) for asker, destinations in among.items()}
+
+    before = router.route(as_table(rows))
+    after = share(before, router.ways, choose)  # type: ignore[arg-type] # a stricter dict
+    assert after.drop_columns(["route"]) == before.drop_columns(["route"])
+    assert len(asked) == len(set(asked)), "each key once"
+    for row in after.to_pylist():
+        service, broker, key = rows[row["id"] - 100]
+        way = routes.way(service, broker)
+        taken: Way | None = None if row["route"] is None else router.ways[row["route"]]
+        if way is None or not way.shared:
+            assert taken == way
+        elif key is None:
+            assert taken == Way(routes=(way.routes[row["id"] % len(way.routes)],))
+        else:
+            assert Asker(service, broker, key) in asked
+            assert taken is not None
+            assert taken.destinations == (max(way.destinations),)
