@@ -11,12 +11,10 @@ def chunks(batches: Iterable[pa.RecordBatch], max_rows: int, max_bytes: int) -> 
     """Arrow batches gathered, and cut where they are long, into tables of bounded size.
 
     A table has at most ``max_rows`` rows, and ends with the batch that reaches ``max_bytes``.
-    Rows without an id are padding (see `saf.spark.source`) and left out.
     """
     held: list[pa.RecordBatch] = []
     rows = size = 0
-    for padded in batches:
-        batch = padded.filter(padded["id"].is_valid()) if padded["id"].null_count else padded
+    for batch in batches:
         start = 0
         while start < batch.num_rows:
             part = batch.slice(start, max_rows - rows)

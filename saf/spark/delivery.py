@@ -1,4 +1,4 @@
-"""Delivery: the last step of the pipeline, inside the Spark task.
+"""Delivery: what a Spark task does with the messages that it reads.
 
 First the parked messages whose time has come, lane by lane; then the batch. Per chunk, in the
 order of the ids:
@@ -43,14 +43,13 @@ from saf.parking import MAIN, Lane
 from saf.spark.aside import Aside
 from saf.spark.at_source import AtSource
 from saf.spark.chunks import chunks
-from saf.spark.columns import unpack
 from saf.spark.lanes import Lanes
 from saf.spark.receipts import Receipts
 from saf.spark.releasing import Releasing
 from saf.spark.router import Router
 from saf.spark.sharing import share
 from saf.spark.sorting import Part, of_route_lane, sort
-from saf.spark.source import FAILED
+from saf.spark.source import messages
 from saf.spark.storing import Storing, nowhere
 from saf.spark.work import Policy, Receipt, Work
 from saf.ways import AT_MOST_ONCE
@@ -58,23 +57,23 @@ from saf.ways import AT_MOST_ONCE
 EXPECTED = (Unavailable, Rejected, Fenced, Ahead, UsageError)
 
 
-def deliver(
+def forward(
     work: Sequence[Work], policy: Policy
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """The function for mapInArrow: messages in, receipts out."""
-    pickled = [pickle.dumps(item) for item in work]  # a task unpickles its own only
+    """The function for mapInArrow: numbers of items of work in, receipts out.
 
-    def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        from pyspark import TaskContext  # exists inside a task only
+    The items travel inside the function, because they hold passwords and Spark shows its plans;
+    each pickled by itself, because a task needs only its own of what may be thousands.
+    """
+    pickled = [pickle.dumps(item) for item in work]
 
-        context = TaskContext.get()
-        assert context is not None  # noqa: S101 - for the type checker
-        # the pipeline is narrow, so the partition's number is the work item's
-        number = context.partitionId()
-        item = pickle.loads(pickled[number])  # noqa: S301 - our own bytes
-        delivery = Delivery(number, item, policy)
-        delivery.run(batches)
-        yield delivery.receipts.as_arrow()
+    def task(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in numbers:
+            for number in batch.column(0).to_pylist():
+                item = pickle.loads(pickled[number])  # noqa: S301 - our own bytes
+                delivery = Delivery(number, item, policy)
+                delivery.run(messages(item, policy.max_bytes))
+                yield delivery.receipts.as_arrow()
 
     return task
 
@@ -125,10 +124,8 @@ class Delivery:
     def _forward(self, rows: pa.Table) -> bool:
         """Steps 1 to 3 for one chunk; return whether the task should stop."""
         position = int(rows["id"][-1].as_py())
-        if position == FAILED:
-            raise Unavailable(f"broker {self.work.broker!r}", rows["body"][-1].as_py().decode())
         aside = Aside(work=self.work)
-        rows = self._not_set_aside(self.router.route(unpack(rows)))
+        rows = self._not_set_aside(self.router.route(rows))
         rows = aside.bury_unfit(rows, self.policy.max_bytes)
         rows = share(rows, self.router.ways, self.at_source.choose)
         parts = [

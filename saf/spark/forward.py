@@ -268,12 +268,11 @@ class Forwarder:
 
     def _receipts(self, spark: SparkSession, work: Sequence[Work]) -> list[Receipt]:
         # Arrow and Spark take a second to import, which a run that finds nothing saves
-        from saf.spark.delivery import deliver
+        from saf.spark.delivery import forward
         from saf.spark.receipts import RECEIPT_SCHEMA
-        from saf.spark.source import messages
 
-        pending = messages(spark, work, self.policy.max_bytes)
-        receipts = pending.mapInArrow(deliver(work, self.policy), RECEIPT_SCHEMA)
+        numbers = spark.range(0, len(work), 1, len(work))
+        receipts = numbers.mapInArrow(forward(work, self.policy), RECEIPT_SCHEMA)
         return [Receipt(**row.asDict()) for row in receipts.collect()]
 
     def _settle(

@@ -7,7 +7,6 @@ from dataclasses import asdict
 
 import pyarrow as pa
 
-from saf.spark.columns import arrow_type
 from saf.spark.work import Receipt
 
 _COLUMNS = {
@@ -22,8 +21,9 @@ _COLUMNS = {
     "error_kind": "string",
     "error": "string",
 }
+_TYPES = {"int": pa.int32(), "long": pa.int64(), "string": pa.string(), "boolean": pa.bool_()}
 RECEIPT_SCHEMA = ", ".join(f"{name} {kind}" for name, kind in _COLUMNS.items())
-_ARROW = pa.schema([(name, arrow_type(kind)) for name, kind in _COLUMNS.items()])
+_ARROW = pa.schema([(name, _TYPES[kind]) for name, kind in _COLUMNS.items()])
 
 
 class Receipts:

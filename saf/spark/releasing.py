@@ -24,7 +24,7 @@ from saf.parking import ROUTE, SERVICE, Backoff, Lane
 from saf.spark.aside import Aside
 from saf.spark.at_source import AtSource
 from saf.spark.chunks import chunks, mark
-from saf.spark.columns import selected, unpack
+from saf.spark.columns import selected
 from saf.spark.lanes import Lanes
 from saf.spark.receipts import Receipts
 from saf.spark.router import Router
@@ -139,8 +139,7 @@ class Releasing:
             sql.SQL("id AS log_id"),
         ]
         batches = read(self.work, parking.in_lane(self.work.batch, lane.key, everything))
-        for rows in chunks(batches, self.policy.chunk_rows, self.policy.chunk_bytes):
-            yield unpack(rows)
+        return chunks(batches, self.policy.chunk_rows, self.policy.chunk_bytes)
 
     def _qualities(self, lane: Backoff, rows: pa.Table) -> Iterator[Part]:
         """A lane's messages by their quality of service."""

@@ -19,14 +19,11 @@ from typing import TYPE_CHECKING, Any
 from saf.errors import MissingExtra
 from saf.spark import java
 from saf.spark.jvm import Jvm, launch
-from saf.spark.work import ROWS_AT_ONCE
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 NO_CONF: Mapping[str, str] = MappingProxyType({})
-
-UNLIMITED = 2**31 - 1
 
 _launched: Jvm | None = None
 _first_worker: threading.Thread | None = None
@@ -38,10 +35,6 @@ def settings(master: str, *, quick: bool = False) -> dict[str, str]:
         "spark.driver.memory": "1g",
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.session.timeZone": "UTC",
-        # The source sees to it that so many rows are never much to hold. Spark's own limit in
-        # bytes measures all columns anew with each row: a third of the JVM's time.
-        "spark.sql.execution.arrow.maxRecordsPerBatch": str(ROWS_AT_ONCE),
-        "spark.sql.execution.arrow.maxBytesPerBatch": str(UNLIMITED),
         # workers on the same machine: less work for the kernel than TCP, and nobody can listen
         "spark.python.unix.domain.socket.enabled": "true",
         # a task may fail and run again: reading a batch twice gives the same rows

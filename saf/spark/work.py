@@ -11,11 +11,6 @@ from saf.database import Dsn
 from saf.parking import Backoff
 from saf.ways import Routes
 
-ROWS_AT_ONCE = 10_000
-"""How many rows Spark hands from one process to the next at a time."""
-BYTES_AT_ONCE = 16 * 1024 * 1024
-"""How much that is at most, but for one Arrow batch or one large message more."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Work:

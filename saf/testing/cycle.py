@@ -9,7 +9,7 @@ from __future__ import annotations
 from saf.database import Dsn
 from saf.spark.broker import SourceBroker
 from saf.spark.delivery import Delivery
-from saf.spark.source import record_batches
+from saf.spark.source import messages
 from saf.spark.work import Policy, Receipt, Work
 
 LEASE_SECONDS = 30.0
@@ -45,7 +45,7 @@ class Cycle:
         """Run the tasks, one after the other."""
         receipts = []
         for number, work in enumerate(self.work):
-            rows = record_batches(work, self.rules.max_bytes)
+            rows = messages(work, self.rules.max_bytes)
             receipts += Delivery(number, work, self.rules).run(rows)
         return receipts
 

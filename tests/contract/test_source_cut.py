@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from saf.database import Dsn
 from saf.spark.delivery import Delivery
-from saf.spark.source import record_batches
+from saf.spark.source import messages
 from tests.pipeline import Cycle, bodies, connect, policy
 
 MANY = 60_000
@@ -29,7 +29,7 @@ def test_a_connection_cut_while_a_batch_is_read_is_a_source_that_is_down(
             (work,) = cycle.open()
 
             def cut_after_the_first() -> Iterator[pa.RecordBatch]:
-                batches = record_batches(work, rules.max_bytes)
+                batches = messages(work, rules.max_bytes)
                 yield next(batches)
                 assert connection.execute(CUT).fetchall()
                 yield from batches

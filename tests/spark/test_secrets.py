@@ -32,12 +32,12 @@ from saf.config import load
 from saf.database import SECRETS, Dsn, fetch
 from saf.destinations.postgresql import PostgresInbox
 from saf.embedded import EmbeddedServer
-from saf.errors import ConfigurationError, SafError
+from saf.errors import ConfigurationError, SafError, Unavailable
 from saf.grants import Kind, grant
 from saf.migrate import migrate
 from saf.spark.delivery import Delivery
 from saf.spark.forward import Forwarder
-from saf.spark.source import record_batches
+from saf.spark.source import messages
 from tests.pipeline import Cycle, connect, policy
 from tests.programs import BIN, environment, last_json, run, send
 
@@ -387,19 +387,20 @@ def test_nothing_that_holds_the_password_shows_it_when_printed(
     with Cycle(app, rules) as cycle:
         (work,) = cycle.open()
         delivery = Delivery(0, work, rules)
-        (failure,) = record_batches(replace(work, dsn=wrong(app)), 1 << 26)
+        with pytest.raises(Unavailable) as failure:
+            list(messages(replace(work, dsn=wrong(app)), 1 << 26))
         things: list[Any] = [
             *(app, mom, settings, settings.brokers, settings.model_dump()),
             *(work, rules, delivery, cycle.broker, cycle.deliver()),
             Forwarder(settings, _no_spark),
             PostgresInbox("mom", mom),
             settings.model_dump_json(),
-            failure.to_pylist(),
+            failure.value,
         ]
     for thing in things:
         assert not shows(repr(thing)), type(thing)
         assert not shows(str(thing)), type(thing)
-    assert b"authentication failed" in failure["body"][0].as_py()
+    assert "authentication failed" in str(failure.value)
 
 
 def _no_spark(much: bool) -> SparkSession:
