@@ -49,6 +49,7 @@ def producers(stage: Stage) -> None:
         for name, mom in places.items():
             with forwarder(stage, mom):
                 measured[name].append(pgbench(stage, script, rate=RATE).p99)
+            execute(stage.app, "DELETE FROM saf.backoff")
     for name, values in measured.items():
         stage.note(f"send_p99_mom_{name}_ms", median(values), "ms")
     ratios = [down / up for up, down in zip(measured["up"], measured["down"], strict=True)]
