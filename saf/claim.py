@@ -16,12 +16,10 @@ no lease, owner or epoch, and nothing to fence: a transaction that is gone canno
 deliveries. It claims the shards that it owns, and the others those that nobody owns. Whose they are
 is asked by the same statement that locks them, so they stay so until its transaction ends.
 
-*Whose transaction died?* One that locks a row leaves its id in the row's xmax. If it then writes
-the row and commits, that id is the new row's xmin as well. So a cursor that can be locked, and
-whose xmax is set and not its xmin, tells that the last delivery from its shard was rolled back or
-died. That costs nothing, needs no second transaction, and survives any kill. The shard is then
-handed out more carefully (``allowance``; see `saf.lanes`). Therefore whoever locks a cursor also
-writes it, unless he fails.
+*Whose transaction died?* One that locks a row leaves its id in the row's xmax. So a cursor that can
+be locked, and whose xmax did not commit, tells that the last delivery from its shard was rolled
+back or died. That costs nothing, needs no second transaction, and survives any kill. The shard is
+then handed out more carefully (``allowance``; see `saf.lanes`).
 
 *Deep backlogs.* Rows are ordered by id, but only (shard, txid) is indexed, so a read sorts what is
 left of a shard's batch. A batch need not reach up to now: it may end at any transaction id X, if
@@ -45,7 +43,7 @@ from saf.database import fetch
 from saf.errors import UsageError
 from saf.parking import LATER
 from saf.received import EXPRESSIONS, ID, READ, SHARD, Received
-from saf.shards import NEWEST, newest
+from saf.shards import NEWEST, failed, newest
 
 CUT_ROWS, CUTS = 250, 64
 """A batch of a deep backlog holds at least so many messages; so many batches are known ahead."""
@@ -66,8 +64,8 @@ OR EXISTS (
     SELECT FROM saf.inbox i
     WHERE i.shard = c.shard AND i.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done))))"""
 
-# Outside of what locks: the columns are as they were before, and the own id is assigned after
-FAILED = "touched NOT IN ('0'::xid, made, pg_current_xact_id_if_assigned()::xid)"
+# Outside of what locks: there the columns are as they were before
+FAILED = failed("touched")
 
 # In random order, so that receivers seldom meet and no shard is always the last. The rows are
 # locked as the join asks for them, one by one, until enough messages are counted: the others stay
@@ -76,7 +74,7 @@ CLAIM = f"""
 SELECT shard, bool_or(failed), count(*) FROM (
     SELECT c.shard, {FAILED} AS failed
     FROM (
-        SELECT f.shard, f.done, f.open, f.position, f.xmin AS made, f.xmax AS touched
+        SELECT f.shard, f.done, f.open, f.position, f.xmax AS touched
         FROM (
             SELECT subscription_id, shard, batch FROM {NEWEST} AS c
             WHERE allowance IS NULL AND owner IS NOT DISTINCT FROM %(owner)s
@@ -104,7 +102,7 @@ GROUP BY shard
 
 CLAIM_SHARD = f"""
 SELECT shard, {FAILED}, 0 FROM (
-    SELECT f.shard, f.xmin AS made, f.xmax AS touched
+    SELECT f.shard, f.xmax AS touched
     FROM {newest("(VALUES (%(shard)s::smallint))")} AS c
     JOIN saf.cursor f USING (subscription_id, shard, batch)
     WHERE f.owner IS NOT DISTINCT FROM %(owner)s

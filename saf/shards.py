@@ -114,6 +114,16 @@ def fair_share(held: Mapping[str, int], shards: int) -> dict[str, int]:
     return {member: least + (place < remainder) for place, member in enumerate(by_holding)}
 
 
+_NOW = "pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
+_FULL = f"{_NOW} - (({_NOW} - {{xid}}::text::bigint + 2147483648) & 4294967295) + 2147483648"
+
+
+def failed(xid: str) -> str:
+    """SQL: whether a transaction of a row's xmax, if there is one, was rolled back or died."""
+    full = _FULL.format(xid=xid)
+    return f"({xid} <> '0'::xid AND pg_xact_status(({full})::text::xid8) = 'aborted')"
+
+
 LAST = "9223372036854775807"
 ALL_SHARDS = "generate_series(0, (SELECT shards - 1 FROM saf.broker))"
 
@@ -171,7 +181,7 @@ ANY_DEAD = f"SELECT EXISTS (SELECT FROM saf.member m WHERE {IS_DEAD})"
 LIVING = "SELECT name FROM saf.member WHERE subscription_id = %(subscription_id)s ORDER BY name"
 
 # A receiver's delivery that failed is told from the row's last version: see saf.claim
-NOTE_FAILURE = "allowance = CASE WHEN xmax IN ('0'::xid, xmin) THEN allowance ELSE 1 END"
+NOTE_FAILURE = f"allowance = CASE WHEN {failed('xmax')} THEN 1 ELSE allowance END"
 
 # Their shards are free, and their batches stay open.
 FREE_DEAD = f"""
