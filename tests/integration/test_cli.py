@@ -88,7 +88,7 @@ def test_a_default_destination_that_is_not_there_is_refused_with_the_one_that_wa
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("", "brokers"),
+        ("", "destinations"),
         ("[brokers]\n[destinations.mom]\ndsn = 'dbname=x'", "brokers"),
         ("[brokers.shop]\n[destinations.mom]\ndsn = 'dbname=x'", "brokers.shop.dsn"),
         (MINIMAL + "[forwarder]\nchunk_rows = 0", "forwarder.chunk_rows"),

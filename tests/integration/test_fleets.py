@@ -42,7 +42,7 @@ def test_a_pattern_finds_the_databases_of_the_server_with_such_names(
 ) -> None:
     tenants = [new_broker("pattern_a"), new_broker("pattern_b")]
     new_broker("pattern-c")
-    found = ask("tenants", Fleet(dsn=server.dsn("postgres"), databases="pattern_[ab]_*"))
+    found = ask("tenants", Fleet(dsn=server.dsn("postgres"), databases="saf_test_*_pattern_[ab]"))
     assert {name: broker.dsn.database for name, broker in found.brokers.items()} == {
         f"tenants/{tenant.database}": tenant.database for tenant in tenants
     }
@@ -135,7 +135,7 @@ def test_commands_go_round_a_fleet_or_one_of_it(
     new_database("round")  # no broker, and nothing is said of it
     send(one, 3)
     dsn = json.dumps(server.dsn("postgres").conninfo)
-    config = write(tmp_path / "saf.toml", f'dsn = {dsn}\ndatabases = "round_*"', mom)
+    config = write(tmp_path / "saf.toml", f'dsn = {dsn}\ndatabases = "saf_test_*_round"', mom)
 
     def pending(*options: str) -> dict[str, int]:
         done = saf("status", "--config", config, "--json", *options)

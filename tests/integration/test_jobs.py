@@ -310,14 +310,15 @@ def test_the_example_explains_every_setting_and_each_default_is_the_real_one(
                 assert "#" in line.lstrip("# ") or line.startswith("["), f"{line} is not explained"
                 if line.startswith("# ") and "# example" not in line:
                     assert shown[name] == getattr(real, name)
-    fleet = re.search(r"^#   \[fleets.*(?:\n#   .*)+", text, re.MULTILINE)
-    assert fleet
-    fleets = tomllib.loads(fleet[0].replace("#   ", ""))["fleets"]
-    example = config.Fleet(**{**fleets["tenants"], "dsn": "dbname=x"})
+    examples = re.findall(r"^#   \[.*(?:\n#   .*)+", text, re.MULTILINE)
+    more = tomllib.loads("\n".join(examples).replace("#   ", ""))
+    example = config.Fleet(**{**more["fleets"]["tenants"], "dsn": "dbname=x"})
     fields = config.Fleet.model_fields
-    assert {*fleets["tenants"], "query"} == set(fields)
+    assert {*more["fleets"]["tenants"], "query"} == set(fields)
     assert example.refresh_seconds == fields["refresh_seconds"].default
-    assert {*tables, "fleets"} == set(config.Settings.model_fields)
+    assert set(more["routes"][0]) == set(config.Route.model_fields)
+    assert set(more["topics"]["prices"]) == set(config.Topic.model_fields)
+    assert {*tables, *more} == set(config.Settings.model_fields)
 
 
 # all of them

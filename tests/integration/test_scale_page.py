@@ -39,7 +39,7 @@ def test_its_commands_forward_a_fleet(
         connection.execute("INSERT INTO tenant VALUES (%s, %s, true)", [
             tenant.database, tenant.conninfo,
         ])  # fmt: skip
-    (tmp_path / "saf.toml").write_text(toml.replace("tenant_*", "tenant_acme_*"))
+    (tmp_path / "saf.toml").write_text(toml.replace("tenant_*", "saf_test_*_tenant_acme"))
     done = run(
         ["bash", "-euxc", SHELL.replace("tenant_acme", tenant.database)],
         env={
