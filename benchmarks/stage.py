@@ -89,7 +89,10 @@ class Stage:
         self.console.print(f"  {name}: {value:,.4g} {unit}", highlight=False)
 
     def report(self) -> None:
-        """A table for people, JSON lines for programs, on stdout and in a file."""
+        """A table for people, JSON lines for programs, on stdout and in a file.
+
+        The file keeps what other parts have said in an earlier run.
+        """
         table = Table("name", "value", "unit", "to reach")
         lines = []
         for result in self.results:
@@ -100,7 +103,9 @@ class Stage:
             lines.append(json.dumps(result))
         Console().print(table)
         RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text("\n".join(lines) + "\n")
+        kept = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+        latest = {json.loads(line)["name"]: line for line in [*kept, *lines]}
+        RESULTS.write_text("\n".join(latest.values()) + "\n")
         print("\n".join(lines))
 
 
