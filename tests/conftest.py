@@ -106,34 +106,34 @@ def pg_version(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def prepared(servers: Servers, pg_version: int) -> Prepared:
+def migrated(servers: Servers, pg_version: int) -> Prepared:
     return servers[pg_version]
 
 
 @pytest.fixture
-def server(prepared: Prepared) -> EmbeddedServer:
+def server(migrated: Prepared) -> EmbeddedServer:
     """The running server that the test's brokers are on; shared, so not to be stopped."""
-    return prepared.server
+    return migrated.server
 
 
 @pytest.fixture
-def new_database(prepared: Prepared) -> Iterator[Callable[[str], Dsn]]:
+def new_database(migrated: Prepared) -> Iterator[Callable[[str], Dsn]]:
     """Creates empty databases, which go with the test."""
     created: list[Database] = []
 
     def new(name: str) -> Dsn:
-        created.append(prepared.databases.create(name))
+        created.append(migrated.databases.create(name))
         return created[-1].dsn
 
     yield new
     for database in created:
-        prepared.databases.drop(database)
+        migrated.databases.drop(database)
 
 
 @pytest.fixture
-def new_broker(prepared: Prepared) -> Iterator[Callable[[str], Dsn]]:
+def new_broker(migrated: Prepared) -> Iterator[Callable[[str], Dsn]]:
     """Creates migrated databases with 64 shards, which go with the test."""
-    copies = Copies(prepared.databases, prepared.template)
+    copies = Copies(migrated.databases, migrated.template)
     yield lambda name: copies(name).dsn
     copies.drop()
 
