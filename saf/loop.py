@@ -85,7 +85,10 @@ class Loop(ABC):
         """
         self._check()
         threads = [
-            threading.Thread(target=self._work, name=f"saf {self.subscription} {number}")
+            # daemons, because a second signal ends the process at once, whatever handlers do
+            threading.Thread(
+                target=self._work, name=f"saf {self.subscription} {number}", daemon=True
+            )
             for number in range(self.threads)
         ]
         with stop_on_signals(self.stop):

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psycopg
 
 import saf
 from saf import services
-from saf.database import Dsn
+from saf.database import Dsn, fetch
+from saf.loop import Loop
 from saf.parking import KEY
 from tests.pipeline import connect, let_time_pass
 
@@ -74,6 +77,36 @@ def count_up(connection: psycopg.Connection[Any], message: saf.Received) -> None
     )
     assert moved.rowcount == 1, f"{message} out of order"
     effect(connection, message)
+
+
+@contextmanager
+def running(loop: Loop) -> Iterator[None]:
+    """In this process, until the block ends, however it does."""
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.stop()
+        thread.join()
+
+
+def writes_nothing_for(seconds: float, mom: Dsn) -> bool:
+    """Whether what runs beside leaves the server's transaction ids alone for so long.
+
+    Now and then autovacuum takes one; who writes again and again would in each of five windows.
+    """
+    with connect(mom) as connection:
+
+        def next_xid() -> object:
+            return fetch(connection, "SELECT pg_snapshot_xmax(pg_current_snapshot())")
+
+        def quiet() -> bool:
+            before = next_xid()
+            time.sleep(seconds)
+            return next_xid() == before
+
+        return any(quiet() for _ in range(5))
 
 
 def effects(mom: Dsn) -> list[str]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,7 +17,7 @@ from saf.testing.databases import Database
 from tests.pipeline import connect, forward, send
 from tests.programs import configuration
 from tests.programs import saf as command
-from tests.receivers import SUBSCRIPTION, effect, effects, prepare, put
+from tests.receivers import SUBSCRIPTION, effect, effects, prepare, put, running
 
 SELDOM = 60.0
 POLLING = importlib.import_module("saf.receive")  # saf.receive itself is the function
@@ -34,17 +31,10 @@ def inbox(mom: Dsn) -> Dsn:
     return mom
 
 
-@contextmanager
-def running(inbox: Dsn) -> Iterator[None]:
+def listening(inbox: Dsn) -> saf.Worker:
     worker = saf.Worker(inbox, SUBSCRIPTION, listen=True)
     worker.handler()(lambda message, connection: effect(connection, message))
-    thread = threading.Thread(target=worker.run)
-    thread.start()
-    try:
-        yield
-    finally:
-        worker.stop()
-        thread.join()
+    return worker
 
 
 def handled(inbox: Dsn, count: int, within: float) -> bool:
@@ -61,7 +51,7 @@ def test_a_listening_worker_handles_what_is_stored_by_any_means_without_polling(
 ) -> None:
     monkeypatch.setattr(POLLING, "FIRST_PAUSE_SECONDS", SELDOM)
     monkeypatch.setattr(POLLING, "LISTENING_PAUSE_SECONDS", SELDOM)
-    with running(inbox):
+    with running(listening(inbox)):
         time.sleep(1)
         put(inbox, "a row")
         assert handled(inbox, 1, within=SELDOM / 4)
@@ -72,7 +62,7 @@ def test_a_listening_worker_handles_what_is_stored_by_any_means_without_polling(
 
 
 def test_a_listening_worker_stops_as_soon_as_it_is_told_to(inbox: Dsn) -> None:
-    with running(inbox):
+    with running(listening(inbox)):
         time.sleep(1)
         started = time.monotonic()
     assert time.monotonic() - started < 2

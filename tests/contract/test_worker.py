@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,8 +29,10 @@ from tests.receivers import (
     let_keys_be_due,
     prepare,
     put,
+    running,
     store,
     waiting,
+    writes_nothing_for,
 )
 
 every_postgresql = pytest.mark.every_postgresql
@@ -196,48 +197,34 @@ def test_an_error_of_the_database_that_a_handler_swallows_fails_its_message_only
 def test_threads_share_the_work_and_stop_in_order(inbox: Dsn) -> None:
     store(inbox, 30, 20)
     picky = Picky(inbox, threads=4, max_messages=10)
-    thread = threading.Thread(target=picky.worker.run)
-    thread.start()
-    while len(effects(inbox)) < 600:
-        time.sleep(0.02)
-    started = time.monotonic()
-    picky.worker.stop()
-    thread.join()
+    with running(picky.worker):
+        while len(effects(inbox)) < 600:
+            time.sleep(0.02)
+        started = time.monotonic()
     assert time.monotonic() - started < 1
     assert by_key(inbox) == {f"k{key}": list(range(1, 21)) for key in range(1, 31)}
 
 
 def test_a_worker_goes_on_when_its_connections_are_cut(inbox: Dsn) -> None:
     picky = Picky(inbox)
-    thread = threading.Thread(target=picky.worker.run)
-    thread.start()
-    put(inbox, "1")
-    while not effects(inbox):
-        time.sleep(0.02)
-    with connect(inbox) as connection:
-        connection.execute(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-            "WHERE datname = current_database() AND application_name = 'saf receive'"
-        )
-    put(inbox, "2")
-    while len(effects(inbox)) < 2:
-        time.sleep(0.02)
-    picky.worker.stop()
-    thread.join()
+    with running(picky.worker):
+        put(inbox, "1")
+        while not effects(inbox):
+            time.sleep(0.02)
+        with connect(inbox) as connection:
+            connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND application_name = 'saf receive'"
+            )
+        put(inbox, "2")
+        while len(effects(inbox)) < 2:
+            time.sleep(0.02)
 
 
 def test_an_idle_worker_writes_nothing_and_asks_twice_a_second(inbox: Dsn) -> None:
-    picky = Picky(inbox)
-    position = "SELECT pg_current_xact_id_if_assigned(), pg_snapshot_xmax(pg_current_snapshot())"
-    thread = threading.Thread(target=picky.worker.run)
-    thread.start()
-    time.sleep(1.5)
-    with connect(inbox) as connection:
-        before = fetch(connection, position)
+    with running(Picky(inbox).worker):
         time.sleep(1.5)
-        assert fetch(connection, position) == before
-    picky.worker.stop()
-    thread.join()
+        assert writes_nothing_for(1.5, inbox)
 
 
 def test_two_handlers_for_one_type_and_a_wrong_signature_are_refused_by_name(inbox: Dsn) -> None:
