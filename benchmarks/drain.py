@@ -46,13 +46,13 @@ def ceiling(stage: Stage) -> float:
     return time.monotonic() - started
 
 
-def forward(spark: SparkSession, settings: Settings) -> float:
-    """Seconds for one drain."""
+def forward(spark: SparkSession, settings: Settings, messages: int = MESSAGES) -> float:
+    """Seconds for one drain of so many messages."""
     started = time.monotonic()
     summary = Forwarder(settings, lambda _: spark).drain()
     seconds = time.monotonic() - started
-    if summary.forwarded != MESSAGES or summary.problems:
-        raise RuntimeError(f"expected {MESSAGES} messages: {summary}")
+    if summary.forwarded != messages or summary.problems:
+        raise RuntimeError(f"expected {messages} messages: {summary}")
     return seconds
 
 

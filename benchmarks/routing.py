@@ -6,14 +6,13 @@ by the wildcard. All lead to the same store, so that nothing but the routing dif
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from pyspark.sql import SparkSession
 
+from benchmarks.drain import forward
 from benchmarks.stage import Stage, execute, median
-from saf.config import Settings, load
-from saf.spark.forward import Forwarder
+from saf.config import load
 
 MESSAGES = 400_000
 SERVICES = 1000
@@ -45,7 +44,7 @@ def run(stage: Stage, spark: SparkSession) -> None:
         for count in COUNTS[number % len(COUNTS) :] + COUNTS[: number % len(COUNTS)]:
             stage.rewind()
             execute(stage.app, "DELETE FROM saf.route", ROUTES.format(count=count))
-            seconds[count].append(forward(spark, settings))
+            seconds[count].append(forward(spark, settings, MESSAGES))
             if stage.stored() != MESSAGES:
                 raise RuntimeError(f"stored {stage.stored()} messages with {count} routes")
     execute(stage.app, "DELETE FROM saf.route", "TRUNCATE saf.outbox")
@@ -53,13 +52,3 @@ def run(stage: Stage, spark: SparkSession) -> None:
     for count in COUNTS[1:]:
         ratios = [o / n for o, n in zip(of_one, seconds[count][WARM_UP:], strict=True)]
         stage.note(f"routes_{count}_ratio", median(ratios), "of one route", ">= 0.95")
-
-
-def forward(spark: SparkSession, settings: Settings) -> float:
-    """Seconds for one drain."""
-    started = time.monotonic()
-    summary = Forwarder(settings, lambda _: spark).drain()
-    seconds = time.monotonic() - started
-    if summary.forwarded != MESSAGES or summary.problems:
-        raise RuntimeError(f"expected {MESSAGES} messages: {summary}")
-    return seconds

@@ -43,7 +43,7 @@ from saf.database import fetch
 from saf.errors import UsageError
 from saf.parking import LATER
 from saf.received import EXPRESSIONS, ID, READ, SHARD, Received
-from saf.shards import NEWEST, failed, newest
+from saf.shards import NEWEST, THIS_ROW, failed, newest
 
 CUT_ROWS, CUTS = 250, 64
 """A batch of a deep backlog holds at least so many messages; so many batches are known ahead."""
@@ -177,7 +177,7 @@ SELECT shard, array_agg(txid::text ORDER BY txid) FROM (
 ) AS cut GROUP BY shard
 """
 
-MOVE = """
+MOVE = f"""
 UPDATE saf.cursor c SET
     opened_at = CASE WHEN m.batch > c.batch THEN now() ELSE c.opened_at END,
     batch = m.batch, done = m.done, open = m.open, position = m.position,
@@ -186,10 +186,8 @@ FROM unnest(%(shard)s::smallint[], %(batch)s::bigint[], %(done)s::pg_snapshot[],
             %(open)s::pg_snapshot[], %(position)s::bigint[], %(allowance)s::int[],
             %(until)s::pg_snapshot[], %(cuts)s::text[])
      AS m (shard, batch, done, open, position, allowance, until, cuts)
-WHERE c.subscription_id = %(subscription_id)s AND c.shard = m.shard
-  AND c.batch = (SELECT max(n.batch) FROM saf.cursor n
-                 WHERE n.subscription_id = %(subscription_id)s AND n.shard = m.shard)
-  AND pg_current_xact_id() = %(transaction)s::xid8
+JOIN {newest("unnest(%(shard)s::smallint[])")} AS n USING (shard)
+WHERE {THIS_ROW} AND pg_current_xact_id() = %(transaction)s::xid8
 """
 
 

@@ -52,7 +52,7 @@ from psycopg.rows import dict_row
 
 from saf.database import fetch
 from saf.errors import Fenced
-from saf.shards import NEWEST, Member
+from saf.shards import NEWEST, THIS_ROW, Member
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,15 +165,14 @@ BY_INDEX = "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off"
 # All shards that are opened together get the same number, above any they had, so that they stay
 # one batch. The number only has to rise per shard.
 OPEN = f"""
-WITH own AS (SELECT shard, batch, open FROM {NEWEST} AS c WHERE owner = %(owner)s)
+WITH n AS (SELECT shard, batch FROM {NEWEST} AS c WHERE owner = %(owner)s)
 UPDATE saf.cursor c SET
     open = pg_current_snapshot(),
-    batch = (SELECT max(batch) + 1 FROM own),
+    batch = (SELECT max(batch) + 1 FROM n),
     opened_at = now(),
     route_version = %(route_version)s
-FROM own
-WHERE c.subscription_id = %(subscription_id)s AND c.shard = own.shard AND c.batch = own.batch
-  AND c.owner = %(owner)s AND c.open IS NULL
+FROM n
+WHERE {THIS_ROW} AND c.owner = %(owner)s AND c.open IS NULL
 """
 
 # The rows of a batch's shards, as long as owner, epoch and batch are still what they were.
@@ -234,14 +233,16 @@ def anything_new(connection: psycopg.Connection[Any], log: str, member: Member) 
     """Whether opening a batch now would find rows. Reads only."""
     params = {"subscription_id": member.subscription_id, "owner": member.member_id}
     idle = fetch(connection, IDLE, params)
+    return any(any_since(connection, log, shards, done) for done, shards in idle)
+
+
+def any_since(connection: psycopg.Connection[Any], log: str, shards: list[int], done: str) -> bool:
+    """Whether shards have rows that are not visible in a snapshot. Reads only."""
+    query = sql.SQL("SELECT EXISTS ({})").format(since(log, shards, done))
     with connection.transaction():
         connection.execute(BY_INDEX)
-        for done, shards in idle:
-            query = sql.SQL("SELECT EXISTS ({})").format(since(log, shards, done))
-            ((new,),) = fetch(connection, query)
-            if new:
-                return True
-    return False
+        ((new,),) = fetch(connection, query)
+    return bool(new)
 
 
 def has_more_than(connection: psycopg.Connection[Any], batch: Batch, rows: int) -> bool:

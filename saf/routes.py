@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any, Literal
 from uuid import UUID
@@ -315,7 +315,7 @@ def _change(
 
 
 def _rows(routes: Iterable[Configured]) -> str:
-    return "; ".join(describe(replace(one.route, quality=None)) for one in routes) or "none"
+    return "; ".join(describe(one.route) for one in routes) or "none"
 
 
 def _check(what: str, name: str) -> None:

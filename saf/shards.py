@@ -147,6 +147,11 @@ def newest(shards: str = ALL_SHARDS) -> str:
 
 NEWEST = newest()
 
+THIS_ROW = """
+c.subscription_id = %(subscription_id)s AND c.shard = n.shard AND c.batch = n.batch
+"""
+"""SQL: a row of saf.cursor that is to be written is the newest found, n."""
+
 JOIN = """
 INSERT INTO saf.member (member_id, subscription_id, name, lease_until)
 VALUES (%(member_id)s, %(subscription_id)s, %(name)s,
@@ -187,9 +192,8 @@ NOTE_FAILURE = f"allowance = CASE WHEN {failed('xmax')} THEN 1 ELSE allowance EN
 FREE_DEAD = f"""
 UPDATE saf.cursor c SET owner = NULL, {NOTE_FAILURE}
 FROM (SELECT shard, batch, owner FROM {NEWEST} AS c
-      WHERE owner IN (SELECT member_id FROM saf.member m WHERE {IS_DEAD})) AS dead
-WHERE c.subscription_id = %(subscription_id)s AND c.owner = dead.owner
-  AND c.shard = dead.shard AND c.batch = dead.batch
+      WHERE owner IN (SELECT member_id FROM saf.member m WHERE {IS_DEAD})) AS n
+WHERE {THIS_ROW} AND c.owner = n.owner
 """
 FORGET_DEAD = f"DELETE FROM saf.member m WHERE {IS_DEAD}"
 
@@ -206,28 +210,25 @@ SHARDS = f"SELECT count(*) FROM {NEWEST} AS c"
 RELEASE = f"""
 UPDATE saf.cursor c SET owner = NULL, {NOTE_FAILURE}
 FROM (SELECT shard, batch FROM {NEWEST} AS c WHERE owner = %(member_id)s
-      ORDER BY open IS NULL DESC, shard DESC LIMIT %(surplus)s) AS surplus
-WHERE c.subscription_id = %(subscription_id)s AND c.owner = %(member_id)s
-  AND c.shard = surplus.shard AND c.batch = surplus.batch
+      ORDER BY open IS NULL DESC, shard DESC LIMIT %(surplus)s) AS n
+WHERE {THIS_ROW} AND c.owner = %(member_id)s
 RETURNING c.shard
 """
 
 ACQUIRE = f"""
 UPDATE saf.cursor c SET owner = %(member_id)s, epoch = epoch + 1, {NOTE_FAILURE}
 FROM (SELECT shard, batch FROM {NEWEST} AS c WHERE owner IS NULL
-      ORDER BY shard LIMIT %(lacking)s) AS free
-WHERE c.subscription_id = %(subscription_id)s AND c.owner IS NULL
-  AND c.shard = free.shard AND c.batch = free.batch
+      ORDER BY shard LIMIT %(lacking)s) AS n
+WHERE {THIS_ROW} AND c.owner IS NULL
 """
 
 OWNED = f"SELECT count(*) FROM {NEWEST} AS c WHERE owner = %(member_id)s"
 
-# An update, because a lock that is not followed by a write looks like a delivery that failed
+# An update, because a mere lock would wipe out the trace of a delivery that failed
 HOLD = f"""
 UPDATE saf.cursor c SET {NOTE_FAILURE}
 FROM (SELECT shard, batch FROM {newest("unnest(%(shards)s::smallint[])")} AS c) AS n
-WHERE c.subscription_id = %(subscription_id)s AND c.owner = %(member_id)s
-  AND c.shard = n.shard AND c.batch = n.batch
+WHERE {THIS_ROW} AND c.owner = %(member_id)s
   AND (c.shard, c.epoch) IN (SELECT * FROM unnest(%(shards)s::smallint[], %(epochs)s::bigint[]))
 RETURNING c.shard, c.epoch
 """
@@ -238,9 +239,8 @@ GOING_ON = "UPDATE saf.member SET stopping = false WHERE member_id = %(member_id
 
 FREE = f"""
 UPDATE saf.cursor c SET owner = NULL, {NOTE_FAILURE}
-FROM (SELECT shard, batch FROM {NEWEST} AS c WHERE owner = %(member_id)s) AS own
-WHERE c.subscription_id = %(subscription_id)s AND c.owner = %(member_id)s
-  AND c.shard = own.shard AND c.batch = own.batch
+FROM (SELECT shard, batch FROM {NEWEST} AS c WHERE owner = %(member_id)s) AS n
+WHERE {THIS_ROW} AND c.owner = %(member_id)s
 """
 LEAVE = "DELETE FROM saf.member WHERE member_id = %(member_id)s"
 

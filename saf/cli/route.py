@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import datetime
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any
 from uuid import UUID
 
+import psycopg
 import typer
 
 from saf import routes
@@ -67,8 +70,9 @@ def add(
             comment=comment,
         ),
     )
+    what = _named(destination, service, to_broker)
     for where, new in added.items():
-        _say(where, destination, service, to_broker, "added" if new else "changed")
+        _say(where, what, "added" if new else "changed")
     round_.finish(say=True)
 
 
@@ -82,15 +86,10 @@ def remove(
     broker: Name = None,
 ) -> None:
     """Forget a route. What it alone matched is parked, or goes by a less specific one."""
-    round_ = Round(chosen(load(config), broker))
-    for where in round_.visit(
-        "route",
-        lambda connection, _: routes.remove_route(
-            connection, destination, service=service, broker=to_broker
-        ),
-    ):
-        _say(where, destination, service, to_broker, "removed")
-    round_.finish(say=True)
+    change = partial(
+        routes.remove_route, destination=destination, service=service, broker=to_broker
+    )
+    _change(load(config), broker, change, _named(destination, service, to_broker), "removed")
 
 
 @app.command()
@@ -103,7 +102,15 @@ def enable(
     broker: Name = None,
 ) -> None:
     """Let a route count again."""
-    _enable(load(config), broker, destination, service, to_broker, enabled=True)
+    settings = load(config)
+    change = partial(
+        routes.enable_route,
+        destination=destination,
+        service=service,
+        broker=to_broker,
+        declared=settings.declared,
+    )
+    _change(settings, broker, change, _named(destination, service, to_broker), "enabled")
 
 
 @app.command()
@@ -116,7 +123,16 @@ def disable(
     broker: Name = None,
 ) -> None:
     """Let a route not count, until it is enabled; also one that saf.toml declares."""
-    _enable(load(config), broker, destination, service, to_broker, enabled=False)
+    settings = load(config)
+    change = partial(
+        routes.enable_route,
+        destination=destination,
+        service=service,
+        broker=to_broker,
+        enabled=False,
+        declared=settings.declared,
+    )
+    _change(settings, broker, change, _named(destination, service, to_broker), "disabled")
 
 
 @app.command("list")
@@ -124,11 +140,7 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
     """Show all routes, the most specific first, and where each comes from."""
     settings = load(config)
     round_ = Round(chosen(settings, broker))
-    default = settings.forwarder.default_destination
-    found = round_.visit(
-        "route",
-        lambda connection, _: routes.configuration(connection, default, settings.declared),
-    )
+    found = configured(round_, settings)
     if as_json:
         rows = [
             {"broker": where, **as_dict(one), "state": state(one, there)}
@@ -179,6 +191,15 @@ def explain_(
     round_.finish(say=not as_json, found=Unroutable.exit_code if lost else 0)
 
 
+def configured(round_: Round, settings: Settings) -> dict[str, Configuration]:
+    """What is configured at each broker of a round."""
+    default = settings.forwarder.default_destination
+    return round_.visit(
+        "route",
+        lambda connection, _: routes.configuration(connection, default, settings.declared),
+    )
+
+
 def state(one: Configured, there: Configuration) -> str:
     """In force, disabled or expired; or not needed: the default destination, beside a wildcard."""
     if one.in_force(there.now):
@@ -194,39 +215,26 @@ def _known(settings: Settings, destination: str) -> None:
         )
 
 
-def _enable(
+def _change(
     settings: Settings,
     broker: str | None,
-    destination: str,
-    service: str | None,
-    to_broker: UUID | None,
-    *,
-    enabled: bool,
+    change: Callable[[psycopg.Connection[Any]], None],
+    what: str,
+    done: str,
 ) -> None:
     round_ = Round(chosen(settings, broker))
-    for where in round_.visit(
-        "route",
-        lambda connection, _: routes.enable_route(
-            connection,
-            destination,
-            service=service,
-            broker=to_broker,
-            enabled=enabled,
-            declared=settings.declared,
-        ),
-    ):
-        done = "enabled" if enabled else "disabled"
-        _say(where, destination, service, to_broker, done)
+    for where in round_.visit("route", lambda connection, _: change(connection)):
+        _say(where, what, done)
     round_.finish(say=True)
 
 
-def _say(
-    where: str, destination: str, service: str | None, to_broker: UUID | None, done: str
-) -> None:
-    route = Route(
-        service=service, broker=str(to_broker) if to_broker else None, destination=destination
-    )
-    typer.echo(f"{where}: {describe(route)} {done}, from the next batch on")
+def _named(destination: str, service: str | None, to_broker: UUID | None) -> str:
+    there = str(to_broker) if to_broker else None
+    return describe(Route(service=service, broker=there, destination=destination))
+
+
+def _say(where: str, what: str, done: str) -> None:
+    typer.echo(f"{where}: {what} {done}, from the next batch on")
 
 
 def _show(where: str, there: Configuration) -> None:

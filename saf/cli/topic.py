@@ -11,6 +11,7 @@ from rich.table import Table
 from saf import routes
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.cli.console import plain_console
+from saf.cli.route import configured
 from saf.config import load
 
 app = typer.Typer(no_args_is_help=True, help="Topics: services that go to every destination.")
@@ -35,13 +36,8 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
     """Show the topics, and where a message of each goes now."""
     settings = load(config)
     round_ = Round(chosen(settings, broker))
-    default = settings.forwarder.default_destination
-    found = round_.visit(
-        "route",
-        lambda connection, _: routes.configuration(connection, default, settings.declared),
-    )
     rows = []
-    for where, there in found.items():
+    for where, there in configured(round_, settings).items():
         for name in sorted(there.topics):
             way = there.in_force.way(name, None)
             rows.append((where, name, way.destinations if way else ()))

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 from uuid import UUID
 
 import psycopg
-from psycopg import sql
 
 from saf import cursor, rebase
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
 from saf.errors import ConfigurationError, Fenced
 from saf.parking import MAIN, Backoff, due_here, waiting
 from saf.routes import NOTHING, Declared, current_routes, freeze, frozen_routes
-from saf.shards import Member
+from saf.shards import NEWEST, Member
 from saf.spark.work import Work
 from saf.ways import Routes
 
@@ -27,9 +26,9 @@ LITTLE = 5000
 """Messages that one task forwards sooner than two tasks have connected."""
 
 # What anybody would find, for those who own no shard
-PENDING = """
-SELECT done::text, array_agg(shard), bool_or(open IS NOT NULL)
-FROM saf.cursor WHERE subscription_id = %(subscription_id)s GROUP BY done::text
+PENDING = f"""
+SELECT done::text, array_agg(shard), bool_or(open IS NOT NULL) FROM {NEWEST} AS c
+GROUP BY done::text
 """
 
 IDENTITY = """
@@ -284,7 +283,8 @@ class SourceBroker:
             found = fetch(connection, PENDING, {"subscription_id": subscription_id})
             self.waiting = waiting(connection, subscription_id)
             return any(
-                taken or _any_since(connection, shards, done) for done, shards, taken in found
+                taken or cursor.any_since(connection, LOG, shards, done)
+                for done, shards, taken in found
             ) or any(lane.due for lane in self.waiting)
 
     def _due(self) -> bool:
@@ -301,11 +301,3 @@ class SourceBroker:
             routes=self._frozen(connection, batch),
             waiting=self.waiting,
         )
-
-
-def _any_since(connection: psycopg.Connection[Any], shards: Sequence[int], done: str) -> bool:
-    query = sql.SQL("SELECT EXISTS ({})").format(cursor.since(LOG, list(shards), done))
-    with connection.transaction():
-        connection.execute(cursor.BY_INDEX)
-        ((new,),) = fetch(connection, query)
-    return bool(new)

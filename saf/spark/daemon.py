@@ -4,15 +4,13 @@ Spark's own daemon imports nothing, so that each worker imports Arrow, ADBC and 
 a cold start, most of the workers' time. What is imported here starts no threads, which would not
 survive a fork; a test sees to that.
 
-Spark runs it as ``python -m saf.spark.daemon MODULE``. The daemons that only plan a query need
-none of this, and get none.
+Spark runs it as ``python -m saf.spark.daemon pyspark.worker``.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import sys
 from typing import Any
 
 from pyspark import daemon
@@ -42,8 +40,7 @@ def quietly(worker: Any) -> Any:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["pyspark.worker"]:
-        preload()
+    preload()
     # Spark collects garbage after each task: not among what was imported
     gc.freeze()
     daemon.worker = quietly(daemon.worker)

@@ -17,7 +17,6 @@ from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 from saf.database import Dsn
 from saf.shards import shard_of
 from saf.spark import session
-from saf.spark.routing import shard
 from tests.pipeline import bodies, connect, let_time_pass
 from tests.programs import BIN, environment
 
@@ -208,5 +207,6 @@ def spark() -> SparkSession:
 def test_a_key_has_the_same_shard_in_spark(spark: SparkSession) -> None:
     keys = ["N725MQ", "", "Zürich 😀", "x" * 1000, *(f"order {n}" for n in range(200))]
     frame = spark.createDataFrame([(key,) for key in keys], "key string")
-    rows = frame.select("key", shard(F.col("key"), 100).alias("shard")).collect()
+    shard = F.udf(lambda key: shard_of(key, 100), "int")
+    rows = frame.select("key", shard("key").alias("shard")).collect()
     assert {row.key: row.shard for row in rows} == {key: shard_of(key, 100) for key in keys}
