@@ -19,8 +19,8 @@ from saf.message import Message, encode
 from saf.outbox import PSYCOPG_INSERT
 
 CLIENTS = 8
-SECONDS = 8
-ROUNDS = 5
+SECONDS = 6
+ROUNDS = 4
 ACCOUNTS = 100_000
 
 BUSINESS = """\\set account random(1, {accounts})

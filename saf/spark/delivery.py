@@ -24,9 +24,8 @@ are all that reaches the driver.
 
 from __future__ import annotations
 
-import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,33 +48,11 @@ from saf.spark.releasing import Releasing
 from saf.spark.router import Router
 from saf.spark.sharing import share
 from saf.spark.sorting import Part, of_route_lane, sort
-from saf.spark.source import messages
 from saf.spark.storing import Storing, nowhere
 from saf.spark.work import Policy, Receipt, Work
 from saf.ways import AT_MOST_ONCE
 
 EXPECTED = (Unavailable, Rejected, Fenced, Ahead, UsageError)
-
-
-def forward(
-    work: Sequence[Work], policy: Policy
-) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """The function for mapInArrow: numbers of items of work in, receipts out.
-
-    The items travel inside the function, because they hold passwords and Spark shows its plans;
-    each pickled by itself, because a task needs only its own of what may be thousands.
-    """
-    pickled = [pickle.dumps(item) for item in work]
-
-    def task(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for batch in numbers:
-            for number in batch.column(0).to_pylist():
-                item = pickle.loads(pickled[number])  # noqa: S301 - our own bytes
-                delivery = Delivery(number, item, policy)
-                delivery.run(messages(item, policy.max_bytes))
-                yield delivery.receipts.as_arrow()
-
-    return task
 
 
 class Delivery:
