@@ -9,10 +9,10 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	2>/dev/null && echo "$$python" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check crash bench wheel clean
+.PHONY: help demo test check crash bench bench-peers wheel clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## the flights of 2013: sent, forwarded by Spark, proven; make demo DEMO="--json"
 	@$(VENV)/bin/saf demo $(DEMO)
@@ -28,6 +28,9 @@ check: $(VENV)/.installed ## the gate: format, lint, types, tests; warnings are 
 
 bench: $(VENV)/.installed ## the benchmarks, under 10 minutes; keep the machine quiet
 	$(PY) -m benchmarks.bench
+
+bench-peers: $(VENV)/.installed ## the same work by what one would pick instead; needs the network once
+	$(PY) -m benchmarks.peers
 
 crash: $(VENV)/.installed ## rounds of faults, checked: make crash ROUNDS=20 SEED=7, or SECONDS=600
 	@$(PY) -m tests.crash $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(SEED),--seed $(SEED)) \

@@ -71,7 +71,7 @@ def cycles(spark: SparkContext, stage: Stage, settings: Settings) -> float:
     seconds = 0.0
     for _ in range(CYCLES):
         with stage.app.connect(role="bench") as connection:
-            connection.execute(FILL, [MESSAGES_A_CYCLE])
+            connection.execute(FILL, [200, MESSAGES_A_CYCLE])
         started = time.monotonic()
         summary = Forwarder(settings, lambda _: spark).drain()
         seconds += time.monotonic() - started

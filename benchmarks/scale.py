@@ -162,7 +162,7 @@ def giant(stage: Stage, spark: SparkContext) -> None:
         alone = _drain(spark, only, GIANT)
         for dsn in tenants.values():
             with dsn.connect(role="bench") as connection:
-                connection.execute(FILL, [100])
+                connection.execute(FILL, [200, 100])
         stage.rewind()
         beside.append(alone / _drain(spark, settings(both, stage.mom), GIANT + 900))
         stage.rewind()
