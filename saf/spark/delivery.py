@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,9 +41,11 @@ from saf.destinations.postgresql import beyond
 from saf.errors import Ahead, Fenced, Rejected, SafError, Unavailable, UsageError
 from saf.failpoints import fail_point
 from saf.parking import MAIN, Lane
+from saf.spark.answers import Answers
 from saf.spark.aside import Aside
 from saf.spark.at_source import AtSource
 from saf.spark.chunks import chunks
+from saf.spark.expressions import NOTHING, Compiled
 from saf.spark.lanes import Lanes
 from saf.spark.receipts import Receipts
 from saf.spark.releasing import Releasing
@@ -60,22 +62,28 @@ EXPECTED = (Unavailable, Rejected, Fenced, Ahead, UsageError)
 
 
 def forward(
-    work: Sequence[Work], policy: Policy
+    work: Sequence[Work], policy: Policy, compiled: Mapping[str, Compiled] = NOTHING
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """The function for mapInArrow: numbers of items of work in, receipts out.
+    """The function for mapInArrow: answers of routers in SQL, if there are any, in; receipts out.
 
     The items travel inside the function, because they hold passwords and Spark shows its plans;
     each pickled by itself, because a task needs only its own of what may be thousands.
     """
     pickled = [pickle.dumps(item) for item in work]
 
-    def task(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for batch in numbers:
-            for number in batch.column(0).to_pylist():
-                item = pickle.loads(pickled[number])  # noqa: S301 - our own bytes
-                delivery = Delivery(number, item, policy)
-                delivery.run(messages(item, policy.max_bytes))
-                yield delivery.receipts.as_arrow()
+    def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext  # exists inside a task only
+
+        context = TaskContext.get()
+        assert context is not None  # noqa: S101 - for the type checker
+        # the pipeline is narrow, so the partition's number is that of the item
+        number = context.partitionId()
+        item = pickle.loads(pickled[number])  # noqa: S301 - our own bytes
+        asked = any(router.expression in compiled for router in item.routes.routers)
+        answers = Answers(item.broker, batches, compiled) if asked else None
+        delivery = Delivery(number, item, policy, answers)
+        delivery.run(messages(item, policy.max_bytes))
+        yield delivery.receipts.as_arrow()
 
     return task
 
@@ -83,14 +91,16 @@ def forward(
 class Delivery:
     """One task: the remaining messages of one batch, and the parked ones of its shards."""
 
-    def __init__(self, number: int, work: Work, policy: Policy) -> None:
+    def __init__(
+        self, number: int, work: Work, policy: Policy, answers: Answers | None = None
+    ) -> None:
         self.work = work
         self.wayfinder = Wayfinder(work.routes)
         self.policy = policy
         self.receipts = Receipts(number)
         self.lanes = Lanes()
         self.at_source = AtSource(work, policy.attempts)
-        self.resolver = Resolver(work.routes.routers, self.wayfinder, self.at_source)
+        self.resolver = Resolver(work.routes.routers, self.wayfinder, self.at_source, answers)
         self.storing = Storing(work, policy, self.at_source, self.lanes, self.receipts)
         self._set_aside: dict[str, pa.Array] = {}
         """Ids beyond the position that a task before this one has set aside, by destination."""

@@ -269,10 +269,14 @@ class Forwarder:
     def _receipts(self, spark: SparkSession, work: Sequence[Work]) -> list[Receipt]:
         # Arrow and Spark take a second to import, which a run that finds nothing saves
         from saf.spark.delivery import forward
+        from saf.spark.expressions import compiled_for, evaluated
         from saf.spark.receipts import RECEIPT_SCHEMA
 
         numbers = spark.range(0, len(work), 1, len(work))
-        receipts = numbers.mapInArrow(forward(work, self.policy), RECEIPT_SCHEMA)
+        work, compiled = compiled_for(spark, work)
+        if compiled:
+            numbers = evaluated(numbers, work, compiled, self.policy.max_bytes)
+        receipts = numbers.mapInArrow(forward(work, self.policy, compiled), RECEIPT_SCHEMA)
         return [Receipt(**row.asDict()) for row in receipts.collect()]
 
     def _settle(

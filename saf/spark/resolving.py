@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from uuid import UUID
 
@@ -29,10 +29,11 @@ from saf.message import MAX_KEY, MAX_NAME
 from saf.parking import ADDRESS, ROUTE, Lane
 from saf.resolutions import Resolved
 from saf.routers import load
+from saf.spark.answers import Answers
 from saf.spark.classifying import ANSWERS, Function, as_answers, by_arrow, by_python
 from saf.spark.sorting import of_route_lane
 from saf.spark.wayfinder import Wayfinder
-from saf.ways import ARROW, KEY, Router
+from saf.ways import ARROW, KEY, SQL, Router
 
 MAX_HOPS = 16
 
@@ -65,8 +66,16 @@ class Resolution:
 class Resolver:
     """The routers of one batch."""
 
-    def __init__(self, routers: Collection[Router], wayfinder: Wayfinder, memory: Memory) -> None:
+    def __init__(
+        self,
+        routers: Collection[Router],
+        wayfinder: Wayfinder,
+        memory: Memory,
+        answers: Answers | None = None,
+    ) -> None:
+        routers = [_usable(router, answers) for router in routers]
         self._routers = {router.service: router for router in routers}
+        self._by_spark = answers
         self._wayfinder = wayfinder
         self._memory = memory
         self._functions: dict[str, Function] = {}
@@ -93,6 +102,10 @@ class Resolver:
         if not left.any():
             return Resolution(rows=rows)
         waiting = left & _is_in(sent, [of_route_lane(one)[0] for one in held if _is_route(one)])
+        if self._by_spark is not None:
+            unasked = ~self._by_spark.about(rows)
+            if "parked_id" in rows.column_names:
+                waiting |= left & unasked  # parked since
         left &= ~waiting
         addressed, errors, trails = rows, dict[int, str](), dict[int, list[str]]()
         for _ in range(MAX_HOPS):
@@ -161,10 +174,13 @@ class Resolver:
 
     def _classified(self, router: Router, rows: pa.Table) -> pa.Table:
         """What the classifier answers; an error where that is nothing, or leads nowhere."""
-        if router.service not in self._functions:
-            self._functions[router.service] = load(router)
-        classify = by_arrow if router.kind == ARROW else by_python
-        answers = classify(self._functions[router.service], rows)
+        if router.kind == SQL and self._by_spark is not None:
+            answers = self._by_spark.to(router, rows)
+        else:
+            if router.service not in self._functions:
+                self._functions[router.service] = load(router)
+            classify = by_arrow if router.kind == ARROW else by_python
+            answers = classify(self._functions[router.service], rows)
         services, keys, error = answers["service"], answers["key"], answers["error"]
         addresses = {
             "to_service": services,
@@ -185,6 +201,13 @@ class Resolver:
             error = pc.coalesce(error, pc.if_else(wrong, why, pa.scalar(None, pa.string())))
         services = pc.if_else(pc.is_null(error), services, pa.scalar(None, pa.string()))
         return answers.set_column(0, "service", services).set_column(3, "error", error)
+
+
+def _usable(router: Router, answers: Answers | None) -> Router:
+    if router.kind != SQL or router.problem or answers:
+        return router
+    problem = f"router {router.service!r} is in SQL, which needs Spark"
+    return replace(router, problem=problem)
 
 
 def _once(router: Router, rows: pa.Table) -> pa.Array:

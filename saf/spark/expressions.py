@@ -1,0 +1,243 @@
+"""Expressions: the classifiers in SQL, which Spark itself evaluates.
+
+A run without any has nothing to do with this. With one, what the expressions refer to, of the
+messages for routers alone, is read once more, before the task that delivers them and beside it:
+
+    numbers -> read (mapInArrow) -> the expressions -> deliver (mapInArrow)
+
+and the answers stream into the delivery in the order of the ids, as batches never change. All steps
+are narrow: partition, task and item of work are one.
+
+An expression sees the columns of a message (`COLUMNS`), ``text``, the body as text, and ``json``,
+the body as a VARIANT, NULL if it is none. It sees them as the message was sent, also if another
+router came first. It gives the name of a service, or a struct with the fields service, and
+optionally broker and key. Where it fails it gives NULL, because Spark would otherwise fail the
+task for one message; an expression that cannot be is a problem of its router.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, reduce
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from psycopg import sql
+
+from saf import parking
+from saf.errors import Unavailable
+from saf.spark.columns import body_within
+from saf.spark.source import read
+from saf.spark.work import Work
+from saf.ways import SQL
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+COLUMNS = {
+    "message_id": "string",
+    "from_service": "string",
+    "to_service": "string",
+    "to_broker": "string",
+    "key": "string",
+    "conversation_id": "string",
+    "from_initiator": "boolean",
+    "sequence": "long",
+    "message_type": "string",
+    "headers": "string",
+    "body": "binary",
+    "created_at": "timestamp",
+    "deliver_at": "timestamp",
+    "expires_at": "timestamp",
+}
+DERIVED = {"text": "CAST(body AS STRING)", "json": "try_parse_json(CAST(body AS STRING))"}
+_ARROW = {
+    "string": pa.string(),
+    "boolean": pa.bool_(),
+    "long": pa.int64(),
+    "int": pa.int32(),
+    "binary": pa.binary(),
+    "timestamp": pa.timestamp("us", tz="UTC"),
+}
+_PLACE = {"id": "long", "parked_id": "long", "asked": "int"}
+"""Which message a question is about, and which expression its own router has."""
+OF_NONE = -1
+FIELDS = ("service", "broker", "key")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """An expression that Spark understands."""
+
+    safe: str
+    """In UTF-8, and NULL instead of a failure."""
+    structured: bool
+    """It gives the JSON of a struct, and not just a name."""
+    columns: frozenset[str]
+    """What it may refer to."""
+    number: int = 0
+
+    @property
+    def column(self) -> str:
+        """Where its answers are."""
+        return f"answer_{self.number}"
+
+
+NOTHING: Mapping[str, Compiled] = MappingProxyType({})
+
+
+def compiled_for(
+    spark: SparkSession, work: Sequence[Work]
+) -> tuple[list[Work], dict[str, Compiled]]:
+    """The work, with the problems of its routers in SQL; and by expression what is evaluated."""
+    wanted = {
+        router.expression for item in work for router in item.routes.routers if router.kind == SQL
+    }
+    found = {expression: _compiled(spark, expression) for expression in sorted(wanted)}
+    usable = {e: one for e, one in found.items() if isinstance(one, Compiled)}
+    problems = {e: one for e, one in found.items() if isinstance(one, str)}
+    numbered = {e: replace(one, number=n) for n, (e, one) in enumerate(usable.items())}
+    return [_with_problems(item, problems) for item in work], numbered
+
+
+def evaluated(
+    numbers: DataFrame, work: Sequence[Work], compiled: Mapping[str, Compiled], max_bytes: int
+) -> DataFrame:
+    """The answers to the messages of each item of work, a partition each."""
+    from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
+
+    columns = frozenset({"to_service"}).union(*(one.columns for one in compiled.values()))
+    kinds = _PLACE | {name: kind for name, kind in COLUMNS.items() if name in columns}
+    schema = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
+    rows = numbers.mapInArrow(_questions(work, compiled, kinds, max_bytes), schema)
+    if "body" in columns:
+        rows = rows.withColumns({name: F.expr(text) for name, text in DERIVED.items()})
+    each = [(one.number, one.column, F.expr(one.safe)) for one in compiled.values()]
+    if len(each) == 1:
+        answers = [answer.alias(column) for _, column, answer in each]
+    else:
+        asked, nothing = F.col("asked"), F.lit(None).cast("binary")
+        own = reduce(lambda o, one: F.when(asked == one[0], one[2]).otherwise(o), each, nothing)
+        rows = rows.withColumn("own", own)
+        # the others only where a router hands on to another one
+        text = F.col("own").cast("string")
+        named = F.coalesce(F.get_json_object(text, "$.service"), text)
+        handed_on = named.isin(*{one.service for item in work for one in item.routes.routers})
+        answers = [
+            F.when(asked == number, F.col("own"))
+            .when((asked == OF_NONE) | handed_on, answer)
+            .alias(column)
+            for number, column, answer in each
+        ]
+    return rows.select("id", "parked_id", *answers)
+
+
+def _with_problems(item: Work, problems: Mapping[str, str]) -> Work:
+    routers = tuple(
+        replace(router, problem=f"router {router.service!r}: {problems[router.expression]}")
+        if router.kind == SQL and router.expression in problems
+        else router
+        for router in item.routes.routers
+    )
+    return replace(item, routes=replace(item.routes, routers=routers)) if problems else item
+
+
+@lru_cache(maxsize=1024)
+def _compiled(spark: SparkSession, expression: str) -> Compiled | str:
+    """The expression, or why it is none."""
+    from pyspark.errors import PySparkException
+    from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
+    from pyspark.sql.types import StringType, StructType
+
+    schema = ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())
+    rows = spark.createDataFrame([], schema)
+    rows = rows.withColumns({name: F.expr(text) for name, text in DERIVED.items()})
+    try:
+        kind = rows.select(F.expr(expression).alias("answer")).schema["answer"].dataType
+        if isinstance(kind, StructType) and not {"service"} <= set(kind.names) <= set(FIELDS):
+            return f"a struct has the fields {', '.join(FIELDS)}, and not {', '.join(kind.names)}"
+        text = expression if isinstance(kind, StringType) else f"CAST(({expression}) AS STRING)"
+        text = f"to_json({expression})" if isinstance(kind, StructType) else text
+        safe = f"try_to_binary({text}, 'utf-8')"
+        plan = rows.select(F.expr(safe))._jdf.queryExecution().analyzed().toString()
+    except PySparkException as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return f"Spark does not understand {expression!r}: {lines[0] if lines else error}"
+    if re.search(r"^\W*Window ", plan, re.MULTILINE):
+        return f"{expression!r} looks at other messages, of which a task has only some"
+    words = set(re.findall(r"\w+", expression.lower()))
+    columns = set(COLUMNS) if "*" in expression else words & set(COLUMNS)
+    if words & set(DERIVED):
+        columns.add("body")
+    return Compiled(
+        safe=safe,
+        structured=isinstance(kind, StructType),
+        columns=frozenset(columns),
+    )
+
+
+def _questions(
+    work: Sequence[Work],
+    compiled: Mapping[str, Compiled],
+    kinds: Mapping[str, str],
+    max_bytes: int,
+) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """The function for mapInArrow: numbers of items of work in, what is asked about out."""
+    pickled = [pickle.dumps(item) for item in work]
+    schema = pa.schema([(name, _ARROW[kind]) for name, kind in kinds.items()])
+
+    def task(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in numbers:
+            for number in batch.column(0).to_pylist():
+                item = pickle.loads(pickled[number])  # noqa: S301 - our own bytes
+                asked = {
+                    router.service: one.number if (one := compiled.get(router.expression)) else -1
+                    for router in item.routes.routers
+                }
+                if not set(asked.values()) - {OF_NONE}:
+                    continue
+                for query in _queries(item, list(asked), [*kinds][len(_PLACE) :], max_bytes):
+                    try:
+                        for rows in read(item, query):
+                            yield _shaped(rows, asked, schema)
+                    except Unavailable:
+                        return  # the delivery meets it too, and says so
+
+    return task
+
+
+def _queries(
+    item: Work, services: list[str], columns: Sequence[str], max_bytes: int
+) -> Iterator[str]:
+    """For the parked messages that may go on now, and for the batch in the order of the ids."""
+    nothing = sql.SQL("NULL::bigint AS {}")
+    more = [_as_text(name, max_bytes) for name in columns]
+    some = f"to_service = ANY ({sql.Literal(services).as_string(None)})"
+    for lane in item.waiting:
+        if lane.due and not lane.destination:
+            parked = [nothing.format(sql.Identifier("id")), "parked_id", *more]
+            yield f"SELECT * FROM ({parking.in_lane(item.batch, lane.key, parked)}) AS p WHERE {some}"
+    rows = item.batch.rows(["id", nothing.format(sql.Identifier("parked_id")), *more])
+    yield f"SELECT * FROM ({rows}) AS batch WHERE {some} ORDER BY id"
+
+
+def _as_text(name: str, max_bytes: int) -> str | sql.Composable:
+    if name == "body":
+        return body_within(max_bytes)
+    return (
+        name
+        if COLUMNS[name] != "string"
+        else sql.SQL("{0}::text AS {0}").format(sql.Identifier(name))
+    )
+
+
+def _shaped(rows: pa.RecordBatch, asked: Mapping[str, int], schema: pa.Schema) -> pa.RecordBatch:
+    which = pc.index_in(rows["to_service"], value_set=pa.array(asked, pa.string()))
+    numbers = pa.array(asked.values(), pa.int32()).take(which)
+    columns = {**dict(zip(rows.schema.names, rows.columns, strict=True)), "asked": numbers}
+    return pa.RecordBatch.from_arrays([columns[f.name].cast(f.type) for f in schema], schema=schema)
