@@ -215,25 +215,23 @@ def _queries(
     item: Work, services: list[str], columns: Sequence[str], max_bytes: int
 ) -> Iterator[str]:
     """For the parked messages that may go on now, and for the batch in the order of the ids."""
-    nothing = sql.SQL("NULL::bigint AS {}")
     more = [_as_text(name, max_bytes) for name in columns]
     some = f"to_service = ANY ({sql.Literal(services).as_string(None)})"
     for lane in item.waiting:
         if lane.due and not lane.destination:
-            parked = [nothing.format(sql.Identifier("id")), "parked_id", *more]
-            yield f"SELECT * FROM ({parking.in_lane(item.batch, lane.key, parked)}) AS p WHERE {some}"
-    rows = item.batch.rows(["id", nothing.format(sql.Identifier("parked_id")), *more])
+            place = [sql.SQL("NULL::bigint AS id"), "parked_id"]
+            rows = parking.in_lane(item.batch, lane.key, [*place, *more])
+            yield f"SELECT * FROM ({rows}) AS parked WHERE {some}"
+    rows = item.batch.rows(["id", sql.SQL("NULL::bigint AS parked_id"), *more])
     yield f"SELECT * FROM ({rows}) AS batch WHERE {some} ORDER BY id"
 
 
 def _as_text(name: str, max_bytes: int) -> str | sql.Composable:
     if name == "body":
         return body_within(max_bytes)
-    return (
-        name
-        if COLUMNS[name] != "string"
-        else sql.SQL("{0}::text AS {0}").format(sql.Identifier(name))
-    )
+    if COLUMNS[name] == "string":
+        return sql.SQL("{0}::text AS {0}").format(sql.Identifier(name))
+    return name
 
 
 def _shaped(rows: pa.RecordBatch, asked: Mapping[str, int], schema: pa.Schema) -> pa.RecordBatch:
