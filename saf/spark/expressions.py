@@ -219,8 +219,8 @@ def _queries(
     some = f"to_service = ANY ({sql.Literal(services).as_string(None)})"
     for lane in item.waiting:
         if lane.due and not lane.destination:
-            place = [sql.SQL("NULL::bigint AS id"), "parked_id"]
-            rows = parking.in_lane(item.batch, lane.key, [*place, *more])
+            place = sql.SQL("NULL::bigint AS id")
+            rows = parking.in_lane(item.batch, lane.key, [place, "parked_id", *more])
             yield f"SELECT * FROM ({rows}) AS parked WHERE {some}"
     rows = item.batch.rows(["id", sql.SQL("NULL::bigint AS parked_id"), *more])
     yield f"SELECT * FROM ({rows}) AS batch WHERE {some} ORDER BY id"
