@@ -162,6 +162,11 @@ def _with_problem(router: Router) -> Router:
     return router
 
 
+def as_dict(one: ConfiguredRouter) -> dict[str, Any]:
+    """A configured router, for JSON."""
+    return {**_params(one), "enabled": one.enabled, "origin": one.origin}
+
+
 def _params(one: ConfiguredRouter) -> dict[str, Any]:
     return {
         "service": one.router.service,

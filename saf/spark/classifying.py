@@ -8,6 +8,7 @@ is found among its neighbours by halving, and theirs are answered.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC
 from itertools import repeat
 from typing import Any
 from uuid import UUID
@@ -79,7 +80,9 @@ def from_columns(said: pa.RecordBatch | pa.Table, count: int) -> pa.RecordBatch:
 
 def received(rows: pa.Table) -> Iterator[Received]:
     """The messages one by one, as consumers see them."""
-    for row in zip(*(_values(rows[name]) for name in READ), strict=True):
+    ids = [one and UUID(bytes=one) for one in _values(rows["conversation_id"])]
+    columns = [ids if name == "conversation_id" else _values(rows[name]) for name in READ]
+    for row in zip(*columns, strict=True):
         yield Received(row)
 
 
@@ -140,8 +143,13 @@ def _brokers(column: pa.Array) -> pa.Array:
 
 
 def _values(column: pa.ChunkedArray) -> Iterable[Any]:
-    """What is empty for all costs nothing."""
-    return repeat(None, len(column)) if column.null_count == len(column) else column.to_pylist()
+    """What is empty for all costs nothing, and a moment not the microseconds that Arrow takes."""
+    if column.null_count == len(column):
+        return repeat(None, len(column))
+    if pa.types.is_timestamp(column.type):
+        moments = column.to_numpy().tolist()
+        return [moment and moment.replace(tzinfo=UTC) for moment in moments]
+    return column.to_pylist()  # type: ignore[no-any-return] # pyarrow has no types
 
 
 def _raised(error: Exception) -> str:

@@ -17,56 +17,21 @@ task for one message; an expression that cannot be is a problem of its router.
 
 from __future__ import annotations
 
-import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-import pyarrow as pa
-import pyarrow.compute as pc
-from psycopg import sql
-
-from saf import parking
-from saf.errors import Unavailable
-from saf.spark.columns import body_within
-from saf.spark.source import read
+from saf.spark.questions import COLUMNS, OF_NONE, PLACE, questions
 from saf.spark.work import Work
 from saf.ways import SQL
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-COLUMNS = {
-    "message_id": "string",
-    "from_service": "string",
-    "to_service": "string",
-    "to_broker": "string",
-    "key": "string",
-    "conversation_id": "string",
-    "from_initiator": "boolean",
-    "sequence": "long",
-    "message_type": "string",
-    "headers": "string",
-    "body": "binary",
-    "created_at": "timestamp",
-    "deliver_at": "timestamp",
-    "expires_at": "timestamp",
-}
 DERIVED = {"text": "CAST(body AS STRING)", "json": "try_parse_json(CAST(body AS STRING))"}
-_ARROW = {
-    "string": pa.string(),
-    "boolean": pa.bool_(),
-    "long": pa.int64(),
-    "int": pa.int32(),
-    "binary": pa.binary(),
-    "timestamp": pa.timestamp("us", tz="UTC"),
-}
-_PLACE = {"id": "long", "parked_id": "long", "asked": "int"}
-"""Which message a question is about, and which expression its own router has."""
-OF_NONE = -1
 FIELDS = ("service", "broker", "key")
 
 
@@ -111,10 +76,11 @@ def evaluated(
     """The answers to the messages of each item of work, a partition each."""
     from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 
-    columns = frozenset({"to_service"}).union(*(one.columns for one in compiled.values()))
-    kinds = _PLACE | {name: kind for name, kind in COLUMNS.items() if name in columns}
+    columns = frozenset[str]().union(*(one.columns for one in compiled.values()))
+    kinds = PLACE | {name: kind for name, kind in COLUMNS.items() if name in columns}
     schema = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
-    rows = numbers.mapInArrow(_questions(work, compiled, kinds, max_bytes), schema)
+    numbered = {expression: one.number for expression, one in compiled.items()}
+    rows = numbers.mapInArrow(questions(work, numbered, kinds, max_bytes), schema)
     if "body" in columns:
         rows = rows.withColumns({name: F.expr(text) for name, text in DERIVED.items()})
     each = [(one.number, one.column, F.expr(one.safe)) for one in compiled.values()]
@@ -179,63 +145,3 @@ def _compiled(spark: SparkSession, expression: str) -> Compiled | str:
         structured=isinstance(kind, StructType),
         columns=frozenset(columns),
     )
-
-
-def _questions(
-    work: Sequence[Work],
-    compiled: Mapping[str, Compiled],
-    kinds: Mapping[str, str],
-    max_bytes: int,
-) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """The function for mapInArrow: numbers of items of work in, what is asked about out."""
-    pickled = [pickle.dumps(item) for item in work]
-    schema = pa.schema([(name, _ARROW[kind]) for name, kind in kinds.items()])
-
-    def task(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for batch in numbers:
-            for number in batch.column(0).to_pylist():
-                item = pickle.loads(pickled[number])  # noqa: S301 - our own bytes
-                asked = {
-                    router.service: one.number if (one := compiled.get(router.expression)) else -1
-                    for router in item.routes.routers
-                }
-                if not set(asked.values()) - {OF_NONE}:
-                    continue
-                for query in _queries(item, list(asked), [*kinds][len(_PLACE) :], max_bytes):
-                    try:
-                        for rows in read(item, query):
-                            yield _shaped(rows, asked, schema)
-                    except Unavailable:
-                        return  # the delivery meets it too, and says so
-
-    return task
-
-
-def _queries(
-    item: Work, services: list[str], columns: Sequence[str], max_bytes: int
-) -> Iterator[str]:
-    """For the parked messages that may go on now, and for the batch in the order of the ids."""
-    more = [_as_text(name, max_bytes) for name in columns]
-    some = f"to_service = ANY ({sql.Literal(services).as_string(None)})"
-    for lane in item.waiting:
-        if lane.due and not lane.destination:
-            place = sql.SQL("NULL::bigint AS id")
-            rows = parking.in_lane(item.batch, lane.key, [place, "parked_id", *more])
-            yield f"SELECT * FROM ({rows}) AS parked WHERE {some}"
-    rows = item.batch.rows(["id", sql.SQL("NULL::bigint AS parked_id"), *more])
-    yield f"SELECT * FROM ({rows}) AS batch WHERE {some} ORDER BY id"
-
-
-def _as_text(name: str, max_bytes: int) -> str | sql.Composable:
-    if name == "body":
-        return body_within(max_bytes)
-    if COLUMNS[name] == "string":
-        return sql.SQL("{0}::text AS {0}").format(sql.Identifier(name))
-    return name
-
-
-def _shaped(rows: pa.RecordBatch, asked: Mapping[str, int], schema: pa.Schema) -> pa.RecordBatch:
-    which = pc.index_in(rows["to_service"], value_set=pa.array(asked, pa.string()))
-    numbers = pa.array(asked.values(), pa.int32()).take(which)
-    columns = {**dict(zip(rows.schema.names, rows.columns, strict=True)), "asked": numbers}
-    return pa.RecordBatch.from_arrays([columns[f.name].cast(f.type) for f in schema], schema=schema)
