@@ -9,13 +9,16 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	2>/dev/null && echo "$$python" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check crash bench bench-peers wheel clean
+.PHONY: help demo demo-routing test check crash bench bench-peers wheel clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## the flights of 2013: sent, forwarded by Spark, proven; make demo DEMO="--json"
 	@$(VENV)/bin/saf demo $(DEMO)
+
+demo-routing: $(VENV)/.installed ## the same to three MOM stores, each flight to its airport's
+	@$(VENV)/bin/saf demo --routing $(DEMO)
 
 test: $(VENV)/.installed ## the tests; some of them: make test T="tests/unit -k shard"
 	$(PY) -m pytest $(T)

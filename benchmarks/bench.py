@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks import cold, drain, faults, memory, processors, receive, routing, send
+from benchmarks import classifiers, cold, drain, faults, memory, processors, receive, routing, send
 from benchmarks.stage import Stage
 from saf.spark import session
 
@@ -20,6 +20,7 @@ ON_SPARK = {
     "drain": drain.run,
     "horizon": faults.run,
     "routing": routing.run,
+    "classifiers": classifiers.run,
     "end_to_end": receive.end_to_end,
 }
 ALONE = {
@@ -37,6 +38,7 @@ PARTS = (
     "drain",
     "horizon",
     "routing",
+    "classifiers",
     "memory",
     "receive",
     "processors",

@@ -3,6 +3,7 @@
 Sending:   `Outbox`, `Message`
 Receiving: `receive`, `Worker`, `Processor`, `Processors`, `handles`, `Delivery`, `Received`,
            `Policy`, `inbox_once`
+Routing:   `Resolved`
 Errors:    `SafError` and what stands below it in `saf.errors`
 
 The forwarder lives in `saf.spark` and is imported by nothing here: an application that only
@@ -37,6 +38,7 @@ from saf.processor import Processor, handles
 from saf.processors import Processors
 from saf.receive import receive
 from saf.received import Received
+from saf.resolutions import Resolved
 from saf.worker import Worker
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "Processors",
     "Received",
     "Rejected",
+    "Resolved",
     "Restored",
     "SafError",
     "SchemaError",

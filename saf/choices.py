@@ -60,15 +60,19 @@ SELECT * FROM unnest(%(services)s::text[], %(brokers)s::uuid[], %(keys)s::text[]
 ON CONFLICT DO NOTHING
 """
 
+# Also of what routers have resolved; see `saf.resolutions`
 FORGET = """
 WITH forgotten AS (
-    DELETE FROM saf.route_choice
+    DELETE FROM saf.{table}
     WHERE used_at < now() - make_interval(secs => %(seconds)s)
       AND used_at < coalesce((SELECT min(opened_at) FROM saf.cursor WHERE open IS NOT NULL), now())
                     - make_interval(secs => %(noted)s)
     RETURNING key)
 SELECT count(*) FROM forgotten
 """
+FORGETTING = tuple(
+    FORGET.format(table=table) for table in ("route_choice", "resolved_conversation")
+)
 
 
 class Asker(NamedTuple):
@@ -116,10 +120,10 @@ def choose(
 
 
 def forget(connection: psycopg.Connection[Any], retention_seconds: float) -> int:
-    """Forget choices that were not used for so long, and not for a day; return how many."""
+    """Forget choices and resolutions not used for so long, and not for a day; return how many."""
     seconds = max(retention_seconds, 2 * NOTED_SECONDS)
-    ((count,),) = fetch(connection, FORGET, {"seconds": seconds, "noted": NOTED_SECONDS})
-    return int(count)
+    params = {"seconds": seconds, "noted": NOTED_SECONDS}
+    return sum(int(fetch(connection, statement, params)[0][0]) for statement in FORGETTING)
 
 
 def _chosen(

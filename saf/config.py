@@ -54,10 +54,12 @@ from pydantic_settings import (
 )
 
 from saf.database import Dsn
-from saf.errors import ConfigurationError
+from saf.errors import ConfigurationError, UsageError
 from saf.message import DEFAULT_MAX_BYTES, MAX_NAME
-from saf.routes import Configured, Declared
+from saf.routers import check as check_router
+from saf.routes import Configured, ConfiguredRouter, Declared
 from saf.ways import Route as Leads
+from saf.ways import Router as Stands
 
 DEFAULT_FILE = Path("saf.toml")
 
@@ -152,6 +154,24 @@ class Topic(_Table):
     comment: str | None = None
 
 
+class Router(_Table):
+    """A service that stands for others; see `saf.routers`."""
+
+    kind: Literal["sql", "arrow", "python"]
+    expression: str
+    """Spark SQL, or ``module:function``."""
+    once_per: Literal["message", "key"] = "message"
+    """What is classified once; a conversation always is."""
+    comment: str | None = None
+
+    def as_configured(self, service: str) -> ConfiguredRouter:
+        """The same in the words of `saf.routes`."""
+        router = Stands(
+            service=service, kind=self.kind, expression=self.expression, once_per=self.once_per
+        )
+        return ConfiguredRouter(router=router, origin="saf.toml", comment=self.comment)
+
+
 class Forwarder(_Table):
     """How the forwarder works."""
 
@@ -206,6 +226,7 @@ class Settings(BaseSettings):
     destinations: dict[Name, Destination] = Field(min_length=1)
     routes: tuple[Route, ...] = ()
     topics: dict[Name, Topic] = Field(default_factory=dict)
+    routers: dict[Name, Router] = Field(default_factory=dict)
     forwarder: Forwarder = Forwarder()
     purge: Purge = Purge()
 
@@ -256,12 +277,24 @@ class Settings(BaseSettings):
             seen[named] = number
         return self
 
+    @pydantic.model_validator(mode="after")
+    def _routers_can_be(self) -> Settings:
+        for name, router in self.routers.items():
+            if name in self.topics:
+                raise ValueError(f"routers.{name} is a topic too: it may resolve to one only")
+            try:
+                check_router(router.as_configured(name).router)
+            except UsageError as error:
+                raise ValueError(f"routers.{name}: {error}") from None
+        return self
+
     @property
     def declared(self) -> Declared:
-        """The routes and topics of the file, for every source broker."""
+        """The routes, topics and routers of the file, for every source broker."""
         return Declared(
             routes=tuple(route.as_configured() for route in self.routes),
             topics=frozenset(self.topics),
+            routers=tuple(one.as_configured(name) for name, one in self.routers.items()),
         )
 
 
@@ -346,6 +379,7 @@ def _known(table: list[str]) -> list[str]:
         "destinations": Destination,
         "routes": Route,
         "topics": Topic,
+        "routers": Router,
         "forwarder": Forwarder,
         "purge": Purge,
     }

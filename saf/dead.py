@@ -23,7 +23,7 @@ from saf.database import fetch
 from saf.message import COLUMNS
 from saf.parking import KEY, RETRY
 
-REASONS = ("rejected", "expired", "over_size", "unavailable", "failed")
+REASONS = ("rejected", "expired", "over_size", "unavailable", "failed", "unresolved")
 
 DEAD_COLUMNS = (
     *("subscription_id", "destination", "shard", "id", "reason", "error"),

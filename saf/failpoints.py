@@ -6,7 +6,8 @@ The seven steps of store-and-forward, in order:
     mom_insert    mom_commit                                at the destination
     mark_forwarded  mark_commit                             back at the source
 
-those of routes that share, and of messages that have found one: chosen, routed
+those of routers, of routes that share, and of messages that have found one: resolved, chosen,
+routed
 
 and those of a receiver: receive_read, receive_handled, receive_settled, receive_committed, and
 attempt_counted before what failed is tried alone.

@@ -126,11 +126,13 @@ PURGING: Rights = {
     "inbox_id_seq": {"SELECT": WHOLE, "USAGE": WHOLE},
     "route_version": {"SELECT": WHOLE, "DELETE": WHOLE},
     "route_choice": {"SELECT": ("used_at", "key"), "DELETE": WHOLE},
+    "resolved_conversation": {"SELECT": ("used_at", "key"), "DELETE": WHOLE},
 }
 
 ROUTE = ("service", "broker", "destination", "quality", "enabled", "expires_at", "comment")
+ROUTER = ("service", "kind", "expression", "once_per", "enabled", "comment")
 
-# To let keys choose among the routes that share
+# To let keys choose among the routes that share, and to remember what routers have resolved
 CHOOSING: Rights = {
     "route_choice": {
         "SELECT": WHOLE,
@@ -142,6 +144,11 @@ CHOOSING: Rights = {
         "SELECT": WHOLE,
         "INSERT": ("service", "broker", "keys"),
         "UPDATE": ("keys",),
+    },
+    "resolved_conversation": {
+        "SELECT": WHOLE,
+        "INSERT": ("router", "key", "service", "broker", "to_key"),
+        "UPDATE": ("used_at",),
     },
 }
 
@@ -156,7 +163,8 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             "outbox": {"SELECT": WHOLE},
             "route": {"SELECT": WHOLE},
             "topic": {"SELECT": WHOLE},
-            "route_version": {"SELECT": WHOLE, "INSERT": ("routes", "topics")},
+            "router": {"SELECT": WHOLE},
+            "route_version": {"SELECT": WHOLE, "INSERT": ("routes", "topics", "routers")},
             "inbox": {"INSERT": (*COLUMNS, "source")},
             "watermark": {
                 "SELECT": WHOLE,
@@ -181,6 +189,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             "watermark": {"SELECT": WHOLE},
             "route": {"SELECT": WHOLE, "INSERT": ROUTE, "UPDATE": ROUTE, "DELETE": WHOLE},
             "topic": {"SELECT": WHOLE, "INSERT": ("name",), "DELETE": WHOLE},
+            "router": {"SELECT": WHOLE, "INSERT": ROUTER, "UPDATE": ROUTER, "DELETE": WHOLE},
             # locking a row asks for the right to update some column
             "dead_letter": {"SELECT": WHOLE, "UPDATE": ("error",), "DELETE": WHOLE},
             "service": {"SELECT": WHOLE, "INSERT": ("name",), "DELETE": WHOLE},

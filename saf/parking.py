@@ -178,12 +178,16 @@ MOVE = """
 UPDATE saf.parked SET destination = %(destination)s, lane = %(lane)s
 WHERE subscription_id = %(subscription_id)s AND parked_id = ANY (%(parked_ids)s)
 """
+# Under the address that has been found meanwhile
+ADDRESS = ("to_service", "to_broker", "key")
 COPY_TO = f"""
 INSERT INTO saf.parked (destination, lane, quality, parked_at, subscription_id, shard, id, batch,
                         position, {", ".join(COLUMNS)})
 SELECT %(destination)s, %(lane)s, %(quality)s, parked_at, subscription_id, shard, id, batch,
-       position, {", ".join(COLUMNS)}
-FROM saf.parked WHERE parked_id = ANY (%(parked_ids)s)
+       position, {", ".join(f"{'w' if c in ADDRESS else 'p'}.{c}" for c in COLUMNS)}
+FROM unnest(%(parked_ids)s::bigint[], %(to_services)s::text[], %(to_brokers)s::uuid[],
+            %(keys)s::text[]) AS w (parked_id, {", ".join(ADDRESS)})
+JOIN saf.parked p USING (parked_id)
 """
 UNPARK = "DELETE FROM saf.parked WHERE parked_id = ANY (%(parked_ids)s)"
 
@@ -298,12 +302,21 @@ def copy(
     subscription_id: int,
     lane: Lane,
     quality: str | None,
-    parked_ids: Sequence[int],
+    rows: Sequence[dict[str, Any]],
 ) -> None:
-    """Copy parked messages into another lane. Call it in a transaction, and `unpark` them there."""
+    """Copy parked messages into another lane, with their `ADDRESS` by parked_id.
+
+    Call it in a transaction, and `unpark` them there.
+    """
     params = _params(subscription_id, lane)
     fetch(connection, TOUCH, params | {"error": "has found a route"})
-    connection.execute(COPY_TO, params | {"quality": quality, "parked_ids": list(parked_ids)})
+    columns = {
+        "parked_ids": [row["parked_id"] for row in rows],
+        "to_services": [row["to_service"] for row in rows],
+        "to_brokers": [row["to_broker"] and UUID(bytes=row["to_broker"]) for row in rows],
+        "keys": [row["key"] for row in rows],
+    }
+    connection.execute(COPY_TO, params | {"quality": quality} | columns)
 
 
 def unpark(connection: psycopg.Connection[Any], parked_ids: Sequence[int]) -> None:

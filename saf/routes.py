@@ -1,8 +1,9 @@
 """Routes: what is configured of where messages go, and what of it a batch is frozen with.
 
-Routes and topics are rows of the source broker, and may be declared in saf.toml as well, for all
-brokers that it names. A row stands in for a declared route of the same service, broker and
-destination, so what is declared can be disabled at run time. `saf.ways` says what routes mean.
+Routes, topics and routers are rows of the source broker, and may be declared in saf.toml as well,
+for all brokers that it names. A row stands in for a declared route of the same service, broker and
+destination, or a declared router of the same service, so what is declared can be disabled at run
+time. `saf.ways` says what all of it means; `saf.routers` looks after routers.
 
 A route is *in force* while it is enabled and its expires_at, by the broker's clock, is to come.
 What is in force is frozen with each batch (`freeze`): a batch read again is routed again in the
@@ -25,15 +26,15 @@ import psycopg
 
 from saf.database import fetch
 from saf.errors import ConfigurationError, UsageError
-from saf.message import MAX_NAME
-from saf.ways import Route, Routes, by_precedence
+from saf.ways import Route, Router, Routes, by_precedence, check_name
 
-Origin = Literal["saf.route", "saf.toml", "default"]
+Origin = Literal["saf.route", "saf.router", "saf.toml", "default"]
 
 CONFIGURED = """
 SELECT service, broker::text, destination, quality, enabled, expires_at, comment FROM saf.route
 """
 TOPICS = "SELECT name FROM saf.topic ORDER BY name"
+ROUTERS = "SELECT service, kind, expression, once_per, enabled, comment FROM saf.router"
 NOW = "SELECT now()"
 
 # What is said again is changed, in one step: removed and added, it would be missing for a moment
@@ -57,14 +58,18 @@ AND destination = %(destination)s RETURNING destination
 REMOVE = f"DELETE FROM saf.route WHERE {THIS}"
 ENABLE = f"UPDATE saf.route SET enabled = %(enabled)s WHERE {THIS}"
 
+IS_ROUTER = "SELECT service FROM saf.router WHERE service = %(name)s"
 ADD_TOPIC = "INSERT INTO saf.topic (name) VALUES (%(name)s) ON CONFLICT DO NOTHING RETURNING name"
 REMOVE_TOPIC = "DELETE FROM saf.topic WHERE name = %(name)s RETURNING name"
 
-LATEST = "SELECT version, routes, topics FROM saf.route_version ORDER BY version DESC LIMIT 1"
-FREEZE = """
-INSERT INTO saf.route_version (routes, topics) VALUES (%(routes)s, %(topics)s) RETURNING version
+LATEST = """
+SELECT version, routes, topics, routers FROM saf.route_version ORDER BY version DESC LIMIT 1
 """
-FROZEN = "SELECT routes, topics FROM saf.route_version WHERE version = %(version)s"
+FREEZE = """
+INSERT INTO saf.route_version (routes, topics, routers)
+VALUES (%(routes)s, %(topics)s, %(routers)s) RETURNING version
+"""
+FROZEN = "SELECT routes, topics, routers FROM saf.route_version WHERE version = %(version)s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +97,22 @@ class Configured:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ConfiguredRouter:
+    """A router as it is configured, in force or not."""
+
+    router: Router
+    origin: Origin
+    enabled: bool = True
+    comment: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Declared:
     """What saf.toml says."""
 
     routes: tuple[Configured, ...] = ()
     topics: frozenset[str] = frozenset()
+    routers: tuple[ConfiguredRouter, ...] = ()
 
 
 NOTHING = Declared()
@@ -109,6 +125,8 @@ class Configuration:
     routes: tuple[Configured, ...]
     """The most specific first."""
     topics: frozenset[str]
+    routers: tuple[ConfiguredRouter, ...]
+    """By service."""
     now: datetime
     """By the broker's clock."""
 
@@ -118,7 +136,8 @@ class Configuration:
         routes = [one.route for one in self.routes if one.in_force(self.now)]
         if any(route.specificity == 0 for route in routes):
             routes = [route for route in routes if not route.fallback]
-        return Routes(routes=tuple(routes), topics=self.topics)
+        routers = tuple(one.router for one in self.routers if one.enabled)
+        return Routes(routes=tuple(routes), topics=self.topics, routers=routers)
 
 
 def configuration(
@@ -149,8 +168,21 @@ def configuration(
     return Configuration(
         routes=tuple(sorted(routes, key=lambda one: place[one.route])),
         topics=declared.topics | set(topics(connection)),
+        routers=_routers(connection, declared),
         now=now,
     )
+
+
+def _routers(
+    connection: psycopg.Connection[Any], declared: Declared
+) -> tuple[ConfiguredRouter, ...]:
+    routers = {one.router.service: one for one in declared.routers}
+    for service, kind, expression, once_per, enabled, comment in fetch(connection, ROUTERS):
+        router = Router(service=service, kind=kind, expression=expression, once_per=once_per)
+        routers[service] = ConfiguredRouter(
+            router=router, origin="saf.router", enabled=enabled, comment=comment
+        )
+    return tuple(routers[service] for service in sorted(routers))
 
 
 def current_routes(
@@ -181,7 +213,7 @@ def add_route(
     """
     for what, name in (("service", service), ("destination", destination)):
         if name is not None:
-            _check(what, name)
+            check_name(what, name)
     if expires_at is not None and expires_at.tzinfo is None:
         raise UsageError(f"expires_at {expires_at.isoformat()} says no time zone")
     params = {
@@ -250,8 +282,13 @@ def add_topic(connection: psycopg.Connection[Any], name: str) -> bool:
     """Let what is addressed to a service go to every destination that a route leads to.
 
     False if it does already.
+
+    Raises:
+        UsageError: a name that no message could have, or a router's.
     """
-    _check("topic", name)
+    check_name("topic", name)
+    if fetch(connection, IS_ROUTER, {"name": name}):
+        raise UsageError(f"{name!r} is a router: a topic may be what it resolves to, not itself")
     return bool(fetch(connection, ADD_TOPIC, {"name": name}))
 
 
@@ -268,11 +305,19 @@ def remove_topic(connection: psycopg.Connection[Any], name: str) -> None:
 
 def freeze(connection: psycopg.Connection[Any], routes: Routes) -> int:
     """The number of a version with these routes; a new one is written only if they changed."""
-    frozen = ([asdict(route) for route in routes.routes], sorted(routes.topics))
+    frozen = (
+        [asdict(route) for route in routes.routes],
+        sorted(routes.topics),
+        [asdict(router) for router in routes.routers],
+    )
     latest = fetch(connection, LATEST)
     if latest and latest[0][1:] == frozen:
         return int(latest[0][0])
-    params = {"routes": json.dumps(frozen[0]), "topics": frozen[1]}
+    params = {
+        "routes": json.dumps(frozen[0]),
+        "topics": frozen[1],
+        "routers": json.dumps(frozen[2]),
+    }
     ((version,),) = fetch(connection, FREEZE, params)
     return int(version)
 
@@ -282,8 +327,12 @@ def frozen_routes(connection: psycopg.Connection[Any], version: int) -> Routes:
     found = fetch(connection, FROZEN, {"version": version})
     if not found:
         raise ConfigurationError(f"saf.route_version has no version {version}, which a batch needs")
-    ((routes, names),) = found
-    return Routes(routes=tuple(Route(**route) for route in routes), topics=frozenset(names))
+    ((routes, names, routers),) = found
+    return Routes(
+        routes=tuple(Route(**route) for route in routes),
+        topics=frozenset(names),
+        routers=tuple(Router(**router) for router in routers),
+    )
 
 
 def describe(route: Route) -> str:
@@ -316,8 +365,3 @@ def _change(
 
 def _rows(routes: Iterable[Configured]) -> str:
     return "; ".join(describe(one.route) for one in routes) or "none"
-
-
-def _check(what: str, name: str) -> None:
-    if not isinstance(name, str) or not name or len(name) > MAX_NAME or not name.isprintable():
-        raise UsageError(f"{what} {name!r}: a name has 1 to {MAX_NAME} printable characters")

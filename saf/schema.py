@@ -17,6 +17,7 @@ from saf.shards import DEFAULT_SHARDS, MAX_SHARDS, shard_expression
 
 SCHEMA = "saf"
 QUALITIES = ("at_most_once", "at_least_once", "exactly_once")
+CLASSIFIERS = ("sql", "arrow", "python")
 
 
 class Snapshot(sa.types.UserDefinedType[str]):
@@ -202,6 +203,7 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         sa.Column("routes", pg.JSONB, nullable=False),
         sa.Column("created_at", moment, nullable=False, server_default=now),
         sa.Column("topics", pg.ARRAY(sa.Text), nullable=False, server_default="{}"),
+        sa.Column("routers", pg.JSONB, nullable=False, server_default="[]"),
         comment="the frozen set of routes that a batch was opened with",
     )
     sa.Table(
@@ -246,6 +248,52 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             "service", "broker", name="route_share_once", postgresql_nulls_not_distinct=True
         ),
         comment="how many keys have chosen a route: whose turn is next",
+    )
+    sa.Table(
+        "router",
+        metadata,
+        sa.Column("service", sa.Text, primary_key=True),
+        sa.Column("kind", sa.Text, nullable=False),
+        sa.Column(
+            "expression", sa.Text, nullable=False, comment="Spark SQL, or module:function of Python"
+        ),
+        sa.Column(
+            "once_per",
+            sa.Text,
+            nullable=False,
+            server_default="message",
+            comment="what is classified once; a conversation always is",
+        ),
+        sa.Column("enabled", sa.Boolean, nullable=False, server_default=sa.true()),
+        sa.Column("created_at", moment, nullable=False, server_default=now),
+        sa.Column("comment", sa.Text),
+        sa.CheckConstraint("service <> ''", name="router_named"),
+        sa.CheckConstraint(f"kind IN {CLASSIFIERS}", name="router_kind"),
+        sa.CheckConstraint("once_per IN ('message', 'key')", name="router_once_per"),
+        comment="services that stand for others: a classifier says for which",
+    )
+    sa.Table(
+        "resolved_conversation",
+        metadata,
+        sa.Column("router", sa.Text, nullable=False),
+        sa.Column(
+            "key",
+            sa.Text(collation="C"),
+            nullable=False,
+            comment="of the messages, or their conversation_id",
+        ),
+        sa.Column("service", sa.Text, nullable=False, comment="that the router stood for"),
+        sa.Column("broker", pg.UUID, comment="NULL: as the message says"),
+        sa.Column("to_key", sa.Text(collation="C"), comment="NULL: as the message says"),
+        sa.Column(
+            "used_at",
+            moment,
+            nullable=False,
+            server_default=now,
+            comment="give or take a day; what nobody uses is forgotten",
+        ),
+        sa.PrimaryKeyConstraint("key", "router"),
+        comment="what a router has resolved once: later messages are not classified again",
     )
     sa.Table(
         "cursor",

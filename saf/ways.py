@@ -12,6 +12,9 @@ A message's *way* is what they come to:
 Routes that share take messages without a key in turn, by their ids, and those with a key by a
 choice that the key keeps (`saf.choices`). The default destination is not a route: it is where a
 message goes that none matches.
+
+A *router* is a service that stands for others. Its classifier looks at each message and names the
+one that it is really for, and that one's way is the message's.
 """
 
 from __future__ import annotations
@@ -21,9 +24,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from saf.errors import UsageError
+from saf.message import MAX_NAME
+
 AT_MOST_ONCE = "at_most_once"
 AT_LEAST_ONCE = "at_least_once"
 EXACTLY_ONCE = "exactly_once"
+
+SQL, ARROW, PYTHON = "sql", "arrow", "python"
+MESSAGE, KEY = "message", "key"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +82,20 @@ class Way:
         return tuple(route.destination for route in self.routes)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """A service that stands for others; what of a row of `saf.router` is frozen with a batch."""
+
+    service: str
+    kind: str
+    expression: str
+    """Its classifier: Spark SQL, or ``module:function``."""
+    once_per: str = MESSAGE
+    """Each message is classified, or the first of each key; of a conversation always the first."""
+    problem: str | None = None
+    """Why nobody can classify by it, so that its messages wait."""
+
+
 def by_precedence(routes: Iterable[Route]) -> list[Route]:
     """The routes, the most specific first."""
     return sorted(
@@ -92,6 +115,7 @@ class Routes:
     routes: tuple[Route, ...] = ()
     """The most specific first."""
     topics: frozenset[str] = frozenset()
+    routers: tuple[Router, ...] = ()
 
     @cached_property
     def ways(self) -> Mapping[Named, Way]:
@@ -149,3 +173,9 @@ def distinct_ways(routes: Routes) -> list[Way]:
         if way.shared:
             ways.update({Way(routes=(route,)): None for route in way.routes})
     return list(ways)
+
+
+def check_name(what: str, name: str) -> None:
+    """Raise UsageError for a name that no message could have."""
+    if not isinstance(name, str) or not name or len(name) > MAX_NAME or not name.isprintable():
+        raise UsageError(f"{what} {name!r}: a name has 1 to {MAX_NAME} printable characters")

@@ -29,6 +29,7 @@ from saf.cli import (
     reconcile,
     replay,
     route,
+    router,
     service,
     status,
     subscription,
@@ -53,6 +54,7 @@ app.command("status")(status.command)
 app.command("worker")(worker.command)
 app.add_typer(route.app, name="route")
 app.add_typer(topic.app, name="topic")
+app.add_typer(router.app, name="router")
 app.add_typer(service.app, name="service")
 app.add_typer(subscription.app, name="subscription")
 app.add_typer(inbox.app, name="inbox")

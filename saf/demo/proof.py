@@ -1,14 +1,17 @@
-"""The proof: what the application sent against what the MOM store has, message by message.
+"""The proof: what the application sent against what the MOM stores have, message by message.
 
-It trusts no counter of the forwarder's. The outbox is copied beside the inbox, and SQL compares
-the two as sets and, per key, as sequences.
+It trusts no counter of the forwarder's, and no classifier: where a flight belongs is said by its
+row. The outbox is copied beside each inbox, and SQL compares the two as sets and, per key, as
+sequences.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import psycopg
+from psycopg import sql
 from psycopg.rows import class_row
 
 from saf.database import Dsn
@@ -16,8 +19,9 @@ from saf.database import Dsn
 # Everything of a message that its receiver sees.
 DIGEST = (
     "sha256(convert_to("
-    "ROW(message_id, from_service, to_service, key, message_type, headers, body)::text, 'UTF8'))"
+    "ROW(message_id, from_service, {service}, key, message_type, headers, body)::text, 'UTF8'))"
 )
+STORED = DIGEST.format(service="to_service")
 
 # A sequence never takes back the numbers of a transaction that rolls back.
 SENDER = """
@@ -27,31 +31,41 @@ SELECT (SELECT coalesce(pg_sequence_last_value(pg_get_serial_sequence('saf.outbo
         WHERE f.message_id IS NULL OR o.message_id IS NULL) AS not_atomic
 """
 
-OUTBOX = f"COPY (SELECT message_id, id, key, {DIGEST} FROM saf.outbox) TO STDOUT (FORMAT binary)"
+OUTBOX = f"""
+COPY (SELECT message_id, id, key, {STORED}, true FROM saf.outbox) TO STDOUT (FORMAT binary)
+"""
+# As the store of one airport should have it; the others' messages should not be there
+ROUTED = f"""
+COPY (SELECT message_id, id, key, {DIGEST.format(service="origin")}, origin = {{store}}
+      FROM saf.outbox JOIN flight USING (message_id)) TO STDOUT (FORMAT binary)
+"""
 
 SENT = """
 SET LOCAL work_mem = '256MB';
-CREATE TEMP TABLE sent (message_id uuid, id bigint, key text COLLATE "C", digest bytea)
+CREATE TEMP TABLE sent (message_id uuid, id bigint, key text COLLATE "C", digest bytea,
+                        here boolean)
 ON COMMIT DROP
 """
 
 # A message is out of order if one of its key that was sent after it is stored before it.
 COMPARISON = f"""
 WITH stored AS (
-    SELECT message_id, id, {DIGEST} AS digest FROM saf.inbox
+    SELECT message_id, id, {STORED} AS digest FROM saf.inbox
 ),
 pairs AS (
-    SELECT message_id, sent.id AS sent_id, stored.id AS stored_id,
+    SELECT message_id, sent.id AS sent_id, stored.id AS stored_id, here,
            sent.digest <> stored.digest AS changed,
            sent.key IS NOT NULL AND sent.id < max(sent.id) OVER (
                PARTITION BY sent.key ORDER BY stored.id
                ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
            ) AND stored.id IS NOT NULL AS overtaken
     FROM sent FULL JOIN stored USING (message_id)
+    WHERE here OR stored.id IS NOT NULL
 )
-SELECT count(DISTINCT sent_id) AS sent,
+SELECT count(DISTINCT sent_id) FILTER (WHERE here) AS sent,
        count(stored_id) AS forwarded,
        count(*) FILTER (WHERE stored_id IS NULL) AS lost,
+       count(*) FILTER (WHERE NOT here) AS misrouted,
        count(stored_id) - count(DISTINCT message_id) FILTER (WHERE stored_id IS NOT NULL)
            AS duplicated,
        count(*) FILTER (WHERE overtaken) AS out_of_order,
@@ -70,9 +84,11 @@ class Proof:
     sent: int
     """In the outbox: the transaction that sent them committed."""
     forwarded: int
-    """In the inbox of the MOM store."""
+    """In the inboxes of the MOM stores."""
     lost: int
-    """In the outbox, not in the inbox."""
+    """In the outbox, not in the inbox where they belong."""
+    misrouted: int
+    """In an inbox where they do not belong."""
     duplicated: int
     """In the inbox once more than they should."""
     out_of_order: int
@@ -93,17 +109,22 @@ class Proof:
         return not any(getattr(self, f.name) for f in fields(self) if f.name not in harmless)
 
 
-def prove(application: Dsn, mom: Dsn) -> Proof:
-    """Compare an application's outbox with a MOM store that nobody else sends to."""
+def prove(application: Dsn, mom: Dsn, airport: str | None = None) -> Proof:
+    """Compare an application's outbox with a MOM store that nobody else sends to.
+
+    With an airport, the store is to have the messages about flights from there, for a service of
+    that name.
+    """
+    outbox = sql.SQL(OUTBOX if airport is None else ROUTED).format(store=sql.Literal(airport))
     with application.connect(role="proof") as sender, mom.connect(role="proof") as receiver:
         row = sender.execute(SENDER).fetchone()
         assert row is not None  # noqa: S101 - two scalar subqueries give a row
         receiver.execute(SENT)
         with (
-            sender.cursor().copy(OUTBOX) as outbox,
+            sender.cursor().copy(outbox) as messages,
             receiver.cursor().copy("COPY sent FROM STDIN (FORMAT binary)") as sent,
         ):
-            for data in outbox:
+            for data in messages:
                 sent.write(data)
         receiver.execute("ANALYZE sent")
         with psycopg.Cursor(receiver, row_factory=class_row(Proof)) as comparison:
@@ -111,3 +132,11 @@ def prove(application: Dsn, mom: Dsn) -> Proof:
             proof = comparison.fetchone()
     assert proof is not None  # noqa: S101 - an aggregate gives a row
     return proof
+
+
+def together(proofs: Iterable[Proof]) -> Proof:
+    """What was found at several stores of one application."""
+    found = list(proofs)
+    counts = {f.name: sum(getattr(proof, f.name) for proof in found) for f in fields(Proof)}
+    of_the_sender = {name: getattr(found[0], name) for name in ("rolled_back", "not_atomic")}
+    return Proof(**(counts | of_the_sender))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from saf.config import Broker, Destination, Forwarder, Settings
+from saf.config import Broker, Destination, Forwarder, Route, Router, Settings
 from saf.database import Dsn
+from saf.demo.flights import SERVICE
 from saf.errors import SafError
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from saf.spark.summary import Summary
 
 WRITERS = 2
+CLASSIFIER = "saf.demo.classifier:by_origin"
 
 
 @dataclass(kw_only=True)
@@ -69,15 +71,24 @@ def write(dsn: Dsn, limit: int | None, report: Callable[[Written], None]) -> Wri
     return written
 
 
-def settings(application: Dsn, mom: Dsn) -> Settings:
+def settings(application: Dsn, stores: Mapping[str, Dsn], *, routing: bool) -> Settings:
     """The forwarder's configuration: what saf.toml would say.
 
-    Not from the environment, which may name brokers that are no business of a demo.
+    Not from the environment, which may name brokers that are no business of a demo. With routing, a
+    classifier sends each flight to the store that has the name of its origin, else all go to one.
     """
+    destinations = {name: Destination(dsn=dsn) for name, dsn in stores.items()}
+    brokers = {"flights": Broker(dsn=application)}
+    if not routing:
+        default = Forwarder(default_destination=next(iter(stores)))
+        return Settings.model_construct(
+            brokers=brokers, destinations=destinations, forwarder=default
+        )
     return Settings.model_construct(
-        brokers={"flights": Broker(dsn=application)},
-        destinations={"mom": Destination(dsn=mom)},
-        forwarder=Forwarder(default_destination="mom"),
+        brokers=brokers,
+        destinations=destinations,
+        routes=tuple(Route(service=name, destination=name) for name in stores),
+        routers={SERVICE: Router(kind="arrow", expression=CLASSIFIER)},
     )
 
 

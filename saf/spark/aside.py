@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 from uuid import UUID
 
@@ -137,12 +138,16 @@ class Aside:
 
     def _bury(self, source: psycopg.Connection[Any]) -> None:
         subscription_id = self.work.batch.subscription_id
-        for rows, destination, reason, error in self.dead:
-            more = {"destination": destination, "reason": reason, "error": error}
-            dicts = list(self._dicts(rows, **more))
-            ids = [row["id"] for row in dicts]
-            here = dead.known(source, subscription_id, destination, ids)
-            dead.bury(source, [row for row in dicts if row["id"] not in here])
+        for destination in {destination for _, destination, _, _ in self.dead}:
+            dicts = [
+                row
+                for rows, there, reason, error in self.dead
+                if there == destination
+                for row in self._dicts(rows, destination=there, reason=reason, error=error)
+            ]
+            here = dead.known(source, subscription_id, destination, [row["id"] for row in dicts])
+            new = (row for row in dicts if row["id"] not in here)
+            dead.bury(source, sorted(new, key=itemgetter("id")))  # retried in the order they died
         for shard, id_, error in self.unread:
             if not dead.known(source, subscription_id, "", [id_]):
                 dead.bury_unread(source, subscription_id, shard, id_, error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import psycopg
@@ -11,6 +11,7 @@ from saf.choices import Asker, choose
 from saf.cursor import hold
 from saf.database import unavailable_if_lost
 from saf.failpoints import fail_point
+from saf.resolutions import Resolved, keep, resolved
 from saf.retry import while_unavailable
 from saf.spark.work import Work
 
@@ -54,6 +55,21 @@ class AtSource:
         chosen = self(write)
         fail_point("chosen")
         return chosen
+
+    def resolved(self, router: str, keys: Collection[str]) -> Mapping[str, Resolved]:
+        """What a router has resolved once; see `saf.resolutions`."""
+        return self(lambda source: resolved(source, router, keys))
+
+    def keep(self, router: str, new: Mapping[str, Resolved]) -> Mapping[str, Resolved]:
+        """What a router has resolved now, or another task before it, committed."""
+
+        def write(source: psycopg.Connection[Any]) -> Mapping[str, Resolved]:
+            hold(source, self._work.batch)
+            return keep(source, router, new)
+
+        kept = self(write)
+        fail_point("resolved")
+        return kept
 
     def close(self) -> None:
         """Give up the connection."""

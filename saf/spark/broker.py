@@ -14,6 +14,7 @@ from saf import cursor, rebase
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
 from saf.errors import ConfigurationError, Fenced
 from saf.parking import MAIN, Backoff, due_here, waiting
+from saf.routers import with_problems
 from saf.routes import NOTHING, Declared, current_routes, freeze, frozen_routes
 from saf.shards import NEWEST, Member
 from saf.spark.work import Work
@@ -154,7 +155,8 @@ class SourceBroker:
             )
             if due or cursor.anything_new(connection, LOG, member):
                 routes = current_routes(connection, default_destination, self.declared)
-                cursor.open_batch(connection, member, freeze(connection, routes))
+                version = freeze(connection, with_problems(routes))
+                cursor.open_batch(connection, member, version)
                 batches = cursor.in_hand(connection, LOG, member)
             work = [self._work(connection, batch) for batch in batches]
             work = [item for item in work if not self._in_vain(item)]

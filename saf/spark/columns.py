@@ -14,10 +14,13 @@ def selected(max_bytes: int | None) -> list[str | sql.Composable]:
     """What to select from a log to get `COLUMNS`; a body over ``max_bytes`` is NULL."""
     if max_bytes is None:
         return [*COLUMNS]
-    body = sql.SQL("CASE WHEN octet_length(body) <= {} THEN body END AS body").format(
-        sql.Literal(max_bytes)
-    )
-    return [body if name == "body" else name for name in COLUMNS]
+    return [body_within(max_bytes) if name == "body" else name for name in COLUMNS]
+
+
+def body_within(max_bytes: int) -> sql.Composable:
+    """The body; NULL if it is larger."""
+    body = "CASE WHEN octet_length(body) <= {} THEN body END AS body"
+    return sql.SQL(body).format(sql.Literal(max_bytes))
 
 
 def plain(rows: pa.RecordBatch) -> pa.RecordBatch:

@@ -3,7 +3,8 @@
 First the parked messages whose time has come, lane by lane; then the batch. Per chunk, in the
 order of the ids:
 
-0. routes that share: the choices of new keys at the source, durably, before anything is sent
+0. routers: to whom each message is really addressed; routes that share: which one it takes. What
+   is to be remembered of both is written at the source, durably, before anything is sent
 1. at_most_once routes: record the attempt there, the same
 2. one transaction per destination; committed, durable, before the next step
 3. one transaction at the source: move the position, and with it set aside what could not go
@@ -36,19 +37,21 @@ import pyarrow.compute as pc
 from saf import parking
 from saf.cursor import advance, attempt, hold
 from saf.destinations.postgresql import beyond
-from saf.errors import Ahead, Fenced, Rejected, SafError, Unavailable, Unroutable, UsageError
+from saf.errors import Ahead, Fenced, Rejected, SafError, Unavailable, UsageError
 from saf.failpoints import fail_point
 from saf.parking import MAIN, Lane
+from saf.spark.answers import Answers
 from saf.spark.aside import Aside
 from saf.spark.at_source import AtSource
 from saf.spark.chunks import chunks
 from saf.spark.lanes import Lanes
 from saf.spark.receipts import Receipts
 from saf.spark.releasing import Releasing
-from saf.spark.router import Router
+from saf.spark.resolving import Resolver
 from saf.spark.sharing import share
-from saf.spark.sorting import Part, of_route_lane, sort
+from saf.spark.sorting import Part, sort, unroutable
 from saf.spark.storing import Storing, nowhere
+from saf.spark.wayfinder import Wayfinder
 from saf.spark.work import Policy, Receipt, Work
 from saf.ways import AT_MOST_ONCE
 
@@ -58,13 +61,16 @@ EXPECTED = (Unavailable, Rejected, Fenced, Ahead, UsageError)
 class Delivery:
     """One task: the remaining messages of one batch, and the parked ones of its shards."""
 
-    def __init__(self, number: int, work: Work, policy: Policy) -> None:
+    def __init__(
+        self, number: int, work: Work, policy: Policy, answers: Answers | None = None
+    ) -> None:
         self.work = work
-        self.router = Router(work.routes)
+        self.wayfinder = Wayfinder(work.routes)
         self.policy = policy
         self.receipts = Receipts(number)
         self.lanes = Lanes()
         self.at_source = AtSource(work, policy.attempts)
+        self.resolver = Resolver(work.routes.routers, self.wayfinder, self.at_source, answers)
         self.storing = Storing(work, policy, self.at_source, self.lanes, self.receipts)
         self._set_aside: dict[str, pa.Array] = {}
         """Ids beyond the position that a task before this one has set aside, by destination."""
@@ -74,7 +80,8 @@ class Delivery:
         summary = self.receipts.of(None)
         releasing = Releasing(
             self.work,
-            self.router,
+            self.resolver,
+            self.wayfinder,
             self.policy,
             self.at_source,
             self.lanes,
@@ -102,13 +109,18 @@ class Delivery:
         """Steps 1 to 3 for one chunk; return whether the task should stop."""
         position = int(rows["id"][-1].as_py())
         aside = Aside(work=self.work)
-        rows = self._not_set_aside(self.router.route(rows))
-        rows = aside.bury_unfit(rows, self.policy.max_bytes)
-        rows = share(rows, self.router.ways, self.at_source.choose)
+        rows = aside.bury_unfit(self._without(rows, ""), self.policy.max_bytes)
+        resolution = self.resolver.resolve(rows, self.lanes.held)
+        for some, error in resolution.dead:
+            aside.bury(some, "", "unresolved", error)
+        rows = self._not_set_aside(self.wayfinder.route(resolution.rows))
+        rows = share(rows, self.wayfinder.ways, self.at_source.choose)
         parts = [
             replace(part, rows=self._without(part.rows, part.lane.destination))
-            for part in sort(rows, self.router.ways, self.policy.qualities, self.lanes.held)
+            for part in sort(rows, self.wayfinder.ways, self.policy.qualities, self.lanes.held)
         ]
+        if resolution.waiting is not None:
+            parts += unroutable(resolution.waiting)
         attempted = self._attempt(parts, position)
         for part in parts:
             self._send(part, position, attempted, aside)
@@ -135,7 +147,7 @@ class Delivery:
         """Step 2 for one part; or park it, behind those of its lane that wait."""
         obstacle: SafError | None = None
         if part.destination is None:
-            obstacle = Unroutable(of_route_lane(part.lane)[0])
+            obstacle = self.resolver.obstacle(part.lane)
         elif part.destination not in self.policy.destinations:
             obstacle = nowhere(part.destination)
         if obstacle is not None:
@@ -189,11 +201,10 @@ class Delivery:
         """The rows of which anything is left to do: of a topic, some copy may be."""
         if not self._set_aside:
             return rows
-        topics = [number for number, way in enumerate(self.router.ways) if way.to_all]
+        topics = [number for number, way in enumerate(self.wayfinder.ways) if way.to_all]
         copies = pc.is_in(rows["route"], pa.array(topics, pa.int32()))
         aside = pa.concat_arrays(list(self._set_aside.values()))
-        rows = rows.filter(pc.or_(copies, pc.invert(pc.is_in(rows["id"], aside))))
-        return self._without(rows, "")
+        return rows.filter(pc.or_(copies, pc.invert(pc.is_in(rows["id"], aside))))
 
     def _without(self, rows: pa.Table, destination: str) -> pa.Table:
         """The rows that are not set aside for a destination."""

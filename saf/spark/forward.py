@@ -190,7 +190,7 @@ class Forwarder:
         work = plan(found, slots, limits=self._limits(), cap=cap, last_turn=last_turn)
         for broker in self._at_work(work):
             broker.last_turn = self.cycles
-        job = self._pool.submit(self._receipts, spark, work)
+        job = self._pool.submit(forward, spark, work, self.policy)
         left_out = len(self._at_work(found)) > len(self._at_work(work))
         receipts = self._run(spark, work, job, beside, left_out=left_out)
         self._settle(work, receipts, _shards(found))
@@ -266,10 +266,6 @@ class Forwarder:
         due = [broker for broker in self.roster.brokers.values() if broker.renewal_due]
         if due:
             self.roster.each(SourceBroker.renew, due, quiet=True)
-
-    def _receipts(self, spark: SparkContext, work: Sequence[Work]) -> list[Receipt]:
-        numbers = spark.parallelize(range(len(work)), len(work))
-        return numbers.mapPartitions(forward(work, self.policy)).collect()
 
     def _settle(
         self, work: Sequence[Work], receipts: Sequence[Receipt], whole: Mapping[str, int]

@@ -1,8 +1,8 @@
 """Releasing: parked messages whose time has come, before the new ones, lane by lane.
 
-Those that have waited for a route first move to lanes of the destinations that routes lead to now,
-a topic's as a copy for each, in one transaction and with the place in the order that they had.
-From then on each waits for its destination alone.
+Those that have waited for a route, or for their router, first move to lanes of the destinations
+that routes lead to now, a topic's as a copy for each, in one transaction and with the place in the
+order that they had. From then on each waits for its destination alone.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from uuid import UUID
 
 import psycopg
 import pyarrow as pa
@@ -18,20 +19,21 @@ from psycopg import sql
 
 from saf import parking
 from saf.cursor import hold
-from saf.errors import SafError, Unavailable, Unroutable
+from saf.errors import SafError, Unavailable
 from saf.failpoints import fail_point
-from saf.parking import ROUTE, SERVICE, Backoff, Lane
+from saf.parking import ADDRESS, ROUTE, SERVICE, Backoff, Lane
 from saf.spark.aside import Aside
 from saf.spark.at_source import AtSource
 from saf.spark.chunks import chunks, mark
 from saf.spark.columns import selected
 from saf.spark.lanes import Lanes
 from saf.spark.receipts import Receipts
-from saf.spark.router import Router
+from saf.spark.resolving import Resolver
 from saf.spark.sharing import share
-from saf.spark.sorting import Part, found_lane, of_route_lane, service_lane
+from saf.spark.sorting import Part, by_address, found_lane, of_route_lane, route_lane, service_lane
 from saf.spark.source import read
 from saf.spark.storing import Storing, nowhere
+from saf.spark.wayfinder import Wayfinder
 from saf.spark.work import Policy, Work
 from saf.ways import AT_MOST_ONCE, Route
 
@@ -41,7 +43,8 @@ class Releasing:
     """The parked messages of one task's shards."""
 
     work: Work
-    router: Router
+    resolver: Resolver
+    wayfinder: Wayfinder
     policy: Policy
     at_source: AtSource
     lanes: Lanes
@@ -101,29 +104,46 @@ class Releasing:
 
     def _route(self, lane: Backoff) -> bool:
         """Move what has waited for a route to where routes lead now; whether that was anything."""
-        columns = ["parked_id", "id", "key", "to_service", "to_broker"]
+        needed = [*selected(None)] if self.resolver else ["id", "shard", *ADDRESS]
+        columns = ["parked_id", sql.SQL("id AS log_id"), *parking.as_log(needed)]
         batches = read(self.work, parking.in_lane(self.work.batch, lane.key, columns))
         moved = False
         for rows in chunks(batches, self.policy.chunk_rows, self.policy.chunk_bytes):
-            routed = self.router.route(rows)
+            resolution = self.resolver.resolve(rows)
+            for some, error in resolution.dead:
+                self._bury(lane, some, error)
+            routed = self.wayfinder.route(resolution.rows)
             routed = routed.filter(routed["route"].is_valid())
-            moved |= self._move(lane, share(routed, self.router.ways, self.at_source.choose))
+            moved |= self._move(lane, share(routed, self.wayfinder.ways, self.at_source.choose))
         return moved
+
+    def _bury(self, lane: Backoff, rows: pa.Table, error: str) -> None:
+        """What the lane's router does not know where to send to leaves the lane."""
+        aside = Aside(work=self.work, lane=lane.key)
+        aside.bury(rows, "", "unresolved", error)
+        self._settle(rows, aside)
+        self.receipts.of(None).dead += aside.dead_letters
 
     def _move(self, lane: Backoff, rows: pa.Table) -> bool:
         known, subscription_id = self.policy.qualities, self.work.batch.subscription_id
-        to: list[tuple[Route, list[int]]] = []
+        to: list[tuple[Route, Lane, pa.Table]] = []
         for number in pc.unique(rows["route"]).to_pylist():
-            mine = rows.filter(pc.equal(rows["route"], number))["parked_id"].to_pylist()
-            way = self.router.ways[number]
-            to += [(r, mine) for r in way.routes if way.to_all or r.destination in known]
+            mine = rows.filter(pc.equal(rows["route"], number))
+            way = self.wayfinder.ways[number]
+            for waits, some in _by_lane(lane.key, mine):
+                to += [
+                    (route, found_lane(route.destination, waits), some)
+                    for route in way.routes
+                    if way.to_all or route.destination in known
+                ]
 
         def move(source: psycopg.Connection[Any]) -> None:
             hold(source, self.work.batch)
-            for route, ids in to:
-                found = found_lane(route.destination, lane.key)
-                parking.copy(source, subscription_id, found, route.quality, ids)
-            parking.unpark(source, [number for _, ids in to for number in ids])
+            for route, found, some in to:
+                addresses = some.select(["parked_id", *ADDRESS]).to_pylist()
+                parking.copy(source, subscription_id, found, route.quality, addresses)
+            gone = [number for _, _, some in to for number in some["parked_id"].to_pylist()]
+            parking.unpark(source, gone)
             fail_point("routed")
 
         if to:
@@ -153,14 +173,14 @@ class Releasing:
 
     def _obstacle(self, part: Part) -> SafError | None:
         """Why messages cannot leave their lane: no way, or older ones that wait in another."""
-        service, _ = of_route_lane(part.lane)
         if part.destination is None:
             there = part.lane.destination
-            return nowhere(there) if there else Unroutable(service)
+            return nowhere(there) if there else self.resolver.obstacle(part.lane)
         older = []
         if part.lane.lane.startswith((ROUTE, SERVICE)):
             older.append(Lane(destination=part.destination))
         if part.lane.lane.startswith(ROUTE):
+            service, _ = of_route_lane(part.lane)
             older.append(service_lane(part.destination, service))
             older.append(Lane(lane=part.lane.lane))
         for lane in older:
@@ -178,3 +198,12 @@ class Releasing:
 
         self.at_source(settle)
         fail_point("unpark_commit")
+
+
+def _by_lane(lane: Lane, rows: pa.Table) -> Iterator[tuple[Lane, pa.Table]]:
+    """Messages that have found a route, by the lanes that new ones for their service look at."""
+    if not lane.lane.startswith(ROUTE):
+        yield lane, rows
+        return
+    for (service, broker), mine in by_address(rows):
+        yield route_lane(service, UUID(bytes=broker) if broker else None), mine

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 from uuid import UUID
 
 import pyarrow as pa
@@ -58,7 +57,7 @@ def sort(
         if len(mine) < len(there):
             chosen = rows.filter(pc.is_in(rows["route"], pa.array(mine, pa.int32())))
         chosen = chosen.drop_columns(["route"])
-        parts += _unroutable(chosen) if there_by is None else _routed(chosen, *there_by, held)
+        parts += unroutable(chosen) if there_by is None else _routed(chosen, *there_by, held)
     return parts
 
 
@@ -94,8 +93,9 @@ def service_lane(destination: str, service: str) -> Lane:
     return Lane(destination=destination, lane=f"{SERVICE}{service}")
 
 
-def _unroutable(rows: pa.Table) -> Iterator[Part]:
-    for (service, broker), mine in _by(rows, ["to_service", "to_broker"]):
+def unroutable(rows: pa.Table) -> Iterator[Part]:
+    """A part for each service, and broker, whose messages wait for a route."""
+    for (service, broker), mine in by_address(rows):
         lane = route_lane(service, UUID(bytes=broker) if broker else None)
         yield Part(lane=lane, destination=None, quality=None, rows=mine)
 
@@ -107,7 +107,7 @@ def _routed(
     waiting = {lane for lane in held if lane.lane.startswith((ROUTE, SERVICE))}
     if waiting:
         rest = []
-        for (service, broker), mine in _by(rows, ["to_service", "to_broker"]):
+        for (service, broker), mine in by_address(rows):
             unrouted = route_lane(service, UUID(bytes=broker) if broker else None)
             found = found_lane(destination, unrouted)
             unknown = service_lane(destination, service)
@@ -122,10 +122,11 @@ def _routed(
         yield Part(lane=lane, destination=destination, quality=quality, rows=rows)
 
 
-def _by(rows: pa.Table, columns: list[str]) -> Iterator[tuple[tuple[Any, ...], pa.Table]]:
-    """The rows by the values of some columns; those of one in order."""
-    places: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-    for place, values in enumerate(zip(*(rows[c].to_pylist() for c in columns), strict=True)):
-        places[values].append(place)
-    for values, mine in places.items():
-        yield values, rows.take(mine)
+def by_address(rows: pa.Table) -> Iterator[tuple[tuple[str, bytes | None], pa.Table]]:
+    """The rows by service and broker; those of one in order."""
+    places: dict[tuple[str, bytes | None], list[int]] = defaultdict(list)
+    addresses = zip(rows["to_service"].to_pylist(), rows["to_broker"].to_pylist(), strict=True)
+    for place, address in enumerate(addresses):
+        places[address].append(place)
+    for address, mine in places.items():
+        yield address, rows.take(mine)

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -17,6 +19,7 @@ import psycopg
 import pytest
 
 from saf.database import Dsn
+from saf.demo.flights import read
 from saf.demo.proof import prove
 from saf.demo.run import WRITERS
 from saf.embedded import EmbeddedServer
@@ -42,21 +45,21 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def command(folder: Path) -> list[str | Path]:
-    return [BIN / "saf", "demo", "--json", "--data", folder, "--limit", str(FLIGHTS)]
+def command(folder: Path, *more: str) -> list[str | Path]:
+    return [BIN / "saf", "demo", "--json", "--data", folder, "--limit", str(FLIGHTS), *more]
 
 
-def run(folder: Path) -> dict[str, Any]:
-    done = programs.run(command(folder), timeout=DEADLINE_SECONDS)
+def run(folder: Path, *more: str) -> dict[str, Any]:
+    done = programs.run(command(folder, *more), timeout=DEADLINE_SECONDS)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1
     return programs.last_json(done.stdout)
 
 
 def is_right(result: dict[str, Any]) -> bool:
-    wrong = ("lost", "duplicated", "out_of_order", "changed", "not_sent", "not_atomic")
+    wrong = ("lost", "misrouted", "duplicated", "out_of_order", "changed", "not_sent", "not_atomic")
     counts = [result["sent"], result["forwarded"], *(result[name] for name in wrong)]
-    return counts == [FLIGHTS, FLIGHTS, 0, 0, 0, 0, 0, 0]
+    return counts == [FLIGHTS, FLIGHTS, *[0] * len(wrong)]
 
 
 def test_every_flight_arrives_once_in_order_and_a_second_run_forwards_nothing(
@@ -74,6 +77,15 @@ def test_every_flight_arrives_once_in_order_and_a_second_run_forwards_nothing(
     assert is_right(second), second
     assert second["written_now"] == second["forwarded_now"] == 0
     assert second["rolled_back"] == first["rolled_back"]
+
+
+def test_with_routing_each_flight_arrives_once_at_the_store_of_its_airport(folder: Path) -> None:
+    origins = Counter(flight["origin"] for flight in islice(read(), FLIGHTS))
+    for written in (FLIGHTS, 0):
+        result = run(folder, "--routing")
+        assert is_right(result), result
+        assert result["stores"] == dict(origins)
+        assert result["forwarded_now"] == written
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,8 @@ MATRIX = {
     "topic          ": "-      S         -         -       SiD",
     "route_choice   ": "-      SiuD      -         sD      SiuD",
     "route_share    ": "-      Siu       -         -       Siu",
+    "router         ": "-      S         -         -       SiuD",
+    "resolved_conversation": "- Siu - sD SiuD",
     "watermark      ": "-      SIu       -         -       S",
     "parked         ": "-      SIuD      SIuD      -       SIuD",
     "backoff        ": "-      SIuD      SIuD      -       SIuD",
@@ -82,7 +84,12 @@ SOME = {
     ("subscription", "i"): "name log service",
     ("route", "i"): "service broker destination quality enabled expires_at comment",
     ("route", "u"): "service broker destination quality enabled expires_at comment",
-    ("route_version", "i"): "routes topics",
+    ("route_version", "i"): "routes topics routers",
+    ("router", "i"): "service kind expression once_per enabled comment",
+    ("router", "u"): "service kind expression once_per enabled comment",
+    ("resolved_conversation", "i"): "router key service broker to_key",
+    ("resolved_conversation", "u"): "used_at",
+    ("resolved_conversation", "s"): "key used_at",
     ("topic", "i"): "name",
     ("route_choice", "i"): "service broker key destination",
     ("route_choice", "u"): "used_at",
@@ -241,7 +248,7 @@ def test_each_statement_on_each_table_is_allowed_or_refused_as_listed(
             "JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 "
             "WHERE c.relnamespace = 'saf'::regnamespace AND c.relkind IN ('r', 'p') GROUP BY 1",
         )
-    assert len(columns) == 34
+    assert len(columns) == 36
     listed = expected(kind)
     with connect(granted(app, kind)) as connection:
         for table, names in columns:

@@ -318,6 +318,7 @@ def test_the_example_explains_every_setting_and_each_default_is_the_real_one(
     assert example.refresh_seconds == fields["refresh_seconds"].default
     assert set(more["routes"][0]) == set(config.Route.model_fields)
     assert set(more["topics"]["prices"]) == set(config.Topic.model_fields)
+    assert set(more["routers"]["departures"]) == set(config.Router.model_fields)
     assert {*tables, *more} == set(config.Settings.model_fields)
 
 

@@ -32,6 +32,7 @@ def blocks(kind: str) -> list[str]:
 def folder(app: Dsn, mom: Dsn, new_broker: Any, tmp_path: Path) -> Path:
     """With a saf.toml of one source, shop, and the destinations mom and erp."""
     configure(tmp_path / "saf.toml", {"shop": app}, {"mom": mom, "erp": new_broker("erp")})
+    (tmp_path / "airports.py").write_text("".join(blocks("module")))
     return tmp_path
 
 
@@ -63,6 +64,8 @@ def test_the_commands_work_in_their_order(folder: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "shop: service 'billing' to 'erp' added, from the next batch on" in done.stdout
+    assert "shop: a message for 'departures' is really for 'JFK'" in done.stdout
+    assert "shop: a message for 'JFK' without a key goes to 'erp'" in done.stdout
 
 
 def test_the_same_works_from_python(folder: Path, app: Dsn) -> None:
@@ -150,9 +153,68 @@ def test_what_is_wrong_is_named_with_what_was_meant(folder: Path) -> None:
     assert "1 to" in refused(saf("route", "add", "erp", "--service", "", cwd=folder))
 
 
+def test_routers_are_listed_with_their_origin(folder: Path) -> None:
+    declare(folder, "".join(blocks("toml")))
+    saf("router", "disable", "arrivals", cwd=folder)
+    saf("router", "add", "departures", "--sql", "text", "--once-per", "key", cwd=folder)
+    rows = json.loads(saf("router", "list", "--json", cwd=folder).stdout)["routers"]
+    assert [(r["service"], r["kind"], r["once_per"], r["origin"], r["enabled"]) for r in rows] == [
+        ("arrivals", "sql", "message", "saf.router", False),
+        ("departures", "sql", "key", "saf.router", True),
+    ]
+    assert saf("router", "list", cwd=folder).stdout.splitlines()[0] == (
+        "shop: 'arrivals' by sql: json:dest, once per message; disabled (saf.router)"
+    )
+    assert saf("router", "remove", "arrivals", cwd=folder).returncode == DONE
+    rows = json.loads(saf("router", "list", "--json", cwd=folder).stdout)["routers"]
+    assert [r["origin"] for r in rows] == ["saf.toml", "saf.router"]
+
+
+def test_explain_says_what_a_router_would_make_of_a_message(folder: Path) -> None:
+    path = {"PYTHONPATH": f"{folder}:{ROOT}"}
+
+    def said(body: str, *arguments: str) -> tuple[int, dict[str, Any]]:
+        command = ("router", "explain", *arguments, "--body", body, "--json")
+        done = saf(*command, cwd=folder, env=path)
+        (one,) = json.loads(done.stdout)["explanations"]
+        return done.returncode, one
+
+    add = ("router", "add", "orders", "--python", "airports:by_country")
+    assert saf(*add, cwd=folder, env=path).returncode == DONE
+    code, one = said('{"country": "CH", "canton": "GR"}', "orders")
+    assert (code, one["resolved"]["service"], one["resolved"]["key"]) == (0, "orders-ch", "GR")
+    code, one = said("{}", "orders")
+    assert (code, one["resolved"]) == (1, None)
+    assert one["dead"] == "router 'orders': its classifier raised KeyError: 'country'"
+    code, one = said("{}", "billing")
+    assert (code, one["resolved"]["service"]) == (0, "billing"), "no router"
+    saf("router", "add", "departures", "--sql", "text", cwd=folder)
+    code, one = said("{}", "departures")
+    assert (code, one["resolved"]) == (TRY_AGAIN, None)
+    assert "needs Spark" in one["waits"]
+
+
+def test_a_router_that_cannot_be_is_refused_with_the_reason(folder: Path) -> None:
+    def add(*arguments: str) -> str:
+        return refused(saf("router", "add", "orders", *arguments, cwd=folder))
+
+    assert "say --sql, --arrow or --python" in add()
+    assert "say --sql, --arrow or --python" in add("--sql", "text", "--python", "a:b")
+    assert "no module:function" in add("--python", "airports")
+    assert "say --elsewhere" in add("--python", "airprts:by_country")
+    there = ("router", "add", "orders", "--python", "airprts:by_country", "--elsewhere")
+    assert saf(*there, cwd=folder).returncode == DONE
+    assert "is a router" in refused(saf("topic", "add", "orders", cwd=folder))
+    assert "only 'orders'" in refused(saf("router", "remove", "oders", cwd=folder))
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ('[routers.x]\nkind = "java"\nexpression = "a"\n', "'sql', 'arrow' or 'python'"),
+        ('[routers.x]\nkind = "arrow"\nexpression = "a"\n', "no module:function"),
+        ('[routers.x]\nkind = "sql"\nexpresion = "a"\n', "did you mean 'expression'?"),
+        ('[topics.x]\n[routers.x]\nkind = "sql"\nexpression = "a"\n', "is a topic too"),
         ('[[routes]]\ndestination = "epr"\n', "did you mean 'erp'?"),
         ('[[routes]]\ndestnation = "erp"\n', "did you mean 'destination'?"),
         ('[[routes]]\ndestination = "erp"\nexpires_at = 2031-01-01T00:00:00\n', "timezone"),

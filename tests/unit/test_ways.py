@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saf.choices import Asker
-from saf.spark.router import Router
 from saf.spark.sharing import share
+from saf.spark.wayfinder import Wayfinder
 from saf.ways import Route, Routes, Way, by_precedence
 
 SERVICES = ["billing", "shipping", "é", ""]
@@ -86,9 +86,9 @@ def test_a_topics_way_is_every_destination_that_matches_once_by_its_most_specifi
 def test_a_chunk_is_routed_as_each_of_its_messages_would_be(
     routes: Routes, rows: list[tuple[str, str | None, str | None]]
 ) -> None:
-    router = Router(routes)
-    numbers = router.route(as_table(rows))["route"].to_pylist()
-    ways = [None if number is None else router.ways[number] for number in numbers]
+    wayfinder = Wayfinder(routes)
+    numbers = wayfinder.route(as_table(rows))["route"].to_pylist()
+    ways = [None if number is None else wayfinder.ways[number] for number in numbers]
     assert ways == [routes.way(service, broker) for service, broker, _ in rows]
 
 
@@ -96,21 +96,21 @@ def test_a_chunk_is_routed_as_each_of_its_messages_would_be(
 def test_each_message_of_a_chunk_that_is_shared_takes_one_route_of_its_way(
     routes: Routes, rows: list[tuple[str, str | None, str | None]]
 ) -> None:
-    router = Router(routes)
+    wayfinder = Wayfinder(routes)
     asked: list[Asker] = []
 
     def choose(among: dict[Asker, tuple[str, ...]]) -> dict[Asker, str]:
         asked.extend(among)
         return {asker: max(destinations) for asker, destinations in among.items()}
 
-    before = router.route(as_table(rows))
-    after = share(before, router.ways, choose)  # type: ignore[arg-type] # a stricter dict
+    before = wayfinder.route(as_table(rows))
+    after = share(before, wayfinder.ways, choose)  # type: ignore[arg-type] # a stricter dict
     assert after.drop_columns(["route"]) == before.drop_columns(["route"])
     assert len(asked) == len(set(asked)), "each key once"
     for row in after.to_pylist():
         service, broker, key = rows[row["id"] - 100]
         way = routes.way(service, broker)
-        taken: Way | None = None if row["route"] is None else router.ways[row["route"]]
+        taken: Way | None = None if row["route"] is None else wayfinder.ways[row["route"]]
         if way is None or not way.shared:
             assert taken == way
         elif key is None:

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from saf.ways import Routes, Way, distinct_ways
 
 
-class Router:
+class Wayfinder:
     """The ways of one set of routes."""
 
     def __init__(self, routes: Routes) -> None:

@@ -1,0 +1,191 @@
+"""``saf router``: services that stand for others, and the classifiers that say for which."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from saf import routers, routes
+from saf.cli.brokers import AsJson, Config, Name, Round, chosen
+from saf.cli.route import show_explanation
+from saf.config import load
+from saf.errors import ConfigurationError, UsageError
+from saf.message import Message
+from saf.routes import ConfiguredRouter
+from saf.ways import ARROW, PYTHON, SQL, Router
+
+if TYPE_CHECKING:
+    from saf.spark.trial import Trial
+
+app = typer.Typer(no_args_is_help=True, help="Routers: services that a classifier resolves.")
+
+Service = Annotated[str, typer.Argument(metavar="SERVICE", help="That messages are addressed to.")]
+Function = "MODULE:FUNCTION"
+
+
+@app.command()
+def add(
+    service: Service,
+    *,
+    sql: Annotated[
+        str | None, typer.Option(metavar="EXPRESSION", help="A Spark SQL expression.")
+    ] = None,
+    arrow: Annotated[
+        str | None, typer.Option(metavar=Function, help="Of a pyarrow.RecordBatch of messages.")
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option(metavar=Function, help="Of one message, a saf.Received.")
+    ] = None,
+    once_per: Annotated[
+        Literal["message", "key"],
+        typer.Option(help="What is classified once. A conversation always is."),
+    ] = "message",
+    elsewhere: Annotated[
+        bool, typer.Option("--elsewhere", help="Do not look for the function on this machine.")
+    ] = False,
+    comment: Annotated[str | None, typer.Option(help="For people.")] = None,
+    config: Config = None,
+    broker: Name = None,
+) -> None:
+    """Let a classifier say which service a message is really for, from the next batch on.
+
+    Where that one's messages go is said by routes. A router that is there already gets the other
+    values, and is enabled.
+    """
+    said = {kind: e for kind, e in ((SQL, sql), (ARROW, arrow), (PYTHON, python)) if e is not None}
+    if len(said) != 1:
+        raise UsageError("a router has one classifier: say --sql, --arrow or --python")
+    ((kind, expression),) = said.items()
+    router = Router(service=service, kind=kind, expression=expression, once_per=once_per)
+    routers.check(router)
+    if kind != SQL and not elsewhere:
+        try:
+            routers.load(router)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{error}. If it is only there, say --elsewhere") from None
+    round_ = Round(chosen(load(config), broker))
+    added = round_.visit(
+        "route",
+        lambda connection, _: routers.add_router(
+            connection, service, kind, expression, once_per=once_per, comment=comment
+        ),
+    )
+    for where, new in added.items():
+        _say(where, service, "added" if new else "changed")
+    round_.finish(say=True)
+
+
+@app.command()
+def remove(service: Service, config: Config = None, broker: Name = None) -> None:
+    """Let a service be an ordinary one again."""
+    round_ = Round(chosen(load(config), broker))
+    for where in round_.visit(
+        "route", lambda connection, _: routers.remove_router(connection, service)
+    ):
+        _say(where, service, "removed")
+    round_.finish(say=True)
+
+
+@app.command()
+def enable(service: Service, config: Config = None, broker: Name = None) -> None:
+    """Let a router count again."""
+    _enable(service, config, broker, enabled=True)
+
+
+@app.command()
+def disable(service: Service, config: Config = None, broker: Name = None) -> None:
+    """Let a router be an ordinary service until it is enabled; also one that saf.toml declares."""
+    _enable(service, config, broker, enabled=False)
+
+
+@app.command("list")
+def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -> None:
+    """Show all routers, and where each comes from."""
+    settings = load(config)
+    round_ = Round(chosen(settings, broker))
+    found = round_.visit(
+        "route",
+        lambda connection, _: routes.configuration(connection, None, settings.declared).routers,
+    )
+    rows = [(where, one) for where, there in found.items() for one in there]
+    if as_json:
+        listed = [{"broker": where, **routers.as_dict(one)} for where, one in rows]
+        typer.echo(json.dumps({"routers": listed, "errors": round_.errors()}))
+    else:
+        for where, one in rows:
+            _show(where, one)
+    round_.finish(say=not as_json)
+
+
+@app.command()
+def explain(
+    service: Service,
+    *,
+    body: Annotated[str, typer.Option(metavar="TEXT", help="Of the message.")] = "",
+    key: Annotated[str | None, typer.Option(help="Of the message. Default: it has none.")] = None,
+    message_type: Annotated[str | None, typer.Option(help="Of the message.")] = None,
+    config: Config = None,
+    broker: Name = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say which service a message would be for, and where it would go. Sends nothing.
+
+    The classifier runs here. Exit codes: 75 if the message would wait at some broker, as it does
+    for one in SQL, which only Spark evaluates; 1 if it would become a dead letter.
+    """
+    from saf.spark.trial import try_out  # Arrow takes a while to import
+
+    settings = load(config)
+    message = Message(service=service, body=body, key=key, message_type=message_type)
+    round_ = Round(chosen(settings, broker))
+    default, declared = settings.forwarder.default_destination, settings.declared
+    found: dict[str, Trial] = round_.visit(
+        "route", lambda connection, _: try_out(connection, message, default, declared)
+    )
+    if as_json:
+        rows = [{"broker": where, **trial.as_dict()} for where, trial in found.items()]
+        typer.echo(json.dumps({"explanations": rows, "errors": round_.errors()}))
+    else:
+        for where, trial in found.items():
+            _explain(where, trial)
+    round_.finish(say=not as_json, found=max((one.exit_code for one in found.values()), default=0))
+
+
+def _enable(service: str, config: Path | None, broker: str | None, *, enabled: bool) -> None:
+    settings = load(config)
+    round_ = Round(chosen(settings, broker))
+    for where in round_.visit(
+        "route",
+        lambda connection, _: routers.enable_router(
+            connection, service, enabled=enabled, declared=settings.declared
+        ),
+    ):
+        _say(where, service, "enabled" if enabled else "disabled")
+    round_.finish(say=True)
+
+
+def _say(where: str, service: str, done: str) -> None:
+    typer.echo(f"{where}: router {service!r} {done}, from the next batch on")
+
+
+def _show(where: str, one: ConfiguredRouter) -> None:
+    router = one.router
+    said = f"{router.service!r} by {router.kind}: {router.expression}, once per {router.once_per}"
+    state = "in force" if one.enabled else "disabled"
+    comment = f": {one.comment}" if one.comment else ""
+    typer.echo(f"{where}: {said}; {state} ({one.origin}){comment}")
+
+
+def _explain(where: str, trial: Trial) -> None:
+    said = f"{where}: a message for {trial.service!r}"
+    if trial.waits is not None:
+        typer.echo(f"{said} would wait: {trial.waits}")
+    elif trial.dead is not None:
+        typer.echo(f"{said} would become a dead letter: {trial.dead}")
+    else:
+        if trial.goes.service != trial.service:
+            typer.echo(f"{said} is really for {trial.goes.service!r}")
+        show_explanation(where, trial.goes)

@@ -1,0 +1,97 @@
+"""Answers: what Spark made of the expressions of routers, in step with the delivery."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from uuid import UUID
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from saf.errors import Unavailable
+from saf.resolutions import Resolved
+from saf.spark.classifying import ANSWERS, as_answers
+from saf.spark.expressions import Compiled
+from saf.ways import Router
+
+
+class Answers:
+    """Those of one task: of the parked messages that may go on, then of the batch, by id.
+
+    Holds no more of the batch's than those of one chunk, and what came with them.
+    """
+
+    def __init__(
+        self, broker: str, batches: Iterator[pa.RecordBatch], compiled: Mapping[str, Compiled]
+    ) -> None:
+        self._broker = broker
+        self._batches = batches
+        self._compiled = compiled
+        self._parked: list[pa.RecordBatch] = []
+        self._ahead: list[pa.RecordBatch] = []
+        self._now: pa.Table = None
+        self._name = "id"
+        self._ids = self._order = np.array([], np.int64)
+
+    def about(self, rows: pa.Table) -> npt.NDArray[np.bool_]:
+        """From now on it is about these messages; which of them have answers."""
+        self._name = "parked_id" if "parked_id" in rows.column_names else "id"
+        if self._name == "parked_id":
+            self._read(lambda: bool(self._ahead))
+            batches = self._parked
+        else:
+            first, last = rows["id"][0].as_py(), rows["id"][-1].as_py()
+            self._read(lambda: bool(self._ahead) and _last(self._ahead[-1]) >= last)
+            batches = self._ahead = [one for one in self._ahead if _last(one) >= first]
+        if not batches:
+            return np.zeros(len(rows), np.bool_)
+        self._now = pa.Table.from_batches(batches)
+        ids = self._now[self._name].to_numpy()
+        self._order = np.argsort(ids, kind="stable")
+        self._ids = ids[self._order]
+        return np.isin(rows[self._name].to_numpy(), ids)
+
+    def to(self, router: Router, rows: pa.Table) -> pa.Table:
+        """The answers to some of these messages.
+
+        Raises:
+            Unavailable: there is none, because the source could not be read to the end.
+        """
+        one, wanted = self._compiled[router.expression], rows[self._name].to_numpy()
+        if not np.isin(wanted, self._ids).all():
+            why = "the messages for its routers in SQL could not be read to the end"
+            raise Unavailable(f"broker {self._broker!r}", why)
+        places = self._order[np.searchsorted(self._ids, wanted)]
+        said = self._now[one.column].take(places).combine_chunks()
+        if one.structured:
+            texts = said.dictionary_encode()
+            answers = [_answer(text) for text in texts.dictionary.to_pylist()]
+            return as_answers(answers).take(texts.indices)
+        nothing = pa.nulls(len(said))
+        return pa.table([said, nothing, nothing, nothing], ANSWERS.names).cast(ANSWERS)
+
+    def _read(self, enough: Callable[[], bool]) -> None:
+        """Parked ones come first, and may share a batch with the first of the others."""
+        while not enough() and (batch := next(self._batches, None)) is not None:
+            parked = batch.num_rows - batch["parked_id"].null_count
+            if parked:
+                self._parked.append(batch.slice(0, parked))
+            if parked < batch.num_rows:
+                self._ahead.append(batch.slice(parked))
+
+
+def _last(batch: pa.RecordBatch) -> int:
+    return int(batch["id"][-1].as_py())
+
+
+def _answer(text: bytes) -> Resolved | str:
+    value = json.loads(text)
+    if value.get("service") is None:
+        return "its classifier says nothing"
+    try:
+        broker = UUID(value["broker"]) if value.get("broker") else None
+    except ValueError:
+        return f"it names the broker {value['broker']!r}, which is no uuid"
+    return Resolved(service=value["service"], broker=broker, key=value.get("key"))

@@ -1,0 +1,117 @@
+"""Questions: the messages for routers, as the expressions of those in SQL look at them.
+
+Read inside a Spark task, beside the one that delivers: the parked messages that may go on now, then
+those of the batch in the order of their ids; and of them no more than the expressions refer to.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from psycopg import sql
+
+from saf import parking
+from saf.errors import Unavailable
+from saf.spark.columns import body_within
+from saf.spark.source import read
+from saf.spark.work import Work
+
+COLUMNS = {
+    "message_id": "string",
+    "from_service": "string",
+    "to_service": "string",
+    "to_broker": "string",
+    "key": "string",
+    "conversation_id": "string",
+    "from_initiator": "boolean",
+    "sequence": "long",
+    "message_type": "string",
+    "headers": "string",
+    "body": "binary",
+    "created_at": "timestamp",
+    "deliver_at": "timestamp",
+    "expires_at": "timestamp",
+}
+ARROW = {
+    "string": pa.string(),
+    "boolean": pa.bool_(),
+    "long": pa.int64(),
+    "int": pa.int32(),
+    "binary": pa.binary(),
+    "timestamp": pa.timestamp("us", tz="UTC"),
+}
+PLACE = {"id": "long", "parked_id": "long", "asked": "int"}
+"""Which message a question is about, and which expression its own router has."""
+OF_NONE = -1
+
+
+def questions(
+    work: Sequence[Work],
+    numbers: Mapping[str, int],
+    kinds: Mapping[str, str],
+    max_bytes: int,
+) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """The function for mapInArrow: numbers of items of work in, what is asked about out.
+
+    Args:
+        work: the items.
+        numbers: of the expressions.
+        kinds: the columns that come out, `PLACE` and some of `COLUMNS`.
+        max_bytes: larger bodies are left out.
+    """
+    pickled = [pickle.dumps(item) for item in work]
+    schema = pa.schema([(name, ARROW[kind]) for name, kind in kinds.items()])
+
+    def task(partition: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in partition:
+            for number in batch.column(0).to_pylist():
+                item = pickle.loads(pickled[number])  # noqa: S301 - our own bytes
+                asked = {
+                    router.service: numbers.get(router.expression, OF_NONE)
+                    for router in item.routes.routers
+                }
+                if not set(asked.values()) - {OF_NONE}:
+                    continue
+                for query in _queries(
+                    item, list(asked), {"to_service", *kinds} - PLACE.keys(), max_bytes
+                ):
+                    try:
+                        for rows in read(item, query):
+                            yield _shaped(rows, asked, schema)
+                    except Unavailable:
+                        return  # the delivery meets it too, and says so
+
+    return task
+
+
+def _queries(
+    item: Work, services: list[str], columns: Iterable[str], max_bytes: int
+) -> Iterator[str]:
+    """For the parked messages that may go on now, and for the batch in the order of the ids."""
+    more = [_as_text(name, max_bytes) for name in columns]
+    some = f"to_service = ANY ({sql.Literal(services).as_string(None)})"
+    for lane in item.waiting:
+        if lane.due and not lane.destination:
+            place = sql.SQL("NULL::bigint AS id")
+            rows = parking.in_lane(item.batch, lane.key, [place, "parked_id", *more])
+            yield f"SELECT * FROM ({rows}) AS parked WHERE {some}"
+    rows = item.batch.rows(["id", sql.SQL("NULL::bigint AS parked_id"), *more])
+    yield f"SELECT * FROM ({rows}) AS batch WHERE {some} ORDER BY id"
+
+
+def _as_text(name: str, max_bytes: int) -> str | sql.Composable:
+    if name == "body":
+        return body_within(max_bytes)
+    if COLUMNS[name] == "string":
+        return sql.SQL("{0}::text AS {0}").format(sql.Identifier(name))
+    return name
+
+
+def _shaped(rows: pa.RecordBatch, asked: Mapping[str, int], schema: pa.Schema) -> pa.RecordBatch:
+    which = pc.index_in(rows["to_service"], value_set=pa.array(asked, pa.string()))
+    numbers = pa.array(asked.values(), pa.int32()).take(which)
+    columns = {**dict(zip(rows.schema.names, rows.columns, strict=True)), "asked": numbers}
+    return pa.RecordBatch.from_arrays([columns[f.name].cast(f.type) for f in schema], schema=schema)

@@ -1,0 +1,109 @@
+"""Trial: what the routers of a broker would make of one message. Nothing is sent or remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+from uuid import UUID
+
+import psycopg
+import pyarrow as pa
+
+from saf.errors import Unroutable
+from saf.explain import Explanation, explain
+from saf.message import Message, encode
+from saf.resolutions import Resolved, resolved
+from saf.routers import with_problems
+from saf.routes import Declared, configuration
+from saf.spark.questions import ARROW, COLUMNS
+from saf.spark.resolving import Resolver
+from saf.spark.wayfinder import Wayfinder
+
+DEAD = 1
+BINARY = ("message_id", "to_broker", "conversation_id")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What would become of a message."""
+
+    service: str
+    """As it is addressed."""
+    goes: Explanation
+    """For the service that it is really for, if it is neither dead nor waits."""
+    dead: str | None = None
+    """Why it would become a dead letter."""
+    waits: str | None = None
+    """Why its router could not be asked."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 if it goes somewhere."""
+        if self.dead is not None:
+            return DEAD
+        leads = self.waits is None and self.goes.destinations
+        return 0 if leads else Unroutable.exit_code
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        said: dict[str, Any] = {
+            "service": self.service,
+            "dead": self.dead,
+            "waits": self.waits,
+            "resolved": None,
+        }
+        if self.dead is None and self.waits is None:
+            said["resolved"] = self.goes.as_dict()
+        return said
+
+
+@dataclass
+class _Recall:
+    connection: psycopg.Connection[Any]
+
+    def resolved(self, router: str, keys: Collection[str]) -> Mapping[str, Resolved]:
+        return resolved(self.connection, router, keys)
+
+    def keep(self, router: str, new: Mapping[str, Resolved]) -> Mapping[str, Resolved]:  # noqa: ARG002 - forgets
+        return new
+
+
+def try_out(
+    connection: psycopg.Connection[Any],
+    message: Message,
+    default_destination: str | None,
+    declared: Declared,
+) -> Trial:
+    """What the next batch would make of a message; the classifier runs here."""
+    routes = with_problems(configuration(connection, default_destination, declared).in_force)
+    resolver = Resolver(routes.routers, Wayfinder(routes), _Recall(connection))
+    rows = _as_table(message)
+    resolution = resolver.resolve(rows)
+    (goes,) = (resolution.rows if len(resolution.rows) else rows).to_pylist()
+    broker = goes["to_broker"]
+    return Trial(
+        service=message.service,
+        goes=explain(
+            connection,
+            goes["to_service"],
+            str(UUID(bytes=broker)) if broker else None,
+            goes["key"],
+            default_destination=default_destination,
+            declared=declared,
+        ),
+        dead=next((error for _, error in resolution.dead), None),
+        waits=next(iter(resolver.problems.values()), None),
+    )
+
+
+def _as_table(message: Message) -> pa.Table:
+    """The message as a task reads it."""
+    values = encode(message)._asdict() | {"created_at": datetime.now(UTC)}
+    for name in BINARY:
+        values[name] = one.bytes if (one := values.get(name)) else None
+    kinds = {name: pa.binary() if name in BINARY else ARROW[kind] for name, kind in COLUMNS.items()}
+    schema = pa.schema([("id", pa.int64()), ("shard", pa.int16()), *kinds.items()])
+    row = {name: values.get(name) for name in schema.names} | {"id": 0, "shard": 0}
+    return pa.Table.from_pylist([row], schema)
