@@ -228,6 +228,24 @@ def test_a_route_of_the_file_that_cannot_be_is_refused(folder: Path, text: str, 
         load(folder / "saf.toml")
 
 
+def test_explain_of_a_router_says_who_knows(folder: Path) -> None:
+    saf("router", "add", "departures", "--sql", "text", cwd=folder)
+    done = saf("route", "explain", "departures", cwd=folder)
+    assert done.returncode == DONE
+    assert "goes to where its router says: saf router explain departures" in done.stdout
+    one = explained(folder, "departures")
+    assert (one["router"], one["destinations"]) == (True, [])
+
+
+def test_the_doctor_finds_routers_without_a_function(folder: Path) -> None:
+    add = ("router", "add", "orders", "--python", "airprts:by_country", "--elsewhere")
+    assert saf(*add, cwd=folder).returncode == DONE
+    found = [one for one in examine(load(folder / "saf.toml")) if one.check == "routes"]
+    (wrong,) = [one for one in found if one.severity == "warning"]
+    assert "router 'orders' cannot load 'airprts:by_country'" in wrong.what
+    assert wrong.cure.endswith("saf router remove orders")
+
+
 def test_the_doctor_finds_routes_that_lead_nowhere(folder: Path, app: Dsn) -> None:
     text = (folder / "saf.toml").read_text()
     (folder / "saf.toml").write_text(re.sub("default_destination.*\n", "", text))
