@@ -59,7 +59,7 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
 def test_the_commands_work_in_their_order(folder: Path) -> None:
     done = run(
         ["bash", "-euxc", "".join(blocks("shell"))],
-        env={"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin"},
+        env={"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
         cwd=folder,
     )
     assert done.returncode == 0, done.stderr

@@ -72,7 +72,7 @@ def as_table(some: list[Row]) -> pa.Table:
 
 
 def one_by_one(some: list[Row], said: Said, once_per: Mapping[str, str]) -> dict[int, str]:
-    """What each message is resolved to, a hop of all at a time; those that are not, are not there."""
+    """What each message that can be is resolved to, a hop of all at a time."""
     known: dict[tuple[str, str], str] = {}
     trails = {number: [row.service] for number, row in enumerate(some)}
     for _ in range(MAX_HOPS):
