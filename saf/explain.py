@@ -31,11 +31,18 @@ class Explanation:
     key: str | None
     verdicts: tuple[Verdict, ...]
     """One for each route that is configured, the most specific first."""
+    router: bool = False
+    """Its messages are really for other services, which its classifier names."""
 
     @property
     def destinations(self) -> tuple[str, ...]:
         """Where it goes; several are all of a topic's, or one of those that share."""
         return tuple(v.route.route.destination for v in self.verdicts if v.takes)
+
+    @property
+    def lost(self) -> bool:
+        """It would have to wait for a route."""
+        return not self.router and not self.destinations
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -43,6 +50,7 @@ class Explanation:
             "service": self.service,
             "to_broker": self.broker,
             "key": self.key,
+            "router": self.router,
             "destinations": list(self.destinations),
             "routes": [
                 as_dict(verdict.route) | {"takes": verdict.takes, "why": verdict.why}
@@ -76,11 +84,14 @@ def explain(
     there = configuration(connection, default_destination, declared)
     asker = Asker(service, broker, key or "")
     choice = None if key is None else chosen(connection, [asker]).get(asker)
-    way = there.in_force.way(service, broker)
+    in_force = there.in_force
+    router = any(one.service == service for one in in_force.routers)
+    way = None if router else in_force.way(service, broker)
     return Explanation(
         service=service,
         broker=broker,
         key=key,
+        router=router,
         verdicts=tuple(
             _judged(one, there, way, (service, broker, key), choice) for one in there.routes
         ),
@@ -97,7 +108,7 @@ def _judged(
     service, broker, key = message
     why = _out_of_force(one, there) or _elsewhere(one, service, broker)
     if why or way is None:
-        return Verdict(route=one, takes=False, why=why)
+        return Verdict(route=one, takes=False, why=why or f"{service!r} is a router")
     winner = way.routes[0]
     if one.route not in way.routes:
         by = next((r for r in way.routes if r.destination == one.route.destination), None)

@@ -56,14 +56,19 @@ def replay(
     """Hand messages, as (shard, id), to the forwarder again; return their ids by destination.
 
     They go where the routes lead now, a topic's to all of its destinations; those that none leads
-    anywhere are left out.
+    anywhere are left out. Where a router's go, the forwarder finds out: until then they are for no
+    destination, the empty one.
     """
+    routers = {router.service for router in routes.routers}
     place = {"shards": [shard for shard, _ in lost], "ids": [number for _, number in lost]}
     with connection.transaction(force_rollback=dry_run):
         connection.execute(ONE_AT_A_TIME)
         found: dict[str, list[tuple[int, UUID]]] = defaultdict(list)
         rows = fetch(connection, FIND, place)
-        ways = [routes.way(service, broker) for _, _, service, broker, _ in rows]
+        ways = [
+            None if service in routers else routes.way(service, broker)
+            for _, _, service, broker, _ in rows
+        ]
         chosen = choose(
             connection,
             {
@@ -73,7 +78,8 @@ def replay(
             },
         )
         for (number, message_id, *asker), way in zip(rows, ways, strict=True):
-            for destination in _destinations(way, chosen.get(Asker(*asker)), number):
+            there = _destinations(way, chosen.get(Asker(*asker)), number)
+            for destination in ("",) if asker[0] in routers else there:
                 found[destination].append((number, message_id))
         for destination, messages in () if dry_run else found.items():
             params = {

@@ -68,7 +68,9 @@ def command(
         typer.echo(json.dumps({"message_ids": done, "errors": round_.errors()}))
     else:
         for name, by_destination in done.items():
-            counts = [f"{len(ids):,} for {where}" for where, ids in by_destination.items()]
+            counts = [
+                f"{len(ids):,} for {where or 'a router'}" for where, ids in by_destination.items()
+            ]
             verb = "would be sent again" if dry_run else "to be sent again by the next run"
             typer.echo(f"{name}: {', '.join(counts)} {verb}" if counts else f"{name}: nothing lost")
     round_.finish(say=not as_json)

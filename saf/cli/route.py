@@ -187,7 +187,7 @@ def explain_(
     else:
         for where, one in found.items():
             show_explanation(where, one)
-    lost = any(not one.destinations for one in found.values())
+    lost = any(one.lost for one in found.values())
     round_.finish(say=not as_json, found=Unroutable.exit_code if lost else 0)
 
 
@@ -256,6 +256,8 @@ def show_explanation(where: str, one: Explanation) -> None:
     key = "without a key" if one.key is None else f"with key {one.key!r}"
     to = f" at broker {one.broker}" if one.broker else ""
     leads = ", ".join(map(repr, one.destinations)) or "nowhere: it would be parked"
+    if one.router:
+        leads = f"where its router says: saf router explain {one.service} --body …"
     typer.echo(f"{where}: a message for {one.service!r}{to} {key} goes to {leads}")
     for verdict in one.verdicts:
         mark = "->" if verdict.takes else "  "

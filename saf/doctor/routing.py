@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from saf.config import Settings, did_you_mean
 from saf.doctor.patient import Check, Found, Patient
+from saf.routers import with_problems
 from saf.routes import configuration, describe
 
 
@@ -11,7 +12,7 @@ def routes_by(config: Settings) -> Check:
     """The check for one saf.toml."""
 
     def routes(patient: Patient) -> Found:
-        """Whether each route in force leads somewhere, and each topic has a route."""
+        """Whether routes in force lead somewhere, topics have a route, routers a function."""
         default = config.forwarder.default_destination
         in_force = configuration(patient.connection, default, config.declared).in_force
         for route in in_force.routes:
@@ -31,5 +32,18 @@ def routes_by(config: Settings) -> Check:
                 f"topic {topic!r} has no destination: its messages are parked",
                 f"saf route add DESTINATION --service {topic}, or saf topic remove {topic}",
             )
+        for router in with_problems(in_force).routers:
+            if router.problem is not None:
+                yield (
+                    "warning",
+                    f"{router.problem}. Where it cannot, its messages are parked",
+                    f"mend its module or PYTHONPATH, or saf router remove {router.service}",
+                )
+            if router.service in in_force.topics:
+                yield (
+                    "warning",
+                    f"{router.service!r} is a router and a topic: it counts as a router",
+                    f"saf topic remove {router.service}, or saf router remove {router.service}",
+                )
 
     return routes

@@ -97,6 +97,8 @@ class Resolver:
         Raises:
             ConfigurationError: a classifier cannot be loaded here, though it could at the driver.
         """
+        if not self._routers:
+            return Resolution(rows=rows)
         sent = rows["to_service"]
         left = _is_in(sent, self._routers)
         if not left.any():
@@ -109,9 +111,10 @@ class Resolver:
         left &= ~waiting
         addressed, errors, trails = rows, dict[int, str](), dict[int, list[str]]()
         for _ in range(MAX_HOPS):
-            for service in _distinct(addressed["to_service"], left):
+            now = addressed["to_service"]
+            for service in _distinct(now, left):
                 router = self._routers[service]
-                mine = left & _is_in(addressed["to_service"], [service])
+                mine = left & _is_in(now, [service])
                 if router.problem is not None:
                     self.problems |= dict.fromkeys(_distinct(sent, mine), router.problem)
                     waiting |= mine
@@ -174,13 +177,7 @@ class Resolver:
 
     def _classified(self, router: Router, rows: pa.Table) -> pa.Table:
         """What the classifier answers; an error where that is nothing, or leads nowhere."""
-        if router.kind == SQL and self._by_spark is not None:
-            answers = self._by_spark.to(router, rows)
-        else:
-            if router.service not in self._functions:
-                self._functions[router.service] = load(router)
-            classify = by_arrow if router.kind == ARROW else by_python
-            answers = classify(self._functions[router.service], rows)
+        answers = self._asked(router, rows)
         services, keys, error = answers["service"], answers["key"], answers["error"]
         addresses = {
             "to_service": services,
@@ -201,6 +198,14 @@ class Resolver:
             error = pc.coalesce(error, pc.if_else(wrong, why, pa.scalar(None, pa.string())))
         services = pc.if_else(pc.is_null(error), services, pa.scalar(None, pa.string()))
         return answers.set_column(0, "service", services).set_column(3, "error", error)
+
+    def _asked(self, router: Router, rows: pa.Table) -> pa.Table:
+        if router.kind == SQL and self._by_spark is not None:
+            return self._by_spark.to(router, rows)
+        if router.service not in self._functions:
+            self._functions[router.service] = load(router)
+        classify = by_arrow if router.kind == ARROW else by_python
+        return classify(self._functions[router.service], rows)
 
 
 def _usable(router: Router, answers: Answers | None) -> Router:

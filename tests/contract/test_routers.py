@@ -14,13 +14,22 @@ import pytest
 
 from saf import Outbox, dead
 from saf.choices import forget
-from saf.database import Dsn
+from saf.database import Dsn, fetch
 from saf.dead import Filter, dead_letters
 from saf.errors import ConfigurationError, UsageError
 from saf.failpoints import arm
 from saf.parking import parked
+from saf.reconcile import reconcile
+from saf.replay import replay
 from saf.routers import add_router, enable_router, remove_router
-from saf.routes import ConfiguredRouter, Declared, add_route, add_topic, configuration
+from saf.routes import (
+    ConfiguredRouter,
+    Declared,
+    add_route,
+    add_topic,
+    configuration,
+    current_routes,
+)
 from saf.spark.work import Receipt
 from saf.ways import Router
 from tests import classifiers
@@ -419,6 +428,44 @@ def test_what_waited_for_a_route_goes_by_the_router_that_has_come(
     assert inbox(ewr, "to_service") == [("EWR",)] * 3
     assert inbox(jfk, "to_service") == [("JFK",)]
     assert len(buried(source)) == 1
+
+
+# Looking after
+
+
+def test_reconciling_finds_each_message_where_its_router_has_sent_it(
+    app: Dsn, source: psycopg.Connection[Any], ewr: Dsn, jfk: Dsn
+) -> None:
+    add_router(source, "departures", "arrow", BY_BODY)
+    add_router(source, "arrivals", "arrow", f"{CLASSIFIERS}:with_all")
+    add_topic(source, "all")
+    for destination in ("ewr", "jfk"):
+        add_route(source, destination, service="all")
+    add_route(source, "jfk", service="s")
+    send(source, *["EWR", "all", "JFK", "nobody"] * 5, key="k")
+    send(source, *[f"another key {number}" for number in range(10)], service="arrivals", key="k")
+    run(app, ewr=ewr, jfk=jfk)
+    destinations = {"ewr": ewr, "jfk": jfk}
+    assert reconcile("app", app, destinations, retention_seconds=1e6).same
+    with connect(ewr) as store:
+        store.execute("DELETE FROM saf.inbox WHERE to_service = 'EWR'")
+    outcome = reconcile("app", app, destinations, retention_seconds=1e6)
+    assert outcome.counts == {"lost": 5}
+
+
+def test_what_is_replayed_is_classified_again(
+    app: Dsn, source: psycopg.Connection[Any], ewr: Dsn, jfk: Dsn
+) -> None:
+    add_router(source, "departures", "arrow", BY_BODY)
+    send(source, *["EWR", "JFK"] * 3, key="k")
+    run(app, ewr=ewr, jfk=jfk)
+    lost = fetch(source, "SELECT shard, id FROM saf.outbox ORDER BY id")
+    found = replay(source, lost, current_routes(source), "the disks died")
+    assert [len(ids) for ids in found.values()] == [6]
+    send(source, "EWR", key="k")
+    run(app, ewr=ewr, jfk=jfk)
+    assert (len(bodies(ewr)), len(bodies(jfk))) == (7, 6)
+    assert parked(source) == []
 
 
 # What is configured

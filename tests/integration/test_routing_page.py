@@ -59,7 +59,7 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
 def test_the_commands_work_in_their_order(folder: Path) -> None:
     done = run(
         ["bash", "-euxc", "".join(blocks("shell"))],
-        env={"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin"},
+        env={"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
         cwd=folder,
     )
     assert done.returncode == 0, done.stderr
@@ -226,6 +226,24 @@ def test_a_route_of_the_file_that_cannot_be_is_refused(folder: Path, text: str, 
     declare(folder, text)
     with pytest.raises(ConfigurationError, match=re.escape(said)):
         load(folder / "saf.toml")
+
+
+def test_explain_of_a_router_says_who_knows(folder: Path) -> None:
+    saf("router", "add", "departures", "--sql", "text", cwd=folder)
+    done = saf("route", "explain", "departures", cwd=folder)
+    assert done.returncode == DONE
+    assert "goes to where its router says: saf router explain departures" in done.stdout
+    one = explained(folder, "departures")
+    assert (one["router"], one["destinations"]) == (True, [])
+
+
+def test_the_doctor_finds_routers_without_a_function(folder: Path) -> None:
+    add = ("router", "add", "orders", "--python", "airprts:by_country", "--elsewhere")
+    assert saf(*add, cwd=folder).returncode == DONE
+    found = [one for one in examine(load(folder / "saf.toml")) if one.check == "routes"]
+    (wrong,) = [one for one in found if one.severity == "warning"]
+    assert "router 'orders' cannot load 'airprts:by_country'" in wrong.what
+    assert wrong.cure.endswith("saf router remove orders")
 
 
 def test_the_doctor_finds_routes_that_lead_nowhere(folder: Path, app: Dsn) -> None:

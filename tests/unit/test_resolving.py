@@ -1,0 +1,119 @@
+"""Resolving: for any routers, a chunk is resolved as each of its messages would be, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saf.resolutions import Resolved
+from saf.spark.classifying import as_answers
+from saf.spark.resolving import MAX_HOPS, Resolver
+from saf.spark.wayfinder import Wayfinder
+from saf.ways import KEY, MESSAGE, PYTHON, Route, Router, Routes
+
+ROUTERS = ["a", "b", "c"]
+SERVICES = ["x", "y"]
+UNROUTED = "nowhere"
+
+Said = Mapping[str, str | None]
+
+
+class Row(NamedTuple):
+    service: str
+    key: str | None
+    body: str
+
+
+class Memory(dict[tuple[str, str], Resolved]):
+    """What a table remembers."""
+
+    def resolved(self, router: str, keys: Collection[str]) -> dict[str, Resolved]:
+        return {key: self[router, key] for key in keys if (router, key) in self}
+
+    def keep(self, router: str, new: Mapping[str, Resolved]) -> dict[str, Resolved]:
+        for key, one in new.items():
+            self.setdefault((router, key), one)
+        return self.resolved(router, new)
+
+
+answers = st.dictionaries(
+    st.sampled_from([f"{router}{body}" for router in ROUTERS for body in "12"]),
+    st.none() | st.sampled_from([*ROUTERS, *SERVICES, UNROUTED]),
+)
+rows = st.lists(
+    st.builds(
+        Row,
+        st.sampled_from([*ROUTERS, *SERVICES]),
+        st.none() | st.sampled_from("pq"),
+        st.sampled_from("12"),
+    ),
+    min_size=1,
+)
+once = st.tuples(*[st.sampled_from([MESSAGE, KEY])] * len(ROUTERS))
+
+
+def as_table(some: list[Row]) -> pa.Table:
+    count = len(some)
+    return pa.table(
+        {
+            "id": pa.array(range(count), pa.int64()),
+            "to_service": [row.service for row in some],
+            "to_broker": pa.nulls(count, pa.binary()),
+            "key": pa.array([row.key for row in some], pa.string()),
+            "conversation_id": pa.nulls(count, pa.binary()),
+            "body": [row.body for row in some],
+        }
+    )
+
+
+def one_by_one(some: list[Row], said: Said, once_per: Mapping[str, str]) -> dict[int, str]:
+    """What each message that can be is resolved to, a hop of all at a time."""
+    known: dict[tuple[str, str], str] = {}
+    trails = {number: [row.service] for number, row in enumerate(some)}
+    for _ in range(MAX_HOPS):
+        for number, trail in list(trails.items()):
+            row, service = some[number], trail[-1]
+            if service not in ROUTERS:
+                continue
+            place = (service, row.key or "")
+            remembered = row.key is not None and once_per[service] == KEY
+            answer = (known.get(place) if remembered else None) or said.get(service + row.body)
+            if answer is None or answer == UNROUTED:
+                del trails[number]
+                continue
+            if remembered:
+                known[place] = answer
+            if answer in trail:
+                del trails[number]
+            trail.append(answer)
+    return {number: trail[-1] for number, trail in trails.items()}
+
+
+@given(rows, answers, once)
+def test_a_chunk_is_resolved_as_its_messages_would_be_one_by_one(
+    some: list[Row], said: Said, once: tuple[str, ...]
+) -> None:
+    def classify(router: Router, mine: pa.Table) -> pa.Table:
+        named = [said.get(router.service + body) for body in mine["body"].to_pylist()]
+        return as_answers([Resolved(service=one) if one else "nothing" for one in named])
+
+    once_per = dict(zip(ROUTERS, once, strict=True))
+    routers = [
+        Router(service=name, kind=PYTHON, expression="m:f", once_per=once_per[name])
+        for name in ROUTERS
+    ]
+    routes = Routes(routes=tuple(Route(service=name, destination="mom") for name in SERVICES))
+    resolver = Resolver(routers, Wayfinder(routes), Memory())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resolver, "_asked", classify)
+        resolution = resolver.resolve(as_table(some))
+    found = resolution.rows.select(["id", "to_service"]).to_pylist()
+    assert [row["id"] for row in found] == sorted(row["id"] for row in found)
+    assert {row["id"]: row["to_service"] for row in found} == one_by_one(some, said, once_per)
+    dead = [number for letters, _ in resolution.dead for number in letters["id"].to_pylist()]
+    assert sorted([*dead, *(row["id"] for row in found)]) == list(range(len(some)))
