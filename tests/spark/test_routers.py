@@ -78,7 +78,7 @@ def in_order(some: list[int]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("kind", "expression"),
     [
         ("sql", "get_json_object(text, '$.origin')"),
         ("python", "tests.classifiers:by_origin"),
