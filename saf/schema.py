@@ -12,6 +12,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql as pg
 
+from saf.dialogs.schema import add_tables
+
 SCHEMA = "saf"
 SLOTS = 8
 SLOT_ROWS = 1 << 20
@@ -416,6 +418,7 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         sa.Column("why", sa.Text, nullable=False),
         comment="what people did to messages that were set aside",
     )
+    add_tables(metadata)
     return metadata
 
 
