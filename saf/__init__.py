@@ -3,6 +3,8 @@
 Sending:   `Outbox`, `Message`
 Receiving: `receive`, `Worker`, `Processor`, `Processors`, `handles`, `Delivery`, `Received`,
            `Policy`, `inbox_once`
+Dialogs:   `begin_dialog`, `open_dialog`, `begin_monolog`, `Dialog`, `create_contract`,
+           `create_message_type`
 Errors:    `SafError` and what stands below it in `saf.errors`
 
 The forwarder lives in `saf.spark` and is imported by nothing here: an application that only
@@ -10,24 +12,37 @@ sends needs neither Spark nor Arrow.
 """
 
 from saf.delivery import Delivery
+from saf.dialogs.contracts import create_contract, create_message_type
+from saf.dialogs.dialog import Dialog, begin_dialog, begin_monolog, open_dialog
 from saf.errors import (
     Ahead,
     AutocommitError,
     ConfigurationError,
+    ContractViolation,
+    DialogElsewhere,
+    DialogEnded,
+    DialogError,
+    DialogExpired,
+    DialogNotFound,
     Fenced,
     InvalidMessage,
     MissingExtra,
+    NoSuchContract,
+    NoSuchService,
     Rejected,
     Restored,
     SafError,
     SchemaError,
     SchemaMismatch,
     SchemaMissing,
+    SchemaViolation,
+    TypeNotInContract,
     Unavailable,
     UnknownService,
     UnreadableBody,
     Unroutable,
     UsageError,
+    WrongDirection,
 )
 from saf.inbox import inbox_once
 from saf.lanes import Policy
@@ -43,11 +58,20 @@ __all__ = [
     "Ahead",
     "AutocommitError",
     "ConfigurationError",
+    "ContractViolation",
     "Delivery",
+    "Dialog",
+    "DialogElsewhere",
+    "DialogEnded",
+    "DialogError",
+    "DialogExpired",
+    "DialogNotFound",
     "Fenced",
     "InvalidMessage",
     "Message",
     "MissingExtra",
+    "NoSuchContract",
+    "NoSuchService",
     "Outbox",
     "Policy",
     "Processor",
@@ -59,13 +83,21 @@ __all__ = [
     "SchemaError",
     "SchemaMismatch",
     "SchemaMissing",
+    "SchemaViolation",
+    "TypeNotInContract",
     "Unavailable",
     "UnknownService",
     "UnreadableBody",
     "Unroutable",
     "UsageError",
     "Worker",
+    "WrongDirection",
+    "begin_dialog",
+    "begin_monolog",
+    "create_contract",
+    "create_message_type",
     "handles",
     "inbox_once",
+    "open_dialog",
     "receive",
 ]

@@ -59,6 +59,7 @@ CREATE TABLE saf.conversation (
     handle UUID DEFAULT gen_random_uuid() NOT NULL,
     conversation_id UUID NOT NULL,
     is_initiator BOOLEAN NOT NULL,
+    monolog BOOLEAN DEFAULT false NOT NULL,
     state TEXT GENERATED ALWAYS AS (CASE
     WHEN ended_here AND (ended_there OR error_code IS NOT NULL) THEN 'closed'
     WHEN error_code IS NOT NULL THEN 'error'
@@ -91,12 +92,16 @@ END) STORED,
     CONSTRAINT conversation_addressed CHECK (service <> '' AND far_service <> ''),
     CONSTRAINT conversation_rises CHECK (send_sequence >= 0 AND receive_sequence >= 0),
     CONSTRAINT conversation_contract CHECK ((contract IS NULL) = (contract_version IS NULL)),
-    CONSTRAINT conversation_error CHECK ((error_code IS NULL) = (error_text IS NULL))
+    CONSTRAINT conversation_error CHECK ((error_code IS NULL) = (error_text IS NULL)),
+    CONSTRAINT conversation_monolog
+        CHECK (NOT monolog OR (is_initiator AND receive_sequence = 0))
 ) WITH (fillfactor = 60);
 CREATE INDEX conversation_of_group ON saf.conversation (group_id);
 COMMENT ON TABLE saf.conversation IS
     'the endpoints of dialogs that live here; the state follows from the facts';
 COMMENT ON COLUMN saf.conversation.conversation_id IS 'the same at both ends';
+COMMENT ON COLUMN saf.conversation.monolog IS
+    'one publisher and any number of subscribers: nobody answers';
 COMMENT ON COLUMN saf.conversation.service IS 'of this end';
 COMMENT ON COLUMN saf.conversation.far_broker IS 'where it lives, if that is known';
 COMMENT ON COLUMN saf.conversation.send_sequence IS

@@ -286,6 +286,6 @@ def _check_name(what: str, name: str, version: int) -> None:
 
 def _changed(what: str, name: str, version: int) -> ConfigurationError:
     return ConfigurationError(
-        f"{what} {name!r} version {version} is there already, and says something else: dialogs rely "
-        f"on it. Create version {version + 1} instead"
+        f"{what} {name!r} version {version} is there already, and says something else: dialogs "
+        f"rely on it. Create version {version + 1} instead"
     )

@@ -74,6 +74,13 @@ def add_tables(metadata: sa.MetaData) -> None:
         sa.Column("handle", pg.UUID, primary_key=True, server_default=sa.text("gen_random_uuid()")),
         sa.Column("conversation_id", pg.UUID, nullable=False, comment="the same at both ends"),
         sa.Column("is_initiator", sa.Boolean, nullable=False),
+        sa.Column(
+            "monolog",
+            sa.Boolean,
+            nullable=False,
+            server_default=sa.false(),
+            comment="one publisher and any number of subscribers: nobody answers",
+        ),
         sa.Column("state", sa.Text, sa.Computed(STATE, persisted=True)),
         sa.Column("service", sa.Text, nullable=False, comment="of this end"),
         sa.Column("far_service", sa.Text, nullable=False),
@@ -117,6 +124,9 @@ def add_tables(metadata: sa.MetaData) -> None:
         ),
         sa.CheckConstraint(
             "(error_code IS NULL) = (error_text IS NULL)", name="conversation_error"
+        ),
+        sa.CheckConstraint(
+            "NOT monolog OR (is_initiator AND receive_sequence = 0)", name="conversation_monolog"
         ),
         sa.Index("conversation_of_group", "group_id"),
         # rewritten with each message: room on the page keeps the updates HOT
