@@ -3,8 +3,8 @@
 Sending:   `Outbox`, `Message`
 Receiving: `receive`, `Worker`, `Processor`, `Processors`, `handles`, `Delivery`, `Received`,
            `Policy`, `inbox_once`
-Dialogs:   `begin_dialog`, `open_dialog`, `begin_monolog`, `Dialog`, `create_contract`,
-           `create_message_type`
+Dialogs:   `begin_dialog`, `open_dialog`, `Dialog`, `begin_monolog`, `conversations`,
+           `group_state`, `set_group_state`, `move_dialog`, `create_contract`, `create_message_type`
 Errors:    `SafError` and what stands below it in `saf.errors`
 
 The forwarder lives in `saf.spark` and is imported by nothing here: an application that only
@@ -13,7 +13,9 @@ sends needs neither Spark nor Arrow.
 
 from saf.delivery import Delivery
 from saf.dialogs.contracts import create_contract, create_message_type
+from saf.dialogs.conversations import Conversation, conversations
 from saf.dialogs.dialog import Dialog, begin_dialog, begin_monolog, open_dialog
+from saf.dialogs.groups import group_state, move_dialog, set_group_state
 from saf.errors import (
     Ahead,
     AutocommitError,
@@ -59,6 +61,7 @@ __all__ = [
     "AutocommitError",
     "ConfigurationError",
     "ContractViolation",
+    "Conversation",
     "Delivery",
     "Dialog",
     "DialogElsewhere",
@@ -94,10 +97,14 @@ __all__ = [
     "WrongDirection",
     "begin_dialog",
     "begin_monolog",
+    "conversations",
     "create_contract",
     "create_message_type",
+    "group_state",
     "handles",
     "inbox_once",
+    "move_dialog",
     "open_dialog",
     "receive",
+    "set_group_state",
 ]

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
 from saf.dialogs.contracts import RESERVED, Contract
-from saf.dialogs.states import State
 from saf.dialogs.statements import (
     BEGIN,
     END,
@@ -43,6 +42,7 @@ from saf.dialogs.statements import (
     WHY_NOT,
     Code,
 )
+from saf.dialogs.states import State
 from saf.errors import (
     DialogElsewhere,
     DialogEnded,

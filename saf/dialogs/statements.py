@@ -155,9 +155,9 @@ WITH endpoint AS (SELECT * FROM saf.conversation WHERE handle = CAST(%(handle)s 
 FIELDS = "handle, conversation_id, is_initiator, monolog, service, far_service"
 OPEN = f"""
 SELECT b.broker_id, current_database(), contract, contract_version,
-       coalesce(({DEFINITION.format(contract="contract", version="contract_version")}), '{{}}'),
+       coalesce(({DEFINITION.format(contract="c.contract", version="c.contract_version")}), '{{}}'),
        {FIELDS}
-FROM saf.broker b LEFT JOIN saf.conversation ON handle = CAST(%(handle)s AS uuid)
+FROM saf.broker b LEFT JOIN saf.conversation c ON handle = CAST(%(handle)s AS uuid)
 """
 WHY_NOT = """
 SELECT b.broker_id, current_database(), c.state, c.error_code, c.error_text, c.expires_at,
