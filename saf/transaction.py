@@ -89,6 +89,10 @@ class Entrance:
         return transaction
 
 
+enter = Entrance()
+"""One for the whole process."""
+
+
 class _Psycopg:
     def __init__(self, connection: psycopg.Connection[Any]) -> None:
         self.connection = connection

@@ -14,7 +14,7 @@ from saf.database import fetch
 from saf.dialogs.states import State
 from saf.errors import DialogNotFound, UsageError
 from saf.parking import AHEAD
-from saf.transaction import Entrance
+from saf.transaction import enter
 
 if TYPE_CHECKING:
     from saf.transaction import Conn
@@ -57,8 +57,6 @@ WHERE NOT EXISTS (SELECT FROM saf.conversation c WHERE c.group_id = g.group_id)
 
 KEPT_SECONDS = 86400.0
 """How long a closed conversation is remembered at least."""
-
-_enter = Entrance()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +123,7 @@ def conversations(
     for state in wanted or ():
         if state not in list(State):
             raise UsageError(f"there is no state {state!r}, only {', '.join(State)}")
-    rows = _enter(conn, allow_autocommit=True).fetch(
+    rows = enter(conn, allow_autocommit=True).fetch(
         LIST, {"service": service, "states": wanted, "handle": handle, "limit": limit}
     )
     names = (*FIELDS, "ahead")

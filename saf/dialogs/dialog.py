@@ -54,12 +54,10 @@ from saf.errors import (
     NoSuchService,
 )
 from saf.message import DEFAULT_MAX_BYTES, Message, Row, encode
-from saf.transaction import Entrance, Transaction
+from saf.transaction import Transaction, enter
 
 if TYPE_CHECKING:
     from saf.transaction import Conn
-
-_enter = Entrance()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +103,7 @@ class Dialog:
         row = self._encoded(body, message_type, headers, max_bytes)
         if self.contract is not None:
             self.contract.check(message_type, row.body, from_initiator=self.is_initiator)
-        return self._say(_enter(conn), SEND, row)
+        return self._say(enter(conn), SEND, row)
 
     def end(self, conn: Conn) -> None:
         """End this side in order. The other side may still send; that is dropped here.
@@ -114,7 +112,7 @@ class Dialog:
             DialogEnded: it is ended here already.
             DialogElsewhere, DialogNotFound: this is not the database of the dialog.
         """
-        self._say(_enter(conn), END_HERE, self._encoded(b"", END))
+        self._say(enter(conn), END_HERE, self._encoded(b"", END))
 
     def end_with_error(self, conn: Conn, code: int, text: str) -> None:
         """End both sides: the other one gets the error instead of what it has not received yet.
@@ -130,7 +128,7 @@ class Dialog:
         """
         if code <= 0:
             raise DialogError(f"error code {code}: an application's codes are above zero")
-        self.fail(_enter(conn), code, text, ending=True)
+        self.fail(enter(conn), code, text, ending=True)
 
     def start_timer(self, conn: Conn, seconds: float) -> None:
         """Get a message of type `TIMER` after so long; an earlier timer of this end is forgotten.
@@ -139,14 +137,14 @@ class Dialog:
         """
         if seconds < 0:
             raise DialogError(f"a timer of {seconds} seconds")
-        transaction = _enter(conn)
+        transaction = enter(conn)
         row = self._encoded({}, TIMER)._asdict()
         if not transaction.fetch(START_TIMER, {**row, "handle": self.handle, "seconds": seconds}):
             raise self._why_not(transaction)
 
     def stop_timer(self, conn: Conn) -> None:
         """Forget the timer, if there is one."""
-        transaction = _enter(conn)
+        transaction = enter(conn)
         if not transaction.fetch(STOP_TIMER, {"handle": self.handle}):
             raise self._why_not(transaction)
 
@@ -245,7 +243,7 @@ def open_dialog(conn: Conn, handle: UUID) -> Dialog:
     Raises:
         DialogNotFound: there is none in this database.
     """
-    transaction = _enter(conn, allow_autocommit=True)
+    transaction = enter(conn, allow_autocommit=True)
     ((broker_id, database, contract, version, definition, *fields),) = transaction.fetch(
         OPEN, {"handle": handle}
     )
@@ -271,7 +269,7 @@ def _begin(
     encode(Message(service=to_service, from_service=from_service, to_broker=to_broker, body=b""))
     if lifetime is not None and lifetime <= 0:
         raise DialogError(f"a lifetime of {lifetime} seconds: it has to be above zero")
-    transaction = _enter(conn)
+    transaction = enter(conn)
     asked = {"service": from_service, "contract": contract, "related": related}
     ((broker_id, database, version, definition, lives_here, group_id),) = transaction.fetch(
         WHAT_IS_KNOWN, asked

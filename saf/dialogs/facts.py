@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from uuid import UUID
 
-from saf.dialogs.statements import END, ERROR, TIMER
+from saf.dialogs.statements import END, ERROR, TIMER, Code
 from saf.received import Received
 
 
@@ -38,8 +38,12 @@ class Facts:
 
     def with_error(self, body: bytes) -> Facts:
         """What is known after an Error."""
-        said = json.loads(body)
-        return replace(self, error_code=int(said["code"]), error_text=str(said["text"]))
+        try:
+            said = json.loads(body)
+            code, text = int(said["code"]), str(said["text"])
+        except (ValueError, TypeError, KeyError):
+            code, text = Code.VIOLATION, "an Error that cannot be read"
+        return replace(self, error_code=code, error_text=text)
 
 
 def judge(

@@ -14,7 +14,7 @@ from uuid import UUID, uuid4
 
 from saf.dialogs.dialog import Dialog
 from saf.errors import DialogNotFound
-from saf.transaction import Entrance, Transaction
+from saf.transaction import Transaction, enter
 
 if TYPE_CHECKING:
     from saf.transaction import Conn
@@ -45,8 +45,6 @@ WHERE handle = CAST(%(handle)s AS uuid) RETURNING handle
 """
 EXISTS = "SELECT handle FROM saf.conversation WHERE handle = CAST(%(handle)s AS uuid)"
 
-_enter = Entrance()
-
 
 def group_state(conn: Conn, dialog: Dialog) -> Any:
     """The state of a dialog's group, which is locked until the transaction ends; at first None.
@@ -54,7 +52,7 @@ def group_state(conn: Conn, dialog: Dialog) -> Any:
     Raises:
         DialogNotFound: it is not in this database any more.
     """
-    transaction = _enter(conn)
+    transaction = enter(conn)
     found = transaction.fetch(STATE, {"handle": dialog.handle})
     if not found:
         raise _not_found(transaction, dialog.handle)
@@ -67,7 +65,7 @@ def set_group_state(conn: Conn, dialog: Dialog, state: Any) -> None:
     Raises:
         DialogNotFound: it is not in this database any more.
     """
-    transaction = _enter(conn)
+    transaction = enter(conn)
     value = None if state is None else json.dumps(state)
     if not transaction.fetch(SET_STATE, {"handle": dialog.handle, "state": value}):
         raise _not_found(transaction, dialog.handle)
@@ -81,7 +79,7 @@ def move_dialog(conn: Conn, dialog: Dialog, related: Dialog | None) -> None:
     Raises:
         DialogNotFound: one of them is not in this database any more.
     """
-    transaction = _enter(conn)
+    transaction = enter(conn)
     params = {
         "handle": dialog.handle,
         "related": related and related.handle,
