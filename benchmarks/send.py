@@ -16,7 +16,7 @@ from typing import NamedTuple
 from benchmarks.stage import Stage, execute, median, output
 from saf import Outbox
 from saf.message import Message, encode
-from saf.outbox import PSYCOPG_INSERT
+from saf.outbox import INSERT
 
 CLIENTS = 8
 SECONDS = 6
@@ -52,7 +52,7 @@ def send_statement() -> str:
         "headers": f"'{row.headers}'",
         "body": f"'\\x{row.body.hex()}'",
     }
-    return PSYCOPG_INSERT.replace("%s", "{}").format(*(values[n] for n in row._fields)) + ";\n"
+    return re.sub(r"%\((\w+)\)s", lambda match: values[match[1]], INSERT).strip() + ";\n"
 
 
 class Latency(NamedTuple):
@@ -105,7 +105,7 @@ def python_microseconds(stage: Stage) -> float:
             return (time.perf_counter() - started) / batch * 1e6
 
         def bare() -> object:
-            return connection.execute(PSYCOPG_INSERT, row)
+            return connection.execute(INSERT, row._asdict())
 
         def send() -> object:
             return outbox.send(connection, "billing", {"account": 7}, key="7")

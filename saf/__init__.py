@@ -4,6 +4,8 @@ Sending:   `Outbox`, `Message`
 Receiving: `receive`, `Worker`, `Processor`, `Processors`, `handles`, `Delivery`, `Received`,
            `Policy`, `inbox_once`
 Routing:   `Resolved`
+Dialogs:   `begin_dialog`, `open_dialog`, `Dialog`, `begin_monolog`, `conversations`,
+           `group_state`, `set_group_state`, `move_dialog`, `create_contract`, `create_message_type`
 Errors:    `SafError` and what stands below it in `saf.errors`
 
 The forwarder lives in `saf.spark` and is imported by nothing here: an application that only
@@ -11,24 +13,39 @@ sends needs neither Spark nor Arrow.
 """
 
 from saf.delivery import Delivery
+from saf.dialogs.contracts import create_contract, create_message_type
+from saf.dialogs.conversations import Conversation, conversations
+from saf.dialogs.dialog import Dialog, begin_dialog, begin_monolog, open_dialog
+from saf.dialogs.groups import group_state, move_dialog, set_group_state
 from saf.errors import (
     Ahead,
     AutocommitError,
     ConfigurationError,
+    ContractViolation,
+    DialogElsewhere,
+    DialogEnded,
+    DialogError,
+    DialogExpired,
+    DialogNotFound,
     Fenced,
     InvalidMessage,
     MissingExtra,
+    NoSuchContract,
+    NoSuchService,
     Rejected,
     Restored,
     SafError,
     SchemaError,
     SchemaMismatch,
     SchemaMissing,
+    SchemaViolation,
+    TypeNotInContract,
     Unavailable,
     UnknownService,
     UnreadableBody,
     Unroutable,
     UsageError,
+    WrongDirection,
 )
 from saf.inbox import inbox_once
 from saf.lanes import Policy
@@ -45,11 +62,21 @@ __all__ = [
     "Ahead",
     "AutocommitError",
     "ConfigurationError",
+    "ContractViolation",
+    "Conversation",
     "Delivery",
+    "Dialog",
+    "DialogElsewhere",
+    "DialogEnded",
+    "DialogError",
+    "DialogExpired",
+    "DialogNotFound",
     "Fenced",
     "InvalidMessage",
     "Message",
     "MissingExtra",
+    "NoSuchContract",
+    "NoSuchService",
     "Outbox",
     "Policy",
     "Processor",
@@ -62,13 +89,25 @@ __all__ = [
     "SchemaError",
     "SchemaMismatch",
     "SchemaMissing",
+    "SchemaViolation",
+    "TypeNotInContract",
     "Unavailable",
     "UnknownService",
     "UnreadableBody",
     "Unroutable",
     "UsageError",
     "Worker",
+    "WrongDirection",
+    "begin_dialog",
+    "begin_monolog",
+    "conversations",
+    "create_contract",
+    "create_message_type",
+    "group_state",
     "handles",
     "inbox_once",
+    "move_dialog",
+    "open_dialog",
     "receive",
+    "set_group_state",
 ]

@@ -127,9 +127,11 @@ SELECT shard, batch, done::text, open::text, position, allowance, until::text,
 FROM {IN_HAND} AS c
 """
 
-NOW, LATE, EXPIRED = 0, 1, 2
+# Of a dialog: to be handed out now, if it is its turn
+NOW, LATE, EXPIRED, SPOKEN = 0, 1, 2, 3
 FATE = f"""
-CASE WHEN expires_at <= now() THEN {EXPIRED} WHEN deliver_at > now() THEN {LATE} ELSE {NOW} END
+CASE WHEN expires_at <= now() THEN {EXPIRED} WHEN deliver_at > now() THEN {LATE}
+     WHEN from_initiator IS NOT NULL THEN {SPOKEN} ELSE {NOW} END
 """
 
 # UNION ALL, as in saf.cursor: what was in progress at done, and what began after
@@ -204,6 +206,11 @@ class Reader:
     owner: UUID | None = None
     """The member that this reader is: it gets its own shards, and others those that nobody owns."""
 
+    @property
+    def converses(self) -> bool:
+        """Whether it is an end of dialogs: a service's own subscription is; others listen in."""
+        return self.name == self.service
+
 
 @dataclass(kw_only=True)
 class Shard:
@@ -258,6 +265,13 @@ class Hand:
     """To be handed out, in order."""
     aside: dict[int, list[Received]] = field(default_factory=lambda: {LATE: [], EXPIRED: []})
     """Not to be handed out now, by why."""
+    spoken: bool = False
+    """Whether there are messages of dialogs among them."""
+
+    def take(self, message: Received, fate: int) -> None:
+        """Put a message to the others of its fate."""
+        self.spoken = self.spoken or fate == SPOKEN
+        self.aside.get(fate, self.messages).append(message)
 
 
 def claim(connection: psycopg.Connection[Any], reader: Reader, limit: int) -> Hand | None:
@@ -340,7 +354,7 @@ def read(
         if params["lanes"]:
             cursor.execute(READ_LATE, {**params, "limit": limit}, binary=True)
             for row in cursor.fetchall():
-                _take(hand, Received(row, row[-1]), row[len(READ)])
+                hand.take(Received(row, row[-1]), row[len(READ)])
                 limit -= 1
         cursor.execute(READ_LOG, {**params, "limit": limit}, binary=True)
         rows = cursor.fetchall()
@@ -356,7 +370,7 @@ def read(
         hand.shards[number].close()
     if any(row[-1] for row in rows):
         for row in rows:
-            _take(hand, Received(row), row[-1])
+            hand.take(Received(row), row[-1])
     else:
         hand.messages += map(Received, rows)
     hand.messages.sort(key=_order)
@@ -379,10 +393,6 @@ def move(connection: psycopg.Connection[Any], hand: Hand) -> None:
             "the transaction of this delivery was committed or rolled back inside of its block: "
             "leave that to saf.receive"
         )
-
-
-def _take(hand: Hand, message: Received, fate: int) -> None:
-    (hand.messages if fate == NOW else hand.aside[fate]).append(message)
 
 
 def _order(message: Received) -> tuple[bool, int]:

@@ -15,8 +15,9 @@ import psycopg
 
 from saf import claim, dead, lanes, parking
 from saf.claim import EXPIRED, LATE, Hand
+from saf.dialogs.arrival import Arrival, arrive
 from saf.lanes import Policy, Suspect, Waiting
-from saf.parking import LATER, Lane
+from saf.parking import AHEAD, LATER, Lane
 from saf.received import Received
 
 C = TypeVar("C")
@@ -51,6 +52,10 @@ class Delivery(Sequence[Received], Generic[C]):
         if waiting and (tried is None or tried.lane is None):
             self._behind = [one for one in self._messages if one.lane in waiting]
             self._messages = [one for one in self._messages if one.lane not in waiting]
+        self._arrival = Arrival(raw=raw)
+        if hand and hand.spoken and hand.reader.converses:
+            self._arrival = arrive(raw, hand.reader, self._messages)
+            self._messages = self._arrival.messages
         self._stopped: dict[str, int] = {}
         """By lane, from which place in the delivery on its messages are not handled."""
         self._waiting: dict[str, Waiting] = {}
@@ -102,10 +107,16 @@ class Delivery(Sequence[Received], Generic[C]):
     def reject(
         self, message: Received, error: BaseException | str, *, reason: str = "failed"
     ) -> None:
-        """Make a dead letter of this message; its key goes on, or waits if the policy says so."""
-        self._dead[self._place(message)] = (message, reason, _said(error))
+        """Make a dead letter of this message; its key goes on, or waits if the policy says so.
+
+        A dialog does not go on: it ends with an error for both ends.
+        """
+        place = self._place(message)
+        self._dead[place] = (message, reason, _said(error))
         self.errors.append((message, error))
-        if self._policy.block:
+        if message.dialog is not None:
+            self._stopped[message.lane] = place
+        elif self._policy.block:
             self._stop(message, f"behind a dead letter: {_said(error)}", None)
 
     def presume(self, message: Received, error: str) -> None:
@@ -125,16 +136,26 @@ class Delivery(Sequence[Received], Generic[C]):
         reader = hand.reader
         keep: list[tuple[Received, str]] = [(one, one.lane) for one in self._behind]
         keep += [(one, f"{LATER}{one.shard}") for one in hand.aside[LATE]]
+        keep += [(one, f"{AHEAD}{one.conversation_id}") for one in self._arrival.ahead]
         bury = [(one, "expired", "expires_at has passed") for one in hand.aside[EXPIRED]]
+        bury += [(one, "rejected", error) for one, error in self._arrival.refused]
         bury += self._dead.values()
-        gone = [one.parked_id for one, *_ in bury]
+        gone = [one.parked_id for one in self._arrival.dropped]
+        gone += [one.parked_id for one, *_ in bury]
+        not_received: list[Received] = []
         if self._stopped or hand.late or self._tried:
             for place, one in enumerate(self._messages):
                 stopped = self._stopped.get(one.lane) if self._stopped else None
-                if stopped is not None and place >= stopped and place not in self._dead:
+                if stopped is None or place < stopped or place in self._dead:
+                    gone.append(one.parked_id)
+                elif one.lane in self._waiting:
                     keep.append((one, one.lane))
+                    not_received.append(one)
                 else:
                     gone.append(one.parked_id)
+        self._arrival.take_back(not_received)
+        for one, *_ in self._dead.values():
+            self._arrival.give_up(one)
         if keep or bury or self._waiting or any(gone):
             self._set_aside(hand, keep, bury, [number for number in gone if number])
         touched = {one.shard for one in hand.aside[LATE]}

@@ -6,6 +6,17 @@
     │   ├── InvalidMessage        a message that no broker would store
     │   ├── AutocommitError       a send that would not be part of the caller's transaction
     │   ├── MissingExtra          an optional dependency is not installed
+    │   ├── DialogError           a dialog, or what was asked of it
+    │   │   ├── NoSuchService     a dialog is to begin from a service that does not live here
+    │   │   ├── NoSuchContract    … under a contract that is not known here
+    │   │   ├── DialogNotFound    no conversation has this handle
+    │   │   ├── DialogElsewhere   its handle is of another database
+    │   │   ├── DialogEnded       this end or the other one has ended, or there was an error
+    │   │   ├── DialogExpired     its lifetime is over
+    │   │   └── ContractViolation a message that the contract does not allow
+    │   │       ├── TypeNotInContract
+    │   │       ├── WrongDirection
+    │   │       └── SchemaViolation
     │   └── SchemaError           the database is not a broker that this version can use
     │       ├── SchemaMissing     no ``saf`` schema: run ``saf migrate``
     │       ├── SchemaMismatch    older or newer than this library
@@ -24,6 +35,7 @@ errors apart by class, and find the value at fault in its attributes.
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 from uuid import UUID
 
@@ -69,6 +81,117 @@ class MissingExtra(UsageError):
     def __init__(self, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs more packages: pip install 'saf-outbox[{extra}]'")
         self.extra = extra
+
+
+class DialogError(UsageError):
+    """A dialog, or what was asked of it."""
+
+
+class NoSuchService(DialogError):
+    """A dialog is to begin from a service that does not live at this broker."""
+
+    def __init__(self, service: str, database: str) -> None:
+        super().__init__(
+            f"service {service!r} does not live in database {database!r}, so nobody would get the "
+            f"replies: create it with `saf service create {service}`"
+        )
+        self.service = service
+
+
+class NoSuchContract(DialogError):
+    """A contract that is not known at this broker."""
+
+    def __init__(self, contract: str, version: int | None, database: str) -> None:
+        which = f"contract {contract!r}" + (f" version {version}" if version is not None else "")
+        super().__init__(
+            f"{which} is not known in database {database!r}: create it with "
+            f"`saf contract create` or saf.create_contract, the same at both ends"
+        )
+        self.contract = contract
+        self.version = version
+
+
+class DialogNotFound(DialogError):
+    """No conversation has this handle."""
+
+    def __init__(self, handle: UUID, database: str) -> None:
+        super().__init__(
+            f"database {database!r} has no conversation {handle}: it is closed and forgotten, or "
+            "the handle is of another database; see `saf dialog list`"
+        )
+        self.handle = handle
+
+
+class DialogElsewhere(DialogError):
+    """The handle is of another database."""
+
+    def __init__(self, handle: UUID, broker: str, database: str) -> None:
+        super().__init__(
+            f"conversation {handle} lives at broker {broker}, and this connection is to database "
+            f"{database!r}: an end of a dialog speaks where it was begun or received"
+        )
+        self.handle = handle
+
+
+class DialogEnded(DialogError):
+    """Nothing more can be sent. ``state`` is the endpoint's."""
+
+    def __init__(self, handle: UUID, state: str, error: str | None) -> None:
+        why = {
+            "disconnected_outbound": "this end has ended it",
+            "disconnected_inbound": "the other end has ended it: end it here too",
+            "error": f"it has failed ({error}): end it",
+            "closed": "it is closed",
+        }[state]
+        super().__init__(f"nothing can be sent on conversation {handle} any more: {why}")
+        self.handle = handle
+        self.state = state
+
+
+class DialogExpired(DialogError):
+    """The lifetime of the dialog is over."""
+
+    def __init__(self, handle: UUID, expired_at: datetime) -> None:
+        super().__init__(
+            f"the lifetime of conversation {handle} was over at {expired_at.isoformat()}: end it"
+        )
+        self.handle = handle
+        self.expired_at = expired_at
+
+
+class ContractViolation(DialogError):
+    """A message that the contract of its dialog does not allow."""
+
+
+class TypeNotInContract(ContractViolation):
+    """The contract has no such message type."""
+
+    def __init__(self, message_type: str | None, contract: str, known: list[str]) -> None:
+        super().__init__(
+            f"contract {contract} has no message type {message_type!r}, only "
+            f"{', '.join(map(repr, known)) or 'none'}"
+        )
+        self.message_type = message_type
+
+
+class WrongDirection(ContractViolation):
+    """The other end sends messages of this type."""
+
+    def __init__(self, message_type: str, contract: str, sent_by: str) -> None:
+        super().__init__(
+            f"contract {contract}: message type {message_type!r} is sent by the {sent_by} only"
+        )
+        self.message_type = message_type
+        self.sent_by = sent_by
+
+
+class SchemaViolation(ContractViolation):
+    """A body is not what its message type says. ``path`` leads to the value at fault."""
+
+    def __init__(self, message_type: str, path: str, problem: str) -> None:
+        super().__init__(f"message type {message_type!r}: at {path}: {problem}")
+        self.message_type = message_type
+        self.path = path
 
 
 class SchemaError(UsageError):

@@ -9,6 +9,8 @@ duty keeps nothing of the old one. `RIGHTS` says what each kind may do; it is al
     forwarder   at a source, reads the outbox and moves its cursors; at a destination, fills the
                 inbox. A broker is both, so one kind serves both
     receiver    reads the inbox and moves its cursors. One that replies is a writer as well
+    dialog      begins, speaks and ends dialogs; one that is spoken to is a receiver as well. Unlike
+                a writer, it puts messages into the inbox: those to itself
     purger      empties slots of the logs, and forgets old routes. Not part of the forwarder, which
                 runs on many machines: that every reader has completed a slot is checked by the
                 program and not by the server, so whoever may TRUNCATE may destroy messages. A
@@ -45,6 +47,7 @@ class Kind(StrEnum):
     WRITER = "writer"
     FORWARDER = "forwarder"
     RECEIVER = "receiver"
+    DIALOG = "dialog"
     PURGER = "purger"
     OPERATOR = "operator"
 
@@ -127,6 +130,8 @@ PURGING: Rights = {
     "route_version": {"SELECT": WHOLE, "DELETE": WHOLE},
     "route_choice": {"SELECT": ("used_at", "key"), "DELETE": WHOLE},
     "resolved_conversation": {"SELECT": ("used_at", "key"), "DELETE": WHOLE},
+    "conversation": {"SELECT": ("handle", "state", "group_id", "changed_at"), "DELETE": WHOLE},
+    "conversation_group": {"SELECT": ("group_id",), "DELETE": WHOLE},
 }
 
 ROUTE = ("service", "broker", "destination", "quality", "enabled", "expires_at", "comment")
@@ -152,6 +157,28 @@ CHOOSING: Rights = {
     },
 }
 
+# An end's facts, and what it says, to the other end and to itself
+SPOKEN = (*TYPES, "conversation_id", "from_initiator", "sequence")
+ENDPOINT = (
+    *("handle", "conversation_id", "is_initiator", "monolog", "service", "far_service"),
+    *("far_broker", "contract", "contract_version", "group_id", "expires_at"),
+)
+FACTS = (
+    *("send_sequence", "receive_sequence", "ended_here", "ended_there", "error_code"),
+    *("error_text", "timer", "group_id", "changed_at"),
+)
+CONVERSING: Rights = {
+    "broker": {"SELECT": WHOLE},
+    "service": {"SELECT": WHOLE},
+    "contract": {"SELECT": WHOLE},
+    "contract_message": {"SELECT": WHOLE},
+    "message_type": {"SELECT": WHOLE},
+    "conversation": {"SELECT": WHOLE, "INSERT": ENDPOINT, "UPDATE": FACTS},
+    "conversation_group": {"SELECT": WHOLE, "INSERT": ("group_id",), "UPDATE": ("state",)},
+    "outbox": {"INSERT": SPOKEN},
+    "inbox": {"INSERT": (*COLUMNS, "source")},
+}
+
 RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
     Kind.WRITER: (VERSION, {"outbox": {"INSERT": tuple(TYPES)}}),
     Kind.FORWARDER: (
@@ -175,13 +202,18 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
         },
     ),
     Kind.RECEIVER: (VERSION, MEMBERSHIP, SETTING_ASIDE, {"inbox": {"SELECT": WHOLE}}),
+    Kind.DIALOG: (VERSION, CONVERSING),
     Kind.PURGER: (VERSION, PURGING),
     Kind.OPERATOR: (
         VERSION,
         PURGING,
         SETTING_ASIDE,
         CHOOSING,
+        CONVERSING,
         {
+            "contract": {"INSERT": WHOLE},
+            "contract_message": {"INSERT": WHOLE},
+            "message_type": {"INSERT": WHOLE},
             "outbox": {"SELECT": WHOLE},
             "outbox_status": {"SELECT": WHOLE},
             "inbox": {"SELECT": WHOLE},

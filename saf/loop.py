@@ -23,6 +23,7 @@ import psycopg
 import structlog
 
 from saf.delivery import Delivery
+from saf.dialogs.statements import END, ERROR, TIMER
 from saf.errors import UsageError
 from saf.failpoints import fail_point
 from saf.lanes import Policy
@@ -160,6 +161,23 @@ class Loop(ABC):
         with self._counting:
             self._handled += delivery.handled
         return delivery
+
+    def _unhandled(
+        self,
+        delivery: Delivery[Any],
+        work: Savepoints,
+        message: Received,
+        known: Iterable[str | None],
+    ) -> None:
+        """What becomes of a message that no handler is for: a dead letter.
+
+        But a dialog that the other end has ended, or that has failed, is ended here too.
+        """
+        dialog = message.dialog
+        if dialog is None or message.message_type not in (END, ERROR, TIMER):
+            delivery.reject(message, no_handler(message, known))
+        elif message.message_type != TIMER:
+            self._one(delivery, work, message, lambda: dialog.end(delivery.connection))
 
     def _one(
         self,

@@ -5,7 +5,8 @@ nothing to do, it asks some twenty quick questions and writes nothing. Of severa
 one works and the others do nothing.
 
 Old versions of the routes go too, once no cursor refers to them, and choices of routes by keys that
-nobody has used for as long as messages are kept. Members that are gone need no
+nobody has used for as long as messages are kept, and conversations that were closed that long ago.
+Members that are gone need no
 care here: those who live forget them (`saf.shards`).
 """
 
@@ -20,6 +21,7 @@ from saf import rebase
 from saf.choices import forget
 from saf.config import Purge
 from saf.database import Dsn, fetch
+from saf.dialogs import conversations
 from saf.errors import UsageError
 from saf.ring import AGE_COLUMN, LOCK_TIMEOUT_SECONDS, Archive, Slot, purge, rotate
 
@@ -33,6 +35,8 @@ class Outcome:
     """Frozen routes that were forgotten."""
     route_choices: int = 0
     """Keys whose choice of a route was forgotten."""
+    conversations: int = 0
+    """Ends of conversations that were forgotten."""
     busy: bool = False
     """Another purge of this broker is at work, so this one did nothing."""
 
@@ -92,6 +96,7 @@ def purge_broker(
             slots += found
         forgotten = 0 if dry_run else _forget_routes(connection, retention_seconds)
         choices = 0 if dry_run else forget(connection, retention_seconds)
+        closed = 0 if dry_run else conversations.forget(connection, retention_seconds)
     except psycopg.errors.InsufficientPrivilege as error:
         raise UsageError(
             f"role {connection.info.user!r} may not purge database {connection.info.dbname!r}: "
@@ -100,7 +105,9 @@ def purge_broker(
     finally:
         if not connection.closed:
             connection.execute(END_TURN)
-    return Outcome(slots=tuple(slots), route_versions=forgotten, route_choices=choices)
+    return Outcome(
+        slots=tuple(slots), route_versions=forgotten, route_choices=choices, conversations=closed
+    )
 
 
 def purge_by_rules(

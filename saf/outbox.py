@@ -16,32 +16,16 @@ In Django: ``connection.connection`` inside ``transaction.atomic()``.
 
 from __future__ import annotations
 
-import sys
-import weakref
 from collections.abc import Iterable, Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-import psycopg
-from psycopg.pq import TransactionStatus
-from psycopg.rows import tuple_row
-
-from saf.database import HAS_SCHEMA, SCHEMA_REVISION, require_revision
-from saf.errors import AutocommitError, UsageError
-from saf.message import DEFAULT_MAX_BYTES, Message, Row, encode
+from saf.message import DEFAULT_MAX_BYTES, Message, encode
+from saf.transaction import Entrance
 
 if TYPE_CHECKING:
-    import sqlalchemy as sa
-    from sqlalchemy.orm import Session, scoped_session
-
-    Conn = (
-        Session
-        | scoped_session[Session]
-        | sa.Connection
-        | psycopg.Connection[Any]
-        | psycopg.Cursor[Any]
-    )
+    from saf.transaction import Conn
 
 TYPES = {
     "message_id": "uuid",
@@ -56,29 +40,14 @@ TYPES = {
     "expires_at": "timestamptz",
 }
 COLUMNS = ", ".join(TYPES)
-INSERT = f"INSERT INTO saf.outbox ({COLUMNS}) VALUES ({{}})"
+INSERT = f"INSERT INTO saf.outbox ({COLUMNS}) VALUES ({{}})".format(
+    ", ".join(f"CAST(%({name})s AS {type_})" for name, type_ in TYPES.items())
+)
 # One statement and one round trip for any number of messages. unnest keeps the arrays' order, so
 # ids rise in the order of the messages.
-INSERT_MANY = f"INSERT INTO saf.outbox ({COLUMNS}) SELECT * FROM unnest({{}})"
-
-PSYCOPG_INSERT = INSERT.format(", ".join(["%s"] * len(TYPES)))
-PSYCOPG_INSERT_MANY = INSERT_MANY.format(", ".join(f"%s::{t}[]" for t in TYPES.values()))
-SQLALCHEMY_INSERT = INSERT.format(", ".join(f"CAST(:{n} AS {t})" for n, t in TYPES.items()))
-SQLALCHEMY_INSERT_MANY = INSERT_MANY.format(
-    ", ".join(f"CAST(:{n} AS {t}[])" for n, t in TYPES.items())
+INSERT_MANY = f"INSERT INTO saf.outbox ({COLUMNS}) SELECT * FROM unnest({{}})".format(
+    ", ".join(f"CAST(%({name})s AS {type_}[])" for name, type_ in TYPES.items())
 )
-
-
-class _Transaction(Protocol):
-    """What the outbox needs of the caller's connection, whichever library it is from."""
-
-    @property
-    def database(self) -> object: ...  # identifies the database among those already checked
-
-    def commits_by_itself(self) -> bool: ...
-    def scalar(self, query: str) -> Any: ...
-    def insert(self, row: Row) -> None: ...
-    def insert_many(self, columns: list[list[Any]]) -> None: ...
 
 
 class Outbox:
@@ -103,7 +72,7 @@ class Outbox:
         self.max_bytes = max_bytes
         self.from_service = from_service
         self.allow_autocommit = allow_autocommit
-        self._checked: set[object] = set()
+        self._enter = Entrance()
 
     def send(
         self,
@@ -151,7 +120,8 @@ class Outbox:
             from_service=from_service or self.from_service,
         )
         row = encode(message, self.max_bytes)
-        self._enter(conn).insert(row)
+        transaction = self._enter(conn, allow_autocommit=self.allow_autocommit)
+        transaction.execute(INSERT, row._asdict())
         return row.message_id
 
     def send_many(self, conn: Conn, messages: Iterable[Message]) -> list[UUID]:
@@ -164,107 +134,8 @@ class Outbox:
             rows = [
                 row._replace(from_service=row.from_service or self.from_service) for row in rows
             ]
-        transaction = self._enter(conn)
+        transaction = self._enter(conn, allow_autocommit=self.allow_autocommit)
         if rows:
-            transaction.insert_many([list(column) for column in zip(*rows, strict=True)])
+            columns = [list(column) for column in zip(*rows, strict=True)]
+            transaction.execute(INSERT_MANY, dict(zip(TYPES, columns, strict=True)))
         return [row.message_id for row in rows]
-
-    def _enter(self, conn: object) -> _Transaction:
-        transaction = _transaction(conn)
-        if not self.allow_autocommit and transaction.commits_by_itself():
-            raise AutocommitError
-        database = transaction.database
-        if database not in self._checked:
-            # the table's existence first: a failed query would abort the caller's transaction
-            exists = transaction.scalar(HAS_SCHEMA)
-            require_revision(
-                str(transaction.scalar("SELECT current_database()")),
-                transaction.scalar(SCHEMA_REVISION) if exists else None,
-            )
-            self._checked.add(database)
-        return transaction
-
-
-class _Psycopg:
-    def __init__(self, connection: psycopg.Connection[Any]) -> None:
-        self.connection = connection
-
-    @property
-    def database(self) -> object:
-        info = self.connection.info
-        return (info.host, info.port, info.dbname)
-
-    def commits_by_itself(self) -> bool:
-        return (
-            self.connection.autocommit
-            and self.connection.info.transaction_status == TransactionStatus.IDLE
-        )
-
-    def scalar(self, query: str) -> Any:
-        # the caller's row factory may make anything of a row
-        with psycopg.Cursor(self.connection, row_factory=tuple_row) as cursor:
-            row = cursor.execute(query).fetchone()
-        return row[0] if row else None
-
-    def insert(self, row: Row) -> None:
-        psycopg.Cursor(self.connection).execute(PSYCOPG_INSERT, row)
-
-    def insert_many(self, columns: list[list[Any]]) -> None:
-        psycopg.Cursor(self.connection).execute(PSYCOPG_INSERT_MANY, columns)
-
-
-class _SQLAlchemy:
-    def __init__(self, connection: sa.Connection) -> None:
-        self.connection = connection
-
-    @property
-    def database(self) -> object:
-        # weak, so that an engine per tenant does not live as long as the outbox
-        return weakref.ref(self.connection.engine)
-
-    def commits_by_itself(self) -> bool:
-        raw = self.connection.connection.dbapi_connection
-        return raw is not None and self.connection.dialect.detect_autocommit_setting(raw)
-
-    def scalar(self, query: str) -> Any:
-        return self.connection.exec_driver_sql(query).scalar()
-
-    def insert(self, row: Row) -> None:
-        self.connection.execute(_text(SQLALCHEMY_INSERT), row._asdict())
-
-    def insert_many(self, columns: list[list[Any]]) -> None:
-        self.connection.execute(
-            _text(SQLALCHEMY_INSERT_MANY), dict(zip(TYPES, columns, strict=True))
-        )
-
-
-_texts: dict[str, sa.TextClause] = {}
-
-
-def _text(statement: str) -> sa.TextClause:
-    """``statement`` parsed once per process."""
-    if statement not in _texts:
-        import sqlalchemy as sa  # only where the caller uses it already
-
-        _texts[statement] = sa.text(statement)
-    return _texts[statement]
-
-
-def _transaction(conn: object) -> _Transaction:
-    if isinstance(conn, psycopg.Connection):
-        return _Psycopg(conn)
-    if isinstance(conn, psycopg.Cursor):
-        return _Psycopg(conn.connection)
-    # whoever hands over a Session has imported SQLAlchemy; others need not pay for it
-    if "sqlalchemy" in sys.modules:
-        import sqlalchemy as sa
-        import sqlalchemy.orm
-
-        if isinstance(conn, (sqlalchemy.orm.Session, sqlalchemy.orm.scoped_session)):
-            return _SQLAlchemy(conn.connection())
-        if isinstance(conn, sa.Connection):
-            return _SQLAlchemy(conn)
-    raise UsageError(
-        f"cannot send on a {type(conn).__module__}.{type(conn).__qualname__}: expected a "
-        "SQLAlchemy Session or Connection, or a psycopg connection or cursor"
-    )

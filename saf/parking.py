@@ -12,6 +12,7 @@ same thing; lanes are separate, and within one the order is kept:
     mom          retry, replay      nothing: sent again on an operator's word
     (empty)      key:A-1            a receiver's next attempt at the first message of the key
     (empty)      later:7            each for its deliver_at: a receiver's messages of a shard
+    (empty)      ahead:CONVERSATION a message before them that is missing: those of a dialog
 
 While a lane has messages, new ones that belong in it park behind them, and when its time has come
 the parked go first. Each keeps the (batch, position) that it had, and each lane has a watermark
@@ -44,7 +45,7 @@ FIRST_WAIT_SECONDS = 4
 LONGEST_WAIT_SECONDS = 64
 
 MAIN, RETRY, REPLAY, SERVICE, ROUTE = "", "retry", "replay", "service:", "route:"
-KEY, LATER = "key:", "later:"
+KEY, LATER, AHEAD = "key:", "later:", "ahead:"
 
 
 def wait_seconds(

@@ -43,7 +43,7 @@ from saf.errors import Fenced, UsageError
 from saf.failpoints import fail_point
 from saf.instances import Instance, Instances
 from saf.lanes import Policy
-from saf.loop import Loop, Savepoints, log, no_handler
+from saf.loop import Loop, Savepoints, log
 from saf.membership import Membership
 from saf.processor import Handler, Processor
 from saf.receive import Link, Receiver
@@ -177,7 +177,7 @@ class Processors(Loop):
         for message in delivery:
             handler = handlers.get(message.message_type) or handlers.get(None)
             if handler is None:
-                delivery.reject(message, no_handler(message, handlers))
+                self._unhandled(delivery, work, message, handlers)
                 continue
             call = partial(
                 self._call, handler, message, delivery.epoch(message), delivery.connection

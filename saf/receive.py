@@ -379,8 +379,7 @@ class Receiver:
         limit = limit or (self.max_messages if number == 1 else 1)
         for row in lanes.read_lane(raw, self.reader, lane, limit):
             message = Received(row, row[-1], number if not hand.messages else 1)
-            fate = row[len(READ)]
-            (hand.aside[fate] if fate else hand.messages).append(message)
+            hand.take(message, row[len(READ)])
         return self._delivery(hand, suspect)
 
     def _delivery(self, hand: Hand | None, tried: Suspect | None = None) -> Delivery[Any]:

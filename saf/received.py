@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from saf.errors import UnreadableBody
 from saf.message import COLUMNS, CONTENT_TYPE
 from saf.parking import KEY
+
+if TYPE_CHECKING:
+    from saf.dialogs.dialog import Dialog
 
 # What the database gives in the form that costs least to fetch
 _CHEAP = {"message_id": "uuid_send(message_id)", "headers": "headers::text"}
@@ -34,7 +37,7 @@ def _field(column: str, what: str) -> Any:
 class Received:
     """One message of a delivery. Read only."""
 
-    __slots__ = ("_row", "attempt", "parked_id")
+    __slots__ = ("_dialog", "_row", "attempt", "parked_id")
 
     def __init__(
         self, row: tuple[Any, ...], parked_id: int | None = None, attempt: int = 1
@@ -52,11 +55,22 @@ class Received:
     key: str | None = _field("key", "What stays in order together.")
     message_type: str | None = _field("message_type", "What the body is.")
     conversation_id: UUID | None = _field("conversation_id", "The conversation it belongs to.")
+    from_initiator: bool | None = _field("from_initiator", "Which end of a dialog has sent it.")
     sequence: int | None = _field("sequence", "Its number within the conversation.")
     body: bytes = _field("body", "As it was sent; see `text` and `json`.")
     created_at: datetime = _field("created_at", "When it was sent.")
     deliver_at: datetime | None = _field("deliver_at", "Not handed out before.")
     expires_at: datetime | None = _field("expires_at", "Not handed out after.")
+
+    @property
+    def dialog(self) -> Dialog | None:
+        """This end of the dialog that it belongs to, to reply on; None if it belongs to none."""
+        # not set before it is asked for, because most messages are no dialog's
+        return getattr(self, "_dialog", None)
+
+    def belongs_to(self, dialog: Dialog) -> None:
+        """Say which dialog that is."""
+        self._dialog = dialog
 
     @property
     def message_id(self) -> UUID:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql as pg
 
+from saf.dialogs.schema import add_tables
 from saf.ring import SLOT_ROWS, SLOTS
 from saf.shards import DEFAULT_SHARDS, MAX_SHARDS, shard_expression
 
@@ -453,6 +454,7 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         sa.Column("why", sa.Text, nullable=False),
         comment="what people did to messages that were set aside",
     )
+    add_tables(metadata)
     return metadata
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from saf.delivery import Delivery
 from saf.errors import UsageError
 from saf.lanes import Policy
-from saf.loop import Loop, Savepoints, check_handler, described, log, no_handler
+from saf.loop import Loop, Savepoints, check_handler, described, log
 from saf.received import Received
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class Worker(Loop):
     def _single(self, delivery: Delivery[Any], work: Savepoints, message: Received) -> None:
         handler = self._handler_of(message)
         if handler is None:
-            delivery.reject(message, no_handler(message, self._handlers))
+            self._unhandled(delivery, work, message, self._handlers)
             return
         what = [message] if handler.batch else message
         self._one(delivery, work, message, lambda: handler.call(what, delivery.connection))

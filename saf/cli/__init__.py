@@ -16,8 +16,10 @@ import structlog
 import typer
 
 from saf.cli import (
+    contract,
     dead,
     demo,
+    dialog,
     doctor,
     forward,
     grant,
@@ -58,6 +60,8 @@ app.add_typer(router.app, name="router")
 app.add_typer(service.app, name="service")
 app.add_typer(subscription.app, name="subscription")
 app.add_typer(inbox.app, name="inbox")
+app.add_typer(dialog.app, name="dialog")
+app.add_typer(contract.app, name="contract")
 app.add_typer(parked.app, name="parked")
 app.add_typer(dead.app, name="dead")
 app.command("purge")(purge.command)

@@ -29,6 +29,12 @@ Name = Annotated[
     str | None,
     typer.Option("--broker", metavar="NAME", help="Only this one, or fleet. Default: all brokers."),
 ]
+Where = Annotated[
+    str | None,
+    typer.Option(
+        "--broker", metavar="NAME", help="Only this one. Default: all brokers and destinations."
+    ),
+]
 Store = Annotated[
     str | None,
     typer.Option(
@@ -89,6 +95,18 @@ def chosen(settings: Settings, name: str | None) -> Mapping[str, Place] | Listin
     if name not in found.brokers:
         raise ConfigurationError(f"--broker {name}: there is none in the fleet {fleet!r}")
     return {name: found.brokers[name]}
+
+
+def everywhere(settings: Settings, name: str | None) -> Mapping[str, Place] | Listing:
+    """The brokers that conversations may have an end at: sources and destinations, or one.
+
+    One that is both is named the same as both.
+    """
+    found = chosen(settings, name)
+    if name is not None or not isinstance(found, Listing):
+        return found
+    stores = {name: Broker(dsn=one.dsn) for name, one in settings.destinations.items()}
+    return Listing(brokers={**stores, **found.brokers}, problems=found.problems)
 
 
 def stores(settings: Settings, name: str | None) -> Mapping[str, Place]:

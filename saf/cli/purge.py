@@ -96,6 +96,7 @@ def _as_dict(name: str, outcome: Outcome) -> dict[str, Any]:
         ],
         "route_versions": outcome.route_versions,
         "route_choices": outcome.route_choices,
+        "conversations": outcome.conversations,
     }
 
 

@@ -7,6 +7,7 @@ an hour means that what saf has stored happened an hour earlier, and is due an h
     parked, dead_letter     created_at, deliver_at, expires_at
     backoff                 next_attempt_at, since; not of what waits for a person
     member                  joined_at, lease_until
+    conversation            created_at, changed_at, expires_at
 
 All else stays: the application's tables, unless columns of them are named, what is not committed,
 and the moments that tell batches from each other (``opened_at``, and with it ``parked_at`` and
@@ -35,6 +36,7 @@ MOVED = {
     "dead_letter": MESSAGE,
     "backoff": ("next_attempt_at", "since"),
     "member": ("joined_at", "lease_until"),
+    "conversation": ("created_at", "changed_at", "expires_at"),
 }
 """The columns of the schema saf that move, by table."""
 

@@ -458,6 +458,8 @@ def test_the_clock_moves_exactly_what_the_page_says(billing: Database, mom: Dsn)
     send(billing, "later", deliver_at=soon, expires_at=soon + timedelta(hours=1))
     send(billing, "too late", expires_at=soon - timedelta(hours=2))
     Drain(billing)(worker(billing), errors="park")
+    with billing.connect() as connection:
+        saf.begin_dialog(connection, from_service="billing", to_service="shop", lifetime=3600)
     with Cycle(billing.dsn, policy(mom=mom)) as member:
         member.open()
         before = moments(billing)

@@ -1,0 +1,94 @@
+"""``saf contract``: which messages dialogs have, from a file that both ends are told of."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import psycopg
+import typer
+from rich.table import Table
+
+from saf.cli.brokers import AsJson, Config, Round, Where, everywhere
+from saf.cli.console import plain_console
+from saf.config import load
+from saf.dialogs.contracts import contracts, create_contract, create_message_type
+from saf.errors import ConfigurationError
+
+app = typer.Typer(no_args_is_help=True, help="Contracts of dialogs, and their message types.")
+
+File = Annotated[
+    Path, typer.Argument(help="TOML with [[message_types]] and [[contracts]]; see the docs.")
+]
+
+
+@app.command()
+def create(file: File, *, config: Config = None, broker: Where = None) -> None:
+    """Make known what a file says, at every broker or one; again is no change."""
+    types, named = _read(file)
+
+    def make(connection: psycopg.Connection[Any], _: object) -> int:
+        with connection.transaction():
+            made = [create_message_type(connection, **one) for one in types]
+            made += [create_contract(connection, **one) for one in named]
+        return sum(made)
+
+    round_ = Round(everywhere(load(config), broker))
+    for name, made in round_.visit("contract", make).items():
+        typer.echo(f"{name}: {made} created, {len(types) + len(named) - made} there already")
+    round_.finish(say=True)
+
+
+@app.command("list")
+def list_(*, config: Config = None, broker: Where = None, as_json: AsJson = False) -> None:
+    """Show contracts, the types of their messages, and who sends them."""
+    round_ = Round(everywhere(load(config), broker))
+    found = round_.visit("contract", lambda connection, _: contracts(connection))
+    rows = [
+        {
+            "broker": name,
+            "contract": contract.name,
+            "version": contract.version,
+            "message_type": one.name,
+            "message_type_version": one.version,
+            "sent_by": one.sent_by,
+            "validation": one.validation,
+        }
+        for name, some in found.items()
+        for contract in some
+        for one in contract.types.values()
+    ]
+    if as_json:
+        typer.echo(json.dumps({"contracts": rows, "errors": round_.errors()}))
+    else:
+        table = Table("broker", "contract", "version", "type", "version", "sent by", "validation")
+        for row in rows:
+            table.add_row(*map(str, row.values()))
+        plain_console().print(table)
+    round_.finish(say=not as_json)
+
+
+def _read(file: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The arguments of `create_message_type` and `create_contract`, from a file."""
+    try:
+        tables = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {file}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigurationError(f"{file}: not TOML: {error}") from None
+    known = {
+        "message_types": ({"name"}, {"version", "validation", "schema"}),
+        "contracts": ({"name", "types"}, {"version"}),
+    }
+    for table, entries in tables.items():
+        if table not in known:
+            raise ConfigurationError(f"{file}: unknown {table}, only {', '.join(known)}")
+        needed, optional = known[table]
+        for number, entry in enumerate(entries):
+            if missing := needed - set(entry):
+                raise ConfigurationError(f"{file}: {table}.{number}: no {missing.pop()}")
+            if wrong := set(entry) - needed - optional:
+                raise ConfigurationError(f"{file}: {table}.{number}: unknown {wrong.pop()}")
+    return tables.get("message_types", []), tables.get("contracts", [])

@@ -1,0 +1,136 @@
+"""``saf dialog``: the ends of conversations that live at a broker."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+from uuid import UUID
+
+import psycopg
+import typer
+from rich.table import Table
+
+from saf.cli.brokers import AsJson, Config, Round, Where, everywhere
+from saf.cli.console import plain_console
+from saf.config import load
+from saf.dialogs.conversations import Conversation, clean_up, conversations
+from saf.dialogs.dialog import open_dialog
+from saf.dialogs.states import State
+from saf.errors import DialogNotFound, UsageError
+
+app = typer.Typer(no_args_is_help=True, help="Conversations: dialogs and monologs.")
+
+Handle = Annotated[UUID, typer.Argument(help="Of the end, as `saf dialog list` shows it.")]
+StateOption = Annotated[
+    list[str] | None,
+    typer.Option("--state", help=f"Only those in it; may be repeated: {', '.join(State)}."),
+]
+Service = Annotated[str | None, typer.Option(help="Only those of this service.")]
+Limit = Annotated[int, typer.Option(min=1, help="How many to show at most.")]
+Code = Annotated[int | None, typer.Option(help="End with an error of this code, above zero.")]
+Text = Annotated[str, typer.Option(help="What the error says to the other end.")]
+
+
+@app.command("list")
+def list_(
+    *,
+    config: Config = None,
+    broker: Where = None,
+    service: Service = None,
+    state: StateOption = None,
+    limit: Limit = 100,
+    as_json: AsJson = False,
+) -> None:
+    """Show conversations, oldest first."""
+    round_ = Round(everywhere(load(config), broker))
+    found = round_.visit(
+        "dialog",
+        lambda connection, _: conversations(
+            connection, service=service, states=state or None, limit=limit
+        ),
+    )
+    if as_json:
+        rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
+        typer.echo(json.dumps({"conversations": rows, "errors": round_.errors()}))
+    else:
+        table = Table("broker", "handle", "state", "service", "with", "sent", "received", "error")
+        for name, some in found.items():
+            for one in some:
+                table.add_row(
+                    name, str(one.handle), one.state, one.service, one.far_service,
+                    str(one.send_sequence), _received(one), _error(one),
+                )  # fmt: skip
+        plain_console().print(table)
+    round_.finish(say=not as_json)
+
+
+@app.command()
+def show(
+    handle: Handle, *, config: Config = None, broker: Where = None, as_json: AsJson = False
+) -> None:
+    """Show one end of a conversation, wherever it lives."""
+    round_ = Round(everywhere(load(config), broker))
+    found = round_.visit("dialog", lambda connection, _: conversations(connection, handle=handle))
+    rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
+    if as_json:
+        typer.echo(json.dumps({"conversations": rows, "errors": round_.errors()}))
+    else:
+        for row in rows:
+            for name, value in row.items():
+                typer.echo(f"{name:18}{value}")
+    if not rows and not round_.failed:
+        raise UsageError(f"there is no conversation {handle}; see `saf dialog list`")
+    round_.finish(say=not as_json)
+
+
+@app.command()
+def end(
+    handle: Handle,
+    *,
+    config: Config = None,
+    broker: Where = None,
+    code: Code = None,
+    text: Text = "ended by an operator",
+) -> None:
+    """End this side in order, or both with an error; the other end is told."""
+
+    def act(connection: psycopg.Connection[Any]) -> None:
+        with connection.transaction():
+            dialog = open_dialog(connection, handle)
+            if code is None:
+                dialog.end(connection)
+            else:
+                dialog.end_with_error(connection, code, text)
+
+    _where_it_lives(Round(everywhere(load(config), broker)), handle, act, "ended")
+
+
+@app.command()
+def cleanup(handle: Handle, *, config: Config = None, broker: Where = None) -> None:
+    """Close this side for good, whatever its state; the other end is not told."""
+    round_ = Round(everywhere(load(config), broker))
+    _where_it_lives(round_, handle, lambda connection: clean_up(connection, handle), "closed")
+
+
+def _where_it_lives(round_: Round, handle: UUID, act: Any, done: str) -> None:
+    def at(connection: psycopg.Connection[Any], _: object) -> bool:
+        try:
+            act(connection)
+        except DialogNotFound:
+            return False
+        return True
+
+    found = [name for name, there in round_.visit("dialog", at).items() if there]
+    for name in found:
+        typer.echo(f"{name}: conversation {handle} {done}")
+    if not found and not round_.failed:
+        raise UsageError(f"there is no conversation {handle}; see `saf dialog list`")
+    round_.finish(say=True)
+
+
+def _received(one: Conversation) -> str:
+    return f"{one.receive_sequence}" + (f" (+{one.ahead} ahead)" if one.ahead else "")
+
+
+def _error(one: Conversation) -> str:
+    return "" if one.error_code is None else f"{one.error_code}: {one.error_text}"

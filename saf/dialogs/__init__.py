@@ -1,0 +1,14 @@
+"""Conversations: reliable, ordered, two-way exchange between services of different databases.
+
+The ideas and the words are those of SQL Server Service Broker. Messages of a conversation travel
+as all others do, through outbox, forwarder and inbox; what is added here are its two ends.
+
+    states      what an end is ready for
+    dialog      what an application says on its end
+    facts       what an end takes of what the other one says
+    arrival     the same for all messages that are received together
+    endpoints   the rows of the ends, locked and written together
+    groups      related dialogs, in one hand at a time
+    contracts   which types of messages there are, and who sends them
+    conversations   the ends as people look at them
+"""

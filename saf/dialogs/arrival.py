@@ -1,0 +1,181 @@
+"""Arrival: what a delivery's messages of dialogs do to the endpoints that they are for.
+
+It happens when a message is received, in the receiver's transaction, for all messages of a
+delivery at once: the rows of their groups are locked, then those of the endpoints; the target's is
+made if the message is the first; `saf.dialogs.facts` says which messages are taken; and what the
+endpoints then know is written. So the application finds the state that its messages have led to,
+and what it does on them commits together with their having been received.
+
+A message that is set aside has not been received: `take_back` undoes that. One that is given up
+fails its conversation, and so does one that the contract does not allow: both ends get an Error.
+
+What is ahead of a message that is missing is parked in a lane of its conversation, and goes from
+there to the delayed messages, due at once, when the missing one has come.
+
+Related conversations are in one receiver's hand at a time, because it holds the row of their group
+until it ends. Who wants it waits.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+from uuid import UUID
+
+import psycopg
+
+from saf import lanes
+from saf.claim import Reader
+from saf.database import fetch
+from saf.dialogs.endpoints import (
+    RECEIVE,
+    TAKE_BACK,
+    End,
+    Endpoint,
+    columns,
+    end_of,
+    in_hand,
+    write,
+)
+from saf.dialogs.facts import Facts, Verdict, judge
+from saf.dialogs.statements import ERROR, Code
+from saf.errors import ContractViolation
+from saf.parking import AHEAD, LATER
+from saf.received import Received
+from saf.transaction import enter
+
+# What follows without a gap, and what waits for nothing: an Error, or what will be dropped
+GO_ON = f"""
+UPDATE saf.parked p SET lane = '{LATER}' || p.shard, deliver_at = now()
+FROM (
+    SELECT parked_id, ended OR message_type = '{ERROR}' OR receive_sequence >= sequence
+           - dense_rank() OVER (PARTITION BY lane, from_initiator ORDER BY sequence) AS due
+    FROM unnest(%(lane)s::text[], %(from_initiator)s::boolean[], %(receive_sequence)s::bigint[],
+                %(ended)s::boolean[]) AS e (lane, from_initiator, receive_sequence, ended)
+    JOIN saf.parked USING (lane, from_initiator)
+    WHERE subscription_id = %(subscription_id)s AND destination = ''
+) AS ahead
+WHERE p.parked_id = ahead.parked_id AND due
+RETURNING p.shard
+"""
+
+
+@dataclass(kw_only=True)
+class Arrival:
+    """What became of the messages of a delivery."""
+
+    raw: psycopg.Connection[Any]
+    messages: list[Received] = field(default_factory=list)
+    """To be handed out."""
+    ahead: list[Received] = field(default_factory=list)
+    """To wait for others."""
+    dropped: list[Received] = field(default_factory=list)
+    refused: list[tuple[Received, str]] = field(default_factory=list)
+    """What is not as the contract says, and why."""
+    before: dict[Received, tuple[Endpoint, Facts]] = field(default_factory=dict)
+    """By message to be handed out: its endpoint, and what that knew before."""
+
+    def take_back(self, messages: Iterable[Received]) -> None:
+        """Messages that were to be handed out have not been received, in their order."""
+        known: dict[UUID, Endpoint] = {}
+        for message in messages:
+            if message in self.before:
+                endpoint, facts = self.before[message]
+                if endpoint.dialog.handle not in known:
+                    if facts.timer == endpoint.facts.timer:
+                        facts = replace(facts, timer=None)
+                    endpoint.facts = facts
+                    known[endpoint.dialog.handle] = endpoint
+        write(self.raw, TAKE_BACK, known.values())
+
+    def give_up(self, message: Received) -> None:
+        """A message will never be handled: its conversation ends with an error, at both ends."""
+        if message.dialog is not None:
+            # what it failed with is not for the other end to read: the dead letter says it
+            text = f"message {message.sequence or message.message_type} could not be handled"
+            message.dialog.fail(enter(self.raw), Code.QUARANTINED, text)
+
+
+def arrive(raw: psycopg.Connection[Any], reader: Reader, messages: list[Received]) -> Arrival:
+    """Let messages arrive at their endpoints; those that are of no dialog pass."""
+    endpoints = in_hand(raw, messages)
+    arrival = Arrival(raw=raw)
+    last: dict[End, int] = {}
+    for message in messages:
+        if message.message_type == ERROR and message.sequence is not None:
+            last[end_of(message)] = message.sequence
+    for message in _in_sequence(messages):
+        if message.from_initiator is None:
+            arrival.messages.append(message)
+            continue
+        end = end_of(message)
+        endpoint = endpoints.get(end)
+        if endpoint is None:
+            waits = message.from_initiator and message.sequence is not None
+            (arrival.ahead if waits else arrival.dropped).append(message)
+        elif endpoint.failure or (message.sequence or 0) < last.get(end, 0):
+            arrival.dropped.append(message)
+        else:
+            _meet(arrival, endpoint, message)
+    changed = [one for one in endpoints.values() if one.facts != one.stored]
+    write(raw, RECEIVE, changed)
+    for endpoint in endpoints.values():
+        if endpoint.failure:
+            endpoint.dialog.fail(enter(raw), *endpoint.failure)
+    _go_on(raw, reader, endpoints)
+    return arrival
+
+
+def _meet(arrival: Arrival, endpoint: Endpoint, message: Received) -> None:
+    before, dialog = endpoint.facts, endpoint.dialog
+    verdict, after = judge(before, message, ended_here=endpoint.ended_here, over=endpoint.over)
+    application = after.ended_there == before.ended_there and after.error_code is None
+    if verdict is Verdict.TAKE and dialog.contract and message.sequence and application:
+        try:
+            dialog.contract.check(
+                message.message_type, message.body, from_initiator=not dialog.is_initiator
+            )
+        except ContractViolation as violation:
+            endpoint.failure = Code.VIOLATION, str(violation)
+            arrival.refused.append((message, str(violation)))
+            return
+    endpoint.facts = after
+    if verdict is Verdict.TAKE:
+        message.belongs_to(dialog)
+        arrival.before[message] = endpoint, before
+        arrival.messages.append(message)
+    else:
+        (arrival.ahead if verdict is Verdict.WAIT else arrival.dropped).append(message)
+
+
+def _go_on(raw: psycopg.Connection[Any], reader: Reader, endpoints: dict[End, Endpoint]) -> None:
+    """What waited for messages that have arrived is due."""
+    ends = [
+        {
+            "lane": f"{AHEAD}{conversation_id}",
+            "from_initiator": not is_initiator,
+            "receive_sequence": one.facts.receive_sequence,
+            "ended": bool(one.facts.ended_there or one.facts.error_code is not None or one.failure),
+        }
+        for (conversation_id, is_initiator), one in endpoints.items()
+    ]
+    names = ("lane", "from_initiator", "receive_sequence", "ended")
+    params = {**columns(names, ends), "subscription_id": reader.subscription_id}
+    if ends:
+        lanes.time_late(raw, reader, sorted({shard for (shard,) in fetch(raw, GO_ON, params)}))
+
+
+def _in_sequence(messages: list[Received]) -> list[Received]:
+    """The messages, those of one end in the order of their numbers."""
+    places: dict[End, list[int]] = defaultdict(list)
+    for place, message in enumerate(messages):
+        if message.from_initiator is not None and message.sequence is not None:
+            places[end_of(message)].append(place)
+    ordered = list(messages)
+    for mine in places.values():
+        some = sorted((messages[place] for place in mine), key=lambda one: one.sequence or 0)
+        for place, message in zip(mine, some, strict=True):
+            ordered[place] = message
+    return ordered

@@ -1,0 +1,291 @@
+"""Contracts: which types the messages of a dialog have, who sends them, and what their bodies are.
+
+    saf.create_message_type(connection, "order", validation="json_schema", schema={…})
+    saf.create_contract(connection, "ordering", {"order": "initiator", "delivery": "target"})
+
+Both are immutable, and versioned: another definition is another version, and a dialog keeps the
+one that it began with. The same version is created at both ends; what differs between them is
+noticed on arrival, where every message is checked again. A dialog without a contract takes
+messages of any type from both ends.
+
+Functions take a psycopg connection and write in a transaction of their own, or in the caller's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import psycopg
+
+from saf.database import fetch
+from saf.errors import (
+    ConfigurationError,
+    MissingExtra,
+    SchemaViolation,
+    TypeNotInContract,
+    UsageError,
+    WrongDirection,
+)
+from saf.message import MAX_NAME
+
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
+
+Validation = Literal["none", "empty", "json", "json_schema"]
+Sender = Literal["initiator", "target", "any"]
+
+VALIDATIONS, SENDERS = ("none", "empty", "json", "json_schema"), ("initiator", "target", "any")
+
+RESERVED = "saf/"
+"""What the message types begin with that are saf's own: no contract has them."""
+
+CREATE_TYPE = """
+INSERT INTO saf.message_type (name, version, validation, schema)
+VALUES (%(name)s, %(version)s, %(validation)s, %(schema)s) ON CONFLICT DO NOTHING RETURNING name
+"""
+SAME_TYPE = """
+SELECT FROM saf.message_type
+WHERE name = %(name)s AND version = %(version)s AND validation = %(validation)s
+  AND schema IS NOT DISTINCT FROM %(schema)s::jsonb
+"""
+CREATE_CONTRACT = """
+INSERT INTO saf.contract (name, version) VALUES (%(name)s, %(version)s)
+ON CONFLICT DO NOTHING RETURNING name
+"""
+NEWEST_TYPES = """
+SELECT name, max(version) FROM saf.message_type WHERE name = ANY (%(names)s) GROUP BY name
+"""
+CREATE_MESSAGE = """
+INSERT INTO saf.contract_message
+    (contract, contract_version, message_type, message_type_version, sent_by)
+SELECT %(name)s, %(version)s, message_type, message_type_version, sent_by
+FROM unnest(%(types)s::text[], %(versions)s::int[], %(senders)s::text[])
+     AS m (message_type, message_type_version, sent_by)
+"""
+
+# A contract in one value, so that it travels with the row of a conversation
+DEFINITION = """
+SELECT jsonb_object_agg(m.message_type, jsonb_build_object(
+           'sent_by', m.sent_by, 'version', t.version,
+           'validation', t.validation, 'schema', t.schema))
+FROM saf.contract_message m
+JOIN saf.message_type t ON (t.name, t.version) = (m.message_type, m.message_type_version)
+WHERE m.contract = {contract} AND m.contract_version = {version}
+"""
+CONTRACTS = f"""
+SELECT k.name, k.version,
+       coalesce(({DEFINITION.format(contract="k.name", version="k.version")}), '{{}}')
+FROM saf.contract k
+WHERE %(names)s::text[] IS NULL OR (k.name, k.version) IN (
+    SELECT * FROM unnest(%(names)s::text[], %(versions)s::int[]))
+ORDER BY k.name, k.version
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageType:
+    """A message type, as a contract has it."""
+
+    name: str
+    version: int
+    sent_by: Sender
+    validation: Validation
+    schema: str | None
+    """JSON Schema, as JSON."""
+
+    def check(self, body: bytes) -> None:
+        """Raise a `SchemaViolation` unless a body is what the type says."""
+        if self.validation == "empty" and body:
+            raise SchemaViolation(self.name, "$", f"expected no body, got {len(body):,} bytes")
+        if self.validation not in ("json", "json_schema"):
+            return
+        try:
+            value = json.loads(body)
+        except ValueError as error:
+            raise SchemaViolation(self.name, "$", f"not JSON: {error}") from None
+        if self.schema is not None:
+            from jsonschema.exceptions import best_match
+
+            worst = best_match(_validator(self.schema).iter_errors(value))
+            if worst is not None:
+                raise SchemaViolation(self.name, worst.json_path, worst.message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """A version of a contract."""
+
+    name: str
+    version: int
+    types: Mapping[str, MessageType]
+
+    def __str__(self) -> str:
+        return f"{self.name!r} version {self.version}"
+
+    @classmethod
+    def from_row(cls, name: str, version: int, definition: Mapping[str, Any] | str) -> Contract:
+        """From what the database keeps."""
+        types = json.loads(definition) if isinstance(definition, str) else definition
+        return cls(
+            name=name,
+            version=version,
+            types={
+                one: MessageType(
+                    name=one,
+                    **{
+                        **fields,
+                        "schema": json.dumps(fields["schema"])
+                        if fields["schema"] is not None
+                        else None,
+                    },
+                )
+                for one, fields in types.items()
+            },
+        )
+
+    def check(self, message_type: str | None, body: bytes, *, from_initiator: bool) -> None:
+        """Raise a `ContractViolation` unless this end may send such a message."""
+        known = self.types.get(message_type or "")
+        if known is None:
+            raise TypeNotInContract(message_type, str(self), sorted(self.types))
+        if known.sent_by not in ("any", "initiator" if from_initiator else "target"):
+            raise WrongDirection(known.name, str(self), known.sent_by)
+        known.check(body)
+
+
+def create_message_type(
+    connection: psycopg.Connection[Any],
+    name: str,
+    *,
+    version: int = 1,
+    validation: Validation = "none",
+    schema: Mapping[str, Any] | None = None,
+) -> bool:
+    """Say what bodies of a type are; False if that version says the same already.
+
+    Args:
+        connection: to the broker that is to know it.
+        name: of the type.
+        version: of the definition.
+        validation: "none"; "empty" for no body; "json" for any JSON; or "json_schema".
+        schema: for the last of these: a JSON Schema.
+
+    Raises:
+        ConfigurationError: that version says something else.
+        UsageError: it is no definition.
+        MissingExtra: jsonschema is not installed.
+    """
+    _check_name("message type", name, version)
+    if name.startswith(RESERVED):
+        raise UsageError(f"message type {name!r}: {RESERVED}… is for saf's own")
+    if validation not in VALIDATIONS:
+        raise UsageError(f"validation {validation!r}: one of {', '.join(VALIDATIONS)}")
+    if (schema is not None) != (validation == "json_schema"):
+        raise UsageError("a schema belongs to validation 'json_schema', and only to that")
+    params = {
+        "name": name,
+        "version": version,
+        "validation": validation,
+        "schema": None if schema is None else json.dumps(schema),
+    }
+    if schema is not None:
+        _validator(json.dumps(schema))
+    with connection.transaction():
+        if fetch(connection, CREATE_TYPE, params):
+            return True
+        if not fetch(connection, SAME_TYPE, params):
+            raise _changed("message type", name, version)
+    return False
+
+
+def create_contract(
+    connection: psycopg.Connection[Any],
+    name: str,
+    types: Mapping[str, Sender],
+    *,
+    version: int = 1,
+) -> bool:
+    """Say which types the messages of dialogs have; False if that version says the same already.
+
+    Args:
+        connection: to the broker that is to know it.
+        name: of the contract.
+        types: who sends each: "initiator", "target" or "any". The newest version of each type
+            belongs to the contract; one that is not known becomes one without validation.
+        version: of the contract.
+
+    Raises:
+        ConfigurationError: that version says something else.
+        UsageError: it is no definition.
+    """
+    _check_name("contract", name, version)
+    for one, sender in types.items():
+        if sender not in SENDERS:
+            raise UsageError(f"{one!r} is sent by {sender!r}: one of {', '.join(SENDERS)}")
+    with connection.transaction():
+        made = bool(fetch(connection, CREATE_CONTRACT, {"name": name, "version": version}))
+        if not made:
+            (there,) = contracts(connection, [(name, version)])
+            if {one.name: one.sent_by for one in there.types.values()} != types:
+                raise _changed("contract", name, version)
+            return False
+        newest = dict(fetch(connection, NEWEST_TYPES, {"names": list(types)}))
+        for one in types:
+            if one not in newest:
+                create_message_type(connection, one)
+        connection.execute(
+            CREATE_MESSAGE,
+            {
+                "name": name,
+                "version": version,
+                "types": list(types),
+                "versions": [newest.get(one, 1) for one in types],
+                "senders": list(types.values()),
+            },
+        )
+    return True
+
+
+def contracts(
+    connection: psycopg.Connection[Any], which: list[tuple[str, int]] | None = None
+) -> list[Contract]:
+    """The contracts of a broker, or those of some names and versions, by name and version."""
+    params = {
+        "names": None if which is None else [name for name, _ in which],
+        "versions": None if which is None else [version for _, version in which],
+    }
+    return [Contract.from_row(*row) for row in fetch(connection, CONTRACTS, params)]
+
+
+@lru_cache(maxsize=256)
+def _validator(schema: str) -> Validator:
+    try:
+        from jsonschema.exceptions import SchemaError
+        from jsonschema.validators import validator_for
+    except ModuleNotFoundError:
+        raise MissingExtra("schema", "a message type with a JSON Schema") from None
+    value = json.loads(schema)
+    kind = validator_for(value)
+    try:
+        kind.check_schema(value)
+    except SchemaError as error:
+        raise UsageError(f"no JSON Schema: at {error.json_path}: {error.message}") from None
+    return kind(value)
+
+
+def _check_name(what: str, name: str, version: int) -> None:
+    if not name or len(name) > MAX_NAME or not name.isprintable():
+        raise UsageError(f"{what} {name!r}: a name has 1 to {MAX_NAME} printable characters")
+    if version < 1:
+        raise UsageError(f"{what} {name!r}: version {version} is less than 1")
+
+
+def _changed(what: str, name: str, version: int) -> ConfigurationError:
+    return ConfigurationError(
+        f"{what} {name!r} version {version} is there already, and says something else: dialogs "
+        f"rely on it. Create version {version + 1} instead"
+    )

@@ -1,0 +1,154 @@
+"""The conversations of a broker, as people look at them and clean them up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+import psycopg
+
+from saf.database import fetch
+from saf.dialogs.states import State
+from saf.errors import DialogNotFound, UsageError
+from saf.parking import AHEAD
+from saf.transaction import enter
+
+if TYPE_CHECKING:
+    from saf.transaction import Conn
+
+FIELDS = (
+    *("handle", "conversation_id", "is_initiator", "monolog", "state", "service", "far_service"),
+    *("far_broker", "contract", "contract_version", "group_id", "send_sequence"),
+    *("receive_sequence", "error_code", "error_text", "expires_at", "created_at", "changed_at"),
+)
+LIST = f"""
+SELECT {", ".join(f"c.{name}" for name in FIELDS)},
+       (SELECT count(*) FROM saf.parked p
+        WHERE p.subscription_id = s.subscription_id AND p.destination = ''
+          AND p.lane = '{AHEAD}' || c.conversation_id AND p.from_initiator <> c.is_initiator)
+FROM saf.conversation c
+LEFT JOIN saf.subscription s ON s.log = 'inbox' AND s.name = c.service AND s.service = c.service
+WHERE (CAST(%(service)s AS text) IS NULL OR c.service = CAST(%(service)s AS text))
+  AND (CAST(%(states)s AS text[]) IS NULL OR c.state = ANY (CAST(%(states)s AS text[])))
+  AND (CAST(%(handle)s AS uuid) IS NULL OR c.handle = CAST(%(handle)s AS uuid))
+ORDER BY c.created_at, c.handle LIMIT CAST(%(limit)s AS int)
+"""
+
+CLEAN_UP = """
+UPDATE saf.conversation SET ended_here = true, ended_there = true, timer = NULL, changed_at = now()
+WHERE handle = %(handle)s RETURNING handle
+"""
+
+# Of a group that is empty, nobody knows the name
+FORGET = """
+WITH forgotten AS (
+    DELETE FROM saf.conversation
+    WHERE state = 'closed' AND extract(epoch FROM now() - changed_at) > %(seconds)s
+    RETURNING handle)
+SELECT count(*) FROM forgotten
+"""
+FORGET_GROUPS = """
+DELETE FROM saf.conversation_group g
+WHERE NOT EXISTS (SELECT FROM saf.conversation c WHERE c.group_id = g.group_id)
+"""
+
+KEPT_SECONDS = 86400.0
+"""How long a closed conversation is remembered at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """One end of a conversation, as it stands."""
+
+    handle: UUID
+    conversation_id: UUID
+    is_initiator: bool
+    monolog: bool
+    state: State
+    service: str
+    far_service: str
+    far_broker: UUID | None
+    contract: str | None
+    contract_version: int | None
+    group_id: UUID
+    send_sequence: int
+    """The number of the last message sent."""
+    receive_sequence: int
+    """The number of the last message received."""
+    error_code: int | None
+    error_text: str | None
+    expires_at: datetime | None
+    created_at: datetime
+    changed_at: datetime
+    ahead: int
+    """Messages that wait for one before them, which is missing."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            name: str(value)
+            if isinstance(value, UUID)
+            else value.isoformat()
+            if isinstance(value, datetime)
+            else value
+            for name, value in asdict(self).items()
+            if value is not None
+        }
+
+
+def conversations(
+    conn: Conn,
+    *,
+    service: str | None = None,
+    states: Iterable[str] | None = None,
+    handle: UUID | None = None,
+    limit: int | None = None,
+) -> list[Conversation]:
+    """The ends of conversations in this database, oldest first.
+
+    Args:
+        conn: as for `saf.Outbox.send`.
+        service: only those of this service.
+        states: only those in one of these.
+        handle: only this one.
+        limit: at most so many.
+
+    Raises:
+        UsageError: there is no such state.
+    """
+    wanted = None if states is None else list(states)
+    for state in wanted or ():
+        if state not in list(State):
+            raise UsageError(f"there is no state {state!r}, only {', '.join(State)}")
+    rows = enter(conn, allow_autocommit=True).fetch(
+        LIST, {"service": service, "states": wanted, "handle": handle, "limit": limit}
+    )
+    names = (*FIELDS, "ahead")
+    found = [dict(zip(names, row, strict=True)) for row in rows]
+    return [Conversation(**{**one, "state": State(one["state"])}) for one in found]
+
+
+def clean_up(connection: psycopg.Connection[Any], handle: UUID) -> None:
+    """Close an end for good, whatever its state. The other end is not told.
+
+    Raises:
+        DialogNotFound: there is none in this database.
+    """
+    if not fetch(connection, CLEAN_UP, {"handle": handle}):
+        raise DialogNotFound(handle, connection.info.dbname)
+
+
+def forget(connection: psycopg.Connection[Any], retention_seconds: float) -> int:
+    """Forget conversations that were closed long ago; return how many.
+
+    For as long as a log may hold a message of theirs, they are remembered.
+    """
+    with connection.transaction():
+        seconds = max(retention_seconds, KEPT_SECONDS)
+        ((count,),) = fetch(connection, FORGET, {"seconds": seconds})
+        if count:
+            connection.execute(FORGET_GROUPS)
+    return int(count)

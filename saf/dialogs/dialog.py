@@ -1,0 +1,303 @@
+"""Dialogs: what an application says on its end of a conversation, in its own transaction.
+
+    dialog = saf.begin_dialog(conn, from_service="shop", to_service="warehouse", contract="order")
+    dialog.send(conn, {"order": 7}, message_type="order")
+    dialog.end(conn)
+
+An end is a row of saf.conversation. To send is one statement: it counts ``send_sequence`` up under
+the row's lock, and inserts into the outbox what travels as any other message does, with the
+conversation's id as its key. The other end takes each number once, and in order (`saf.dialogs.
+arrival`). An Error is the exception: it is taken as soon as it arrives, and what was sent before it
+and has not been received by then never is.
+
+An end puts messages to itself into its own inbox, for later: an Error for when its lifetime is
+over, and the timer. They have no number.
+
+``conn`` is as for `saf.Outbox.send`, and the transaction stays the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from uuid import UUID, uuid4
+
+from saf.dialogs.contracts import RESERVED, Contract
+from saf.dialogs.statements import (
+    BEGIN,
+    END,
+    END_HERE,
+    END_WITH_ERROR,
+    ERROR,
+    FAIL,
+    FIELDS,
+    OPEN,
+    SEND,
+    START_TIMER,
+    STOP_TIMER,
+    TELL_ONESELF,
+    TIMER,
+    WHAT_IS_KNOWN,
+    WHY_NOT,
+    Code,
+)
+from saf.dialogs.states import State
+from saf.errors import (
+    DialogElsewhere,
+    DialogEnded,
+    DialogError,
+    DialogExpired,
+    DialogNotFound,
+    InvalidMessage,
+    NoSuchContract,
+    NoSuchService,
+)
+from saf.message import DEFAULT_MAX_BYTES, Message, Row, encode
+from saf.transaction import Transaction, enter
+
+if TYPE_CHECKING:
+    from saf.transaction import Conn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialog:
+    """One end of a conversation. Holds no connection; pick it up again with `open_dialog`."""
+
+    handle: UUID
+    """Names this end, in its database; the other end has another one."""
+    conversation_id: UUID
+    """The same at both ends."""
+    is_initiator: bool
+    monolog: bool
+    service: str
+    """Of this end."""
+    far_service: str
+    """Of the other end."""
+    contract: Contract | None
+    """The version of it that the dialog began with."""
+    broker_id: UUID
+    """Where this end lives."""
+
+    def send(
+        self,
+        conn: Conn,
+        body: object,
+        *,
+        message_type: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+    ) -> UUID:
+        """Say something to the other end, and return the message's id.
+
+        Raises:
+            InvalidMessage: before anything is written.
+            TypeNotInContract, WrongDirection, SchemaViolation: the same.
+            DialogEnded: here, there or by an error.
+            DialogExpired: its lifetime is over.
+            DialogElsewhere, DialogNotFound: this is not the database of the dialog.
+            AutocommitError, SchemaMissing, SchemaMismatch: as `saf.Outbox.send`.
+        """
+        if message_type is not None and message_type.startswith(RESERVED):
+            raise InvalidMessage("message_type", f"{message_type!r}: {RESERVED}… is for saf's own")
+        row = self._encoded(body, message_type, headers, max_bytes)
+        if self.contract is not None:
+            self.contract.check(message_type, row.body, from_initiator=self.is_initiator)
+        return self._say(enter(conn), SEND, row)
+
+    def end(self, conn: Conn) -> None:
+        """End this side in order. The other side may still send; that is dropped here.
+
+        Raises:
+            DialogEnded: it is ended here already.
+            DialogElsewhere, DialogNotFound: this is not the database of the dialog.
+        """
+        self._say(enter(conn), END_HERE, self._encoded(b"", END))
+
+    def end_with_error(self, conn: Conn, code: int, text: str) -> None:
+        """End both sides: the other one gets the error instead of what it has not received yet.
+
+        Args:
+            conn: as for `send`.
+            code: the application's own, above zero.
+            text: what went wrong, for whoever is at the other end.
+
+        Raises:
+            DialogEnded: it is ended here already.
+            DialogElsewhere, DialogNotFound: this is not the database of the dialog.
+        """
+        if code <= 0:
+            raise DialogError(f"error code {code}: an application's codes are above zero")
+        self.fail(enter(conn), code, text, ending=True)
+
+    def start_timer(self, conn: Conn, seconds: float) -> None:
+        """Get a message of type `TIMER` after so long; an earlier timer of this end is forgotten.
+
+        Raises what `end` raises.
+        """
+        if seconds < 0:
+            raise DialogError(f"a timer of {seconds} seconds")
+        transaction = enter(conn)
+        row = self._encoded({}, TIMER)._asdict()
+        if not transaction.fetch(START_TIMER, {**row, "handle": self.handle, "seconds": seconds}):
+            raise self._why_not(transaction)
+
+    def stop_timer(self, conn: Conn) -> None:
+        """Forget the timer, if there is one."""
+        transaction = enter(conn)
+        if not transaction.fetch(STOP_TIMER, {"handle": self.handle}):
+            raise self._why_not(transaction)
+
+    def fail(self, transaction: Transaction, code: int, text: str, *, ending: bool = False) -> None:
+        """Tell the other end of an error; unless it is ``ending``, this end too, by a message."""
+        row = self._encoded({"code": int(code), "text": text}, ERROR)
+        error = {"code": int(code), "text": text}
+        if ending:
+            self._say(transaction, END_WITH_ERROR, row, **error)
+        elif transaction.fetch(FAIL, {**row._asdict(), "handle": self.handle, **error}):
+            # not the same message: its id would be in two logs
+            row = row._replace(message_id=uuid4())
+            transaction.execute(
+                TELL_ONESELF, {**row._asdict(), "handle": self.handle, "seconds": 0}
+            )
+
+    def _encoded(
+        self,
+        body: object,
+        message_type: str | None,
+        headers: Mapping[str, Any] | None = None,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+    ) -> Row:
+        message = Message(
+            service=self.far_service, body=body, message_type=message_type, headers=headers
+        )
+        return encode(message, max_bytes)
+
+    def _say(self, transaction: Transaction, statement: str, row: Row, **more: object) -> UUID:
+        params = {**row._asdict(), "handle": self.handle, **more}
+        if not transaction.fetch(statement, params):
+            raise self._why_not(transaction)
+        return row.message_id
+
+    def _why_not(self, transaction: Transaction) -> DialogError:
+        ((broker_id, database, state, code, text, expires_at, over),) = transaction.fetch(
+            WHY_NOT, {"handle": self.handle}
+        )
+        if broker_id != self.broker_id:
+            return DialogElsewhere(self.handle, str(self.broker_id), database)
+        if state is None:
+            return DialogNotFound(self.handle, database)
+        expired = over if code is None else code == Code.EXPIRED
+        if expired and state not in (State.CLOSED, State.DISCONNECTED_OUTBOUND):
+            return DialogExpired(self.handle, expires_at)
+        return DialogEnded(self.handle, state, text and f"{code}: {text}")
+
+
+def begin_dialog(
+    conn: Conn,
+    *,
+    from_service: str,
+    to_service: str,
+    contract: str | None = None,
+    lifetime: float | None = None,
+    to_broker: UUID | None = None,
+    related: UUID | Dialog | None = None,
+) -> Dialog:
+    """Begin a dialog. The other end hears of it with the first message.
+
+    Args:
+        conn: the caller's connection, with the transaction that the dialog begins in.
+        from_service: of this end: it lives in this database, and gets the replies.
+        to_service: of the other end.
+        contract: what may be said; its newest version here. None for anything.
+        lifetime: seconds after which it is over for both ends, if one has not ended.
+        to_broker: the one broker that it is with, where several host the service.
+        related: a dialog here whose group it is to belong to; see `saf.dialogs.groups`.
+
+    Raises:
+        NoSuchService, NoSuchContract: in this database.
+        DialogNotFound: there is no such related dialog.
+        InvalidMessage: a name that no message could have.
+        AutocommitError, SchemaMissing, SchemaMismatch: as `saf.Outbox.send`.
+    """
+    return _begin(
+        conn, from_service, to_service, contract=contract, lifetime=lifetime, to_broker=to_broker,
+        related=related.handle if isinstance(related, Dialog) else related,
+    )  # fmt: skip
+
+
+def begin_monolog(conn: Conn, *, from_service: str, topic: str) -> Dialog:
+    """Begin a monolog: what it sends goes to all who subscribe to the topic, in order.
+
+    A topic is a service that routes lead to several destinations (see `saf.routes`), and each may
+    have any number of subscriptions. Nobody answers; its end is the last message.
+
+    Raises what `begin_dialog` raises.
+    """
+    return _begin(conn, from_service, topic, monolog=True)
+
+
+def open_dialog(conn: Conn, handle: UUID) -> Dialog:
+    """Pick a dialog up again by its handle, from any process.
+
+    Raises:
+        DialogNotFound: there is none in this database.
+    """
+    transaction = enter(conn, allow_autocommit=True)
+    ((broker_id, database, contract, version, definition, *fields),) = transaction.fetch(
+        OPEN, {"handle": handle}
+    )
+    if fields[0] is None:
+        raise DialogNotFound(handle, database)
+    known = Contract.from_row(contract, version, definition) if contract is not None else None
+    names = FIELDS.split(", ")
+    return Dialog(contract=known, broker_id=broker_id, **dict(zip(names, fields, strict=True)))
+
+
+def _begin(
+    conn: Conn,
+    from_service: str,
+    to_service: str,
+    *,
+    contract: str | None = None,
+    lifetime: float | None = None,
+    to_broker: UUID | None = None,
+    related: UUID | None = None,
+    monolog: bool = False,
+) -> Dialog:
+    # checks the names and the broker
+    encode(Message(service=to_service, from_service=from_service, to_broker=to_broker, body=b""))
+    if lifetime is not None and lifetime <= 0:
+        raise DialogError(f"a lifetime of {lifetime} seconds: it has to be above zero")
+    transaction = enter(conn)
+    asked = {"service": from_service, "contract": contract, "related": related}
+    ((broker_id, database, version, definition, lives_here, group_id),) = transaction.fetch(
+        WHAT_IS_KNOWN, asked
+    )
+    if not lives_here and not monolog:
+        raise NoSuchService(from_service, database)
+    if contract is not None and version is None:
+        raise NoSuchContract(contract, None, database)
+    if related is not None and group_id is None:
+        raise DialogNotFound(related, database)
+    known = Contract.from_row(contract, version, definition) if contract is not None else None
+    dialog = Dialog(
+        handle=uuid4(), conversation_id=uuid4(), is_initiator=True, monolog=monolog,
+        service=from_service, far_service=to_service, contract=known, broker_id=broker_id,
+    )  # fmt: skip
+    transaction.execute(
+        BEGIN,
+        {
+            "handle": dialog.handle,
+            "conversation_id": dialog.conversation_id,
+            "monolog": monolog,
+            "service": from_service,
+            "far_service": to_service,
+            "far_broker": to_broker,
+            "contract": contract,
+            "version": version,
+            "group_id": group_id or uuid4(),
+            "lifetime": lifetime,
+        },
+    )
+    return dialog

@@ -1,0 +1,217 @@
+"""The endpoints in a receiver's hand: locked, made for the first messages, and written.
+
+In one order, so that two receivers wait for each other instead of deadlocking: first the rows of
+the groups, then those of the endpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import UUID, uuid4
+
+import psycopg
+
+from saf.database import fetch
+from saf.dialogs.contracts import Contract, contracts
+from saf.dialogs.dialog import Dialog
+from saf.dialogs.facts import Facts
+from saf.dialogs.statements import EXPIRE, FIELDS, HELLO, Code
+from saf.received import Received
+
+End = tuple[UUID, bool]
+"""A conversation, and whether it is the initiator's end."""
+
+OF_THESE = """
+unnest(%(conversation_id)s::uuid[], %(is_initiator)s::boolean[])
+    AS these (conversation_id, is_initiator)
+JOIN saf.conversation c USING (conversation_id, is_initiator)
+"""
+LOCK_GROUPS = f"""
+SELECT group_id FROM saf.conversation_group
+WHERE group_id IN (SELECT group_id FROM {OF_THESE}) ORDER BY group_id FOR NO KEY UPDATE
+"""
+LOCK = f"""
+SELECT {FIELDS}, (SELECT broker_id FROM saf.broker), contract, contract_version, group_id,
+       ended_here, coalesce(expires_at <= now(), false),
+       receive_sequence, ended_there, error_code, error_text, timer
+FROM {OF_THESE} ORDER BY handle FOR NO KEY UPDATE OF c
+"""
+
+BEGUN = {
+    "conversation_id": "uuid",
+    "service": "text",
+    "far_service": "text",
+    "far_broker": "uuid",
+    "contract": "text",
+    "contract_version": "int",
+    "group_id": "uuid",
+    "expires_at": "timestamptz",
+}
+CREATE = f"""
+WITH begun AS (
+    SELECT * FROM unnest({", ".join(f"%({name})s::{type_}[]" for name, type_ in BEGUN.items())})
+        AS begun ({", ".join(BEGUN)})
+), new_group AS (
+    INSERT INTO saf.conversation_group (group_id) SELECT group_id FROM begun
+), endpoint AS (
+    INSERT INTO saf.conversation (is_initiator, {", ".join(BEGUN)})
+    SELECT false, {", ".join(BEGUN)} FROM begun RETURNING *
+), lifetime AS ({EXPIRE})
+SELECT FROM endpoint
+"""
+
+RECEIVED = {
+    "handle": "uuid",
+    "receive_sequence": "bigint",
+    "ended_there": "boolean",
+    "error_code": "int",
+    "error_text": "text",
+    "timer": "uuid",
+}
+RECEIVE = f"""
+UPDATE saf.conversation c SET changed_at = now(), {
+    ", ".join(f"{name} = r.{name}" for name in RECEIVED if name != "handle")
+}
+FROM unnest({", ".join(f"%({name})s::{type_}[]" for name, type_ in RECEIVED.items())})
+    AS r ({", ".join(RECEIVED)})
+WHERE c.handle = r.handle
+"""
+
+# What the application has done since stays: an end, a new timer
+TAKE_BACK = f"{RECEIVE} AND NOT c.ended_here".replace(
+    "timer = r.timer", "timer = coalesce(c.timer, r.timer)"
+)
+
+
+@dataclass(kw_only=True)
+class Endpoint:
+    """An endpoint in hand, and what it knows."""
+
+    dialog: Dialog
+    ended_here: bool
+    over: bool
+    stored: Facts
+    facts: Facts
+    failure: tuple[Code, str] | None = None
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What `RECEIVE` writes."""
+        return {"handle": self.dialog.handle, **vars(self.facts)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Introduction:
+    """What the initiator's first message tells the target of the dialog."""
+
+    contract: str | None = None
+    version: int | None = None
+    broker: UUID | None = None
+    """Where the initiator lives: replies go there."""
+    expires_at: datetime | None = None
+
+
+def in_hand(raw: psycopg.Connection[Any], messages: list[Received]) -> dict[End, Endpoint]:
+    """The endpoints that messages are for, locked until the transaction ends."""
+    spoken = [message for message in messages if message.from_initiator is not None]
+    ends = list(dict.fromkeys(map(end_of, spoken)))
+    rows = _lock(raw, ends)
+    there = {(row[1], row[2]) for row in rows}
+    hellos = {
+        end: (message, _introduction(message))
+        for message in spoken
+        if message.sequence == 1 and message.from_initiator and message.from_service
+        if (end := end_of(message)) not in there
+    }
+    wanted = {(row[7], row[8]) for row in rows}
+    wanted |= {(hello.contract, hello.version) for _, hello in hellos.values()}
+    wanted.discard((None, None))
+    known = {(one.name, one.version): one for one in contracts(raw, [*wanted])} if wanted else {}
+    if hellos:
+        begun = [_begun(message, hello, known) for message, hello in hellos.values()]
+        raw.execute(CREATE, columns(BEGUN, begun))
+        rows = _lock(raw, ends)
+    endpoints = {(row[1], row[2]): _endpoint(row, known) for row in rows}
+    for end, (_, hello) in hellos.items():
+        if hello.contract is not None and (hello.contract, hello.version) not in known:
+            text = f"contract {hello.contract!r} version {hello.version} is not known at the target"
+            endpoints[end].failure = Code.NO_CONTRACT, text
+    return endpoints
+
+
+def _lock(raw: psycopg.Connection[Any], ends: list[End]) -> list[tuple[Any, ...]]:
+    params = {
+        "conversation_id": [conversation_id for conversation_id, _ in ends],
+        "is_initiator": [is_initiator for _, is_initiator in ends],
+    }
+    groups: set[UUID] = set()
+    while True:
+        groups |= {group_id for (group_id,) in fetch(raw, LOCK_GROUPS, params)}
+        rows = fetch(raw, LOCK, params)
+        # another group, if it was moved meanwhile
+        if all(row[9] in groups for row in rows):
+            return rows
+
+
+def _endpoint(row: tuple[Any, ...], known: dict[tuple[str, int], Contract]) -> Endpoint:
+    *fields, broker_id, contract, version, _, ended_here, over = row[:12]
+    dialog = Dialog(
+        **dict(zip(FIELDS.split(", "), fields, strict=True)),
+        broker_id=broker_id,
+        contract=known.get((contract, version)),
+    )
+    names = [name for name in RECEIVED if name != "handle"]
+    facts = Facts(**dict(zip(names, row[12:], strict=True)))
+    return Endpoint(dialog=dialog, ended_here=ended_here, over=over, stored=facts, facts=facts)
+
+
+def _introduction(message: Received) -> Introduction:
+    """What a first message says; nothing, if that cannot be read."""
+    try:
+        said = message.headers.get(HELLO) or {}
+        seconds, broker = said.get("lifetime_seconds"), said.get("broker")
+        return Introduction(
+            contract=str(said["contract"]) if "contract" in said else None,
+            version=int(said["version"]) if "version" in said else None,
+            broker=UUID(broker) if broker else None,
+            expires_at=message.created_at + timedelta(seconds=float(seconds)) if seconds else None,
+        )
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        return Introduction()
+
+
+def _begun(
+    message: Received, hello: Introduction, known: dict[tuple[str, int], Contract]
+) -> dict[str, Any]:
+    """The row of a target's endpoint, from the first message of the initiator."""
+    contract = known.get((hello.contract or "", hello.version or 0))
+    return {
+        "conversation_id": message.conversation_id,
+        "service": message.service,
+        "far_service": message.from_service,
+        "far_broker": hello.broker,
+        "contract": contract and contract.name,
+        "contract_version": contract and contract.version,
+        "group_id": uuid4(),
+        "expires_at": hello.expires_at,
+    }
+
+
+def write(raw: psycopg.Connection[Any], statement: str, endpoints: Iterable[Endpoint]) -> None:
+    """Write what endpoints know, by `RECEIVE` or `TAKE_BACK`."""
+    if rows := [one.row for one in endpoints]:
+        raw.execute(statement, columns(RECEIVED, rows))
+
+
+def columns(names: Iterable[str], rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Rows as the arrays that unnest takes."""
+    return {name: [row[name] for row in rows] for name in names}
+
+
+def end_of(message: Received) -> End:
+    """Which end a message is for."""
+    assert message.conversation_id is not None  # noqa: S101 - it is of a dialog
+    return message.conversation_id, not message.from_initiator

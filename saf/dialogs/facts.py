@@ -1,0 +1,79 @@
+"""What an end of a dialog knows of what it has received, and what it takes. Pure.
+
+Of what the other end has sent, an end takes the next number only: a repeat is dropped, and what
+is ahead waits for what is missing. So a dialog is exactly once and in order, whatever carried it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from enum import Enum
+from uuid import UUID
+
+from saf.dialogs.statements import END, ERROR, TIMER, Code
+from saf.received import Received
+
+
+class Verdict(Enum):
+    """What becomes of a message that has arrived."""
+
+    TAKE = 1
+    """It is the application's."""
+    DROP = 2
+    """It was there before, or nobody wants it any more."""
+    WAIT = 3
+    """One before it is missing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """The facts of an endpoint that messages change."""
+
+    receive_sequence: int = 0
+    ended_there: bool = False
+    error_code: int | None = None
+    error_text: str | None = None
+    timer: UUID | None = None
+
+    def with_error(self, body: bytes) -> Facts:
+        """What is known after an Error."""
+        try:
+            said = json.loads(body)
+            code, text = int(said["code"]), str(said["text"])
+        except (ValueError, TypeError, KeyError):
+            code, text = Code.VIOLATION, "an Error that cannot be read"
+        return replace(self, error_code=code, error_text=text)
+
+
+def judge(
+    facts: Facts, message: Received, *, ended_here: bool, over: bool
+) -> tuple[Verdict, Facts]:
+    """What becomes of a message, and what is known afterwards; ``over``: the lifetime is."""
+    if message.sequence is None:
+        return _from_oneself(facts, message, ended_here=ended_here)
+    wanted = Verdict.DROP if ended_here else Verdict.TAKE
+    received = replace(facts, receive_sequence=message.sequence)
+    ended = facts.ended_there or facts.error_code is not None
+    if ended or message.sequence <= facts.receive_sequence:
+        return Verdict.DROP, facts
+    if message.message_type == ERROR:
+        return wanted, received.with_error(message.body)
+    if message.sequence > facts.receive_sequence + 1:
+        return Verdict.WAIT, facts
+    if over:
+        return Verdict.DROP, received
+    return wanted, replace(received, ended_there=message.message_type == END)
+
+
+def _from_oneself(facts: Facts, message: Received, *, ended_here: bool) -> tuple[Verdict, Facts]:
+    """The timer; or an Error, of which there is one: that of the lifetime may come too late."""
+    wanted = Verdict.DROP if ended_here else Verdict.TAKE
+    if message.message_type == TIMER:
+        if facts.timer != message.message_id or facts.error_code is not None:
+            return Verdict.DROP, facts
+        return wanted, replace(facts, timer=None)
+    failed = facts.with_error(message.body)
+    if facts.error_code not in (None, failed.error_code):
+        return Verdict.DROP, facts
+    return wanted, failed

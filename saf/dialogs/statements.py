@@ -1,0 +1,166 @@
+"""What is written of an end of a conversation: whole statements, for `saf.dialogs.dialog`.
+
+Each has psycopg's named parameters in CASTs; see `saf.transaction`. What is said is one statement:
+it changes the endpoint, and inserts into the outbox what the change comes to.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from saf.dialogs.contracts import DEFINITION, RESERVED
+
+END, ERROR, TIMER = f"{RESERVED}end-dialog", f"{RESERVED}error", f"{RESERVED}dialog-timer"
+"""The message types of what is not the application's."""
+
+HELLO = "saf-dialog"
+"""The header of a dialog's first message: what the other end has to know of it."""
+
+
+class Code(IntEnum):
+    """The codes of saf's own errors; an application's are above zero."""
+
+    EXPIRED = -1
+    """The lifetime is over."""
+    QUARANTINED = -2
+    """A message could not be handled."""
+    VIOLATION = -3
+    """A message was not what the contract says."""
+    NO_CONTRACT = -4
+    """The contract is not known at the target."""
+
+
+# What the target has to know: it comes with the first message, so it need not be asked for
+INTRODUCTION = f"""
+CASE WHEN is_initiator AND send_sequence = 1 AND NOT monolog
+     THEN jsonb_build_object('{HELLO}', jsonb_strip_nulls(jsonb_build_object(
+         'contract', contract, 'version', contract_version,
+         'lifetime_seconds', extract(epoch FROM expires_at - now()),
+         'broker', (SELECT broker_id FROM saf.broker))))
+     ELSE jsonb_build_object() END
+"""
+
+# The lock on the row is the order: who waits for it finds what was counted before, and the
+# message's id is drawn under it.
+SAY = f"""
+WITH endpoint AS (
+    UPDATE saf.conversation SET {{change}}, changed_at = now()
+    WHERE handle = CAST(%(handle)s AS uuid) AND {{when}} RETURNING *
+), said AS (
+    INSERT INTO saf.outbox (message_id, from_service, to_service, to_broker, key, conversation_id,
+                            from_initiator, sequence, message_type, headers, body)
+    SELECT CAST(%(message_id)s AS uuid), service, far_service, far_broker,
+           CAST(conversation_id AS text), conversation_id,
+           CASE WHEN NOT monolog THEN is_initiator END, send_sequence,
+           CAST(%(message_type)s AS text), CAST(%(headers)s AS jsonb) || {INTRODUCTION},
+           CAST(%(body)s AS bytea)
+    FROM endpoint WHERE {{said}}
+)
+SELECT send_sequence FROM endpoint
+"""
+
+# Where nothing was sent, nobody is there to hear of an error or an end
+HEARD_OF = "(send_sequence > 0 OR NOT is_initiator)"
+COUNT = f"send_sequence = send_sequence + CASE WHEN {HEARD_OF} THEN 1 ELSE 0 END"
+OVER = "coalesce(expires_at <= now(), false)"
+
+SEND = SAY.format(
+    change="send_sequence = send_sequence + 1",
+    when=f"""state IN ('started_outbound', 'started_inbound', 'conversing') AND NOT {OVER}""",
+    said="true",
+)
+END_HERE = SAY.format(
+    change=f"""{COUNT}, ended_here = true, ended_there = ended_there OR monolog OR NOT {HEARD_OF},
+        error_code = CASE WHEN error_code IS NULL AND {OVER} THEN {Code.EXPIRED:d}
+                          ELSE error_code END,
+        error_text = CASE WHEN error_code IS NULL AND {OVER} THEN 'the lifetime is over'
+                          ELSE error_text END""",
+    when="NOT ended_here",
+    said="send_sequence > 0 AND error_code IS NULL",
+)
+FAILURE = "error_code = CAST(%(code)s AS int), error_text = CAST(%(text)s AS text)"
+END_WITH_ERROR = SAY.format(
+    change=f"{COUNT}, ended_here = true, {FAILURE}",
+    when="NOT ended_here",
+    said="send_sequence > 0",
+)
+FAIL = SAY.format(change=f"{COUNT}, {FAILURE}", when="error_code IS NULL", said="send_sequence > 0")
+
+# To oneself, as if from the other end
+TO_ONESELF = """
+INSERT INTO saf.inbox (message_id, from_service, to_service, key, conversation_id, from_initiator,
+                       message_type, headers, body, deliver_at, source)
+SELECT {message_id}, service, service, CAST(conversation_id AS text), conversation_id,
+       NOT is_initiator, {message_type},
+       jsonb_build_object('content-type', 'application/json'), {body}, {deliver_at},
+       (SELECT broker_id FROM saf.broker)
+FROM endpoint WHERE {when}
+"""
+REMIND = TO_ONESELF.format(
+    message_id="CAST(%(message_id)s AS uuid)",
+    message_type="CAST(%(message_type)s AS text)",
+    body="CAST(%(body)s AS bytea)",
+    deliver_at="now() + make_interval(secs => CAST(%(seconds)s AS float))",
+    when="true",
+)
+EXPIRE = TO_ONESELF.format(
+    message_id="gen_random_uuid()",
+    message_type=f"'{ERROR}'",
+    body=f"""convert_to(CAST(jsonb_build_object(
+        'code', {Code.EXPIRED:d}, 'text', 'the lifetime is over') AS text), 'UTF8')""",
+    deliver_at="expires_at",
+    when="expires_at IS NOT NULL",
+)
+
+WHAT_IS_KNOWN = f"""
+SELECT b.broker_id, current_database(), k.version,
+       coalesce(({DEFINITION.format(contract="k.name", version="k.version")}), '{{}}'),
+       NOT EXISTS (SELECT FROM saf.service)
+       OR EXISTS (SELECT FROM saf.service WHERE name = CAST(%(service)s AS text)),
+       (SELECT group_id FROM saf.conversation WHERE handle = CAST(%(related)s AS uuid))
+FROM saf.broker b
+LEFT JOIN (SELECT name, version FROM saf.contract WHERE name = CAST(%(contract)s AS text)
+           ORDER BY version DESC LIMIT 1) AS k ON true
+"""
+BEGIN = f"""
+WITH new_group AS (
+    INSERT INTO saf.conversation_group (group_id) VALUES (CAST(%(group_id)s AS uuid))
+    ON CONFLICT DO NOTHING
+), endpoint AS (
+    INSERT INTO saf.conversation (handle, conversation_id, is_initiator, monolog, service,
+        far_service, far_broker, contract, contract_version, group_id, expires_at)
+    VALUES (CAST(%(handle)s AS uuid), CAST(%(conversation_id)s AS uuid), true,
+            CAST(%(monolog)s AS boolean), CAST(%(service)s AS text), CAST(%(far_service)s AS text),
+            CAST(%(far_broker)s AS uuid), CAST(%(contract)s AS text), CAST(%(version)s AS int),
+            CAST(%(group_id)s AS uuid),
+            now() + make_interval(secs => CAST(%(lifetime)s AS float)))
+    RETURNING *
+), lifetime AS ({EXPIRE})
+SELECT FROM endpoint
+"""
+START_TIMER = f"""
+WITH endpoint AS (
+    UPDATE saf.conversation SET timer = CAST(%(message_id)s AS uuid), changed_at = now()
+    WHERE handle = CAST(%(handle)s AS uuid) AND NOT ended_here AND error_code IS NULL RETURNING *
+), reminder AS ({REMIND})
+SELECT FROM endpoint
+"""
+STOP_TIMER = """
+UPDATE saf.conversation SET timer = NULL WHERE handle = CAST(%(handle)s AS uuid) RETURNING handle
+"""
+TELL_ONESELF = f"""
+WITH endpoint AS (SELECT * FROM saf.conversation WHERE handle = CAST(%(handle)s AS uuid)) {REMIND}
+"""
+
+FIELDS = "handle, conversation_id, is_initiator, monolog, service, far_service"
+OPEN = f"""
+SELECT b.broker_id, current_database(), contract, contract_version,
+       coalesce(({DEFINITION.format(contract="c.contract", version="c.contract_version")}), '{{}}'),
+       {FIELDS}
+FROM saf.broker b LEFT JOIN saf.conversation c ON handle = CAST(%(handle)s AS uuid)
+"""
+WHY_NOT = """
+SELECT b.broker_id, current_database(), c.state, c.error_code, c.error_text, c.expires_at,
+       coalesce(c.expires_at <= now(), false)
+FROM saf.broker b LEFT JOIN saf.conversation c ON handle = CAST(%(handle)s AS uuid)
+"""

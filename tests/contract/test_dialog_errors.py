@@ -1,0 +1,384 @@
+"""Errors reach both ends: of lifetimes, poison messages and broken contracts; and timers."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+import pytest
+
+import saf
+from saf.database import Dsn, fetch
+from saf.dialogs.statements import Code
+from saf.errors import (
+    ConfigurationError,
+    DialogEnded,
+    DialogExpired,
+    InvalidMessage,
+    SchemaViolation,
+    TypeNotInContract,
+    UsageError,
+    WrongDirection,
+)
+from saf.testing.clock import let_time_pass
+from tests.dialogs import (
+    END,
+    ERROR,
+    SHOP,
+    TIMER,
+    WAREHOUSE,
+    begin,
+    end,
+    forward,
+    prepare,
+    put,
+    receive,
+    said,
+    say,
+    states,
+)
+from tests.pipeline import connect
+from tests.receivers import dead, let_keys_be_due
+
+
+@pytest.fixture(autouse=True)
+def _ends(app: Dsn, mom: Dsn) -> None:
+    prepare(app, mom)
+
+
+def pass_seconds(seconds: float, *dsns: Dsn) -> None:
+    for dsn in dsns:
+        let_time_pass(dsn, timedelta(seconds=seconds))
+
+
+# Lifetime
+
+
+def test_at_the_end_of_its_lifetime_both_ends_get_an_error_and_operations_fail_until_it_is_ended(
+    app: Dsn, mom: Dsn
+) -> None:
+    dialog = begin(app, "1", lifetime=600)
+    forward(app, mom)
+    (message,) = receive(mom, WAREHOUSE)
+    assert message.dialog is not None
+    pass_seconds(599, app, mom)
+    assert receive(app, SHOP) == receive(mom, WAREHOUSE) == []
+    say(app, dialog, "2")
+    pass_seconds(1, app, mom)
+    for dsn, one in ((app, dialog), (mom, message.dialog)):
+        with (
+            dsn.connect(role="test") as connection,
+            pytest.raises(DialogExpired, match="was over at"),
+        ):
+            one.send(connection, "3")
+    forward(app, mom)
+    for dsn, service, one in ((app, SHOP, dialog), (mom, WAREHOUSE, message.dialog)):
+        (error,) = receive(dsn, service)
+        assert error.message_type == ERROR
+        assert error.json() == {"code": Code.EXPIRED, "text": "the lifetime is over"}
+        assert error.dialog == one
+        assert states(dsn) == ["error"]
+        with dsn.connect(role="test") as connection, pytest.raises(DialogExpired):
+            one.send(connection, "4")
+        end(dsn, one)
+        assert states(dsn) == ["closed"]
+    forward(app, mom)
+    assert receive(app, SHOP) == receive(mom, WAREHOUSE) == []
+
+
+def test_a_dialog_whose_ends_have_ended_in_time_hears_nothing_of_its_lifetime(
+    app: Dsn, mom: Dsn
+) -> None:
+    dialog = begin(app, "1", lifetime=600)
+    end(app, dialog)
+    forward(app, mom)
+    (*_, last) = receive(mom, WAREHOUSE)
+    assert last.dialog is not None
+    end(mom, last.dialog)
+    forward(app, mom)
+    receive(app, SHOP)
+    pass_seconds(601, app, mom)
+    assert receive(app, SHOP) == receive(mom, WAREHOUSE) == []
+    assert states(app) == states(mom) == ["closed"]
+    with connect(mom) as connection:
+        assert fetch(connection, "SELECT FROM saf.parked") == []
+
+
+def test_a_dialog_that_arrives_after_its_lifetime_is_an_error_there(app: Dsn, mom: Dsn) -> None:
+    begin(app, "1", lifetime=10)
+    pass_seconds(11, app, mom)
+    forward(app, mom)
+    assert said(receive(mom, WAREHOUSE)) == [ERROR]
+    assert states(mom) == ["error"]
+
+
+def test_to_end_is_possible_also_after_the_lifetime(app: Dsn, mom: Dsn) -> None:
+    dialog = begin(app, "1", lifetime=10)
+    pass_seconds(11, app, mom)
+    end(app, dialog)
+    assert states(app) == ["closed"]
+    assert receive(app, SHOP) == []
+
+
+# Timers
+
+
+def test_a_timer_is_a_message_to_oneself_and_a_newer_one_replaces_it(app: Dsn, mom: Dsn) -> None:
+    dialog = begin(app, "1")
+    with app.connect(role="test") as connection:
+        dialog.start_timer(connection, 60)
+    pass_seconds(59, app)
+    assert receive(app, SHOP) == []
+    with app.connect(role="test") as connection:
+        dialog.start_timer(connection, 60)
+    pass_seconds(59, app)
+    assert receive(app, SHOP) == []
+    pass_seconds(1, app)
+    (timer,) = receive(app, SHOP)
+    assert timer.message_type == TIMER
+    assert timer.dialog == dialog
+    pass_seconds(600, app)
+    assert receive(app, SHOP) == []
+    forward(app, mom)
+    assert said(receive(mom, WAREHOUSE)) == ["1"]
+
+
+def test_a_timer_that_is_stopped_or_whose_end_has_ended_is_not_heard_of(app: Dsn) -> None:
+    stopped, ended = begin(app, "1"), begin(app, "1")
+    with app.connect(role="test") as connection:
+        stopped.start_timer(connection, 60)
+        ended.start_timer(connection, 60)
+        stopped.stop_timer(connection)
+        ended.end(connection)
+        with pytest.raises(DialogEnded):
+            ended.start_timer(connection, 60)
+    pass_seconds(61, app)
+    assert receive(app, SHOP) == []
+
+
+def test_a_timer_that_was_started_stays_when_a_later_message_is_set_aside(
+    app: Dsn, mom: Dsn
+) -> None:
+    begin(app, "1", "2")
+    forward(app, mom)
+    with saf.receive(mom, WAREHOUSE) as delivery:
+        first, second = delivery
+        assert first.dialog is not None
+        first.dialog.start_timer(delivery.connection, 0)
+        delivery.park(second, "not now")
+    let_keys_be_due(mom)
+    assert said(receive(mom, WAREHOUSE)) == ["2", TIMER]
+
+
+# Contracts
+
+
+def test_a_type_outside_the_contract_or_from_the_wrong_side_is_rejected(app: Dsn, mom: Dsn) -> None:
+    dialog = begin(app, contract="ordering")
+    with app.connect(role="test") as connection:
+        with pytest.raises(TypeNotInContract, match="has no message type 'gift', only 'cancel', "):
+            dialog.send(connection, b"", message_type="gift")
+        with pytest.raises(TypeNotInContract, match="has no message type None"):
+            dialog.send(connection, b"")
+        with pytest.raises(WrongDirection, match="'delivery' is sent by the target only"):
+            dialog.send(connection, b"", message_type="delivery")
+        with pytest.raises(SchemaViolation, match=r"at \$\.amount: 'many' is not of") as wrong:
+            dialog.send(connection, {"amount": "many"}, message_type="order")
+        assert wrong.value.path == "$.amount"
+        with pytest.raises(SchemaViolation, match=r"at \$: not JSON"):
+            dialog.send(connection, b"{", message_type="order")
+        with pytest.raises(SchemaViolation, match="expected no body, got 1 bytes"):
+            dialog.send(connection, b"x", message_type="cancel")
+        dialog.send(connection, {"amount": 2}, message_type="order")
+        dialog.send(connection, b"", message_type="cancel")
+        dialog.send(connection, "by the way", message_type="note")
+    forward(app, mom)
+    received = receive(mom, WAREHOUSE)
+    assert [one.message_type for one in received] == ["order", "cancel", "note"]
+    mine = received[0].dialog
+    assert mine is not None
+    with mom.connect(role="test") as connection:
+        with pytest.raises(WrongDirection, match="'order' is sent by the initiator only"):
+            mine.send(connection, {"amount": 2}, message_type="order")
+        mine.send(connection, b"...", message_type="delivery")
+    forward(app, mom)
+    assert [one.message_type for one in receive(app, SHOP)] == ["delivery"]
+
+
+def test_what_breaks_the_contract_on_arrival_is_an_error_at_both_ends(app: Dsn, mom: Dsn) -> None:
+    dialog = begin(app, contract="ordering")
+    with app.connect(role="test") as connection:
+        dialog.send(connection, {"amount": 1}, message_type="order")
+    forward(app, mom)
+    put(mom, dialog, 2, '{"amount": "many"}', message_type="order")
+    put(mom, dialog, 3, '{"amount": 3}', message_type="order")
+    received = receive(mom, WAREHOUSE)
+    assert [one.message_type for one in received] == ["order", ERROR]
+    forward(app, mom)
+    (error,) = receive(app, SHOP)
+    for said_there in (received[1], error):
+        assert said_there.json()["code"] == Code.VIOLATION
+        assert "at $.amount: 'many' is not of type 'integer'" in said_there.json()["text"]
+    assert states(app) == states(mom) == ["error"]
+    assert dead(mom) == [('{"amount": "many"}', "rejected")]
+
+
+def test_a_contract_that_the_target_does_not_know_is_an_error_at_both_ends(
+    app: Dsn, mom: Dsn
+) -> None:
+    with connect(app) as connection:
+        saf.create_contract(connection, "ordering", {"gift": "any"}, version=2)
+    dialog = begin(app, contract="ordering")
+    with app.connect(role="test") as connection:
+        dialog.send(connection, b"", message_type="gift")
+    forward(app, mom)
+    assert said(receive(mom, WAREHOUSE)) == [ERROR]
+    forward(app, mom)
+    (error,) = receive(app, SHOP)
+    assert error.json() == {
+        "code": Code.NO_CONTRACT,
+        "text": "contract 'ordering' version 2 is not known at the target",
+    }
+
+
+def test_a_version_never_changes_and_a_dialog_keeps_the_one_that_it_began_with(app: Dsn) -> None:
+    dialog = begin(app, contract="ordering")
+    with connect(app) as connection:
+        assert not saf.create_message_type(connection, "cancel", validation="empty")
+        with pytest.raises(ConfigurationError, match="Create version 2 instead"):
+            saf.create_message_type(connection, "cancel", validation="json")
+        with pytest.raises(ConfigurationError, match="Create version 2 instead"):
+            saf.create_contract(connection, "ordering", {"cancel": "any"})
+        assert saf.create_message_type(connection, "cancel", version=2, validation="json")
+        assert saf.create_contract(connection, "ordering", {"cancel": "any"}, version=2)
+        assert not saf.create_contract(connection, "ordering", {"cancel": "any"}, version=2)
+    newer = begin(app, contract="ordering")
+    with app.connect(role="test") as connection:
+        saf.open_dialog(connection, dialog.handle).send(connection, b"", message_type="cancel")
+        newer.send(connection, {}, message_type="cancel")
+        with pytest.raises(TypeNotInContract, match="contract 'ordering' version 2 has no"):
+            newer.send(connection, {}, message_type="order")
+
+
+@pytest.mark.parametrize(
+    ("definition", "said_"),
+    [
+        ({"name": "saf/mine"}, "is for saf's own"),
+        ({"name": ""}, "1 to 255 printable"),
+        ({"name": "a", "version": 0}, "version 0 is less than 1"),
+        ({"name": "a", "validation": "xml"}, "one of none, empty, json, json_schema"),
+        ({"name": "a", "schema": {}}, "a schema belongs to validation 'json_schema'"),
+        (
+            {"name": "a", "validation": "json_schema", "schema": {"type": "number!"}},
+            r"no JSON Schema: at \$\.type",
+        ),
+    ],
+)
+def test_a_message_type_that_cannot_be_is_refused(
+    app: Dsn, definition: dict[str, Any], said_: str
+) -> None:
+    with connect(app) as connection, pytest.raises(UsageError, match=said_):
+        saf.create_message_type(connection, **definition)
+
+
+# Poison
+
+
+def test_five_rollbacks_on_one_message_end_its_conversation_with_an_error_and_others_go_on(
+    app: Dsn, mom: Dsn
+) -> None:
+    dialog = begin(app, "poison", "after it")
+    begin(app, "fine")
+    forward(app, mom)
+    attempts: list[str] = []
+
+    def handle(_: psycopg.Connection[Any], message: saf.Received) -> None:
+        if message.message_type == ERROR:
+            return
+        attempts.append(message.text())
+        if message.text() == "poison":
+            raise ZeroDivisionError
+
+    for _ in range(12):
+        with suppress(ZeroDivisionError):
+            receive(mom, WAREHOUSE, handle)
+        let_keys_be_due(mom)
+    assert attempts.count("poison") == 5
+    assert "after it" not in attempts
+    assert "fine" in attempts
+    assert sorted(states(mom)) == ["conversing", "error"]
+    forward(app, mom)
+    (error,) = receive(app, SHOP)
+    assert error.dialog == dialog
+    assert error.json() == {"code": Code.QUARANTINED, "text": "message 1 could not be handled"}
+    assert dead(mom) == [("poison", "failed")]
+    with connect(mom) as connection:
+        assert fetch(connection, "SELECT FROM saf.parked") == []
+        assert fetch(connection, "SELECT FROM saf.backoff") == []
+
+
+def test_a_worker_ends_what_the_other_end_has_ended_and_gives_up_what_nobody_handles(
+    app: Dsn, mom: Dsn
+) -> None:
+    worker = saf.Worker(mom, WAREHOUSE)
+    handled: list[str] = []
+
+    @worker.handler("note")
+    def note(message: saf.Received, _: psycopg.Connection[Any]) -> None:
+        handled.append(message.text())
+
+    ended, failed, unknown = begin(app), begin(app), begin(app)
+    with app.connect(role="test") as connection:
+        for dialog in (ended, failed):
+            dialog.send(connection, "1", message_type="note")
+        unknown.send(connection, "1", message_type="gift")
+    forward(app, mom)
+    worker.drain()
+    with app.connect(role="test") as connection:
+        ended.end(connection)
+        failed.end_with_error(connection, 1, "no")
+    forward(app, mom)
+    worker.drain()
+    forward(app, mom)
+    assert handled == ["1", "1"]
+    assert states(mom) == ["closed"] * 3
+    assert said(receive(app, SHOP)) == [ERROR]
+    assert sorted(states(app)) == ["closed", "closed", "error"]
+
+
+def test_an_error_whose_own_handling_fails_is_a_dead_letter_and_no_further_error(
+    app: Dsn, mom: Dsn
+) -> None:
+    dialog = begin(app, "1")
+    forward(app, mom)
+    receive(mom, WAREHOUSE)
+    with app.connect(role="test") as connection:
+        dialog.end_with_error(connection, 1, "no")
+    forward(app, mom)
+    with saf.receive(mom, WAREHOUSE) as delivery:
+        delivery.reject(delivery[0], "cannot")
+    assert receive(mom, WAREHOUSE) == []
+    assert [reason for _, reason in dead(mom)] == ["failed"]
+    assert states(mom) == ["error"]
+
+
+def test_an_end_that_is_set_aside_is_received_again(app: Dsn, mom: Dsn) -> None:
+    dialog = begin(app, "1")
+    end(app, dialog)
+    forward(app, mom)
+    with saf.receive(mom, WAREHOUSE) as delivery:
+        delivery.park(delivery[1], "not now")
+    assert states(mom) == ["conversing"]
+    let_keys_be_due(mom)
+    assert said(receive(mom, WAREHOUSE)) == [END]
+    assert states(mom) == ["disconnected_inbound"]
+
+
+def test_a_body_too_large_is_refused_before_anything_is_written(app: Dsn) -> None:
+    dialog = begin(app)
+    with app.connect(role="test") as connection:
+        with pytest.raises(InvalidMessage, match="body"):
+            dialog.send(connection, b"x" * 11, max_bytes=10)
+        dialog.send(connection, b"x" * 10, max_bytes=10)

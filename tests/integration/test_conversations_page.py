@@ -1,0 +1,131 @@
+"""The examples of docs/conversations.md do what the page says; ``saf dialog``, ``saf contract``."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import saf
+from saf.cli.contract import _read
+from saf.database import Dsn, fetch
+from saf.dialogs.states import TRANSITIONS
+from saf.errors import ConfigurationError
+from saf.services import create_service
+from tests.dialogs import SHOP, WAREHOUSE, forward, receive, said, states
+from tests.pipeline import connect
+from tests.programs import BIN, ROOT, configuration, run
+from tests.programs import saf as run_saf
+
+PAGE = (ROOT / "docs" / "conversations.md").read_text()
+USAGE = 2
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"<!-- test: {kind} -->\n```\w+\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.fixture
+def folder(app: Dsn, mom: Dsn, tmp_path: Path) -> Path:
+    """With a saf.toml, the contract, and the services."""
+    configuration(tmp_path / "saf.toml", {"shop": app}, {"mom": mom})
+    (tmp_path / "ordering.toml").write_text("".join(blocks("toml")))
+    for dsn, service in ((app, SHOP), (mom, WAREHOUSE)):
+        with connect(dsn) as connection:
+            create_service(connection, service)
+    with connect(app) as connection:
+        connection.execute("CREATE TABLE orders (number int, dialog uuid)")
+    return tmp_path
+
+
+def shell(folder: Path, kind: str, **env: str) -> str:
+    done = run(
+        ["bash", "-euxc", "".join(blocks(kind))],
+        env={"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin", **env},
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def begin(app: Dsn) -> saf.Dialog:
+    (code,) = blocks("shop")
+    done = run([sys.executable, "-c", code], env={"SHOP_DSN": app.conninfo})
+    assert done.returncode == 0, done.stderr
+    with connect(app) as connection:
+        ((handle,),) = fetch(connection, "SELECT dialog FROM orders")
+        return saf.open_dialog(connection, handle)
+
+
+def test_the_shop_and_the_warehouse_do_what_the_page_says(folder: Path, app: Dsn, mom: Dsn) -> None:
+    assert "mom: 2 created, 0 there already\n" in shell(folder, "shell")
+    begin(app)
+    forward(app, mom)
+    (code,) = blocks("warehouse")
+    (folder / "consumers.py").write_text(code)
+    done = run(
+        [BIN / "saf", "worker", "consumers:worker", "--drain"],
+        env={"WAREHOUSE_DSN": mom.conninfo},
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr
+    assert states(mom) == ["disconnected_outbound"]
+    forward(app, mom)
+    assert said(receive(app, SHOP)) == ['{"delivered":2}', "saf/end-dialog"]
+
+
+def test_the_operators_commands_work_in_their_order(folder: Path, app: Dsn, mom: Dsn) -> None:
+    shell(folder, "shell")
+    dialog = begin(app)
+    forward(app, mom)
+    receive(mom, WAREHOUSE)
+    out = shell(folder, "operator", HANDLE=str(dialog.handle))
+    first = json.loads(out.splitlines()[0])["conversations"]
+    assert [(one["broker"], one["state"], one["contract"]) for one in first] == [
+        ("mom", "conversing", "ordering"),
+        ("shop", "conversing", "ordering"),
+    ]
+    assert f"shop: conversation {dialog.handle} ended" in out
+    assert f"shop: conversation {dialog.handle} closed" in out
+    forward(app, mom)
+    (error,) = receive(mom, WAREHOUSE)
+    assert error.json() == {"code": 1, "text": "the shop is closed"}
+
+
+def test_a_handle_that_nobody_knows_is_wrong_usage(folder: Path) -> None:
+    for command in ("show", "end", "cleanup"):
+        nobody = "6f1e0000-0000-4000-8000-000000000000"
+        done = run_saf("dialog", command, nobody, cwd=folder)
+        assert done.returncode == USAGE
+        assert f"there is no conversation {nobody}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "said_"),
+    [
+        ("[[contract]]", "unknown contract, only message_types, contracts"),
+        ("[[contracts]]\nname = 'a'", "contracts.0: no types"),
+        ("[[message_types]]\nname = 'a'\nvalid = 1", "message_types.0: unknown valid"),
+        ("[[", "not TOML"),
+    ],
+)
+def test_a_file_of_contracts_that_cannot_be_is_refused_with_the_entry(
+    tmp_path: Path, text: str, said_: str
+) -> None:
+    (tmp_path / "contracts.toml").write_text(text)
+    with pytest.raises(ConfigurationError, match=said_):
+        _read(tmp_path / "contracts.toml")
+
+
+def test_the_page_draws_the_table_of_transitions() -> None:
+    drawn = set(re.findall(r"^    (\w+) --> (\w+):", PAGE, re.MULTILINE))
+    table = {
+        (str(state), str(to))
+        for state, events in TRANSITIONS.items()
+        for event, to in events.items()
+        if event != "end_with_error" and state != to
+    }
+    assert {(a, b) for a, b in drawn if a != b} == table

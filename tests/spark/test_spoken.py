@@ -1,0 +1,72 @@
+"""A dialog through `saf forward` on a real Spark: there, back, and ended at both ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import psycopg
+
+import saf
+from saf.database import Dsn
+from saf.routes import add_route
+from tests.dialogs import END, SHOP, WAREHOUSE, prepare, receive, said, states
+from tests.pipeline import connect
+from tests.programs import saf as run_saf
+
+
+def test_a_dialog_goes_there_and_back_and_replies_find_the_initiators_broker(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    prepare(app, mom)
+    with connect(app) as connection:
+        ((home,),) = connection.execute("SELECT broker_id FROM saf.broker").fetchall()
+        add_route(connection, "mom")
+    with connect(mom) as connection:
+        # a shop lives somewhere else too; what is for this one says so
+        add_route(connection, "mom", service=SHOP)
+        add_route(connection, "app", service=SHOP, broker=home)
+    config = tmp_path / "saf.toml"
+    config.write_text(
+        "".join(
+            f"[{kind}.{name}]\ndsn = {json.dumps(dsn.conninfo)}\n"
+            for name, dsn in (("app", app), ("mom", mom))
+            for kind in ("brokers", "destinations")
+        )
+        + '[forwarder]\nmaster = "local[2]"\nattempts = 1\n'
+    )
+
+    def forward() -> None:
+        done = run_saf("forward", "--config", config, "--json")
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    with app.connect(role="test") as connection:
+        dialog = saf.begin_dialog(
+            connection, from_service=SHOP, to_service=WAREHOUSE, contract="ordering", lifetime=3600
+        )
+        for amount in range(50):
+            dialog.send(connection, {"amount": amount}, message_type="order")
+        dialog.end(connection)
+    forward()
+
+    def deliver(connection: psycopg.Connection[object], message: saf.Received) -> None:
+        assert message.dialog is not None
+        if message.message_type == END:
+            message.dialog.end(connection)
+
+    received = receive(mom, WAREHOUSE, deliver)
+    assert [one.json()["amount"] for one in received[:-1]] == list(range(50))
+    assert states(mom) == ["closed"]
+    with app.connect(role="test") as connection:
+        other = saf.begin_dialog(connection, from_service=SHOP, to_service=WAREHOUSE)
+        other.send(connection, "?")
+    forward()
+
+    def answer(connection: psycopg.Connection[object], message: saf.Received) -> None:
+        assert message.dialog is not None
+        message.dialog.send(connection, "!")
+
+    receive(mom, WAREHOUSE, answer)
+    forward()
+    assert said(receive(app, SHOP)) == ["!"]
+    assert sorted(states(app)) == ["closed", "conversing"]
