@@ -20,13 +20,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import psycopg
-import structlog
 
 from saf.delivery import Delivery
 from saf.dialogs.statements import END, ERROR, TIMER
 from saf.errors import UsageError
 from saf.failpoints import fail_point
 from saf.lanes import Policy
+from saf.log import Log
 from saf.receive import Link, Receiver, connected
 from saf.received import Received
 from saf.signals import stop_on_signals
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 RECONNECT_SECONDS = 2.0
 WAIT_SECONDS = 60.0
 
-log = structlog.get_logger("saf.worker")
+log = Log("saf.worker")
 
 SAVEPOINT = "SAVEPOINT saf"
 NEXT = "RELEASE SAVEPOINT saf; SAVEPOINT saf"

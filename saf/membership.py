@@ -11,15 +11,14 @@ import threading
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
-import structlog
-
+from saf.log import Log
 from saf.receive import connected
 from saf.shards import Member
 
 if TYPE_CHECKING:
     from saf.receive import Engine
 
-log = structlog.get_logger("saf.membership")
+log = Log("saf.membership")
 
 
 class Membership:

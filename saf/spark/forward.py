@@ -22,10 +22,9 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import structlog
-
 from saf.config import Settings
 from saf.errors import Fenced, SafError
+from saf.log import Log
 from saf.spark.broker import SourceBroker
 from saf.spark.plan import plan, tasks_within
 from saf.spark.purging import Purging
@@ -37,7 +36,7 @@ from saf.spark.work import Policy, Receipt, Work
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-log = structlog.get_logger("saf.forward")
+log = Log("saf.forward")
 
 TICK_SECONDS = 0.2
 PURGES_IN_A_PAUSE = 50

@@ -6,15 +6,14 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 
-import structlog
-
 from saf.config import Purge
 from saf.database import check_schema, unavailable_if_lost
 from saf.errors import SafError
+from saf.log import Log
 from saf.maintenance import purge_by_rules
 from saf.spark.broker import SourceBroker
 
-log = structlog.get_logger("saf.forward")
+log = Log("saf.forward")
 
 EVERY_SECONDS = 60.0
 AT_ONCE = 8

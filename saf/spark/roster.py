@@ -17,17 +17,16 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
-import structlog
-
 from saf.config import Broker, Settings
 from saf.errors import Fenced, SafError, SchemaMissing
 from saf.fleets import Candidate, Listing, ask
+from saf.log import Log
 from saf.parking import wait_seconds
 from saf.spark.broker import SourceBroker
 from saf.spark.crew import Crew
 from saf.spark.work import Work
 
-log = structlog.get_logger("saf.forward")
+log = Log("saf.forward")
 
 THREADS = 64
 """Brokers that are dealt with at a time."""
