@@ -23,6 +23,8 @@ import pyspark
 import pytest
 
 from saf.database import Dsn
+from saf.routers import add_router
+from saf.routes import add_route
 from saf.spark import java
 from tests.programs import ROOT, configuration, environment, last_json, received, send
 
@@ -40,7 +42,7 @@ class Cluster:
     master: str
     folder: Path
 
-    def submit(self, config: Path) -> Submission:
+    def submit(self, config: Path, *options: str) -> Submission:
         """Run the forwarder on it, watching all processes meanwhile."""
         folder = self.folder / f"run-{next(_run)}"
         events = folder / "events"
@@ -60,6 +62,7 @@ class Cluster:
         command = [
             str(SPARK / "bin/spark-submit"),
             *("--master", self.master),
+            *options,
             *(word for name, value in conf.items() for word in ("--conf", f"{name}={value}")),
             *(str(ROOT / "jobs/forward.py"), "--config", str(config), "--json"),
         ]
@@ -195,6 +198,28 @@ def test_two_workers_forward_two_databases_once_and_show_no_password(
     assert any(event["Event"] == "SparkListenerEnvironmentUpdate" for event in done.events)
     assert any(event["Event"].endswith("SQLExecutionStart") for event in done.events)
     assert len(list(cluster.folder.glob("work-*/app-*/*/stderr"))) == 2
+
+
+def test_classifiers_run_on_the_executors_that_get_their_module_with_the_job(
+    cluster: Cluster, folder: Path, app: Dsn, new_broker: Callable[[str], Dsn]
+) -> None:
+    even, odd = new_broker("even"), new_broker("odd")
+    module = folder / "parity.py"
+    module.write_text(
+        "def classify(message):\n    return ('even', 'odd')[int(message.text().split()[-1]) % 2]\n"
+    )
+    send(app, 1000, "shop")
+    config = configuration(folder / "saf.toml", {"shop": app}, {"even": even, "odd": odd})
+    with app.connect(role="test") as connection:
+        for name in ("even", "odd"):
+            add_route(connection, name, service=name)
+        add_router(connection, "billing", "python", "parity:classify")
+        add_router(connection, "not asked", "sql", "text")
+    done = cluster.submit(config, "--py-files", str(module))
+    assert done.code == 0, done.stderr
+    for remainder, dsn in enumerate((even, odd)):
+        numbers = sorted(int(body.split()[-1]) for _, body in received(dsn))
+        assert numbers == [n for n in range(1, 1001) if n % 2 == remainder]
 
 
 def test_each_database_that_is_not_there_is_one_sentence_without_its_password_and_exit_75(
