@@ -17,7 +17,13 @@ import psycopg
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 import saf
 from saf.database import Dsn, fetch
@@ -139,6 +145,14 @@ class TwoEnds(RuleBasedStateMachine):
     def conversation_id(self) -> UUID:
         return self.dialogs[True].conversation_id
 
+    @initialize(some=st.lists(st.integers(1, 5), max_size=5))
+    def begin(self, some: list[int]) -> None:
+        """Enough is said, and some of it has arrived, for what follows to be of interest."""
+        for _ in range(5):
+            self._say(True, "send")
+        self._carry(True, [1, *some])
+        self._receive(False)
+
     # One rule, because hypothesis would leave some of several out
     @rule(side=SIDES, step=st.sampled_from(STEPS), data=st.data())
     def go_on(self, side: bool, step: str, data: Any) -> None:
@@ -217,8 +231,8 @@ def test_both_ends_do_what_the_model_does(app: Dsn, mom: Dsn) -> None:
         run_state_machine_as_test(
             Between,
             settings=settings(
-                max_examples=80,
-                stateful_step_count=40,
+                max_examples=30,
+                stateful_step_count=20,
                 deadline=None,
                 suppress_health_check=list(HealthCheck),
             ),
