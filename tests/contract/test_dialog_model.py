@@ -234,6 +234,7 @@ def test_both_ends_do_what_the_model_does(app: Dsn, mom: Dsn) -> None:
                 max_examples=30,
                 stateful_step_count=20,
                 deadline=None,
+                database=None,
                 suppress_health_check=list(HealthCheck),
             ),
         )
