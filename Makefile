@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	2>/dev/null && echo "$$python" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-routing test check crash bench wheel clean
+.PHONY: help demo demo-routing test check crash bench bench-peers wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ check: $(VENV)/.installed ## the gate: format, lint, types, tests; warnings are 
 
 bench: $(VENV)/.installed ## the benchmarks, under 10 minutes; keep the machine quiet
 	$(PY) -m benchmarks.bench
+
+bench-peers: $(VENV)/.installed ## the same work by what one would pick instead; needs the network once
+	$(PY) -m benchmarks.peers
 
 crash: $(VENV)/.installed ## rounds of faults, checked: make crash ROUNDS=20 SEED=7, or SECONDS=600
 	@$(PY) -m tests.crash $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(SEED),--seed $(SEED)) \

@@ -58,7 +58,8 @@ def main(chosen: list[str]) -> None:
         stage = Stage(Path(folder))
         try:
             for part in parts:
-                stage.console.print(f"{part} …")
+                at = time.monotonic() - started
+                stage.console.print(f"{part} … (after {at:.0f} s)", highlight=False)
                 if part in ON_SPARK:
                     spark = session.start("local[2]", app_name="saf bench")
                     ON_SPARK[part](stage, spark)

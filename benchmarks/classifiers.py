@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark.sql import SparkSession
+from pyspark import SparkContext
 
 import saf
 from benchmarks.drain import forward
@@ -50,7 +50,7 @@ CLASSIFIERS = {
 }
 
 
-def run(stage: Stage, spark: SparkSession) -> None:
+def run(stage: Stage, spark: SparkContext) -> None:
     """Notes classifier_sql_ratio and so on, of the messages a second without a classifier."""
     settings = load(stage.settings_file(Path(stage.server.data_dir).parent / "classifiers.toml"))
     execute(stage.app, "TRUNCATE saf.outbox", FILL, "VACUUM ANALYZE saf.outbox")

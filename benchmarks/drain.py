@@ -9,7 +9,7 @@ from __future__ import annotations
 import subprocess
 import time
 
-from pyspark.sql import SparkSession
+from pyspark import SparkContext
 
 from benchmarks.stage import Stage, median
 from saf.config import Settings, load
@@ -17,7 +17,7 @@ from saf.message import COLUMNS
 from saf.spark.forward import Forwarder
 
 MESSAGES = 1_000_000
-ROUNDS = 5
+ROUNDS = 4
 WARM_UP = 3  # rounds until the JVM has compiled what is hot
 
 OUT = "COPY (SELECT {columns} FROM saf.outbox WHERE {half}) TO STDOUT (FORMAT binary)"
@@ -46,7 +46,7 @@ def ceiling(stage: Stage) -> float:
     return time.monotonic() - started
 
 
-def forward(spark: SparkSession, settings: Settings, messages: int = MESSAGES) -> float:
+def forward(spark: SparkContext, settings: Settings, messages: int = MESSAGES) -> float:
     """Seconds for one drain of so many messages."""
     started = time.monotonic()
     summary = Forwarder(settings, lambda _: spark).drain()
@@ -56,7 +56,7 @@ def forward(spark: SparkSession, settings: Settings, messages: int = MESSAGES) -
     return seconds
 
 
-def run(stage: Stage, spark: SparkSession) -> None:
+def run(stage: Stage, spark: SparkContext) -> None:
     """Notes drain_ratio and exactly_once_tax, and the raw rates."""
     settings = {}
     for quality in ("exactly_once", "at_least_once"):

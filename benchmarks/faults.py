@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import psycopg
-from pyspark.sql import SparkSession
+from pyspark import SparkContext
 
 from benchmarks.send import ACCOUNTS, BUSINESS, TABLES, pgbench, send_statement
 from benchmarks.stage import FILL, Stage, execute, median
@@ -18,6 +18,7 @@ from saf.database import Dsn
 from saf.spark.forward import Forwarder
 
 ROUNDS = 2
+WARM_UP_SECONDS = 6
 RATE = 300  # transactions per second, well below what saturates the machine: latency is compared
 CYCLES = 40
 MESSAGES_A_CYCLE = 5_000
@@ -30,7 +31,7 @@ def forwarder(stage: Stage, mom: Dsn) -> Iterator[None]:
     command = [sys.executable, "-m", "saf", "forward", "--config", str(file), "--loop"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        time.sleep(12)
+        time.sleep(WARM_UP_SECONDS)
         yield
     finally:
         process.terminate()
@@ -65,12 +66,12 @@ def horizon(dsn: Dsn) -> Iterator[None]:
         yield
 
 
-def cycles(spark: SparkSession, stage: Stage, settings: Settings) -> float:
+def cycles(spark: SparkContext, stage: Stage, settings: Settings) -> float:
     """Seconds that the forwarder takes for many small batches."""
     seconds = 0.0
     for _ in range(CYCLES):
         with stage.app.connect(role="bench") as connection:
-            connection.execute(FILL, [MESSAGES_A_CYCLE])
+            connection.execute(FILL, [200, MESSAGES_A_CYCLE])
         started = time.monotonic()
         summary = Forwarder(settings, lambda _: spark).drain()
         seconds += time.monotonic() - started
@@ -79,7 +80,7 @@ def cycles(spark: SparkSession, stage: Stage, settings: Settings) -> float:
     return seconds
 
 
-def run(stage: Stage, spark: SparkSession) -> None:
+def run(stage: Stage, spark: SparkContext) -> None:
     """Notes held_horizon_ratio."""
     settings = load(stage.settings_file(stage.server.data_dir.parent / "horizon.toml"))
     execute(stage.app, "ALTER SYSTEM SET autovacuum = on", "SELECT pg_reload_conf()")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-from pyspark.sql import SparkSession
+from pyspark import SparkContext
 
 import saf
 from benchmarks.stage import Stage, execute, median
@@ -30,7 +30,7 @@ from saf.services import create_service
 from saf.spark.forward import Forwarder
 
 BACKLOG, CHUNK = 600_000, 50_000
-SECONDS = 1.5
+SECONDS = 1.0
 BATCHES = (1, 10, 100, 1000)
 RECEIVERS = (1, 2, 4, 8)
 
@@ -63,7 +63,7 @@ WHERE log = 'inbox' AND open IS NULL AND done::text = '1:1:'
 RATE, SHARES = 1000, (0.1, 0.5, 0.8)
 REACH = {"p50": "<= 0.4", "p99": "<= 1"}
 BURST, AT_ONCE = 100_000, 1_000
-WARM_UP_SECONDS, OPEN_LOOP_SECONDS = 5, 15
+WARM_UP_SECONDS, OPEN_LOOP_SECONDS = 4, 12
 EVERY_SECONDS = 0.01
 
 
@@ -141,7 +141,7 @@ def run(stage: Stage) -> None:
             stage.note(f"receive_insert_p99_ms_{where}", percentile(took, 0.99) * 1000, "ms")
 
 
-def end_to_end(stage: Stage, spark: SparkSession) -> None:
+def end_to_end(stage: Stage, spark: SparkContext) -> None:
     """Notes end_to_end_p50_seconds and so on: at a rate, and at shares of the capacity.
 
     The capacity is what sender, forwarder and worker do together when none waits for another.

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pyspark.sql import SparkSession
+from pyspark import SparkContext
 
 from benchmarks.drain import forward
 from benchmarks.stage import Stage, execute, median
 from saf.config import load
 
-MESSAGES = 400_000
+MESSAGES = 300_000
 SERVICES = 1000
 COUNTS = (1, 10, 1000)
-ROUNDS = 6
+ROUNDS = 3
 WARM_UP = 2  # rounds until the JVM has compiled what is hot
 
 FILL = f"""
@@ -34,7 +34,7 @@ UNION ALL SELECT NULL, 'mom'
 """
 
 
-def run(stage: Stage, spark: SparkSession) -> None:
+def run(stage: Stage, spark: SparkContext) -> None:
     """Notes routes_10_ratio and routes_1000_ratio, of the messages a second with one route."""
     settings = load(stage.settings_file(Path(stage.server.data_dir).parent / "routing.toml"))
     execute(stage.app, "TRUNCATE saf.outbox", FILL, "VACUUM ANALYZE saf.outbox")

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from uuid import UUID
 
-from pyspark.sql import SparkSession
+from pyspark import SparkContext
 
 from benchmarks.stage import FILL, READ_AGAIN, Stage, execute, median
 from saf.config import Broker, Destination, Settings
@@ -75,7 +75,7 @@ def seconds(action: Callable[[], object]) -> float:
     return time.monotonic() - started
 
 
-def no_spark(much: bool) -> SparkSession:
+def no_spark(much: bool) -> SparkContext:
     raise RuntimeError(f"there was something to do: {much}")
 
 
@@ -93,7 +93,7 @@ def poll(stage: Stage) -> None:
             stage.note(f"poll_{name}_{count}_ms_per_source", 1000 * again / count, "ms")
 
 
-def tasks(stage: Stage, spark: SparkSession) -> None:
+def tasks(stage: Stage, spark: SparkContext) -> None:
     """A cycle in which so many sources have one message each."""
     made = sources(stage, max(BUSY))
     for count in BUSY:
@@ -145,7 +145,7 @@ def _work(number: int) -> Work:
     )
 
 
-def giant(stage: Stage, spark: SparkSession) -> None:
+def giant(stage: Stage, spark: SparkContext) -> None:
     """The giant's throughput beside tenants, over alone; and how long a tenant's message takes."""
     stage.fill(GIANT)
     tenants = sources(stage, 9)
@@ -162,7 +162,7 @@ def giant(stage: Stage, spark: SparkSession) -> None:
         alone = _drain(spark, only, GIANT)
         for dsn in tenants.values():
             with dsn.connect(role="bench") as connection:
-                connection.execute(FILL, [100])
+                connection.execute(FILL, [200, 100])
         stage.rewind()
         beside.append(alone / _drain(spark, settings(both, stage.mom), GIANT + 900))
         stage.rewind()
@@ -177,7 +177,7 @@ def giant(stage: Stage, spark: SparkSession) -> None:
     stage.note("small_wait_max_seconds", max(waits), "s")
 
 
-def _drain(spark: SparkSession, chosen: Settings, expected: int) -> float:
+def _drain(spark: SparkContext, chosen: Settings, expected: int) -> float:
     started = time.monotonic()
     summary = Forwarder(chosen, lambda _: spark).drain()
     if summary.forwarded != expected or summary.problems:
@@ -186,7 +186,7 @@ def _drain(spark: SparkSession, chosen: Settings, expected: int) -> float:
 
 
 def _in_loop(
-    stage: Stage, spark: SparkSession, chosen: Settings, tenants: dict[str, Dsn]
+    stage: Stage, spark: SparkContext, chosen: Settings, tenants: dict[str, Dsn]
 ) -> tuple[float, list[float]]:
     """Seconds for the giant; and beside it, for a message of a tenant every second."""
     forwarder = Forwarder(chosen, lambda _: spark)

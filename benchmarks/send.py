@@ -19,8 +19,8 @@ from saf.message import Message, encode
 from saf.outbox import PSYCOPG_INSERT
 
 CLIENTS = 8
-SECONDS = 8
-ROUNDS = 5
+SECONDS = 6
+ROUNDS = 4
 ACCOUNTS = 100_000
 
 BUSINESS = """\\set account random(1, {accounts})
@@ -63,14 +63,22 @@ class Latency(NamedTuple):
     p99: float
 
 
-def pgbench(stage: Stage, script: Path, *, rate: int | None = None) -> Latency:
+def pgbench(
+    stage: Stage,
+    script: Path,
+    *,
+    rate: int | None = None,
+    clients: int = CLIENTS,
+    seconds: int = SECONDS,
+) -> Latency:
     """Run a script for some seconds: as fast as it goes, or at a rate per second."""
     log = script.with_suffix(".log")
     for old in script.parent.glob(f"{log.name}.*"):
         old.unlink()
     text = output(
-        stage.program("pgbench"), "--no-vacuum", "--protocol=prepared", f"--client={CLIENTS}",
-        "--jobs=2", f"--time={SECONDS}", f"--file={script}", "--log", f"--log-prefix={log}",
+        stage.program("pgbench"), "--no-vacuum", "--protocol=prepared", f"--client={clients}",
+        f"--jobs={min(clients, 2)}", f"--time={seconds}", f"--file={script}",
+        "--log", f"--log-prefix={log}",
         *([f"--rate={rate}"] if rate else []), stage.app.conninfo,
     )  # fmt: skip
     match = re.search(r"tps = ([\d.]+)", text)

@@ -29,7 +29,7 @@ RESULTS = Path(__file__).parent / "results" / "bench.jsonl"
 FILL = """
 INSERT INTO saf.outbox (to_service, key, message_type, headers, body)
 SELECT 'billing', 'order ' || i %% 5000, 'OrderPlaced', '{"content-type": "application/json"}',
-       convert_to(rpad('{"order": ' || i, 200, 'x'), 'UTF8')
+       convert_to(rpad('{"order": ' || i, %s, 'x'), 'UTF8')
 FROM generate_series(1, %s) AS i
 """
 READ_AGAIN = """
@@ -50,11 +50,11 @@ class Stage:
         self.console = Console(stderr=True)
         self.results: list[dict[str, object]] = []
 
-    def fill(self, messages: int) -> None:
-        """An outbox with so many pending messages of 200 bytes."""
+    def fill(self, messages: int, size: int = 200) -> None:
+        """An outbox with so many pending messages of so many bytes."""
         execute(self.app, "TRUNCATE saf.outbox", READ_AGAIN)
         with self.app.connect(role="bench") as connection:
-            connection.execute(FILL, [messages])
+            connection.execute(FILL, [size, messages])
         execute(self.app, "ANALYZE saf.outbox", "CHECKPOINT")
 
     def rewind(self) -> None:

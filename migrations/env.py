@@ -11,7 +11,8 @@ from alembic.util import CommandError
 from saf.database import Dsn
 from saf.errors import ConfigurationError, SafError
 from saf.migrate import checked_shards, settle
-from saf.schema import DEFAULT_SHARDS, SCHEMA
+from saf.schema import SCHEMA
+from saf.shards import DEFAULT_SHARDS
 
 ASKED = context.get_x_argument(as_dictionary=True)
 

@@ -36,6 +36,7 @@ from saf.database import check_schema, fetch
 from saf.errors import ConfigurationError
 from saf.message import COLUMNS
 from saf.outbox import TYPES
+from saf.ring import SLOTS
 
 
 class Kind(StrEnum):
@@ -52,7 +53,6 @@ Columns = tuple[str, ...]
 Rights = Mapping[str, Mapping[str, Columns]]
 """By table and privilege: the columns that it holds for."""
 
-SLOTS = 8  # as in saf.schema, which the command line would wait for: it imports SQLAlchemy
 
 WHOLE: Columns = ()
 """The privilege holds for the table, whatever columns it gets."""

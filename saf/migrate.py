@@ -22,7 +22,7 @@ from alembic.util import CommandError
 
 from saf.database import REVISION, Dsn
 from saf.errors import ConfigurationError, SafError, SchemaMismatch, Unavailable
-from saf.schema import DEFAULT_SHARDS, MAX_SHARDS
+from saf.shards import DEFAULT_SHARDS, MAX_SHARDS
 
 OLDEST_SERVER = 150000
 

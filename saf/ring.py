@@ -47,7 +47,9 @@ from psycopg import sql
 
 from saf.cursor import BY_INDEX, since
 from saf.database import fetch
-from saf.schema import SLOT_ROWS, SLOTS
+
+SLOTS = 8
+SLOT_ROWS = 1 << 20
 
 LOCK_TIMEOUT_SECONDS = 0.2
 """Readers of the log queue behind a lock that is waited for, so it is not waited for long."""

@@ -12,11 +12,10 @@ from __future__ import annotations
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql as pg
 
+from saf.ring import SLOT_ROWS, SLOTS
+from saf.shards import DEFAULT_SHARDS, MAX_SHARDS, shard_expression
+
 SCHEMA = "saf"
-SLOTS = 8
-SLOT_ROWS = 1 << 20
-DEFAULT_SHARDS = 64
-MAX_SHARDS = 1024
 QUALITIES = ("at_most_once", "at_least_once", "exactly_once")
 CLASSIFIERS = ("sql", "arrow", "python")
 
@@ -39,16 +38,6 @@ class Xid8(sa.types.UserDefinedType[int]):
     def get_col_spec(self, **_: object) -> str:
         """The type's name in DDL."""
         return "xid8"
-
-
-def shard_expression(shards: int) -> str:
-    """SQL for the shard of a row: where its key, or else its id, falls among ``shards`` buckets.
-
-    `saf.shards.shard_of` computes the same in Python. The remainder is brought above zero
-    because the hash is signed.
-    """
-    hashed = "hashtextextended(COALESCE(key, message_id::text), 0)"
-    return f"((({hashed} % {shards}) + {shards}) % {shards})::smallint"
 
 
 # Arrow and Python know the years 1 to 9999; a row with 'infinity' could never be forwarded.

@@ -31,6 +31,9 @@ import psycopg
 from saf.database import fetch
 from saf.errors import Fenced
 
+DEFAULT_SHARDS = 64
+MAX_SHARDS = 1024
+
 _MASK = 0xFFFFFFFF
 
 
@@ -44,6 +47,15 @@ def shard_of(key: str, shards: int) -> int:
     (5, 45, 62)
     """
     return hash64(key.encode()) % shards
+
+
+def shard_expression(shards: int) -> str:
+    """SQL for the shard of a row, among so many: what `shard_of` computes.
+
+    The remainder is brought above zero because the hash is signed.
+    """
+    hashed = "hashtextextended(COALESCE(key, message_id::text), 0)"
+    return f"((({hashed} % {shards}) + {shards}) % {shards})::smallint"
 
 
 def hash64(data: bytes) -> int:

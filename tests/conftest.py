@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -34,6 +35,8 @@ SETTINGS = {"max_prepared_transactions": 20, "max_connections": 200}
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # a shell lets what it runs in the background ignore Ctrl-C, and so would what the tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "every_postgresql: runs on each supported PostgreSQL")
 
 

@@ -18,7 +18,7 @@ from saf.config import Settings, load
 from saf.signals import stop_on_signals
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark import SparkContext
 
     from saf.spark.forward import Progress
     from saf.spark.summary import Summary
@@ -65,9 +65,9 @@ def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
     alone = len(settings.brokers) == 1 and not settings.fleets
     master = options.master if alone else session.with_room(options.master)
     console = plain_console(stderr=True)
-    started: list[SparkSession] = []
+    started: list[SparkContext] = []
 
-    def spark(much: bool) -> SparkSession:
+    def spark(much: bool) -> SparkContext:
         if not started:
             people = console.is_terminal
             with console.status(f"starting {java.find()}") if people else nullcontext():

@@ -14,7 +14,7 @@ from psycopg import sql
 from saf.cursor import since as not_visible_in
 from saf.reconcile.outcome import Difference, Kind, Shard
 from saf.reconcile.sides import Both, Row, as_sql, open_side
-from saf.schema import shard_expression
+from saf.shards import shard_expression
 
 IN_RANGE = """
 created_at >= coalesce(%(since)s::timestamptz, '-infinity')

@@ -16,7 +16,7 @@ from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
 from saf.errors import ConfigurationError
 from saf.rebase import refuse
 from saf.reconcile.outcome import Range
-from saf.schema import SLOT_ROWS, SLOTS
+from saf.ring import SLOT_ROWS, SLOTS
 
 Row = tuple[Any, ...]
 ROWS_AT_A_TIME = 10_000

@@ -25,9 +25,8 @@ are all that reaches the driver.
 
 from __future__ import annotations
 
-import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,47 +44,18 @@ from saf.spark.answers import Answers
 from saf.spark.aside import Aside
 from saf.spark.at_source import AtSource
 from saf.spark.chunks import chunks
-from saf.spark.expressions import NOTHING, Compiled
 from saf.spark.lanes import Lanes
 from saf.spark.receipts import Receipts
 from saf.spark.releasing import Releasing
 from saf.spark.resolving import Resolver
 from saf.spark.sharing import share
 from saf.spark.sorting import Part, sort, unroutable
-from saf.spark.source import messages
 from saf.spark.storing import Storing, nowhere
 from saf.spark.wayfinder import Wayfinder
 from saf.spark.work import Policy, Receipt, Work
 from saf.ways import AT_MOST_ONCE
 
 EXPECTED = (Unavailable, Rejected, Fenced, Ahead, UsageError)
-
-
-def forward(
-    work: Sequence[Work], policy: Policy, compiled: Mapping[str, Compiled] = NOTHING
-) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """The function for mapInArrow: answers of routers in SQL, if there are any, in; receipts out.
-
-    The items travel inside the function, because they hold passwords and Spark shows its plans;
-    each pickled by itself, because a task needs only its own of what may be thousands.
-    """
-    pickled = [pickle.dumps(item) for item in work]
-
-    def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        from pyspark import TaskContext  # exists inside a task only
-
-        context = TaskContext.get()
-        assert context is not None  # noqa: S101 - for the type checker
-        # the pipeline is narrow, so the partition's number is that of the item
-        number = context.partitionId()
-        item = pickle.loads(pickled[number])  # noqa: S301 - our own bytes
-        asked = any(router.expression in compiled for router in item.routes.routers)
-        answers = Answers(item.broker, batches, compiled) if asked else None
-        delivery = Delivery(number, item, policy, answers)
-        delivery.run(messages(item, policy.max_bytes))
-        yield delivery.receipts.as_arrow()
-
-    return task
 
 
 class Delivery:

@@ -31,10 +31,12 @@ from saf.spark.plan import plan, tasks_within
 from saf.spark.purging import Purging
 from saf.spark.roster import Roster
 from saf.spark.summary import Summary
+from saf.spark.task import forward
 from saf.spark.work import Policy, Receipt, Work
+from saf.ways import SQL
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark import SparkContext
 
 log = structlog.get_logger("saf.forward")
 
@@ -69,7 +71,7 @@ class Forwarder:
     def __init__(
         self,
         settings: Settings,
-        spark: Callable[[bool], SparkSession],
+        spark: Callable[[bool], SparkContext],
         *,
         progress: Callable[[Progress], None] | None = None,
     ) -> None:
@@ -159,7 +161,7 @@ class Forwarder:
             return False
         spark = self._session(any(item.much for item in found))
         # asked anew each time: a cluster's executors come and go
-        slots = self.options.tasks or spark.sparkContext.defaultParallelism
+        slots = self.options.tasks or spark.defaultParallelism
         room = slots if self.most is None else min(slots, self.most)
         limited = room < slots
         many = {item.broker for item in found if item.much}
@@ -175,7 +177,7 @@ class Forwarder:
 
     def _work(
         self,
-        spark: SparkSession,
+        spark: SparkContext,
         found: Sequence[Work],
         slots: int,
         *,
@@ -201,7 +203,7 @@ class Forwarder:
             if broker.max_connections
         }
 
-    def _session(self, much: bool) -> SparkSession:
+    def _session(self, much: bool) -> SparkContext:
         """The session; while it starts, the leases are kept."""
         session = self._pool.submit(self.start_spark, much)
         while not wait_for([session], timeout=TICK_SECONDS).done:
@@ -210,7 +212,7 @@ class Forwarder:
 
     def _run(
         self,
-        spark: SparkSession,
+        spark: SparkContext,
         work: Sequence[Work],
         job: Future[list[Receipt]],
         beside: Beside | None,
@@ -244,7 +246,7 @@ class Forwarder:
         return _result(job)
 
     def _look_beside(
-        self, spark: SparkSession, working: Sequence[SourceBroker], beside: Beside | None
+        self, spark: SparkContext, working: Sequence[SourceBroker], beside: Beside | None
     ) -> bool:
         """Forward the little work of others; return whether anybody has to wait."""
         if len(self.roster.brokers) == 1:
@@ -266,18 +268,13 @@ class Forwarder:
         if due:
             self.roster.each(SourceBroker.renew, due, quiet=True)
 
-    def _receipts(self, spark: SparkSession, work: Sequence[Work]) -> list[Receipt]:
-        # Arrow and Spark take a second to import, which a run that finds nothing saves
-        from saf.spark.delivery import forward
-        from saf.spark.expressions import compiled_for, evaluated
-        from saf.spark.receipts import RECEIPT_SCHEMA
+    def _receipts(self, spark: SparkContext, work: Sequence[Work]) -> list[Receipt]:
+        if any(router.kind == SQL for item in work for router in item.routes.routers):
+            from saf.spark.expressions import receipts  # needs Arrow at the driver
 
-        numbers = spark.range(0, len(work), 1, len(work))
-        work, compiled = compiled_for(spark, work)
-        if compiled:
-            numbers = evaluated(numbers, work, compiled, self.policy.max_bytes)
-        receipts = numbers.mapInArrow(forward(work, self.policy, compiled), RECEIPT_SCHEMA)
-        return [Receipt(**row.asDict()) for row in receipts.collect()]
+            return receipts(work, self.policy)
+        numbers = spark.parallelize(range(len(work)), len(work))
+        return numbers.mapPartitions(forward(work, self.policy)).collect()
 
     def _settle(
         self, work: Sequence[Work], receipts: Sequence[Receipt], whole: Mapping[str, int]

@@ -82,6 +82,8 @@ class Jvm:
     process: subprocess.Popen[bytes]
     folder: Path
     """Private; where it writes how to reach it."""
+    said: threading.Thread
+    """Passes on to stderr what it says, until it ends."""
 
     def address(self) -> tuple[int, str]:
         """Wait for it to be up. Port and secret of its gateway.
@@ -95,6 +97,7 @@ class Jvm:
             while not told.exists():
                 if self.process.poll() is not None or time.monotonic() > deadline:
                     self.process.kill()
+                    self.said.join(1)
                     raise SafError(
                         "Spark's JVM did not start (it says why above); the Java and the memory "
                         "(spark.driver.memory) are the usual reasons"
@@ -123,20 +126,20 @@ def launch(java: Java, conf: Mapping[str, str]) -> Jvm:
     # each. Without it they import the installed package.
     env.pop("SPARK_HOME", None)
     line = command(java, conf)
-    # Standard output belongs to the driver. A JVM that makes the archive outlives the driver, and
-    # whoever reads the driver's stderr to its end must not wait for that: it gets a pipe.
-    training = line[0] == "/bin/sh"
+    # Standard output belongs to the driver. The JVM outlives it, by seconds if it makes an archive,
+    # and whoever reads the driver's stderr to its end must not wait for that: it gets a pipe.
     process = subprocess.Popen(  # noqa: S603 no part of it is from outside
         line,
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE if training else 2,
-        stderr=subprocess.STDOUT if training else None,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         env=env,
         preexec_fn=_ignore_interrupts,  # noqa: PLW1509 the one system call is safe after a fork
     )
-    if process.stdout is not None:
-        threading.Thread(target=_pass_on, args=[process.stdout], daemon=True).start()
-    return Jvm(process=process, folder=folder)
+    assert process.stdout is not None  # noqa: S101 it is a pipe
+    said = threading.Thread(target=_pass_on, args=[process.stdout], daemon=True)
+    said.start()
+    return Jvm(process=process, folder=folder, said=said)
 
 
 def command(java: Java, conf: Mapping[str, str]) -> list[str]:

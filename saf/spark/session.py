@@ -11,7 +11,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -21,12 +20,11 @@ from saf.spark import java
 from saf.spark.jvm import Jvm, launch
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark import SparkContext
 
 NO_CONF: Mapping[str, str] = MappingProxyType({})
 
 _launched: Jvm | None = None
-_first_worker: threading.Thread | None = None
 
 
 def settings(master: str, *, quick: bool = False) -> dict[str, str]:
@@ -115,8 +113,8 @@ def start(
     app_name: str = "saf forward",
     conf: Mapping[str, str] = NO_CONF,
     quick: bool = False,
-) -> SparkSession:
-    """The active session, as under spark-submit, or a new one on ``master``.
+) -> SparkContext:
+    """The active context, as under spark-submit, or a new one on ``master``.
 
     ``quick`` starts sooner and works slower: for a run with little to do.
 
@@ -125,21 +123,15 @@ def start(
         ConfigurationError: there is no Java to start Spark with.
         SafError: Spark's JVM did not start.
     """
-    global _first_worker  # noqa: PLW0603 a process has one session
     require_packages()
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     if not submitted:
         prestart(master, conf=conf, quick=quick)
     from pyspark import SparkConf, SparkContext
-    from pyspark.sql import SparkSession
 
     if submitted or SparkContext._active_spark_context is not None:
-        return SparkSession.builder.getOrCreate()
+        return SparkContext.getOrCreate()
     if SparkContext._gateway is None:
-        # mapInArrow asks for pandas at the driver: half a second, here while the JVM comes up
-        import pandas  # noqa: F401
-        import pyarrow  # noqa: F401
-
         _connect(SparkContext)
     chosen = {**settings(master, quick=quick), **conf}
     # The environment wins in PySpark, and a conf without it is not looked at for these.
@@ -147,26 +139,13 @@ def start(
     if python:
         os.environ["PYSPARK_PYTHON"] = python
         chosen["spark.pyspark.python"] = python
-    context = SparkConf().setMaster(master).setAppName(app_name).setAll(list(chosen.items()))
-    spark = SparkSession(SparkContext.getOrCreate(context))
-    if is_local(master):
-        _first_worker = threading.Thread(target=_fork_first_worker, args=[spark], daemon=True)
-        _first_worker.start()
-    return spark
+    conf_ = SparkConf().setMaster(master).setAppName(app_name).setAll(list(chosen.items()))
+    return SparkContext.getOrCreate(conf_)
 
 
-def _fork_first_worker(spark: SparkSession) -> None:
-    """Start the Python daemon while the driver still plans its first query."""
-    # the session may be stopped before this has run: then nobody needs it
-    with suppress(Exception):
-        spark.range(1).mapInArrow(lambda batches: batches, "id long").collect()
-
-
-def stop(spark: SparkSession) -> None:
-    """Stop the session in order, without the second that PySpark then waits for a thread."""
-    if _first_worker is not None:
-        _first_worker.join()  # Spark says a lot when its job is cut off
-    context: Any = spark.sparkContext
+def stop(spark: SparkContext) -> None:
+    """Stop Spark in order, without the second that PySpark then waits for a thread."""
+    context: Any = spark
     server, context._accumulatorServer = context._accumulatorServer, None
     if server is not None:
         server.server_shutdown = True

@@ -19,8 +19,7 @@ from saf.archive import ParquetArchive
 from saf.database import Dsn
 from saf.errors import UsageError
 from saf.maintenance import Outcome, purge_broker
-from saf.ring import Contents, Slot, purge, rotate
-from saf.schema import SLOT_ROWS, SLOTS
+from saf.ring import SLOT_ROWS, SLOTS, Contents, Slot, purge, rotate
 from tests.pipeline import Cycle, bodies, connect, forward, policy, send
 from tests.processes import start, wait
 

@@ -17,8 +17,7 @@ import pytest
 from saf.archive import ParquetArchive
 from saf.database import Dsn
 from saf.maintenance import purge_broker
-from saf.ring import Contents, Slot
-from saf.schema import SLOT_ROWS, SLOTS
+from saf.ring import SLOT_ROWS, SLOTS, Contents, Slot
 from tests.pipeline import connect, forward
 from tests.processes import start, wait
 from tests.programs import configuration, last_json, run, saf, send

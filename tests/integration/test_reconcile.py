@@ -20,9 +20,8 @@ from saf.grants import Kind, grant
 from saf.migrate import migrate
 from saf.reconcile import Outcome, missing, reconcile
 from saf.reconcile.sides import read_both
-from saf.ring import purge
+from saf.ring import SLOT_ROWS, purge
 from saf.routes import add_route, add_topic, remove_topic
-from saf.schema import SLOT_ROWS
 from tests.pipeline import Cycle, connect, forward, policy
 from tests.programs import configuration, saf, send
 

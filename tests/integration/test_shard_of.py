@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from saf import Message, Outbox
 from saf.database import Dsn
-from saf.schema import shard_expression
-from saf.shards import hash64, shard_of
+from saf.shards import hash64, shard_expression, shard_of
 
 KEYS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 ALL_LENGTHS = ["x" * length for length in range(40)] + ["ü" * length for length in range(40)]

@@ -520,8 +520,8 @@ def test_tables_of_the_application_move_by_the_columns_that_are_named(database: 
 # Databases
 
 
-def test_names_may_be_anything(prepared: Any) -> None:
-    copies = Copies(prepared.databases, prepared.template)
+def test_names_may_be_anything(migrated: Any) -> None:
+    copies = Copies(migrated.databases, migrated.template)
     for name in ('a "b" c', "é" * 100, ""):
         made = copies(name)
         with made.connect() as connection:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from pyspark.sql import SparkSession
+from pyspark import SparkContext
 
 from saf.config import Settings, load
 from saf.database import Dsn
@@ -28,7 +28,7 @@ NewBroker = Callable[[str], Dsn]
 
 
 @pytest.fixture(scope="module")
-def spark() -> SparkSession:
+def spark() -> SparkContext:
     return session.start("local[2]")
 
 
@@ -40,12 +40,12 @@ def settings(
     return load(file)
 
 
-def drained(spark: SparkSession, chosen: Settings) -> Summary:
+def drained(spark: SparkContext, chosen: Settings) -> Summary:
     return Forwarder(chosen, lambda _: spark).drain()
 
 
 @contextmanager
-def looping(spark: SparkSession, chosen: Settings) -> Iterator[list[Summary]]:
+def looping(spark: SparkContext, chosen: Settings) -> Iterator[list[Summary]]:
     """A forwarder in a loop; its summaries."""
     forwarder = Forwarder(chosen, lambda _: spark)
     summaries: list[Summary] = []
@@ -113,7 +113,7 @@ def in_order(mom: Dsn, what: str) -> bool:
 
 
 def test_in_one_run_nobody_waits_for_a_giant(
-    new_broker: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkSession
+    new_broker: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkContext
 ) -> None:
     brokers = {"giant": new_broker("giant")} | {f"t{n}": new_broker("tenant") for n in range(9)}
     send(brokers["giant"], GIANT, "giant")
@@ -129,7 +129,7 @@ def test_in_one_run_nobody_waits_for_a_giant(
 
 
 def test_in_a_loop_what_comes_later_does_not_wait_for_a_giant_either(
-    new_broker: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkSession
+    new_broker: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkContext
 ) -> None:
     brokers = {"giant": new_broker("giant"), "small": new_broker("tenant")}
     send(brokers["giant"], GIANT, "giant")
@@ -151,7 +151,7 @@ def test_in_a_loop_what_comes_later_does_not_wait_for_a_giant_either(
 
 
 def test_a_giant_that_nobody_waits_for_is_not_interrupted(
-    new_broker: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkSession
+    new_broker: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkContext
 ) -> None:
     brokers = {"giant": new_broker("giant"), "small": new_broker("tenant")}
     send(brokers["giant"], GIANT // 2, "giant")
@@ -161,7 +161,7 @@ def test_a_giant_that_nobody_waits_for_is_not_interrupted(
 
 
 def test_each_broken_source_is_named_with_its_cure_and_the_others_go_on(
-    new_broker: NewBroker, new_database: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkSession
+    new_broker: NewBroker, new_database: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkContext
 ) -> None:
     well = {f"well{n}": new_broker("well") for n in range(3)}
     for number, dsn in enumerate(well.values()):
@@ -186,7 +186,7 @@ def test_each_broken_source_is_named_with_its_cure_and_the_others_go_on(
 
 
 def test_sources_that_hang_are_waited_for_together_and_hold_up_nobody(
-    new_broker: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkSession
+    new_broker: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkContext
 ) -> None:
     well = new_broker("well")
     send(well, 100, "well")
@@ -214,7 +214,7 @@ def test_sources_that_hang_are_waited_for_together_and_hold_up_nobody(
 
 
 def test_a_fleet_is_followed_by_a_running_loop(
-    new_broker: NewBroker, app: Dsn, mom: Dsn, tmp_path: Path, spark: SparkSession
+    new_broker: NewBroker, app: Dsn, mom: Dsn, tmp_path: Path, spark: SparkContext
 ) -> None:
     first, second = new_broker("tenant"), new_broker("tenant")
     with connect(app) as connection:
@@ -246,7 +246,7 @@ def test_a_fleet_is_followed_by_a_running_loop(
 
 
 def test_a_source_and_a_destination_have_no_more_connections_than_they_may(
-    new_broker: NewBroker, server: EmbeddedServer, mom: Dsn, tmp_path: Path, spark: SparkSession
+    new_broker: NewBroker, server: EmbeddedServer, mom: Dsn, tmp_path: Path, spark: SparkContext
 ) -> None:
     limited, free = new_broker("limited"), new_broker("free")
     for name, dsn in (("limited", limited), ("free", free)):
@@ -270,7 +270,7 @@ def test_a_source_and_a_destination_have_no_more_connections_than_they_may(
 
 
 def test_more_sources_than_sessions_are_visited_in_turn_and_all_are_drained(
-    new_broker: NewBroker, server: EmbeddedServer, mom: Dsn, tmp_path: Path, spark: SparkSession
+    new_broker: NewBroker, server: EmbeddedServer, mom: Dsn, tmp_path: Path, spark: SparkContext
 ) -> None:
     brokers = {f"t{n}": new_broker("tenant") for n in range(9)}
     for name in list(brokers)[:7]:

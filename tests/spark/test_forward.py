@@ -11,8 +11,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from pyspark.sql import SparkSession
-from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
+from pyspark import SparkContext
 
 from saf.database import Dsn
 from saf.shards import shard_of
@@ -25,6 +24,11 @@ INSERT INTO saf.outbox (to_service, key, body, headers, deliver_at, from_service
 SELECT 'billing', 'order ' || n %% 20, convert_to(n::text, 'UTF8'), '{"n": 1}',
        CASE WHEN n %% 3 = 0 THEN now() END, CASE WHEN n %% 5 = 0 THEN 'shop' END
 FROM generate_series(1, %s) AS n
+"""
+
+HELD = """
+SELECT count(*) AS held FROM saf.cursor JOIN saf.subscription USING (subscription_id)
+WHERE log = 'outbox' AND owner IS NOT NULL GROUP BY owner
 """
 
 
@@ -170,6 +174,40 @@ def test_a_loop_forwards_what_comes_until_it_is_stopped(app: Dsn, mom: Dsn, tmp_
     finish(process)
 
 
+def test_of_two_forwarders_one_is_killed_and_the_other_forwards_the_rest_in_order(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    lease_seconds, messages = 5, 40_000
+    config = configuration(tmp_path, app, mom, chunk_rows=50, lease_seconds=lease_seconds)
+    running = [start(config, "--loop", "--interval", "0.1") for _ in range(2)]
+    try:
+        wait_for(app, f"SELECT array_agg(held) = '{{32,32}}' FROM ({HELD}) AS share")
+        with connect(app) as connection:
+            connection.execute(
+                "INSERT INTO saf.outbox (to_service, key, body) "
+                "SELECT 'billing', 'order ' || n %% 500, convert_to(n::text, 'UTF8') "
+                "FROM generate_series(1, %s) AS n",
+                [messages],
+            )
+        # more than one of them has: both have stored some
+        wait_for(mom, "SELECT count(DISTINCT shard) > 40 FROM saf.inbox")
+        os.killpg(running[0].pid, signal.SIGKILL)
+        wait_for(app, f"SELECT array_agg(held) = '{{64}}' FROM ({HELD}) AS share", lease_seconds)
+        wait_for(mom, f"SELECT count(*) >= {messages} FROM saf.inbox")
+        running[1].send_signal(signal.SIGTERM)
+        finish(running[1])
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+    arrived = [int(body) for body in bodies(mom)]
+    assert sorted(arrived) == list(range(1, messages + 1)), "nothing is lost or stored twice"
+    last: dict[int, int] = {}
+    for number in arrived:
+        assert number > last.get(number % 500, 0), "out of order"
+        last[number % 500] = number
+
+
 def test_one_source_that_is_down_does_not_stop_the_others(
     app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:
@@ -200,13 +238,11 @@ def test_a_destination_that_is_down_leaves_everything_pending(
 
 
 @pytest.fixture(scope="module")
-def spark() -> SparkSession:
+def spark() -> SparkContext:
     return session.start("local[2]")
 
 
-def test_a_key_has_the_same_shard_in_spark(spark: SparkSession) -> None:
+def test_a_key_has_the_same_shard_in_spark(spark: SparkContext) -> None:
     keys = ["N725MQ", "", "Zürich 😀", "x" * 1000, *(f"order {n}" for n in range(200))]
-    frame = spark.createDataFrame([(key,) for key in keys], "key string")
-    shard = F.udf(lambda key: shard_of(key, 100), "int")
-    rows = frame.select("key", shard("key").alias("shard")).collect()
-    assert {row.key: row.shard for row in rows} == {key: shard_of(key, 100) for key in keys}
+    rows = spark.parallelize(keys).map(lambda key: (key, shard_of(key, 100))).collect()
+    assert dict(rows) == {key: shard_of(key, 100) for key in keys}

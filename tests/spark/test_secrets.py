@@ -26,7 +26,7 @@ from urllib.request import urlopen
 import pytest
 from psycopg import pq, sql
 from psycopg.conninfo import make_conninfo
-from pyspark.sql import SparkSession
+from pyspark import SparkContext
 
 from saf.config import load
 from saf.database import SECRETS, Dsn, fetch
@@ -403,7 +403,7 @@ def test_nothing_that_holds_the_password_shows_it_when_printed(
     assert "authentication failed" in str(failure.value)
 
 
-def _no_spark(much: bool) -> SparkSession:
+def _no_spark(much: bool) -> SparkContext:
     raise NotImplementedError(much)
 
 

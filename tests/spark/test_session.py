@@ -21,12 +21,8 @@ from saf.spark import session
 spark = session.start("local[2]", conf={"spark.saf.password": "hunter2"})
 """
 COUNT = """
-def count(batches):
-    import pyarrow
-    for batch in batches:
-        yield pyarrow.RecordBatch.from_pydict({"n": [batch.num_rows]})
-rows = spark.range(1000).mapInArrow(count, "n long").collect()
-print("rows", sum(row.n for row in rows))
+rows = spark.parallelize(range(1000)).map(lambda n: 1).collect()
+print("rows", sum(rows))
 """
 STOP = "session.stop(spark)\n"
 # Ctrl-C is PySpark's to handle until the driver says otherwise.
@@ -90,7 +86,7 @@ def test_a_session_starts_and_works_without_a_word(shared_cache: Path) -> None:
 
 
 def test_an_error_of_a_task_is_still_shown(shared_cache: Path) -> None:
-    fail = "spark.range(1).mapInArrow(lambda batches: 1 / 0, 'n long').collect()\n"
+    fail = "spark.parallelize([0]).map(lambda n: 1 / n).collect()\n"
     done = run_driver(driver_env(shared_cache), START, fail)
     assert done.returncode == 1
     assert "ZeroDivisionError" in done.stderr
