@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from uuid import UUID
 
 import numpy as np
@@ -14,6 +15,8 @@ from saf.errors import Unavailable
 from saf.resolutions import Resolved
 from saf.spark.classifying import ANSWERS, as_answers
 from saf.spark.expressions import Compiled
+from saf.spark.source import messages
+from saf.spark.work import Policy, Work
 from saf.ways import Router
 
 
@@ -80,6 +83,31 @@ class Answers:
                 self._parked.append(batch.slice(0, parked))
             if parked < batch.num_rows:
                 self._ahead.append(batch.slice(parked))
+
+
+def deliver(
+    work: Sequence[Work], policy: Policy, compiled: Mapping[str, Compiled]
+) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """The function for mapInArrow: answers in, receipts out; else as `saf.spark.task`'s."""
+    pickled = [pickle.dumps(item) for item in work]
+
+    def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext  # exists inside a task only
+
+        from saf.spark.delivery import Delivery
+
+        context = TaskContext.get()
+        assert context is not None  # noqa: S101 - for the type checker
+        # the pipeline is narrow, so the partition's number is that of the item
+        number = context.partitionId()
+        item = pickle.loads(pickled[number])  # noqa: S301 - our own bytes
+        asked = any(router.expression in compiled for router in item.routes.routers)
+        answers = Answers(item.broker, batches, compiled) if asked else None
+        delivery = Delivery(number, item, policy, answers)
+        said = delivery.run(messages(item, policy.max_bytes))
+        yield pa.RecordBatch.from_pydict({"receipts": [pickle.dumps(said)]})
+
+    return task
 
 
 def _last(batch: pa.RecordBatch) -> int:

@@ -32,6 +32,7 @@ from saf.spark.roster import Roster
 from saf.spark.summary import Summary
 from saf.spark.task import forward
 from saf.spark.work import Policy, Receipt, Work
+from saf.ways import SQL
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -189,7 +190,7 @@ class Forwarder:
         work = plan(found, slots, limits=self._limits(), cap=cap, last_turn=last_turn)
         for broker in self._at_work(work):
             broker.last_turn = self.cycles
-        job = self._pool.submit(forward, spark, work, self.policy)
+        job = self._pool.submit(self._receipts, spark, work)
         left_out = len(self._at_work(found)) > len(self._at_work(work))
         receipts = self._run(spark, work, job, beside, left_out=left_out)
         self._settle(work, receipts, _shards(found))
@@ -265,6 +266,14 @@ class Forwarder:
         due = [broker for broker in self.roster.brokers.values() if broker.renewal_due]
         if due:
             self.roster.each(SourceBroker.renew, due, quiet=True)
+
+    def _receipts(self, spark: SparkContext, work: Sequence[Work]) -> list[Receipt]:
+        if any(router.kind == SQL for item in work for router in item.routes.routers):
+            from saf.spark.expressions import receipts  # needs Arrow at the driver
+
+            return receipts(work, self.policy)
+        numbers = spark.parallelize(range(len(work)), len(work))
+        return numbers.mapPartitions(forward(work, self.policy)).collect()
 
     def _settle(
         self, work: Sequence[Work], receipts: Sequence[Receipt], whole: Mapping[str, int]

@@ -89,9 +89,9 @@ def test_each_flight_arrives_at_its_airport_once_in_order_also_after_a_crash(
     stores: dict[str, Dsn],
     config: Path,
     kind: str,
-    expression: str,
+    says: str,
 ) -> None:
-    add_router(source, "departures", kind, expression)
+    add_router(source, "departures", kind, says)
     source.execute(FILL, [1, 3000])
     run(
         [BIN / "saf", "forward", "--config", config],
