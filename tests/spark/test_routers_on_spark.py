@@ -78,7 +78,7 @@ def in_order(some: list[int]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("kind", "expression"),
+    ("kind", "says"),
     [
         ("sql", "get_json_object(text, '$.origin')"),
         ("python", "tests.classifiers:by_origin"),
