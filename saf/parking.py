@@ -8,8 +8,8 @@ same thing; lanes are separate, and within one the order is kept:
     mom          (empty)            the destination answers: everything for it, in order
     mom          service:billing    the destination knows the service
     (empty)      route:billing      a route leads somewhere
-    mom          route:billing      the destination, after a route has been found that leads there
     mom          retry, replay      nothing: sent again on an operator's word
+    mom          found:LANE         the destination: what was in LANE has found a route there
     (empty)      key:A-1            a receiver's next attempt at the first message of the key
     (empty)      later:7            each for its deliver_at: a receiver's messages of a shard
     (empty)      ahead:CONVERSATION a message before them that is missing: those of a dialog
@@ -17,7 +17,8 @@ same thing; lanes are separate, and within one the order is kept:
 While a lane has messages, new ones that belong in it park behind them, and when its time has come
 the parked go first. Each keeps the (batch, position) that it had, and each lane has a watermark
 of its own at the destination: a parked message that was stored before its acknowledgement got
-lost is dropped there like any other.
+lost is dropped there like any other. Who waited longest may find a route last, so in the lanes of
+what has found one the order, and the number, is that of coming there: parked_id.
 
 ``saf.backoff`` has one row per lane that waits: the attempts so far and the next one's time, in
 the source's database and by its clock, so that they survive restarts and all forwarders share
@@ -45,6 +46,7 @@ FIRST_WAIT_SECONDS = 4
 LONGEST_WAIT_SECONDS = 64
 
 MAIN, RETRY, REPLAY, SERVICE, ROUTE = "", "retry", "replay", "service:", "route:"
+FOUND = "found:"
 KEY, LATER, AHEAD = "key:", "later:", "ahead:"
 
 
@@ -65,6 +67,11 @@ class Lane:
 
     destination: str = ""
     lane: str = MAIN
+
+    @property
+    def found(self) -> bool:
+        """Its messages have waited for a route, and found one."""
+        return self.lane.startswith(FOUND)
 
     def __str__(self) -> str:
         if self.lane.startswith((KEY, LATER)):
@@ -106,10 +113,11 @@ class Parked(Backoff):
 
 
 # Replayed messages before all others, and a lane after those whose messages are older than its own
-WAITING = """
+WAITING = f"""
 SELECT destination, lane, attempts, next_attempt_at, next_attempt_at <= now() AS due, error, since
 FROM saf.backoff WHERE subscription_id = %(subscription_id)s
-ORDER BY lane <> 'replay', lane LIKE 'route:%%', lane, destination
+ORDER BY lane NOT IN ('{REPLAY}', '{FOUND}{REPLAY}'), lane LIKE '{ROUTE}%%',
+         lane LIKE '{FOUND}%%', lane, destination
 """
 
 # Whether a member's shards have messages in a lane whose time has come
@@ -189,6 +197,7 @@ SELECT %(destination)s, %(lane)s, %(quality)s, parked_at, subscription_id, shard
 FROM unnest(%(parked_ids)s::bigint[], %(to_services)s::text[], %(to_brokers)s::uuid[],
             %(keys)s::text[]) AS w (parked_id, {", ".join(ADDRESS)})
 JOIN saf.parked p USING (parked_id)
+ORDER BY batch, position
 """
 UNPARK = "DELETE FROM saf.parked WHERE parked_id = ANY (%(parked_ids)s)"
 
@@ -199,7 +208,7 @@ SELECT {columns} FROM saf.parked
 WHERE subscription_id = {subscription_id} AND destination = {destination} AND lane = {lane}
   AND shard = ANY ({shards}::smallint[])
   AND NOT (id > {after} AND parked_at >= {opened_at}::timestamptz)
-ORDER BY batch, position
+ORDER BY {order}
 """
 
 SET_ASIDE = """
@@ -325,9 +334,11 @@ def unpark(connection: psycopg.Connection[Any], parked_ids: Sequence[int]) -> No
     connection.execute(UNPARK, {"parked_ids": list(parked_ids)})
 
 
-def as_log(columns: Sequence[str | sql.Composable]) -> list[str | sql.Composable]:
-    """Columns of a log as a lane has them: its position is what the watermark knows as id."""
-    return [sql.SQL("position AS id") if column == "id" else column for column in columns]
+def as_log(columns: Sequence[str | sql.Composable], lane: Lane) -> list[str | sql.Composable]:
+    """Columns of a log, and ``batch``, as a lane has them: what the watermark knows as such."""
+    as_found = {"id": sql.SQL("parked_id AS id"), "batch": sql.SQL("0::bigint AS batch")}
+    there = as_found if lane.found else {"id": sql.SQL("position AS id")}
+    return [there.get(one, one) if isinstance(one, str) else one for one in columns]
 
 
 def set_aside(
@@ -371,6 +382,7 @@ def in_lane(batch: Batch, lane: Lane, columns: Sequence[str | sql.Composable]) -
             lane=sql.Literal(lane.lane),
             shards=sql.Literal(batch.shards),
             after=sql.Literal(batch.position),
+            order=sql.SQL("parked_id" if lane.found else "batch, position"),
             opened_at=sql.Literal(batch.opened_at.isoformat()),
         )
         .as_string(None)

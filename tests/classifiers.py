@@ -69,3 +69,8 @@ def by_text(message: saf.Received) -> str | None:
     if message.text() == "fail":
         raise ValueError("told to fail")
     return None if message.text() == "nobody" else message.text()
+
+
+def to_ewr(message: saf.Received) -> str:  # noqa: ARG001 - whatever it says
+    """The service EWR."""
+    return "EWR"

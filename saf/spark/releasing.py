@@ -21,7 +21,7 @@ from saf import parking
 from saf.cursor import hold
 from saf.errors import SafError, Unavailable
 from saf.failpoints import fail_point
-from saf.parking import ADDRESS, ROUTE, SERVICE, Backoff, Lane
+from saf.parking import ADDRESS, FOUND, ROUTE, SERVICE, Backoff, Lane
 from saf.spark.aside import Aside
 from saf.spark.at_source import AtSource
 from saf.spark.chunks import chunks, mark
@@ -105,7 +105,7 @@ class Releasing:
     def _route(self, lane: Backoff) -> bool:
         """Move what has waited for a route to where routes lead now; whether that was anything."""
         needed = [*selected(None)] if self.resolver else ["id", "shard", *ADDRESS]
-        columns = ["parked_id", sql.SQL("id AS log_id"), *parking.as_log(needed)]
+        columns = ["parked_id", sql.SQL("id AS log_id"), *parking.as_log(needed, lane.key)]
         batches = read(self.work, parking.in_lane(self.work.batch, lane.key, columns))
         moved = False
         for rows in chunks(batches, self.policy.chunk_rows, self.policy.chunk_bytes):
@@ -151,13 +151,8 @@ class Releasing:
         return bool(to)
 
     def _parked(self, lane: Backoff) -> Iterator[pa.Table]:
-        everything = [
-            *parking.as_log(selected(None)),
-            "parked_id",
-            "batch",
-            "quality",
-            sql.SQL("id AS log_id"),
-        ]
+        log = parking.as_log([*selected(None), "batch"], lane.key)
+        everything = [*log, "parked_id", "quality", sql.SQL("id AS log_id")]
         batches = read(self.work, parking.in_lane(self.work.batch, lane.key, everything))
         return chunks(batches, self.policy.chunk_rows, self.policy.chunk_bytes)
 
@@ -177,12 +172,12 @@ class Releasing:
             there = part.lane.destination
             return nowhere(there) if there else self.resolver.obstacle(part.lane)
         older = []
-        if part.lane.lane.startswith((ROUTE, SERVICE)):
+        if part.lane.lane.startswith((SERVICE, FOUND + ROUTE)):
             older.append(Lane(destination=part.destination))
-        if part.lane.lane.startswith(ROUTE):
+        if part.lane.lane.startswith(FOUND + ROUTE):
             service, _ = of_route_lane(part.lane)
             older.append(service_lane(part.destination, service))
-            older.append(Lane(lane=part.lane.lane))
+            older.append(Lane(lane=part.lane.lane.removeprefix(FOUND)))
         for lane in older:
             if lane in self.lanes.held:
                 return Unavailable(str(part.lane), f"behind {lane}: {self.lanes.held[lane]}")

@@ -16,7 +16,7 @@ from uuid import UUID
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from saf.parking import ROUTE, SERVICE, Lane
+from saf.parking import FOUND, ROUTE, SERVICE, Lane
 from saf.ways import Way
 
 
@@ -71,21 +71,26 @@ def route_lane(service: str, broker: UUID | None) -> Lane:
 
 
 def of_route_lane(lane: Lane) -> tuple[str, str | None]:
-    """The service and broker that a lane of `route_lane` is for.
+    """The service and broker that a lane of `route_lane`, or what is found from it, is for.
 
     >>> of_route_lane(route_lane("a@b", UUID(int=1)))
     ('a@b', '00000000-0000-0000-0000-000000000001')
     """
-    service, _, broker = lane.lane.removeprefix(ROUTE).rpartition("@")
+    name = lane.lane.removeprefix(FOUND).removeprefix(ROUTE)
+    service, _, broker = name.rpartition("@")
     try:
         return service, str(UUID(broker))
     except ValueError:
-        return lane.lane.removeprefix(ROUTE), None
+        return name, None
 
 
 def found_lane(destination: str, lane: Lane) -> Lane:
-    """Where messages that have waited for a route, and found one, wait for its destination."""
-    return Lane(destination=destination, lane=lane.lane)
+    """Where messages that have waited for a route, and found one, wait for its destination.
+
+    >>> found_lane("mom", route_lane("billing", None)).lane
+    'found:route:billing'
+    """
+    return Lane(destination=destination, lane=f"{FOUND}{lane.lane}")
 
 
 def service_lane(destination: str, service: str) -> Lane:
@@ -104,7 +109,7 @@ def _routed(
     rows: pa.Table, destination: str, quality: str | None, held: Mapping[Lane, str]
 ) -> Iterator[Part]:
     """One part, but for messages behind others of their service that wait."""
-    waiting = {lane for lane in held if lane.lane.startswith((ROUTE, SERVICE))}
+    waiting = {lane for lane in held if lane.lane.startswith((ROUTE, FOUND, SERVICE))}
     if waiting:
         rest = []
         for (service, broker), mine in by_address(rows):

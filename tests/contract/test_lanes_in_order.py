@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import pytest
 
+from saf import dead
 from saf.database import Dsn
+from saf.dead import Filter
+from saf.routers import add_router
 from tests.contract.test_7_isolated import NOWHERE, AnswerLost, Broker, count, route, run, send_to
+from tests.contract.test_routes import without_default
 from tests.pipeline import bodies, connect, let_time_pass
 
 SOON = "UPDATE saf.backoff SET next_attempt_at = now() WHERE lane LIKE %s"
@@ -103,3 +109,69 @@ def test_what_was_stored_before_its_service_went_is_not_parked_for_it(
         let_time_pass(app)
         run(app, mom=mom, other=other)
     assert bodies(other) == ["stored", "known", "not yet"]
+
+
+# What waited longest may find its way last: nothing that went before it takes it for stored
+
+
+def test_what_is_retried_before_it_has_a_route_arrives_after_what_was_retried_later(
+    app: Dsn, mom: Dsn
+) -> None:
+    with connect(app) as connection, connect(mom) as store:
+        route(connection, "billing", "mom")
+        store.execute("ALTER TABLE saf.inbox ADD CONSTRAINT polite CHECK (body <> 'bad')")
+        send_to(connection, "shipping", "expired", key="k", expires_at=datetime.now(UTC))
+        send_to(connection, "billing", "bad", key="k")
+        run_routed(app, mom)
+        store.execute("ALTER TABLE saf.inbox DROP CONSTRAINT polite")
+        assert len(dead.retry(connection, Filter(service="shipping"), "wanted after all")) == 1
+        run_routed(app, mom)
+        assert len(dead.retry(connection, Filter(service="billing"), "it was not bad")) == 1
+        run_routed(app, mom)
+        assert bodies(mom) == ["bad"]
+
+        route(connection, "shipping", "mom")
+        let_time_pass(app)
+        run_routed(app, mom)
+    assert bodies(mom) == ["bad", "expired"]
+    assert count(app, "parked") == count(app, "backoff") == 0
+
+
+def test_of_what_is_retried_together_each_goes_when_it_has_a_route(app: Dsn, mom: Dsn) -> None:
+    with connect(app) as connection:
+        for service in ("shipping", "billing", "shipping", "billing"):
+            send_to(connection, service, service, key="k", expires_at=datetime.now(UTC))
+        run_routed(app, mom)
+        assert len(dead.retry(connection, Filter(), "wanted after all")) == 4
+        for service in ("billing", "shipping"):
+            route(connection, service, "mom")
+            let_time_pass(app)
+            run_routed(app, mom)
+    assert bodies(mom) == ["billing", "billing", "shipping", "shipping"]
+
+
+def test_what_its_router_could_not_resolve_arrives_after_what_waited_for_a_route_meanwhile(
+    app: Dsn, mom: Dsn
+) -> None:
+    with connect(app) as connection:
+        add_router(connection, "departures", "python", "nowhere.to_be:imported")
+        send_to(connection, "departures", "1", key="k")
+        send_to(connection, "EWR", "2", key="k")
+        run_routed(app, mom)
+        route(connection, "EWR", "mom")
+        let_time_pass(app)
+        run_routed(app, mom)
+        assert bodies(mom) == ["2"]
+
+        add_router(connection, "departures", "python", "tests.classifiers:to_ewr")
+        let_time_pass(app)
+        run_routed(app, mom)
+    assert bodies(mom) == ["2", "1"]
+    assert count(app, "parked") == count(app, "backoff") == 0
+
+
+def run_routed(app: Dsn, mom: Dsn) -> None:
+    """Twice: once to move, once to deliver; by nothing but the routes that there are."""
+    for _ in range(2):
+        with without_default(app, mom=mom) as cycle:
+            cycle.run()
