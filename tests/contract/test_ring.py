@@ -545,6 +545,12 @@ def test_nothing_is_purged_where_transaction_ids_are_those_of_another_cluster(
         assert in_slot(connection, "outbox") == ["one"]
 
 
+FORGOTTEN = """
+saf.route_version, saf.route_choice, saf.resolved_conversation, saf.conversation,
+saf.conversation_group
+"""
+
+
 @pytest.mark.every_postgresql
 def test_a_role_needs_the_rights_that_the_operations_page_names(app: Dsn, mom: Dsn) -> None:
     role = app.database
@@ -560,8 +566,7 @@ def test_a_role_needs_the_rights_that_the_operations_page_names(app: Dsn, mom: D
             purge_all(as_role)
         sequences = "saf.outbox_id_seq, saf.inbox_id_seq"
         connection.execute(f"GRANT SELECT, USAGE ON SEQUENCE {sequences} TO {role}")
-        forgotten = "saf.route_version, saf.route_choice, saf.resolved_conversation"
-        connection.execute(f"GRANT DELETE ON {forgotten} TO {role}")
+        connection.execute(f"GRANT DELETE ON {FORGOTTEN} TO {role}")
         purge_all(as_role, rotate_after_seconds=NOW)
         with pytest.raises(UsageError, match="outbox_0"):
             purge_all(as_role)
