@@ -119,5 +119,6 @@ def test_each_link_leads_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         if "://" not in target:
             assert (ROOT / page.parent / target).exists(), f"{page} links to {target}"
-    for file in re.findall(r"`((?:saf|tests|jobs|docker)/[\w/.]+)`", text):
+    # with a suffix or a slash at its end: saf/error is a message type
+    for file in re.findall(r"`((?:saf|tests|jobs|docker)/[\w/]*(?:\.\w+|/))`", text):
         assert (ROOT / file).exists(), f"{page} names {file}"
