@@ -196,7 +196,7 @@ def test_two_workers_forward_two_databases_once_and_show_no_password(
     # what would show it was there to be searched
     assert "org.apache.spark.executor.CoarseGrainedExecutorBackend" in done.processes
     assert any(event["Event"] == "SparkListenerEnvironmentUpdate" for event in done.events)
-    assert any(event["Event"].endswith("SQLExecutionStart") for event in done.events)
+    assert any(event["Event"] == "SparkListenerJobStart" for event in done.events)
     assert len(list(cluster.folder.glob("work-*/app-*/*/stderr"))) == 2
 
 

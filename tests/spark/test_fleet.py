@@ -23,7 +23,7 @@ from saf.spark.summary import Summary
 from tests.pipeline import bodies, connect
 from tests.programs import configuration, received, send
 
-GIANT = 300_000
+GIANT = 600_000
 NewBroker = Callable[[str], Dsn]
 
 

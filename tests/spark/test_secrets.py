@@ -255,7 +255,7 @@ def test_a_run_shows_the_password_nowhere_while_it_works_or_afterwards(
         file.read_text() for file in (tmp_path / "events").rglob("*") if file.is_file()
     )
     assert b"spark.local.dir" in pages[0]
-    assert b"MapInArrow" in pages[1]
+    assert b"collect" in pages[2]
     assert {"saf forward", "saf deliver"} <= {name for name, _ in watch.sessions}
     assert any(b"java" in process for process in watch.processes)
     assert b"saf deliver" in locked.log.read_bytes()
