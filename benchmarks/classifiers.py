@@ -19,7 +19,7 @@ from saf.config import load
 from saf.routers import add_router, remove_router
 
 MESSAGES = 300_000
-ROUNDS = 4
+ROUNDS = 3
 WARM_UP = 1
 
 FILL = f"""

@@ -17,8 +17,8 @@ from saf.message import COLUMNS
 from saf.spark.forward import Forwarder
 
 MESSAGES = 1_000_000
-ROUNDS = 4
-WARM_UP = 3  # rounds until the JVM has compiled what is hot
+ROUNDS = 3
+WARM_UP = 2  # rounds until the JVM has compiled what is hot
 
 OUT = "COPY (SELECT {columns} FROM saf.outbox WHERE {half}) TO STDOUT (FORMAT binary)"
 IN = "COPY saf.inbox ({columns}) FROM STDIN (FORMAT binary)"

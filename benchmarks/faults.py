@@ -18,9 +18,9 @@ from saf.database import Dsn
 from saf.spark.forward import Forwarder
 
 ROUNDS = 2
-WARM_UP_SECONDS = 6
+WARM_UP_SECONDS = 5
 RATE = 300  # transactions per second, well below what saturates the machine: latency is compared
-CYCLES = 40
+CYCLES = 20
 MESSAGES_A_CYCLE = 5_000
 
 

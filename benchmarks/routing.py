@@ -17,7 +17,7 @@ from saf.config import load
 MESSAGES = 300_000
 SERVICES = 1000
 COUNTS = (1, 10, 1000)
-ROUNDS = 3
+ROUNDS = 2
 WARM_UP = 2  # rounds until the JVM has compiled what is hot
 
 FILL = f"""
