@@ -323,7 +323,7 @@ def parked_messages_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_lane_released_in_no_order(patch: pytest.MonkeyPatch) -> None:
-    backwards = parking.IN_LANE.replace("BY batch, position", "BY batch DESC, position DESC")
+    backwards = parking.IN_LANE.replace("BY {order}", "BY parked_id DESC")
     patch.setattr(parking, "IN_LANE", backwards)
 
 
