@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -163,17 +163,32 @@ def dead(mom: Dsn) -> list[tuple[str, str]]:
 
 def consumer(mom: Dsn, seed: int) -> None:
     """Receive until nothing is left, in small deliveries, some of them rolled back."""
+    consume(mom, seed, SUBSCRIPTION, count_up)
+
+
+def consume(
+    mom: Dsn,
+    seed: int,
+    subscription: str,
+    handle: Callable[[psycopg.Connection[Any], saf.Received], object],
+) -> None:
+    """The same, for any subscription and handler."""
     chance = random.Random(seed)
-    while _receive(mom, chance):
+    while _receive(mom, chance, subscription, handle):
         pass
 
 
-def _receive(mom: Dsn, chance: random.Random) -> bool:
+def _receive(
+    mom: Dsn,
+    chance: random.Random,
+    subscription: str,
+    handle: Callable[[psycopg.Connection[Any], saf.Received], object],
+) -> bool:
     with (
         suppress(ZeroDivisionError),
         saf.receive(
             mom,
-            SUBSCRIPTION,
+            subscription,
             max_messages=chance.choice((1, 3, 20)),
             wait_seconds=0.3,
             policy=saf.Policy(
@@ -184,7 +199,7 @@ def _receive(mom: Dsn, chance: random.Random) -> bool:
         if not delivery:
             return False
         for message in delivery:
-            count_up(delivery.connection, message)
+            handle(delivery.connection, message)
         if chance.random() < 0.15:
             raise ZeroDivisionError
     return True
