@@ -73,6 +73,11 @@ class Lane:
         """Its messages have waited for a route, and found one."""
         return self.lane.startswith(FOUND)
 
+    @property
+    def unrouted(self) -> bool:
+        """Its messages wait for a route."""
+        return not self.destination and self.lane.startswith(ROUTE)
+
     def __str__(self) -> str:
         if self.lane.startswith((KEY, LATER)):
             return self.lane

@@ -150,7 +150,7 @@ class Delivery:
             obstacle = self.resolver.obstacle(part.lane)
         elif part.destination not in self.policy.destinations:
             obstacle = nowhere(part.destination)
-        if obstacle is not None:
+        if obstacle is not None and part.lane not in self.lanes.held:
             aside.failed[part.lane] = obstacle
             self.lanes.hold(part.lane, obstacle)
         number = self.work.batch.number

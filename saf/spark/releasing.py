@@ -177,7 +177,6 @@ class Releasing:
         if part.lane.lane.startswith(FOUND + ROUTE):
             service, _ = of_route_lane(part.lane)
             older.append(service_lane(part.destination, service))
-            older.append(Lane(lane=part.lane.lane.removeprefix(FOUND)))
         for lane in older:
             if lane in self.lanes.held:
                 return Unavailable(str(part.lane), f"behind {lane}: {self.lanes.held[lane]}")

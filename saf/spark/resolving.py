@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 
 from saf.errors import ConfigurationError, SafError, Unroutable
 from saf.message import MAX_KEY, MAX_NAME
-from saf.parking import ADDRESS, ROUTE, Lane
+from saf.parking import ADDRESS, Lane
 from saf.resolutions import Resolved
 from saf.routers import load
 from saf.spark.answers import Answers
@@ -103,7 +103,7 @@ class Resolver:
         left = _is_in(sent, self._routers)
         if not left.any():
             return Resolution(rows=rows)
-        waiting = left & _is_in(sent, [of_route_lane(one)[0] for one in held if _is_route(one)])
+        waiting = left & _is_in(sent, [of_route_lane(one)[0] for one in held if one.unrouted])
         if self._by_spark is not None:
             unasked = ~self._by_spark.about(rows)
             if "parked_id" in rows.column_names:
@@ -279,10 +279,6 @@ def _unfit(names: pa.ChunkedArray, longest: int) -> pa.ChunkedArray:
     length = pc.utf8_length(names)
     bad = pc.or_(pc.equal(length, 0), pc.greater(length, longest))
     return pc.fill_null(pc.or_(bad, pc.match_substring(names, "\0")), False)
-
-
-def _is_route(lane: Lane) -> bool:
-    return not lane.destination and lane.lane.startswith(ROUTE)
 
 
 def _chain(services: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ is set aside by itself.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from uuid import UUID
 
@@ -39,8 +39,10 @@ def sort(
     """The parts of a chunk whose column ``route`` says which of ``ways`` each message goes.
 
     None of them is shared any more. ``qualities`` are the known destinations' defaults. A route to
-    any other is none; but of a topic's, whose messages wait for that destination alone.
+    any other is none; but of a topic's, whose messages wait for that destination alone. Nor is
+    there one for messages behind others that still wait for it.
     """
+    rows = _behind(rows, {lane for lane in held if lane.unrouted})
     numbers: dict[tuple[str, str | None] | None, list[int | None]] = defaultdict(list)
     there = pc.unique(rows["route"]).to_pylist()
     for number in there:
@@ -101,25 +103,44 @@ def service_lane(destination: str, service: str) -> Lane:
 def unroutable(rows: pa.Table) -> Iterator[Part]:
     """A part for each service, and broker, whose messages wait for a route."""
     for (service, broker), mine in by_address(rows):
-        lane = route_lane(service, UUID(bytes=broker) if broker else None)
+        lane = _route_lane(service, broker)
         yield Part(lane=lane, destination=None, quality=None, rows=mine)
+
+
+def _route_lane(service: str, broker: bytes | None) -> Lane:
+    return route_lane(service, UUID(bytes=broker) if broker else None)
+
+
+def _behind(rows: pa.Table, unrouted: Collection[Lane]) -> pa.Table:
+    """The rows without a route for those whose service, and broker, have messages waiting for one.
+
+    Each of these finds its route with them, so that it comes to its destination after them.
+    """
+    if not unrouted:
+        return rows
+    ids = [
+        mine["id"].combine_chunks()
+        for address, mine in by_address(rows)
+        if _route_lane(*address) in unrouted
+    ]
+    if not ids:
+        return rows
+    behind = pc.is_in(rows["id"], pa.concat_arrays(ids))
+    route = pc.if_else(behind, pa.scalar(None, rows["route"].type), rows["route"])
+    return rows.set_column(rows.column_names.index("route"), "route", route)
 
 
 def _routed(
     rows: pa.Table, destination: str, quality: str | None, held: Mapping[Lane, str]
 ) -> Iterator[Part]:
     """One part, but for messages behind others of their service that wait."""
-    waiting = {lane for lane in held if lane.lane.startswith((ROUTE, FOUND, SERVICE))}
+    waiting = {lane for lane in held if lane.lane.startswith((FOUND, SERVICE))}
     if waiting:
-        rest = []
         for (service, broker), mine in by_address(rows):
-            unrouted = route_lane(service, UUID(bytes=broker) if broker else None)
-            found = found_lane(destination, unrouted)
+            found = found_lane(destination, _route_lane(service, broker))
             unknown = service_lane(destination, service)
-            lane = found if waiting & {unrouted, found} else unknown
-            if lane is not found and unknown not in waiting:
-                rest.append(service)
-            else:
+            lane = next((lane for lane in (found, unknown) if lane in waiting), None)
+            if lane is not None:
                 yield Part(lane=lane, destination=destination, quality=quality, rows=mine)
                 rows = rows.filter(pc.invert(pc.is_in(rows["id"], mine["id"].combine_chunks())))
     if rows.num_rows:
