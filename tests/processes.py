@@ -19,7 +19,13 @@ from tests.pipeline import Cycle, policy
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["tests.processes", "tests.crash.forwarders", "tests.crash.writers", "tests.crash.site"]
+    [
+        "tests.processes",
+        "tests.crash.forwarders",
+        "tests.crash.writers",
+        "tests.crash.site",
+        "tests.crash.talks",
+    ]
 )
 
 KEYS = 5

@@ -11,19 +11,32 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import psycopg
 
 SENT = "SELECT account, n, service, poison FROM sent"
 COUNTED = "SELECT id, version FROM account"
-ARRIVED = "SELECT convert_from(body, 'UTF8') FROM saf.inbox ORDER BY id"
-DEAD = "SELECT convert_from(body, 'UTF8'), reason FROM saf.dead_letter"
+ARRIVED = """
+SELECT convert_from(body, 'UTF8') FROM saf.inbox WHERE conversation_id IS NULL ORDER BY id
+"""
+DEAD = """
+SELECT convert_from(body, 'UTF8'), reason FROM saf.dead_letter WHERE conversation_id IS NULL
+"""
 LEFT = """
 SELECT (SELECT count(*) FROM saf.outbox o JOIN saf.cursor c USING (shard)
-        WHERE NOT pg_visible_in_snapshot(o.txid, c.done))
+        JOIN saf.subscription s USING (subscription_id)
+        WHERE s.log = 'outbox' AND NOT pg_visible_in_snapshot(o.txid, c.done))
      + (SELECT count(*) FROM saf.parked)
 """
+
+TALKS = "SELECT conversation::text, n, ended FROM talk"
+HEARD = "SELECT conversation::text, n FROM heard ORDER BY number"
+DEAD_TALKS = """
+SELECT conversation_id::text, 0 FROM saf.dead_letter WHERE conversation_id IS NOT NULL
+"""
+STATES = "SELECT conversation_id::text, state FROM saf.conversation"
 
 Message = tuple[str, int]
 
@@ -39,6 +52,8 @@ class Verdict:
     out_of_order: list[Message] = field(default_factory=list)
     dead_wrongly: list[Message] = field(default_factory=list)
     """Dead letters that should not be, or twice; poison that is not dead."""
+    ended_wrongly: list[Message] = field(default_factory=list)
+    """Talks, and by how much they were said, that have not ended as they were to."""
     not_atomic: list[str] = field(default_factory=list)
     """Accounts whose version and messages differ: the harness itself is broken."""
 
@@ -85,6 +100,50 @@ def check(source: str, stores: Iterable[str], qualities: Mapping[str, str]) -> V
     verdict.unexpected = sorted((copies.keys() | deaths.keys()) - known.keys())
     verdict.out_of_order = _out_of_order(arrived, known)
     return verdict
+
+
+def unheard(source: str, store: str) -> int:
+    """How much that was said in talks has not been heard, at either side; and ends untold."""
+    talks, *sides = _talks(source, store)
+    return sum(
+        max(0, n - len(heard[talk])) + (ended and states.get(talk) != "closed")
+        for heard, states in sides
+        for talk, (n, ended) in talks.items()
+    )
+
+
+def listen(source: str, store: str, verdict: Verdict) -> None:
+    """Add what is wrong with talks: each is 1, 2, 3 … at either side."""
+    talks, *sides = _talks(source, store)
+    for side in (source, store):
+        with psycopg.connect(side) as connection:
+            verdict.dead_wrongly += connection.execute(DEAD_TALKS).fetchall()
+    verdict.sent += sum(n for n, _ in talks.values())
+    for heard, states in sides:
+        for talk, (n, ended) in talks.items():
+            mine, said = heard[talk], range(1, n + 1)
+            verdict.lost += [(talk, one) for one in said if one not in mine]
+            verdict.duplicated += [(talk, one) for one in said if mine.count(one) > 1]
+            verdict.out_of_order += [(talk, b) for a, b in pairwise(mine) if b < a]
+            verdict.unexpected += [(talk, one) for one in mine if one not in said]
+            if (states.get(talk) == "closed") != ended or states.get(talk) == "error":
+                verdict.ended_wrongly.append((talk, n))
+        verdict.unexpected += [(talk, 0) for talk in heard.keys() - talks.keys()]
+
+
+def _talks(source: str, store: str) -> tuple[Any, ...]:
+    """What was said in each talk, and whether that was all; and what either side has of them."""
+    with psycopg.connect(source) as connection:
+        rows = connection.execute(TALKS).fetchall()
+    sides = []
+    for side in (source, store):
+        heard: dict[str, list[int]] = defaultdict(list)
+        with psycopg.connect(side) as connection:
+            states: dict[str, str] = dict(connection.execute(STATES).fetchall())
+            for talk, n in connection.execute(HEARD).fetchall():
+                heard[talk].append(n)
+        sides.append((heard, states))
+    return {talk: (n, ended) for talk, n, ended in rows}, *sides
 
 
 def _message(body: str) -> Message:

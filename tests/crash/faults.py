@@ -46,6 +46,10 @@ def kill_writer(round_: Round, fault: Fault) -> None:
     round_.again(round_.writers, fault.target)
 
 
+def kill_listener(round_: Round, fault: Fault) -> None:
+    round_.again(round_.listeners, fault.target)
+
+
 def crash_source(round_: Round, _: Fault) -> None:
     _crash(round_.site.source)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 QUALITIES = {
     "orders": "exactly_once",
@@ -41,6 +41,10 @@ SPARK_FAULTS = (
     "disk_full",
 )
 """For the rounds whose forwarders are ``saf forward --loop``, JVM and Python workers and all."""
+DIALOGS = 0.3
+"""The share of rounds with dialogs."""
+SILENCE = "kill_listener"
+"""What goes wrong besides in rounds with dialogs."""
 SPARK_EVERY = 25
 """Each round of so many is one of those."""
 
@@ -75,6 +79,8 @@ class Plan:
     """The first forwarder's wall clock is an hour ahead."""
     spark: bool
     """Forwarders are whole Spark jobs; else the same steps, in one process each."""
+    dialogs: bool
+    """The application and the MOM store talk, both ways."""
     faults: tuple[Fault, ...]
 
 
@@ -100,7 +106,7 @@ def plan(seed: int, number: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
         )
         for nth in range(chance.randint(2, 4))
     )
-    return Plan(
+    made = Plan(
         seed=seed,
         round=number,
         writers=chance.randint(2, 4),
@@ -112,4 +118,10 @@ def plan(seed: int, number: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
         skewed=chance.random() < 0.3 and not spark,
         spark=spark,
         faults=faults,
+        # by chance of its own: what else happens in a round stays as it was
+        dialogs=not spark and random.Random(f"{seed} {number} dialogs").random() < DIALOGS,
     )
+    if not made.dialogs or kinds is not FAULTS:
+        return made
+    silence = replace(faults[-1], kind=SILENCE)
+    return replace(made, faults=(*faults, silence))

@@ -15,10 +15,11 @@ from psycopg import sql
 
 from saf.database import Dsn
 from tests.crash import faults
-from tests.crash.checker import Verdict, check, left
+from tests.crash.checker import Verdict, check, left, listen, unheard
 from tests.crash.forwarders import forwarder, purger, spark_forwarder
 from tests.crash.plan import QUALITIES, Plan
 from tests.crash.site import Site
+from tests.crash.talks import DESK, STOCK, listener
 from tests.crash.writers import writer
 from tests.processes import start
 
@@ -69,6 +70,11 @@ class Round:
         self.forwarders = [
             self.start_forwarder(skewed=plan.skewed and nth == 0) for nth in range(plan.forwarders)
         ]
+        self.listeners = [
+            self.start_listener(service) for service in (STOCK, STOCK, DESK) if plan.dialogs
+        ]
+        if plan.dialogs:
+            self.forwarders.append(self.start_returning())
         self.purgers = [start(purger, self.app)] if plan.purge else []
 
     def run(self) -> Outcome:
@@ -85,12 +91,16 @@ class Round:
             remaining = self._drain()
             recovery = time.monotonic() - ended
         finally:
-            for process in [p for p, _ in self.writers + self.forwarders] + self.purgers:
+            started = self.writers + self.forwarders + self.listeners
+            for process in [process for process, _ in started] + self.purgers:
                 self._end(process)
         stores = [store.conninfo for store in self.stores.values()]
+        verdict = check(self.app.conninfo, stores, QUALITIES)
+        if self.plan.dialogs:
+            listen(self.app.conninfo, self.stores["mom"].conninfo, verdict)
         return Outcome(
             plan=self.plan,
-            verdict=check(self.app.conninfo, stores, QUALITIES),
+            verdict=verdict,
             left=remaining,
             died=self.died,
             recovery_seconds=recovery,
@@ -99,8 +109,14 @@ class Round:
     def start_writer(self) -> Started:
         self._number += 1
         seed = f"{self.plan.seed} {self.plan.round} {self._number}"
-        process = start(writer, self.app, seed, self.plan.poison, FOREVER)
+        process = start(writer, self.app, seed, self.plan.poison, self.plan.dialogs, FOREVER)
         return process, self.start_writer
+
+    def start_listener(self, service: str) -> Started:
+        self._number += 1
+        where = self.app if service == DESK else self.stores["mom"]
+        process = start(listener, where, service, self._number)
+        return process, lambda: self.start_listener(service)
 
     def start_forwarder(self, *, skewed: bool = False) -> Started:
         stores = self.site.by_proxy(self.plan)
@@ -112,6 +128,12 @@ class Round:
         return start(
             forwarder, self.app, stores, self.plan.chunk_rows, skewed
         ), self.start_forwarder
+
+    def start_returning(self) -> Started:
+        """From the MOM store to the application."""
+        stores = {"app": self.app}
+        process = start(forwarder, self.stores["mom"], stores, self.plan.chunk_rows, False)
+        return process, self.start_returning
 
     def again(self, group: list[Started], target: int) -> None:
         """Kill one of a group, and start another."""
@@ -158,5 +180,8 @@ class Round:
 
     def _left(self) -> int:
         with contextlib.suppress(psycopg.OperationalError):
-            return left(self.app.conninfo)
+            untold = 0
+            if self.plan.dialogs:
+                untold = unheard(self.app.conninfo, self.stores["mom"].conninfo)
+            return left(self.app.conninfo) + untold
         return -1

@@ -17,6 +17,7 @@ from saf.embedded import EmbeddedServer
 from saf.migrate import migrate
 from tests.crash.plan import QUALITIES, Plan
 from tests.crash.proxy import Proxy
+from tests.crash.talks import introduce
 from tests.crash.writers import ACCOUNTS, TABLES
 
 SETTINGS = {"max_prepared_transactions": 50, "max_connections": 200, "shared_buffers": "64MB"}
@@ -91,6 +92,8 @@ class Site:
                     "INSERT INTO saf.route (service, destination, quality) VALUES (%s, %s, %s)",
                     [service, STORES[number % plan.destinations], quality],
                 )
+        if plan.dialogs:
+            introduce(app, self.mom.dsn("mom"))
         return app
 
     def _database(self, server: EmbeddedServer, name: str, tablespace: str) -> Dsn:

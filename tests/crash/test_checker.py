@@ -5,6 +5,7 @@ Each scenario is run as it is, and must come out clean, and then with its bug.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -14,23 +15,28 @@ import psycopg
 import pytest
 from psycopg import sql
 
+import saf
 import saf.spark.delivery
 from saf import Outbox, cursor, dead, parking, ring
 from saf.cursor import Batch
 from saf.database import Dsn
 from saf.destinations import Chunk, postgresql
 from saf.destinations.postgresql import PostgresInbox
+from saf.dialogs import arrival
+from saf.dialogs.facts import Facts, Verdict, judge
 from saf.errors import Fenced, Rejected
 from saf.failpoints import arm
 from saf.maintenance import purge_broker
 from saf.spark.aside import Aside
 from saf.spark.at_source import AtSource
 from saf.spark.storing import Storing
-from tests.crash.checker import check, left
+from tests.crash.checker import check, left, listen
 from tests.crash.plan import QUALITIES
 from tests.crash.site import POLITE
+from tests.crash.talks import DESK, STOCK, hear, hear_and_answer, introduce, talk
 from tests.crash.writers import ACCOUNTS, TABLES, _count_up
 from tests.pipeline import Cycle, connect, let_time_pass, policy
+from tests.receivers import consume
 
 NOWHERE = Dsn("host=/nonexistent dbname=mom")
 
@@ -48,6 +54,7 @@ class World:
     other: Dsn
     patch: pytest.MonkeyPatch
     outbox: Outbox = field(default_factory=Outbox)
+    talks: bool = False
 
     def send(self, account: str = "orders-0", times: int = 1, *, poison: bool = False) -> None:
         with self.app.connect(role="test") as connection:
@@ -85,8 +92,25 @@ class World:
 
     def findings(self) -> set[str]:
         stores = [self.mom.conninfo, self.other.conninfo]
-        found = set(check(self.app.conninfo, stores, QUALITIES).findings)
-        return found | ({"left"} if left(self.app.conninfo) else set())
+        verdict = check(self.app.conninfo, stores, QUALITIES)
+        if self.talks:
+            listen(self.app.conninfo, self.mom.conninfo, verdict)
+        return set(verdict.findings) | ({"left"} if left(self.app.conninfo) else set())
+
+    def talk(self) -> None:
+        """Say something to the MOM store, in a dialog."""
+        if not self.talks:
+            introduce(self.app, self.mom)
+            self.talks = True
+        with self.app.connect(role="test") as connection:
+            talk(connection, random.Random(1))
+
+    def hear(self) -> None:
+        """All that has been said to the MOM store; and at the application, its answers."""
+        consume(self.mom, 1, STOCK, hear_and_answer)
+        with Cycle(self.mom, policy("exactly_once", 100, app=self.app)) as back:
+            back.run()
+        consume(self.app, 1, DESK, hear)
 
 
 def _crash() -> None:
@@ -246,6 +270,14 @@ def a_rollback(world: World) -> None:
     world.forward()
 
 
+def a_crash_after_the_store_of_a_talk(world: World) -> None:
+    for _ in range(3):
+        world.talk()
+    world.crash("mom_commit")
+    world.forward()
+    world.hear()
+
+
 # Bugs
 
 
@@ -374,7 +406,16 @@ def sent_outside_of_the_transaction(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Outbox, "send", apart)
 
 
+def repeats_in_a_dialog_taken(patch: pytest.MonkeyPatch) -> None:
+    def trusting(before: Facts, message: saf.Received, **more: Any) -> tuple[Verdict, Facts]:
+        repeat = (message.sequence or 0) <= before.receive_sequence
+        return (Verdict.TAKE, before) if repeat else judge(before, message, **more)
+
+    patch.setattr(arrival, "judge", trusting)
+
+
 PLANTED = [
+    (repeats_in_a_dialog_taken, a_crash_after_the_store_of_a_talk, "duplicated"),
     (watermark_not_moved, a_crash_after_the_store, "duplicated"),
     (watermark_moved_and_a_row_not_stored, a_crash_after_the_store, "lost"),
     (marked_before_sent, a_crash_before_the_store, "lost"),

@@ -18,6 +18,7 @@ import psycopg
 from saf import Outbox, SafError
 from saf.database import Dsn
 from tests.crash.plan import QUALITIES
+from tests.crash.talks import talk
 
 ACCOUNTS = [f"{service}-{number}" for service in QUALITIES for number in range(3)]
 
@@ -30,7 +31,7 @@ KINDS = ("commit", "commit", "commit", "rollback", "savepoint", "late", "prepare
 PADDING = "." * 400
 
 
-def writer(app: Dsn, seed: str, poison: float, seconds: float) -> None:
+def writer(app: Dsn, seed: str, poison: float, dialogs: bool, seconds: float) -> None:
     """Write until the time is over, whatever the server does."""
     # of a rollback on a connection that is lost
     logging.getLogger("psycopg").setLevel(logging.ERROR)
@@ -42,12 +43,14 @@ def writer(app: Dsn, seed: str, poison: float, seconds: float) -> None:
                 connection.execute("SET lock_timeout = '300ms'")
                 connection.commit()
                 while time.monotonic() < until:
-                    _transaction(connection, chance, poison)
+                    _transaction(connection, chance, poison, dialogs)
         except (psycopg.Error, SafError):
             time.sleep(0.05)
 
 
-def _transaction(connection: psycopg.Connection[Any], chance: random.Random, poison: float) -> None:
+def _transaction(
+    connection: psycopg.Connection[Any], chance: random.Random, poison: float, dialogs: bool
+) -> None:
     kind = chance.choice(KINDS)
     outbox = Outbox()
     if kind == "prepared":
@@ -61,6 +64,8 @@ def _transaction(connection: psycopg.Connection[Any], chance: random.Random, poi
         _count_up(connection, outbox, account, chance.random() < poison)
         if kind == "late":
             time.sleep(chance.uniform(0.0, 0.15))
+    if dialogs and chance.random() < 0.5:
+        talk(connection, chance)
     if kind == "prepared":
         connection.tpc_prepare()
         time.sleep(chance.uniform(0.0, 0.05))
