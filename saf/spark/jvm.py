@@ -110,12 +110,10 @@ class Jvm:
         return port, data[8 : 8 + length].decode()
 
 
-def launch(java: Java, conf: Mapping[str, str]) -> Jvm:
-    """Start a JVM for a driver with the given settings; return at once."""
-    folder = Path(tempfile.mkdtemp(prefix="saf-"))
+def environment(java: Java) -> dict[str, str]:
+    """What a JVM, and the workers that it starts, find in their environment."""
     env = {
         **os.environ,
-        "_PYSPARK_DRIVER_CONN_INFO_PATH": str(folder / "gateway"),
         "SPARK_CONNECT_MODE": "0",
         "PYTHONHASHSEED": "0",
         # numpy's threads would be started in each worker, and never used
@@ -125,6 +123,12 @@ def launch(java: Java, conf: Mapping[str, str]) -> Jvm:
     # With SPARK_HOME, workers import pyspark from a zip without compiled files: half a second
     # each. Without it they import the installed package.
     env.pop("SPARK_HOME", None)
+    return env
+
+
+def launch(java: Java, conf: Mapping[str, str], env: Mapping[str, str]) -> Jvm:
+    """Start a JVM for a driver with the given settings; return at once."""
+    folder = Path(tempfile.mkdtemp(prefix="saf-"))
     line = command(java, conf)
     # Standard output belongs to the driver. The JVM outlives it, by seconds if it makes an archive,
     # and whoever reads the driver's stderr to its end must not wait for that: it gets a pipe.
@@ -133,7 +137,7 @@ def launch(java: Java, conf: Mapping[str, str]) -> Jvm:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=env,
+        env={**env, "_PYSPARK_DRIVER_CONN_INFO_PATH": str(folder / "gateway")},
         preexec_fn=_ignore_interrupts,  # noqa: PLW1509 the one system call is safe after a fork
     )
     assert process.stdout is not None  # noqa: S101 it is a pipe

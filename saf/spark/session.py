@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from saf.errors import MissingExtra
 from saf.spark import java
-from saf.spark.jvm import Jvm, launch
+from saf.spark.daemon import AHEAD, start_ahead
+from saf.spark.jvm import Jvm, environment, launch
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -104,7 +105,11 @@ def prestart(
     global _launched  # noqa: PLW0603 a process has one JVM
     require_packages()
     if _launched is None and "PYSPARK_GATEWAY_PORT" not in os.environ and not _has_jvm():
-        _launched = launch(java.find(), settings(master, quick=quick) | dict(conf))
+        chosen, found = settings(master, quick=quick) | dict(conf), java.find()
+        env = environment(found)
+        if is_local(master) and _forks_ours(chosen):
+            env[AHEAD] = start_ahead(env)
+        _launched = launch(found, chosen, env)
 
 
 def start(
@@ -167,6 +172,13 @@ def _connect(context: Any) -> None:
             context._ensure_initialized()
     finally:
         del os.environ["PYSPARK_GATEWAY_PORT"], os.environ["PYSPARK_GATEWAY_SECRET"]
+
+
+def _forks_ours(conf: Mapping[str, str]) -> bool:
+    """Whether the workers are this Python's, and forked from our daemon."""
+    python = os.environ.get("PYSPARK_PYTHON") or conf.get("spark.pyspark.python")
+    daemon = conf.get("spark.python.daemon.module"), conf.get("spark.python.use.daemon", "true")
+    return python == sys.executable and daemon == ("saf.spark.daemon", "true")
 
 
 def _has_jvm() -> bool:

@@ -156,6 +156,38 @@ def test_jvm_and_workers_go_away_with_a_killed_driver(driver: subprocess.Popen[s
     assert alive == []
 
 
+def test_workers_come_from_the_daemon_that_was_started_ahead(
+    driver: subprocess.Popen[str],
+) -> None:
+    ahead = [p for p in descendants(driver) if p.cmdline()[-1:] == ["ahead"]]
+    daemon = min(ahead, key=lambda process: process.pid)
+    assert daemon.ppid() == driver.pid
+    assert daemon.children(), "its workers"
+
+
+def test_without_the_daemon_that_was_started_ahead_there_is_another(shared_cache: Path) -> None:
+    kill = "from saf.spark import daemon\ndaemon._ahead.kill()\n"
+    done = run_driver(driver_env(shared_cache), START, kill, COUNT, STOP)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "rows 1000\n", "")
+
+
+def test_a_daemon_that_was_started_ahead_ends_with_who_started_it() -> None:
+    program = (
+        "from saf.spark import daemon as d; d.start_ahead({}); print(d._ahead.pid, flush=True)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{program}; input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as driver:
+        assert driver.stdout
+        daemon = psutil.Process(int(driver.stdout.readline()))
+        driver.kill()
+    psutil.wait_procs([daemon], timeout=60)
+    assert not daemon.is_running()
+
+
 def test_the_command_opens_what_spark_s_own_launcher_opens(tmp_path: Path) -> None:
     found = java.find()
     launcher = ["org.apache.spark.launcher.Main", *jvm.GATEWAY]
