@@ -15,7 +15,8 @@ same thing; lanes are separate, and within one the order is kept:
     (empty)      ahead:CONVERSATION a message before them that is missing: those of a dialog
 
 While a lane has messages, new ones that belong in it park behind them, and when its time has come
-the parked go first. Each keeps the (batch, position) that it had, and each lane has a watermark
+the parked go first. (While a destination does not answer, this is so for all shards; what waits for
+more than that concerns its own shards only.) Each keeps the (batch, position) that it had, and each lane has a watermark
 of its own at the destination: a parked message that was stored before its acknowledgement got
 lost is dropped there like any other. Who waited longest may find a route last, so in the lanes of
 what has found one the order, and the number, is that of coming there: parked_id.
@@ -72,6 +73,11 @@ class Lane:
     def found(self) -> bool:
         """Its messages have waited for a route, and found one."""
         return self.lane.startswith(FOUND)
+
+    @property
+    def of_service(self) -> bool:
+        """They wait for something that concerns their service alone."""
+        return self.lane.startswith((ROUTE, FOUND, SERVICE))
 
     @property
     def unrouted(self) -> bool:
@@ -225,6 +231,14 @@ SELECT id, destination, NULL FROM saf.dead_letter
 WHERE subscription_id = %(subscription_id)s AND shard = ANY (%(shards)s)
   AND id > %(position)s AND dead_letter_at >= %(opened_at)s
 """
+OCCUPIED = """
+SELECT destination, lane FROM unnest(%(destinations)s::text[], %(lanes)s::text[])
+    AS w (destination, lane)
+WHERE EXISTS (
+    SELECT FROM saf.parked p
+    WHERE subscription_id = %(subscription_id)s
+      AND p.destination = w.destination AND p.lane = w.lane AND shard = ANY (%(shards)s))
+"""
 KNOWN = """
 SELECT id FROM saf.parked
 WHERE subscription_id = %(subscription_id)s AND destination = %(destination)s
@@ -372,6 +386,18 @@ def known(
     """Which of some messages, by id, are parked for a destination."""
     params = {"subscription_id": subscription_id, "destination": destination, "ids": list(ids)}
     return {id_ for (id_,) in fetch(connection, KNOWN, params)}
+
+
+def occupied(connection: psycopg.Connection[Any], batch: Batch, lanes: Sequence[Lane]) -> set[Lane]:
+    """Which of some lanes have messages of a batch's shards."""
+    params = {
+        "subscription_id": batch.subscription_id,
+        "shards": batch.shards,
+        "destinations": [lane.destination for lane in lanes],
+        "lanes": [lane.lane for lane in lanes],
+    }
+    rows = fetch(connection, OCCUPIED, params)
+    return {Lane(destination=destination, lane=lane) for destination, lane in rows}
 
 
 def in_lane(batch: Batch, lane: Lane, columns: Sequence[str | sql.Composable]) -> str:

@@ -40,6 +40,9 @@ class Chunk:
     """Of the batch that the last row is from."""
     position: int
     lane: str = MAIN
+    behind: frozenset[str] = frozenset()
+    """Services of which older messages wait in a lane of their own: those that are not stored yet
+    wait too, as if the services were unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

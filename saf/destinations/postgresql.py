@@ -110,7 +110,7 @@ class PostgresInbox:
         with self._transaction() as cursor:
             marks = self._lock_watermarks(cursor, chunk)
             rows = beyond(chunk.rows, chunk.number, marks) if exactly_once else chunk.rows
-            unknown = self._unknown(cursor, rows)
+            unknown = self._unknown(cursor, rows, chunk.behind)
             # nobody who was owner before may store what the caller sets aside now
             epoch_only = bool(unknown) or not exactly_once
             self._move_watermarks(cursor, chunk, marks, epoch_only=epoch_only)
@@ -167,11 +167,11 @@ class PostgresInbox:
             values |= {"batch": sql.Literal(0), "position": sql.Literal(0)}
         _query(cursor, MOVE, values)
 
-    def _unknown(self, cursor: adbc.Cursor, rows: pa.Table) -> list[str]:
-        """The services that are addressed and not known here; none if all are."""
-        addressed = pc.unique(rows["to_service"]).to_pylist()
+    def _unknown(self, cursor: adbc.Cursor, rows: pa.Table, behind: frozenset[str]) -> list[str]:
+        """The services that are addressed and not known here, or as if they were not."""
+        addressed = set(pc.unique(rows["to_service"]).to_pylist())
         known = {name for (name,) in _query(cursor, SERVICES)} if addressed else set()
-        return sorted(set(addressed) - known) if known else []
+        return sorted(addressed & behind | (addressed - known if known else set()))
 
     @contextmanager
     def _transaction(self) -> Iterator[adbc.Cursor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from saf.errors import SafError
-from saf.parking import REPLAY, Lane
+from saf.parking import REPLAY, SERVICE, Lane
 
 
 @dataclass
@@ -14,11 +14,25 @@ class Lanes:
 
     held: dict[Lane, str] = field(default_factory=dict)
     """New messages have to park in these, and why."""
+    occupied: set[Lane] = field(default_factory=set)
+    """They have messages of these shards, whether their time has come or not."""
     untried: set[Lane] = field(default_factory=set)
     """Their time has come, but they had nothing of these shards to try."""
 
     def hold(self, lane: Lane, error: SafError) -> None:
         """New messages park behind those of this lane; all for a destination behind a replay."""
         self.held[lane] = str(error)
+        self.occupied.add(lane)
         if lane.lane == REPLAY:
             self.held[Lane(destination=lane.destination)] = str(error)
+
+    def open(self, lane: Lane) -> None:
+        """Nothing of these shards is in the lane any more."""
+        self.occupied.discard(lane)
+        if Lane(destination=lane.destination, lane=REPLAY) not in self.held:
+            self.held.pop(lane, None)
+
+    def services(self, destination: str) -> frozenset[str]:
+        """Those whose messages wait for the destination to know them."""
+        mine = [lane.lane for lane in self.occupied if lane.destination == destination]
+        return frozenset(name.removeprefix(SERVICE) for name in mine if name.startswith(SERVICE))

@@ -7,7 +7,7 @@ order that they had. From then on each waits for its destination alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -58,8 +58,11 @@ class Releasing:
         if any(moved):
             subscription_id = self.work.batch.subscription_id
             lanes = self.at_source(lambda source: parking.waiting(source, subscription_id))
+        of_services = [lane.key for lane in lanes if lane.of_service]
+        self.lanes.occupied |= self._occupied(of_services)
         for lane in lanes:
-            self.release(lane)
+            if lane.due or not lane.of_service or lane.key in self.lanes.occupied:
+                self.release(lane)
 
     def release(self, lane: Backoff) -> None:
         """Deliver a lane's messages of these shards, if its time has come."""
@@ -87,6 +90,7 @@ class Releasing:
                 return
         subscription_id = self.work.batch.subscription_id
         if tried:
+            self.lanes.open(lane.key)
             self.at_source(lambda source: parking.succeeded(source, subscription_id, lane.key))
         else:
             self.lanes.untried.add(lane.key)
@@ -101,6 +105,16 @@ class Releasing:
 
         if self.lanes.untried:
             self.at_source(forget)
+
+    def _occupied(self, lanes: Sequence[Lane]) -> set[Lane]:
+        """Those that have messages of these shards.
+
+        Others' are none that new ones have to wait for. And they must not: what this task repeats
+        may be stored already, which only the watermark of the lane that it went by can tell.
+        """
+        if not lanes:
+            return set()
+        return self.at_source(lambda source: parking.occupied(source, self.work.batch, lanes))
 
     def _route(self, lane: Backoff) -> bool:
         """Move what has waited for a route to where routes lead now; whether that was anything."""

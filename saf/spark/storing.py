@@ -22,6 +22,7 @@ from saf.errors import (
     Unavailable,
     UnknownService,
 )
+from saf.parking import MAIN
 from saf.retry import while_unavailable
 from saf.spark.aside import Aside
 from saf.spark.at_source import AtSource
@@ -57,7 +58,8 @@ class Storing:
         """
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         aside.write_ahead(self.at_source)
-        chunk = self._chunk(part, end)
+        behind = self.lanes.services(part.destination) if part.lane.lane == MAIN else frozenset()
+        chunk = replace(self._chunk(part, end), behind=behind)
         name, exactly_once = part.destination, part.quality == EXACTLY_ONCE
         try:
             stored = while_unavailable(
@@ -127,7 +129,8 @@ class Storing:
             # what was stored before the service went must not get another lane's watermark
             rows = error.rows.filter(pc.equal(services, service))
             lane = part.lane if part.lane.lane else service_lane(part.destination, service)
-            aside.failed[lane] = error
+            if lane == part.lane or lane not in self.lanes.occupied:
+                aside.failed[lane] = error
             aside.parked.append(replace(part, lane=lane, rows=rows))
             self.lanes.hold(lane, error)
         known = pc.invert(pc.is_in(services, pa.array(error.services)))

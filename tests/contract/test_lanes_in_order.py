@@ -9,10 +9,15 @@ import pytest
 from saf import dead
 from saf.database import Dsn
 from saf.dead import Filter
+from saf.destinations import Chunk, Stored
+from saf.destinations.postgresql import PostgresInbox
+from saf.errors import Unavailable
+from saf.failpoints import arm
 from saf.routers import add_router
+from saf.shards import shard_of
 from tests.contract.test_7_isolated import NOWHERE, AnswerLost, Broker, count, route, run, send_to
-from tests.contract.test_routes import without_default
-from tests.pipeline import bodies, connect, let_time_pass
+from tests.contract.test_routes import Crash, crash, without_default
+from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
 
 SOON = "UPDATE saf.backoff SET next_attempt_at = now() WHERE lane LIKE %s"
 NOT_SOON = "UPDATE saf.backoff SET next_attempt_at = now() + interval '1 h' WHERE lane NOT LIKE %s"
@@ -50,25 +55,16 @@ def test_what_waits_for_a_route_goes_after_what_waited_for_its_service_before(
     assert count(app, "parked") == count(app, "backoff") == 0
 
 
-@pytest.mark.parametrize("lane", ["route:shipping", "service:shipping"])
-def test_what_waits_for_anything_goes_after_what_waited_for_its_destination_before(
-    app: Dsn, mom: Dsn, other: Dsn, lane: str
+def test_what_waits_for_a_route_goes_after_what_waited_for_its_destination_before(
+    app: Dsn, mom: Dsn, other: Dsn
 ) -> None:
+    lane = "route:shipping"
     with connect(app) as connection:
         route(connection, "shipping", "other")
         send_to(connection, "shipping", "1", key="k")
         run(app, mom=mom, other=NOWHERE)
         send_to(connection, "shipping", "2", key="k")
-        if lane.startswith("route"):
-            connection.execute("UPDATE saf.route SET destination = 'nowhere'")
-        else:
-            # a service that had to wait before still does
-            connection.execute(
-                "INSERT INTO saf.backoff (subscription_id, destination, lane, error, "
-                "next_attempt_at) SELECT subscription_id, destination, %s, error, "
-                "next_attempt_at FROM saf.backoff",
-                [lane],
-            )
+        connection.execute("UPDATE saf.route SET destination = 'nowhere'")
         run(app, mom=mom, other=NOWHERE)
         assert connection.execute("SELECT lane FROM saf.parked ORDER BY id").fetchall() == [
             ("",),
@@ -83,6 +79,87 @@ def test_what_waits_for_anything_goes_after_what_waited_for_its_destination_befo
         run(app, mom=mom, other=other)
     assert bodies(other) == ["1", "2"]
     assert count(app, "parked") == count(app, "backoff") == 0
+
+
+class DownAfterTheFirst(PostgresInbox):
+    """A destination that goes down after it has answered once."""
+
+    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+        if chunk.position > 1:
+            raise Unavailable("destination 'other'", "it went down")
+        return super().store(chunk, exactly_once=exactly_once)
+
+
+@pytest.mark.parametrize("due", ["service:%", "%"])
+def test_what_waits_for_its_destination_goes_after_what_waits_for_its_service_since(
+    app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch, due: str
+) -> None:
+    with connect(app) as connection, connect(other) as store:
+        store.execute("INSERT INTO saf.service VALUES ('billing')")
+        route(connection, "shipping", "other")
+        for number in range(1, 4):
+            send_to(connection, "shipping", str(number), key="k")
+        run(app, mom=mom, other=NOWHERE)
+        let_time_pass(app)
+        with monkeypatch.context() as patch:
+            patch.setattr("saf.spark.storing.PostgresInbox", DownAfterTheFirst)
+            with Cycle(app, policy("exactly_once", 1, mom=mom, other=other)) as cycle:
+                cycle.run()
+        lanes = connection.execute("SELECT lane FROM saf.parked ORDER BY id").fetchall()
+        assert lanes == [("service:shipping",), ("",), ("",)]
+
+        store.execute("INSERT INTO saf.service VALUES ('shipping')")
+        connection.execute(NOT_SOON, [due])
+        connection.execute(SOON, [due])
+        if due != "%":
+            run(app, mom=mom, other=other)
+            assert bodies(other) == []
+            connection.execute(NOT_SOON, ["none"])
+            connection.execute("UPDATE saf.backoff SET next_attempt_at = now() WHERE lane = ''")
+            run(app, mom=mom, other=other)
+            assert bodies(other) == []
+            let_time_pass(app)
+        run(app, mom=mom, other=other)
+    assert bodies(other) == ["1", "2", "3"]
+    assert count(app, "parked") == count(app, "backoff") == 0
+
+
+@pytest.mark.parametrize(
+    ("destination", "lane"),
+    [("", "route:shipping"), ("other", "service:shipping"), ("other", "found:route:shipping")],
+)
+def test_what_is_sent_again_is_not_taken_for_new_because_others_wait_meanwhile(
+    app: Dsn, mom: Dsn, other: Dsn, destination: str, lane: str
+) -> None:
+    with connect(app) as connection:
+        route(connection, "shipping", "other")
+        shards = {shard_of(key, 64): key for key in map(str, range(20))}
+        (_, key), (others, _) = sorted(shards.items())[:2]
+        send_to(connection, "shipping", "stored", key=key)
+        arm("mom_commit", crash)
+        with pytest.raises(Crash):
+            run(app, mom=mom, other=other)
+        connection.execute(
+            "INSERT INTO saf.parked (subscription_id, destination, lane, shard, id, batch, "
+            "position, to_service, body, message_id, created_at) SELECT subscription_id, %s, %s, "
+            "%s, 99, 0, 99, 'shipping', 'of others', gen_random_uuid(), now() "
+            "FROM saf.subscription",
+            [destination, lane, others],
+        )
+        connection.execute(
+            "INSERT INTO saf.backoff (subscription_id, destination, lane, error, next_attempt_at) "
+            "SELECT subscription_id, %s, %s, 'it waits', now() + interval '1 h' "
+            "FROM saf.subscription",
+            [destination, lane],
+        )
+        connection.execute("DELETE FROM saf.member")
+        with Cycle(app, policy("exactly_once", 1000, mom=mom, other=other)) as cycle:
+            cycle.open(parts=64)
+            cycle.close(cycle.deliver())
+        assert bodies(other) == ["stored"]
+        let_time_pass(app)
+        run(app, mom=mom, other=other)
+    assert bodies(other) == ["stored", "of others"]
 
 
 def test_what_was_stored_before_its_service_went_is_not_parked_for_it(
