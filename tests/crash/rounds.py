@@ -172,9 +172,12 @@ class Round:
                 time.sleep(0.1)
 
     def _drain(self) -> int:
+        """How much is left when nothing has moved for a while."""
         seconds = SPARK_DRAIN_SECONDS if self.plan.spark else DRAIN_SECONDS
-        until = time.monotonic() + seconds
+        least, until = None, time.monotonic() + seconds
         while (remaining := self._left()) and time.monotonic() < until:
+            if remaining > 0 and (least is None or remaining < least):
+                least, until = remaining, time.monotonic() + seconds
             time.sleep(0.02)
         return remaining
 
