@@ -132,8 +132,8 @@ PURGING: Rights = {
     "resolved_conversation": {"SELECT": ("used_at", "key"), "DELETE": WHOLE},
     "conversation": {
         "SELECT": (
-            *("handle", "state", "group_id", "changed_at", "conversation_id", "is_initiator"),
-            *("ended_here", "error_code"),
+            *("handle", "conversation_id", "is_initiator", "state", "group_id", "ended_here"),
+            *("error_code", "changed_at"),
         ),
         "DELETE": WHOLE,
     },
