@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from saf.errors import UnreadableBody
@@ -79,7 +79,7 @@ class Received:
         """How many bytes the body has."""
         return len(self._row[_BODY])
 
-    def open(self) -> BinaryIO:
+    def open(self) -> io.BufferedIOBase:
         """The body as a file, from its beginning: for what is too large to be in memory."""
         return io.BytesIO(self.body)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 import psycopg
 from psycopg.rows import tuple_row
@@ -76,7 +76,7 @@ class Assembled(Received):
             )
         return b"".join(self._pieces())
 
-    def open(self) -> BinaryIO:
+    def open(self) -> io.BufferedIOBase:
         """The body as a file, of which one fragment at a time is in memory."""
         return io.BufferedReader(_Pieces(self._pieces()))
 
