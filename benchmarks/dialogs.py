@@ -3,7 +3,7 @@
     python -m benchmarks.dialogs [send] [receive] [fragments] [sizes]
 
 Not a part of `make bench`. A large body is noise, sent from a file by one process, forwarded by
-`saf forward` and read as a file by another one, each of whose peak memory is noted. "sizes" is what
+`saf forward` and read as a file by another one; what memory each needs is noted. "sizes" is what
 the default of ``fragment_bytes`` was chosen by: the same without Spark, at several sizes.
 """
 
@@ -104,17 +104,19 @@ def receive(stage: Stage) -> None:
 
 
 def send_large(dsn: Dsn, length: int, fragment_bytes: int) -> tuple[float, float]:
-    """A program: how many seconds it took, and its peak memory in MiB."""
-    dialog = begin(dsn)
+    """A program: how many seconds it took, and how many MiB its memory grew by."""
+    dialog, file = begin(dsn), Noise(length)
+    before = _peak_mib()
     with dsn.connect(role="bench") as connection:
         started = time.monotonic()
-        dialog.send(connection, Noise(length), fragment_bytes=fragment_bytes)
+        dialog.send(connection, file, fragment_bytes=fragment_bytes)
         connection.commit()
-    return time.monotonic() - started, _peak_mib()
+    return time.monotonic() - started, _peak_mib() - before
 
 
 def receive_large(dsn: Dsn, length: int) -> tuple[float, float]:
     """The same at the other end."""
+    before = _peak_mib()
     read, started = 0, time.monotonic()
     with saf.receive(dsn, WAREHOUSE) as delivery:
         (message,) = delivery
@@ -123,11 +125,11 @@ def receive_large(dsn: Dsn, length: int) -> tuple[float, float]:
             read += len(piece)
     if read != length:
         raise RuntimeError(f"{read} bytes of {length}")
-    return time.monotonic() - started, _peak_mib()
+    return time.monotonic() - started, _peak_mib() - before
 
 
 def fragments(stage: Stage) -> None:
-    """Notes fragments_…_mb_per_second and fragments_…_peak_mib of a large body."""
+    """Notes fragments_…_mb_per_second of a large body, and the memory that each program needs."""
     _prepare(stage)
     config = stage.settings_file(Path(stage.server.data_dir).parent / "dialogs.toml")
     sent, sending = _alone(send_large, stage.app, LARGE, FRAGMENT_BYTES)
@@ -147,9 +149,9 @@ def fragments(stage: Stage) -> None:
         "end_to_end": sent + forwarded + received,
     }.items():
         stage.note(f"fragments_{name}_mb_per_second", LARGE / 1e6 / seconds, "MB/s")
-    stage.note("fragments_send_peak_mib", sending, "MiB")
+    stage.note("fragments_send_growth_mib", sending, "MiB")
     stage.note("fragments_forward_peak_mib", forwarding, "MiB")
-    stage.note("fragments_receive_peak_mib", receiving, "MiB")
+    stage.note("fragments_receive_growth_mib", receiving, "MiB")
 
 
 def sizes(stage: Stage) -> None:
@@ -178,12 +180,13 @@ def sizes(stage: Stage) -> None:
 
 def forward_large(app: Dsn, mom: Dsn) -> tuple[float, float]:
     """A program: a forwarder without Spark."""
+    before = _peak_mib()
     rules = replace(policy("exactly_once", 50_000, mom=mom), chunk_bytes=2**25)
     started = time.monotonic()
     with Cycle(app, rules) as cycle:
         while cycle.run():
             pass
-    return time.monotonic() - started, _peak_mib()
+    return time.monotonic() - started, _peak_mib() - before
 
 
 def _prepare(stage: Stage) -> None:
