@@ -130,7 +130,14 @@ PURGING: Rights = {
     "route_version": {"SELECT": WHOLE, "DELETE": WHOLE},
     "route_choice": {"SELECT": ("used_at", "key"), "DELETE": WHOLE},
     "resolved_conversation": {"SELECT": ("used_at", "key"), "DELETE": WHOLE},
-    "conversation": {"SELECT": ("handle", "state", "group_id", "changed_at"), "DELETE": WHOLE},
+    "conversation": {
+        "SELECT": (
+            *("handle", "conversation_id", "is_initiator", "state", "group_id", "ended_here"),
+            *("error_code", "changed_at"),
+        ),
+        "DELETE": WHOLE,
+    },
+    "fragment": {"SELECT": ("conversation_id", "from_initiator"), "DELETE": WHOLE},
     "conversation_group": {"SELECT": ("group_id",), "DELETE": WHOLE},
 }
 
@@ -175,6 +182,7 @@ CONVERSING: Rights = {
     "message_type": {"SELECT": WHOLE},
     "conversation": {"SELECT": WHOLE, "INSERT": ENDPOINT, "UPDATE": FACTS},
     "conversation_group": {"SELECT": WHOLE, "INSERT": ("group_id",), "UPDATE": ("state",)},
+    "fragment": {"SELECT": WHOLE, "INSERT": WHOLE, "DELETE": WHOLE},
     "outbox": {"INSERT": SPOKEN},
     "inbox": {"INSERT": (*COLUMNS, "source")},
 }

@@ -64,6 +64,7 @@ MATRIX = {
     "contract_message": "-     -         -         S       -       SI",
     "conversation   ": "-      -         -         Siu     sD      SiuD",
     "conversation_group": "-   -         -         Siu     sD      SiuD",
+    "fragment       ": "-      -         -         SID     sD      SID",
     **{f"{log}_{n}": "- - - - ST ST" for log in ("outbox", "inbox") for n in range(8)},
     "outbox_id_seq  ": "-      -         -         -       SN      SN",
     "inbox_id_seq   ": "-      -         -         -       SN      SN",
@@ -112,7 +113,9 @@ SOME = {
     "far_broker contract contract_version group_id expires_at",
     ("conversation", "u"): "group_id send_sequence receive_sequence ended_here ended_there "
     "error_code error_text timer changed_at",
-    ("conversation", "s"): "handle state group_id changed_at",
+    ("conversation", "s"): "handle conversation_id is_initiator state group_id ended_here "
+    "error_code changed_at",
+    ("fragment", "s"): "conversation_id from_initiator",
     ("conversation_group", "i"): "group_id",
     ("conversation_group", "u"): "state",
     ("conversation_group", "s"): "group_id",
@@ -267,7 +270,7 @@ def test_each_statement_on_each_table_is_allowed_or_refused_as_listed(
             "JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 "
             "WHERE c.relnamespace = 'saf'::regnamespace AND c.relkind IN ('r', 'p') GROUP BY 1",
         )
-    assert len(columns) == 41
+    assert len(columns) == 42
     listed = expected(kind)
     with connect(granted(app, kind)) as connection:
         for table, names in columns:

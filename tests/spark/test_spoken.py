@@ -1,8 +1,10 @@
-"""A dialog through `saf forward` on a real Spark: there, back, and ended at both ends."""
+"""A dialog through `saf forward` on a real Spark: there, back, large, and ended at both ends."""
 
 from __future__ import annotations
 
+import io
 import json
+import random
 from pathlib import Path
 
 import psycopg
@@ -15,7 +17,7 @@ from tests.pipeline import connect
 from tests.programs import saf as run_saf
 
 
-def test_a_dialog_goes_there_and_back_and_replies_find_the_initiators_broker(
+def test_a_dialog_and_20_mb_go_there_and_replies_find_the_initiators_broker(
     app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:
     prepare(app, mom)
@@ -57,6 +59,14 @@ def test_a_dialog_goes_there_and_back_and_replies_find_the_initiators_broker(
     received = receive(mom, WAREHOUSE, deliver)
     assert [one.json()["amount"] for one in received[:-1]] == list(range(50))
     assert states(mom) == ["closed"]
+    drawing = random.Random(7).randbytes(20_000_000)
+    with app.connect(role="test") as connection:
+        large = saf.begin_dialog(connection, from_service=SHOP, to_service=WAREHOUSE)
+        large.send(connection, io.BytesIO(drawing))
+    forward()
+    with saf.receive(mom, WAREHOUSE) as delivery:
+        (message,) = delivery
+        assert message.open().read() == drawing
     with app.connect(role="test") as connection:
         other = saf.begin_dialog(connection, from_service=SHOP, to_service=WAREHOUSE)
         other.send(connection, "?")
@@ -69,4 +79,4 @@ def test_a_dialog_goes_there_and_back_and_replies_find_the_initiators_broker(
     receive(mom, WAREHOUSE, answer)
     forward()
     assert said(receive(app, SHOP)) == ["!"]
-    assert sorted(states(app)) == ["closed", "conversing"]
+    assert sorted(states(app)) == ["closed", "conversing", "conversing"]
