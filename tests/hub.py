@@ -69,3 +69,8 @@ class Hub:
         handled = self.service().drain()
         self.forward()
         return handled
+
+
+def replica(hub: Dsn) -> None:
+    """For tests.processes: send on what there is, a little at a time."""
+    RoutingService(hub, DEPARTURES, max_messages=7, policy=QUICKLY).drain()

@@ -178,8 +178,9 @@ def explain(
 ) -> None:
     """Say which service a message would be for, and where it would go. Sends nothing.
 
-    The classifier runs here. Exit codes: 75 if the message would wait at some broker, as it does
-    for one in SQL, which only Spark evaluates; 1 if it would become a dead letter.
+    The classifier runs here; that of one that forwards, for the broker where its service lives.
+    Exit codes: 75 if the message would wait at some broker, as it does for one in SQL, which only
+    Spark evaluates; 1 if it would become a dead letter.
     """
     from saf.spark.trial import try_out  # Arrow takes a while to import
 

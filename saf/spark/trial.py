@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
@@ -15,7 +15,8 @@ from saf.explain import Explanation, explain
 from saf.message import Message, encode
 from saf.resolutions import Resolved, resolved
 from saf.routers import with_problems
-from saf.routes import Declared, configuration
+from saf.routes import Declared, configuration, forwarding
+from saf.services import lives_here
 from saf.spark.classifying import as_table
 from saf.spark.resolving import Resolver
 from saf.spark.wayfinder import Wayfinder
@@ -74,9 +75,23 @@ def try_out(
     default_destination: str | None,
     declared: Declared,
 ) -> Trial:
-    """What the next batch would make of a message; the classifier runs here."""
-    routes = with_problems(configuration(connection, default_destination, declared).in_force)
-    resolver = Resolver(routes.routers, Wayfinder(routes), _Recall(connection))
+    """What the next batch would make of a message; the classifier runs here.
+
+    Or the routing service, if the message is for a router that forwards and whose service lives at
+    this broker. Elsewhere it is a service like any other.
+    """
+    there = configuration(connection, default_destination, declared)
+    in_force, router = there.in_force, forwarding(there, message.service)
+    if router is not None and lives_here(connection, router.service):
+        routes = with_problems(replace(in_force, routers=(router,)))
+    else:
+        routes = with_problems(in_force)
+    resolver = Resolver(
+        routes.routers,
+        Wayfinder(routes),
+        _Recall(connection),
+        further=[one.service for one in in_force.routers],
+    )
     created = {"id": 0, "shard": 0, "created_at": datetime.now(UTC)}
     rows = as_table([encode(message)._asdict() | created])
     resolution = resolver.resolve(rows)

@@ -22,9 +22,13 @@ from saf.embedded import EmbeddedServer
 from saf.errors import ConfigurationError
 from saf.grants import Kind, grant
 from saf.inbox import inbox_status
+from saf.routers import add_router
 from saf.routes import add_route, add_topic, enable_route, remove_route, remove_topic
+from saf.routing_service import RoutingService
 from saf.shards import Member
 from saf.status import broker_status
+from tests import dialogs
+from tests.hub import DEPARTURES, Hub
 from tests.pipeline import Cycle, bodies, connect, policy, send
 from tests.programs import configuration
 from tests.programs import saf as run_saf
@@ -530,6 +534,51 @@ def test_a_receiver_replies_only_if_it_is_a_writer_too(
 
 @every_postgresql
 @pytest.mark.parametrize("kind", ["purger", "operator"])
+def test_a_router_that_is_a_receiver_and_a_dialog_too_serves_a_router_that_forwards(
+    new_broker: Callable[[str], Dsn], granted: Callable[..., Dsn]
+) -> None:
+    hub = Hub.at(new_broker)
+    dialog = dialogs.begin(hub.app, "EWR", to_service=DEPARTURES)
+    failed = dialogs.begin(hub.app, "nobody", to_service=DEPARTURES)
+    with connect(hub.app) as connection, connection.transaction():
+        Outbox().send(connection, DEPARTURES, "JFK", key="N1")
+    serving = RoutingService(granted(hub.hub, "receiver", "dialog", "router"), DEPARTURES)
+    hub.forward()
+    assert serving.drain() == 2
+    dialogs.end(hub.app, dialog)
+    hub.forward()
+    serving.drain()
+    hub.forward()
+    assert bodies(hub.jfk) == ["JFK"]
+    assert dialogs.said(dialogs.receive(hub.ewr, "EWR")) == ["EWR", dialogs.END]
+    (error,) = dialogs.receive(granted(hub.app, "receiver", "dialog"), dialogs.SHOP)
+    assert error.dialog == failed
+
+
+def test_a_forwarder_tells_a_dialog_that_leads_nowhere_and_who_answers_is_learned_by_a_dialog(
+    app: Dsn, mom: Dsn, granted: Callable[..., Dsn]
+) -> None:
+    dialogs.prepare(app, mom)
+    with connect(app) as connection:
+        add_router(connection, "departures", "python", "tests.classifiers:by_text")
+    dialogs.begin(app, "nobody", to_service="departures")
+    dialogs.begin(app, dialogs.WAREHOUSE, to_service="departures")
+    with Cycle(granted(app, "forwarder"), policy(mom=mom)) as cycle:
+        cycle.run()
+
+    def answer(connection: psycopg.Connection[Any], message: saf.Received) -> None:
+        assert message.dialog is not None
+        message.dialog.send(connection, "yes")
+
+    assert len(dialogs.receive(mom, dialogs.WAREHOUSE, answer)) == 1
+    dialogs.forward(mom, app)
+    shop = granted(app, "receiver", "dialog")
+    assert sorted(dialogs.said(dialogs.receive(shop, dialogs.SHOP))) == [dialogs.ERROR, "yes"]
+    with connect(app) as connection:
+        far = [one.far_service for one in saf.conversations(connection)]
+    assert far == ["departures", dialogs.WAREHOUSE]
+
+
 def test_a_purger_and_an_operator_may_empty_a_slot_and_a_forwarder_may_not(
     kind: str, app: Dsn, granted: Callable[..., Dsn]
 ) -> None:
