@@ -16,10 +16,10 @@ same thing; lanes are separate, and within one the order is kept:
 
 While a lane has messages, new ones that belong in it park behind them, and when its time has come
 the parked go first. (While a destination does not answer, this is so for all shards; what waits for
-more than that concerns its own shards only.) Each keeps the (batch, position) that it had, and each lane has a watermark
-of its own at the destination: a parked message that was stored before its acknowledgement got
-lost is dropped there like any other. Who waited longest may find a route last, so in the lanes of
-what has found one the order, and the number, is that of coming there: parked_id.
+more than that concerns its own shards only.) Each keeps the (batch, position) that it had, and each
+lane has a watermark of its own at the destination: a parked message that was stored before its
+acknowledgement got lost is dropped there like any other. Who waited longest may find a route last,
+so in the lanes of what has found one the order, and the number, is that of coming there: parked_id.
 
 ``saf.backoff`` has one row per lane that waits: the attempts so far and the next one's time, in
 the source's database and by its clock, so that they survive restarts and all forwarders share

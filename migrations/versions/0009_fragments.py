@@ -5,7 +5,7 @@ from __future__ import annotations
 from alembic import op
 
 revision = "0009"
-down_revision = "0007"
+down_revision = "0008"
 
 UP = """
 CREATE TABLE saf.fragment (

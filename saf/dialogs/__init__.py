@@ -11,6 +11,7 @@ as all others do, through outbox, forwarder and inbox; what is added here are it
     fragments   how a large body travels
     assembly    where its fragments wait, and how it is read
     groups      related dialogs, in one hand at a time
+    passing     two dialogs, of which one goes on where the other one has come to
     contracts   which types of messages there are, and who sends them
     conversations   the ends as people look at them
 """

@@ -194,9 +194,21 @@ class Dialog:
         if not transaction.fetch(STOP_TIMER, {"handle": self.handle}):
             raise self._why_not(transaction)
 
-    def fail(self, transaction: Transaction, code: int, text: str, *, ending: bool = False) -> None:
-        """Tell the other end of an error; unless it is ``ending``, this end too, by a message."""
-        row = self._encoded({"code": int(code), "text": text}, ERROR)
+    def fail(
+        self,
+        transaction: Transaction,
+        code: int,
+        text: str,
+        *,
+        ending: bool = False,
+        original: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Tell the other end of an error; unless it is ``ending``, this end too, by a message.
+
+        One that was passed on says which the ``original`` is.
+        """
+        wrapped = {} if original is None else {"original": original}
+        row = self._encoded({"code": int(code), "text": text, **wrapped}, ERROR)
         error = {"code": int(code), "text": text}
         if ending:
             self._say(transaction, END_WITH_ERROR, row, **error)
