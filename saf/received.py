@@ -79,6 +79,11 @@ class Received:
         """How many bytes the body has."""
         return len(self._row[_BODY])
 
+    @property
+    def first_sequence(self) -> int | None:
+        """Its number; of one that came in fragments, the first one's."""
+        return self.sequence
+
     def open(self) -> io.BufferedIOBase:
         """The body as a file, from its beginning: for what is too large to be in memory."""
         return io.BytesIO(self.body)

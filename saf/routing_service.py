@@ -42,6 +42,7 @@ from saf.dialogs.statements import END, ERROR, Code
 from saf.errors import ConfigurationError, Unavailable
 from saf.lanes import Policy
 from saf.loop import Loop, Savepoints
+from saf.message import DEFAULT_MAX_BYTES
 from saf.outbox import TYPES
 from saf.parking import ADDRESS
 from saf.receive import connected
@@ -157,8 +158,7 @@ class RoutingService(Loop):
         self, raw: psycopg.Connection[Any], messages: list[Received], errors: dict[int, str]
     ) -> dict[int, Resolved]:
         """By id, what messages are for, and into ``errors`` why nobody can say."""
-        # the broker that a message was addressed to is this one
-        rows = as_table(one.stored() | {"to_broker": None} for one in messages)
+        rows = as_table(map(_as_begun, messages))
         resolution = self._resolver(raw).resolve(rows)
         for dead, error in resolution.dead:
             errors |= dict.fromkeys(dead["id"].to_pylist(), error)
@@ -219,7 +219,16 @@ class RoutingService(Loop):
 
 def _begins(message: Received) -> bool:
     """It is to be classified: it is no dialog's, or the first of one."""
-    return message.dialog is None or bool(message.from_initiator and message.sequence == 1)
+    return message.dialog is None or bool(message.from_initiator and message.first_sequence == 1)
+
+
+def _as_begun(message: Received) -> dict[str, Any]:
+    """A message to be classified, whole; of what is too large to be in memory, without its body."""
+    return message.stored() | {
+        "to_broker": None,  # it was addressed to this one
+        "sequence": message.first_sequence,
+        "body": message.body if message.size <= DEFAULT_MAX_BYTES else b"",
+    }
 
 
 def _hops(message: Received) -> int:

@@ -82,6 +82,12 @@ def by_body_once(message: saf.Received) -> str | None:
     return by_text(message)
 
 
+def by_beginning_once(message: saf.Received) -> str:
+    """The service that a body begins with; notes the same."""
+    asked.append(str(message.conversation_id))
+    return message.text()[:3]
+
+
 def to_second(message: saf.Received) -> saf.Resolved:  # noqa: ARG001 - whatever it says
     """The router second, at a broker."""
     return saf.Resolved(service="second", broker=UUID(int=7))

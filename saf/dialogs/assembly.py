@@ -63,6 +63,11 @@ class Assembled(Received):
         return self._size
 
     @property
+    def first_sequence(self) -> int:
+        """The number of its first fragment."""
+        return int(self._others["first"])
+
+    @property
     def body(self) -> bytes:
         """The whole, put together each time it is asked for; see `open` for what is too large.
 

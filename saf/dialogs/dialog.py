@@ -129,6 +129,26 @@ class Dialog:
             raise InvalidMessage("message_type", f"{message_type!r}: {RESERVED}… is for saf's own")
         if any(name.startswith(RESERVED_HEADER) for name in headers or ()):
             raise InvalidMessage("headers", f"{RESERVED_HEADER}… is for saf's own")
+        return self.say(
+            conn,
+            body,
+            message_type=message_type,
+            headers=headers,
+            max_bytes=max_bytes,
+            fragment_bytes=fragment_bytes,
+        )
+
+    def say(
+        self,
+        conn: Conn,
+        body: object,
+        *,
+        message_type: str | None,
+        headers: Mapping[str, Any] | None,
+        max_bytes: int = LARGEST_BYTES,
+        fragment_bytes: int = FRAGMENT_BYTES,
+    ) -> UUID:
+        """The same, for saf's own: nothing of it is reserved."""
         if not 1 <= fragment_bytes <= DEFAULT_MAX_BYTES:
             raise InvalidMessage(
                 "fragment_bytes", f"{fragment_bytes:,} is not from 1 to {DEFAULT_MAX_BYTES:,}"

@@ -17,6 +17,7 @@ from uuid import uuid4
 
 from saf.dialogs.dialog import Dialog, open_dialog
 from saf.dialogs.facts import Facts
+from saf.dialogs.fragments import FRAGMENT_BYTES, WHOLE
 from saf.dialogs.statements import END, ERROR, EXPIRE, HELLO, TIMER
 from saf.errors import DialogEnded, DialogExpired, UnreadableBody
 from saf.transaction import enter
@@ -95,17 +96,15 @@ def pass_on(
             other.end(conn)
         elif message.message_type == ERROR:
             code, text, original = _error(message)
-            said = f"router {dialog.service!r}: {text}"
-            other.fail(enter(conn), code, said, ending=True, original=original)
+            told = f"router {dialog.service!r}: {text}"
+            other.fail(enter(conn), code, told, ending=True, original=original)
         else:
-            kept = {name: one for name, one in message.headers.items() if name != HELLO}
-            other.send(
-                conn,
-                message.body,
-                message_type=message.message_type,
-                headers={**kept, **headers},
-                max_bytes=len(message.body),
-            )
+            own = (HELLO, WHOLE)
+            kept = {name: one for name, one in message.headers.items() if name not in own}
+            large = message.size > FRAGMENT_BYTES
+            body = message.open() if large else message.body
+            said = {**kept, **headers}
+            other.say(conn, body, message_type=message.message_type, headers=said)
     if message.message_type in (END, ERROR):
         with suppress(DialogEnded):
             dialog.end(conn)

@@ -11,6 +11,7 @@ import pytest
 
 import saf
 from saf.database import Dsn, fetch
+from saf.dialogs.fragments import FRAGMENT_BYTES
 from saf.dialogs.statements import Code
 from saf.errors import ConfigurationError, UsageError
 from saf.routers import add_router, enable_router
@@ -93,6 +94,32 @@ def test_of_a_dialog_the_first_message_is_classified_and_all_others_and_replies_
     assert bodies(hub.jfk) == []
     assert classifiers.asked == [str(dialog.conversation_id)]
     assert joined(hub) == 2
+
+
+def test_a_large_body_is_classified_whole_and_passed_on_both_ways(hub: Hub) -> None:
+    large = "EWR" + "." * FRAGMENT_BYTES
+    with connect(hub.hub) as connection:
+        by_beginning = "tests.classifiers:by_beginning_once"
+        add_router(connection, DEPARTURES, "python", by_beginning, mode="forward")
+    with hub.app.connect(role="test") as connection:
+        dialog = saf.begin_dialog(connection, from_service=SHOP, to_service=DEPARTURES)
+        dialog.send(connection, large, fragment_bytes=FRAGMENT_BYTES // 2)
+        dialog.send(connection, "JFK", headers={"mine": 1})
+    hub.carry()
+    heard: list[str] = []
+
+    def hear(connection: psycopg.Connection[Any], message: saf.Received) -> None:
+        heard.append(message.text())
+        if message.service == "EWR":
+            answer(connection, message)
+
+    messages = receive(hub.ewr, "EWR", hear)
+    assert heard == [large, "JFK"]
+    assert [one.headers.get("mine") for one in messages] == [None, 1]
+    hub.carry()
+    receive(hub.app, SHOP, hear)
+    assert heard[2:] == [f"got {large}", "got JFK"]
+    assert classifiers.asked == [str(dialog.conversation_id)]
 
 
 @pytest.mark.parametrize("ending", ["the shop", "the airport"])
