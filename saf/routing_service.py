@@ -158,6 +158,8 @@ class RoutingService(Loop):
         self, raw: psycopg.Connection[Any], messages: list[Received], errors: dict[int, str]
     ) -> dict[int, Resolved]:
         """By id, what messages are for, and into ``errors`` why nobody can say."""
+        if not messages:
+            return {}
         rows = as_table(map(_as_begun, messages))
         resolution = self._resolver(raw).resolve(rows)
         for dead, error in resolution.dead:
