@@ -1,11 +1,13 @@
-"""Peers on the stage: their tables beside saf's, on the same durable server; and what they cost."""
+"""Systems on the stage: their tables beside saf's, on one durable server; and what they cost."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -13,13 +15,41 @@ from pathlib import Path
 from types import ModuleType
 
 import psutil
+import psycopg
 
-from benchmarks.peers import PLACE, RELAYS
-from benchmarks.peers.environment import pgq_sql, python
+from benchmarks.peers import ARRIVED, PLACE
+from benchmarks.peers.environment import PACKAGES, NotInstalled, out_of_package, python
 from benchmarks.stage import Stage, execute
 
 ROOT = Path(__file__).parents[2]
-PEERS = ("skip_locked", "pgq", "pgmq", "pgqueuer", "faststream_outbox", "procrastinate")
+SYSTEMS = (
+    "saf",
+    "skip_locked",
+    "pgq",
+    "pgmq",
+    "pgqueuer",
+    "faststream_outbox",
+    "procrastinate",
+    "spark_jdbc",
+)
+LONGEST_SECONDS = 900
+"""After so long, a relay is taken for stuck, and killed."""
+
+TABLES = """
+SELECT relid::regclass::text FROM pg_stat_user_tables
+WHERE schemaname || '.' || relname LIKE ANY (%s)
+"""
+
+
+WAITS = """
+SELECT extract(epoch FROM pg_xact_commit_timestamp(xmin))
+       - split_part(convert_from(substring(body FROM 1 FOR 24), 'UTF8'), ' ', 1)::numeric
+FROM {}
+"""
+
+
+class Failed(Exception):
+    """A system did not do what it was told; the table says so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +61,14 @@ class Cost:
     cpu_seconds: float
     wal_bytes: int
 
+    @property
+    def rate(self) -> float:
+        """Messages a second."""
+        return self.messages / self.seconds
+
 
 class Peer:
-    """One peer, in its own Python."""
+    """One system, whose relays run in its own Python and stay between the rounds."""
 
     def __init__(self, module: str, stage: Stage) -> None:
         self.module: ModuleType = import_module(f"benchmarks.peers.{module}")
@@ -47,58 +82,148 @@ class Peer:
             "APP": stage.app.conninfo,
             "MOM": stage.mom.conninfo,
         }
-        if module == "pgq":
-            self._env["PGQ_SQL"] = str(pgq_sql())
-        self._call("prepare")
+        if module in PACKAGES:
+            self._env["FROM_PACKAGE"] = str(out_of_package(module))
+        if module == "spark_jdbc":
+            _listen(stage)
+        self._relays: list[subprocess.Popen[str]] = []
+        subprocess.run(self._command("prepare"), env=self._env, cwd=ROOT, check=True)
 
     def count(self, messages: int) -> int:
         """How many of so many messages it gets."""
-        return RELAYS * max(1, round(messages * float(self.module.SHARE) / RELAYS))
+        relays = int(self.module.RELAYS)
+        return relays * max(1, round(messages * float(self.module.SHARE) / relays))
 
     def fill(self, messages: int, size: int) -> None:
         """So many pending, and nowhere any that has arrived."""
-        self._call("fill", str(messages), str(size))
-        execute(self._stage.mom, PLACE, "CHECKPOINT")
-        execute(self._stage.app, "CHECKPOINT")
+        with self._stage.app.connect(role="bench", autocommit=True) as connection:
+            self.module.empty(connection)
+            if messages:
+                self.module.add(connection, messages, size)
+            for table in self.tables(connection):
+                connection.execute(f"VACUUM ANALYZE {table}".encode())
+        for database in (self._stage.mom, self._stage.app):
+            execute(database, PLACE, "CHECKPOINT")
+
+    def tables(self, connection: psycopg.Connection) -> list[str]:
+        """Those of its tables that are in a database."""
+        return [table for (table,) in connection.execute(TABLES, [list(self.module.TABLES)])]
 
     def drain(self, messages: int) -> Cost:
-        """Move all, by two relays.
+        """Move all that is pending.
 
         Raises:
-            RuntimeError: not as many have arrived.
+            Failed: not as many have arrived.
         """
-        relays = [
+        self.start()
+        cost = measured(self._stage, messages, self.move)
+        if (arrived := self.arrived()) != messages:
+            raise Failed(f"{arrived} of {messages} messages have arrived")
+        return cost
+
+    def move(self) -> None:
+        """Move what is pending, whatever it is; the relays are ready.
+
+        Raises:
+            Failed: a relay is not done.
+        """
+        self.tell("drain")
+        self.wait()
+
+    def arrived(self) -> int:
+        """How many messages are where they were to go."""
+        table = getattr(self.module, "ARRIVED", ARRIVED)
+        with psycopg.connect(self._env["MOM"]) as connection:
+            ((arrived,),) = connection.execute(f"SELECT count(*) FROM {table}".encode()).fetchall()
+        return int(arrived)
+
+    def waits(self) -> list[float]:
+        """Seconds from when each arrived message was written until its arrival was committed."""
+        table = getattr(self.module, "ARRIVED", ARRIVED)
+        with psycopg.connect(self._env["MOM"]) as connection:
+            return [float(wait) for (wait,) in connection.execute(WAITS.format(table).encode())]
+
+    @contextmanager
+    def consuming(self) -> Iterator[None]:
+        """Its relays move within the application's database: they are consumers there."""
+        self.stop()
+        env = self._env
+        self._env = {**env, "MOM": env["APP"]}
+        try:
+            yield
+        finally:
+            self.stop()
+            self._env = env
+
+    @property
+    def processes(self) -> list[int]:
+        """Of its relays."""
+        return [one.pid for one in self._relays]
+
+    def start(self) -> None:
+        """Have the relays ready.
+
+        Raises:
+            Failed: they do not start.
+        """
+        if self._relays:
+            return
+        self._relays = [
             subprocess.Popen(
                 self._command("relay", str(number)), env=self._env, cwd=ROOT, text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             )
-            for number in range(RELAYS)
+            for number in range(self.module.RELAYS)
         ]  # fmt: skip
-        for one in relays:
-            assert one.stdout is not None
-            if one.stdout.readline() != "ready\n":
-                raise RuntimeError(f"{self.name}: its relay did not start")
+        self._hear("ready\n")
 
-        def go() -> None:
-            for one in relays:
-                assert one.stdin is not None
-                one.stdin.write("go\n")
-                one.stdin.flush()
-            for one in relays:
-                assert one.stdout is not None
-                one.stdout.readline()
+    def tell(self, line: str) -> None:
+        """Tell each relay to drain, to stay or to stop."""
+        for one in self._relays:
+            assert one.stdin is not None
+            one.stdin.write(f"{line}\n")
+            one.stdin.flush()
 
-        cost = measured(self._stage, messages, go)
-        if any(one.wait() for one in relays):
-            raise RuntimeError(f"{self.name}: a relay failed")
-        with self._stage.mom.connect(role="bench") as connection:
-            ((arrived,),) = connection.execute("SELECT count(*) FROM arrived").fetchall()
-        if arrived != messages:
-            raise RuntimeError(f"{self.name}: {arrived} of {messages} messages have arrived")
-        return cost
+    def wait(self) -> None:
+        """Until all are done.
 
-    def _call(self, *arguments: str) -> None:
-        subprocess.run(self._command(*arguments), env=self._env, cwd=ROOT, check=True)
+        Raises:
+            Failed: one is not.
+        """
+        self._hear("done\n")
+
+    def once(self) -> None:
+        """The whole relays, from the start of their processes to the exit of the last.
+
+        Raises:
+            Failed: one failed.
+        """
+        relays = [
+            subprocess.Popen(self._command("once", str(number)), env=self._env, cwd=ROOT)
+            for number in range(self.module.RELAYS)
+        ]
+        if any(list(map(subprocess.Popen.wait, relays))):
+            raise Failed("a relay failed")
+
+    def stop(self) -> None:
+        """Let the relays end."""
+        for one in self._relays:
+            assert one.stdin is not None
+            one.stdin.close()
+        for one in self._relays:
+            one.wait()
+        self._relays = []
+
+    def _hear(self, expected: str) -> None:
+        relays = self._relays
+        watchdog = threading.Timer(LONGEST_SECONDS, _kill, [relays])
+        watchdog.start()
+        said = [one.stdout.readline() for one in relays if one.stdout is not None]
+        watchdog.cancel()
+        if any(line != expected for line in said):
+            _kill(relays)
+            self._relays = []
+            raise Failed(f"a relay ended without {expected.strip()!r}")
 
     def _command(self, *arguments: str) -> list[str]:
         return [str(self._python), "-m", "benchmarks.peers.run", self._short, *arguments]
@@ -119,12 +244,31 @@ def measured(stage: Stage, messages: int, work: Callable[[], object]) -> Cost:
 
 @contextmanager
 def on_stage(folder: Path) -> Iterator[Stage]:
-    """The server with its two brokers."""
+    """The server with its two brokers. Commits have a time, so that arrivals have one."""
     stage = Stage(folder)
     try:
+        stage.server.stop()
+        stage.server.settings["track_commit_timestamp"] = True
+        stage.server.start()
         yield stage
     finally:
         stage.server.stop()
+
+
+def _kill(relays: Iterable[subprocess.Popen[str]]) -> None:
+    for one in relays:
+        one.kill()
+        one.wait()
+
+
+def _listen(stage: Stage) -> None:
+    """Have the server listen on this machine, for who knows no unix sockets."""
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", 5432)) == 0:
+            raise NotInstalled("JDBC knows no unix sockets, and port 5432 is in use here")
+    execute(stage.app, "ALTER SYSTEM SET listen_addresses = '127.0.0.1'")
+    stage.server.stop()
+    stage.server.start()
 
 
 def _busy() -> float:
