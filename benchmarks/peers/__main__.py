@@ -61,24 +61,20 @@ def _measure(workloads: list[str], chosen: argparse.Namespace) -> None:
         Path(folder).chmod(0o755)
         with on_stage(Path(folder)) as stage:
             peers, missing = [], {}
+            postgresql = output(stage.program("postgres"), "--version").split()[-1]
             for name in chosen.only:
                 try:
                     peers.append(Peer(name, stage))
                 except NotInstalled as error:
                     missing[name] = str(error)
             for workload in workloads:
-                report = Report(workload)
+                report = Report(workload, chosen.scale)
                 started = time.monotonic()
                 for name, why in missing.items():
                     report.cannot(workload, name, f"not installed: {why}")
                 WORKLOADS[workload](stage, peers, report, chosen.scale)
                 seconds = time.monotonic() - started
-                report.ran(
-                    chosen.scale,
-                    seconds,
-                    output(stage.program("postgres"), "--version").split()[-1],
-                    peers,
-                )
+                report.ran(seconds, postgresql, peers)
                 report.console.print(report.table())
                 if chosen.scale == 1:
                     report.keep(RESULTS)

@@ -37,4 +37,4 @@ def run(stage: Stage, peers: list[Peer], report: Report, scale: float) -> None: 
     turns = {peer.name: partial(once, peer) for peer in able}
     found = report.rounds("cold", turns, lambda seconds: f"{seconds:.2f} s", rounds=ROUNDS + 1)
     for name, mine in found.items():
-        report.add("cold", name, mine[1:], "s", messages=cold.MESSAGES)
+        report.add("cold", name, mine[1:] or mine, "s", messages=cold.MESSAGES)

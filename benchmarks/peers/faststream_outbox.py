@@ -35,7 +35,9 @@ SELECT 'peer', convert_to('"' || 'order ' || i %% 5000 || '|' || {BODY} || '"', 
 FROM generate_series(1, %s) AS i
 """
 STORE = "INSERT INTO arrived (id, key, body) VALUES ($1, $2, $3)"
-LEASE = "UPDATE peer_outbox SET acquired_token = gen_random_uuid() RETURNING id"
+LEASE = """
+UPDATE peer_outbox SET acquired_token = gen_random_uuid(), acquired_at = now() RETURNING id
+"""
 MARK = """
 DELETE FROM peer_outbox AS o USING unnest(%s::bigint[]) AS wanted (id)
 WHERE o.id = wanted.id AND o.acquired_token IS NOT NULL RETURNING o.id, o.acquired_token

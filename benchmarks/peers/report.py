@@ -24,10 +24,14 @@ T = TypeVar("T")
 
 
 class Report:
-    """The results of one workload. Values are medians of rounds, with the lowest and highest."""
+    """The results of one workload. Values are medians of rounds, with the lowest and highest.
 
-    def __init__(self, workload: str) -> None:
+    Of a trial, whose scale is not 1, it is one round.
+    """
+
+    def __init__(self, workload: str, scale: float = 1.0) -> None:
         self.workload = workload
+        self.scale = scale
         self.console = Console(stderr=True)
         self.lines: list[Line] = []
 
@@ -45,6 +49,7 @@ class Report:
     ) -> dict[str, list[T]]:
         """What each gave, in rounds in which each gets its turn. Who fails is out, and said."""
         given: dict[str, list[T]] = {name: [] for name in turns}
+        rounds = rounds if self.scale == 1 else 1
         for number in range(rounds):
             for name in list(given):
                 try:
@@ -95,14 +100,14 @@ class Report:
                 some.append(peer)
         return some
 
-    def ran(self, scale: float, seconds: float, postgresql: str, peers: Iterable[Peer]) -> None:
+    def ran(self, seconds: float, postgresql: str, peers: Iterable[Peer]) -> None:
         """How it was measured."""
         self._line(
             "run",
             "",
             at=datetime.now(UTC).isoformat(timespec="minutes"),
             seconds=round(seconds),
-            scale=scale,
+            scale=self.scale,
             machine=machine(),
             postgresql=postgresql,
             settings={name: str(value) for name, value in SETTINGS.items()},

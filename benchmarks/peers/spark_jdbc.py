@@ -31,6 +31,8 @@ CANNOT = {
 SHARE, RELAYS, WARM_UP = 0.3, 1, 2
 TABLES = ("public.jdbc_outbox",)
 PARTITIONS = 2
+DRIVER = {"driver": "org.postgresql.Driver"}
+TUNED = {"reWriteBatchedInserts": "true", "batchsize": "1000"}
 
 SEND = ""
 CREATE = """
@@ -72,11 +74,9 @@ def mark(connection: psycopg.Connection) -> Callable[[], None]:
 def relay(app: str, mom: str, number: int, go_on: Callable[[], bool]) -> None:  # noqa: ARG001 - one
     with psycopg.connect(app, autocommit=True) as source:
         while source.execute(CLAIM).rowcount or go_on():
-            taken = _session().read.jdbc(
-                _url(app), TAKEN, predicates=[f"id % {PARTITIONS} = {n}" for n in range(PARTITIONS)]
-            )
-            options = {"reWriteBatchedInserts": "true", "batchsize": "1000"}
-            taken.write.jdbc(_url(mom), "arrived", mode="append", properties=options)
+            parts = [f"id % {PARTITIONS} = {part}" for part in range(PARTITIONS)]
+            taken = _session().read.jdbc(_url(app), TAKEN, predicates=parts, properties=DRIVER)
+            taken.write.jdbc(_url(mom), "arrived", mode="append", properties=DRIVER | TUNED)
             source.execute(MARK)
 
 
