@@ -22,7 +22,7 @@ import psycopg
 from pyspark import SparkContext
 
 import saf
-from benchmarks.stage import Stage, execute, median
+from benchmarks.stage import Stage, execute, median, percentile
 from saf.config import load
 from saf.database import Dsn
 from saf.receive import Receiver, connected
@@ -118,11 +118,6 @@ def _all_begun(dsn: Dsn) -> bool:
     with dsn.connect(role="bench") as connection:
         untouched = connection.execute(UNTOUCHED).fetchall()
     return not untouched
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value that so many are not above."""
-    return sorted(values)[min(int(len(values) * share), len(values) - 1)]
 
 
 def run(stage: Stage) -> None:

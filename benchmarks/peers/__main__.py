@@ -10,6 +10,8 @@ record; a run on another scale than 1 is a trial, and only prints.
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -50,6 +52,7 @@ def main() -> None:
     WORKLOADS["steady"] = partial(steady.run, minutes=chosen.minutes)
     if unknown := set(chosen.workloads) - set(names):
         parser.error(f"no workload {', '.join(sorted(unknown))}: there are {', '.join(names)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and no server stays behind
     if chosen.workloads != ["report"]:
         _measure(chosen.workloads or list(WORKLOADS), chosen)
     if chosen.scale == 1:

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from functools import partial
 
 from benchmarks.memory import SAMPLE_SECONDS, resident_mib
-from benchmarks.peers.drain import warm
 from benchmarks.peers.report import Report
 from benchmarks.peers.stage import Peer
 from benchmarks.stage import Stage
@@ -27,8 +26,9 @@ def run(_: Stage, peers: list[Peer], report: Report, scale: float) -> None:
     able = [peer for peer in peers if peer.module.NAME in FAST]
     for peer in peers:
         if peer not in able:
-            report.cannot("backlog_10k", peer.name, "too slow for ten million")
-    warm(able, max(100, int(WARM_UP * scale)), SIZE)
+            report.cannot(report.workload, peer.name, "too slow for ten million")
+    for peer in able:
+        peer.warm(max(100, int(WARM_UP * scale)), SIZE)
 
     def turn(peer: Peer, messages: int) -> tuple[float, float]:
         peer.fill(messages, SIZE)

@@ -41,12 +41,12 @@ class Bars:
     title: str
     workload: str
 
+    @property
+    def workloads(self) -> tuple[str, ...]:
+        return (self.workload,)
+
     def draw(self, axes: Axes, lines: Sequence[Line]) -> None:
-        mine = [
-            line
-            for line in lines
-            if line["workload"] == self.workload and line["value"] is not None
-        ][::-1]
+        mine = [line for line in lines if line["workload"] == self.workload][::-1]
         values = [line["value"] for line in mine]
         spread = [
             [line["value"] - line["lowest"] for line in mine],
@@ -63,8 +63,7 @@ class Bars:
             )
         axes.margins(x=0.2)
         axes.grid(axis="x")
-        if mine:
-            axes.set_xlabel(mine[0]["unit"])
+        axes.set_xlabel(mine[0]["unit"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,19 +72,18 @@ class Curves:
 
     title: str
     along: str
-    workloads: tuple[tuple[float, str], ...]
+    places: tuple[float, ...]
+    workloads: tuple[str, ...]
 
     def draw(self, axes: Axes, lines: Sequence[Line]) -> None:
         found = {(line["workload"], line["system"]): line for line in lines}
-        systems = dict.fromkeys(system for _, system in found if system)
         others = iter(COLOURS)
-        for system in systems:
+        for system in dict.fromkeys(line["system"] for line in lines):
             points = [
                 (at, found[workload, system])
-                for at, workload in self.workloads
+                for at, workload in zip(self.places, self.workloads, strict=True)
                 if (workload, system) in found
             ]
-            points = [(at, line) for at, line in points if line["value"] is not None]
             if not points:
                 continue
             ours = system.startswith("saf ")
@@ -104,15 +102,18 @@ Panel = Bars | Curves
 
 
 def draw(panels: Sequence[Panel], lines: Sequence[Line], file: Path) -> None:
-    """Write ``file`` with the suffixes .svg and .png: the panels beside each other."""
+    """Write ``file`` with the suffixes .svg and .png: the panels that have figures, in a row."""
+    figures = [line for line in lines if line["value"] is not None]
+    recorded = {line["workload"] for line in figures}
+    some = [panel for panel in panels if recorded.intersection(panel.workloads)]
+    if not some:
+        return
     file.parent.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(INCHES * len(panels), 3), layout="constrained")
-        for axes, panel in zip(
-            figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-        ):
+        figure = Figure(figsize=(INCHES * len(some), 3), layout="constrained")
+        for axes, panel in zip(figure.subplots(1, len(some), squeeze=False)[0], some, strict=True):
             axes.set_title(panel.title)
-            panel.draw(axes, lines)
+            panel.draw(axes, figures)
         figure.savefig(file.with_suffix(".svg"), transparent=True, metadata={"Date": None})
         figure.savefig(file.with_suffix(".png"), transparent=True, dpi=96)
 

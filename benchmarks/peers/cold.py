@@ -31,7 +31,7 @@ def run(stage: Stage, peers: list[Peer], report: Report, scale: float) -> None: 
             raise Failed(f"{arrived} of {cold.MESSAGES} messages have arrived")
         return seconds
 
-    able = report.able("cold", peers)
+    able = report.able(peers)
     for peer in able:
         peer.stop()
     turns = {peer.name: partial(once, peer) for peer in able}

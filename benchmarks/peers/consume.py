@@ -49,7 +49,7 @@ def run(stage: Stage, peers: list[Peer], report: Report, scale: float) -> None:
         connection.execute(receive.BOOKED)
     few = max(50, int(messages * ONE_BY_ONE))
     turns = {}
-    for peer in report.able("consume", peers):
+    for peer in report.able(peers):
         if peer.name.startswith("saf "):
             turns[peer.name] = partial(received, messages, BATCH)
             turns["saf, one by one"] = partial(received, few, 1)

@@ -6,12 +6,11 @@ table without one. The ceiling is two pipes of binary COPY between saf's tables.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import partial
 
 from benchmarks import drain
 from benchmarks.peers.report import Report
-from benchmarks.peers.stage import Cost, Failed, Peer, measured
+from benchmarks.peers.stage import Cost, Peer, measured
 from benchmarks.stage import Stage
 
 SIZES = {"drain_200B": (1_000_000, 200), "drain_2kB": (200_000, 2000)}
@@ -32,13 +31,13 @@ def run(stage: Stage, peers: list[Peer], report: Report, scale: float) -> None:
         peer.fill(some, size)
         return peer.drain(some)
 
+    able = report.able(peers)
     for workload, (messages, size) in SIZES.items():
         whole = max(2, int(messages * scale))
         turns = {CEILING: partial(ceiling, whole, size)}
-        turns |= {
-            peer.name: partial(turn, peer, whole, size) for peer in report.able(workload, peers)
-        }
-        warm(peers, whole, size)
+        turns |= {peer.name: partial(turn, peer, whole, size) for peer in able}
+        for peer in able:
+            peer.warm(whole, size)
         costs = report.rounds(workload, turns, lambda cost: f"{cost.rate:,.0f}/s", rounds=ROUNDS)
         tops = costs[CEILING]
         for name, mine in costs.items():
@@ -52,13 +51,3 @@ def run(stage: Stage, peers: list[Peer], report: Report, scale: float) -> None:
             ):
                 million = [value / some * 1e6 for value in each]
                 report.add(f"{workload}_{what}", name, million, unit, messages=some)
-
-
-def warm(peers: list[Peer], messages: int, size: int) -> None:
-    """What Java compiles while it works is compiled."""
-    for peer in peers:
-        some = peer.count(messages)
-        with suppress(Failed):  # it will fail in its turn again, and be said to
-            for _ in range(peer.module.WARM_UP):
-                peer.fill(some, size)
-                peer.drain(some)

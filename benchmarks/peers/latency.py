@@ -9,11 +9,9 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from benchmarks.peers.drain import warm
 from benchmarks.peers.report import Report
 from benchmarks.peers.stage import Failed, Peer
-from benchmarks.receive import percentile
-from benchmarks.stage import Stage
+from benchmarks.stage import Stage, percentile
 
 RATES = (100, 1_000, 10_000)
 ROUNDS = 5
@@ -26,8 +24,9 @@ GRACE_SECONDS = 5
 
 def run(stage: Stage, peers: list[Peer], report: Report, scale: float) -> None:
     """Notes p50 and p99, in rounds in which each gets its turn."""
-    able = report.able("latency_100_p50", peers)
-    warm(able, max(100, int(WARM_UP * scale)), SIZE)
+    able = report.able(peers)
+    for peer in able:
+        peer.warm(max(100, int(WARM_UP * scale)), SIZE)
     seconds = max(1.0, SECONDS * scale)
     for rate in RATES:
         turns = {peer.name: partial(_waits, stage, peer, rate, seconds) for peer in able}

@@ -25,7 +25,7 @@ def run(stage: Stage, peers: list[Peer], report: Report, scale: float) -> None:
             work = peer.module.mark(connection)
             return measured(stage, some, work)
 
-    turns = {peer.name: partial(marked, peer) for peer in report.able("marking", peers)}
+    turns = {peer.name: partial(marked, peer) for peer in report.able(peers)}
     costs = report.rounds(
         "marking", turns, lambda cost: f"{1e6 / cost.rate:,.3f} µs", rounds=ROUNDS
     )

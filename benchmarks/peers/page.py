@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from benchmarks.peers.backlog import BACKLOGS
 from benchmarks.peers.charts import Bars, Curves, Panel, draw
-from benchmarks.peers.report import Line, cells, read
+from benchmarks.peers.latency import RATES
+from benchmarks.peers.report import Line, number, over, read
 
 PAGE = Path(__file__).parents[2] / "docs" / "peers.md"
 MARKED = re.compile(r"<!-- from the record: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
-HEAD = ("system", "median", "lowest … highest", "unit", "saf/it", "of the ceiling")
 
-RATES = (100, 1_000, 10_000)
-BACKLOGS = ((10_000, "10k"), (100_000, "100k"), (1_000_000, "1M"), (10_000_000, "10M"))
 PANELS: dict[str, tuple[Panel, ...]] = {
     "drain": (
         Bars(title="200 B", workload="drain_200B"),
@@ -40,7 +39,8 @@ PANELS: dict[str, tuple[Panel, ...]] = {
         Curves(
             title=suffix,
             along="messages/s offered",
-            workloads=tuple((rate, f"latency_{rate}_{suffix}") for rate in RATES),
+            places=RATES,
+            workloads=tuple(f"latency_{rate}_{suffix}" for rate in RATES),
         )
         for suffix in ("p50", "p99")
     ),
@@ -49,12 +49,14 @@ PANELS: dict[str, tuple[Panel, ...]] = {
         Curves(
             title="time",
             along="messages pending",
-            workloads=tuple((size, f"backlog_{name}") for size, name in BACKLOGS),
+            places=tuple(BACKLOGS.values()),
+            workloads=tuple(f"backlog_{name}" for name in BACKLOGS),
         ),
         Curves(
             title="peak memory",
             along="messages pending",
-            workloads=tuple((size, f"backlog_memory_{name}") for size, name in BACKLOGS),
+            places=tuple(BACKLOGS.values()),
+            workloads=tuple(f"backlog_memory_{name}" for name in BACKLOGS),
         ),
     ),
     "cold": (Bars(title="1,000 messages, from start to exit", workload="cold"),),
@@ -83,18 +85,41 @@ def _part(part: str, lines: Sequence[Line]) -> str:
     if not lines:
         return f"Not recorded yet: `python -m benchmarks.peers {part}` does it.\n"
     text = f"![{part}](charts/{part}.svg)\n"
-    said = [line for line in lines if line["workload"] != "run"]
-    for workload in dict.fromkeys(line["workload"] for line in said):
-        rows = [
-            (_system(line), *cells(line, said)) for line in said if line["workload"] == workload
-        ]
-        text += f"\n`{workload}`\n\n{_table(HEAD, rows)}"
+    return f"{text}\n{_results(part, [line for line in lines if line['workload'] != 'run'])}"
+
+
+def _results(part: str, lines: Sequence[Line]) -> str:
+    """A row for each system, a column for each figure; who has none says why."""
+    given = {(line["system"], line["workload"]): line for line in lines}
+    units = {line["workload"]: line["unit"] for line in lines if line["value"] is not None}
+    rows = []
+    for system in dict.fromkeys(line["system"] for line in lines):
+        out = given.get((system, part), {}).get("why", "")
+        mine = [given.get((system, workload)) for workload in units]
+        cells = [_cell(line, lines) if line else out for line in mine]
+        rows.append((_name(system, mine), *cells))
+    head = ("system", *(f"`{workload}`, {unit}" for workload, unit in units.items()))
+    return _table(head, rows)
+
+
+def _name(system: str, lines: Iterable[Line | None]) -> str:
+    """With how many messages it got: a slow one got fewer."""
+    counts = {line["messages"] for line in lines if line and line.get("messages")}
+    return f"{system} ({max(counts):,} messages)" if counts else system
+
+
+def _cell(line: Line, lines: Sequence[Line]) -> str:
+    """The median, the spread, how saf's compares to it, and what it is of the ceiling."""
+    if line["value"] is None:
+        return str(line["why"])
+    text = f"**{number(line['value'])}**"
+    if line["runs"] > 1:
+        text += f" ({number(line['lowest'])} … {number(line['highest'])})"
+    if not line["system"].startswith("saf") and (ratio := over(line, lines)) is not None:
+        text += f"; saf x {ratio:.2f}"
+    if line["ratio_to_ceiling"] is not None:
+        text += f"; {line['ratio_to_ceiling']:.2f} of the ceiling"
     return text
-
-
-def _system(line: Line) -> str:
-    count = f", {line['messages']:,} messages" if line.get("messages") else ""
-    return f"{line['system']}{count}"
 
 
 def _runs(runs: Sequence[Line]) -> str:

@@ -90,12 +90,12 @@ class Report:
         self.say(f"{what}: {system}: {why}")
         self._line(what, system, value=None, unit="", ratio_to_ceiling=None, why=why)
 
-    def able(self, what: str, peers: Iterable[Peer]) -> list[Peer]:
+    def able(self, peers: Iterable[Peer]) -> list[Peer]:
         """The peers that have such a thing; of the others, the table says why."""
         some = []
         for peer in peers:
             if why := peer.module.CANNOT.get(self.workload):
-                self.cannot(what, peer.name, why)
+                self.cannot(self.workload, peer.name, why)
             else:
                 some.append(peer)
         return some
@@ -105,6 +105,7 @@ class Report:
         self._line(
             "run",
             "",
+            value=None,
             at=datetime.now(UTC).isoformat(timespec="minutes"),
             seconds=round(seconds),
             scale=self.scale,
@@ -129,11 +130,19 @@ class Report:
     def table(self) -> Table:
         """For people."""
         table = Table(
-            "workload", "system", "median", "lowest … highest", "unit", "saf/it", "of ceiling"
+            "workload", "system", "median", "lowest … highest", "unit", "saf/it", "ceiling"
         )
-        for line in self.lines:
-            if line["workload"] != "run":
-                table.add_row(line["workload"], line["system"], *cells(line, self.lines))
+        for line in sorted(self.lines, key=lambda line: str(line["workload"])):
+            what, system, ratio = line["workload"], line["system"], over(line, self.lines)
+            if line.get("value") is None:
+                table.add_row(what, system, "", line.get("why"))
+                continue
+            table.add_row(
+                what, system, number(line["value"]),
+                f"{number(line['lowest'])} … {number(line['highest'])}", line["unit"],
+                f"{ratio:.2f}" if ratio is not None else "",
+                f"{line['ratio_to_ceiling']:.2f}" if line["ratio_to_ceiling"] is not None else "",
+            )  # fmt: skip
         return table
 
 
@@ -142,23 +151,13 @@ def read(file: Path) -> list[Line]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def cells(line: Line, lines: Iterable[Line]) -> list[str]:
-    """Median, spread, unit, saf's over it, and its share of the ceiling: as texts."""
-    if line["value"] is None:
-        return ["-", line["why"], "", "", ""]
-    ours = [
-        one["value"]
-        for one in lines
-        if one["workload"] == line["workload"] and one["system"].startswith("saf ")
-    ]
-    ratio = line["ratio_to_ceiling"]
-    return [
-        number(line["value"]),
-        f"{number(line['lowest'])} … {number(line['highest'])}",
-        line["unit"],
-        f"{ours[0] / line['value']:.2f}" if ours and ours[0] is not None and line["value"] else "",
-        f"{ratio:.2f}" if ratio is not None else "",
-    ]
+def over(line: Line, lines: Iterable[Line]) -> float | None:
+    """How often this system's value goes into saf's, if both have one."""
+    for one in lines:
+        if one["workload"] == line["workload"] and one["system"].startswith("saf "):
+            ours, its = one.get("value"), line.get("value")
+            return ours / its if ours and its else None
+    return None
 
 
 def number(value: float) -> str:

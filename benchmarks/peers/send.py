@@ -19,7 +19,7 @@ def run(stage: Stage, peers: list[Peer], report: Report, scale: float) -> None:
     """Rounds in which each gets its turn; the ratios are to the bare transaction of the round."""
     execute(stage.app, *TABLES)
     statements = {BARE: ""}
-    for peer in report.able("send_8_clients_tps", peers):
+    for peer in report.able(peers):
         peer.fill(0, 200)
         statements[peer.name] = f"{peer.module.SEND.strip()};"
     folder = stage.server.data_dir.parent
@@ -43,7 +43,7 @@ def run(stage: Stage, peers: list[Peer], report: Report, scale: float) -> None:
             kept = [one.tps / b.tps for one, b in zip(mine, bare, strict=True)]
             report.add(f"{workload}_tps", name, [one.tps for one in mine], "1/s", ratios=kept)
             for what in ("p50", "p99"):
-                values = [getattr(one, what) for one in mine]
-                added = [v - getattr(b, what) for v, b in zip(values, bare, strict=True)]
-                report.add(f"{workload}_{what}", name, values, "ms")
+                added = [
+                    getattr(one, what) - getattr(b, what) for one, b in zip(mine, bare, strict=True)
+                ]
                 report.add(f"{workload}_added_{what}", name, added, "ms")

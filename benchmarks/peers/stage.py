@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -87,6 +87,7 @@ class Peer:
         if module == "spark_jdbc":
             _listen(stage)
         self._relays: list[subprocess.Popen[str]] = []
+        self._warm = False
         subprocess.run(self._command("prepare"), env=self._env, cwd=ROOT, check=True)
 
     def count(self, messages: int) -> int:
@@ -108,6 +109,17 @@ class Peer:
     def tables(self, connection: psycopg.Connection) -> list[str]:
         """Those of its tables that are in a database."""
         return [table for (table,) in connection.execute(TABLES, [list(self.module.TABLES)])]
+
+    def warm(self, messages: int, size: int) -> None:
+        """Move its share of so many messages, until Java has compiled what is hot."""
+        if self._warm:
+            return
+        some = self.count(messages)
+        with suppress(Failed):  # it will fail in its turn again, and be said to
+            for _ in range(self.module.WARM_UP):
+                self.fill(some, size)
+                self.drain(some)
+        self._warm = True
 
     def drain(self, messages: int) -> Cost:
         """Move all that is pending.
@@ -212,7 +224,7 @@ class Peer:
             one.stdin.close()
         for one in self._relays:
             one.wait()
-        self._relays = []
+        self._relays, self._warm = [], False
 
     def _hear(self, expected: str) -> None:
         relays = self._relays
@@ -222,7 +234,7 @@ class Peer:
         watchdog.cancel()
         if any(line != expected for line in said):
             _kill(relays)
-            self._relays = []
+            self._relays, self._warm = [], False
             raise Failed(f"a relay ended without {expected.strip()!r}")
 
     def _command(self, *arguments: str) -> list[str]:

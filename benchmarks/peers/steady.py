@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from statistics import median
 
 from benchmarks.faults import horizon
-from benchmarks.peers.drain import warm
 from benchmarks.peers.report import Report
 from benchmarks.peers.stage import Failed, Peer
 from benchmarks.stage import Stage, execute
@@ -31,8 +30,9 @@ FROM pg_stat_user_tables WHERE schemaname || '.' || relname LIKE ANY (%s)
 def run(stage: Stage, peers: list[Peer], report: Report, scale: float, minutes: float = 10) -> None:
     """Notes the rates, what is kept of them, and dead rows and bytes for a million messages."""
     some = max(100, int(MESSAGES * scale))
-    able = report.able("steady_kept", peers)
-    warm(able, some, SIZE)
+    able = report.able(peers)
+    for peer in able:
+        peer.warm(some, SIZE)
     execute(stage.app, "ALTER SYSTEM SET autovacuum = on", "SELECT pg_reload_conf()")
     free = _phase(stage, able, report, some, 60 * minutes * FREE_SHARE)
     with ExitStack() as stack:
@@ -70,7 +70,7 @@ def _phase(
             try:
                 rates[peer.name].append(_turn(stage, peer, peer.count(messages)))
             except Failed as error:
-                report.cannot("steady_kept", peer.name, str(error))
+                report.cannot(report.workload, peer.name, str(error))
                 able.remove(peer)
     for name, mine in rates.items():
         report.say(f"steady: {name} {len(mine)} turns, the last at {mine[-1]:,.0f}/s")
