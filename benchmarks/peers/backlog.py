@@ -1,6 +1,6 @@
 """Backlogs from small to huge: microseconds a message, and the peak of the relays' memory.
 
-Only who would be done the same day: saf and the relays by hand. The largest is relayed once.
+Only who would be done the same day: saf and the relays by hand. The two largest are relayed once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.peers.stage import Peer
 from benchmarks.stage import Stage
 
 BACKLOGS = {"10k": 10_000, "100k": 100_000, "1M": 1_000_000, "10M": 10_000_000}
-ROUNDS = {"10k": 5, "100k": 5, "1M": 3, "10M": 1}
+ROUNDS = {"10k": 5, "100k": 5, "1M": 1, "10M": 1}
 FAST = ("saf", "SKIP LOCKED", "PgQ + COPY")
 WARM_UP, SIZE = 300_000, 200
 

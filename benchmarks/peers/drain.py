@@ -15,6 +15,7 @@ from benchmarks.stage import Stage
 
 SIZES = {"drain_200B": (1_000_000, 200), "drain_2kB": (200_000, 2000)}
 ROUNDS = 5
+WARM_UP = 300_000
 CEILING = "COPY, two pipes"
 
 
@@ -37,7 +38,7 @@ def run(stage: Stage, peers: list[Peer], report: Report, scale: float) -> None:
         turns = {CEILING: partial(ceiling, whole, size)}
         turns |= {peer.name: partial(turn, peer, whole, size) for peer in able}
         for peer in able:
-            peer.warm(whole, size)
+            peer.warm(min(whole, WARM_UP), size)
         costs = report.rounds(workload, turns, lambda cost: f"{cost.rate:,.0f}/s", rounds=ROUNDS)
         tops = costs[CEILING]
         for name, mine in costs.items():

@@ -15,7 +15,7 @@ from benchmarks.stage import Stage, percentile
 
 RATES = (100, 1_000, 10_000)
 ROUNDS = 5
-SECONDS, WARM_UP_SECONDS = 4, 1
+SECONDS, WARM_UP_SECONDS = 3, 1
 WARM_UP, SIZE = 50_000, 200
 EVERY_SECONDS = 0.01
 GRACE_SECONDS = 5

@@ -19,7 +19,7 @@ NAME, VERSION = "PgQ + COPY", "3.5"
 REQUIRES = ("psycopg[binary]==3.2.13",)
 LACKS = "routes, fencing; order per key only with one consumer a queue"
 CANNOT: dict[str, str] = {}
-SHARE, RELAYS, WARM_UP = 1.0, 2, 0
+SHARE, RELAYS, WARM_UP = 0.5, 2, 0
 TABLES = ("pgq.%",)
 ROWS_A_TICK = 50_000
 

@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -132,10 +133,13 @@ class Report:
         table = Table(
             "workload", "system", "median", "lowest … highest", "unit", "saf/it", "ceiling"
         )
-        for line in sorted(self.lines, key=lambda line: str(line["workload"])):
+        order = [line["workload"] for line in self.lines]
+        for line in sorted(self.lines, key=lambda line: order.index(line["workload"])):
             what, system, ratio = line["workload"], line["system"], over(line, self.lines)
-            if line.get("value") is None:
-                table.add_row(what, system, "", line.get("why"))
+            if what == "run":
+                continue
+            if line["value"] is None:
+                table.add_row(what, system, "", line["why"])
                 continue
             table.add_row(
                 what, system, number(line["value"]),
@@ -174,5 +178,5 @@ def machine() -> str:
     memory = psutil.virtual_memory().total / 2**30
     return (
         f"{os.cpu_count()} virtual cores, {memory:.0f} GiB, {platform.system()}, "
-        f"Python {platform.python_version()}"
+        f"Python {platform.python_version()}, PySpark {version('pyspark')}"
     )

@@ -11,7 +11,7 @@ from benchmarks.send import ACCOUNTS, BUSINESS, TABLES, Latency, pgbench
 from benchmarks.stage import Stage, execute
 
 CLIENTS = (1, 8)
-ROUNDS, SECONDS = 5, 5
+ROUNDS, SECONDS = 5, 4
 BARE = "bare"
 
 
