@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
 
 from benchmarks.peers.report import Line, number
 
@@ -21,6 +22,7 @@ STYLE: Any = {
     "text.color": TEXT,
     "axes.labelcolor": TEXT,
     "axes.edgecolor": GRID,
+    "axes.axisbelow": True,
     "axes.titlesize": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -31,7 +33,7 @@ STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "saf",  # the same figures, the same file
 }
-INCHES = 4.2
+WIDE, HIGH = 4.4, 2.6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,9 @@ class Bars:
             axes.annotate(
                 f" {number(line['value'])}", (max(line["highest"], 0), place), va="center"
             )
-        axes.margins(x=0.2)
+        axes.margins(x=0.25)
+        axes.locator_params(axis="x", nbins=4)
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         axes.grid(axis="x")
         axes.set_xlabel(mine[0]["unit"])
 
@@ -95,14 +99,13 @@ class Curves:
             axes.set_ylabel(points[0][1]["unit"])
         axes.set(xscale="log", yscale="log", xlabel=self.along)
         axes.grid(which="major")
-        axes.legend(fontsize=7)
 
 
 Panel = Bars | Curves
 
 
 def draw(panels: Sequence[Panel], lines: Sequence[Line], file: Path) -> None:
-    """Write ``file`` with the suffixes .svg and .png: the panels that have figures, in a row."""
+    """Write ``file`` with the suffixes .svg and .png: the panels that have figures."""
     figures = [line for line in lines if line["value"] is not None]
     recorded = {line["workload"] for line in figures}
     some = [panel for panel in panels if recorded.intersection(panel.workloads)]
@@ -110,10 +113,15 @@ def draw(panels: Sequence[Panel], lines: Sequence[Line], file: Path) -> None:
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(INCHES * len(some), 3), layout="constrained")
-        for axes, panel in zip(figure.subplots(1, len(some), squeeze=False)[0], some, strict=True):
-            axes.set_title(panel.title)
+        columns = min(len(some), 2)
+        rows = -(-len(some) // columns)
+        figure = Figure(figsize=(WIDE * columns, HIGH * rows), layout="constrained")
+        for place, panel in enumerate(some, 1):
+            axes = figure.add_subplot(rows, columns, place, title=panel.title)
             panel.draw(axes, figures)
+        handles, labels = axes.get_legend_handles_labels()
+        if labels:
+            figure.legend(handles, labels, loc="outside right upper")
         figure.savefig(file.with_suffix(".svg"), transparent=True, metadata={"Date": None})
         figure.savefig(file.with_suffix(".png"), transparent=True, dpi=96)
 
