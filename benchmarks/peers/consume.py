@@ -24,13 +24,13 @@ def run(stage: Stage, peers: list[Peer], report: Report, scale: float) -> None:
     """Messages a second, in rounds in which each gets its turn."""
     messages = max(100, int(MESSAGES * scale))
 
-    def moved(peer: Peer) -> float:
+    def moved(peer: Peer) -> tuple[int, float]:
         with peer.consuming():
             some = peer.count(messages)
             peer.fill(some, SIZE)
-            return peer.drain(some).rate
+            return some, peer.drain(some).rate
 
-    def received(some: int, batch: int) -> float:
+    def received(some: int, batch: int) -> tuple[int, float]:
         execute(stage.mom, "TRUNCATE saf.inbox")
         receive.again(stage.mom)
         with stage.mom.connect(role="bench") as connection:
@@ -41,7 +41,7 @@ def run(stage: Stage, peers: list[Peer], report: Report, scale: float) -> None:
             booked = connection.execute("SELECT count(*) FROM booked").fetchone()
         if booked != (some,):
             raise Failed(f"{booked} of {some} messages were received")
-        return rate
+        return some, rate
 
     with stage.mom.connect(role="bench", autocommit=True) as connection:
         create_service(connection, "billing")
@@ -55,6 +55,7 @@ def run(stage: Stage, peers: list[Peer], report: Report, scale: float) -> None:
             turns["saf, one by one"] = partial(received, few, 1)
         else:
             turns[peer.name] = partial(moved, peer)
-    rates = report.rounds("consume", turns, lambda rate: f"{rate:,.0f}/s", rounds=ROUNDS)
-    for name, mine in rates.items():
-        report.add("consume", name, mine, "messages/s")
+    found = report.rounds("consume", turns, lambda one: f"{one[1]:,.0f}/s", rounds=ROUNDS)
+    for name, mine in found.items():
+        rates = [rate for _, rate in mine]
+        report.add("consume", name, rates, "messages/s", messages=mine[0][0])

@@ -92,8 +92,10 @@ def _results(part: str, lines: Sequence[Line]) -> str:
     """A row for each system, a column for each figure; who has none says why."""
     given = {(line["system"], line["workload"]): line for line in lines}
     units = {line["workload"]: line["unit"] for line in lines if line["value"] is not None}
+    able = {line["system"] for line in lines if line["value"] is not None}
+    systems = dict.fromkeys(line["system"] for line in lines)
     rows = []
-    for system in dict.fromkeys(line["system"] for line in lines):
+    for system in sorted(systems, key=lambda system: system not in able):
         out = given.get((system, part), {}).get("why", "")
         mine = [given.get((system, workload)) for workload in units]
         cells = [_cell(line, lines) if line else out for line in mine]

@@ -91,10 +91,10 @@ def _turn(stage: Stage, peer: Peer, messages: int) -> float:
 
 
 def _kept(stage: Stage, peer: Peer) -> tuple[int, int]:
-    """Dead rows and bytes of a system's tables, in both databases."""
-    dead = size = 0
+    """Dead rows of a system's tables in both databases, and their bytes at the application."""
+    found = []
     for database in (stage.app, stage.mom):
         with database.connect(role="bench") as connection:
-            ((rows, bytes_),) = connection.execute(KEPT, [list(peer.module.TABLES)]).fetchall()
-        dead, size = dead + int(rows), size + int(bytes_)
-    return dead, size
+            found += connection.execute(KEPT, [list(peer.module.TABLES)]).fetchall()
+    (dead, size), (dead_there, _) = found
+    return int(dead) + int(dead_there), int(size)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.peers import page
+from benchmarks.peers.report import Report, read
 
 MARKS = "# Beside others\n\n" + "\n".join(
     f"Words of {part}.\n\n<!-- from the record: {part} -->\nold\n<!-- end -->\n"
@@ -97,6 +98,25 @@ def test_the_same_record_gives_the_same_files(written: Path) -> None:
     before = {file: file.read_bytes() for file in written.parent.rglob("*") if file.is_file()}
     page.write(written.with_suffix(".jsonl"), written)
     assert {file: file.read_bytes() for file in before} == before
+
+
+def test_a_part_measured_anew_takes_the_place_of_its_record_and_of_no_other(tmp_path: Path) -> None:
+    record = tmp_path / "peers.jsonl"
+    record.write_text("".join(f"{json.dumps(one)}\n" for one in RECORD))
+    report = Report("drain")
+    report.add("drain_200B", "saf 0.1.0", [3.0, 1.0, 2.0], "messages/s", ratios=[0.5, 0.7, 0.6])
+    report.cannot("drain", "pgq", "not installed: no network")
+    report.keep(record)
+    kept = read(record)
+    assert [one for one in kept if one["part"] == "latency"] == RECORD[4:8]
+    assert [one for one in kept if one["part"] == "drain"] == [
+        {
+            "part": "drain", "workload": "drain_200B", "system": "saf 0.1.0", "value": 2.0,
+            "lowest": 1.0, "highest": 3.0, "runs": 3, "unit": "messages/s",
+            "ratio_to_ceiling": 0.6,
+        },
+        why("drain", "drain", "pgq", "not installed: no network"),
+    ]  # fmt: skip
 
 
 def test_the_project_s_page_has_a_place_for_every_part() -> None:
