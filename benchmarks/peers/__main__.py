@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -68,7 +69,7 @@ def _measure(workloads: list[str], chosen: argparse.Namespace) -> None:
             for name in chosen.only:
                 try:
                     peers.append(Peer(name, stage))
-                except NotInstalled as error:
+                except (NotInstalled, subprocess.CalledProcessError) as error:
                     missing[name] = str(error)
             for workload in workloads:
                 report = Report(workload, chosen.scale)
@@ -82,7 +83,7 @@ def _measure(workloads: list[str], chosen: argparse.Namespace) -> None:
                 if chosen.scale == 1:
                     report.keep(RESULTS)
             for peer in peers:
-                peer.stop()
+                peer.relays.stop()
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ def run(_: Stage, peers: list[Peer], report: Report, scale: float) -> None:
 
     def turn(peer: Peer, messages: int) -> tuple[float, float]:
         peer.fill(messages, SIZE)
-        peer.start()
-        with _watched(peer.processes) as peaks:
+        peer.relays.start()
+        with _watched(peer.relays.processes) as peaks:
             cost = peer.drain(messages)
         return 1e6 / cost.rate, max(peaks)
 

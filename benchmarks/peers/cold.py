@@ -9,8 +9,9 @@ import time
 from functools import partial
 
 from benchmarks import cold
+from benchmarks.peers.relays import Failed
 from benchmarks.peers.report import Report
-from benchmarks.peers.stage import Failed, Peer
+from benchmarks.peers.stage import Peer
 from benchmarks.stage import Stage
 
 ROUNDS = 5
@@ -25,7 +26,7 @@ def run(stage: Stage, peers: list[Peer], report: Report, scale: float) -> None: 
             return cold.once(stage)
         peer.fill(cold.MESSAGES, SIZE)
         started = time.monotonic()
-        peer.once()
+        peer.relays.once()
         seconds = time.monotonic() - started
         if (arrived := peer.arrived()) != cold.MESSAGES:
             raise Failed(f"{arrived} of {cold.MESSAGES} messages have arrived")
@@ -33,7 +34,7 @@ def run(stage: Stage, peers: list[Peer], report: Report, scale: float) -> None: 
 
     able = report.able(peers)
     for peer in able:
-        peer.stop()
+        peer.relays.stop()
     turns = {peer.name: partial(once, peer) for peer in able}
     found = report.rounds("cold", turns, lambda seconds: f"{seconds:.2f} s", rounds=ROUNDS + 1)
     for name, mine in found.items():

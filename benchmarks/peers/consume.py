@@ -9,8 +9,9 @@ from __future__ import annotations
 from functools import partial
 
 from benchmarks import receive
+from benchmarks.peers.relays import Failed
 from benchmarks.peers.report import Report
-from benchmarks.peers.stage import Failed, Peer
+from benchmarks.peers.stage import Peer
 from benchmarks.stage import Stage, execute
 from saf.services import create_service
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from functools import partial
 
+from benchmarks.peers.relays import Failed
 from benchmarks.peers.report import Report
-from benchmarks.peers.stage import Failed, Peer
+from benchmarks.peers.stage import Peer
 from benchmarks.stage import Stage, percentile
 
 RATES = (100, 1_000, 10_000)
@@ -47,14 +48,13 @@ def _waits(stage: Stage, peer: Peer, rate: int, seconds: float) -> list[float]:
         Failed: the relays do not keep up.
     """
     peer.fill(0, SIZE)
-    peer.start()
-    peer.tell("stay")
+    peer.relays.start()
+    peer.relays.stay()
     sent = _send(stage, peer, rate, seconds + WARM_UP_SECONDS)
     deadline = time.monotonic() + GRACE_SECONDS
     while (arrived := peer.arrived()) < sent and time.monotonic() < deadline:
         time.sleep(0.1)
-    peer.tell("stop")
-    peer.wait()
+    peer.relays.leave()
     if arrived < sent:
         achieved = arrived / (seconds + WARM_UP_SECONDS + GRACE_SECONDS)
         raise Failed(f"falls behind at {rate:,}/s: it moves {achieved:,.0f}/s")

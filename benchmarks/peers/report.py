@@ -13,10 +13,12 @@ from statistics import median
 from typing import Any, TypeVar
 
 import psutil
+import psycopg
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.peers.stage import Failed, Peer
+from benchmarks.peers.relays import Failed
+from benchmarks.peers.stage import Peer
 from benchmarks.stage import SETTINGS
 
 RESULTS = Path(__file__).parents[1] / "results" / "peers.jsonl"
@@ -55,7 +57,7 @@ class Report:
             for name in list(given):
                 try:
                     one = turns[name]()
-                except Failed as error:
+                except (Failed, psycopg.Error) as error:
                     self.cannot(what, name, str(error))
                     del given[name]
                     continue

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -19,9 +17,9 @@ import psycopg
 
 from benchmarks.peers import ARRIVED, PLACE
 from benchmarks.peers.environment import PACKAGES, NotInstalled, out_of_package, python
+from benchmarks.peers.relays import Failed, Relays
 from benchmarks.stage import Stage, execute
 
-ROOT = Path(__file__).parents[2]
 SYSTEMS = (
     "saf",
     "skip_locked",
@@ -32,8 +30,6 @@ SYSTEMS = (
     "procrastinate",
     "spark_jdbc",
 )
-LONGEST_SECONDS = 900
-"""After so long, a relay is taken for stuck, and killed."""
 
 TABLES = """
 SELECT relid::regclass::text FROM pg_stat_user_tables
@@ -46,10 +42,6 @@ SELECT extract(epoch FROM pg_xact_commit_timestamp(xmin))
        - split_part(convert_from(substring(body FROM 1 FOR 24), 'UTF8'), ' ', 1)::numeric
 FROM {}
 """
-
-
-class Failed(Exception):
-    """A system did not do what it was told; the table says so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,19 +68,12 @@ class Peer:
         self._stage = stage
         self._short = module
         self._python = python(self.module.REQUIRES)
-        self._env = {
-            "PATH": os.environ["PATH"],
-            "HOME": os.environ.get("HOME", "/"),
-            "APP": stage.app.conninfo,
-            "MOM": stage.mom.conninfo,
-        }
-        if module in PACKAGES:
-            self._env["FROM_PACKAGE"] = str(out_of_package(module))
+        self._file = out_of_package(module) if module in PACKAGES else None
         if module == "spark_jdbc":
             _listen(stage)
-        self._relays: list[subprocess.Popen[str]] = []
-        self._warm = False
-        subprocess.run(self._command("prepare"), env=self._env, cwd=ROOT, check=True)
+        self._there = stage.mom
+        self.relays = self._relays()
+        self.relays.prepare()
 
     def count(self, messages: int) -> int:
         """How many of so many messages it gets."""
@@ -112,14 +97,14 @@ class Peer:
 
     def warm(self, messages: int, size: int) -> None:
         """Move its share of so many messages, until Java has compiled what is hot."""
-        if self._warm:
+        if self.relays.warm:
             return
         some = self.count(messages)
         with suppress(Failed):  # it will fail in its turn again, and be said to
             for _ in range(self.module.WARM_UP):
                 self.fill(some, size)
                 self.drain(some)
-        self._warm = True
+        self.relays.warm = True
 
     def drain(self, messages: int) -> Cost:
         """Move all that is pending.
@@ -127,118 +112,46 @@ class Peer:
         Raises:
             Failed: not as many have arrived.
         """
-        self.start()
-        cost = measured(self._stage, messages, self.move)
+        self.relays.start()
+        cost = measured(self._stage, messages, self.relays.drain)
         if (arrived := self.arrived()) != messages:
             raise Failed(f"{arrived} of {messages} messages have arrived")
         return cost
 
-    def move(self) -> None:
-        """Move what is pending, whatever it is; the relays are ready.
-
-        Raises:
-            Failed: a relay is not done.
-        """
-        self.tell("drain")
-        self.wait()
-
     def arrived(self) -> int:
         """How many messages are where they were to go."""
         table = getattr(self.module, "ARRIVED", ARRIVED)
-        with psycopg.connect(self._env["MOM"]) as connection:
+        with self._there.connect(role="bench") as connection:
             ((arrived,),) = connection.execute(f"SELECT count(*) FROM {table}".encode()).fetchall()
         return int(arrived)
 
     def waits(self) -> list[float]:
         """Seconds from when each arrived message was written until its arrival was committed."""
         table = getattr(self.module, "ARRIVED", ARRIVED)
-        with psycopg.connect(self._env["MOM"]) as connection:
+        with self._there.connect(role="bench") as connection:
             return [float(wait) for (wait,) in connection.execute(WAITS.format(table).encode())]
 
     @contextmanager
     def consuming(self) -> Iterator[None]:
         """Its relays move within the application's database: they are consumers there."""
-        self.stop()
-        env = self._env
-        self._env = {**env, "MOM": env["APP"]}
+        relays, there = self.relays, self._there
+        self._there = self._stage.app
+        self.relays = self._relays()
         try:
             yield
         finally:
-            self.stop()
-            self._env = env
+            self.relays.stop()
+            self.relays, self._there = relays, there
 
-    @property
-    def processes(self) -> list[int]:
-        """Of its relays."""
-        return [one.pid for one in self._relays]
-
-    def start(self) -> None:
-        """Have the relays ready.
-
-        Raises:
-            Failed: they do not start.
-        """
-        if self._relays:
-            return
-        self._relays = [
-            subprocess.Popen(
-                self._command("relay", str(number)), env=self._env, cwd=ROOT, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            )
-            for number in range(self.module.RELAYS)
-        ]  # fmt: skip
-        self._hear("ready\n")
-
-    def tell(self, line: str) -> None:
-        """Tell each relay to drain, to stay or to stop."""
-        for one in self._relays:
-            assert one.stdin is not None
-            one.stdin.write(f"{line}\n")
-            one.stdin.flush()
-
-    def wait(self) -> None:
-        """Until all are done.
-
-        Raises:
-            Failed: one is not.
-        """
-        self._hear("done\n")
-
-    def once(self) -> None:
-        """The whole relays, from the start of their processes to the exit of the last.
-
-        Raises:
-            Failed: one failed.
-        """
-        relays = [
-            subprocess.Popen(self._command("once", str(number)), env=self._env, cwd=ROOT)
-            for number in range(self.module.RELAYS)
-        ]
-        if any(list(map(subprocess.Popen.wait, relays))):
-            raise Failed("a relay failed")
-
-    def stop(self) -> None:
-        """Let the relays end."""
-        for one in self._relays:
-            assert one.stdin is not None
-            one.stdin.close()
-        for one in self._relays:
-            one.wait()
-        self._relays, self._warm = [], False
-
-    def _hear(self, expected: str) -> None:
-        relays = self._relays
-        watchdog = threading.Timer(LONGEST_SECONDS, _kill, [relays])
-        watchdog.start()
-        said = [one.stdout.readline() for one in relays if one.stdout is not None]
-        watchdog.cancel()
-        if any(line != expected for line in said):
-            _kill(relays)
-            self._relays, self._warm = [], False
-            raise Failed(f"a relay ended without {expected.strip()!r}")
-
-    def _command(self, *arguments: str) -> list[str]:
-        return [str(self._python), "-m", "benchmarks.peers.run", self._short, *arguments]
+    def _relays(self) -> Relays:
+        env = {
+            "PATH": os.environ["PATH"],
+            "HOME": os.environ.get("HOME", "/"),
+            "APP": self._stage.app.conninfo,
+            "MOM": self._there.conninfo,
+            "FROM_PACKAGE": str(self._file or ""),
+        }
+        return Relays(self._python, self._short, int(self.module.RELAYS), env)
 
 
 def measured(stage: Stage, messages: int, work: Callable[[], object]) -> Cost:
@@ -265,12 +178,6 @@ def on_stage(folder: Path) -> Iterator[Stage]:
         yield stage
     finally:
         stage.server.stop()
-
-
-def _kill(relays: Iterable[subprocess.Popen[str]]) -> None:
-    for one in relays:
-        one.kill()
-        one.wait()
 
 
 def _listen(stage: Stage) -> None:

@@ -12,9 +12,12 @@ from collections import defaultdict
 from contextlib import ExitStack
 from statistics import median
 
+import psycopg
+
 from benchmarks.faults import horizon
+from benchmarks.peers.relays import Failed
 from benchmarks.peers.report import Report
-from benchmarks.peers.stage import Failed, Peer
+from benchmarks.peers.stage import Peer
 from benchmarks.stage import Stage, execute
 
 MESSAGES, SIZE = 50_000, 200
@@ -69,7 +72,7 @@ def _phase(
         for peer in list(able):
             try:
                 rates[peer.name].append(_turn(stage, peer, peer.count(messages)))
-            except Failed as error:
+            except (Failed, psycopg.Error) as error:
                 report.cannot(report.workload, peer.name, str(error))
                 able.remove(peer)
     for name, mine in rates.items():
@@ -81,9 +84,9 @@ def _turn(stage: Stage, peer: Peer, messages: int) -> float:
     with stage.app.connect(role="bench", autocommit=True) as connection:
         peer.module.add(connection, messages, SIZE)
     before = peer.arrived()
-    peer.start()
+    peer.relays.start()
     started = time.monotonic()
-    peer.move()
+    peer.relays.drain()
     seconds = time.monotonic() - started
     if (moved := peer.arrived() - before) != messages:
         raise Failed(f"{moved} of {messages} messages have arrived")
