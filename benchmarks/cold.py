@@ -14,9 +14,9 @@ ROUNDS = 5
 
 def wait_for_archive() -> None:
     """The first run's JVM writes its classes after the run has ended; a killed one never ends."""
-    recently = time.time() - 60
     while any(
-        draft.stat().st_mtime > recently for draft in (cache_folder() / "jvm").glob("*.draft")
+        draft.stat().st_mtime > time.time() - 60
+        for draft in (cache_folder() / "jvm").glob("*.draft")
     ):
         time.sleep(0.2)
 
