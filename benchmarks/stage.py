@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -118,6 +118,11 @@ def execute(dsn: Dsn, *statements: str) -> None:
 
 def median(values: Iterable[float]) -> float:
     return statistics.median(values)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that so many are not above."""
+    return sorted(values)[min(int(len(values) * share), len(values) - 1)]
 
 
 def output(*command: str | Path) -> str:
