@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ from saf.dialogs.dialog import Dialog
 from saf.dialogs.endpoints import columns
 from saf.dialogs.passing import go_on, partner, pass_on
 from saf.dialogs.statements import END, ERROR, Code
-from saf.errors import ConfigurationError
+from saf.errors import ConfigurationError, Unavailable
 from saf.lanes import Policy
 from saf.loop import Loop, Savepoints
 from saf.outbox import TYPES
@@ -125,7 +126,8 @@ class RoutingService(Loop):
         self.declared = declared
 
     def _check(self) -> None:
-        with connected(self.engine) as link, link.transaction():
+        # a database that does not answer is tried again, as any worker's
+        with suppress(Unavailable), connected(self.engine) as link, link.transaction():
             self._resolver(link.raw)
 
     def _handle(self, delivery: Delivery[Any], work: Savepoints) -> None:

@@ -132,6 +132,9 @@ def serve(
     *,
     threads: Annotated[int, typer.Option(min=1, help="Deliveries at a time, each process.")] = 1,
     processes: Annotated[int, typer.Option(min=1, help="How many; one that dies is replaced.")] = 1,
+    listen: Annotated[
+        bool, typer.Option("--listen", help="Be notified of what arrives; see `saf inbox notify`.")
+    ] = False,
     drain: Annotated[
         bool, typer.Option("--drain", help="Send on what is there, and exit.")
     ] = False,
@@ -154,11 +157,12 @@ def serve(
         default_destination=settings.forwarder.default_destination,
         declared=settings.declared,
         threads=threads,
-        listen=True,
+        listen=listen,
     )
     if processes > 1 and not drain:
         again = [*("router", "serve", service, "--broker", where), *("--threads", str(threads))]
         again += ["--config", str(config)] if config else []
+        again += ["--listen"] if listen else []
         supervise([sys.executable, "-m", "saf", *again], processes)
         return
     count = serving.drain() if drain else serving.run()

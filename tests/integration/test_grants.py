@@ -532,8 +532,6 @@ def test_a_receiver_replies_only_if_it_is_a_writer_too(
     assert denied(both, "SELECT body FROM saf.outbox")
 
 
-@every_postgresql
-@pytest.mark.parametrize("kind", ["purger", "operator"])
 def test_a_router_that_is_a_receiver_and_a_dialog_too_serves_a_router_that_forwards(
     new_broker: Callable[[str], Dsn], granted: Callable[..., Dsn]
 ) -> None:
@@ -579,6 +577,8 @@ def test_a_forwarder_tells_a_dialog_that_leads_nowhere_and_who_answers_is_learne
     assert far == ["departures", dialogs.WAREHOUSE]
 
 
+@every_postgresql
+@pytest.mark.parametrize("kind", ["purger", "operator"])
 def test_a_purger_and_an_operator_may_empty_a_slot_and_a_forwarder_may_not(
     kind: str, app: Dsn, granted: Callable[..., Dsn]
 ) -> None:

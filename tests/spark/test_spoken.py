@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import psycopg
@@ -10,9 +12,25 @@ import psycopg
 import saf
 from saf.database import Dsn
 from saf.routes import add_route
-from tests.dialogs import END, SHOP, WAREHOUSE, prepare, receive, said, states
+from tests.dialogs import END, SHOP, WAREHOUSE, begin, prepare, receive, said, states
+from tests.hub import DEPARTURES, Hub
 from tests.pipeline import connect
 from tests.programs import saf as run_saf
+
+
+def forward_all(folder: Path, places: Mapping[str, Dsn]) -> None:
+    """A run for some brokers, each of which is a source and a destination."""
+    config = folder / "saf.toml"
+    config.write_text(
+        "".join(
+            f"[{kind}.{name}]\ndsn = {json.dumps(dsn.conninfo)}\n"
+            for name, dsn in places.items()
+            for kind in ("brokers", "destinations")
+        )
+        + '[forwarder]\nmaster = "local[2]"\nattempts = 1\n'
+    )
+    done = run_saf("forward", "--config", config, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_dialog_goes_there_and_back_and_replies_find_the_initiators_broker(
@@ -26,20 +44,7 @@ def test_a_dialog_goes_there_and_back_and_replies_find_the_initiators_broker(
         # a shop lives somewhere else too; what is for this one says so
         add_route(connection, "mom", service=SHOP)
         add_route(connection, "app", service=SHOP, broker=home)
-    config = tmp_path / "saf.toml"
-    config.write_text(
-        "".join(
-            f"[{kind}.{name}]\ndsn = {json.dumps(dsn.conninfo)}\n"
-            for name, dsn in (("app", app), ("mom", mom))
-            for kind in ("brokers", "destinations")
-        )
-        + '[forwarder]\nmaster = "local[2]"\nattempts = 1\n'
-    )
-
-    def forward() -> None:
-        done = run_saf("forward", "--config", config, "--json")
-        assert done.returncode == 0, done.stdout + done.stderr
-
+    forward = partial(forward_all, tmp_path, {"app": app, "mom": mom})
     with app.connect(role="test") as connection:
         dialog = saf.begin_dialog(
             connection, from_service=SHOP, to_service=WAREHOUSE, contract="ordering", lifetime=3600
@@ -70,3 +75,31 @@ def test_a_dialog_goes_there_and_back_and_replies_find_the_initiators_broker(
     forward()
     assert said(receive(app, SHOP)) == ["!"]
     assert sorted(states(app)) == ["closed", "conversing"]
+
+
+def test_a_routing_service_passes_a_dialog_on_and_its_answers_back(
+    new_broker: Callable[[str], Dsn], tmp_path: Path
+) -> None:
+    hub = Hub.at(new_broker)
+    begin(hub.app, "EWR", "2", "3", to_service=DEPARTURES)
+    failed = begin(hub.app, "nobody", to_service=DEPARTURES)
+
+    def carry() -> None:
+        for number in range(2):
+            forward_all(tmp_path, hub.places)
+            if not number:
+                hub.service().drain()
+
+    def answer(connection: psycopg.Connection[object], message: saf.Received) -> None:
+        assert message.dialog is not None
+        message.dialog.send(connection, f"got {message.text()}")
+        if message.text() == "3":
+            message.dialog.end(connection)
+
+    carry()
+    (error,) = receive(hub.app, SHOP)
+    assert error.dialog == failed
+    assert said(receive(hub.ewr, "EWR", answer)) == ["EWR", "2", "3"]
+    carry()
+    assert said(receive(hub.app, SHOP)) == ["got EWR", "got 2", "got 3", END]
+    assert set(states(hub.hub)) == {"closed", "disconnected_outbound"}
