@@ -100,7 +100,7 @@ SETTING_ASIDE: Rights = {
     "parked": {
         "SELECT": WHOLE,
         "INSERT": WHOLE,
-        "UPDATE": ("destination", "lane"),
+        "UPDATE": ("destination", "lane", "deliver_at"),
         "DELETE": WHOLE,
     },
     "backoff": {

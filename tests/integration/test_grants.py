@@ -106,7 +106,7 @@ SOME = {
     ("route_share", "i"): "service broker keys",
     ("route_share", "u"): "keys",
     ("watermark", "u"): "epoch batch position opened_at",
-    ("parked", "u"): "destination lane",
+    ("parked", "u"): "destination deliver_at lane",
     ("backoff", "u"): "attempts next_attempt_at error",
     ("dead_letter", "s"): "subscription_id destination shard id dead_letter_at",
     ("dead_letter", "u"): "error",
