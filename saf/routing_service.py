@@ -157,6 +157,8 @@ class RoutingService(Loop):
         self, raw: psycopg.Connection[Any], messages: list[Received], errors: dict[int, str]
     ) -> dict[int, Resolved]:
         """By id, what messages are for, and into ``errors`` why nobody can say."""
+        if not messages:
+            return {}
         # the broker that a message was addressed to is this one
         rows = as_table(one.stored() | {"to_broker": None} for one in messages)
         resolution = self._resolver(raw).resolve(rows)
