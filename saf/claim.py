@@ -148,7 +148,8 @@ AND (%(service)s::text IS NULL OR to_service = %(service)s)
 """
 # A fragment's is copied to where it waits without passing by here; see saf.dialogs.assembly
 BODY = f"""
-CASE WHEN from_initiator IS NOT NULL AND %(converses)s AND headers -> '{FRAGMENT}' IS NOT NULL
+CASE WHEN from_initiator IS NOT NULL AND sequence IS NOT NULL AND %(converses)s
+          AND headers -> '{FRAGMENT}' IS NOT NULL
      THEN ''::bytea ELSE body END
 """
 READ_LOG = f"""

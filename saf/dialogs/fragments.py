@@ -73,7 +73,8 @@ def count(length: int, fragment_bytes: int) -> int:
 
 def is_fragment(message: Received) -> bool:
     """Whether it is one of several, and not the last."""
-    return FRAGMENT in _headers(message)
+    spoken = message.from_initiator is not None and message.sequence is not None
+    return spoken and FRAGMENT in _headers(message)
 
 
 def whole(message: Received) -> tuple[int, int] | None:

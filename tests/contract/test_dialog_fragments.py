@@ -454,3 +454,15 @@ def test_who_listens_in_gets_the_fragments_as_they_are(app: Dsn, mom: Dsn) -> No
     forward(app, mom)
     assert bodies(mom, "audit") == [b"1234", b"5678", b"9"]
     assert bodies(mom) == [b"123456789"]
+
+
+def test_a_message_of_no_dialog_that_says_it_is_a_fragment_is_none(app: Dsn, mom: Dsn) -> None:
+    with app.connect(role="test") as connection:
+        for body in (b"one", b"two"):
+            saf.Outbox().send(connection, WAREHOUSE, body, key="a key", headers={"saf-fragment": 1})
+    begin(app, "spoken")
+    forward(app, mom)
+    with saf.receive(mom, WAREHOUSE) as delivery:
+        delivery.park(next(one for one in delivery if one.body == b"one"), "not now")
+    let_keys_be_due(mom)
+    assert bodies(mom) == [b"one", b"two"]
