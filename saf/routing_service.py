@@ -160,12 +160,7 @@ class RoutingService(Loop):
         """By id, what messages are for, and into ``errors`` why nobody can say."""
         if not messages:
             return {}
-<<<<<<< HEAD
         rows = as_table(map(_as_begun, messages))
-=======
-        # the broker that a message was addressed to is this one
-        rows = as_table(one.stored() | {"to_broker": None} for one in messages)
->>>>>>> routing-service
         resolution = self._resolver(raw).resolve(rows)
         for dead, error in resolution.dead:
             errors |= dict.fromkeys(dead["id"].to_pylist(), error)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-<<<<<<< HEAD
 import random
-=======
->>>>>>> routing-service
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -38,11 +35,7 @@ def forward_all(folder: Path, places: Mapping[str, Dsn]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-<<<<<<< HEAD
 def test_a_dialog_and_20_mb_go_there_and_replies_find_the_initiators_broker(
-=======
-def test_a_dialog_goes_there_and_back_and_replies_find_the_initiators_broker(
->>>>>>> routing-service
     app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:
     prepare(app, mom)
@@ -91,11 +84,7 @@ def test_a_dialog_goes_there_and_back_and_replies_find_the_initiators_broker(
     receive(mom, WAREHOUSE, answer)
     forward()
     assert said(receive(app, SHOP)) == ["!"]
-<<<<<<< HEAD
     assert sorted(states(app)) == ["closed", "conversing", "conversing"]
-=======
-    assert sorted(states(app)) == ["closed", "conversing"]
->>>>>>> routing-service
 
 
 def test_a_routing_service_passes_a_dialog_on_and_its_answers_back(
