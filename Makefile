@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	2>/dev/null && echo "$$python" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-routing test check crash bench bench-peers wheel clean
+.PHONY: help demo demo-routing demo-dialog test check crash bench bench-peers wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,6 +19,9 @@ demo: $(VENV)/.installed ## the flights of 2013: sent, forwarded by Spark, prove
 
 demo-routing: $(VENV)/.installed ## the same to three MOM stores, each flight to its airport's
 	@$(VENV)/bin/saf demo --routing $(DEMO)
+
+demo-dialog: $(VENV)/.installed ## a shop and a warehouse talk: in parts, refused, too late, 20 MB
+	@$(VENV)/bin/saf demo --dialog $(DEMO)
 
 test: $(VENV)/.installed ## the tests; some of them: make test T="tests/unit -k shard"
 	$(PY) -m pytest $(T)

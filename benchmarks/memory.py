@@ -8,6 +8,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -18,20 +20,25 @@ BACKLOGS = {"100k": 100_000, "5M": 5_000_000}
 SAMPLE_SECONDS = 0.2
 
 
+def resident_mib(roots: Iterable[int]) -> float:
+    """The resident memory of processes and all below them, shared pages once."""
+    total = 0
+    for root in roots:
+        with suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(root)
+            for one in [parent, *parent.children(recursive=True)]:
+                with suppress(psutil.Error):
+                    total += one.memory_full_info().pss
+    return total / 2**20
+
+
 def peak_mib(process: subprocess.Popen[str]) -> float:
-    """The highest sum of the resident memory of a process and all below it, shared pages once."""
-    peak = 0
-    root = psutil.Process(process.pid)
+    """The most that a process and all below it had resident until its end."""
+    peak = 0.0
     while process.poll() is None:
-        total = 0
-        for one in [root, *root.children(recursive=True)]:
-            try:
-                total += one.memory_full_info().pss
-            except psutil.Error:
-                continue
-        peak = max(peak, total)
+        peak = max(peak, resident_mib([process.pid]))
         time.sleep(SAMPLE_SECONDS)
-    return peak / 2**20
+    return peak
 
 
 def run(stage: Stage) -> None:

@@ -22,7 +22,7 @@ import psycopg
 from pyspark import SparkContext
 
 import saf
-from benchmarks.stage import Stage, execute, median
+from benchmarks.stage import Stage, execute, median, percentile
 from saf.config import load
 from saf.database import Dsn
 from saf.receive import Receiver, connected
@@ -93,15 +93,20 @@ def consume(dsn: Dsn, batch: int, business: bool, seconds: float) -> tuple[int, 
     return received, last - started, took
 
 
-def rate(stage: Stage, batch: int, receivers: int, *, business: bool) -> tuple[float, list[float]]:
-    """Messages a second of so many receivers, and how long their deliveries took."""
+def rate(
+    stage: Stage, batch: int, receivers: int, *, business: bool, seconds: float = math.inf
+) -> tuple[float, list[float]]:
+    """Messages a second of so many receivers, and how long their deliveries took.
+
+    They end after so many seconds, or when none is left.
+    """
     execute(stage.mom, "TRUNCATE booked", "CHECKPOINT")
-    work = [(stage.mom, batch, business, SECONDS if business else math.inf)] * receivers
+    work = [(stage.mom, batch, business, seconds)] * receivers
     with multiprocessing.get_context("spawn").Pool(receivers) as pool:
         measured = pool.starmap(consume, work, chunksize=1)
     received = sum(count for count, *_ in measured)
-    seconds = max(seconds for _, seconds, _ in measured)
-    return received / seconds, [one for *_, took in measured for one in took]
+    longest = max(taken for _, taken, _ in measured)
+    return received / longest, [one for *_, took in measured for one in took]
 
 
 def again(dsn: Dsn) -> None:
@@ -113,11 +118,6 @@ def _all_begun(dsn: Dsn) -> bool:
     with dsn.connect(role="bench") as connection:
         untouched = connection.execute(UNTOUCHED).fetchall()
     return not untouched
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value that so many are not above."""
-    return sorted(values)[min(int(len(values) * share), len(values) - 1)]
 
 
 def run(stage: Stage) -> None:
@@ -140,7 +140,7 @@ def run(stage: Stage) -> None:
         consume(stage.mom, 1000, business=False, seconds=1)
     for batch in BATCHES:  # what they take in all is a part of the backlog
         for receivers in RECEIVERS:
-            each, took = rate(stage, batch, receivers, business=True)
+            each, took = rate(stage, batch, receivers, business=True, seconds=SECONDS)
             where = f"batch_{batch}_{receivers}_receivers"
             stage.note(f"receive_insert_per_second_{where}", each, "1/s")
             stage.note(f"receive_insert_p50_ms_{where}", median(took) * 1000, "ms")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -88,7 +88,7 @@ class Stage:
         self.results.append({"name": name, "value": round(value, 4), "unit": unit, "reach": reach})
         self.console.print(f"  {name}: {value:,.4g} {unit}", highlight=False)
 
-    def report(self) -> None:
+    def report(self, results: Path = RESULTS) -> None:
         """A table for people, JSON lines for programs, on stdout and in a file.
 
         The file keeps what other parts have said in an earlier run.
@@ -102,10 +102,10 @@ class Stage:
             )
             lines.append(json.dumps(result))
         Console().print(table)
-        RESULTS.parent.mkdir(exist_ok=True)
-        kept = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+        results.parent.mkdir(exist_ok=True)
+        kept = results.read_text().splitlines() if results.exists() else []
         latest = {json.loads(line)["name"]: line for line in [*kept, *lines]}
-        RESULTS.write_text("\n".join(latest.values()) + "\n")
+        results.write_text("\n".join(latest.values()) + "\n")
         print("\n".join(lines))
 
 
@@ -118,6 +118,11 @@ def execute(dsn: Dsn, *statements: str) -> None:
 
 def median(values: Iterable[float]) -> float:
     return statistics.median(values)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that so many are not above."""
+    return sorted(values)[min(int(len(values) * share), len(values) - 1)]
 
 
 def output(*command: str | Path) -> str:

@@ -3,7 +3,7 @@
 Sending:   `Outbox`, `Message`
 Receiving: `receive`, `Worker`, `Processor`, `Processors`, `handles`, `Delivery`, `Received`,
            `Policy`, `inbox_once`
-Routing:   `Resolved`
+Routing:   `Resolved`; `saf.routing_service` serves routers that forward, and needs Arrow
 Dialogs:   `begin_dialog`, `open_dialog`, `Dialog`, `begin_monolog`, `conversations`,
            `group_state`, `set_group_state`, `move_dialog`, `create_contract`, `create_message_type`
 Errors:    `SafError` and what stands below it in `saf.errors`

@@ -60,13 +60,16 @@ SELECT * FROM unnest(%(services)s::text[], %(brokers)s::uuid[], %(keys)s::text[]
 ON CONFLICT DO NOTHING
 """
 
-# Also of what routers have resolved; see `saf.resolutions`
+# Also of what routers have resolved; see `saf.resolutions`. A conversation that is open may go on
+# after any silence.
 FORGET = """
 WITH forgotten AS (
     DELETE FROM saf.{table}
     WHERE used_at < now() - make_interval(secs => %(seconds)s)
       AND used_at < coalesce((SELECT min(opened_at) FROM saf.cursor WHERE open IS NOT NULL), now())
                     - make_interval(secs => %(noted)s)
+      AND NOT EXISTS (SELECT FROM saf.conversation c
+                      WHERE c.conversation_id::text = key AND c.state <> 'closed')
     RETURNING key)
 SELECT count(*) FROM forgotten
 """

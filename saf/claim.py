@@ -40,9 +40,10 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from saf.database import fetch
+from saf.dialogs.fragments import FRAGMENT
 from saf.errors import UsageError
 from saf.parking import LATER
-from saf.received import EXPRESSIONS, ID, READ, SHARD, Received
+from saf.received import EXPRESSIONS, ID, READ, SHARD, Received, expressions
 from saf.shards import NEWEST, THIS_ROW, failed, newest
 
 CUT_ROWS, CUTS = 250, 64
@@ -145,11 +146,17 @@ IN_BATCH = """
 txid < pg_snapshot_xmax({open}) AND pg_visible_in_snapshot(txid, {open})
 AND (%(service)s::text IS NULL OR to_service = %(service)s)
 """
+# A fragment's is copied to where it waits without passing by here; see saf.dialogs.assembly
+BODY = f"""
+CASE WHEN from_initiator IS NOT NULL AND sequence IS NOT NULL AND %(converses)s
+          AND headers -> '{FRAGMENT}' IS NOT NULL
+     THEN ''::bytea ELSE body END
+"""
 READ_LOG = f"""
 SELECT m.* FROM unnest(%(shards)s::smallint[], %(open)s::pg_snapshot[]) AS h (shard, open)
 JOIN {IN_HAND} AS c USING (shard)
 CROSS JOIN LATERAL (
-    SELECT {EXPRESSIONS}, {FATE} AS fate FROM ({SINCE}) AS since
+    SELECT {expressions(body=BODY)}, {FATE} AS fate FROM ({SINCE}) AS since
     WHERE {IN_BATCH.format(open="h.open")} AND id > c.position ORDER BY id LIMIT %(limit)s
 ) AS m
 LIMIT %(limit)s
@@ -346,6 +353,7 @@ def read(
     params = {
         "subscription_id": hand.reader.subscription_id,
         "service": hand.reader.service,
+        "converses": hand.reader.converses,
         "shards": numbers,
         "open": [hand.shards[number].open for number in numbers],
         "lanes": [lane for lane in hand.late if int(lane.removeprefix(LATER)) in numbers],

@@ -162,6 +162,8 @@ class Router(_Table):
     """Spark SQL, or ``module:function``."""
     once_per: Literal["message", "key"] = "message"
     """What is classified once; a conversation always is."""
+    mode: Literal["redirect", "forward"] = "redirect"
+    """At the source, or by a routing service."""
     comment: str | None = None
 
     def as_configured(self, service: str) -> ConfiguredRouter:
@@ -169,7 +171,9 @@ class Router(_Table):
         router = Stands(
             service=service, kind=self.kind, expression=self.expression, once_per=self.once_per
         )
-        return ConfiguredRouter(router=router, origin="saf.toml", comment=self.comment)
+        return ConfiguredRouter(
+            router=router, origin="saf.toml", mode=self.mode, comment=self.comment
+        )
 
 
 class Forwarder(_Table):
@@ -283,7 +287,7 @@ class Settings(BaseSettings):
             if name in self.topics:
                 raise ValueError(f"routers.{name} is a topic too: it may resolve to one only")
             try:
-                check_router(router.as_configured(name).router)
+                check_router(router.as_configured(name))
             except UsageError as error:
                 raise ValueError(f"routers.{name}: {error}") from None
         return self

@@ -54,7 +54,7 @@ class Delivery(Sequence[Received], Generic[C]):
             self._messages = [one for one in self._messages if one.lane not in waiting]
         self._arrival = Arrival(raw=raw)
         if hand and hand.spoken and hand.reader.converses:
-            self._arrival = arrive(raw, hand.reader, self._messages)
+            self._arrival = arrive(raw, hand.reader, self._messages, self._behind)
             self._messages = self._arrival.messages
         self._stopped: dict[str, int] = {}
         """By lane, from which place in the delivery on its messages are not handled."""
@@ -153,6 +153,9 @@ class Delivery(Sequence[Received], Generic[C]):
                     not_received.append(one)
                 else:
                     gone.append(one.parked_id)
+        behind = [one for place, one in self._arrival.fragments if self._waits(one, place)]
+        keep += [(one, one.lane) for one in behind]
+        gone += [one.parked_id for _, one in self._arrival.fragments if one not in behind]
         self._arrival.take_back(not_received)
         for one, *_ in self._dead.values():
             self._arrival.give_up(one)
@@ -214,6 +217,10 @@ class Delivery(Sequence[Received], Generic[C]):
             error=_said(error),
             wait=wait,
         )
+
+    def _waits(self, fragment: Received, place: int) -> bool:
+        """Whether a fragment comes after a message of its key that waits."""
+        return fragment.lane in self._waiting and place > self._stopped[fragment.lane]
 
     def _place(self, message: Received) -> int:
         for place, one in enumerate(self._messages):

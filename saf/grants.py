@@ -11,6 +11,7 @@ duty keeps nothing of the old one. `RIGHTS` says what each kind may do; it is al
     receiver    reads the inbox and moves its cursors. One that replies is a writer as well
     dialog      begins, speaks and ends dialogs; one that is spoken to is a receiver as well. Unlike
                 a writer, it puts messages into the inbox: those to itself
+    router      serves routers that forward; it is a receiver and a dialog as well
     purger      empties slots of the logs, and forgets old routes. Not part of the forwarder, which
                 runs on many machines: that every reader has completed a slot is checked by the
                 program and not by the server, so whoever may TRUNCATE may destroy messages. A
@@ -48,6 +49,7 @@ class Kind(StrEnum):
     FORWARDER = "forwarder"
     RECEIVER = "receiver"
     DIALOG = "dialog"
+    ROUTER = "router"
     PURGER = "purger"
     OPERATOR = "operator"
 
@@ -98,7 +100,7 @@ SETTING_ASIDE: Rights = {
     "parked": {
         "SELECT": WHOLE,
         "INSERT": WHOLE,
-        "UPDATE": ("destination", "lane"),
+        "UPDATE": ("destination", "lane", "deliver_at"),
         "DELETE": WHOLE,
     },
     "backoff": {
@@ -130,12 +132,19 @@ PURGING: Rights = {
     "route_version": {"SELECT": WHOLE, "DELETE": WHOLE},
     "route_choice": {"SELECT": ("used_at", "key"), "DELETE": WHOLE},
     "resolved_conversation": {"SELECT": ("used_at", "key"), "DELETE": WHOLE},
-    "conversation": {"SELECT": ("handle", "state", "group_id", "changed_at"), "DELETE": WHOLE},
+    "conversation": {
+        "SELECT": (
+            *("handle", "conversation_id", "is_initiator", "state", "group_id", "ended_here"),
+            *("error_code", "changed_at"),
+        ),
+        "DELETE": WHOLE,
+    },
+    "fragment": {"SELECT": ("conversation_id", "from_initiator"), "DELETE": WHOLE},
     "conversation_group": {"SELECT": ("group_id",), "DELETE": WHOLE},
 }
 
 ROUTE = ("service", "broker", "destination", "quality", "enabled", "expires_at", "comment")
-ROUTER = ("service", "kind", "expression", "once_per", "enabled", "comment")
+ROUTER = ("service", "kind", "expression", "once_per", "mode", "enabled", "comment")
 
 # To let keys choose among the routes that share, and to remember what routers have resolved
 CHOOSING: Rights = {
@@ -165,8 +174,10 @@ ENDPOINT = (
 )
 FACTS = (
     *("send_sequence", "receive_sequence", "ended_here", "ended_there", "error_code"),
-    *("error_text", "timer", "group_id", "changed_at"),
+    *("error_text", "timer", "group_id", "changed_at", "far_service", "far_broker"),
 )
+# Which end here is told of an error
+TOLD = ("conversation_id", "is_initiator", "service", "ended_here", "error_code")
 CONVERSING: Rights = {
     "broker": {"SELECT": WHOLE},
     "service": {"SELECT": WHOLE},
@@ -174,7 +185,9 @@ CONVERSING: Rights = {
     "contract_message": {"SELECT": WHOLE},
     "message_type": {"SELECT": WHOLE},
     "conversation": {"SELECT": WHOLE, "INSERT": ENDPOINT, "UPDATE": FACTS},
+    "resolved_conversation": {"SELECT": WHOLE},
     "conversation_group": {"SELECT": WHOLE, "INSERT": ("group_id",), "UPDATE": ("state",)},
+    "fragment": {"SELECT": WHOLE, "INSERT": WHOLE, "DELETE": WHOLE},
     "outbox": {"INSERT": SPOKEN},
     "inbox": {"INSERT": (*COLUMNS, "source")},
 }
@@ -199,10 +212,25 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
                 "UPDATE": ("epoch", "batch", "position", "opened_at"),
             },
             "service": {"SELECT": WHOLE},
+            "conversation": {"SELECT": TOLD},
         },
     ),
     Kind.RECEIVER: (VERSION, MEMBERSHIP, SETTING_ASIDE, {"inbox": {"SELECT": WHOLE}}),
     Kind.DIALOG: (VERSION, CONVERSING),
+    Kind.ROUTER: (
+        VERSION,
+        {
+            "route": {"SELECT": WHOLE},
+            "topic": {"SELECT": WHOLE},
+            "router": {"SELECT": WHOLE},
+            "resolved_conversation": {
+                "SELECT": WHOLE,
+                "INSERT": ("router", "key", "service", "broker", "to_key", "handle"),
+                "UPDATE": ("used_at", "handle"),
+                "DELETE": WHOLE,
+            },
+        },
+    ),
     Kind.PURGER: (VERSION, PURGING),
     Kind.OPERATOR: (
         VERSION,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,14 @@ _CHEAP = {"message_id": "uuid_send(message_id)", "headers": "headers::text"}
 
 READ = ("id", "shard", *COLUMNS)
 """What each row holds, in this order, and after it what the reader adds."""
-EXPRESSIONS = ", ".join(_CHEAP.get(column, column) for column in READ)
-"""The columns, for a SELECT from the inbox or from saf.parked."""
+
+
+def expressions(**others: str) -> str:
+    """The columns, for a SELECT from the inbox or from saf.parked, some of them in other words."""
+    return ", ".join({**_CHEAP, **others}.get(column, column) for column in READ)
+
+
+EXPRESSIONS = expressions()
 
 _AT = {column: place for place, column in enumerate(READ)}
 ID, SHARD = _AT["id"], _AT["shard"]
@@ -57,10 +64,29 @@ class Received:
     conversation_id: UUID | None = _field("conversation_id", "The conversation it belongs to.")
     from_initiator: bool | None = _field("from_initiator", "Which end of a dialog has sent it.")
     sequence: int | None = _field("sequence", "Its number within the conversation.")
-    body: bytes = _field("body", "As it was sent; see `text` and `json`.")
     created_at: datetime = _field("created_at", "When it was sent.")
     deliver_at: datetime | None = _field("deliver_at", "Not handed out before.")
     expires_at: datetime | None = _field("expires_at", "Not handed out after.")
+
+    @property
+    def body(self) -> bytes:
+        """As it was sent; see `text` and `json`."""
+        body: bytes = self._row[_BODY]
+        return body
+
+    @property
+    def size(self) -> int:
+        """How many bytes the body has."""
+        return len(self._row[_BODY])
+
+    @property
+    def first_sequence(self) -> int | None:
+        """Its number; of one that came in fragments, the first one's."""
+        return self.sequence
+
+    def open(self) -> io.BufferedIOBase:
+        """The body as a file, from its beginning: for what is too large to be in memory."""
+        return io.BytesIO(self.body)
 
     @property
     def dialog(self) -> Dialog | None:
@@ -122,5 +148,5 @@ class Received:
     def __repr__(self) -> str:
         return (
             f"Received(message_id={self.message_id}, service={self.service!r}, key={self.key!r}, "
-            f"message_type={self.message_type!r}, attempt={self.attempt}, {len(self.body)} bytes)"
+            f"message_type={self.message_type!r}, attempt={self.attempt}, {self.size} bytes)"
         )

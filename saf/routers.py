@@ -10,12 +10,15 @@ An answer is the name of a service, or a `saf.Resolved`, which may name a broker
 None says that the classifier does not know. Answers of an Arrow function are an array of names, or
 a record batch with the columns service, and optionally broker and key.
 
-The forwarder runs classifiers inside its tasks, where it reads the messages; see
-`saf.spark.resolving`. An answer that is not remembered is asked for again when a batch is read
-again, so a classifier must give the same answer to the same message.
+A router works in one of two modes. It redirects: the forwarder runs its classifier inside its
+tasks, where it reads the messages (`saf.spark.resolving`). Or it forwards: its service lives at a
+broker of its own, where a `saf.routing_service` receives, classifies and sends on.
+
+An answer that is not remembered is asked for again when a batch is read again, so a classifier must
+give the same answer to the same message.
 
 A router whose function cannot be imported where a batch is opened is frozen with that problem, and
-the messages for it wait: a mistake in deployment makes no dead letters.
+the messages for it wait: a mistake in deployment makes no dead letters. A routing service ends.
 """
 
 from __future__ import annotations
@@ -31,22 +34,33 @@ import psycopg
 from saf.database import fetch
 from saf.errors import ConfigurationError, UsageError
 from saf.routes import NOTHING, ConfiguredRouter, Declared
-from saf.ways import ARROW, KEY, MESSAGE, PYTHON, SQL, Router, Routes, check_name
+from saf.ways import (
+    ARROW,
+    FORWARD,
+    KEY,
+    MESSAGE,
+    PYTHON,
+    REDIRECT,
+    SQL,
+    Router,
+    Routes,
+    check_name,
+)
 
 IS_TOPIC = "SELECT name FROM saf.topic WHERE name = %(service)s"
 
 # What is said again is changed, in one step: removed and added, it would be missing for a moment
 ADD = """
-INSERT INTO saf.router AS r (service, kind, expression, once_per, comment)
-VALUES (%(service)s, %(kind)s, %(expression)s, %(once_per)s, %(comment)s)
+INSERT INTO saf.router AS r (service, kind, expression, once_per, mode, comment)
+VALUES (%(service)s, %(kind)s, %(expression)s, %(once_per)s, %(mode)s, %(comment)s)
 ON CONFLICT (service) DO UPDATE SET
     kind = excluded.kind, expression = excluded.expression, once_per = excluded.once_per,
-    comment = excluded.comment, enabled = true
+    mode = excluded.mode, comment = excluded.comment, enabled = true
 RETURNING xmax = 0
 """
 STAND_IN = """
-INSERT INTO saf.router (service, kind, expression, once_per, comment)
-VALUES (%(service)s, %(kind)s, %(expression)s, %(once_per)s, %(comment)s)
+INSERT INTO saf.router (service, kind, expression, once_per, mode, comment)
+VALUES (%(service)s, %(kind)s, %(expression)s, %(once_per)s, %(mode)s, %(comment)s)
 ON CONFLICT DO NOTHING
 """
 REMOVE = "DELETE FROM saf.router WHERE service = %(service)s RETURNING service"
@@ -63,6 +77,7 @@ def add_router(
     expression: str,
     *,
     once_per: str = MESSAGE,
+    mode: str = REDIRECT,
     comment: str | None = None,
 ) -> bool:
     """Let a classifier say, of messages for ``service``, which service they are really for.
@@ -70,12 +85,13 @@ def add_router(
     One that is there already gets the other values, and is enabled; then the answer is False.
 
     Raises:
-        UsageError: a name that no message could have, or a topic's; no such kind; a function that
-            is not said as ``module:function``.
+        UsageError: a name that no message could have, or a topic's; no such kind or mode; a
+            function that is not said as ``module:function``; SQL, in a router that forwards.
     """
     router = Router(service=service, kind=kind, expression=expression, once_per=once_per)
-    check(router)
-    params = _params(ConfiguredRouter(router=router, origin="saf.router", comment=comment))
+    one = ConfiguredRouter(router=router, origin="saf.router", mode=mode, comment=comment)
+    check(one)
+    params = _params(one)
     if fetch(connection, IS_TOPIC, params):
         raise UsageError(f"{service!r} is a topic: a router may resolve to it, but not be one")
     ((added,),) = fetch(connection, ADD, params)
@@ -110,9 +126,12 @@ def enable_router(
         _change(connection, ENABLE, service, enabled=enabled)
 
 
-def check(router: Router) -> None:
+def check(one: ConfiguredRouter) -> None:
     """Raise UsageError for a router that cannot be."""
+    router = one.router
     check_name("router", router.service)
+    if one.mode not in (REDIRECT, FORWARD):
+        raise UsageError(f"mode {one.mode!r}: a router will {REDIRECT} or {FORWARD}")
     if router.kind not in (SQL, ARROW, PYTHON):
         raise UsageError(f"kind {router.kind!r}: a classifier is {SQL}, {ARROW} or {PYTHON}")
     if router.once_per not in (MESSAGE, KEY):
@@ -122,6 +141,11 @@ def check(router: Router) -> None:
         raise UsageError(f"router {router.service!r}: {router.expression!r} is no module:function")
     if not router.expression.strip():
         raise UsageError(f"router {router.service!r} has an empty expression")
+    if one.mode == FORWARD and router.kind == SQL:
+        raise UsageError(
+            f"router {router.service!r} is in SQL, which needs Spark: a router that forwards has a "
+            f"classifier in Python, {ARROW} or {PYTHON}"
+        )
 
 
 def load(router: Router) -> Callable[[Any], Any]:
@@ -173,6 +197,7 @@ def _params(one: ConfiguredRouter) -> dict[str, Any]:
         "kind": one.router.kind,
         "expression": one.router.expression,
         "once_per": one.router.once_per,
+        "mode": one.mode,
         "comment": one.comment,
     }
 

@@ -26,7 +26,7 @@ import psycopg
 
 from saf.database import fetch
 from saf.errors import ConfigurationError, UsageError
-from saf.ways import Route, Router, Routes, by_precedence, check_name
+from saf.ways import FORWARD, REDIRECT, Route, Router, Routes, by_precedence, check_name
 
 Origin = Literal["saf.route", "saf.router", "saf.toml", "default"]
 
@@ -34,7 +34,7 @@ CONFIGURED = """
 SELECT service, broker::text, destination, quality, enabled, expires_at, comment FROM saf.route
 """
 TOPICS = "SELECT name FROM saf.topic ORDER BY name"
-ROUTERS = "SELECT service, kind, expression, once_per, enabled, comment FROM saf.router"
+ROUTERS = "SELECT service, kind, expression, once_per, mode, enabled, comment FROM saf.router"
 NOW = "SELECT now()"
 
 # What is said again is changed, in one step: removed and added, it would be missing for a moment
@@ -102,6 +102,8 @@ class ConfiguredRouter:
 
     router: Router
     origin: Origin
+    mode: str = REDIRECT
+    """At the source; or "forward", by a routing service (`saf.routing_service`)."""
     enabled: bool = True
     comment: str | None = None
 
@@ -136,7 +138,7 @@ class Configuration:
         routes = [one.route for one in self.routes if one.in_force(self.now)]
         if any(route.specificity == 0 for route in routes):
             routes = [route for route in routes if not route.fallback]
-        routers = tuple(one.router for one in self.routers if one.enabled)
+        routers = tuple(one.router for one in self.routers if one.enabled and one.mode == REDIRECT)
         return Routes(routes=tuple(routes), topics=self.topics, routers=routers)
 
 
@@ -177,12 +179,18 @@ def _routers(
     connection: psycopg.Connection[Any], declared: Declared
 ) -> tuple[ConfiguredRouter, ...]:
     routers = {one.router.service: one for one in declared.routers}
-    for service, kind, expression, once_per, enabled, comment in fetch(connection, ROUTERS):
+    for service, kind, expression, once_per, mode, enabled, comment in fetch(connection, ROUTERS):
         router = Router(service=service, kind=kind, expression=expression, once_per=once_per)
         routers[service] = ConfiguredRouter(
-            router=router, origin="saf.router", enabled=enabled, comment=comment
+            router=router, origin="saf.router", mode=mode, enabled=enabled, comment=comment
         )
     return tuple(routers[service] for service in sorted(routers))
+
+
+def forwarding(there: Configuration, service: str) -> Router | None:
+    """The router of that service, if it is in force and forwards."""
+    found = (one for one in there.routers if one.router.service == service)
+    return next((one.router for one in found if one.enabled and one.mode == FORWARD), None)
 
 
 def current_routes(

@@ -268,9 +268,18 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         sa.Column("enabled", sa.Boolean, nullable=False, server_default=sa.true()),
         sa.Column("created_at", moment, nullable=False, server_default=now),
         sa.Column("comment", sa.Text),
+        sa.Column(
+            "mode",
+            sa.Text,
+            nullable=False,
+            server_default="redirect",
+            comment="classified at the source, or forwarded by a routing service of its own",
+        ),
         sa.CheckConstraint("service <> ''", name="router_named"),
         sa.CheckConstraint(f"kind IN {CLASSIFIERS}", name="router_kind"),
         sa.CheckConstraint("once_per IN ('message', 'key')", name="router_once_per"),
+        sa.CheckConstraint("mode IN ('redirect', 'forward')", name="router_mode"),
+        sa.CheckConstraint("mode = 'redirect' OR kind <> 'sql'", name="router_sql_needs_spark"),
         comment="services that stand for others: a classifier says for which",
     )
     sa.Table(
@@ -292,6 +301,11 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             nullable=False,
             server_default=now,
             comment="give or take a day; what nobody uses is forgotten",
+        ),
+        sa.Column(
+            "handle",
+            pg.UUID,
+            comment="of the end, at a routing service, on which this conversation goes on",
         ),
         sa.PrimaryKeyConstraint("key", "router"),
         comment="what a router has resolved once: later messages are not classified again",

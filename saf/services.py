@@ -93,6 +93,11 @@ def services(connection: psycopg.Connection[Any]) -> list[Service]:
         return cursor.execute(SERVICES).fetchall()
 
 
+def lives_here(connection: psycopg.Connection[Any], name: str) -> bool:
+    """Whether this broker has a service of that name."""
+    return bool(fetch(connection, KNOWS_SERVICE, {"name": name}))
+
+
 def create_service(connection: psycopg.Connection[Any], name: str) -> bool:
     """Let a service live at this broker, with a subscription of its own; False if it does already.
 
@@ -158,7 +163,7 @@ def create_subscription(
     """
     _check("subscription", name)
     with connection.transaction():
-        if service is not None and not fetch(connection, KNOWS_SERVICE, {"name": service}):
+        if service is not None and not lives_here(connection, service):
             known = [one.name for one in services(connection)]
             raise ConfigurationError(_unknown("service", service, known))
         made = fetch(connection, CREATE_SUBSCRIPTION, {"name": name, "service": service})

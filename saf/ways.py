@@ -14,7 +14,8 @@ choice that the key keeps (`saf.choices`). The default destination is not a rout
 message goes that none matches.
 
 A *router* is a service that stands for others. Its classifier looks at each message and names the
-one that it is really for, and that one's way is the message's.
+one that it is really for, and that one's way is the message's. That is so for those that redirect,
+which are all that is frozen with a batch; to one that forwards, messages go as to any service.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ EXACTLY_ONCE = "exactly_once"
 
 SQL, ARROW, PYTHON = "sql", "arrow", "python"
 MESSAGE, KEY = "message", "key"
+REDIRECT, FORWARD = "redirect", "forward"
 
 
 @dataclass(frozen=True, kw_only=True)

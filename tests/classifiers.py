@@ -74,3 +74,20 @@ def by_text(message: saf.Received) -> str | None:
 def to_ewr(message: saf.Received) -> str:  # noqa: ARG001 - whatever it says
     """The service EWR."""
     return "EWR"
+
+
+def by_body_once(message: saf.Received) -> str | None:
+    """As `by_text`, and notes the conversation, or else the key, of what it was asked for."""
+    asked.append(str(message.conversation_id or message.key))
+    return by_text(message)
+
+
+def by_beginning_once(message: saf.Received) -> str:
+    """The service that a body begins with; notes the same."""
+    asked.append(str(message.conversation_id))
+    return message.text()[:3]
+
+
+def to_second(message: saf.Received) -> saf.Resolved:  # noqa: ARG001 - whatever it says
+    """The router second, at a broker."""
+    return saf.Resolved(service="second", broker=UUID(int=7))

@@ -1,4 +1,4 @@
-"""Where the peers live: a virtual environment each, in the cache, and PgQ's SQL from Debian."""
+"""Where the peers live: an environment each, in the cache, and files of Debian's packages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from hashlib import sha256
 from pathlib import Path
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "saf-peers"
-PGQ_PACKAGE = "postgresql-15-pgq3"
-PGQ_SQL = Path("usr/share/postgresql/15/contrib/pgq_pl_only.sql")
+PACKAGES = {
+    "pgq": ("postgresql-15-pgq3", Path("usr/share/postgresql/15/contrib/pgq_pl_only.sql")),
+    "spark_jdbc": ("libpostgresql-jdbc-java", Path("usr/share/java/postgresql.jar")),
+}
 
 
 class NotInstalled(Exception):
@@ -21,11 +23,13 @@ class NotInstalled(Exception):
 
 
 def python(requires: Sequence[str]) -> Path:
-    """The Python of an environment with these packages, made if it is not there.
+    """The Python of an environment with these packages, made if it is not there; ours if none.
 
     Raises:
         NotInstalled: pip could not.
     """
+    if not requires:
+        return Path(sys.executable)
     folder = CACHE / sha256("\n".join(requires).encode()).hexdigest()[:16]
     found = folder / "bin" / "python"
     if not (folder / "complete").exists():
@@ -35,20 +39,21 @@ def python(requires: Sequence[str]) -> Path:
     return found
 
 
-def pgq_sql() -> Path:
-    """PgQ's PL-only install, out of its package, which is not installed.
+def out_of_package(peer: str) -> Path:
+    """What a peer needs out of a package of Debian's, which is not installed.
 
     Raises:
         NotInstalled: apt could not.
     """
-    found = CACHE / PGQ_SQL.name
+    package, file = PACKAGES[peer]
+    found = CACHE / file.name
     if not found.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as folder:
-            _run("apt-get", "download", "-qq", PGQ_PACKAGE, cwd=folder)
-            (package,) = Path(folder).glob("*.deb")
-            _run("dpkg", "-x", package, folder)
-            (Path(folder) / PGQ_SQL).rename(found)
+            _run("apt-get", "download", "-qq", package, cwd=folder)
+            (archive,) = Path(folder).glob("*.deb")
+            _run("dpkg", "-x", archive, folder)
+            (Path(folder) / file).rename(found)
     return found
 
 

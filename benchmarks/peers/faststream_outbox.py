@@ -6,27 +6,44 @@ Its table is the queue, and its subscriber relays to where it likes: here, to a 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.peers import BODY
+from benchmarks.peers.by_id import in_batches
+
+if TYPE_CHECKING:
+    import psycopg
 
 NAME, VERSION = "faststream-outbox", "0.19.0"
 REQUIRES = ("faststream-outbox[asyncpg]==0.19.0", "psycopg[binary]==3.2.13")
 LACKS = "order per key, fencing at the destination, exactly once"
-SHARE = 0.03
-WORKERS, BATCH = 20, 500
+CANNOT: dict[str, str] = {}
+SHARE, RELAYS, WARM_UP = 0.03, 2, 0
+TABLES = ("public.peer_outbox",)
+WORKERS, BATCH, FLUSH = 20, 500, 100
 
 SEND = """
 INSERT INTO peer_outbox (queue, payload, headers)
 VALUES ('peer', '\\x7b22616d6f756e74223a3130307d', '{"content-type": "application/json"}')
 RETURNING id, pg_notify('outbox_peer_outbox', queue)
 """
-FILL = """
+FILL = f"""
 INSERT INTO peer_outbox (queue, payload, headers)
-SELECT 'peer', convert_to('"' || rpad('order ' || i %% 5000 || '|', %s, 'x') || '"', 'UTF8'),
-       '{"content-type": "application/json"}'
+SELECT 'peer', convert_to('"' || 'order ' || i %% 5000 || '|' || {BODY} || '"', 'UTF8'),
+       '{{"content-type": "application/json"}}'
 FROM generate_series(1, %s) AS i
 """
 STORE = "INSERT INTO arrived (id, key, body) VALUES ($1, $2, $3)"
-QUIET_SECONDS = 0.5
+LEASE = """
+UPDATE peer_outbox SET acquired_token = gen_random_uuid(), acquired_at = now() RETURNING id
+"""
+MARK = """
+DELETE FROM peer_outbox AS o USING unnest(%s::bigint[]) AS wanted (id)
+WHERE o.id = wanted.id AND o.acquired_token IS NOT NULL RETURNING o.id, o.acquired_token
+"""
+LEFT = "SELECT EXISTS (SELECT FROM peer_outbox)"
+LOOK_SECONDS = 0.05
 
 
 def _table() -> Any:
@@ -61,16 +78,21 @@ def prepare(app: str) -> None:
                 connection.execute(str(one.compile(dialect=dialect())).encode())
 
 
-def fill(app: str, count: int, size: int) -> None:
-    import psycopg
-
-    with psycopg.connect(app, autocommit=True) as connection:
-        connection.execute("TRUNCATE peer_outbox")
-        connection.execute(FILL, [size, count])
-        connection.execute("VACUUM ANALYZE peer_outbox")
+def empty(connection: psycopg.Connection) -> None:
+    connection.execute("TRUNCATE peer_outbox")
 
 
-def relay(app: str, mom: str, number: int) -> None:
+def add(connection: psycopg.Connection, count: int, size: int) -> None:
+    connection.execute(FILL.encode(), [size, count])
+    connection.execute("SELECT pg_notify('outbox_peer_outbox', 'peer')")
+
+
+def mark(connection: psycopg.Connection) -> Callable[[], None]:
+    """By what it deletes delivered messages with, whose leases it holds."""
+    return in_batches(connection, LEASE, MARK, FLUSH)
+
+
+def relay(app: str, mom: str, number: int, go_on: Callable[[], bool]) -> None:
     import asyncpg
     from faststream_outbox import OutboxBroker
     from psycopg.conninfo import conninfo_to_dict
@@ -88,7 +110,7 @@ def relay(app: str, mom: str, number: int) -> None:
 
         @broker.subscriber(
             "peer", max_workers=WORKERS, fetch_batch_size=BATCH, min_fetch_interval=0.01,
-            terminal_flush_batch_size=100,
+            terminal_flush_batch_size=FLUSH,
         )  # type: ignore[untyped-decorator] # fmt: skip
         async def move(body: str) -> None:
             nonlocal moved
@@ -97,10 +119,12 @@ def relay(app: str, mom: str, number: int) -> None:
             moved += 1
 
         await broker.start()
-        before = -1
-        while moved != before:
-            before = moved
-            await asyncio.sleep(QUIET_SECONDS)
+        while await asyncio.to_thread(go_on):
+            pass
+        async with engine.connect() as connection:
+            look = await connection.execution_options(isolation_level="AUTOCOMMIT")
+            while (await look.exec_driver_sql(LEFT)).scalar():
+                await asyncio.sleep(LOOK_SECONDS)
         await broker.stop()
         await pool.close()
         await engine.dispose()

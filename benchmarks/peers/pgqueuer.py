@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.peers import BODY
+from benchmarks.peers.by_id import in_batches
+
+if TYPE_CHECKING:
+    import psycopg
 
 NAME, VERSION = "PgQueuer", "1.6.0"
 REQUIRES = ("pgqueuer[asyncpg]==1.6.0", "psycopg[binary]==3.2.13")
 LACKS = "stores, routes, fencing, exactly once: a job queue"
-SHARE = 0.03
-BATCH, CONCURRENCY = 100, 20
+CANNOT: dict[str, str] = {}
+SHARE, RELAYS, WARM_UP = 0.03, 2, 0
+TABLES = ("public.pgqueuer%",)
+BATCH, CONCURRENCY, POLL_SECONDS = 100, 20, 1
 
 SEND = """
 WITH job AS (
@@ -20,10 +30,17 @@ WITH job AS (
 INSERT INTO pgqueuer_log (job_id, status, entrypoint, priority)
 SELECT id, 'queued', entrypoint, priority FROM job
 """
-FILL = """
+FILL = f"""
 INSERT INTO pgqueuer (priority, entrypoint, payload, status)
-SELECT 0, 'move', convert_to('order ' || i %% 5000 || '|' || rpad('', %s, 'x'), 'UTF8'), 'queued'
+SELECT 0, 'move', convert_to('order ' || i %% 5000 || '|' || {BODY}, 'UTF8'), 'queued'
 FROM generate_series(1, %s) AS i
+"""
+MARK = """
+WITH deleted AS (
+    DELETE FROM pgqueuer WHERE id = ANY (%s) RETURNING id, entrypoint, priority
+)
+INSERT INTO pgqueuer_log (job_id, status, entrypoint, priority)
+SELECT id, 'successful', entrypoint, priority FROM deleted
 """
 STORE = "INSERT INTO arrived (id, key, body) VALUES ($1, $2, $3)"
 
@@ -42,16 +59,20 @@ def prepare(app: str) -> None:
     asyncio.run(install())
 
 
-def fill(app: str, count: int, size: int) -> None:
-    import psycopg
-
-    with psycopg.connect(app, autocommit=True) as connection:
-        connection.execute("TRUNCATE pgqueuer, pgqueuer_log")
-        connection.execute(FILL, [size, count])
-        connection.execute("VACUUM ANALYZE pgqueuer")
+def empty(connection: psycopg.Connection) -> None:
+    connection.execute("TRUNCATE pgqueuer, pgqueuer_log")
 
 
-def relay(app: str, mom: str, number: int) -> None:
+def add(connection: psycopg.Connection, count: int, size: int) -> None:
+    connection.execute(FILL.encode(), [size, count])
+
+
+def mark(connection: psycopg.Connection) -> Callable[[], None]:
+    """By what it deletes and logs a batch of jobs with."""
+    return in_batches(connection, "SELECT id FROM pgqueuer ORDER BY id", MARK, BATCH)
+
+
+def relay(app: str, mom: str, number: int, go_on: Callable[[], bool]) -> None:
     import asyncpg
     from pgqueuer import PgQueuer
     from pgqueuer.db import AsyncpgDriver
@@ -69,7 +90,15 @@ def relay(app: str, mom: str, number: int) -> None:
             key, _, body = job.payload.partition(b"|")
             await pool.execute(STORE, number * 10**9, key.decode(), body)
 
-        await queue.run(batch_size=BATCH, mode=QueueExecutionMode.drain)
+        stays = go_on()
+        mode = QueueExecutionMode.continuous if stays else QueueExecutionMode.drain
+        wait = timedelta(seconds=POLL_SECONDS)
+        work = asyncio.create_task(queue.run(dequeue_timeout=wait, batch_size=BATCH, mode=mode))
+        while stays:
+            stays = await asyncio.to_thread(go_on)
+            if not stays:
+                queue.shutdown.set()
+        await work
         await pool.close()
         await connection.close()
 

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.peers import BODY
+from benchmarks.peers.by_id import in_batches
+
+if TYPE_CHECKING:
+    import psycopg
 
 NAME, VERSION = "procrastinate", "3.10.0"
 REQUIRES = ("procrastinate==3.10.0", "psycopg[binary,pool]==3.2.13")
 LACKS = "stores, routes, fencing, exactly once: a job queue"
-SHARE = 0.005
+CANNOT: dict[str, str] = {}
+SHARE, RELAYS, WARM_UP = 0.005, 2, 0
+TABLES = ("public.procrastinate_jobs", "public.procrastinate_events")
 CONCURRENCY = 20
 
 SEND = """
 SELECT procrastinate_defer_jobs_v1(ARRAY[ROW('peer', 'move', 0, NULL, NULL,
     jsonb_build_object('key', :account::text, 'amount', 100), NULL)::procrastinate_job_to_defer_v1])
 """
-FILL = """
+FILL = f"""
 INSERT INTO procrastinate_jobs (queue_name, task_name, args)
 SELECT 'peer', 'move', jsonb_build_object('id', i, 'key', 'order ' || i %% 5000,
-                                          'body', rpad('', %s, 'x'))
+                                          'body', {BODY})
 FROM generate_series(1, %s) AS i
+"""
+MARK = """
+SELECT procrastinate_finish_job_v1(id, 'succeeded', true) FROM unnest(%s::bigint[]) AS id
 """
 STORE = "INSERT INTO arrived (id, key, body) VALUES (%s, %s, convert_to(%s, 'UTF8'))"
 
@@ -43,16 +56,20 @@ def prepare(app: str) -> None:
         asyncio.run(apply())
 
 
-def fill(app: str, count: int, size: int) -> None:
-    import psycopg
-
-    with psycopg.connect(app, autocommit=True) as connection:
-        connection.execute("TRUNCATE procrastinate_jobs CASCADE")
-        connection.execute(FILL, [size, count])
-        connection.execute("VACUUM ANALYZE procrastinate_jobs")
+def empty(connection: psycopg.Connection) -> None:
+    connection.execute("TRUNCATE procrastinate_jobs CASCADE")
 
 
-def relay(app: str, mom: str, number: int) -> None:  # noqa: ARG001 - they share by the locks
+def add(connection: psycopg.Connection, count: int, size: int) -> None:
+    connection.execute(FILL.encode(), [size, count])
+
+
+def mark(connection: psycopg.Connection) -> Callable[[], None]:
+    """One by one, as it does."""
+    return in_batches(connection, "SELECT id FROM procrastinate_jobs ORDER BY id", MARK, 1)
+
+
+def relay(app: str, mom: str, number: int, go_on: Callable[[], bool]) -> None:  # noqa: ARG001 - they share by the locks
     from psycopg_pool import AsyncConnectionPool
 
     queue = _app(app)
@@ -68,9 +85,17 @@ def relay(app: str, mom: str, number: int) -> None:  # noqa: ARG001 - they share
                 async with pool.connection() as connection:
                     await connection.execute(STORE, [id, key, body])
 
-            await queue.run_worker_async(
-                queues=["peer"], wait=False, concurrency=CONCURRENCY, install_signal_handlers=False,
+            stays = go_on()
+            worker = queue.run_worker_async(
+                queues=["peer"], wait=stays, concurrency=CONCURRENCY, install_signal_handlers=False,
                 delete_jobs="always",
             )  # fmt: skip
+            work = asyncio.create_task(worker)
+            while stays:
+                stays = await asyncio.to_thread(go_on)
+                if not stays:
+                    work.cancel()
+            with suppress(asyncio.CancelledError):
+                await work
 
     asyncio.run(run())

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import psycopg
+
+from benchmarks.peers import BODY
+from benchmarks.peers.by_id import in_batches
 
 NAME, VERSION = "SKIP LOCKED", "by hand"
 REQUIRES = ("psycopg[binary]==3.2.13",)
 LACKS = "order per key, routes, fencing; at least once"
-SHARE = 0.3
+CANNOT: dict[str, str] = {}
+SHARE, RELAYS, WARM_UP = 0.3, 2, 0
+TABLES = ("public.relayed",)
 BATCH = 500
 
-TABLES = """
+CREATE = """
 CREATE TABLE IF NOT EXISTS relayed (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     key text,
@@ -24,10 +32,9 @@ SEND = """
 INSERT INTO relayed (key, headers, body)
 VALUES (:account::text, '{"content-type": "application/json"}', '\\x7b22616d6f756e74223a3130307d')
 """
-FILL = """
+FILL = f"""
 INSERT INTO relayed (key, headers, body)
-SELECT 'order ' || i %% 5000, '{"content-type": "application/json"}',
-       convert_to(rpad('{"order": ' || i, %s, 'x'), 'UTF8')
+SELECT 'order ' || i %% 5000, '{{"content-type": "application/json"}}', convert_to({BODY}, 'UTF8')
 FROM generate_series(1, %s) AS i
 """
 TAKE = """
@@ -39,23 +46,46 @@ MARK = "UPDATE relayed SET status = 'sent' WHERE id = ANY (%s)"
 
 def prepare(app: str) -> None:
     with psycopg.connect(app, autocommit=True) as connection:
-        connection.execute(TABLES)
+        connection.execute(CREATE)
 
 
-def fill(app: str, count: int, size: int) -> None:
-    with psycopg.connect(app, autocommit=True) as connection:
-        connection.execute("TRUNCATE relayed")
-        connection.execute(FILL, [size, count])
-        connection.execute("VACUUM ANALYZE relayed")
+def empty(connection: psycopg.Connection) -> None:
+    connection.execute("TRUNCATE relayed")
 
 
-def relay(app: str, mom: str, number: int) -> None:  # noqa: ARG001 - they share by the locks
-    with psycopg.connect(app) as source, psycopg.connect(mom) as target:
-        while rows := source.execute(TAKE, [BATCH], binary=True).fetchall():
-            store(target, rows)
-            target.commit()
+def add(connection: psycopg.Connection, count: int, size: int) -> None:
+    connection.execute(FILL.encode(), [size, count])
+
+
+def mark(connection: psycopg.Connection) -> Callable[[], None]:
+    return in_batches(connection, "SELECT id FROM relayed ORDER BY id", MARK, BATCH)
+
+
+def relay(app: str, mom: str, number: int, go_on: Callable[[], bool]) -> None:  # noqa: ARG001 - locks
+    with connected(app, mom) as (source, target):
+        while _move(source, target) or go_on():
+            pass
+
+
+def _move(source: psycopg.Connection, target: psycopg.Connection) -> bool:
+    with source.transaction():
+        rows = source.execute(TAKE, [BATCH], binary=True).fetchall()
+        if rows:
+            with target.transaction():
+                store(target, rows)
             source.execute(MARK, [[row[0] for row in rows]])
-            source.commit()
+    return bool(rows)
+
+
+@contextmanager
+def connected(app: str, mom: str) -> Iterator[tuple[psycopg.Connection, psycopg.Connection]]:
+    """Connections to both. In one database it is one, and storing and marking one transaction."""
+    with psycopg.connect(app) as source:
+        if mom == app:
+            yield source, source
+            return
+        with psycopg.connect(mom) as target:
+            yield source, target
 
 
 def store(target: psycopg.Connection, rows: list[tuple[int, str, bytes]]) -> None:

@@ -18,9 +18,10 @@ from psycopg import sql
 from rich.console import Console
 from rich.table import Table
 
+from saf.cli import demo_dialog
 from saf.cli.console import plain_console
 from saf.cli.forward import progress_bar
-from saf.errors import MissingExtra
+from saf.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:
     from saf.database import Dsn
@@ -35,6 +36,7 @@ POSTGRESQL = {"shared_buffers": "128MB", "max_wal_size": "4GB"}
 
 
 def command(
+    *,
     data: Annotated[
         Path, typer.Option(help="Folder of the embedded PostgreSQL; it is created.")
     ] = Path(".saf/demo"),
@@ -47,6 +49,9 @@ def command(
     routing: Annotated[
         bool, typer.Option("--routing", help="To three MOM stores, each flight to its airport's.")
     ] = False,
+    dialog: Annotated[
+        bool, typer.Option("--dialog", help="Instead, a shop and a warehouse hold conversations.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as one line of JSON.")
     ] = False,
@@ -58,7 +63,12 @@ def command(
     the messages; then the databases are compared. A run that was stopped is finished by the next
     one; another run forwards nothing twice. With --routing there is a MOM store for each of the
     three airports, and a classifier that looks at each message for one service, departures.
+
+    With --dialog, two applications talk instead, each in a database of its own: an order that is
+    delivered in parts, one that is refused, one that nobody answers, and a drawing of 20 MB.
     """
+    if dialog and (routing or limit):
+        raise UsageError("--dialog is a demo of its own: without --routing and --limit")
     for package in PACKAGES:
         if find_spec(package) is None:
             raise MissingExtra("demo", "saf demo")
@@ -67,12 +77,19 @@ def command(
     from saf.embedded import EmbeddedServer
 
     with EmbeddedServer(data / "postgres", settings=POSTGRESQL) as server:
+        if dialog:
+            told = demo_dialog.converse(server, reset=reset)
+            _finish(told, demo_dialog.table(told), right=told["right"], as_json=as_json)
         result, proof = _run(server, limit, reset=reset, routing=routing)
+    _finish(result, _table(result, proof), right=proof.holds, as_json=as_json)
+
+
+def _finish(result: dict[str, Any], table: Table, *, right: bool, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(result))
     else:
-        plain_console().print(_table(result, proof))
-    raise typer.Exit(0 if proof.holds else 1)
+        plain_console().print(table)
+    raise typer.Exit(0 if right else 1)
 
 
 def _run(

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from saf import routers, routes
-from saf.cli.brokers import AsJson, Config, Name, Round, chosen
+from saf.cli.brokers import AsJson, Config, Name, Round, Store, chosen, store
 from saf.cli.route import show_explanation
+from saf.cli.worker import supervise
 from saf.config import load
 from saf.errors import ConfigurationError, UsageError
 from saf.message import Message
 from saf.routes import ConfiguredRouter
-from saf.ways import ARROW, PYTHON, SQL, Router
+from saf.ways import ARROW, FORWARD, PYTHON, SQL, Router
 
 if TYPE_CHECKING:
     from saf.spark.trial import Trial
@@ -43,6 +45,10 @@ def add(
         Literal["message", "key"],
         typer.Option(help="What is classified once. A conversation always is."),
     ] = "message",
+    mode: Annotated[
+        Literal["redirect", "forward"],
+        typer.Option(help="At the source; or by a routing service, see `saf router serve`."),
+    ] = "redirect",
     elsewhere: Annotated[
         bool, typer.Option("--elsewhere", help="Do not look for the function on this machine.")
     ] = False,
@@ -53,14 +59,14 @@ def add(
     """Let a classifier say which service a message is really for, from the next batch on.
 
     Where that one's messages go is said by routes. A router that is there already gets the other
-    values, and is enabled.
+    values, and is enabled. One that forwards belongs to the broker where its service lives.
     """
     said = {kind: e for kind, e in ((SQL, sql), (ARROW, arrow), (PYTHON, python)) if e is not None}
     if len(said) != 1:
         raise UsageError("a router has one classifier: say --sql, --arrow or --python")
     ((kind, expression),) = said.items()
     router = Router(service=service, kind=kind, expression=expression, once_per=once_per)
-    routers.check(router)
+    routers.check(ConfiguredRouter(router=router, origin="saf.router", mode=mode))
     if kind != SQL and not elsewhere:
         try:
             routers.load(router)
@@ -70,7 +76,7 @@ def add(
     added = round_.visit(
         "route",
         lambda connection, _: routers.add_router(
-            connection, service, kind, expression, once_per=once_per, comment=comment
+            connection, service, kind, expression, once_per=once_per, mode=mode, comment=comment
         ),
     )
     for where, new in added.items():
@@ -121,6 +127,49 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
 
 
 @app.command()
+def serve(
+    service: Service,
+    *,
+    threads: Annotated[int, typer.Option(min=1, help="Deliveries at a time, each process.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="How many; one that dies is replaced.")] = 1,
+    listen: Annotated[
+        bool, typer.Option("--listen", help="Be notified of what arrives; see `saf inbox notify`.")
+    ] = False,
+    drain: Annotated[
+        bool, typer.Option("--drain", help="Send on what is there, and exit.")
+    ] = False,
+    config: Config = None,
+    broker: Store = None,
+) -> None:
+    """Be the routing service of a router that forwards, until SIGTERM or Ctrl-C.
+
+    It receives at the broker where the service lives, and sends on from there, so that broker is a
+    destination and a source. Exit codes: 0 when told to stop; 2 if the router is not there, or its
+    function cannot be imported.
+    """
+    from saf.routing_service import RoutingService  # Arrow takes a while to import
+
+    settings = load(config)
+    ((where, place),) = store(settings, broker).items()
+    serving = RoutingService(
+        place.dsn,
+        service,
+        default_destination=settings.forwarder.default_destination,
+        declared=settings.declared,
+        threads=threads,
+        listen=listen,
+    )
+    if processes > 1 and not drain:
+        again = [*("router", "serve", service, "--broker", where), *("--threads", str(threads))]
+        again += ["--config", str(config)] if config else []
+        again += ["--listen"] if listen else []
+        supervise([sys.executable, "-m", "saf", *again], processes)
+        return
+    count = serving.drain() if drain else serving.run()
+    typer.echo(f"{where}: router {service!r} has sent on {count:,} messages")
+
+
+@app.command()
 def explain(
     service: Service,
     *,
@@ -133,8 +182,9 @@ def explain(
 ) -> None:
     """Say which service a message would be for, and where it would go. Sends nothing.
 
-    The classifier runs here. Exit codes: 75 if the message would wait at some broker, as it does
-    for one in SQL, which only Spark evaluates; 1 if it would become a dead letter.
+    The classifier runs here; that of one that forwards, for the broker where its service lives.
+    Exit codes: 75 if the message would wait at some broker, as it does for one in SQL, which only
+    Spark evaluates; 1 if it would become a dead letter.
     """
     from saf.spark.trial import try_out  # Arrow takes a while to import
 
@@ -174,6 +224,7 @@ def _say(where: str, service: str, done: str) -> None:
 def _show(where: str, one: ConfiguredRouter) -> None:
     router = one.router
     said = f"{router.service!r} by {router.kind}: {router.expression}, once per {router.once_per}"
+    said += ", forwarding" if one.mode == FORWARD else ""
     state = "in force" if one.enabled else "disabled"
     comment = f": {one.comment}" if one.comment else ""
     typer.echo(f"{where}: {said}; {state} ({one.origin}){comment}")

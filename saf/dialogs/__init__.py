@@ -8,7 +8,10 @@ as all others do, through outbox, forwarder and inbox; what is added here are it
     facts       what an end takes of what the other one says
     arrival     the same for all messages that are received together
     endpoints   the rows of the ends, locked and written together
+    fragments   how a large body travels
+    assembly    where its fragments wait, and how it is read
     groups      related dialogs, in one hand at a time
+    passing     two dialogs, of which one goes on where the other one has come to
     contracts   which types of messages there are, and who sends them
     conversations   the ends as people look at them
 """

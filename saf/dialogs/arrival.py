@@ -9,6 +9,8 @@ and what it does on them commits together with their having been received.
 A message that is set aside has not been received: `take_back` undoes that. One that is given up
 fails its conversation, and so does one that the contract does not allow: both ends get an Error.
 
+Fragments of a large body are set aside; the last one is the message (`saf.dialogs.assembly`).
+
 What is ahead of a message that is missing is parked in a lane of its conversation, and goes from
 there to the delayed messages, due at once, when the missing one has come.
 
@@ -19,7 +21,7 @@ until it ends. Who wants it waits.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import UUID
@@ -29,6 +31,8 @@ import psycopg
 from saf import lanes
 from saf.claim import Reader
 from saf.database import fetch
+from saf.dialogs.assembly import Assembled, set_aside
+from saf.dialogs.dialog import Dialog
 from saf.dialogs.endpoints import (
     RECEIVE,
     TAKE_BACK,
@@ -40,8 +44,10 @@ from saf.dialogs.endpoints import (
     write,
 )
 from saf.dialogs.facts import Facts, Verdict, judge
+from saf.dialogs.fragments import is_fragment, whole
 from saf.dialogs.statements import ERROR, Code
-from saf.errors import ContractViolation
+from saf.errors import ContractViolation, SchemaViolation
+from saf.message import DEFAULT_MAX_BYTES
 from saf.parking import AHEAD, LATER
 from saf.received import Received
 from saf.transaction import enter
@@ -74,11 +80,20 @@ class Arrival:
     dropped: list[Received] = field(default_factory=list)
     refused: list[tuple[Received, str]] = field(default_factory=list)
     """What is not as the contract says, and why."""
+    fragments: list[tuple[int, Received]] = field(default_factory=list)
+    """What is received without being handed out, after how many messages that are."""
+    not_copied: list[Received] = field(default_factory=list)
+    """Of the fragments, those that are not where they wait."""
+    assembled: list[Assembled] = field(default_factory=list)
+    """Of the messages, those whose bodies have come in fragments."""
     before: dict[Received, tuple[Endpoint, Facts]] = field(default_factory=dict)
     """By message to be handed out: its endpoint, and what that knew before."""
 
-    def take_back(self, messages: Iterable[Received]) -> None:
-        """Messages that were to be handed out have not been received, in their order."""
+    def take_back(self, messages: Sequence[Received]) -> None:
+        """Messages that were to be handed out have not been received, in their order.
+
+        Of the others, nobody needs the fragments any more.
+        """
         known: dict[UUID, Endpoint] = {}
         for message in messages:
             if message in self.before:
@@ -89,6 +104,9 @@ class Arrival:
                     endpoint.facts = facts
                     known[endpoint.dialog.handle] = endpoint
         write(self.raw, TAKE_BACK, known.values())
+        for one in self.assembled:
+            if one not in messages:
+                one.forget()
 
     def give_up(self, message: Received) -> None:
         """A message will never be handled: its conversation ends with an error, at both ends."""
@@ -98,8 +116,16 @@ class Arrival:
             message.dialog.fail(enter(self.raw), Code.QUARANTINED, text)
 
 
-def arrive(raw: psycopg.Connection[Any], reader: Reader, messages: list[Received]) -> Arrival:
-    """Let messages arrive at their endpoints; those that are of no dialog pass."""
+def arrive(
+    raw: psycopg.Connection[Any],
+    reader: Reader,
+    messages: list[Received],
+    behind: list[Received],
+) -> Arrival:
+    """Let messages arrive at their endpoints; those that are of no dialog pass.
+
+    What is ``behind`` others that wait does so as well.
+    """
     endpoints = in_hand(raw, messages)
     arrival = Arrival(raw=raw)
     last: dict[End, int] = {}
@@ -118,7 +144,9 @@ def arrive(raw: psycopg.Connection[Any], reader: Reader, messages: list[Received
         elif endpoint.failure or (message.sequence or 0) < last.get(end, 0):
             arrival.dropped.append(message)
         else:
-            _meet(arrival, endpoint, message)
+            _meet(arrival, reader, endpoint, message)
+    waiting = [one for one in (*arrival.ahead, *behind) if is_fragment(one)]
+    set_aside(raw, reader, [*arrival.not_copied, *waiting])
     changed = [one for one in endpoints.values() if one.facts != one.stored]
     write(raw, RECEIVE, changed)
     for endpoint in endpoints.values():
@@ -128,26 +156,53 @@ def arrive(raw: psycopg.Connection[Any], reader: Reader, messages: list[Received
     return arrival
 
 
-def _meet(arrival: Arrival, endpoint: Endpoint, message: Received) -> None:
+def _meet(arrival: Arrival, reader: Reader, endpoint: Endpoint, message: Received) -> None:
     before, dialog = endpoint.facts, endpoint.dialog
     verdict, after = judge(before, message, ended_here=endpoint.ended_here, over=endpoint.over)
     application = after.ended_there == before.ended_there and after.error_code is None
-    if verdict is Verdict.TAKE and dialog.contract and message.sequence and application:
+    fragment = False
+    if verdict is Verdict.TAKE and message.sequence and application:
+        fragment = is_fragment(message)
         try:
-            dialog.contract.check(
-                message.message_type, message.body, from_initiator=not dialog.is_initiator
-            )
+            message = _checked(arrival, reader, dialog, message)
         except ContractViolation as violation:
             endpoint.failure = Code.VIOLATION, str(violation)
             arrival.refused.append((message, str(violation)))
             return
     endpoint.facts = after
-    if verdict is Verdict.TAKE:
+    if verdict is not Verdict.TAKE:
+        (arrival.ahead if verdict is Verdict.WAIT else arrival.dropped).append(message)
+    elif fragment:
+        arrival.fragments.append((len(arrival.messages), message))
+        arrival.not_copied.append(message)
+    else:
         message.belongs_to(dialog)
         arrival.before[message] = endpoint, before
         arrival.messages.append(message)
-    else:
-        (arrival.ahead if verdict is Verdict.WAIT else arrival.dropped).append(message)
+
+
+def _checked(arrival: Arrival, reader: Reader, dialog: Dialog, message: Received) -> Received:
+    """An application's message, as it is handed out; raise a `ContractViolation` if it must not."""
+    known = None
+    if dialog.contract:
+        known = dialog.contract.allowed(
+            message.message_type, from_initiator=not dialog.is_initiator
+        )
+    if is_fragment(message):
+        return message
+    if said := whole(message):
+        set_aside(arrival.raw, reader, arrival.not_copied)
+        arrival.not_copied.clear()
+        message = Assembled(message, arrival.raw, *said)
+        if not message.is_there():
+            raise ContractViolation(f"message {message.sequence}: fragments of it are missing")
+        arrival.assembled.append(message)
+    if known is not None and known.reads:
+        if message.size > DEFAULT_MAX_BYTES:
+            problem = f"{message.size:,} bytes are more than {DEFAULT_MAX_BYTES:,}"
+            raise SchemaViolation(known.name, "$", problem)
+        known.check(message.body)
+    return message
 
 
 def _go_on(raw: psycopg.Connection[Any], reader: Reader, endpoints: dict[End, Endpoint]) -> None:

@@ -97,6 +97,11 @@ class MessageType:
     schema: str | None
     """JSON Schema, as JSON."""
 
+    @property
+    def reads(self) -> bool:
+        """Whether `check` looks into the body, which has to be in memory for it."""
+        return self.validation != "none"
+
     def check(self, body: bytes) -> None:
         """Raise a `SchemaViolation` unless a body is what the type says."""
         if self.validation == "empty" and body:
@@ -147,14 +152,14 @@ class Contract:
             },
         )
 
-    def check(self, message_type: str | None, body: bytes, *, from_initiator: bool) -> None:
-        """Raise a `ContractViolation` unless this end may send such a message."""
+    def allowed(self, message_type: str | None, *, from_initiator: bool) -> MessageType:
+        """The type, if this end may send messages of it; otherwise raise a `ContractViolation`."""
         known = self.types.get(message_type or "")
         if known is None:
             raise TypeNotInContract(message_type, str(self), sorted(self.types))
         if known.sent_by not in ("any", "initiator" if from_initiator else "target"):
             raise WrongDirection(known.name, str(self), known.sent_by)
-        known.check(body)
+        return known
 
 
 def create_message_type(

@@ -42,6 +42,14 @@ UPDATE saf.conversation SET ended_here = true, ended_there = true, timer = NULL,
 WHERE handle = %(handle)s RETURNING handle
 """
 
+# Of an end that is over, what has come of a body is not waited for
+DROP_FRAGMENTS = """
+DELETE FROM saf.fragment f USING saf.conversation c
+WHERE (c.conversation_id, c.is_initiator) = (f.conversation_id, NOT f.from_initiator)
+  AND (c.ended_here OR c.error_code IS NOT NULL)
+  AND (%(handle)s::uuid IS NULL OR c.handle = %(handle)s)
+"""
+
 # Of a group that is empty, nobody knows the name
 FORGET = """
 WITH forgotten AS (
@@ -137,16 +145,20 @@ def clean_up(connection: psycopg.Connection[Any], handle: UUID) -> None:
     Raises:
         DialogNotFound: there is none in this database.
     """
-    if not fetch(connection, CLEAN_UP, {"handle": handle}):
-        raise DialogNotFound(handle, connection.info.dbname)
+    with connection.transaction():
+        if not fetch(connection, CLEAN_UP, {"handle": handle}):
+            raise DialogNotFound(handle, connection.info.dbname)
+        connection.execute(DROP_FRAGMENTS, {"handle": handle})
 
 
 def forget(connection: psycopg.Connection[Any], retention_seconds: float) -> int:
     """Forget conversations that were closed long ago; return how many.
 
+    Fragments that came for an end that is over go at once.
     For as long as a log may hold a message of theirs, they are remembered.
     """
     with connection.transaction():
+        connection.execute(DROP_FRAGMENTS, {"handle": None})
         seconds = max(retention_seconds, KEPT_SECONDS)
         ((count,),) = fetch(connection, FORGET, {"seconds": seconds})
         if count:

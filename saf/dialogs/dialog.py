@@ -18,12 +18,24 @@ over, and the timer. They have no number.
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
 from saf.dialogs.contracts import RESERVED, Contract
+from saf.dialogs.fragments import (
+    FRAGMENT,
+    FRAGMENT_BYTES,
+    LARGEST_BYTES,
+    RESERVED_HEADER,
+    Readable,
+    cut,
+    is_file,
+)
 from saf.dialogs.statements import (
     BEGIN,
     END,
@@ -59,6 +71,10 @@ from saf.transaction import Transaction, enter
 if TYPE_CHECKING:
     from saf.transaction import Conn
 
+SAVEPOINT = "SAVEPOINT saf_fragments"
+UNDO = "ROLLBACK TO SAVEPOINT saf_fragments"
+RELEASE = "RELEASE SAVEPOINT saf_fragments"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Dialog:
@@ -86,12 +102,23 @@ class Dialog:
         *,
         message_type: str | None = None,
         headers: Mapping[str, Any] | None = None,
-        max_bytes: int = DEFAULT_MAX_BYTES,
+        max_bytes: int = LARGEST_BYTES,
+        fragment_bytes: int = FRAGMENT_BYTES,
     ) -> UUID:
         """Say something to the other end, and return the message's id.
 
+        Args:
+            conn: the caller's connection, with the transaction that the message is part of.
+            body: as for `saf.Outbox.send`; or a binary file, which is read from where it is to its
+                end, a fragment at a time.
+            message_type: what the body is; see `saf.dialogs.contracts`.
+            headers: JSON values by name.
+            max_bytes: largest body accepted; one that the contract looks into, or a monolog's, is
+                in memory and has no more than `saf.message.DEFAULT_MAX_BYTES` in any case.
+            fragment_bytes: a dialog's body that is larger travels in pieces of this size.
+
         Raises:
-            InvalidMessage: before anything is written.
+            InvalidMessage: nothing is written, also if a file turns out to be too large.
             TypeNotInContract, WrongDirection, SchemaViolation: the same.
             DialogEnded: here, there or by an error.
             DialogExpired: its lifetime is over.
@@ -100,10 +127,49 @@ class Dialog:
         """
         if message_type is not None and message_type.startswith(RESERVED):
             raise InvalidMessage("message_type", f"{message_type!r}: {RESERVED}… is for saf's own")
-        row = self._encoded(body, message_type, headers, max_bytes)
+        if any(name.startswith(RESERVED_HEADER) for name in headers or ()):
+            raise InvalidMessage("headers", f"{RESERVED_HEADER}… is for saf's own")
+        return self.say(
+            conn,
+            body,
+            message_type=message_type,
+            headers=headers,
+            max_bytes=max_bytes,
+            fragment_bytes=fragment_bytes,
+        )
+
+    def say(
+        self,
+        conn: Conn,
+        body: object,
+        *,
+        message_type: str | None,
+        headers: Mapping[str, Any] | None,
+        max_bytes: int = LARGEST_BYTES,
+        fragment_bytes: int = FRAGMENT_BYTES,
+    ) -> UUID:
+        """The same, for saf's own: nothing of it is reserved."""
+        if not 1 <= fragment_bytes <= DEFAULT_MAX_BYTES:
+            raise InvalidMessage(
+                "fragment_bytes", f"{fragment_bytes:,} is not from 1 to {DEFAULT_MAX_BYTES:,}"
+            )
+        known = None
         if self.contract is not None:
-            self.contract.check(message_type, row.body, from_initiator=self.is_initiator)
-        return self._say(enter(conn), SEND, row)
+            known = self.contract.allowed(message_type, from_initiator=self.is_initiator)
+        if self.monolog or (known is not None and known.reads):
+            max_bytes = min(max_bytes, DEFAULT_MAX_BYTES)
+            if is_file(body):
+                body = body.read(max_bytes + 1)
+        if is_file(body):
+            row = self._encoded(b"", message_type, headers)
+            return self._say_in_fragments(enter(conn), row, body, fragment_bytes, max_bytes)
+        row = self._encoded(body, message_type, headers, max_bytes)
+        if known is not None:
+            known.check(row.body)
+        if self.monolog or len(row.body) <= fragment_bytes:
+            return self._say(enter(conn), SEND, row)
+        file = io.BytesIO(row.body)
+        return self._say_in_fragments(enter(conn), row, file, fragment_bytes, max_bytes)
 
     def end(self, conn: Conn) -> None:
         """End this side in order. The other side may still send; that is dropped here.
@@ -148,9 +214,21 @@ class Dialog:
         if not transaction.fetch(STOP_TIMER, {"handle": self.handle}):
             raise self._why_not(transaction)
 
-    def fail(self, transaction: Transaction, code: int, text: str, *, ending: bool = False) -> None:
-        """Tell the other end of an error; unless it is ``ending``, this end too, by a message."""
-        row = self._encoded({"code": int(code), "text": text}, ERROR)
+    def fail(
+        self,
+        transaction: Transaction,
+        code: int,
+        text: str,
+        *,
+        ending: bool = False,
+        original: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Tell the other end of an error; unless it is ``ending``, this end too, by a message.
+
+        One that was passed on says which the ``original`` is.
+        """
+        wrapped = {} if original is None else {"original": original}
+        row = self._encoded({"code": int(code), "text": text, **wrapped}, ERROR)
         error = {"code": int(code), "text": text}
         if ending:
             self._say(transaction, END_WITH_ERROR, row, **error)
@@ -177,6 +255,32 @@ class Dialog:
         params = {**row._asdict(), "handle": self.handle, **more}
         if not transaction.fetch(statement, params):
             raise self._why_not(transaction)
+        return row.message_id
+
+    def _say_in_fragments(
+        self,
+        transaction: Transaction,
+        row: Row,
+        file: Readable,
+        fragment_bytes: int,
+        max_bytes: int,
+    ) -> UUID:
+        """Say what is in a file, all of it or nothing: the caller may go on after an error."""
+        headers = json.loads(row.headers)
+        transaction.execute(SAVEPOINT)
+        try:
+            for piece, said in cut(file, fragment_bytes, max_bytes):
+                message_id = uuid4() if FRAGMENT in said else row.message_id
+                one = row._replace(
+                    message_id=message_id, headers=json.dumps(headers | said), body=piece
+                )
+                self._say(transaction, SEND, one)
+        except BaseException:
+            # of an error of the connection there is nothing to undo, and the caller is to see it
+            with suppress(Exception):
+                transaction.execute(UNDO)
+            raise
+        transaction.execute(RELEASE)
         return row.message_id
 
     def _why_not(self, transaction: Transaction) -> DialogError:

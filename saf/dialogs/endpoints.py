@@ -1,5 +1,8 @@
 """The endpoints in a receiver's hand: locked, made for the first messages, and written.
 
+An initiator's end that was begun with a router gets to know its true far end with the first answer:
+from then on it addresses the service that the router has resolved to.
+
 In one order, so that two receivers wait for each other instead of deadlocking: first the rows of
 the groups, then those of the endpoints.
 """
@@ -61,6 +64,24 @@ WITH begun AS (
     SELECT false, {", ".join(BEGUN)} FROM begun RETURNING *
 ), lifetime AS ({EXPIRE})
 SELECT FROM endpoint
+"""
+
+# The way that routers have led to who answers; what they gave another key goes on by them
+REDIRECTED = """
+WITH RECURSIVE way (conversation_id, service, broker) AS (
+    SELECT c.conversation_id, far_service, far_broker
+    FROM unnest(%(conversation_id)s::uuid[]) AS answered (conversation_id)
+    JOIN saf.conversation c ON c.conversation_id = answered.conversation_id AND is_initiator
+    UNION
+    SELECT way.conversation_id, r.service, coalesce(r.broker, way.broker)
+    FROM way JOIN saf.resolved_conversation r
+        ON r.key = way.conversation_id::text AND r.router = way.service AND r.to_key IS NULL
+)
+UPDATE saf.conversation c SET far_service = way.service, far_broker = way.broker
+FROM way JOIN unnest(%(conversation_id)s::uuid[], %(from_service)s::text[])
+    AS answered (conversation_id, from_service)
+    ON answered.conversation_id = way.conversation_id AND answered.from_service = way.service
+WHERE c.conversation_id = way.conversation_id AND is_initiator
 """
 
 RECEIVED = {
@@ -134,6 +155,15 @@ def in_hand(raw: psycopg.Connection[Any], messages: list[Received]) -> dict[End,
         begun = [_begun(message, hello, known) for message, hello in hellos.values()]
         raw.execute(CREATE, columns(BEGUN, begun))
         rows = _lock(raw, ends)
+    if answers := _answers_of_others(spoken, rows):
+        raw.execute(
+            REDIRECTED,
+            {
+                "conversation_id": [one.conversation_id for one in answers],
+                "from_service": [one.from_service for one in answers],
+            },
+        )
+        rows = _lock(raw, ends)
     endpoints = {(row[1], row[2]): _endpoint(row, known) for row in rows}
     for end, (_, hello) in hellos.items():
         if hello.contract is not None and (hello.contract, hello.version) not in known:
@@ -154,6 +184,13 @@ def _lock(raw: psycopg.Connection[Any], ends: list[End]) -> list[tuple[Any, ...]
         # another group, if it was moved meanwhile
         if all(row[9] in groups for row in rows):
             return rows
+
+
+def _answers_of_others(spoken: list[Received], rows: list[tuple[Any, ...]]) -> list[Received]:
+    """The first answers that come from another service than the one that was addressed."""
+    far = {(row[1], row[2]): row[5] for row in rows}
+    firsts = [one for one in spoken if one.sequence == 1 and not one.from_initiator]
+    return [one for one in firsts if far.get(end_of(one), one.from_service) != one.from_service]
 
 
 def _endpoint(row: tuple[Any, ...], known: dict[tuple[str, int], Contract]) -> Endpoint:

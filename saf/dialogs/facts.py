@@ -74,6 +74,7 @@ def _from_oneself(facts: Facts, message: Received, *, ended_here: bool) -> tuple
             return Verdict.DROP, facts
         return wanted, replace(facts, timer=None)
     failed = facts.with_error(message.body)
-    if facts.error_code not in (None, failed.error_code):
+    again = facts.error_code == Code.UNRESOLVED  # of each message that leads nowhere
+    if again or facts.error_code not in (None, failed.error_code):
         return Verdict.DROP, facts
     return wanted, failed

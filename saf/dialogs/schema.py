@@ -133,3 +133,13 @@ def add_tables(metadata: sa.MetaData) -> None:
         postgresql_with={"fillfactor": "60"},
         comment="the endpoints of dialogs that live here; the state follows from the facts",
     )
+    sa.Table(
+        "fragment",
+        metadata,
+        sa.Column("conversation_id", pg.UUID, primary_key=True),
+        sa.Column("from_initiator", sa.Boolean, primary_key=True, comment="which end has sent it"),
+        sa.Column("sequence", sa.BigInteger, primary_key=True, autoincrement=False),
+        sa.Column("body", sa.LargeBinary, nullable=False),
+        # no key of saf.conversation: what has come before its dialog's first message waits as well
+        comment="of bodies in fragments: what has come, until the whole is received",
+    )

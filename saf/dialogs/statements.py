@@ -28,6 +28,8 @@ class Code(IntEnum):
     """A message was not what the contract says."""
     NO_CONTRACT = -4
     """The contract is not known at the target."""
+    UNRESOLVED = -5
+    """A router does not know which service it is for."""
 
 
 # What the target has to know: it comes with the first message, so it need not be asked for
@@ -111,6 +113,26 @@ EXPIRE = TO_ONESELF.format(
     deliver_at="expires_at",
     when="expires_at IS NOT NULL",
 )
+# By whoever finds that what an end has said leads nowhere
+TELL = f"""
+WITH endpoint AS (
+    SELECT DISTINCT ON (conversation_id, is_initiator) c.conversation_id, c.is_initiator, c.service,
+           told.error
+    FROM unnest(%(conversation_id)s::uuid[], %(is_initiator)s::boolean[], %(error)s::text[])
+        AS told (conversation_id, is_initiator, error)
+    JOIN saf.conversation c USING (conversation_id, is_initiator)
+    WHERE NOT c.ended_here AND c.error_code IS NULL
+) {
+    TO_ONESELF.format(
+        message_id="gen_random_uuid()",
+        message_type=f"'{ERROR}'",
+        body=f'''convert_to(CAST(jsonb_build_object(
+        'code', {Code.UNRESOLVED:d}, 'text', error) AS text), 'UTF8')''',
+        deliver_at="NULL",
+        when="true",
+    )
+}
+"""
 
 WHAT_IS_KNOWN = f"""
 SELECT b.broker_id, current_database(), k.version,

@@ -6,7 +6,7 @@ written again: the answer to a commit may have got lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 
 from saf import dead, parking
 from saf.cursor import hold
+from saf.dialogs.statements import TELL
 from saf.errors import SafError
 from saf.failpoints import fail_point
 from saf.message import COLUMNS
@@ -146,8 +147,9 @@ class Aside:
                 for row in self._dicts(rows, destination=there, reason=reason, error=error)
             ]
             here = dead.known(source, subscription_id, destination, [row["id"] for row in dicts])
-            new = (row for row in dicts if row["id"] not in here)
+            new = [row for row in dicts if row["id"] not in here]
             dead.bury(source, sorted(new, key=itemgetter("id")))  # retried in the order they died
+            _tell(source, [row for row in new if row["reason"] == "unresolved"])
         for shard, id_, error in self.unread:
             if not dead.known(source, subscription_id, "", [id_]):
                 dead.bury_unread(source, subscription_id, shard, id_, error)
@@ -169,3 +171,17 @@ class Aside:
         for row in rows.select(["shard", "id", *COLUMNS]).to_pylist():
             uuids = {name: UUID(bytes=row[name]) for name in _UUIDS if row[name] is not None}
             yield {**row, **uuids, **more}
+
+
+def _tell(source: psycopg.Connection[Any], rows: Iterable[dict[str, Any]]) -> None:
+    """Whoever has said these in a dialog, here at the source, gets an Error."""
+    said = [row for row in rows if row["from_initiator"] is not None]
+    if said:
+        source.execute(
+            TELL,
+            {
+                "conversation_id": [row["conversation_id"] for row in said],
+                "is_initiator": [row["from_initiator"] for row in said],
+                "error": [row["error"] for row in said],
+            },
+        )

@@ -7,7 +7,7 @@ is found among its neighbours by halving, and theirs are answered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC
 from itertools import repeat
 from typing import Any
@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from saf.message import COLUMNS
 from saf.received import READ, Received
 from saf.resolutions import Resolved
+from saf.spark import questions
 
 ANSWERS = pa.schema(
     [
@@ -28,6 +29,19 @@ ANSWERS = pa.schema(
         ("error", pa.string()),
     ]
 )
+
+UUIDS = ("message_id", "to_broker", "conversation_id")
+MESSAGES = pa.schema(
+    [
+        ("id", pa.int64()),
+        ("shard", pa.int16()),
+        *(
+            (name, pa.binary() if name in UUIDS else questions.ARROW[kind])
+            for name, kind in questions.COLUMNS.items()
+        ),
+    ]
+)
+"""Messages as a task reads them."""
 
 Function = Callable[[Any], Any]
 
@@ -76,6 +90,15 @@ def from_columns(said: pa.RecordBatch | pa.Table, count: int) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(
         [columns[field.name].cast(field.type) for field in ANSWERS], schema=ANSWERS
     )
+
+
+def as_table(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
+    """Messages as a task reads them; what a row does not say is null."""
+    binary = [
+        {name: one.bytes if isinstance(one, UUID) else one for name, one in row.items()}
+        for row in rows
+    ]
+    return pa.Table.from_pylist(binary, MESSAGES)
 
 
 def received(rows: pa.Table) -> Iterator[Received]:

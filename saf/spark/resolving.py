@@ -36,6 +36,7 @@ from saf.spark.wayfinder import Wayfinder
 from saf.ways import ARROW, KEY, SQL, Router
 
 MAX_HOPS = 16
+LATER = "of its dialog, the first message was not resolved"
 
 Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.int64]
@@ -72,10 +73,14 @@ class Resolver:
         wayfinder: Wayfinder,
         memory: Memory,
         answers: Answers | None = None,
+        *,
+        further: Collection[str] = (),
     ) -> None:
+        """Those that others resolve ``further`` on need no route here."""
         routers = [_usable(router, answers) for router in routers]
         self._routers = {router.service: router for router in routers}
         self._by_spark = answers
+        self._led_on = {*self._routers, *further}
         self._wayfinder = wayfinder
         self._memory = memory
         self._functions: dict[str, Function] = {}
@@ -176,6 +181,15 @@ class Resolver:
         return pa.concat_tables([own, of_keys]).take(take)
 
     def _classified(self, router: Router, rows: pa.Table) -> pa.Table:
+        """What the classifier answers; of a dialog it is asked for the first message only."""
+        later = _later(rows)
+        if not later.any():
+            return self._judged(router, rows)
+        begun = self._judged(router, _filtered(rows, ~later))
+        answers = pa.concat_tables([begun, as_answers([LATER] * int(later.sum()))])
+        return answers.take(np.argsort(np.argsort(later, kind="stable")))
+
+    def _judged(self, router: Router, rows: pa.Table) -> pa.Table:
         """What the classifier answers; an error where that is nothing, or leads nowhere."""
         answers = self._asked(router, rows)
         services, keys, error = answers["service"], answers["key"], answers["error"]
@@ -184,7 +198,7 @@ class Resolver:
             "to_broker": pc.coalesce(answers["broker"], rows["to_broker"]),
         }
         lost = self._wayfinder.route(pa.table(addresses))["route"].is_null().to_numpy()
-        lost &= ~_is_in(services, self._routers)
+        lost &= ~_is_in(services, self._led_on)
         named = pc.binary_join_element_wise("it names '", services, "', ", "")
         for wrong, why in (
             (pc.is_null(services), pa.scalar("its classifier says nothing")),
@@ -223,6 +237,15 @@ def _once(router: Router, rows: pa.Table) -> pa.Array:
         ids = [one and str(UUID(bytes=one)) for one in conversations.to_pylist()]
         keys = pc.coalesce(pa.array(ids, pa.string()), keys)
     return keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
+
+
+def _later(rows: pa.Table) -> Mask:
+    """Which are of a dialog, and not its first message."""
+    said = rows["from_initiator"]
+    if said.null_count == len(said):
+        return np.zeros(len(said), np.bool_)
+    later = pc.and_(said.is_valid(), pc.fill_null(pc.greater(rows["sequence"], 1), False))
+    return later.to_numpy()  # type: ignore[no-any-return] # pyarrow has no types
 
 
 def _resolved(places: Places, answers: pa.Table, keyed: Mask) -> Iterable[tuple[int, Resolved]]:

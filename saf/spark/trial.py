@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
 
 import psycopg
-import pyarrow as pa
 
 from saf.errors import Unroutable
 from saf.explain import Explanation, explain
 from saf.message import Message, encode
 from saf.resolutions import Resolved, resolved
 from saf.routers import with_problems
-from saf.routes import Declared, configuration
-from saf.spark.questions import ARROW, COLUMNS
+from saf.routes import Declared, configuration, forwarding
+from saf.services import lives_here
+from saf.spark.classifying import as_table
 from saf.spark.resolving import Resolver
 from saf.spark.wayfinder import Wayfinder
 
 DEAD = 1
-BINARY = ("message_id", "to_broker", "conversation_id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +75,25 @@ def try_out(
     default_destination: str | None,
     declared: Declared,
 ) -> Trial:
-    """What the next batch would make of a message; the classifier runs here."""
-    routes = with_problems(configuration(connection, default_destination, declared).in_force)
-    resolver = Resolver(routes.routers, Wayfinder(routes), _Recall(connection))
-    rows = _as_table(message)
+    """What the next batch would make of a message; the classifier runs here.
+
+    Or the routing service, if the message is for a router that forwards and whose service lives at
+    this broker. Elsewhere it is a service like any other.
+    """
+    there = configuration(connection, default_destination, declared)
+    in_force, router = there.in_force, forwarding(there, message.service)
+    if router is not None and lives_here(connection, router.service):
+        routes = with_problems(replace(in_force, routers=(router,)))
+    else:
+        routes = with_problems(in_force)
+    resolver = Resolver(
+        routes.routers,
+        Wayfinder(routes),
+        _Recall(connection),
+        further=[one.service for one in in_force.routers],
+    )
+    created = {"id": 0, "shard": 0, "created_at": datetime.now(UTC)}
+    rows = as_table([encode(message)._asdict() | created])
     resolution = resolver.resolve(rows)
     (goes,) = (resolution.rows if len(resolution.rows) else rows).to_pylist()
     broker = goes["to_broker"]
@@ -96,14 +110,3 @@ def try_out(
         dead=next((error for _, error in resolution.dead), None),
         waits=next(iter(resolver.problems.values()), None),
     )
-
-
-def _as_table(message: Message) -> pa.Table:
-    """The message as a task reads it."""
-    values = encode(message)._asdict() | {"created_at": datetime.now(UTC)}
-    for name in BINARY:
-        values[name] = one.bytes if (one := values.get(name)) else None
-    kinds = {name: pa.binary() if name in BINARY else ARROW[kind] for name, kind in COLUMNS.items()}
-    schema = pa.schema([("id", pa.int64()), ("shard", pa.int16()), *kinds.items()])
-    row = {name: values.get(name) for name in schema.names} | {"id": 0, "shard": 0}
-    return pa.Table.from_pylist([row], schema)

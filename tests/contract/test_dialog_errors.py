@@ -63,10 +63,10 @@ def test_at_the_end_of_its_lifetime_both_ends_get_an_error_and_operations_fail_u
     forward(app, mom)
     (message,) = receive(mom, WAREHOUSE)
     assert message.dialog is not None
-    pass_seconds(599, app, mom)
+    pass_seconds(590, app, mom)
     assert receive(app, SHOP) == receive(mom, WAREHOUSE) == []
     say(app, dialog, "2")
-    pass_seconds(1, app, mom)
+    pass_seconds(10, app, mom)
     for dsn, one in ((app, dialog), (mom, message.dialog)):
         with (
             dsn.connect(role="test") as connection,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,7 @@ from saf.errors import ConfigurationError
 from saf.services import create_service
 from tests.dialogs import SHOP, WAREHOUSE, forward, receive, said, states
 from tests.pipeline import connect
-from tests.programs import BIN, ROOT, configuration, run
+from tests.programs import BIN, ROOT, configuration, environment, run
 from tests.programs import saf as run_saf
 
 PAGE = (ROOT / "docs" / "conversations.md").read_text()
@@ -75,6 +78,21 @@ def test_the_shop_and_the_warehouse_do_what_the_page_says(folder: Path, app: Dsn
     assert states(mom) == ["disconnected_outbound"]
     forward(app, mom)
     assert said(receive(app, SHOP)) == ['{"delivered":2}', "saf/end-dialog"]
+
+
+def test_a_large_file_arrives_as_it_was(folder: Path, app: Dsn, mom: Dsn) -> None:
+    drawing = random.Random(7).randbytes(3_500_000)
+    (folder / "drawing.tiff").write_bytes(drawing)
+    (code,) = blocks("large")
+    dsns = {"SHOP_DSN": app.conninfo, "WAREHOUSE_DSN": mom.conninfo}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=environment(**dsns), cwd=folder
+    ) as program:
+        while program.poll() is None:
+            forward(app, mom)
+            time.sleep(0.1)
+    assert program.returncode == 0
+    assert (folder / "received.tiff").read_bytes() == drawing
 
 
 def test_the_operators_commands_work_in_their_order(folder: Path, app: Dsn, mom: Dsn) -> None:

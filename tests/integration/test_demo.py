@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -86,6 +86,36 @@ def test_with_routing_each_flight_arrives_once_at_the_store_of_its_airport(folde
         assert is_right(result), result
         assert result["stores"] == dict(origins)
         assert result["forwarded_now"] == written
+
+
+def test_a_shop_and_a_warehouse_talk_and_each_talk_ends_as_it_should(folder: Path) -> None:
+    for _ in range(2):
+        done = programs.run(
+            [BIN / "saf", "demo", "--dialog", "--json", "--data", folder], timeout=DEADLINE_SECONDS
+        )
+        assert done.returncode == 0, done.stderr
+        result = programs.last_json(done.stdout)
+        assert [(one["name"], one["error"]) for one in result["talks"]] == [
+            ("chairs", None),
+            ("pianos", 17),
+            ("mermaid", -1),
+            ("cupboard", None),
+        ]
+        assert {(one["shop"], one["warehouse"]) for one in result["talks"]} == {("closed",) * 2}
+        # in the order in which it was said, both sides
+        script = [" ".join(line.split()[2:]) for line in done.stderr.splitlines() if " s " in line]
+        for one, after in pairwise(
+            [
+                "chairs shop please send 10 chairs",
+                "chairs warehouse here are 4, the next lorry brings more",
+                "chairs warehouse here are the last 2, and good bye",
+                "chairs shop ← 2 are here; 10 by now",
+                "chairs shop good bye",
+            ]
+        ):
+            assert script.index(one) < script.index(after)
+        assert "pianos shop ← error 17: we do not have so many" in script
+        assert "cupboard shop ← a digest: the same as ours" in script
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,13 @@ from saf.embedded import EmbeddedServer
 from saf.errors import ConfigurationError
 from saf.grants import Kind, grant
 from saf.inbox import inbox_status
+from saf.routers import add_router
 from saf.routes import add_route, add_topic, enable_route, remove_route, remove_topic
+from saf.routing_service import RoutingService
 from saf.shards import Member
 from saf.status import broker_status
+from tests import dialogs
+from tests.hub import DEPARTURES, Hub
 from tests.pipeline import Cycle, bodies, connect, policy, send
 from tests.programs import configuration
 from tests.programs import saf as run_saf
@@ -36,43 +40,44 @@ _number = itertools.count(1)
 # Select, Insert, Update, Delete, Truncate, draw the Next value; in lower case, for the columns in
 # SOME only.
 # A table that is not listed here fails the test: decide who may do what with it.
-KINDS = ["writer", "forwarder", "receiver", "dialog", "purger", "operator"]
+KINDS = ["writer", "forwarder", "receiver", "dialog", "router", "purger", "operator"]
 MATRIX = {
-    "alembic_version": "s      s         s         s       s       s",
-    "broker         ": "-      S         S         S       S       S",
-    "outbox         ": "i      S         -         i       -       Si",
-    "outbox_status  ": "-      -         -         -       -       S",
-    "inbox          ": "-      i         S         i       -       Si",
-    "subscription   ": "-      Su        Su        -       S       SiD",
-    "member         ": "-      SiuD      SiuD      -       -       S",
-    "cursor         ": "-      Su        Su        -       S       Si",
-    "route          ": "-      S         -         -       -       SiuD",
-    "route_version  ": "-      Si        -         -       SD      SD",
-    "topic          ": "-      S         -         -       -       SiD",
-    "route_choice   ": "-      SiuD      -         -       sD      SiuD",
-    "route_share    ": "-      Siu       -         -       -       Siu",
-    "router         ": "-      S         -         -       -       SiuD",
-    "resolved_conversation": "- Siu - - sD SiuD",
-    "watermark      ": "-      SIu       -         -       -       S",
-    "parked         ": "-      SIuD      SIuD      -       -       SIuD",
-    "backoff        ": "-      SIuD      SIuD      -       -       SIuD",
-    "dead_letter    ": "-      sI        sI        -       -       SIuD",
-    "service        ": "-      S         -         S       -       SiD",
-    "audit          ": "-      -         -         -       -       Si",
-    "message_type   ": "-      -         -         S       -       SI",
-    "contract       ": "-      -         -         S       -       SI",
-    "contract_message": "-     -         -         S       -       SI",
-    "conversation   ": "-      -         -         Siu     sD      SiuD",
-    "conversation_group": "-   -         -         Siu     sD      SiuD",
-    **{f"{log}_{n}": "- - - - ST ST" for log in ("outbox", "inbox") for n in range(8)},
-    "outbox_id_seq  ": "-      -         -         -       SN      SN",
-    "inbox_id_seq   ": "-      -         -         -       SN      SN",
-    "subscription_subscription_id_seq": "- - - - - -",
-    "route_route_id_seq": "- - - - - -",
-    "route_version_version_seq": "- - - - - -",
-    "parked_parked_id_seq": "- - - - - -",
-    "dead_letter_dead_letter_id_seq": "- - - - - -",
-    "audit_audit_id_seq": "- - - - - -",
+    "alembic_version": "s      s         s         s         s       s       s",
+    "broker         ": "-      S         S         S         -       S       S",
+    "outbox         ": "i      S         -         i         -       -       Si",
+    "outbox_status  ": "-      -         -         -         -       -       S",
+    "inbox          ": "-      i         S         i         -       -       Si",
+    "subscription   ": "-      Su        Su        -         -       S       SiD",
+    "member         ": "-      SiuD      SiuD      -         -       -       S",
+    "cursor         ": "-      Su        Su        -         -       S       Si",
+    "route          ": "-      S         -         -         S       -       SiuD",
+    "route_version  ": "-      Si        -         -         -       SD      SD",
+    "topic          ": "-      S         -         -         S       -       SiD",
+    "route_choice   ": "-      SiuD      -         -         -       sD      SiuD",
+    "route_share    ": "-      Siu       -         -         -       -       Siu",
+    "router         ": "-      S         -         -         S       -       SiuD",
+    "resolved_conversation": "- Siu - S SiuD sD SiuD",
+    "watermark      ": "-      SIu       -         -         -       -       S",
+    "parked         ": "-      SIuD      SIuD      -         -       -       SIuD",
+    "backoff        ": "-      SIuD      SIuD      -         -       -       SIuD",
+    "dead_letter    ": "-      sI        sI        -         -       -       SIuD",
+    "service        ": "-      S         -         S         -       -       SiD",
+    "audit          ": "-      -         -         -         -       -       Si",
+    "message_type   ": "-      -         -         S         -       -       SI",
+    "contract       ": "-      -         -         S         -       -       SI",
+    "contract_message": "-      -         -         S         -       -       SI",
+    "conversation   ": "-      s         -         Siu       -       sD      SiuD",
+    "conversation_group": "- - - Siu - sD SiuD",
+    "fragment       ": "-      -         -         SID       -       sD      SID",
+    **{f"{log}_{n}": "- - - - - ST ST" for log in ("outbox", "inbox") for n in range(8)},
+    "outbox_id_seq  ": "-      -         -         -         -       SN      SN",
+    "inbox_id_seq   ": "-      -         -         -         -       SN      SN",
+    "subscription_subscription_id_seq": "- - - - - - -",
+    "route_route_id_seq": "- - - - - - -",
+    "route_version_version_seq": "- - - - - - -",
+    "parked_parked_id_seq": "- - - - - - -",
+    "dead_letter_dead_letter_id_seq": "- - - - - - -",
+    "audit_audit_id_seq": "- - - - - - -",
 }
 SOME = {
     ("alembic_version", "s"): "version_num",
@@ -90,8 +95,8 @@ SOME = {
     ("route", "i"): "service broker destination quality enabled expires_at comment",
     ("route", "u"): "service broker destination quality enabled expires_at comment",
     ("route_version", "i"): "routes topics routers",
-    ("router", "i"): "service kind expression once_per enabled comment",
-    ("router", "u"): "service kind expression once_per enabled comment",
+    ("router", "i"): "service kind expression once_per enabled comment mode",
+    ("router", "u"): "service kind expression once_per enabled comment mode",
     ("resolved_conversation", "i"): "router key service broker to_key",
     ("resolved_conversation", "u"): "used_at",
     ("resolved_conversation", "s"): "key used_at",
@@ -102,7 +107,7 @@ SOME = {
     ("route_share", "i"): "service broker keys",
     ("route_share", "u"): "keys",
     ("watermark", "u"): "epoch batch position opened_at",
-    ("parked", "u"): "destination lane",
+    ("parked", "u"): "destination deliver_at lane",
     ("backoff", "u"): "attempts next_attempt_at error",
     ("dead_letter", "s"): "subscription_id destination shard id dead_letter_at",
     ("dead_letter", "u"): "error",
@@ -110,17 +115,25 @@ SOME = {
     ("audit", "i"): "action message_ids why",
     ("conversation", "i"): "handle conversation_id is_initiator monolog service far_service "
     "far_broker contract contract_version group_id expires_at",
-    ("conversation", "u"): "group_id send_sequence receive_sequence ended_here ended_there "
+    (
+        "conversation",
+        "u",
+    ): "far_service far_broker group_id send_sequence receive_sequence ended_here ended_there "
     "error_code error_text timer changed_at",
-    ("conversation", "s"): "handle state group_id changed_at",
+    ("conversation", "s"): "handle conversation_id is_initiator state group_id ended_here "
+    "error_code changed_at",
+    ("fragment", "s"): "conversation_id from_initiator",
     ("conversation_group", "i"): "group_id",
     ("conversation_group", "u"): "state",
     ("conversation_group", "s"): "group_id",
 }
-# What is said in a dialog has more columns
+# What is said in a dialog has more columns; other kinds may see or write others
 SPOKEN = {
     ("outbox", "i"): "message_id from_service to_service to_broker key conversation_id "
     "from_initiator sequence message_type headers body deliver_at expires_at",
+    ("conversation", "s"): "conversation_id is_initiator service ended_here error_code",
+    ("resolved_conversation", "i"): "router key service broker to_key handle",
+    ("resolved_conversation", "u"): "used_at handle",
 }
 
 ALL_RIGHTS = """
@@ -267,7 +280,7 @@ def test_each_statement_on_each_table_is_allowed_or_refused_as_listed(
             "JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 "
             "WHERE c.relnamespace = 'saf'::regnamespace AND c.relkind IN ('r', 'p') GROUP BY 1",
         )
-    assert len(columns) == 41
+    assert len(columns) == 42
     listed = expected(kind)
     with connect(granted(app, kind)) as connection:
         for table, names in columns:
@@ -520,6 +533,51 @@ def test_a_receiver_replies_only_if_it_is_a_writer_too(
     assert not denied(both, reply)
     assert not denied(both, read)
     assert denied(both, "SELECT body FROM saf.outbox")
+
+
+def test_a_router_that_is_a_receiver_and_a_dialog_too_serves_a_router_that_forwards(
+    new_broker: Callable[[str], Dsn], granted: Callable[..., Dsn]
+) -> None:
+    hub = Hub.at(new_broker)
+    dialog = dialogs.begin(hub.app, "EWR", to_service=DEPARTURES)
+    failed = dialogs.begin(hub.app, "nobody", to_service=DEPARTURES)
+    with connect(hub.app) as connection, connection.transaction():
+        Outbox().send(connection, DEPARTURES, "JFK", key="N1")
+    serving = RoutingService(granted(hub.hub, "receiver", "dialog", "router"), DEPARTURES)
+    hub.forward()
+    assert serving.drain() == 2
+    dialogs.end(hub.app, dialog)
+    hub.forward()
+    serving.drain()
+    hub.forward()
+    assert bodies(hub.jfk) == ["JFK"]
+    assert dialogs.said(dialogs.receive(hub.ewr, "EWR")) == ["EWR", dialogs.END]
+    (error,) = dialogs.receive(granted(hub.app, "receiver", "dialog"), dialogs.SHOP)
+    assert error.dialog == failed
+
+
+def test_a_forwarder_tells_a_dialog_that_leads_nowhere_and_who_answers_is_learned_by_a_dialog(
+    app: Dsn, mom: Dsn, granted: Callable[..., Dsn]
+) -> None:
+    dialogs.prepare(app, mom)
+    with connect(app) as connection:
+        add_router(connection, "departures", "python", "tests.classifiers:by_text")
+    dialogs.begin(app, "nobody", to_service="departures")
+    dialogs.begin(app, dialogs.WAREHOUSE, to_service="departures")
+    with Cycle(granted(app, "forwarder"), policy(mom=mom)) as cycle:
+        cycle.run()
+
+    def answer(connection: psycopg.Connection[Any], message: saf.Received) -> None:
+        assert message.dialog is not None
+        message.dialog.send(connection, "yes")
+
+    assert len(dialogs.receive(mom, dialogs.WAREHOUSE, answer)) == 1
+    dialogs.forward(mom, app)
+    shop = granted(app, "receiver", "dialog")
+    assert sorted(dialogs.said(dialogs.receive(shop, dialogs.SHOP))) == [dialogs.ERROR, "yes"]
+    with connect(app) as connection:
+        far = [one.far_service for one in saf.conversations(connection)]
+    assert far == ["departures", dialogs.WAREHOUSE]
 
 
 @every_postgresql

@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 
+from saf import Outbox
 from saf.config import load
 from saf.database import Dsn
 from saf.doctor import Finding, examine
 from saf.errors import ConfigurationError
 from saf.routes import configuration
-from tests.pipeline import connect
-from tests.programs import BIN, ROOT, run, saf
+from saf.services import create_service
+from tests.contract.test_routes import without_default
+from tests.pipeline import bodies, connect
+from tests.programs import BIN, ROOT, environment, run, saf
 from tests.programs import configuration as configure
 
 PAGE = (ROOT / "docs" / "routing.md").read_text()
@@ -49,6 +52,11 @@ def explained(folder: Path, *arguments: str) -> dict[str, Any]:
 
 def verdicts(one: dict[str, Any]) -> dict[tuple[str | None, str], str]:
     return {(route["service"], route["destination"]): route["why"] for route in one["routes"]}
+
+
+def bodies_sent(dsn: Dsn) -> list[tuple[bytes]]:
+    with connect(dsn) as connection:
+        return connection.execute("SELECT body FROM saf.outbox").fetchall()
 
 
 def refused(done: subprocess.CompletedProcess[str]) -> str:
@@ -208,9 +216,79 @@ def test_a_router_that_cannot_be_is_refused_with_the_reason(folder: Path) -> Non
     assert "only 'orders'" in refused(saf("router", "remove", "oders", cwd=folder))
 
 
+@pytest.fixture
+def with_hub(folder: Path, app: Dsn, new_broker: Any) -> Dsn:
+    """One more broker, which is a destination and a source."""
+    hub: Dsn = new_broker("hub")
+    erp = load(folder / "saf.toml").destinations["erp"].dsn
+    configure(folder / "saf.toml", {"shop": app, "hub": hub}, {"erp": erp, "hub": hub})
+    text = (folder / "saf.toml").read_text()
+    (folder / "saf.toml").write_text(re.sub("default_destination.*\n", "", text))
+    return hub
+
+
+def test_a_routing_service_is_set_up_and_served_as_the_page_says(
+    folder: Path, app: Dsn, with_hub: Dsn
+) -> None:
+    env = {"PYTHONPATH": f"{folder}:{ROOT}", "HUB_DSN": with_hub.conninfo}
+    path = {"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin"}
+    done = run(["bash", "-euxc", "".join(blocks("forward"))], env=env | path, cwd=folder)
+    assert done.returncode == DONE, done.stderr
+    assert "hub: a message for 'departures' is really for 'JFK'" in done.stdout
+    assert "hub: router 'departures' has sent on 0 messages" in done.stdout
+    assert explained(folder, "departures", "--broker", "shop")["destinations"] == ["hub"]
+    places = {name: one.dsn for name, one in load(folder / "saf.toml").destinations.items()}
+
+    def forward(source: Dsn) -> None:
+        with without_default(source, 100, **places) as cycle:
+            cycle.run()
+
+    with connect(app) as connection, connection.transaction():
+        for gate in range(3):
+            body = {"origin": "JFK", "gate": gate}
+            Outbox().send(connection, "departures", body, key="N1")
+    forward(app)
+    serve = [f"{BIN}/saf", "router", "serve", "departures", "--broker", "hub"]
+    serving = subprocess.Popen(serve, env=environment(**env), cwd=folder, stdout=subprocess.PIPE)
+    while len(bodies_sent(with_hub)) != 3:
+        assert serving.poll() is None
+    serving.terminate()
+    out, _ = serving.communicate(timeout=60)
+    assert (serving.returncode, out) == (DONE, b"hub: router 'departures' has sent on 3 messages\n")
+    forward(with_hub)
+    assert [json.loads(body)["gate"] for body in bodies(places["erp"])] == [0, 1, 2]
+    (code,) = blocks("service")
+    counted = run([sys.executable, "-c", code + "print(service.drain())"], env=env, cwd=folder)
+    assert counted.stdout == "0\n", counted.stderr
+
+
+def test_a_router_that_forwards_is_listed_as_such_and_served_only_where_it_is(
+    folder: Path, with_hub: Dsn
+) -> None:
+    declare(
+        folder,
+        '[routers.arrivals]\nkind = "python"\nexpression = "airprts:x"\nmode = "forward"\n',
+    )
+    rows = json.loads(saf("router", "list", "--json", cwd=folder).stdout)["routers"]
+    assert {(r["broker"], r["mode"]) for r in rows} == {("shop", "forward"), ("hub", "forward")}
+    assert saf("router", "list", cwd=folder).stdout.splitlines()[0] == (
+        "shop: 'arrivals' by python: airprts:x, once per message, forwarding; in force (saf.toml)"
+    )
+    with connect(with_hub) as connection:
+        create_service(connection, "arrivals")
+    serve = ("router", "serve", "arrivals", "--broker", "hub")
+    assert "cannot load 'airprts:x'" in refused(saf(*serve, cwd=folder))
+    assert "cannot load 'airprts:x'" in refused(saf(*serve, "--processes", "2", cwd=folder))
+    saf("router", "disable", "arrivals", cwd=folder)
+    assert "no router 'arrivals' that forwards" in refused(saf(*serve, cwd=folder))
+    add = ("router", "add", "arrivals", "--sql", "text", "--mode", "forward")
+    assert "in SQL, which needs Spark" in refused(saf(*add, cwd=folder))
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ('[routers.x]\nkind = "sql"\nexpression = "a"\nmode = "forward"\n', "needs Spark"),
         ('[routers.x]\nkind = "java"\nexpression = "a"\n', "'sql', 'arrow' or 'python'"),
         ('[routers.x]\nkind = "arrow"\nexpression = "a"\n', "no module:function"),
         ('[routers.x]\nkind = "sql"\nexpresion = "a"\n', "did you mean 'expression'?"),

@@ -66,6 +66,7 @@ def as_table(some: list[Row]) -> pa.Table:
             "to_broker": pa.nulls(count, pa.binary()),
             "key": pa.array([row.key for row in some], pa.string()),
             "conversation_id": pa.nulls(count, pa.binary()),
+            "from_initiator": pa.nulls(count, pa.bool_()),
             "body": [row.body for row in some],
         }
     )

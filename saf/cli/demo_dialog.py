@@ -1,0 +1,145 @@
+"""``saf demo --dialog``: a shop and a warehouse talk, with Spark between their two databases."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from psycopg import sql
+from rich.table import Table
+from rich.text import Text
+
+from saf.cli.console import plain_console
+from saf.config import Broker, Destination, Route, Settings
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from saf.database import Dsn
+    from saf.demo.trade import Talk
+    from saf.embedded import EmbeddedServer
+
+DEADLINE_SECONDS, PAUSE_SECONDS = 90.0, 0.2
+STYLES = {"shop": "cyan", "warehouse": "magenta"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a talk has ended, at both ends."""
+
+    name: str
+    shop: str | None
+    """The end's state; None if it never heard of the talk."""
+    warehouse: str | None
+    error: int | None
+    right: bool
+
+
+def converse(server: EmbeddedServer, *, reset: bool) -> dict[str, Any]:
+    """Let them talk until all is said; the result says whether each talk ended as it should."""
+    from saf.demo.trade import SHOP, WAREHOUSE, Trade
+    from saf.spark import java, session
+    from saf.spark.forward import Forwarder
+
+    started = time.monotonic()
+    console = plain_console(stderr=True)
+
+    def say(who: str, talk: str, what: str) -> None:
+        at = f"{time.monotonic() - started:5.1f} s"
+        line = Text.assemble(at, f"  {talk:10}", (f"{who:11}", STYLES[who]), what)
+        console.print(line, soft_wrap=True)
+
+    found = java.find()
+    dsns = {name: server.dsn(name) for name in (SHOP, WAREHOUSE)}
+    settings = _settings(dsns)
+    session.prestart(settings.forwarder.master)
+    _prepare(server, reset=reset)
+    console.print(str(found), soft_wrap=True)
+    trade, messages = Trade(say=say), 0
+    spark = session.start(settings.forwarder.master, app_name="saf demo")
+    try:
+        with dsns[SHOP].connect(role="demo") as connection:
+            trade.begin(connection)
+        shop, warehouse = trade.shop(dsns[SHOP]), trade.warehouse(dsns[WAREHOUSE])
+        ends = _ends(dsns, trade.talks)
+        until = time.monotonic() + DEADLINE_SECONDS
+        while not all(one.right for one in ends) and time.monotonic() < until:
+            messages += Forwarder(settings, lambda _: spark).drain().forwarded
+            warehouse.drain()
+            shop.drain()
+            ends = _ends(dsns, trade.talks)
+            time.sleep(PAUSE_SECONDS)
+    finally:
+        session.stop(spark)
+    return {
+        "right": all(one.right for one in ends),
+        "talks": [asdict(one) for one in ends],
+        "forwarded": messages,
+        "seconds": round(time.monotonic() - started, 1),
+        "java": str(found),
+    }
+
+
+def table(result: dict[str, Any]) -> Table:
+    """The result, for people."""
+    title = "every talk ended as it should" if result["right"] else "something is wrong"
+    table = Table("talk", "shop's end", "warehouse's end", "error", "", title=title)
+    for one in result["talks"]:
+        table.add_row(
+            one["name"],
+            one["shop"],
+            one["warehouse"],
+            "" if one["error"] is None else str(one["error"]),
+            "right" if one["right"] else "wrong",
+        )
+    return table
+
+
+def _prepare(server: EmbeddedServer, *, reset: bool) -> None:
+    from saf.demo.trade import SHOP, WAREHOUSE, prepare
+    from saf.migrate import migrate
+
+    for name in (SHOP, WAREHOUSE):
+        if reset:
+            with server.dsn("postgres").connect(role="demo", autocommit=True) as connection:
+                drop = sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)")
+                connection.execute(drop.format(sql.Identifier(name)))
+        dsn = server.create_database(name)
+        migrate(dsn)
+        prepare(dsn, name)
+
+
+def _settings(dsns: dict[str, Dsn]) -> Settings:
+    """What saf.toml would say: each database is the MOM store of what the other one says."""
+    return Settings.model_construct(
+        brokers={name: Broker(dsn=dsn) for name, dsn in dsns.items()},
+        destinations={name: Destination(dsn=dsn) for name, dsn in dsns.items()},
+        routes=tuple(Route(service=name, destination=name) for name in dsns),
+    )
+
+
+def _ends(dsns: dict[str, Dsn], talks: dict[UUID, Talk]) -> list[Ended]:
+    """How the talks stand, as the databases have it."""
+    from saf.dialogs.conversations import Conversation, conversations
+
+    there: dict[str, dict[UUID, Conversation]] = {}
+    for name, dsn in dsns.items():
+        with dsn.connect(role="demo", autocommit=True) as connection:
+            there[name] = {one.conversation_id: one for one in conversations(connection)}
+    ends = []
+    for conversation_id, talk in talks.items():
+        both = [there[name].get(conversation_id) for name in dsns]
+        shop, warehouse = (str(one.state) if one else None for one in both)
+        codes = {one.error_code for one in both if one}
+        ends.append(
+            Ended(
+                name=talk.name,
+                shop=shop,
+                warehouse=warehouse,
+                error=next(filter(None, codes), None),
+                right=(shop, warehouse, codes, talk.told)
+                == ("closed", "closed", {talk.code}, talk.expected),
+            )
+        )
+    return ends

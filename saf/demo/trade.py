@@ -1,0 +1,203 @@
+"""The demo's two applications: a shop that orders, and a warehouse that delivers.
+
+Each has a database of its own, with its service in it. `begin` is what the shop says first; all
+else is said by handlers, in the transactions in which they hear of something. Read them as a script
+of four talks: an order that is delivered in parts, one that is refused, one that nobody answers in
+time, and a drawing of 20 MB that the warehouse acknowledges.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import UUID
+
+import psycopg
+
+import saf
+from saf.database import Dsn
+from saf.dialogs.statements import END, ERROR, TIMER, Code
+from saf.services import create_service
+
+SHOP, WAREHOUSE, CONTRACT = "shop", "warehouse", "ordering"
+DRAWING_BYTES = 20_000_000
+IN_STOCK, ON_THE_LORRY = 100, 4
+NEXT_LORRY_SECONDS, PATIENCE_SECONDS = 1.0, 10.0
+REFUSED = 17
+
+TYPES: Mapping[str, Any] = {
+    "order": "initiator",
+    "drawing": "initiator",
+    "delivery": "target",
+    "receipt": "target",
+}
+
+Say = Callable[[str, str, str], None]
+"""Shows who, in which talk, says or hears what."""
+
+
+@dataclass(kw_only=True)
+class Talk:
+    """One of the dialogs, and how it ought to end."""
+
+    name: str
+    code: int | None = None
+    """Of the error that it ends with, at both ends."""
+    expected: Any = None
+    """What the shop is told, in all."""
+    told: Any = None
+
+
+@dataclass(kw_only=True)
+class Trade:
+    """The talks of a run, by conversation_id, and the two workers that go on with them."""
+
+    say: Say
+    talks: dict[UUID, Talk] = field(default_factory=dict)
+
+    def begin(self, connection: psycopg.Connection[Any]) -> None:
+        """The shop begins all talks, in one transaction."""
+        chairs = self._begin(connection, Talk(name="chairs", expected=10))
+        self._order(connection, chairs, {"article": "chairs", "amount": 10})
+        pianos = self._begin(connection, Talk(name="pianos", code=REFUSED))
+        self._order(connection, pianos, {"article": "pianos", "amount": 500})
+        mermaid = self._begin(
+            connection, Talk(name="mermaid", code=Code.EXPIRED), lifetime=PATIENCE_SECONDS
+        )
+        self._order(connection, mermaid, {"article": "mermaid", "amount": 1})
+        drawing = random.Random(7).randbytes(DRAWING_BYTES)  # noqa: S311 - any bytes will do
+        digest = hashlib.sha256(drawing).hexdigest()
+        cupboard = self._begin(connection, Talk(name="cupboard", expected=digest))
+        cupboard.send(connection, io.BytesIO(drawing), message_type="drawing")
+        self.say(SHOP, "cupboard", f"can you build this? A drawing of {len(drawing):,} bytes")
+
+    def warehouse(self, dsn: Dsn) -> saf.Worker:
+        """What the warehouse does with what it hears."""
+        worker = saf.Worker(dsn, WAREHOUSE)
+
+        @worker.handler("order")
+        def order(message: saf.Received, connection: psycopg.Connection[Any]) -> None:
+            dialog, wanted = _of(message), message.json()
+            self._hear(WAREHOUSE, message, f"{wanted['amount']} {wanted['article']}")
+            if wanted["amount"] > IN_STOCK:
+                dialog.end_with_error(connection, REFUSED, "we do not have so many")
+                self._tell(WAREHOUSE, message, "no: we do not have so many (an error)")
+            elif wanted["amount"] > 1:
+                saf.set_group_state(connection, dialog, {"left": wanted["amount"]})
+                self._deliver(message, connection)
+            else:
+                self._tell(WAREHOUSE, message, "(asks a sailor, who does not come back)")
+
+        @worker.handler(TIMER)
+        def next_lorry(message: saf.Received, connection: psycopg.Connection[Any]) -> None:
+            self._deliver(message, connection)
+
+        @worker.handler("drawing")
+        def drawing(message: saf.Received, connection: psycopg.Connection[Any]) -> None:
+            self._hear(WAREHOUSE, message, f"a drawing of {message.size:,} bytes")
+            digest = hashlib.file_digest(message.open(), "sha256").hexdigest()
+            dialog = _of(message)
+            dialog.send(connection, {"sha256": digest}, message_type="receipt")
+            dialog.end(connection)
+            self._tell(WAREHOUSE, message, "we can; here is its digest, and good bye")
+
+        self._until_the_end(worker, WAREHOUSE)
+        return worker
+
+    def shop(self, dsn: Dsn) -> saf.Worker:
+        """What the shop does with what it hears."""
+        worker = saf.Worker(dsn, SHOP)
+
+        @worker.handler("delivery")
+        def delivery(message: saf.Received, _: psycopg.Connection[Any]) -> None:
+            talk, amount = self._talk(message), message.json()["amount"]
+            talk.told = (talk.told or 0) + amount
+            self._hear(SHOP, message, f"{amount} are here; {talk.told} by now")
+
+        @worker.handler("receipt")
+        def receipt(message: saf.Received, _: psycopg.Connection[Any]) -> None:
+            talk = self._talk(message)
+            talk.told = message.json()["sha256"]
+            same = "the same" if talk.told == talk.expected else "another"
+            self._hear(SHOP, message, f"a digest: {same} as ours")
+
+        self._until_the_end(worker, SHOP)
+        return worker
+
+    def _until_the_end(self, worker: saf.Worker, service: str) -> None:
+        @worker.handler(END)
+        def end(message: saf.Received, connection: psycopg.Connection[Any]) -> None:
+            self._hear(service, message, "good bye")
+            _of(message).end(connection)
+            self._tell(service, message, "good bye")
+
+        @worker.handler(ERROR)
+        def error(message: saf.Received, connection: psycopg.Connection[Any]) -> None:
+            what = message.json()
+            self._hear(service, message, f"error {what['code']}: {what['text']}")
+            _of(message).end(connection)
+
+    def _deliver(self, message: saf.Received, connection: psycopg.Connection[Any]) -> None:
+        """As many as a lorry takes; the rest with the next one."""
+        dialog = _of(message)
+        left = saf.group_state(connection, dialog)["left"]
+        amount = min(left, ON_THE_LORRY)
+        dialog.send(connection, {"amount": amount}, message_type="delivery")
+        if left > amount:
+            saf.set_group_state(connection, dialog, {"left": left - amount})
+            dialog.start_timer(connection, NEXT_LORRY_SECONDS)
+            self._tell(WAREHOUSE, message, f"here are {amount}, the next lorry brings more")
+        else:
+            dialog.end(connection)
+            self._tell(WAREHOUSE, message, f"here are the last {amount}, and good bye")
+
+    def _begin(
+        self, connection: psycopg.Connection[Any], talk: Talk, lifetime: float | None = None
+    ) -> saf.Dialog:
+        dialog = saf.begin_dialog(
+            connection,
+            from_service=SHOP,
+            to_service=WAREHOUSE,
+            contract=CONTRACT,
+            lifetime=lifetime,
+        )
+        self.talks[dialog.conversation_id] = talk
+        return dialog
+
+    def _order(
+        self, connection: psycopg.Connection[Any], dialog: saf.Dialog, wanted: dict[str, Any]
+    ) -> None:
+        dialog.send(connection, wanted, message_type="order")
+        name = self.talks[dialog.conversation_id].name
+        self.say(SHOP, name, f"please send {wanted['amount']} {wanted['article']}")
+
+    def _talk(self, message: saf.Received) -> Talk:
+        """Of an earlier run, which was killed, nothing is known any more."""
+        assert message.conversation_id is not None  # noqa: S101 - it is of a dialog
+        return self.talks.setdefault(message.conversation_id, Talk(name="earlier"))
+
+    def _hear(self, service: str, message: saf.Received, what: str) -> None:
+        self.say(service, self._talk(message).name, f"  ← {what}")
+
+    def _tell(self, service: str, message: saf.Received, what: str) -> None:
+        self.say(service, self._talk(message).name, what)
+
+
+def prepare(dsn: Dsn, service: str) -> None:
+    """A database for a service that talks under the contract."""
+    with dsn.connect(role="demo", autocommit=True) as connection:
+        create_service(connection, service)
+        for name in TYPES:
+            saf.create_message_type(
+                connection, name, validation="none" if name == "drawing" else "json"
+            )
+        saf.create_contract(connection, CONTRACT, TYPES)
+
+
+def _of(message: saf.Received) -> saf.Dialog:
+    assert message.dialog is not None  # noqa: S101 - the worker is of the service's own
+    return message.dialog

@@ -1,0 +1,160 @@
+"""Assembly: fragments wait in saf.fragment, and are read from there as one body.
+
+A receiver copies the fragments that its end takes from the inbox into saf.fragment, server-side,
+in the transaction in which they count as received: their bodies never pass through it, a restart
+goes on after the last one that was copied, and the inbox may be purged meanwhile. Where a fragment
+has to wait (`saf.dialogs.arrival`), its row does so without the body, which is in saf.fragment too.
+
+The message that the last one brings is an `Assembled`. What is copied goes in the transaction in
+which that was handled; and, if that never happens, by `saf purge` once the end is over.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import psycopg
+from psycopg.rows import tuple_row
+
+from saf.claim import IN_HAND, SINCE, Reader
+from saf.database import fetch
+from saf.errors import UsageError
+from saf.message import DEFAULT_MAX_BYTES
+from saf.received import Received
+
+# A fragment that has come before is there already
+SET_ASIDE = f"""
+INSERT INTO saf.fragment (conversation_id, from_initiator, sequence, body)
+SELECT conversation_id, from_initiator, sequence, body
+FROM {IN_HAND} AS c CROSS JOIN LATERAL ({SINCE}) AS since
+WHERE since.id = ANY (%(ids)s)
+ON CONFLICT DO NOTHING
+"""
+
+OF_ONE = """
+FROM saf.fragment
+WHERE conversation_id = %(conversation_id)s AND from_initiator = %(from_initiator)s
+  AND sequence BETWEEN %(first)s AND %(last)s
+"""
+# The length of a body that is stored by itself is known without reading it
+THERE = f"SELECT count(*), coalesce(sum(octet_length(body)), 0) {OF_ONE}"
+READ = f"SELECT body {OF_ONE}"
+FORGET = f"DELETE {OF_ONE}"
+
+
+class Assembled(Received):
+    """A message whose body has come in fragments. Read it in the transaction it was received in."""
+
+    __slots__ = ("_raw", "_size", "fragments")
+
+    def __init__(
+        self, message: Received, raw: psycopg.Connection[Any], fragments: int, size: int
+    ) -> None:
+        super().__init__(message._row, message.parked_id, message.attempt)
+        self._raw = raw
+        self.fragments = fragments
+        self._size = size
+
+    @property
+    def size(self) -> int:
+        """How many bytes the body has."""
+        return self._size
+
+    @property
+    def first_sequence(self) -> int:
+        """The number of its first fragment."""
+        return int(self._others["first"])
+
+    @property
+    def body(self) -> bytes:
+        """The whole, put together each time it is asked for; see `open` for what is too large.
+
+        Raises:
+            UsageError: it has more than `saf.message.DEFAULT_MAX_BYTES`.
+        """
+        if self.size > DEFAULT_MAX_BYTES:
+            raise UsageError(
+                f"the body of message {self.message_id} has {self.size:,} bytes, and not more than "
+                f"{DEFAULT_MAX_BYTES:,} are put together in memory: read it from message.open()"
+            )
+        return b"".join(self._pieces())
+
+    def open(self) -> io.BufferedIOBase:
+        """The body as a file, of which one fragment at a time is in memory."""
+        return io.BufferedReader(_Pieces(self._pieces()))
+
+    def is_there(self) -> bool:
+        """Whether all its fragments are."""
+        ((fragments, size),) = fetch(self._raw, THERE, self._others)
+        return bool((fragments + 1, size + super().size) == (self.fragments, self.size))
+
+    def forget(self) -> None:
+        """It has been handled: nobody needs the fragments any more."""
+        self._raw.execute(FORGET, self._others)
+
+    @property
+    def _others(self) -> dict[str, Any]:
+        """All fragments but the last, which is this message's row."""
+        assert self.sequence is not None  # noqa: S101 - it is of a dialog
+        return {
+            "conversation_id": self.conversation_id,
+            "from_initiator": self.from_initiator,
+            "first": self.sequence - self.fragments + 1,
+            "last": self.sequence - 1,
+        }
+
+    def _pieces(self) -> Iterator[bytes]:
+        others = self._others
+        for sequence in range(others["first"], others["last"] + 1):
+            yield self._piece(others | {"first": sequence, "last": sequence})
+        yield super().body
+
+    def _piece(self, where: dict[str, Any]) -> bytes:
+        found = None
+        if not self._raw.closed:
+            with psycopg.Cursor(self._raw, row_factory=tuple_row) as cursor:
+                found = cursor.execute(READ, where, binary=True).fetchone()
+        if found is None:
+            raise UsageError(
+                f"the body of message {self.message_id} is not here any more: read it in the block "
+                "or the handler that the message was handed out to"
+            )
+        return bytes(found[0])
+
+
+class _Pieces(io.RawIOBase):
+    """Pieces of bytes as a file."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
+        self._left = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        while not self._left:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return 0
+            self._left = memoryview(piece)
+        size = min(len(buffer), len(self._left))
+        buffer[:size] = self._left[:size]
+        self._left = self._left[size:]
+        return size
+
+
+def set_aside(raw: psycopg.Connection[Any], reader: Reader, messages: Iterable[Received]) -> None:
+    """Copy the bodies of fragments that were read from the inbox in this transaction."""
+    fresh = [one for one in messages if one.parked_id is None]
+    if fresh:
+        raw.execute(
+            SET_ASIDE,
+            {
+                "subscription_id": reader.subscription_id,
+                "shards": sorted({one.shard for one in fresh}),
+                "ids": [one.id for one in fresh],
+            },
+        )

@@ -1,0 +1,122 @@
+"""Passing on: two dialogs of which one goes on where the other one has come to.
+
+What arrives at one of the two ends here is said on the other one, in the same transaction. Both are
+of one group, so that one receiver at a time has both in hand, whichever way it comes from; they
+have the same contract, and their lifetimes are over at the same time.
+
+``saf.resolved_conversation`` says of each conversation of the two which end the other one has here:
+both ways are the same look-up. An End or an Error ends both ends here, and what joins them goes.
+What one side says after the other one has ended is dropped, as it would be there.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from saf.dialogs.dialog import Dialog, open_dialog
+from saf.dialogs.facts import Facts
+from saf.dialogs.fragments import FRAGMENT_BYTES, WHOLE
+from saf.dialogs.statements import END, ERROR, EXPIRE, HELLO, TIMER
+from saf.errors import DialogEnded, DialogExpired, UnreadableBody
+from saf.transaction import enter
+
+if TYPE_CHECKING:
+    from saf.received import Received
+    from saf.resolutions import Resolved
+    from saf.transaction import Conn
+
+CONTINUE = f"""
+WITH endpoint AS (
+    INSERT INTO saf.conversation (handle, conversation_id, is_initiator, service, far_service,
+        far_broker, contract, contract_version, group_id, expires_at)
+    SELECT CAST(%(handle)s AS uuid), CAST(%(conversation_id)s AS uuid), true, service,
+           CAST(%(to_service)s AS text), CAST(%(to_broker)s AS uuid), contract, contract_version,
+           group_id, expires_at
+    FROM saf.conversation WHERE handle = CAST(%(before)s AS uuid)
+    RETURNING *
+), lifetime AS ({EXPIRE})
+SELECT FROM endpoint
+"""
+JOIN = """
+INSERT INTO saf.resolved_conversation (router, key, service, broker, handle)
+SELECT far.service, CAST(near.conversation_id AS text), far.far_service, far.far_broker, far.handle
+FROM saf.conversation near, saf.conversation far
+WHERE (near.handle, far.handle) IN (
+    (CAST(%(one)s AS uuid), CAST(%(other)s AS uuid)),
+    (CAST(%(other)s AS uuid), CAST(%(one)s AS uuid)))
+ON CONFLICT (key, router) DO UPDATE SET handle = excluded.handle
+"""
+PARTNER = """
+SELECT handle FROM saf.resolved_conversation
+WHERE router = CAST(%(router)s AS text) AND key = CAST(%(conversation_id)s AS text)
+  AND handle IS NOT NULL
+"""
+PART = """
+DELETE FROM saf.resolved_conversation
+WHERE router = CAST(%(router)s AS text)
+  AND key IN (CAST(%(one)s AS text), CAST(%(other)s AS text))
+"""
+
+
+def go_on(conn: Conn, dialog: Dialog, to: Resolved) -> Dialog:
+    """Begin the dialog that this one goes on in: from the same service to another one."""
+    transaction = enter(conn)
+    handle = uuid4()
+    transaction.execute(
+        CONTINUE,
+        {
+            "handle": handle,
+            "conversation_id": uuid4(),
+            "to_service": to.service,
+            "to_broker": to.broker,
+            "before": dialog.handle,
+        },
+    )
+    transaction.execute(JOIN, {"one": dialog.handle, "other": handle})
+    return open_dialog(conn, handle)
+
+
+def partner(conn: Conn, dialog: Dialog) -> Dialog | None:
+    """The other one of the two ends here; None if nothing joins this one to another."""
+    params = {"router": dialog.service, "conversation_id": dialog.conversation_id}
+    found = enter(conn).fetch(PARTNER, params)
+    return open_dialog(conn, found[0][0]) if found else None
+
+
+def pass_on(
+    conn: Conn, message: Received, dialog: Dialog, other: Dialog, **headers: object
+) -> None:
+    """Say on the ``other`` end what has arrived on a dialog's, with further headers."""
+    if message.message_type == TIMER:
+        return
+    with suppress(DialogEnded, DialogExpired):
+        if message.message_type == END:
+            other.end(conn)
+        elif message.message_type == ERROR:
+            code, text, original = _error(message)
+            told = f"router {dialog.service!r}: {text}"
+            other.fail(enter(conn), code, told, ending=True, original=original)
+        else:
+            own = (HELLO, WHOLE)
+            kept = {name: one for name, one in message.headers.items() if name not in own}
+            large = message.size > FRAGMENT_BYTES
+            body = message.open() if large else message.body
+            said = {**kept, **headers}
+            other.say(conn, body, message_type=message.message_type, headers=said)
+    if message.message_type in (END, ERROR):
+        with suppress(DialogEnded):
+            dialog.end(conn)
+        keys = {"one": dialog.conversation_id, "other": other.conversation_id}
+        enter(conn).execute(PART, {"router": dialog.service, **keys})
+
+
+def _error(message: Received) -> tuple[int, str, dict[str, Any]]:
+    """Code and text of an Error, and what it was before anybody passed it on."""
+    facts = Facts().with_error(message.body)
+    code, text = facts.error_code or 0, facts.error_text or ""
+    try:
+        return code, text, dict(message.json()["original"])
+    except (UnreadableBody, TypeError, KeyError, ValueError):
+        return code, text, {"code": code, "text": text}

@@ -1,0 +1,251 @@
+"""Routing service: a router that forwards, as an ordinary service in a broker of its own.
+
+    RoutingService(engine, "departures").run()        # or: saf router serve departures
+
+Messages for the router come to its broker by a route, as those of any service. Here they are
+classified and sent on, in the transaction in which they are received: exactly once, and in order,
+whatever dies when. Any number of replicas share the work, as all receivers do.
+
+- A message of no dialog is sent on to the service that it is for, as it is, with an id that follows
+  from its own: the same message always gets the same one.
+- The first message of a dialog begins a second one, from the router to that service; all that is
+  said in either of them, replies, Ends and Errors too, is passed on in the other
+  (`saf.dialogs.passing`).
+- What cannot be resolved is a dead letter with the reason; a dialog that begins so ends with an
+  error, which its initiator gets.
+- More than `MAX_HOPS` routing services in a row are refused in the same way.
+
+Which router it is, and which services routes lead to, is read with each delivery, so a change
+counts from the next one on. What is wrong with the deployment stops it instead: the router is not
+there, or its function cannot be imported. Then nothing has been received.
+
+Needs Arrow, as the forwarder does, and no Spark.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from uuid import UUID, uuid5
+
+import psycopg
+
+from saf.delivery import Delivery
+from saf.dialogs.dialog import Dialog
+from saf.dialogs.endpoints import columns
+from saf.dialogs.passing import go_on, partner, pass_on
+from saf.dialogs.statements import END, ERROR, Code
+from saf.errors import ConfigurationError, Unavailable
+from saf.lanes import Policy
+from saf.loop import Loop, Savepoints
+from saf.message import DEFAULT_MAX_BYTES
+from saf.outbox import TYPES
+from saf.parking import ADDRESS
+from saf.receive import connected
+from saf.received import Received
+from saf.resolutions import Resolved, keep, resolved
+from saf.routers import load
+from saf.routes import NOTHING, Declared, configuration, forwarding
+from saf.spark.classifying import as_table
+from saf.spark.resolving import MAX_HOPS, Resolver
+from saf.spark.wayfinder import Wayfinder
+from saf.transaction import enter
+
+if TYPE_CHECKING:
+    from saf.receive import Engine
+
+HOPS = "saf-hops"
+"""The header that counts the routing services that a message has come by."""
+
+SENT_ON = {
+    **{name: type_ for name, type_ in TYPES.items() if name != "deliver_at"},
+    "conversation_id": "uuid",
+    "sequence": "bigint",
+}
+SEND_ON = f"INSERT INTO saf.outbox ({', '.join(SENT_ON)}) SELECT * FROM unnest({{}})".format(
+    ", ".join(f"%({name})s::{type_}[]" for name, type_ in SENT_ON.items())
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InTransaction:
+    """What was resolved once, read and written in a transaction that goes on."""
+
+    connection: psycopg.Connection[Any]
+
+    def resolved(self, router: str, keys: Collection[str]) -> Mapping[str, Resolved]:
+        """What is known of these keys."""
+        return resolved(self.connection, router, keys)
+
+    def keep(self, router: str, new: Mapping[str, Resolved]) -> Mapping[str, Resolved]:
+        """What counts of these keys from now on."""
+        return keep(self.connection, router, new)
+
+
+class RoutingService(Loop):
+    """Serves one router.
+
+    Args:
+        engine: as for `saf.receive`: the broker where the router's service lives.
+        router: its name, which is its service's and its subscription's.
+        default_destination: where the forwarder of this broker sends what no route matches.
+        declared: what saf.toml says, if it declares routes or routers.
+        max_messages: how many at most in one transaction.
+        threads: how many deliveries at a time in this process.
+        policy: what happens to messages that cannot be sent on.
+        listen: be notified of what arrives; see `saf.notify`.
+
+    Raises:
+        UsageError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        router: str,
+        *,
+        default_destination: str | None = None,
+        declared: Declared = NOTHING,
+        max_messages: int = 100,
+        threads: int = 1,
+        policy: Policy | None = None,
+        listen: bool = False,
+    ) -> None:
+        super().__init__(
+            engine,
+            router,
+            max_messages=max_messages,
+            threads=threads,
+            policy=policy,
+            listen=listen,
+        )
+        self.default_destination = default_destination
+        self.declared = declared
+
+    def _check(self) -> None:
+        # a database that does not answer is tried again, as any worker's
+        with suppress(Unavailable), connected(self.engine) as link, link.transaction():
+            self._resolver(link.raw)
+
+    def _handle(self, delivery: Delivery[Any], work: Savepoints) -> None:
+        raw, begins = work.raw, [one for one in delivery if _begins(one)]
+        errors = {one.id: self._too_far for one in begins if _hops(one) > MAX_HOPS}
+        found = self._resolve(raw, [one for one in begins if one.id not in errors], errors)
+        alone = []
+        for message in delivery:
+            if message.id in errors:
+                self._refuse(delivery, work, message, errors[message.id])
+            elif message.dialog is None:
+                alone.append(message)
+            else:
+                call = partial(_go_on, raw, message, message.dialog, found.get(message.id))
+                self._one(delivery, work, message, call)
+        try:
+            with work.piece():
+                self._send_on(raw, alone, found)
+        except psycopg.Error:
+            if raw.broken:
+                raise
+            for message in delivery.still(alone):
+                call = partial(self._send_on, raw, [message], found)
+                self._one(delivery, work, message, call)
+
+    def _resolve(
+        self, raw: psycopg.Connection[Any], messages: list[Received], errors: dict[int, str]
+    ) -> dict[int, Resolved]:
+        """By id, what messages are for, and into ``errors`` why nobody can say."""
+        if not messages:
+            return {}
+        rows = as_table(map(_as_begun, messages))
+        resolution = self._resolver(raw).resolve(rows)
+        for dead, error in resolution.dead:
+            errors |= dict.fromkeys(dead["id"].to_pylist(), error)
+        return {
+            row["id"]: Resolved(
+                service=row["to_service"],
+                broker=UUID(bytes=row["to_broker"]) if row["to_broker"] else None,
+                key=row["key"],
+            )
+            for row in resolution.rows.select(["id", *ADDRESS]).to_pylist()
+        }
+
+    def _resolver(self, raw: psycopg.Connection[Any]) -> Resolver:
+        """For this router, as it is configured now."""
+        there = configuration(raw, self.default_destination, self.declared)
+        router = forwarding(there, self.subscription)
+        if router is None:
+            raise ConfigurationError(
+                f"database {raw.info.dbname!r} has no router {self.subscription!r} that forwards, "
+                f"or it is disabled: say `saf router add {self.subscription} --mode forward`"
+            )
+        load(router)
+        routes = there.in_force
+        further = [one.service for one in routes.routers]
+        return Resolver([router], Wayfinder(routes), InTransaction(connection=raw), further=further)
+
+    def _refuse(
+        self, delivery: Delivery[Any], work: Savepoints, message: Received, error: str
+    ) -> None:
+        """Make a dead letter; whoever has begun a dialog with it gets to know."""
+        if (dialog := message.dialog) is not None:
+            with work.piece():
+                dialog.fail(enter(work.raw), Code.UNRESOLVED, error, ending=True)
+        delivery.reject(message, error, reason="unresolved")
+
+    def _send_on(
+        self, raw: psycopg.Connection[Any], messages: list[Received], found: Mapping[int, Resolved]
+    ) -> None:
+        """Send messages of no dialog to whom they are for, in their order."""
+        rows = [
+            one.stored()
+            | {
+                "message_id": uuid5(one.message_id, self.subscription),
+                "to_service": found[one.id].service,
+                "to_broker": found[one.id].broker,
+                "key": found[one.id].key,
+                "headers": json.dumps({**one.headers, HOPS: _hops(one)}),
+            }
+            for one in messages
+        ]
+        if rows:
+            raw.execute(SEND_ON, columns(SENT_ON, rows))
+
+    @property
+    def _too_far(self) -> str:
+        return f"router {self.subscription!r}: more than {MAX_HOPS} routing services in a row"
+
+
+def _begins(message: Received) -> bool:
+    """It is to be classified: it is no dialog's, or the first of one."""
+    return message.dialog is None or bool(message.from_initiator and message.first_sequence == 1)
+
+
+def _as_begun(message: Received) -> dict[str, Any]:
+    """A message to be classified, whole; of what is too large to be in memory, without its body."""
+    return message.stored() | {
+        "to_broker": None,  # it was addressed to this one
+        "sequence": message.first_sequence,
+        "body": message.body if message.size <= DEFAULT_MAX_BYTES else b"",
+    }
+
+
+def _hops(message: Received) -> int:
+    """How many routing services it has come by, with this one."""
+    before = message.headers.get(HOPS)
+    return (before if isinstance(before, int) else 0) + 1
+
+
+def _go_on(
+    raw: psycopg.Connection[Any], message: Received, dialog: Dialog, to: Resolved | None
+) -> None:
+    """Pass a message on, in the dialog that is begun for it or goes on already."""
+    if to is not None:
+        pass_on(raw, message, dialog, go_on(raw, dialog, to), **{HOPS: _hops(message)})
+    elif other := partner(raw, dialog):
+        pass_on(raw, message, dialog, other)
+    elif message.message_type in (END, ERROR):
+        dialog.end(raw)

@@ -1,0 +1,76 @@
+"""A routing service for tests: a shop, a hub that routes, and two airports, in four databases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from saf.database import Dsn
+from saf.lanes import Policy
+from saf.routers import add_router
+from saf.routes import add_route
+from saf.routing_service import RoutingService
+from saf.services import create_service
+from tests.contract.test_routes import without_default
+from tests.dialogs import SHOP, know_contract
+from tests.pipeline import connect
+
+DEPARTURES = "departures"
+BY_TEXT = "tests.classifiers:by_body_once"
+QUICKLY = Policy(max_attempts=1000, first_wait_seconds=0.01, longest_wait_seconds=0.05)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hub:
+    """What is said in the shop goes to the hub, and from there to the airport that it is for."""
+
+    app: Dsn
+    hub: Dsn
+    ewr: Dsn
+    jfk: Dsn
+
+    @classmethod
+    def at(cls, new_broker: Callable[[str], Dsn]) -> Hub:
+        """Prepared: each service where it lives, a contract, routes, and the router."""
+        made = cls(**{name: new_broker(name) for name in ("app", "hub", "ewr", "jfk")})
+        for dsn, service in (
+            (made.app, SHOP), (made.hub, DEPARTURES), (made.ewr, "EWR"), (made.jfk, "JFK"),
+        ):  # fmt: skip
+            with connect(dsn) as connection:
+                create_service(connection, service)
+                know_contract(connection)
+        with connect(made.hub) as connection:
+            for destination, service in (("ewr", "EWR"), ("jfk", "JFK"), ("shop", SHOP)):
+                add_route(connection, destination, service=service)
+            add_router(connection, DEPARTURES, "python", BY_TEXT, mode="forward")
+        for dsn in (made.app, made.ewr, made.jfk):
+            with connect(dsn) as connection:
+                add_route(connection, "hub")
+        return made
+
+    @property
+    def places(self) -> dict[str, Dsn]:
+        return {"shop": self.app, "hub": self.hub, "ewr": self.ewr, "jfk": self.jfk}
+
+    def service(self, **options: Any) -> RoutingService:
+        return RoutingService(self.hub, DEPARTURES, **{"policy": QUICKLY, **options})
+
+    def forward(self, *names: str) -> None:
+        """What is pending at these, or anywhere, goes one step further."""
+        for name in names or self.places:
+            with without_default(self.places[name], 100, **self.places) as cycle:
+                while cycle.run():
+                    pass
+
+    def carry(self) -> int:
+        """What is said at one side reaches the other one; return how many messages were handled."""
+        self.forward()
+        handled = self.service().drain()
+        self.forward()
+        return handled
+
+
+def replica(hub: Dsn) -> None:
+    """For tests.processes: send on what there is, a little at a time."""
+    RoutingService(hub, DEPARTURES, max_messages=7, policy=QUICKLY).drain()
