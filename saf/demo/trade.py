@@ -1,9 +1,12 @@
 """The demo's two applications: a shop that orders, and a warehouse that delivers.
 
-Each has a database of its own, with its service in it. `begin` is what the shop says first; all
-else is said by handlers, in the transactions in which they hear of something. Read them as a script
-of four talks: an order that is delivered in parts, one that is refused, one that nobody answers in
-time, and a drawing of 20 MB that the warehouse acknowledges.
+Each has a database of its own, with its service in it. Between them is a MOM store with the service
+trade, a router that forwards: it alone knows which warehouse has what, and passes on what they say.
+
+`begin` is what the shop says first; all else is said by handlers, in the transactions in which they
+hear of something. Read them as a script of four talks: an order that is delivered in parts, one
+that is refused, one that nobody answers in time, and a drawing of 20 MB that the warehouse
+acknowledges.
 """
 
 from __future__ import annotations
@@ -21,9 +24,12 @@ import psycopg
 import saf
 from saf.database import Dsn
 from saf.dialogs.statements import END, ERROR, TIMER, Code
+from saf.routers import add_router
 from saf.services import create_service
 
-SHOP, WAREHOUSE, CONTRACT = "shop", "warehouse", "ordering"
+SHOP, TRADE, WAREHOUSE, CONTRACT = "shop", "trade", "warehouse", "ordering"
+NAME = "talk"
+"""The header that says which talk it is: the dialog with the warehouse is another one."""
 DRAWING_BYTES = 20_000_000
 IN_STOCK, ON_THE_LORRY = 100, 4
 NEXT_LORRY_SECONDS, PATIENCE_SECONDS = 1.0, 10.0
@@ -50,14 +56,17 @@ class Talk:
     expected: Any = None
     """What the shop is told, in all."""
     told: Any = None
+    conversations: dict[str, UUID] = field(default_factory=dict)
+    """Of the shop's dialog, and of the warehouse's."""
 
 
 @dataclass(kw_only=True)
 class Trade:
-    """The talks of a run, by conversation_id, and the two workers that go on with them."""
+    """The talks of a run, and the two workers that go on with them."""
 
     say: Say
-    talks: dict[UUID, Talk] = field(default_factory=dict)
+    talks: dict[str, Talk] = field(default_factory=dict)
+    """By name."""
 
     def begin(self, connection: psycopg.Connection[Any]) -> None:
         """The shop begins all talks, in one transaction."""
@@ -72,7 +81,12 @@ class Trade:
         drawing = random.Random(7).randbytes(DRAWING_BYTES)  # noqa: S311 - any bytes will do
         digest = hashlib.sha256(drawing).hexdigest()
         cupboard = self._begin(connection, Talk(name="cupboard", expected=digest))
-        cupboard.send(connection, io.BytesIO(drawing), message_type="drawing")
+        cupboard.send(
+            connection,
+            io.BytesIO(drawing),
+            message_type="drawing",
+            headers={NAME: "cupboard"},
+        )
         self.say(SHOP, "cupboard", f"can you build this? A drawing of {len(drawing):,} bytes")
 
     def warehouse(self, dsn: Dsn) -> saf.Worker:
@@ -161,24 +175,29 @@ class Trade:
         dialog = saf.begin_dialog(
             connection,
             from_service=SHOP,
-            to_service=WAREHOUSE,
+            to_service=TRADE,
             contract=CONTRACT,
             lifetime=lifetime,
         )
-        self.talks[dialog.conversation_id] = talk
+        talk.conversations[SHOP] = dialog.conversation_id
+        self.talks[talk.name] = talk
         return dialog
 
     def _order(
         self, connection: psycopg.Connection[Any], dialog: saf.Dialog, wanted: dict[str, Any]
     ) -> None:
-        dialog.send(connection, wanted, message_type="order")
-        name = self.talks[dialog.conversation_id].name
-        self.say(SHOP, name, f"please send {wanted['amount']} {wanted['article']}")
+        name = wanted["article"]
+        dialog.send(connection, wanted, message_type="order", headers={NAME: name})
+        self.say(SHOP, name, f"please send {wanted['amount']} {name}")
 
     def _talk(self, message: saf.Received) -> Talk:
         """Of an earlier run, which was killed, nothing is known any more."""
-        assert message.conversation_id is not None  # noqa: S101 - it is of a dialog
-        return self.talks.setdefault(message.conversation_id, Talk(name="earlier"))
+        conversation_id, name = message.conversation_id, message.headers.get(NAME)
+        assert conversation_id is not None  # noqa: S101 - it is of a dialog
+        if name in self.talks and conversation_id not in self.talks[name].conversations.values():
+            self.talks[name].conversations.setdefault(WAREHOUSE, conversation_id)
+        known = (t for t in self.talks.values() if conversation_id in t.conversations.values())
+        return next(known, Talk(name="earlier"))
 
     def _hear(self, service: str, message: saf.Received, what: str) -> None:
         self.say(service, self._talk(message).name, f"  ← {what}")
@@ -196,6 +215,13 @@ def prepare(dsn: Dsn, service: str) -> None:
                 connection, name, validation="none" if name == "drawing" else "json"
             )
         saf.create_contract(connection, CONTRACT, TYPES)
+        if service == TRADE:
+            add_router(connection, TRADE, "python", f"{__name__}:who_has_it", mode="forward")
+
+
+def who_has_it(message: saf.Received) -> str | None:
+    """The classifier of trade: which service the first message of a talk is for."""
+    return WAREHOUSE if message.message_type in ("order", "drawing") else None
 
 
 def _of(message: saf.Received) -> saf.Dialog:

@@ -101,7 +101,7 @@ def test_a_shop_and_a_warehouse_talk_and_each_talk_ends_as_it_should(folder: Pat
             ("mermaid", -1),
             ("cupboard", None),
         ]
-        assert {(one["shop"], one["warehouse"]) for one in result["talks"]} == {("closed",) * 2}
+        assert {(one["shop"], one["right"]) for one in result["talks"]} == {("closed", True)}
         # in the order in which it was said, both sides
         script = [" ".join(line.split()[2:]) for line in done.stderr.splitlines() if " s " in line]
         for one, after in pairwise(
@@ -114,7 +114,7 @@ def test_a_shop_and_a_warehouse_talk_and_each_talk_ends_as_it_should(folder: Pat
             ]
         ):
             assert script.index(one) < script.index(after)
-        assert "pianos shop ← error 17: we do not have so many" in script
+        assert "pianos shop ← error 17: router 'trade': we do not have so many" in script
         assert "cupboard shop ← a digest: the same as ours" in script
 
 
