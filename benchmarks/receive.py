@@ -135,11 +135,11 @@ def run(stage: Stage) -> None:
         reach = ">= 60,000" if receivers == 2 else ""
         suffix = "" if receivers == 2 else f"_{receivers}_receivers"
         stage.note(f"receive_per_second_batch_1000{suffix}", noop, "1/s no-op", reach)
-    again(stage.mom)
-    while not _all_begun(stage.mom):
-        consume(stage.mom, 1000, business=False, seconds=1)
-    for batch in BATCHES:  # what they take in all is a part of the backlog
-        for receivers in RECEIVERS:
+    for batch in BATCHES:
+        again(stage.mom)
+        while not _all_begun(stage.mom):
+            consume(stage.mom, 1000, business=False, seconds=1)
+        for receivers in RECEIVERS:  # what these take in all is a part of the backlog
             each, took = rate(stage, batch, receivers, business=True, seconds=SECONDS)
             where = f"batch_{batch}_{receivers}_receivers"
             stage.note(f"receive_insert_per_second_{where}", each, "1/s")

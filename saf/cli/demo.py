@@ -64,8 +64,9 @@ def command(
     one; another run forwards nothing twice. With --routing there is a MOM store for each of the
     three airports, and a classifier that looks at each message for one service, departures.
 
-    With --dialog, two applications talk instead, each in a database of its own: an order that is
-    delivered in parts, one that is refused, one that nobody answers, and a drawing of 20 MB.
+    With --dialog, two applications talk instead, each in a database of its own and with a MOM store
+    between them: an order that is delivered in parts, one that is refused, one that nobody answers,
+    and a drawing of 20 MB.
     """
     if dialog and (routing or limit):
         raise UsageError("--dialog is a demo of its own: without --routing and --limit")

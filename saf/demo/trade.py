@@ -194,7 +194,7 @@ class Trade:
         """Of an earlier run, which was killed, nothing is known any more."""
         conversation_id, name = message.conversation_id, message.headers.get(NAME)
         assert conversation_id is not None  # noqa: S101 - it is of a dialog
-        if name in self.talks and conversation_id not in self.talks[name].conversations.values():
+        if name in self.talks:  # said by the shop, and so heard at the warehouse
             self.talks[name].conversations.setdefault(WAREHOUSE, conversation_id)
         known = (t for t in self.talks.values() if conversation_id in t.conversations.values())
         return next(known, Talk(name="earlier"))
