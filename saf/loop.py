@@ -1,14 +1,14 @@
 """The loop that feeds handlers: deliveries, one after the other, until it is told to stop.
 
-What handles them is a `Loop`: a `saf.Worker`, `saf.Processors` or a `saf.routing_service`. A handler
-works on the delivery's connection, inside a savepoint: if it raises, its own work is undone, the
-message is set aside with the error, and the rest of the delivery goes on (`saf.lanes` says what
-happens to the message).
+What handles them is a `Loop`: a `saf.Worker`, `saf.Processors` or a `saf.routing_service`. A
+handler works on the delivery's connection, inside a savepoint: if it raises, its own work is
+undone, the message is set aside with the error, and the rest of the delivery goes on (`saf.lanes`
+says what happens to the message).
 
 One that finds nothing polls less and less often, up to every `saf.receive.LONGEST_PAUSE_SECONDS`,
-or listens for notifications (`saf.notify`).
-`stop`, SIGTERM and SIGINT end the deliveries in hand and take no more. A database that does not
-answer is tried again for as long as it takes.
+or listens for notifications (`saf.notify`). `stop`, SIGTERM and
+SIGINT end the deliveries in hand and take no more. A database that does not answer is tried again
+for as long as it takes.
 """
 
 from __future__ import annotations
