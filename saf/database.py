@@ -27,6 +27,8 @@ REVISION = "0009"
 """The Alembic revision of the schema that this library reads and writes."""
 
 CONNECT_TIMEOUT_SECONDS = 10
+UNANSWERED_SECONDS = 30
+"""How long a host may not even acknowledge what it is sent, before its connection is lost."""
 
 SECRETS = (
     "password",
@@ -112,6 +114,7 @@ class Dsn:
         defaults = {
             "application_name": f"saf {role}",
             "connect_timeout": CONNECT_TIMEOUT_SECONDS,
+            "tcp_user_timeout": UNANSWERED_SECONDS * 1000,
         }
         return make_conninfo("", **{**defaults, **self.parts})
 

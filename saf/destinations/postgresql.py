@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import sql
 
+from saf import connections
 from saf.database import HAS_SCHEMA, SCHEMA_REVISION, Dsn, lacks_right, require_revision
 from saf.destinations import Chunk, Stored
 from saf.errors import Ahead, Fenced, Rejected, Unavailable, UnknownService
@@ -86,11 +87,15 @@ WHERE w.source = {source}::uuid AND w.shard = mine.shard AND w.lane = {lane}
 
 
 class PostgresInbox:
-    """A broker's inbox as a `Destination`. Connects at the first chunk."""
+    """A broker's inbox as a `Destination`. Connects at the first chunk.
 
-    def __init__(self, name: str, dsn: Dsn) -> None:
+    ``keep``: stays connected for the next one; see `saf.connections`.
+    """
+
+    def __init__(self, name: str, dsn: Dsn, *, keep: bool = False) -> None:
         self.name = name
         self.dsn = dsn
+        self.keep = keep
         self._connection: adbc.Connection | None = None
         self._identity = ""
 
@@ -125,12 +130,10 @@ class PostgresInbox:
         return Stored(messages=rows.num_rows, dropped=chunk.rows.num_rows - rows.num_rows)
 
     def close(self) -> None:
-        """Close the connection, if there is one; what is not committed is rolled back."""
+        """Give up the connection, if there is one."""
         connection, self._connection = self._connection, None
         if connection is not None:
-            # a connection that the server has cut has nothing left to close
-            with _suppress():
-                connection.close()
+            connections.put(self.keep, "deliver", self.dsn, connection)
 
     def _lock_watermarks(self, cursor: adbc.Cursor, chunk: Chunk) -> dict[int, tuple[int, int]]:
         """Lock the watermarks of the chunk's shards; return them, (batch, position) by shard."""
@@ -182,23 +185,37 @@ class PostgresInbox:
                 yield cursor
             connection.commit()
         except adbc.Error as error:
-            self.close()
+            self._drop()
             raise self._translate(error) from None
         except BaseException:
-            self.close()
+            self._drop()
             raise
+
+    def _drop(self) -> None:
+        """Close the connection, if there is one; what is not committed is rolled back."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connections.drop(connection)
 
     def _connect(self) -> adbc.Connection:
         if self._connection is None:
-            self._connection = adbc_driver_postgresql.dbapi.connect(self.dsn.for_role("deliver"))
-            with self._connection.cursor() as cursor:
-                (exists,) = _query(cursor, HAS_SCHEMA)[0]
-                found = _query(cursor, SCHEMA_REVISION) if exists else []
-                require_revision(self.dsn.database, found[0][0] if found else None)
-                self._identity = str(_query(cursor, BROKER_ID)[0][0])
-                _query(cursor, DURABLE)
-            self._connection.commit()
+            self._connection = connections.take(
+                "deliver",
+                self.dsn,
+                lambda: adbc_driver_postgresql.dbapi.connect(self.dsn.for_role("deliver")),
+                self._meet,
+            )
         return self._connection
+
+    def _meet(self, connection: adbc.Connection) -> None:
+        """Make sure of the schema, learn whose it is, and be durable."""
+        with connection.cursor() as cursor:
+            (exists,) = _query(cursor, HAS_SCHEMA)[0]
+            found = _query(cursor, SCHEMA_REVISION) if exists else []
+            require_revision(self.dsn.database, found[0][0] if found else None)
+            self._identity = str(_query(cursor, BROKER_ID)[0][0])
+            _query(cursor, DURABLE)
+        connection.commit()
 
     def _translate(self, error: adbc.Error) -> Exception:
         reason = self.dsn.redact(str(error))
@@ -273,11 +290,3 @@ def _query(
     text = sql.SQL(statement).format(**values).as_string(None) if values else statement
     cursor.execute(text)
     return cursor.fetchall() if cursor.description else []
-
-
-@contextmanager
-def _suppress() -> Iterator[None]:
-    try:
-        yield
-    except adbc.Error:
-        return

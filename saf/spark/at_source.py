@@ -6,7 +6,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import psycopg
+from psycopg.pq import TransactionStatus
 
+from saf import connections
 from saf.choices import Asker, choose
 from saf.cursor import hold
 from saf.database import unavailable_if_lost
@@ -39,7 +41,7 @@ class AtSource:
         def transaction() -> T:
             with unavailable_if_lost(f"broker {self._work.broker!r}"):
                 if self._connection is None or self._connection.closed:
-                    self._connection = self._work.dsn.connect(role="mark", autocommit=True)
+                    self._connection = self._connect()
                 with self._connection.transaction():
                     return write(self._connection)
 
@@ -73,5 +75,16 @@ class AtSource:
 
     def close(self) -> None:
         """Give up the connection."""
-        if self._connection is not None:
-            self._connection.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            idle = connection.info.transaction_status == TransactionStatus.IDLE
+            connections.put(self._work.keep and idle, "mark", self._work.dsn, connection)
+
+    def _connect(self) -> psycopg.Connection[Any]:
+        dsn = self._work.dsn
+        return connections.take(
+            "mark",
+            dsn,
+            lambda: dsn.connect(role="mark", autocommit=True),
+            lambda connection: connection.execute("SELECT 1"),
+        )

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from saf.config import Settings
@@ -188,6 +188,9 @@ class Forwarder:
         self.cycles += 1
         last_turn = {name: broker.last_turn for name, broker in self.roster.brokers.items()}
         work = plan(found, slots, limits=self._limits(), cap=cap, last_turn=last_turn)
+        if not self.roster.once and self.most is None and not self._limits():
+            # in a loop; where connections are counted, those that wait would count too
+            work = [replace(item, keep=True) for item in work]
         for broker in self._at_work(work):
             broker.last_turn = self.cycles
         job = self._pool.submit(self._receipts, spark, work)

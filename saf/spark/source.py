@@ -9,11 +9,13 @@ The columns are those of `saf.spark.columns`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import adbc_driver_manager.dbapi as adbc
 import adbc_driver_postgresql.dbapi
 import pyarrow as pa
 
+from saf import connections
 from saf.errors import Unavailable
 from saf.spark.columns import plain, selected
 from saf.spark.work import Work
@@ -38,14 +40,10 @@ def read(work: Work, query: str) -> Iterator[pa.RecordBatch]:
         Unavailable: the source does not answer, or not to the end.
     """
     try:
-        with (
-            adbc_driver_postgresql.dbapi.connect(work.dsn.for_role("read")) as connection,
-            connection.cursor() as cursor,
-        ):
+        with _connected(work) as connection, connection.cursor() as cursor:
             cursor.adbc_statement.set_options(
                 **{"adbc.postgresql.batch_size_hint_bytes": str(ARROW_BATCH_BYTES)}
             )
-            cursor.execute(ALONE)
             cursor.execute(query)
             for rows in cursor.fetch_record_batch():
                 yield plain(rows)
@@ -53,3 +51,24 @@ def read(work: Work, query: str) -> Iterator[pa.RecordBatch]:
     except (adbc.Error, OSError) as error:
         reason = work.dsn.redact(str(error))
         raise Unavailable(f"broker {work.broker!r}", reason) from None
+
+
+@contextmanager
+def _connected(work: Work) -> Iterator[adbc.Connection]:
+    """A connection that is kept only if what it was for came to its end."""
+    dsn = work.dsn
+    connection = connections.take(
+        "read", dsn, lambda: adbc_driver_postgresql.dbapi.connect(dsn.for_role("read")), _alone
+    )
+    try:
+        yield connection
+        connection.rollback()  # not to hold on to its snapshot
+    except BaseException:
+        connections.drop(connection)
+        raise
+    connections.put(work.keep, "read", dsn, connection)
+
+
+def _alone(connection: adbc.Connection) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(ALONE)

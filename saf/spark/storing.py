@@ -151,7 +151,7 @@ class Storing:
 
     def _destination(self, name: str) -> Destination:
         destination = self._open.setdefault(
-            name, PostgresInbox(name, self.policy.destinations[name][0])
+            name, PostgresInbox(name, self.policy.destinations[name][0], keep=self.work.keep)
         )
         if name not in self._identities:
             identity = destination.identity()

@@ -26,6 +26,8 @@ class Work:
     """Frozen with the batch."""
     much: bool = False
     """Worth more than one task."""
+    keep: bool = False
+    """There will be more like it soon, so connections are kept; see `saf.connections`."""
     waiting: tuple[Backoff, ...] = ()
     """Lanes of parked messages, in the order in which they are tried."""
 

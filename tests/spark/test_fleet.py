@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,10 @@ def arrived(mom: Dsn, what: str) -> int:
         ).fetchone()
     assert row is not None
     return int(row[0])
+
+
+def _has_arrived(mom: Dsn, what: str, count: int) -> bool:
+    return arrived(mom, what) == count
 
 
 def in_order(mom: Dsn, what: str) -> bool:
@@ -267,6 +272,34 @@ def test_a_source_and_a_destination_have_no_more_connections_than_they_may(
     with most_connections(server) as most:
         assert drained(spark, load(file)).forwarded == 24_000
     assert most[mom.database, "deliver"] == 1
+
+
+def test_a_loop_stays_connected_where_connections_are_not_counted(
+    app: Dsn, mom: Dsn, tmp_path: Path, spark: SparkContext
+) -> None:
+    for limit, kept in ((None, True), (4, False)):
+        seen: set[int] = set()
+        options = {} if limit is None else {"max_connections": limit}
+        chosen = settings(tmp_path, {"app": app}, mom, interval_seconds=0.1, **options)  # type: ignore[arg-type]
+        with looping(spark, chosen), connect(app) as connection:
+            for number in range(4):
+                what = f"{kept} {number}."
+                send(app, 10, what)
+                wait_until(partial(_has_arrived, mom, what, 10))
+                time.sleep(0.5)  # for the task to end
+                rows = connection.execute(
+                    "SELECT pid FROM pg_stat_activity WHERE application_name = 'saf mark' "
+                    "AND datname = %s",
+                    [app.database],
+                ).fetchall()
+                seen |= {pid for (pid,) in rows}
+        assert (1 <= len(seen) <= 2) if kept else not seen, "at most one for each worker"
+        with connect(app) as connection:
+            connection.execute(
+                "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity "
+                "WHERE application_name = 'saf mark' AND datname = %s",
+                [app.database],
+            )
 
 
 def test_more_sources_than_sessions_are_visited_in_turn_and_all_are_drained(

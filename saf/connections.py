@@ -1,0 +1,81 @@
+"""Connections that a process keeps from one task to the next.
+
+To connect takes an ADBC driver longer than a task of a few hundred messages takes for all else: it
+asks the server for its types. Kept are a few, one for each purpose and database, those that were
+used last; in a process that is not used any more they end with it.
+
+What is kept may be lost by the time it is wanted. So what makes a connection fit for its purpose is
+done each time that it is taken, and where that fails on one that was kept, a new one is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import adbc_driver_manager.dbapi as adbc
+import psycopg
+
+from saf.database import Dsn
+
+MOST = 6
+"""So many are kept by a process: two sources, to read and to mark, and two destinations."""
+
+
+class Closeable(Protocol):
+    """A connection of any driver."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+C = TypeVar("C", bound=Closeable)
+
+_kept: dict[tuple[str, Dsn], Any] = {}
+"""By purpose and database, the last used last."""
+
+
+def take(role: str, dsn: Dsn, connect: Callable[[], C], fit: Callable[[C], object]) -> C:
+    """A connection for one purpose, kept or new, after ``fit`` has made it so.
+
+    Raises whatever ``connect`` does, and ``fit`` on a new connection.
+    """
+    kept = _kept.pop((role, dsn), None)
+    if kept is not None:
+        try:
+            fit(kept)
+        except (adbc.Error, psycopg.Error):
+            drop(kept)
+        except BaseException:
+            drop(kept)
+            raise
+        else:
+            return kept  # type: ignore[no-any-return]
+    new = connect()
+    try:
+        fit(new)
+    except BaseException:
+        drop(new)
+        raise
+    return new
+
+
+def put(keep: bool, role: str, dsn: Dsn, connection: Closeable) -> None:
+    """Keep for the next `take` a connection that is in no transaction; or close it."""
+    if not keep:
+        drop(connection)
+        return
+    before = _kept.pop((role, dsn), None)
+    _kept[role, dsn] = connection
+    if before is None and len(_kept) > MOST:
+        before = _kept.pop(next(iter(_kept)))
+    if before is not None:
+        drop(before)
+
+
+def drop(connection: Closeable) -> None:
+    """Close a connection; one that the server has cut has nothing left to close."""
+    try:
+        connection.close()
+    except (adbc.Error, psycopg.Error):
+        return

@@ -1,0 +1,136 @@
+"""What a process keeps of its connections from one task to the next, and when it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from saf import connections
+from saf.database import REVISION, Dsn
+from saf.spark.work import Policy, Receipt
+from tests.pipeline import Cycle, bodies, connect, policy, send
+
+SESSIONS = """
+SELECT replace(application_name, 'saf ', ''), pid, state, backend_xmin IS NOT NULL
+FROM pg_stat_activity WHERE application_name IN ('saf read', 'saf mark', 'saf deliver')
+  AND datname IN (%s, %s) ORDER BY 1
+"""
+CUT = """
+SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity
+WHERE application_name IN ('saf read', 'saf mark', 'saf deliver') AND datname IN (%s, %s)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays() -> Iterator[None]:
+    yield
+    for connection in connections._kept.values():
+        connections.drop(connection)
+    connections._kept.clear()
+
+
+def forward(app: Dsn, rules: Policy, *, keep: bool = True) -> list[Receipt]:
+    """A cycle of a loop."""
+    with Cycle(app, rules) as cycle:
+        cycle.open()
+        cycle.work = [replace(item, keep=keep) for item in cycle.work]
+        receipts = cycle.deliver()
+        cycle.close(receipts)
+    return receipts
+
+
+def sessions(app: Dsn, mom: Dsn) -> list[tuple[str, int, str, bool]]:
+    """Purpose, process, state, and whether rows stay for it that nobody else sees."""
+    with connect(app) as connection:
+        return connection.execute(SESSIONS, [app.database, mom.database]).fetchall()
+
+
+def sent(app: Dsn, body: str) -> None:
+    with connect(app) as connection:
+        send(connection, body)
+
+
+def test_the_next_task_goes_on_with_the_connections_of_the_one_before(app: Dsn, mom: Dsn) -> None:
+    rules = policy(mom=mom)
+    sent(app, "first")
+    forward(app, rules)
+    first = sessions(app, mom)
+    assert [session[0] for session in first] == ["deliver", "mark", "read"]
+    sent(app, "second")
+    forward(app, rules)
+    assert sessions(app, mom) == first
+    assert {session[2:] for session in first} == {("idle", False)}, "in no transaction"
+    assert bodies(mom) == ["first", "second"]
+
+
+def test_a_run_that_ends_keeps_nothing(app: Dsn, mom: Dsn) -> None:
+    sent(app, "only")
+    forward(app, policy(mom=mom), keep=False)
+    assert not connections._kept
+    assert bodies(mom) == ["only"]
+
+
+@pytest.mark.parametrize("quality", ["exactly_once", "at_least_once", "at_most_once"])
+def test_what_the_server_has_cut_meanwhile_costs_no_message(
+    app: Dsn, mom: Dsn, quality: str
+) -> None:
+    rules = policy(quality, mom=mom)  # which does not try anything twice
+    sent(app, "first")
+    forward(app, rules)
+    before = {pid for _, pid, *_ in sessions(app, mom)}
+    with connect(app) as connection:
+        connection.execute(CUT, [app.database, mom.database])
+    sent(app, "second")
+    assert [receipt.error for receipt in forward(app, rules) if receipt.error] == []
+    assert bodies(mom) == ["first", "second"]
+    assert not before & {pid for _, pid, *_ in sessions(app, mom)}
+
+
+def test_a_schema_that_has_changed_meanwhile_is_noticed(app: Dsn, mom: Dsn) -> None:
+    rules = policy(mom=mom)
+    sent(app, "first")
+    forward(app, rules)
+    with connect(mom) as connection:
+        connection.execute("UPDATE saf.alembic_version SET version_num = '9999'")
+    sent(app, "second")
+    errors = [receipt.error for receipt in forward(app, rules) if receipt.error]
+    assert "9999" in errors[0]
+    with connect(mom) as connection:
+        connection.execute("UPDATE saf.alembic_version SET version_num = %s", [REVISION])
+    forward(app, rules)
+    assert bodies(mom) == ["first", "second"]
+
+
+def test_a_reader_that_was_left_in_the_middle_is_not_kept(app: Dsn, mom: Dsn) -> None:
+    for body in ("first", "second", "third"):
+        sent(app, body)
+    with Cycle(app, policy(chunk_rows=1, mom=mom)) as cycle:
+        (work,) = cycle.open()
+        cycle.broker.stop()
+        cycle.work = [replace(work, keep=True)]
+        (receipt,) = [r for r in cycle.deliver() if r.destination is None]
+    assert receipt.stopped
+    assert bodies(mom) == ["first"]
+    assert [purpose for purpose, *_ in sessions(app, mom)] == ["deliver", "mark"]
+
+
+def test_those_that_were_used_last_are_kept(app: Dsn) -> None:
+    def connected(role: str) -> int:
+        taken = connections.take(
+            role, app, lambda: app.connect(role=role), lambda c: c.execute("SELECT 1")
+        )
+        taken.rollback()
+        connections.put(True, role, app, taken)
+        return taken.info.backend_pid
+
+    roles = [f"role {number}" for number in range(connections.MOST)]
+    pids = [connected(role) for role in roles]
+    assert connected(roles[0]) == pids[0]
+    connected("one more")
+    assert connected(roles[0]) == pids[0]
+    assert len(connections._kept) == connections.MOST
+    with connect(app) as connection:
+        still = "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'saf role %'"
+        assert {pid for (pid,) in connection.execute(still)} == {pids[0], *pids[2:]}
