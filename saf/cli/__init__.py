@@ -7,6 +7,7 @@ one sentence on stderr and no traceback.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -73,8 +74,36 @@ app.command("demo")(demo.command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit with its code."""
+    """Run a command and exit with its code; without ``arguments``, those of this process."""
     _configure_logging()
+    ended: list[int] = []
+    if arguments is None:
+        atexit.register(_end_at_once, ended)
+    try:
+        _run(arguments)
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            ended.append(end.code)
+        raise
+
+
+def _end_at_once(ended: Sequence[int]) -> None:
+    """When all is done that is done at exit: spare Python taking itself apart, object by object.
+
+    After Spark that is a third of a second. Not after a traceback.
+    """
+    if not ended:
+        return
+    try:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        return  # Python has words and a code for it
+    os._exit(ended[0])
+
+
+def _run(arguments: Sequence[str] | None) -> None:
     try:
         app(list(arguments) if arguments is not None else None)
     except SafError as error:

@@ -79,10 +79,13 @@ def preload() -> None:
     """Import what a task of the forwarder needs."""
     # Arrow's allocator would start a thread of its own
     os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
+    gc.disable()  # nothing that is imported is garbage, and looking takes time
 
     import pyspark.worker  # noqa: F401
 
     import saf.spark.delivery  # noqa: F401
+
+    gc.enable()
 
 
 def quietly(worker: Any) -> Any:
