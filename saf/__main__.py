@@ -1,5 +1,5 @@
 """``python -m saf`` is the command ``saf``."""
 
-from saf.cli import main
+from saf.cli import program
 
-main()
+program()

@@ -73,37 +73,21 @@ app.command("doctor")(doctor.command)
 app.command("demo")(demo.command)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit with its code; without ``arguments``, those of this process."""
-    _configure_logging()
+def program() -> None:
+    """`main` for a process that is nothing but the command ``saf``."""
     ended: list[int] = []
-    if arguments is None:
-        atexit.register(_end_at_once, ended)
+    atexit.register(_end_at_once, ended)
     try:
-        _run(arguments)
+        main()
     except SystemExit as end:
         if isinstance(end.code, int):
             ended.append(end.code)
         raise
 
 
-def _end_at_once(ended: Sequence[int]) -> None:
-    """When all is done that is done at exit: spare Python taking itself apart, object by object.
-
-    After Spark that is a third of a second. Not after a traceback.
-    """
-    if not ended:
-        return
-    try:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except OSError:
-        return  # Python has words and a code for it
-    os._exit(ended[0])
-
-
-def _run(arguments: Sequence[str] | None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit with its code."""
+    _configure_logging()
     try:
         app(list(arguments) if arguments is not None else None)
     except SafError as error:
@@ -115,6 +99,22 @@ def _run(arguments: Sequence[str] | None) -> None:
         # the reader of our output has gone (| head); nothing is left to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def _end_at_once(ended: Sequence[int]) -> None:
+    """Spare Python taking itself apart, object by object: a third of a second after Spark.
+
+    Threads have ended and what the command has left for the exit is done. Not after a traceback.
+    """
+    if not ended:
+        return
+    try:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        return  # Python has words and a code for it
+    os._exit(ended[0])
 
 
 def _configure_logging() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -345,3 +346,34 @@ def test_every_setting_can_be_said_in_the_environment(tmp_path: Path, app: Dsn) 
 
 def _tables(text: str) -> list[str]:
     return [f"[{part}" for part in text.split("[")[1:]]
+
+
+# The end
+
+
+@pytest.mark.parametrize(
+    ("last", "code", "said"),
+    [("sys.exit(3)", 3, ""), ("sys.exit()", 0, ""), ("raise OSError('broken')", 1, "broken")],
+)
+def test_the_process_ends_when_its_threads_and_exit_functions_have(
+    last: str, code: int, said: str
+) -> None:
+    program = f"""
+import atexit, sys, threading, time
+from saf import cli
+
+def main():
+    atexit.register(print, "at exit")
+    threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+    print("main")
+    {last}
+
+cli.main = main
+cli.program()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (code, "main\nthread\nat exit\n")
+    assert said in done.stderr
+    assert bool(done.stderr) == bool(said)
