@@ -40,24 +40,13 @@ def take(role: str, dsn: Dsn, connect: Callable[[], C], fit: Callable[[C], objec
 
     Raises whatever ``connect`` does, and ``fit`` on a new connection.
     """
-    kept = _kept.pop((role, dsn), None)
+    kept: C | None = _kept.pop((role, dsn), None)
     if kept is not None:
         try:
-            fit(kept)
+            return _fitted(kept, fit)
         except (adbc.Error, psycopg.Error):
-            drop(kept)
-        except BaseException:
-            drop(kept)
-            raise
-        else:
-            return kept  # type: ignore[no-any-return]
-    new = connect()
-    try:
-        fit(new)
-    except BaseException:
-        drop(new)
-        raise
-    return new
+            pass  # lost meanwhile: a new one takes its place
+    return _fitted(connect(), fit)
 
 
 def put(keep: bool, role: str, dsn: Dsn, connection: Closeable) -> None:
@@ -79,3 +68,12 @@ def drop(connection: Closeable) -> None:
         connection.close()
     except (adbc.Error, psycopg.Error):
         return
+
+
+def _fitted(connection: C, fit: Callable[[C], object]) -> C:
+    try:
+        fit(connection)
+    except BaseException:  # Ctrl-C too must not leave it open
+        drop(connection)
+        raise
+    return connection

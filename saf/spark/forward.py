@@ -187,8 +187,9 @@ class Forwarder:
         self.summary.cycles += 1
         self.cycles += 1
         last_turn = {name: broker.last_turn for name, broker in self.roster.brokers.items()}
-        work = plan(found, slots, limits=self._limits(), cap=cap, last_turn=last_turn)
-        if not self.roster.once and self.most is None and not self._limits():
+        limits = self._limits()
+        work = plan(found, slots, limits=limits, cap=cap, last_turn=last_turn)
+        if not self.roster.once and self.most is None and not limits:
             # in a loop; where connections are counted, those that wait would count too
             work = [replace(item, keep=True) for item in work]
         for broker in self._at_work(work):

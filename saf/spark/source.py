@@ -63,7 +63,7 @@ def _connected(work: Work) -> Iterator[adbc.Connection]:
     try:
         yield connection
         connection.rollback()  # not to hold on to its snapshot
-    except BaseException:
+    except BaseException:  # also a reader that is left before the end
         connections.drop(connection)
         raise
     connections.put(work.keep, "read", dsn, connection)

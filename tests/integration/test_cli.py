@@ -364,6 +364,7 @@ from saf import cli
 
 def main():
     atexit.register(print, "at exit")
+    # outlives main
     threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
     print("main")
     {last}

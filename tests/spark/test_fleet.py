@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyspark import SparkContext
@@ -279,14 +280,14 @@ def test_a_loop_stays_connected_where_connections_are_not_counted(
 ) -> None:
     for limit, kept in ((None, True), (4, False)):
         seen: set[int] = set()
-        options = {} if limit is None else {"max_connections": limit}
-        chosen = settings(tmp_path, {"app": app}, mom, interval_seconds=0.1, **options)  # type: ignore[arg-type]
+        options: dict[str, Any] = {} if limit is None else {"max_connections": limit}
+        chosen = settings(tmp_path, {"app": app}, mom, interval_seconds=0.1, **options)
         with looping(spark, chosen), connect(app) as connection:
             for number in range(4):
                 what = f"{kept} {number}."
                 send(app, 10, what)
                 wait_until(partial(_has_arrived, mom, what, 10))
-                time.sleep(0.5)  # for the task to end
+                time.sleep(0.5)  # a task ends, and keeps, after its messages have arrived
                 rows = connection.execute(
                     "SELECT pid FROM pg_stat_activity WHERE application_name = 'saf mark' "
                     "AND datname = %s",
