@@ -92,10 +92,14 @@ class Batch:
         """
         return f"{self.rows(columns)} ORDER BY id"
 
-    def rows(self, columns: Iterable[str | sql.Composable]) -> str:
-        """The query for the batch's remaining rows, in no order.
+    def rows(
+        self,
+        columns: Iterable[str | sql.Composable],
+        part: sql.Composable | None = None,
+    ) -> str:
+        """The query for the batch's remaining rows, in no order; or for those in a part of the log.
 
-        A complete text without parameters, because COPY takes none; each part is quoted by
+        A complete text without parameters, because COPY takes none; each piece is quoted by
         psycopg.
         """
         return (
@@ -105,7 +109,7 @@ class Batch:
                     sql.Identifier(column) if isinstance(column, str) else column
                     for column in columns
                 ),
-                since=since(self.log, self.shards, self.done),
+                since=since(part or self.log, self.shards, self.done),
                 open=sql.Literal(self.open),
                 position=sql.Literal(self.position),
             )
@@ -329,15 +333,15 @@ def _write(
     return rows
 
 
-def since(table: str, shards: list[int], done: str) -> sql.Composed:
+def since(log: str | sql.Composable, shards: list[int], done: str) -> sql.Composed:
     """The query for all rows that are not visible in a snapshot, whether committed or not.
 
-    ``table`` is a log, or one slot of its ring. What is visible in a snapshot is what began before
-    its xmax, and was not in progress.
+    ``log`` is one, or a slot of its ring, by name; or a part of it as it stands in FROM. What is
+    visible in a snapshot is what began before its xmax, and was not in progress.
     """
     _, xmax, in_progress = done.split(":")
     parts = {
-        "log": sql.Identifier("saf", table),
+        "log": sql.Identifier("saf", log) if isinstance(log, str) else log,
         "shards": sql.Literal(shards),
         "xmax": sql.Literal(xmax),
         "xip": sql.Literal(in_progress.split(",")),

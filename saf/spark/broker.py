@@ -26,6 +26,10 @@ SUBSCRIPTION = "forwarder"
 LITTLE = 5000
 """Messages that one task forwards sooner than two tasks have connected."""
 
+DEEP = 300_000
+"""About so many messages, by what a few shards hold: sooner surveyed and read than sorted."""
+SAMPLE = 4
+
 # What anybody would find, for those who own no shard
 PENDING = f"""
 SELECT done::text, array_agg(shard), bool_or(open IS NOT NULL) FROM {NEWEST} AS c
@@ -160,10 +164,14 @@ class SourceBroker:
                 batches = cursor.in_hand(connection, LOG, member)
             work = [self._work(connection, batch) for batch in batches]
             work = [item for item in work if not self._in_vain(item)]
-            return [
-                replace(item, much=cursor.has_more_than(connection, item.batch, LITTLE))
-                for item in work
-            ]
+            return [self._sized(connection, item) for item in work]
+
+    def _sized(self, connection: psycopg.Connection[Any], work: Work) -> Work:
+        if not cursor.has_more_than(connection, work.batch, LITTLE):
+            return work
+        some = replace(work.batch, epochs=work.batch.epochs[:SAMPLE])
+        share = DEEP * len(some.epochs) // len(work.batch.epochs)
+        return replace(work, much=True, deep=cursor.has_more_than(connection, some, share))
 
     def _in_vain(self, work: Work) -> bool:
         down = {lane.destination for lane in self.waiting if lane.lane == MAIN and not lane.due}

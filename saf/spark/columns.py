@@ -1,6 +1,12 @@
-"""The columns that are read of a log: ``id`` and ``shard`` at the source, and the message's."""
+"""The columns that are read of a log: ``id`` and ``shard`` at the source, and the message's.
+
+To read that there is nothing takes as long as to read a number. So of a deep backlog, what most
+messages do not have is read only where some have it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import pyarrow as pa
 from psycopg import sql
@@ -9,12 +15,44 @@ from saf import message
 
 COLUMNS = ("id", "shard", *message.COLUMNS)
 
+UNCOMMON = {
+    "from_service": pa.string(),
+    "to_broker": pa.binary(),
+    "conversation_id": pa.binary(),
+    "from_initiator": pa.bool_(),
+    "sequence": pa.int64(),
+    "deliver_at": pa.timestamp("us", "UTC"),
+    "expires_at": pa.timestamp("us", "UTC"),
+}
+"""What a message outside of dialogs, for any time, does not have."""
+
+MORE = "more"
+MORE_THAN_COMMON = sql.SQL("CASE WHEN {} THEN NULL ELSE true END AS {}").format(
+    sql.SQL(" AND ").join(sql.SQL("{} IS NULL").format(sql.Identifier(name)) for name in UNCOMMON),
+    sql.Identifier(MORE),
+)
+
 
 def selected(max_bytes: int | None) -> list[str | sql.Composable]:
     """What to select from a log to get `COLUMNS`; a body over ``max_bytes`` is NULL."""
     if max_bytes is None:
         return [*COLUMNS]
     return [body_within(max_bytes) if name == "body" else name for name in COLUMNS]
+
+
+def common(columns: Iterable[str | sql.Composable]) -> list[str | sql.Composable]:
+    """Without those that most messages do not have; instead, `MORE` says whether a row does."""
+    return [*(name for name in columns if name not in [*UNCOMMON]), MORE_THAN_COMMON]
+
+
+def completed(rows: pa.RecordBatch) -> pa.RecordBatch | None:
+    """What was read as `common`, with all columns; None if a row has one that was not read."""
+    if rows[MORE].null_count < rows.num_rows:
+        return None
+    lacking = {name: pa.nulls(rows.num_rows, kind) for name, kind in UNCOMMON.items()}
+    return pa.RecordBatch.from_arrays(
+        [lacking[name] if name in lacking else rows[name] for name in COLUMNS], names=[*COLUMNS]
+    )
 
 
 def body_within(max_bytes: int) -> sql.Composable:

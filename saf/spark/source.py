@@ -8,19 +8,25 @@ The columns are those of `saf.spark.columns`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import adbc_driver_manager.dbapi as adbc
 import adbc_driver_postgresql.dbapi
 import pyarrow as pa
+from psycopg import sql
 
 from saf import connections
 from saf.errors import Unavailable
-from saf.spark.columns import plain, selected
+from saf.spark.columns import common, completed, plain, selected
+from saf.spark.windows import Scattered, Window, bounded, in_order, survey
 from saf.spark.work import Work
 
 ARROW_BATCH_BYTES = 4 * 1024 * 1024
+
+# One snapshot for all that one reader asks. Before any query of the transaction.
+ONE_SNAPSHOT = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
 
 # Tasks are the parallelism: workers of PostgreSQL's own would hand each row from one to the other,
 # and compiling the query takes longer than most batches.
@@ -29,8 +35,39 @@ set_config('jit', 'off', false)"
 
 
 def messages(work: Work, max_bytes: int) -> Iterator[pa.RecordBatch]:
-    """The remaining messages of one item of work, in `saf.spark.columns`; raises as `read` does."""
-    return read(work, work.batch.select(selected(max_bytes)))
+    """What is left of one item of work, in `saf.spark.columns`, in the order of the ids.
+
+    Raises as `read` does.
+    """
+    rest, columns = work.batch, selected(max_bytes)
+    if work.deep:
+        try:
+            for rows in _in_windows(work, columns):
+                yield rows
+                rest = replace(rest, position=int(rows["id"][-1].as_py()))
+        except Scattered:
+            pass
+        else:
+            return
+    yield from read(work, rest.select(columns))
+
+
+def _in_windows(work: Work, columns: list[str | sql.Composable]) -> Iterator[pa.RecordBatch]:
+    batch = work.batch
+    few = common(columns)
+    with _cursor(work) as cursor:
+
+        def within(window: Window) -> Iterable[pa.RecordBatch]:
+            nonlocal few
+            if few:
+                rows = bounded(_rows(cursor, batch.rows(few, window.part)))
+                whole = [complete for some in rows if (complete := completed(some)) is not None]
+                if len(whole) == len(rows):
+                    return whole
+                few = []  # others will have what these have
+            return _rows(cursor, batch.rows(columns, window.part))
+
+        yield from in_order(survey(cursor, batch), within)
 
 
 def read(work: Work, query: str) -> Iterator[pa.RecordBatch]:
@@ -39,36 +76,42 @@ def read(work: Work, query: str) -> Iterator[pa.RecordBatch]:
     Raises:
         Unavailable: the source does not answer, or not to the end.
     """
-    try:
-        with _connected(work) as connection, connection.cursor() as cursor:
-            cursor.adbc_statement.set_options(
-                **{"adbc.postgresql.batch_size_hint_bytes": str(ARROW_BATCH_BYTES)}
-            )
-            cursor.execute(query)
-            for rows in cursor.fetch_record_batch():
-                yield plain(rows)
-    # of a stream that breaks off Arrow itself says so
-    except (adbc.Error, OSError) as error:
-        reason = work.dsn.redact(str(error))
-        raise Unavailable(f"broker {work.broker!r}", reason) from None
+    with _cursor(work) as cursor:
+        yield from _rows(cursor, query)
+
+
+def _rows(cursor: adbc.Cursor, query: str) -> Iterator[pa.RecordBatch]:
+    cursor.adbc_statement.set_options(
+        **{"adbc.postgresql.batch_size_hint_bytes": str(ARROW_BATCH_BYTES)}
+    )
+    cursor.execute(query)
+    for rows in cursor.fetch_record_batch():
+        yield plain(rows)
 
 
 @contextmanager
-def _connected(work: Work) -> Iterator[adbc.Connection]:
-    """A connection that is kept only if what it was for came to its end."""
+def _cursor(work: Work) -> Iterator[adbc.Cursor]:
+    """Of a connection that is kept only if what it was for came to its end."""
     dsn = work.dsn
-    connection = connections.take(
-        "read", dsn, lambda: adbc_driver_postgresql.dbapi.connect(dsn.for_role("read")), _alone
-    )
     try:
-        yield connection
-        connection.rollback()  # not to hold on to its snapshot
-    except BaseException:  # also a reader that is left before the end
-        connections.drop(connection)
-        raise
-    connections.put(work.keep, "read", dsn, connection)
+        connection = connections.take(
+            "read", dsn, lambda: adbc_driver_postgresql.dbapi.connect(dsn.for_role("read")), _fit
+        )
+        try:
+            with connection.cursor() as cursor:
+                yield cursor
+            connection.rollback()  # not to hold on to its snapshot
+        except BaseException:  # also a reader that is left before the end
+            connections.drop(connection)
+            raise
+        connections.put(work.keep, "read", dsn, connection)
+    # of a stream that breaks off Arrow itself says so
+    except (adbc.Error, OSError) as error:
+        reason = dsn.redact(str(error))
+        raise Unavailable(f"broker {work.broker!r}", reason) from None
 
 
-def _alone(connection: adbc.Connection) -> None:
+def _fit(connection: adbc.Connection) -> None:
     with connection.cursor() as cursor:
+        cursor.execute(ONE_SNAPSHOT)
         cursor.execute(ALONE)

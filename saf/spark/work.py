@@ -26,6 +26,8 @@ class Work:
     """Frozen with the batch."""
     much: bool = False
     """Worth more than one task."""
+    deep: bool = False
+    """Too many to have them sorted; see `saf.spark.windows`."""
     keep: bool = False
     """There will be more like it soon, so connections are kept; see `saf.connections`."""
     waiting: tuple[Backoff, ...] = ()
