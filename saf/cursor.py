@@ -95,12 +95,12 @@ class Batch:
     def rows(
         self,
         columns: Iterable[str | sql.Composable],
-        part: sql.Composable | None = None,
+        found: sql.Composable | None = None,
     ) -> str:
-        """The query for the batch's remaining rows, in no order; or for those in a part of the log.
+        """The query for the batch's remaining rows, in no order.
 
-        A complete text without parameters, because COPY takes none; each piece is quoted by
-        psycopg.
+        Or for those that are among what another query has ``found``, as `since` does. A complete
+        text without parameters, because COPY takes none; each part is quoted by psycopg.
         """
         return (
             sql.SQL(ROWS)
@@ -109,7 +109,7 @@ class Batch:
                     sql.Identifier(column) if isinstance(column, str) else column
                     for column in columns
                 ),
-                since=since(part or self.log, self.shards, self.done),
+                since=found or since(self.log, self.shards, self.done),
                 open=sql.Literal(self.open),
                 position=sql.Literal(self.position),
             )

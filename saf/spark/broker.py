@@ -233,7 +233,7 @@ class SourceBroker:
         total, lowest, highest = 0, 0, 0
         with unavailable_if_lost(f"broker {self.name!r}"):
             for batch in cursor.join_splits(item.batch for item in work):
-                query = f"SELECT count(*), min(id), max(id) FROM ({batch.select(['id'])}) AS batch"
+                query = f"SELECT count(*), min(id), max(id) FROM ({batch.rows(['id'])}) AS batch"
                 ((count, first, last),) = fetch(self._connect(), query)
                 if count:
                     total += count

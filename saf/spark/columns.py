@@ -27,6 +27,7 @@ UNCOMMON = {
 """What a message outside of dialogs, for any time, does not have."""
 
 MORE = "more"
+"""True for a row that has any of them, else NULL."""
 MORE_THAN_COMMON = sql.SQL("CASE WHEN {} THEN NULL ELSE true END AS {}").format(
     sql.SQL(" AND ").join(sql.SQL("{} IS NULL").format(sql.Identifier(name)) for name in UNCOMMON),
     sql.Identifier(MORE),
@@ -42,7 +43,8 @@ def selected(max_bytes: int | None) -> list[str | sql.Composable]:
 
 def common(columns: Iterable[str | sql.Composable]) -> list[str | sql.Composable]:
     """Without those that most messages do not have; instead, `MORE` says whether a row does."""
-    return [*(name for name in columns if name not in [*UNCOMMON]), MORE_THAN_COMMON]
+    some = (name for name in columns if not isinstance(name, str) or name not in UNCOMMON)
+    return [*some, MORE_THAN_COMMON]
 
 
 def completed(rows: pa.RecordBatch) -> pa.RecordBatch | None:

@@ -20,18 +20,17 @@ from psycopg import sql
 from saf import connections
 from saf.errors import Unavailable
 from saf.spark.columns import common, completed, plain, selected
-from saf.spark.windows import Scattered, Window, bounded, in_order, survey
+from saf.spark.windows import BATCH_BYTES, NotInWindows, Window, bounded, in_order, survey
 from saf.spark.work import Work
-
-ARROW_BATCH_BYTES = 4 * 1024 * 1024
 
 # One snapshot for all that one reader asks. Before any query of the transaction.
 ONE_SNAPSHOT = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
 
 # Tasks are the parallelism: workers of PostgreSQL's own would hand each row from one to the other,
-# and compiling the query takes longer than most batches.
+# and compiling the query takes longer than most batches. Between two windows the reader waits for
+# the destination.
 ALONE = "SELECT set_config('max_parallel_workers_per_gather', '0', false), \
-set_config('jit', 'off', false)"
+set_config('jit', 'off', false), set_config('idle_in_transaction_session_timeout', '0', false)"
 
 
 def messages(work: Work, max_bytes: int) -> Iterator[pa.RecordBatch]:
@@ -45,7 +44,7 @@ def messages(work: Work, max_bytes: int) -> Iterator[pa.RecordBatch]:
             for rows in _in_windows(work, columns):
                 yield rows
                 rest = replace(rest, position=int(rows["id"][-1].as_py()))
-        except Scattered:
+        except NotInWindows:
             pass
         else:
             return
@@ -54,18 +53,18 @@ def messages(work: Work, max_bytes: int) -> Iterator[pa.RecordBatch]:
 
 def _in_windows(work: Work, columns: list[str | sql.Composable]) -> Iterator[pa.RecordBatch]:
     batch = work.batch
-    few = common(columns)
+    asked = common(columns)
     with _cursor(work) as cursor:
 
         def within(window: Window) -> Iterable[pa.RecordBatch]:
-            nonlocal few
-            if few:
-                rows = bounded(_rows(cursor, batch.rows(few, window.part)))
+            nonlocal asked
+            if asked is not columns:
+                rows = bounded(_rows(cursor, window.rows(batch, asked)))
                 whole = [complete for some in rows if (complete := completed(some)) is not None]
                 if len(whole) == len(rows):
                     return whole
-                few = []  # others will have what these have
-            return _rows(cursor, batch.rows(columns, window.part))
+                asked = columns  # others will have what these have
+            return _rows(cursor, window.rows(batch, columns))
 
         yield from in_order(survey(cursor, batch), within)
 
@@ -81,12 +80,11 @@ def read(work: Work, query: str) -> Iterator[pa.RecordBatch]:
 
 
 def _rows(cursor: adbc.Cursor, query: str) -> Iterator[pa.RecordBatch]:
-    cursor.adbc_statement.set_options(
-        **{"adbc.postgresql.batch_size_hint_bytes": str(ARROW_BATCH_BYTES)}
-    )
+    cursor.adbc_statement.set_options(**{"adbc.postgresql.batch_size_hint_bytes": str(BATCH_BYTES)})
     cursor.execute(query)
     for rows in cursor.fetch_record_batch():
-        yield plain(rows)
+        if rows.num_rows:
+            yield plain(rows)
 
 
 @contextmanager

@@ -19,33 +19,44 @@ import numpy as np
 import pyarrow as pa
 from psycopg import sql
 
-from saf.cursor import Batch
+from saf.cursor import Batch, since
 from saf.ring import SLOT_ROWS, SLOTS
 
-PAGES = 1024
-"""Of a window: 8 MiB at the source."""
+WINDOW_BYTES = 8 * 1024 * 1024
+"""Of a window, as they are stored."""
 
 HELD_BYTES = 64 * 1024 * 1024
-"""So much may be held back."""
+"""So much may be held back; also of a window alone, whose bodies may have been compressed."""
+
+AT_ONCE = 256
+"""Windows that are surveyed by one statement."""
+
+BATCH_BYTES = 4 * 1024 * 1024
+"""Of what is in order, given on at a time."""
 
 # That a full slot holds nothing of the batch, only the index can say quickly. To read some pages it
-# is of no use, whatever the planner hopes of it.
+# is of no use, whatever the planner hopes of it. Each a query, because ADBC prepares.
 BY_INDEX = """
-SELECT set_config('enable_seqscan', 'off', true), set_config('enable_bitmapscan', 'off', true)
+SELECT set_config('enable_seqscan', 'off', true), set_config('enable_bitmapscan', 'off', true),
+       current_setting('transaction_isolation')
 """
 BY_PAGES = "SELECT set_config('enable_indexscan', 'off', true)"
+ONE_SNAPSHOT = "repeatable read"
 
-SLOT = "(SELECT * FROM {log} WHERE (id / {slot_rows}) % {slots} = {slot}) AS slot"
-WINDOW = """
-(SELECT * FROM {log} WHERE (id / {slot_rows}) % {slots} = {slot}
- AND ctid >= {first}::tid AND ctid < {end}::tid) AS pages
+# The slot as the log is partitioned, so that the planner leaves out the others
+IN_SLOT = "(SELECT * FROM {log} WHERE (id / {slot_rows}) % {slots} = {slot}) AS slot"
+IN_WINDOW = """
+SELECT * FROM {log} WHERE (id / {slot_rows}) % {slots} = {slot}
+AND ctid >= {first}::tid AND ctid < {end}::tid AND shard = ANY ({shards}::smallint[])
+AND (txid >= {xmax}::xid8 OR txid = ANY ({xip}::xid8[]))
 """
 
-PAGES_OF = """
-SELECT {slot}, pg_relation_size({name}::regclass) / current_setting('block_size')::bigint
+SIZES = """
+SELECT {slot}, pg_relation_size({name}::regclass) / current_setting('block_size')::bigint,
+       pg_table_size({name}::regclass)
 WHERE EXISTS ({rows})
 """
-LOWEST = "(SELECT min(id) FROM {window})"
+LOWEST = "(SELECT min(id) FROM ({rows}) AS rows)"
 
 
 class Cursor(Protocol):
@@ -60,45 +71,55 @@ class Cursor(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Some pages of a slot of a log, from the ``first`` to before the ``end``."""
+    """The rows of a batch on some pages of a slot, from the ``first`` to before the ``end``."""
 
-    log: str
     slot: int
     first: int
     end: int
     lowest: int = 0
-    """The lowest id that is there."""
+    """The lowest id of them."""
 
-    @property
-    def part(self) -> sql.Composed:
-        """It, as it stands in FROM."""
-        return sql.SQL(WINDOW).format(
-            **_slot(self.log, self.slot), first=f"({self.first},0)", end=f"({self.end},0)"
+    def rows(self, batch: Batch, columns: Iterable[str | sql.Composable]) -> str:
+        """The query for them, in no order."""
+        _, xmax, in_progress = batch.done.split(":")
+        found = sql.SQL(IN_WINDOW).format(
+            **_slot(batch, self.slot),
+            first=f"({self.first},0)",
+            end=f"({self.end},0)",
+            shards=sql.Literal(batch.shards),
+            xmax=xmax,
+            xip=sql.Literal(in_progress.split(",") if in_progress else []),
         )
+        return batch.rows(columns, found)
 
 
-class Scattered(Exception):
-    """More would have to be held back than may be: the rows are stored in some other order."""
+class NotInWindows(Exception):
+    """Too much would have to be held back, or there is no snapshot to rely on."""
 
 
 def survey(cursor: Cursor, batch: Batch) -> list[Window]:
-    """The windows that hold a batch, in the order in which they have to be read."""
+    """The windows that hold rows of a batch, in the order in which they have to be read.
+
+    Raises:
+        NotInWindows: the transaction is not one of repeatable reads.
+    """
     cursor.execute(BY_INDEX)
-    cursor.execute(" UNION ALL ".join(_pages_of(batch, slot) for slot in range(SLOTS)))
-    slots = cursor.fetchall()
+    if cursor.fetchall()[0][-1] != ONE_SNAPSHOT:
+        raise NotInWindows
+    cursor.execute(" UNION ALL ".join(_sizes(batch, slot) for slot in range(SLOTS)))
+    windows = [
+        window for slot, pages, size in cursor.fetchall() for window in _cut(slot, pages, size)
+    ]
     cursor.execute(BY_PAGES)
     found: list[Window] = []
-    for slot, pages in slots:
-        windows = [
-            Window(log=batch.log, slot=slot, first=first, end=first + PAGES)
-            for first in range(0, pages, PAGES)
-        ]
-        each = sql.SQL(", ").join(sql.SQL(LOWEST).format(window=one.part) for one in windows)
-        cursor.execute(sql.SQL("SELECT ARRAY[{}]").format(each).as_string(None))
+    for start in range(0, len(windows), AT_ONCE):
+        some = windows[start : start + AT_ONCE]
+        each = ", ".join(LOWEST.format(rows=window.rows(batch, ["id"])) for window in some)
+        cursor.execute(f"SELECT ARRAY[{each}]")
         ((lowest,),) = cursor.fetchall()
         found += [
             replace(window, lowest=id_)
-            for window, id_ in zip(windows, lowest, strict=True)
+            for window, id_ in zip(some, lowest, strict=True)
             if id_ is not None
         ]
     return sorted(found, key=lambda window: window.lowest)
@@ -110,16 +131,16 @@ def in_order(
     """What ``read`` gives for surveyed windows, in the order of the ids.
 
     Raises:
-        Scattered
+        NotInWindows: too much would have to be held back.
     """
     held: list[pa.RecordBatch] = []
-    bounds = [*(window.lowest for window in windows[1:]), None]
-    for window, bound in zip(windows, bounds, strict=True):
+    for number, window in enumerate(windows, 1):
         held += bounded(read(window), held)
         if held:
+            bound = windows[number].lowest if number < len(windows) else None
             rows, known = _in_order(pa.Table.from_batches(held), bound)
-            yield from rows.slice(0, known).to_batches()
             held = rows.slice(known).to_batches()
+            yield from _batches(rows.slice(0, known))
 
 
 def bounded(
@@ -128,14 +149,14 @@ def bounded(
     """All of them, unless together with those ``beside`` they are more than may be held.
 
     Raises:
-        Scattered
+        NotInWindows
     """
     size = sum(batch.nbytes for batch in beside)
     held = []
     for batch in batches:
         size += batch.nbytes
         if size > HELD_BYTES:
-            raise Scattered
+            raise NotInWindows
         held.append(batch)
     return held
 
@@ -149,20 +170,32 @@ def _in_order(rows: pa.Table, bound: int | None) -> tuple[pa.Table, int]:
     return rows, len(ids) if bound is None else int(np.searchsorted(ids, bound))
 
 
-def _pages_of(batch: Batch, slot: int) -> str:
+def _batches(rows: pa.Table) -> list[pa.RecordBatch]:
+    """The rows as batches of a bounded size; what was sorted is a single one."""
+    if not rows.num_rows:
+        return []
+    few = max(1, BATCH_BYTES * rows.num_rows // max(1, rows.nbytes))
+    return [batch for batch in rows.to_batches(max_chunksize=few) if batch.num_rows]
+
+
+def _cut(slot: int, pages: int, size: int) -> Iterator[Window]:
+    """A slot of so many pages and bytes, those in which large bodies are stored among them."""
+    step = max(1, WINDOW_BYTES * pages // size)
+    for first in range(0, pages, step):
+        yield Window(slot=slot, first=first, end=first + step)
+
+
+def _sizes(batch: Batch, slot: int) -> str:
     """The query for how large a slot is, if it holds any of the batch."""
-    part = sql.SQL(SLOT).format(**_slot(batch.log, slot))
-    query = sql.SQL(PAGES_OF).format(
-        slot=slot, name=f"saf.{batch.log}_{slot}", rows=sql.SQL(batch.rows(["id"], part))
+    part = sql.SQL(IN_SLOT).format(**_slot(batch, slot))
+    query = sql.SQL(SIZES).format(
+        slot=slot,
+        name=f"saf.{batch.log}_{slot}",
+        rows=sql.SQL(batch.rows(["id"], since(part, batch.shards, batch.done))),
     )
     return query.as_string(None)
 
 
-def _slot(log: str, slot: int) -> dict[str, Any]:
-    """As the log is partitioned, so that the planner leaves out the other slots."""
-    return {
-        "log": sql.Identifier("saf", log),
-        "slot_rows": SLOT_ROWS,
-        "slots": SLOTS,
-        "slot": slot,
-    }
+def _slot(batch: Batch, slot: int) -> dict[str, Any]:
+    log = sql.Identifier("saf", batch.log)
+    return {"log": log, "slot_rows": SLOT_ROWS, "slots": SLOTS, "slot": slot}

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-import psycopg
 import pyarrow as pa
 import pytest
 
+from saf.cursor import Batch
 from saf.database import Dsn
+from saf.errors import Unavailable
 from saf.ring import SLOT_ROWS
 from saf.spark import broker, windows
 from saf.spark.columns import UNCOMMON
 from saf.spark.source import messages
 from saf.spark.work import Work
-from tests.pipeline import Cycle, bodies, connect, policy
+from tests.pipeline import Cycle, bodies, connect, policy, send
 
 INSERT = "INSERT INTO saf.outbox (to_service, key, body) VALUES ('billing', %s, %s)"
 FILL = """
@@ -28,16 +28,19 @@ INSERT INTO saf.outbox (to_service, key, body)
 SELECT 'billing', n::text, convert_to(n || repeat('.', 300), 'UTF8') FROM generate_series(1, %s) n
 """
 TO_THE_SLOTS_END = "SELECT setval('saf.outbox_id_seq', %s)"
-TEMPORARY = "SELECT temp_bytes FROM pg_stat_database WHERE datname = current_database()"
+LARGE = """
+INSERT INTO saf.outbox (to_service, body)
+SELECT 'billing', convert_to(repeat(md5(n::text), 200), 'UTF8') FROM generate_series(1, %s) AS n
+"""
 MAX_BYTES = 1 << 26
 
 
 @pytest.fixture(autouse=True)
 def deep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few messages are a deep backlog, and two pages a window."""
+    """A few messages are a deep backlog, and some two pages a window."""
     monkeypatch.setattr(broker, "LITTLE", 0)
     monkeypatch.setattr(broker, "DEEP", 1)
-    monkeypatch.setattr(windows, "PAGES", 2)
+    monkeypatch.setattr(windows, "WINDOW_BYTES", 32_000)
 
 
 def scatter(app: Dsn, seed: int) -> None:
@@ -101,12 +104,12 @@ def test_where_too_much_would_be_held_back_the_rest_is_sorted(
         connection.execute(FILL, [150])
         with Cycle(app, policy(mom=mom)) as cycle:
             (work,) = cycle.open()
-            scattered: list[windows.Scattered] = []
+            scattered: list[windows.NotInWindows] = []
 
             def noted(*args: Any) -> Iterator[pa.RecordBatch]:
                 try:
                     yield from in_order(*args)
-                except windows.Scattered as error:
+                except windows.NotInWindows as error:
                     scattered.append(error)
                     raise
 
@@ -149,6 +152,7 @@ def test_a_row_that_is_moved_while_the_log_is_read_is_read_once(app: Dsn, mom: D
         connection.execute(FILL, [2000])
         with Cycle(app, policy(mom=mom)) as cycle:
             (work,) = cycle.open()
+            work = replace(work, keep=True)  # the second time, on the connection of the first
             before = read(work)
             batches = messages(work, MAX_BYTES)
             first = next(batches)
@@ -157,24 +161,84 @@ def test_a_row_that_is_moved_while_the_log_is_read_is_read_once(app: Dsn, mom: D
             assert pa.Table.from_batches([first, *batches]).equals(before)
 
 
-def test_nothing_is_sorted_at_the_source(app: Dsn, mom: Dsn) -> None:
-    def temporary(connection: psycopg.Connection[Any]) -> int:
-        connection.execute("SELECT pg_stat_force_next_flush()")
-        ((written,),) = connection.execute(TEMPORARY).fetchall()
-        return int(written)
-
+def test_without_a_snapshot_to_rely_on_the_source_sorts(
+    app: Dsn, mom: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("saf.spark.source.ONE_SNAPSHOT", "SELECT 1")
     with connect(app) as connection:
-        connection.execute(f"ALTER DATABASE {connection.info.dbname} SET work_mem = '64kB'")
+        connection.execute(FILL, [300])
+        with Cycle(app, policy(mom=mom)) as cycle, app.connect(role="test") as one:
+            (work,) = cycle.open()
+            with pytest.raises(windows.NotInWindows):
+                windows.survey(one.cursor(), work.batch)
+            assert read(work).num_rows == 300
+
+
+def test_a_task_whose_shards_have_nothing_is_complete(app: Dsn, mom: Dsn) -> None:
+    with connect(app) as connection:
+        for number in range(300):
+            send(connection, str(number), key="the only one")
+        with Cycle(app, policy(mom=mom)) as cycle:
+            works = [replace(work, deep=True) for work in cycle.open(parts=3)]
+            assert sorted(len(list(messages(work, MAX_BYTES))) > 0 for work in works) == [
+                False,
+                False,
+                True,
+            ]
+            cycle.work = works
+            receipts = cycle.deliver()
+            assert [one.complete for one in receipts if one.destination is None] == [True] * 3
+            cycle.close(receipts)
+    assert bodies(mom) == [str(number) for number in range(300)]
+
+
+def test_large_bodies_make_windows_of_fewer_pages(
+    app: Dsn, mom: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windows, "WINDOW_BYTES", 400_000)
+    monkeypatch.setattr(windows, "HELD_BYTES", 1_000_000)  # less than all, on a few pages
+    with connect(app) as connection:
+        connection.execute("ALTER TABLE saf.outbox ALTER body SET STORAGE EXTERNAL")
+        for slot in range(8):
+            connection.execute(f"ALTER TABLE saf.outbox_{slot} ALTER body SET STORAGE EXTERNAL")
+        connection.execute(LARGE, [400])
+        with Cycle(app, policy(mom=mom)) as cycle, app.connect(role="test") as one:
+            (work,) = cycle.open()
+            one.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+            found = windows.survey(one.cursor(), work.batch)
+            assert {window.end - window.first for window in found} == {1}
+            monkeypatch.setattr(Batch, "select", None)  # what is sorted
+            assert read(work)["id"].to_pylist() == list(range(1, 401))
+
+
+@pytest.mark.every_postgresql
+def test_a_window_is_read_by_its_pages_alone(app: Dsn, mom: Dsn) -> None:
+    with connect(app) as connection, app.connect(role="test") as open_:
+        open_.execute(INSERT, ["k", b"in progress at the end of the first batch"])
+        with Cycle(app, policy(mom=mom)) as cycle:
+            for _ in range(2):
+                connection.execute(FILL, [1000])
+                (work,) = cycle.open()
+                with app.connect(role="test") as one:
+                    one.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+                    window = windows.survey(one.cursor(), work.batch)[3]
+                    plan = one.execute(f"EXPLAIN {window.rows(work.batch, ['id'])}").fetchall()
+                scans = [line.split("->")[-1] for (line,) in plan if "Scan" in line]
+                assert len(scans) == 1
+                assert scans[0].strip().startswith("Tid Range Scan on outbox_0")
+                cycle.run()
+
+
+def test_nothing_is_sorted_at_the_source(app: Dsn, mom: Dsn) -> None:
+    with connect(app) as connection:
+        for setting in ("work_mem", "temp_file_limit"):
+            connection.execute(f"ALTER DATABASE {connection.info.dbname} SET {setting} = '64kB'")
         connection.execute(FILL, [3000])
         with Cycle(app, policy(mom=mom)) as cycle:
             (work,) = cycle.open()
-            before = temporary(connection)
-            windowed = read(work)
-            assert temporary(connection) == before
-            assert windowed.equals(read(replace(work, deep=False)))
-            end = time.monotonic() + 20  # the server hears of it when the other session has ended
-            while temporary(connection) == before:
-                assert time.monotonic() < end
+            assert read(work).num_rows == 3000
+            with pytest.raises(Unavailable, match="temporary file size"):
+                read(replace(work, deep=False))
 
 
 def test_the_forwarder_reads_what_is_deep_in_windows_and_delivers_it_in_order(
