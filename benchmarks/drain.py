@@ -84,6 +84,6 @@ def run(stage: Stage, spark: SparkContext) -> None:
     for name, values in seconds.items():
         stage.note(f"{name}_messages_per_second", MESSAGES / median(values), "1/s")
     ratios = [c / e for c, e in zip(seconds["ceiling"], seconds["exactly_once"], strict=True)]
-    stage.note("drain_ratio", median(ratios), "of the ceiling", ">= 0.65")
+    stage.note("drain_ratio", median(ratios), "of the ceiling", ">= 0.75")
     taxes = [e / a for e, a in zip(seconds["exactly_once"], seconds["at_least_once"], strict=True)]
     stage.note("exactly_once_tax", median(taxes), "times at_least_once", "<= 1.05")
