@@ -25,7 +25,7 @@ from saf.spark.summary import Summary
 from tests.pipeline import bodies, connect
 from tests.programs import configuration, received, send
 
-GIANT = 600_000
+GIANT = 1_000_000
 NewBroker = Callable[[str], Dsn]
 
 
