@@ -339,12 +339,22 @@ def since(log: str | sql.Composable, shards: list[int], done: str) -> sql.Compos
     ``log`` is one, or a slot of its ring, by name; or a part of it as it stands in FROM. What is
     visible in a snapshot is what began before its xmax, and was not in progress.
     """
-    _, xmax, in_progress = done.split(":")
+    xmax, in_progress = begun_since(done)
     parts = {
         "log": sql.Identifier("saf", log) if isinstance(log, str) else log,
         "shards": sql.Literal(shards),
         "xmax": sql.Literal(xmax),
-        "xip": sql.Literal(in_progress.split(",")),
+        "xip": sql.Literal(in_progress),
     }
     query = sql.SQL(BEGUN_SINCE).format(**parts)
     return query + sql.SQL(ENDED_SINCE).format(**parts) if in_progress else query
+
+
+def begun_since(done: str) -> tuple[str, list[str]]:
+    """The first transaction that began after a snapshot, and those that were in progress then.
+
+    >>> begun_since("10:20:10,14"), begun_since("10:20:")
+    (('20', ['10', '14']), ('20', []))
+    """
+    _, xmax, in_progress = done.split(":")
+    return xmax, in_progress.split(",") if in_progress else []

@@ -29,6 +29,7 @@ LITTLE = 5000
 DEEP = 300_000
 """About so many messages, by what a few shards hold: sooner surveyed and read than sorted."""
 SAMPLE = 4
+"""So many shards are counted for that."""
 
 # What anybody would find, for those who own no shard
 PENDING = f"""

@@ -20,11 +20,19 @@ from psycopg import sql
 from saf import connections
 from saf.errors import Unavailable
 from saf.spark.columns import common, completed, plain, selected
-from saf.spark.windows import BATCH_BYTES, NotInWindows, Window, bounded, in_order, survey
+from saf.spark.windows import (
+    BATCH_BYTES,
+    ISOLATION,
+    NotInWindows,
+    Window,
+    bounded,
+    in_order,
+    survey,
+)
 from saf.spark.work import Work
 
 # One snapshot for all that one reader asks. Before any query of the transaction.
-ONE_SNAPSHOT = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
+ONE_SNAPSHOT = f"SET TRANSACTION ISOLATION LEVEL {ISOLATION}, READ ONLY"
 
 # Tasks are the parallelism: workers of PostgreSQL's own would hand each row from one to the other,
 # and compiling the query takes longer than most batches. Between two windows the reader waits for

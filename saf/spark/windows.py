@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from psycopg import sql
 
-from saf.cursor import Batch, since
+from saf.cursor import Batch, begun_since, since
 from saf.ring import SLOT_ROWS, SLOTS
 
 WINDOW_BYTES = 8 * 1024 * 1024
@@ -41,7 +41,8 @@ SELECT set_config('enable_seqscan', 'off', true), set_config('enable_bitmapscan'
        current_setting('transaction_isolation')
 """
 BY_PAGES = "SELECT set_config('enable_indexscan', 'off', true)"
-ONE_SNAPSHOT = "repeatable read"
+ISOLATION = "repeatable read"
+"""Of the transaction: under it, all statements have one snapshot."""
 
 # The slot as the log is partitioned, so that the planner leaves out the others
 IN_SLOT = "(SELECT * FROM {log} WHERE (id / {slot_rows}) % {slots} = {slot}) AS slot"
@@ -81,14 +82,14 @@ class Window:
 
     def rows(self, batch: Batch, columns: Iterable[str | sql.Composable]) -> str:
         """The query for them, in no order."""
-        _, xmax, in_progress = batch.done.split(":")
+        xmax, in_progress = begun_since(batch.done)
         found = sql.SQL(IN_WINDOW).format(
             **_slot(batch, self.slot),
             first=f"({self.first},0)",
             end=f"({self.end},0)",
             shards=sql.Literal(batch.shards),
             xmax=xmax,
-            xip=sql.Literal(in_progress.split(",") if in_progress else []),
+            xip=sql.Literal(in_progress),
         )
         return batch.rows(columns, found)
 
@@ -104,7 +105,7 @@ def survey(cursor: Cursor, batch: Batch) -> list[Window]:
         NotInWindows: the transaction is not one of repeatable reads.
     """
     cursor.execute(BY_INDEX)
-    if cursor.fetchall()[0][-1] != ONE_SNAPSHOT:
+    if cursor.fetchall()[0][-1] != ISOLATION:
         raise NotInWindows
     cursor.execute(" UNION ALL ".join(_sizes(batch, slot) for slot in range(SLOTS)))
     windows = [
