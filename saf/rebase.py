@@ -86,7 +86,8 @@ UPDATE saf.cursor SET owner = NULL, epoch = greatest(epoch, %(epoch)s) + 1,
 WHERE subscription_id = %(subscription_id)s
 """
 BELONG = """
-UPDATE saf.broker SET system_identifier = (SELECT system_identifier FROM pg_control_system())
+UPDATE saf.broker SET system_identifier = (SELECT system_identifier FROM pg_control_system()),
+       incarnation = incarnation + 1
 """
 LATEST = "SELECT batch, opened_at FROM saf.cursor ORDER BY batch DESC LIMIT 1"
 KNOWN = """

@@ -128,6 +128,14 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             comment="of the cluster: transaction ids in the logs mean nothing in another one",
         ),
         sa.Column("created_at", moment, nullable=False, server_default=now),
+        sa.Column(
+            "incarnation",
+            sa.Integer,
+            nullable=False,
+            server_default="1",
+            comment="raised when this broker is repaired after it was set back: who remembers an "
+            "older one has to compare what it knows",
+        ),
         sa.CheckConstraint("singleton", name="broker_is_one_row"),
         sa.CheckConstraint(f"shards BETWEEN 1 AND {MAX_SHARDS}", name="broker_shards"),
         comment="who this broker is: one row, written by the first migration",
