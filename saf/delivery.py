@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar, overload
 
 import psycopg
 
-from saf import claim, dead, lanes, parking
+from saf import backoff, claim, dead, lanes, parking
 from saf.claim import EXPIRED, LATE, Hand
 from saf.dialogs.arrival import Arrival, arrive
 from saf.lanes import Policy, Suspect, Waiting
@@ -166,7 +166,7 @@ class Delivery(Sequence[Received], Generic[C]):
         lanes.time_late(self._raw, reader, sorted(touched))
         if self._tried and self._tried.lane and self._tried.lane not in self._waiting:
             lane = Lane(lane=self._tried.lane)
-            parking.succeeded(self._raw, reader.subscription_id, lane)
+            backoff.succeeded(self._raw, reader.subscription_id, [lane])
         claim.move(self._raw, hand)
 
     def _set_aside(

@@ -39,6 +39,9 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
+NAMED = 10
+"""So many of what may be many are named by one error."""
+
 
 class SafError(Exception):
     """Anything that saf raises on purpose."""
@@ -253,14 +256,20 @@ class UnknownService(SafError):
 
     exit_code = 75
 
-    def __init__(self, destination: str, services: list[str], rows: Any) -> None:
-        names = ", ".join(map(repr, services))
+    def __init__(self, destination: str, services: list[str], rows: Any = None) -> None:
+        names = ", ".join(map(repr, services[:NAMED]))
+        more = len(services) - NAMED
         super().__init__(
-            f"{destination} knows no service {names}: add it to saf.service there; its messages "
-            "are parked until then"
+            f"{destination} knows no service {names}{f' and {more} more' if more > 0 else ''}: add "
+            "it to saf.service there; its messages are parked until then"
         )
+        self.destination = destination
         self.services = services
         self.rows = rows
+
+    def of(self, service: str) -> UnknownService:
+        """What concerns one of the services."""
+        return UnknownService(self.destination, [service])
 
 
 class Unroutable(SafError):

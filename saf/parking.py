@@ -23,13 +23,15 @@ so in the lanes of what has found one the order, and the number, is that of comi
 
 ``saf.backoff`` has one row per lane that waits: the attempts so far and the next one's time, in
 the source's database and by its clock, so that they survive restarts and all forwarders share
-them. The schedule is Service Broker's: 4, 8, 16, 32, 64, 64 … seconds.
+them; `saf.backoff` asks and changes it, for many lanes at once. The schedule is Service Broker's:
+4, 8, 16, 32, 64, 64 … seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any
 from uuid import UUID
@@ -41,7 +43,6 @@ from psycopg.rows import class_row
 from saf.cursor import Batch
 from saf.database import fetch
 from saf.message import COLUMNS
-from saf.shards import NEWEST
 
 FIRST_WAIT_SECONDS = 4
 LONGEST_WAIT_SECONDS = 64
@@ -49,6 +50,9 @@ LONGEST_WAIT_SECONDS = 64
 MAIN, RETRY, REPLAY, SERVICE, ROUTE = "", "retry", "replay", "service:", "route:"
 FOUND = "found:"
 KEY, LATER, AHEAD = "key:", "later:", "ahead:"
+
+OF_SERVICE = (ROUTE, FOUND, SERVICE)
+"""How the lanes begin whose messages wait for something that concerns their service alone."""
 
 
 def wait_seconds(
@@ -77,7 +81,7 @@ class Lane:
     @property
     def of_service(self) -> bool:
         """They wait for something that concerns their service alone."""
-        return self.lane.startswith((ROUTE, FOUND, SERVICE))
+        return self.lane.startswith(OF_SERVICE)
 
     @property
     def unrouted(self) -> bool:
@@ -123,33 +127,34 @@ class Parked(Backoff):
         return asdict(self) | moments
 
 
-# Replayed messages before all others, and a lane after those whose messages are older than its own
-WAITING = f"""
-SELECT destination, lane, attempts, next_attempt_at, next_attempt_at <= now() AS due, error, since
-FROM saf.backoff WHERE subscription_id = %(subscription_id)s
-ORDER BY lane NOT IN ('{REPLAY}', '{FOUND}{REPLAY}'), lane LIKE '{ROUTE}%%',
-         lane LIKE '{FOUND}%%', lane, destination
-"""
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """What waits in a broker: the lanes that are shown, how many there are, and their messages."""
 
-# Whether a member's shards have messages in a lane whose time has come
-DUE_HERE = f"""
-SELECT EXISTS (
-    SELECT FROM saf.backoff b
-    JOIN saf.parked p USING (subscription_id, destination, lane)
-    JOIN {NEWEST} AS c ON c.shard = p.shard
-    WHERE b.subscription_id = %(subscription_id)s AND b.next_attempt_at <= now()
-      AND c.owner = %(member_id)s)
-"""
+    shown: tuple[Parked, ...] = ()
+    lanes: int = 0
+    messages: int = 0
 
+
+@dataclass(frozen=True, kw_only=True)
+class _Parked(Parked):
+    lanes: int
+
+
+# What holds up most comes first; counted are the messages of those that are shown
 PARKED = """
-SELECT s.name AS subscription, destination, lane, attempts, next_attempt_at,
-       next_attempt_at <= now() AS due, error, since,
+SELECT subscription, destination, lane, attempts, next_attempt_at, due, error, since, lanes,
        (SELECT count(*) FROM saf.parked p
         WHERE (p.subscription_id, p.destination, p.lane)
             = (b.subscription_id, b.destination, b.lane)) AS messages
-FROM saf.backoff b JOIN saf.subscription s USING (subscription_id)
-ORDER BY s.log DESC, s.name, destination, lane
+FROM (SELECT b.*, s.name AS subscription, s.log, next_attempt_at <= now() AS due,
+             count(*) OVER () AS lanes
+      FROM saf.backoff b JOIN saf.subscription s USING (subscription_id)
+      ORDER BY s.log DESC, s.name, lane ^@ ANY (%(of_service)s), attempts DESC, destination, lane
+      LIMIT %(limit)s) AS b
+ORDER BY log DESC, subscription, lane ^@ ANY (%(of_service)s), attempts DESC, destination, lane
 """
+PARKED_MESSAGES = "SELECT count(*) FROM saf.parked"
 
 RETRY_NOW = """
 UPDATE saf.backoff SET next_attempt_at = now()
@@ -157,34 +162,14 @@ WHERE NOT lane LIKE 'later:%%'
   AND (%(destination)s::text IS NULL OR destination = %(destination)s)
 """
 
-# What parks messages holds the lane's row until it commits, so that `succeeded`, which looks
-# whether any are left, cannot miss them.
+# What parks messages holds the rows of their lanes until it commits, so that `backoff.forget`,
+# which looks whether any are left, cannot miss them.
 TOUCH = """
 INSERT INTO saf.backoff AS b (subscription_id, destination, lane, error)
-VALUES (%(subscription_id)s, %(destination)s, %(lane)s, %(error)s)
+SELECT %(subscription_id)s, destination, lane, %(error)s
+FROM unnest(%(destinations)s::text[], %(lanes)s::text[]) AS w (destination, lane)
+ORDER BY destination, lane
 ON CONFLICT (subscription_id, destination, lane) DO UPDATE SET error = b.error
-RETURNING attempts, next_attempt_at <= now()
-"""
-
-POSTPONE = """
-UPDATE saf.backoff SET attempts = %(attempts)s, error = %(error)s,
-       next_attempt_at = clock_timestamp() + make_interval(secs => %(wait)s)
-WHERE subscription_id = %(subscription_id)s AND destination = %(destination)s AND lane = %(lane)s
-"""
-
-THIS_LANE = """
-subscription_id = %(subscription_id)s AND destination = %(destination)s AND lane = %(lane)s
-"""
-# A statement of its own, so that the next one sees what was parked by those it has waited for
-LOCK = f"SELECT FROM saf.backoff WHERE {THIS_LANE} FOR UPDATE"
-# Others' messages in the lane need not wait for their time any longer
-RESET = f"""
-UPDATE saf.backoff SET attempts = 0, next_attempt_at = now() WHERE {THIS_LANE}
-AND EXISTS (SELECT FROM saf.parked WHERE {THIS_LANE})
-"""
-FORGET = f"""
-DELETE FROM saf.backoff WHERE {THIS_LANE}
-AND NOT EXISTS (SELECT FROM saf.parked WHERE {THIS_LANE})
 """
 
 PARKED_COLUMNS = (
@@ -195,28 +180,31 @@ PARK = sql.SQL("COPY saf.parked ({}) FROM STDIN").format(
     sql.SQL(", ").join(map(sql.Identifier, PARKED_COLUMNS))
 )
 MOVE = """
-UPDATE saf.parked SET destination = %(destination)s, lane = %(lane)s
-WHERE subscription_id = %(subscription_id)s AND parked_id = ANY (%(parked_ids)s)
+UPDATE saf.parked p SET destination = %(destination)s, lane = w.lane
+FROM unnest(%(parked_ids)s::bigint[], %(lanes)s::text[]) AS w (parked_id, lane)
+WHERE p.parked_id = w.parked_id
 """
 # Under the address that has been found meanwhile
 ADDRESS = ("to_service", "to_broker", "key")
 COPY_TO = f"""
 INSERT INTO saf.parked (destination, lane, quality, parked_at, subscription_id, shard, id, batch,
                         position, {", ".join(COLUMNS)})
-SELECT %(destination)s, %(lane)s, %(quality)s, parked_at, subscription_id, shard, id, batch,
+SELECT %(destination)s, w.lane, %(quality)s, parked_at, subscription_id, shard, id, batch,
        position, {", ".join(f"{'w' if c in ADDRESS else 'p'}.{c}" for c in COLUMNS)}
-FROM unnest(%(parked_ids)s::bigint[], %(to_services)s::text[], %(to_brokers)s::uuid[],
-            %(keys)s::text[]) AS w (parked_id, {", ".join(ADDRESS)})
+FROM unnest(%(parked_ids)s::bigint[], %(lanes)s::text[], %(to_services)s::text[],
+            %(to_brokers)s::uuid[], %(keys)s::text[])
+    WITH ORDINALITY AS w (parked_id, lane, {", ".join(ADDRESS)}, place)
 JOIN saf.parked p USING (parked_id)
-ORDER BY batch, position
+ORDER BY place
 """
 UNPARK = "DELETE FROM saf.parked WHERE parked_id = ANY (%(parked_ids)s)"
 
 # What was parked ahead of the open batch's position stays until the position has passed it: only as
 # long as it is here is it known that the batch must not send it as well.
-IN_LANE = """
+IN_LANES = """
 SELECT {columns} FROM saf.parked
-WHERE subscription_id = {subscription_id} AND destination = {destination} AND lane = {lane}
+WHERE subscription_id = {subscription_id} AND destination = {destination}
+  AND lane = ANY ({lanes}::text[])
   AND shard = ANY ({shards}::smallint[])
   AND NOT (id > {after} AND parked_at >= {opened_at}::timestamptz)
 ORDER BY {order}
@@ -246,23 +234,14 @@ WHERE subscription_id = %(subscription_id)s AND destination = %(destination)s
 """
 
 
-def waiting(connection: psycopg.Connection[Any], subscription_id: int) -> tuple[Backoff, ...]:
-    """The lanes of a subscription that wait, in the order in which they are to be tried."""
-    with psycopg.Cursor(connection, row_factory=class_row(Backoff)) as cursor:
-        return tuple(cursor.execute(WAITING, {"subscription_id": subscription_id}).fetchall())
-
-
-def due_here(connection: psycopg.Connection[Any], subscription_id: int, member_id: UUID) -> bool:
-    """Whether any parked messages of the member's shards are to be tried now."""
-    params = {"subscription_id": subscription_id, "member_id": member_id}
-    ((due,),) = fetch(connection, DUE_HERE, params)
-    return bool(due)
-
-
-def parked(connection: psycopg.Connection[Any]) -> list[Parked]:
-    """All lanes that wait in a broker, for people."""
-    with psycopg.Cursor(connection, row_factory=class_row(Parked)) as cursor:
-        return cursor.execute(PARKED).fetchall()
+def parked(connection: psycopg.Connection[Any], limit: int | None = None) -> Waiting:
+    """The lanes that wait in a broker, for people; at most so many of them."""
+    with psycopg.Cursor(connection, row_factory=class_row(_Parked)) as cursor:
+        params = {"of_service": list(OF_SERVICE), "limit": limit}
+        found = cursor.execute(PARKED, params).fetchall()
+    ((messages,),) = fetch(connection, PARKED_MESSAGES)
+    shown = tuple(Parked(**{f.name: getattr(one, f.name) for f in fields(Parked)}) for one in found)
+    return Waiting(shown=shown, lanes=found[0].lanes if found else 0, messages=messages)
 
 
 def retry_now(connection: psycopg.Connection[Any], destination: str | None = None) -> int:
@@ -270,40 +249,31 @@ def retry_now(connection: psycopg.Connection[Any], destination: str | None = Non
     return connection.execute(RETRY_NOW, {"destination": destination}).rowcount
 
 
-def postpone(
-    connection: psycopg.Connection[Any], subscription_id: int, lane: Lane, error: str
+def names(lanes: Iterable[Lane]) -> dict[str, list[str]]:
+    """Lanes as two columns for a statement."""
+    lanes = list(lanes)
+    return {
+        "destinations": [lane.destination for lane in lanes],
+        "lanes": [lane.lane for lane in lanes],
+    }
+
+
+def touch(
+    connection: psycopg.Connection[Any], subscription_id: int, lanes: Iterable[Lane], error: str
 ) -> None:
-    """An attempt at the lane has failed. Call it in a transaction.
-
-    An attempt that was not due, because another member has just failed too, does not count.
-    """
-    params = _params(subscription_id, lane) | {"error": error}
-    ((attempts, due),) = fetch(connection, TOUCH, params)
-    if due:
-        params |= {"attempts": attempts + 1, "wait": wait_seconds(attempts + 1)}
-        connection.execute(POSTPONE, params)
+    """Something is about to be parked in these lanes. Call it in that transaction."""
+    params = {"subscription_id": subscription_id, "error": error, **names(lanes)}
+    connection.execute(TOUCH, params)
 
 
-def succeeded(connection: psycopg.Connection[Any], subscription_id: int, lane: Lane) -> None:
-    """The lane is open again: forget its attempts, and the lane once it is empty.
-
-    Call it in a transaction.
-    """
-    forget(connection, subscription_id, lane)
-    connection.execute(RESET, _params(subscription_id, lane))
-
-
-def forget(connection: psycopg.Connection[Any], subscription_id: int, lane: Lane) -> None:
-    """Nothing waits in the lane any more, unless it does. Call it in a transaction."""
-    params = _params(subscription_id, lane)
-    connection.execute(LOCK, params)
-    connection.execute(FORGET, params)
-
-
-def park(connection: psycopg.Connection[Any], lane: Lane, rows: Sequence[dict[str, Any]]) -> None:
-    """Copy messages, as dicts of `PARKED_COLUMNS`, into a lane. Call it in a transaction."""
-    for subscription_id in {row["subscription_id"] for row in rows}:
-        fetch(connection, TOUCH, _params(subscription_id, lane) | {"error": "behind others"})
+def park(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) -> None:
+    """Copy messages, as dicts of `PARKED_COLUMNS`, into their lanes. Call it in a transaction."""
+    lanes: dict[int, set[Lane]] = defaultdict(set)
+    for row in rows:
+        lane = Lane(destination=row["destination"], lane=row["lane"])
+        lanes[row["subscription_id"]].add(lane)
+    for subscription_id, some in lanes.items():
+        touch(connection, subscription_id, some, "behind others")
     copy_in(connection, rows)
 
 
@@ -316,36 +286,36 @@ def copy_in(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]])
 
 def move(
     connection: psycopg.Connection[Any],
-    subscription_id: int,
-    lane: Lane,
+    destination: str,
+    lanes: Sequence[str],
     parked_ids: Sequence[int],
 ) -> None:
-    """Put parked messages into another lane. Call it in a transaction."""
-    params = _params(subscription_id, lane)
-    fetch(connection, TOUCH, params | {"error": "behind others"})
-    connection.execute(MOVE, params | {"parked_ids": list(parked_ids)})
+    """Put parked messages into other lanes, one for each of them.
+
+    `touch` the lanes, and call it in that transaction.
+    """
+    params = {"destination": destination, "lanes": list(lanes), "parked_ids": list(parked_ids)}
+    connection.execute(MOVE, params)
 
 
 def copy(
     connection: psycopg.Connection[Any],
-    subscription_id: int,
-    lane: Lane,
+    destination: str,
     quality: str | None,
     rows: Sequence[dict[str, Any]],
 ) -> None:
-    """Copy parked messages into another lane, with their `ADDRESS` by parked_id.
+    """Copy parked messages into lanes, with their ``lane`` and `ADDRESS` by parked_id.
 
-    Call it in a transaction, and `unpark` them there.
+    In the order given. `touch` the lanes; call it, and `unpark` those copied, in that transaction.
     """
-    params = _params(subscription_id, lane)
-    fetch(connection, TOUCH, params | {"error": "has found a route"})
     columns = {
         "parked_ids": [row["parked_id"] for row in rows],
+        "lanes": [row["lane"] for row in rows],
         "to_services": [row["to_service"] for row in rows],
         "to_brokers": [row["to_broker"] and UUID(bytes=row["to_broker"]) for row in rows],
         "keys": [row["key"] for row in rows],
     }
-    connection.execute(COPY_TO, params | {"quality": quality} | columns)
+    connection.execute(COPY_TO, {"destination": destination, "quality": quality} | columns)
 
 
 def unpark(connection: psycopg.Connection[Any], parked_ids: Sequence[int]) -> None:
@@ -353,10 +323,10 @@ def unpark(connection: psycopg.Connection[Any], parked_ids: Sequence[int]) -> No
     connection.execute(UNPARK, {"parked_ids": list(parked_ids)})
 
 
-def as_log(columns: Sequence[str | sql.Composable], lane: Lane) -> list[str | sql.Composable]:
-    """Columns of a log, and ``batch``, as a lane has them: what the watermark knows as such."""
+def as_log(columns: Sequence[str | sql.Composable], *, found: bool) -> list[str | sql.Composable]:
+    """Columns of a log, and ``batch``, as lanes have them: what the watermark knows as such."""
     as_found = {"id": sql.SQL("parked_id AS id"), "batch": sql.SQL("0::bigint AS batch")}
-    there = as_found if lane.found else {"id": sql.SQL("position AS id")}
+    there = as_found if found else {"id": sql.SQL("position AS id")}
     return [there.get(one, one) if isinstance(one, str) else one for one in columns]
 
 
@@ -388,41 +358,38 @@ def known(
     return {id_ for (id_,) in fetch(connection, KNOWN, params)}
 
 
-def occupied(connection: psycopg.Connection[Any], batch: Batch, lanes: Sequence[Lane]) -> set[Lane]:
+def occupied(connection: psycopg.Connection[Any], batch: Batch, lanes: Iterable[Lane]) -> set[Lane]:
     """Which of some lanes have messages of a batch's shards."""
-    params = {
-        "subscription_id": batch.subscription_id,
-        "shards": batch.shards,
-        "destinations": [lane.destination for lane in lanes],
-        "lanes": [lane.lane for lane in lanes],
-    }
+    params = {"subscription_id": batch.subscription_id, "shards": batch.shards, **names(lanes)}
     rows = fetch(connection, OCCUPIED, params)
     return {Lane(destination=destination, lane=lane) for destination, lane in rows}
 
 
-def in_lane(batch: Batch, lane: Lane, columns: Sequence[str | sql.Composable]) -> str:
-    """The query for a lane's messages of a batch's shards, in order; complete, for COPY."""
+def in_lanes(
+    batch: Batch,
+    destination: str,
+    lanes: Iterable[str],
+    columns: Sequence[str | sql.Composable],
+    *,
+    found: bool = False,
+) -> str:
+    """The query for messages of a batch's shards in lanes of one destination; complete, for COPY.
+
+    In the order of each lane. Those of what has ``found`` a route have one of their own.
+    """
     return (
-        sql.SQL(IN_LANE)
+        sql.SQL(IN_LANES)
         .format(
             columns=sql.SQL(", ").join(
                 sql.Identifier(column) if isinstance(column, str) else column for column in columns
             ),
             subscription_id=sql.Literal(batch.subscription_id),
-            destination=sql.Literal(lane.destination),
-            lane=sql.Literal(lane.lane),
+            destination=sql.Literal(destination),
+            lanes=sql.Literal(list(lanes)),
             shards=sql.Literal(batch.shards),
             after=sql.Literal(batch.position),
-            order=sql.SQL("parked_id" if lane.found else "batch, position"),
+            order=sql.SQL("parked_id" if found else "batch, position"),
             opened_at=sql.Literal(batch.opened_at.isoformat()),
         )
         .as_string(None)
     )
-
-
-def _params(subscription_id: int, lane: Lane) -> dict[str, Any]:
-    return {
-        "subscription_id": subscription_id,
-        "destination": lane.destination,
-        "lane": lane.lane,
-    }

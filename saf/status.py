@@ -11,7 +11,7 @@ import psycopg
 from psycopg.rows import class_row
 
 from saf.database import fetch
-from saf.parking import Parked, parked
+from saf.parking import Parked, Waiting, parked
 
 # Each shard's rows that are not complete: not visible in done, and not within the open batch at
 # or below its position. Two ranges of the index per shard, whatever the age of the table.
@@ -83,7 +83,7 @@ class BrokerStatus:
 
     shards: tuple[ShardStatus, ...]
     members: tuple[MemberStatus, ...]
-    lanes: tuple[Parked, ...]
+    waiting: Waiting
     """What waits for something, why, and when it is tried next."""
     dead_letters: int
 
@@ -95,7 +95,12 @@ class BrokerStatus:
     @property
     def parked(self) -> int:
         """Messages that wait for something."""
-        return sum(lane.messages for lane in self.lanes)
+        return self.waiting.messages
+
+    @property
+    def lanes(self) -> tuple[Parked, ...]:
+        """Lanes that wait; of many, those that hold up most."""
+        return self.waiting.shown
 
     @property
     def oldest_pending_seconds(self) -> float | None:
@@ -109,6 +114,7 @@ class BrokerStatus:
             "oldest_pending_seconds": self.oldest_pending_seconds,
             "parked": self.parked,
             "lanes": [lane.as_dict() for lane in self.lanes],
+            "lanes_waiting": self.waiting.lanes,
             "dead_letters": self.dead_letters,
             "members": [asdict(member) for member in self.members],
             "shards": [
@@ -118,20 +124,20 @@ class BrokerStatus:
         }
 
 
-def broker_status(connection: psycopg.Connection[Any]) -> BrokerStatus:
-    """The state of one broker's outbox, in one snapshot. Reads only."""
+def broker_status(connection: psycopg.Connection[Any], limit: int | None = None) -> BrokerStatus:
+    """The state of one broker's outbox, with at most so many lanes, in one snapshot. Reads only."""
     with connection.transaction():
         connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
         with psycopg.Cursor(connection, row_factory=class_row(ShardStatus)) as cursor:
             shards = cursor.execute(SHARDS).fetchall()
         with psycopg.Cursor(connection, row_factory=class_row(MemberStatus)) as cursor:
             members = cursor.execute(MEMBERS).fetchall()
-        lanes = parked(connection)
+        waiting = parked(connection, limit)
         ((dead_letters,),) = fetch(connection, DEAD)
     return BrokerStatus(
         shards=tuple(shards),
         members=tuple(members),
-        lanes=tuple(lanes),
+        waiting=waiting,
         dead_letters=dead_letters,
     )
 

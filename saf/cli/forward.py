@@ -108,6 +108,8 @@ def show(summary: Summary, *, as_json: bool) -> None:
             continue
         when = f"{datetime.fromisoformat(lane['next_attempt_at']):%H:%M:%S}"
         typer.echo(f"saf: waiting until {when}: {lane['error']}", err=True)
+    if more := summary.waiting_lanes - len(summary.waiting):
+        typer.echo(f"saf: and {more:,} more lanes wait; see `saf parked list`", err=True)
     for problem in summary.problems:
         typer.echo(f"saf: {problem['error']}", err=True)
 

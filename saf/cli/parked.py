@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.config import load
-from saf.parking import Parked, parked, retry_now
+from saf.parking import Waiting, parked, retry_now
 
 app = typer.Typer(no_args_is_help=True, help="Messages that wait, and when they are tried next.")
+
+LIMIT = 100
 
 FOR_EVER = 9999
 """The year of what is not tried again by itself; see `saf.lanes`."""
@@ -21,15 +23,26 @@ Destination = Annotated[str | None, typer.Option(help="Only what waits for this 
 
 
 @app.command("list")
-def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -> None:
-    """Show each lane of parked messages: how many, why, and when it is tried next."""
+def list_(
+    config: Config = None,
+    broker: Name = None,
+    limit: Annotated[int, typer.Option(min=1, help="Lanes per broker, at most.")] = LIMIT,
+    as_json: AsJson = False,
+) -> None:
+    """Show the lanes of parked messages: how many, why, and when each is tried next.
+
+    Of many, those that hold up most.
+    """
     round_ = Round(chosen(load(config), broker))
-    lanes = round_.visit("parked", lambda connection, _: parked(connection))
+    lanes = round_.visit("parked", lambda connection, _: parked(connection, limit))
     if as_json:
         rows = [
-            {"broker": name, **lane.as_dict()} for name, found in lanes.items() for lane in found
+            {"broker": name, **lane.as_dict()}
+            for name, found in lanes.items()
+            for lane in found.shown
         ]
-        typer.echo(json.dumps({"parked": rows, "errors": round_.errors()}))
+        counts = {name: found.lanes for name, found in lanes.items()}
+        typer.echo(json.dumps({"parked": rows, "lanes": counts, "errors": round_.errors()}))
     else:
         show(lanes)
     round_.finish(say=not as_json)
@@ -53,10 +66,10 @@ def retry_now_(
     round_.finish(say=not as_json)
 
 
-def show(lanes: Mapping[str, Sequence[Parked]]) -> None:
-    """A line for each lane: errors are too long for a table."""
+def show(lanes: Mapping[str, Waiting]) -> None:
+    """A line for each lane that is shown: errors are too long for a table."""
     for name, found in lanes.items():
-        for lane in found:
+        for lane in found.shown:
             when = "now" if lane.due else f"{lane.next_attempt_at:%H:%M:%S}"
             if lane.next_attempt_at.year == FOR_EVER:
                 when = "on an operator's word"
@@ -65,3 +78,5 @@ def show(lanes: Mapping[str, Sequence[Parked]]) -> None:
                 f"{name}: {lane.messages:,} parked{who}, {lane.key}; {lane.attempts} attempts, "
                 f"next {when}: {lane.error}"
             )
+        if more := found.lanes - len(found.shown):
+            typer.echo(f"{name}: and {more:,} more lanes; {found.messages:,} parked in all")

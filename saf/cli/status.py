@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from saf.backoff import SHOWN
 from saf.cli import parked
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.cli.console import plain_console
@@ -24,14 +25,14 @@ def command(
 ) -> None:
     """Show what is pending, parked and dead in each source broker, and why it waits."""
     round_ = Round(chosen(load(config), broker))
-    known = round_.visit("status", lambda connection, _: broker_status(connection))
+    known = round_.visit("status", lambda connection, _: broker_status(connection, SHOWN))
     if as_json:
         brokers = [{"broker": name, **status.as_dict()} for name, status in known.items()]
         typer.echo(json.dumps({"brokers": brokers, "errors": round_.errors()}))
     else:
         console = plain_console()
         console.print(_overview(known))
-        parked.show({name: status.lanes for name, status in known.items()})
+        parked.show({name: status.waiting for name, status in known.items()})
         if shards:
             for name, status in known.items():
                 console.print(_by_shard(name, status))

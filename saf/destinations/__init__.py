@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Protocol
 from uuid import UUID
 
 from saf.cursor import Batch
-from saf.parking import MAIN
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -25,11 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Messages of one lane for one destination, in the order of their ids.
+    """Messages for one destination, in the order of their lanes.
 
     ``rows`` has the columns ``id`` and ``shard`` of the source, and `saf.message.COLUMNS`; parked
-    ones also have the ``batch`` they were parked in. Storing the chunk completes, in this lane of
-    this destination, every message of the batch's shards up to (number, position).
+    ones also have the ``batch`` they were parked in.
+
+    The messages of the destination's own lane are in the order of their ids. Storing them completes
+    in it every message of the batch's shards up to (number, position). All others have a column
+    ``lane``, and may be of many: storing them completes, in each lane, every message of a shard up
+    to the last one that is here.
     """
 
     source: UUID
@@ -39,7 +42,6 @@ class Chunk:
     number: int
     """Of the batch that the last row is from."""
     position: int
-    lane: str = MAIN
     behind: frozenset[str] = frozenset()
     """Services of which older messages wait in a lane of their own: those that are not stored yet
     wait too, as if the services were unknown."""

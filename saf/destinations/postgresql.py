@@ -10,7 +10,7 @@ Arrow goes in as it came: the ADBC driver writes it as COPY binary, inside the t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from uuid import UUID
@@ -18,6 +18,7 @@ from uuid import UUID
 import adbc_driver_manager.dbapi as adbc
 import adbc_driver_postgresql.dbapi
 import numpy as np
+import numpy.typing as npt
 import psycopg.errors
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -55,35 +56,45 @@ BROKER_ID = "SELECT broker_id::text FROM saf.broker"
 TAKE_TURN = "SELECT pg_advisory_xact_lock(hashtextextended('saf.watermark', 0))"
 KNOW_SHARDS = """
 INSERT INTO saf.watermark (source, shard, lane, epoch, batch, position)
-SELECT {source}::uuid, shard, {lane}, 0, 0, 0 FROM unnest({shards}::smallint[]) AS s (shard)
+SELECT {source}::uuid, shard, lane, 0, 0, 0
+FROM unnest({shards}::smallint[], {lanes}::text[]) AS s (shard, lane)
 WHERE NOT EXISTS (SELECT FROM saf.watermark w
-                  WHERE w.source = {source}::uuid AND w.shard = s.shard AND w.lane = {lane})
+                  WHERE w.source = {source}::uuid AND w.shard = s.shard AND w.lane = s.lane)
 """
 
 # In the order of the shards, so that two deliveries wait for each other instead of deadlocking. The
 # newest version is the first that the index finds; see saf.shards.newest.
 LOCK = f"""
 SELECT w.*, batch > {{current}} OR batch = {{current}} AND opened_at <> {{opened_at}}::timestamptz
-FROM unnest({{shards}}::smallint[]) AS s (shard)
+FROM unnest({{shards}}::smallint[], {{lanes}}::text[]) AS s (shard, lane)
 CROSS JOIN LATERAL (
-    SELECT shard, epoch, batch, position, opened_at, source, lane FROM saf.watermark
-    WHERE (source, shard, lane, batch) <= ({{source}}::uuid, s.shard, {{lane}}, {LAST})
+    SELECT shard, lane, epoch, batch, position, opened_at, source FROM saf.watermark
+    WHERE (source, shard, lane, batch) <= ({{source}}::uuid, s.shard, s.lane, {LAST})
     ORDER BY source DESC, shard DESC, lane DESC, batch DESC LIMIT 1 FOR UPDATE
 ) AS w
-WHERE w.source = {{source}}::uuid AND w.shard = s.shard AND w.lane = {{lane}}
+WHERE w.source = {{source}}::uuid AND w.shard = s.shard AND w.lane = s.lane
 """
 
 # The epoch rises even where every row was stored before, so that the owner before is fenced
 MOVE = """
 UPDATE saf.watermark w SET epoch = mine.epoch, (batch, position, opened_at) = (
     SELECT batch, position, opened_at FROM (
-        VALUES (w.batch, w.position, w.opened_at), ({batch}, {position}, {opened_at}::timestamptz)
+        VALUES (w.batch, w.position, w.opened_at),
+               (mine.number, mine.position, {opened_at}::timestamptz)
     ) AS mark (batch, position, opened_at) ORDER BY batch DESC, position DESC LIMIT 1)
-FROM unnest({shards}::smallint[], {epochs}::bigint[], {locked}::bigint[])
-     AS mine (shard, epoch, batch)
-WHERE w.source = {source}::uuid AND w.shard = mine.shard AND w.lane = {lane}
+FROM unnest({shards}::smallint[], {lanes}::text[], {epochs}::bigint[], {locked}::bigint[],
+            {batches}::bigint[], {positions}::bigint[])
+     AS mine (shard, lane, epoch, batch, number, position)
+WHERE w.source = {source}::uuid AND w.shard = mine.shard AND w.lane = mine.lane
   AND w.batch = mine.batch
 """
+
+
+LANE = "lane"
+Place = tuple[int, str]
+"""A shard and a lane: what has a watermark."""
+Mark = tuple[int, int]
+"""(batch, position)"""
 
 
 class PostgresInbox:
@@ -113,12 +124,15 @@ class PostgresInbox:
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         """Store a chunk; see `saf.destinations.Destination`."""
         with self._transaction() as cursor:
-            marks = self._lock_watermarks(cursor, chunk)
+            ends = completed(chunk)
+            marks = self._lock_watermarks(cursor, chunk, list(ends))
             rows = beyond(chunk.rows, chunk.number, marks) if exactly_once else chunk.rows
             unknown = self._unknown(cursor, rows, chunk.behind)
             # nobody who was owner before may store what the caller sets aside now
             epoch_only = bool(unknown) or not exactly_once
-            self._move_watermarks(cursor, chunk, marks, epoch_only=epoch_only)
+            if epoch_only:
+                ends = dict.fromkeys(ends, (0, 0))
+            self._move_watermarks(cursor, chunk, marks, ends)
             if rows.num_rows and not unknown:
                 cursor.adbc_ingest(
                     "inbox", inbox_rows(rows, chunk.source), mode="append", db_schema_name="saf"
@@ -135,11 +149,13 @@ class PostgresInbox:
         if connection is not None:
             connections.put(self.keep, "deliver", self.dsn, connection)
 
-    def _lock_watermarks(self, cursor: adbc.Cursor, chunk: Chunk) -> dict[int, tuple[int, int]]:
-        """Lock the watermarks of the chunk's shards; return them, (batch, position) by shard."""
-        values = _values(chunk)
+    def _lock_watermarks(
+        self, cursor: adbc.Cursor, chunk: Chunk, places: Sequence[Place]
+    ) -> dict[Place, Mark]:
+        """Lock the watermarks of the chunk's shards and lanes; return them."""
+        values = _values(chunk, places)
         marks = _query(cursor, LOCK, values)
-        if len(marks) < len(chunk.batch.epochs):
+        if len(marks) < len(places):
             # in a transaction of its own: who waits for its turn holds nothing
             self._connect().rollback()
             _query(cursor, TAKE_TURN)
@@ -147,27 +163,28 @@ class PostgresInbox:
             self._connect().commit()
             marks = _query(cursor, LOCK, values)
         epochs = dict(chunk.batch.epochs)
-        newer = [shard for shard, epoch, *_ in marks if epoch > epochs[shard]]
+        newer = [shard for shard, _, epoch, *_ in marks if epoch > epochs[shard]]
         if newer:
-            raise Fenced(f"destination {self.name!r}", newer)
-        ahead = [shard for shard, *_, ahead in marks if ahead]
-        if ahead and chunk.lane == MAIN:
+            raise Fenced(f"destination {self.name!r}", sorted(set(newer)))
+        ahead = [shard for shard, lane, *_, ahead in marks if ahead and lane == MAIN]
+        if ahead:
             raise Ahead(f"destination {self.name!r}", ahead)
-        return {shard: (batch, position) for shard, _, batch, position, *_ in marks}
+        return {(shard, lane): (batch, position) for shard, lane, _, batch, position, *_ in marks}
 
     def _move_watermarks(
         self,
         cursor: adbc.Cursor,
         chunk: Chunk,
-        marks: dict[int, tuple[int, int]],
-        *,
-        epoch_only: bool,
+        marks: Mapping[Place, Mark],
+        ends: Mapping[Place, Mark],
     ) -> None:
         """Move the locked watermarks to the chunk's end: an older owner writes nothing any more."""
-        values = _values(chunk)
-        values["locked"] = sql.Literal([marks[shard][0] for shard in chunk.batch.shards])
-        if epoch_only:
-            values |= {"batch": sql.Literal(0), "position": sql.Literal(0)}
+        places, epochs = list(ends), dict(chunk.batch.epochs)
+        values = _values(chunk, places)
+        values["epochs"] = sql.Literal([epochs[shard] for shard, _ in places])
+        values["locked"] = sql.Literal([marks[place][0] for place in places])
+        values["batches"] = sql.Literal([batch for batch, _ in ends.values()])
+        values["positions"] = sql.Literal([position for _, position in ends.values()])
         _query(cursor, MOVE, values)
 
     def _unknown(self, cursor: adbc.Cursor, rows: pa.Table, behind: frozenset[str]) -> list[str]:
@@ -230,34 +247,56 @@ class PostgresInbox:
         return Unavailable(f"destination {self.name!r}", reason)
 
 
-def _values(chunk: Chunk) -> dict[str, sql.Literal]:
+def _values(chunk: Chunk, places: Sequence[Place]) -> dict[str, sql.Literal]:
     return {
         "source": sql.Literal(str(chunk.source)),
-        "shards": sql.Literal(chunk.batch.shards),
-        "epochs": sql.Literal([epoch for _, epoch in chunk.batch.epochs]),
-        "lane": sql.Literal(chunk.lane),
-        "batch": sql.Literal(chunk.number),
-        "position": sql.Literal(chunk.position),
+        "shards": sql.Literal([shard for shard, _ in places]),
+        "lanes": sql.Literal([lane for _, lane in places]),
         "current": sql.Literal(chunk.batch.number),
         "opened_at": sql.Literal(chunk.batch.opened_at.isoformat()),
     }
 
 
-def beyond(rows: pa.Table, number: int, stored: dict[int, tuple[int, int]]) -> pa.Table:
-    """The rows after what is stored of their shard: (batch, position). Others' shards are fresh.
+def completed(chunk: Chunk) -> dict[Place, Mark]:
+    """Up to where a chunk completes its shards and lanes, in the order in which they are locked."""
+    if LANE not in chunk.rows.column_names:
+        end = (chunk.number, chunk.position)
+        return {(shard, MAIN): end for shard in chunk.batch.shards}
+    rows = chunk.rows
+    places, which = _places(rows)
+    last = np.zeros(len(places), np.int64)
+    last[which] = np.arange(rows.num_rows)  # of several, the last one stays
+    ends = rows.select(["batch", "id"]).take(last)
+    marks = zip(ends["batch"].to_pylist(), ends["id"].to_pylist(), strict=True)
+    return dict(sorted(zip(places, marks, strict=True)))
+
+
+def beyond(rows: pa.Table, number: int, stored: Mapping[Place, Mark]) -> pa.Table:
+    """The rows after what is stored of their shard and lane. Others' are fresh.
 
     ``number`` is the batch of all rows, unless they have a column that says which.
     """
     if not stored or not rows.num_rows:
         return rows
-    shards = rows["shard"].to_numpy()
+    places, which = _places(rows)
     ids = rows["id"].to_numpy()
     batches = rows["batch"].to_numpy() if "batch" in rows.column_names else np.int64(number)
-    marks = np.zeros((max(int(shards.max()), *stored) + 1, 2), dtype=np.int64)
-    marks[list(stored)] = list(stored.values())
-    batch, position = marks[shards].T
+    marks = np.array([stored.get(place, (0, 0)) for place in places], dtype=np.int64)
+    batch, position = marks[which].T
     fresh = (batches > batch) | ((batches == batch) & (ids > position))
     return rows if fresh.all() else rows.filter(pa.array(fresh))
+
+
+def _places(rows: pa.Table) -> tuple[list[Place], npt.NDArray[np.int64]]:
+    """The shards and lanes that rows are of; and which of them each row is."""
+    shards = rows["shard"].to_numpy().astype(np.int64)
+    names = [MAIN]
+    if LANE in rows.column_names:
+        encoded = rows[LANE].combine_chunks().dictionary_encode()
+        names = encoded.dictionary.to_pylist()
+        shards = shards * len(names) + encoded.indices.to_numpy()
+    codes, which = np.unique(shards, return_inverse=True)
+    return [(int(code) // len(names), names[code % len(names)]) for code in codes], which
 
 
 def inbox_rows(rows: pa.Table, source: UUID) -> pa.Table:

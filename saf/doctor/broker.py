@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from psycopg import sql
 
+from saf.backoff import SHOWN
 from saf.database import check_schema
 from saf.doctor.patient import Found, Patient
 from saf.errors import SchemaError
 from saf.grants import RIGHTS, Kind
+from saf.parking import OF_SERVICE
 from saf.rebase import IS_RESTORED
 
 
@@ -108,22 +110,39 @@ def _left_lying(patient: Patient, log: str, written: str, start: str) -> Found:
 
 
 LANES = """
-SELECT destination, lane, attempts, next_attempt_at::text, b.error, count(p.parked_id)
-FROM saf.backoff b LEFT JOIN saf.parked p USING (subscription_id, destination, lane)
-WHERE attempts >= %(attempts)s GROUP BY 1, 2, 3, 4, 5 ORDER BY 1, 2
+SELECT destination, lane, attempts, next_attempt_at::text, b.error, lanes,
+       (SELECT count(*) FROM saf.parked p
+        WHERE (p.subscription_id, p.destination, p.lane)
+            = (b.subscription_id, b.destination, b.lane))
+FROM (SELECT *, count(*) OVER () AS lanes FROM saf.backoff
+      WHERE attempts >= %(attempts)s
+      ORDER BY lane ^@ ANY (%(of_service)s), attempts DESC, destination, lane
+      LIMIT %(shown)s) AS b
+ORDER BY lane ^@ ANY (%(of_service)s), attempts DESC, destination, lane
 """
 
 
 def parked(patient: Patient) -> Found:
     """Lanes that were tried in vain again and again."""
-    found = patient.ask(LANES, attempts=patient.limits.many_attempts)
-    for destination, lane, attempts, next_at, error, count in found:
+    found = patient.ask(
+        LANES,
+        attempts=patient.limits.many_attempts,
+        of_service=list(OF_SERVICE),
+        shown=SHOWN,
+    )
+    for destination, lane, attempts, next_at, error, _, count in found:
         name = " ".join(filter(None, [destination, lane]))
         yield (
             "error",
             f"lane {name!r} has failed {attempts} times, {count} messages are parked in it, the "
             f"next attempt is at {next_at}: {error}",
             "mend what the error says; nothing is lost meanwhile",
+        )
+    if found and (more := found[0][5] - len(found)):
+        yield (
+            "error",
+            f"{more} more lanes have failed {patient.limits.many_attempts} times or more",
+            "saf parked list, with a --limit, names them",
         )
 
 

@@ -16,15 +16,15 @@ import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from saf import dead, parking
+from saf import backoff, dead, parking
 from saf.cursor import hold
 from saf.dialogs.statements import TELL
 from saf.errors import SafError
 from saf.failpoints import fail_point
 from saf.message import COLUMNS
-from saf.parking import Lane
+from saf.parking import ADDRESS, FOUND, Lane
 from saf.spark.at_source import AtSource
-from saf.spark.sorting import Part
+from saf.spark.sorting import LANE, Part
 from saf.spark.work import Work
 
 _UUIDS = ("message_id", "to_broker", "conversation_id")
@@ -35,9 +35,11 @@ class Aside:
     """Of one chunk: lanes that failed or are open again, parked messages, dead letters."""
 
     work: Work
-    lane: Lane | None = None
-    """The lane that the chunk was parked in; None for new messages."""
+    from_lanes: bool = False
+    """The chunk was parked already, and its rows say in which lanes; else it is of new messages."""
     failed: dict[Lane, SafError] = field(default_factory=dict)
+    down: set[str] = field(default_factory=set)
+    """Destinations that do not answer."""
     opened: set[Lane] = field(default_factory=set)
     parked: list[Part] = field(default_factory=list)
     dead: list[tuple[pa.Table, str, str, str]] = field(default_factory=list)
@@ -53,11 +55,23 @@ class Aside:
     @property
     def ahead(self) -> bool:
         """There is something that a watermark must not pass unwritten."""
-        here = [part for part in self.parked if self.lane is None or part.lane != self.lane]
-        return bool(here or self.dead or self.unread)
+        return bool(self.parked or self.dead or self.unread)
 
     def __bool__(self) -> bool:
         return bool(self.failed or self.opened or self.parked or self.dead or self.unread)
+
+    def wait(self, part: Part) -> None:
+        """These are parked in their lanes, or stay there."""
+        if self.from_lanes:
+            self._staying |= set(part.rows["parked_id"].to_pylist())
+        else:
+            self.parked.append(part)
+
+    def move(self, part: Part) -> None:
+        """These are parked in lanes that they were not in before."""
+        self.parked.append(part)
+        if self.from_lanes:
+            self._staying |= set(part.rows["parked_id"].to_pylist())
 
     def bury(self, rows: pa.Table, destination: str, reason: str, error: str) -> None:
         """These become dead letters."""
@@ -88,16 +102,18 @@ class Aside:
     def write(self, source: psycopg.Connection[Any]) -> None:
         """Write it all, in the caller's transaction."""
         subscription_id = self.work.batch.subscription_id
-        for lane, error in self.failed.items():
-            parking.postpone(source, subscription_id, lane, str(error))
-        for part in self.parked:
-            rows = list(self._parked(part))
-            ids = [row["id"] for row in rows]
-            here = parking.known(source, subscription_id, part.lane.destination, ids)
-            parking.park(source, part.lane, [row for row in rows if row["id"] not in here])
+        rows: list[dict[str, Any]] = []
+        for destination in {part.waits_at for part in self.parked}:
+            mine = [part for part in self.parked if part.waits_at == destination]
+            dicts = [row for part in mine for row in self._parked(part)]
+            ids = [row["id"] for row in dicts]
+            here = parking.known(source, subscription_id, destination, ids)
+            rows += [row for row in dicts if row["id"] not in here]
+        if rows:
+            parking.park(source, rows)
+        self._postpone(source)
         self._bury(source)
-        for lane in self.opened:
-            parking.succeeded(source, subscription_id, lane)
+        backoff.succeeded(source, subscription_id, self.opened)
 
     def write_ahead(self, at_source: AtSource) -> None:
         """Write what there is so far, if a watermark must not pass it unwritten."""
@@ -106,11 +122,11 @@ class Aside:
 
         def write(source: psycopg.Connection[Any]) -> None:
             hold(source, self.work.batch)
-            if self.lane is None:
-                self.write(source)
-            else:
+            if self.from_lanes:
                 buried = [rows["parked_id"].to_pylist() for rows, *_ in self.dead]
-                self.write_from_lane(source, [number for ids in buried for number in ids])
+                self.write_from_lanes(source, [number for ids in buried for number in ids])
+            else:
+                self.write(source)
 
         at_source(write)
         self.written()
@@ -124,18 +140,30 @@ class Aside:
         self.dead.clear()
         self.unread.clear()
 
-    def write_from_lane(self, source: psycopg.Connection[Any], parked_ids: Sequence[int]) -> None:
-        """The same for messages that were parked in a lane already: what has gone leaves it."""
+    def write_from_lanes(self, source: psycopg.Connection[Any], parked_ids: Sequence[int]) -> None:
+        """The same for messages that were parked already: what has gone leaves its lane."""
         subscription_id = self.work.batch.subscription_id
-        for failed, error in self.failed.items():
-            parking.postpone(source, subscription_id, failed, str(error))
+        gone = [number for number in parked_ids if number not in self._staying]
+        if self.parked:
+            lanes = {lane for part in self.parked for lane in part.lanes}
+            parking.touch(source, subscription_id, lanes.union(self.failed), "behind others")
+        self._postpone(source)
         for part in self.parked:
-            ids = part.rows["parked_id"].to_pylist()
-            self._staying |= set(ids)
-            if part.lane != self.lane:
-                parking.move(source, subscription_id, part.lane, ids)
+            found = pc.starts_with(part.rows[LANE], FOUND)
+            copied, moved = part.rows.filter(found), part.rows.filter(pc.invert(found))
+            if moved.num_rows:
+                names, ids = moved[LANE].to_pylist(), moved["parked_id"].to_pylist()
+                parking.move(source, part.waits_at, names, ids)
+            if copied.num_rows:
+                rows = copied.select(["parked_id", LANE, *ADDRESS]).to_pylist()
+                parking.copy(source, part.waits_at, part.quality, rows)
+                gone += copied["parked_id"].to_pylist()
         self._bury(source)
-        parking.unpark(source, [number for number in parked_ids if number not in self._staying])
+        parking.unpark(source, gone)
+
+    def _postpone(self, source: psycopg.Connection[Any]) -> None:
+        failed = {lane: str(error) for lane, error in self.failed.items()}
+        backoff.postpone(source, self.work.batch.subscription_id, failed)
 
     def _bury(self, source: psycopg.Connection[Any]) -> None:
         subscription_id = self.work.batch.subscription_id
@@ -156,13 +184,13 @@ class Aside:
 
     def _parked(self, part: Part) -> Iterator[dict[str, Any]]:
         more = {
-            "destination": part.lane.destination,
-            "lane": part.lane.lane,
+            "destination": part.waits_at,
             "quality": part.quality,
             "batch": self.work.batch.number,
         }
-        for row in self._dicts(part.rows, **more):
-            yield {**row, "position": row["id"]}
+        dicts = self._dicts(part.rows, **more)
+        for row, lane in zip(dicts, part.by_row.to_pylist(), strict=True):
+            yield {**row, "lane": lane, "position": row["id"]}
 
     def _dicts(self, rows: pa.Table, **more: object) -> Iterator[dict[str, Any]]:
         more = {**more, "subscription_id": self.work.batch.subscription_id}

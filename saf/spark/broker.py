@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 from uuid import UUID
 
 import psycopg
 
-from saf import cursor, rebase
+from saf import backoff, cursor, rebase
+from saf.backoff import Summary
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
 from saf.errors import ConfigurationError, Fenced
-from saf.parking import MAIN, Backoff, due_here, waiting
+from saf.parking import MAIN, Backoff
 from saf.routers import with_problems
 from saf.routes import NOTHING, Declared, current_routes, freeze, frozen_routes
 from saf.shards import NEWEST, Member
@@ -78,8 +80,13 @@ class SourceBroker:
         self._broker_id: UUID | None = None
         self._renewed = 0.0
         self._routes: dict[int, Routes] = {}
-        self.waiting: tuple[Backoff, ...] = ()
+        self.waiting = Summary()
         """Lanes of parked messages, and destinations that are left alone until their time."""
+        self.lanes_left = False
+        """The last cycle had no time for some lanes that were due when this run began."""
+        self._lanes: tuple[Backoff, ...] = ()
+        self._of_services = False
+        self._began: datetime | None = None
 
     @property
     def connected(self) -> bool:
@@ -150,12 +157,12 @@ class SourceBroker:
             return []
         with unavailable_if_lost(f"broker {self.name!r}"):
             connection = self._connect()
-            self.waiting = waiting(connection, member.subscription_id)
+            self._look_at_lanes(connection, member)
             if not self.shards:
                 return []
             batches = cursor.in_hand(connection, LOG, member)
             self.resumed = bool(batches)
-            due = any(lane.due for lane in self.waiting) and due_here(
+            due = any(lane.due for lane in self._lanes) and backoff.due_here(
                 connection, member.subscription_id, member.member_id
             )
             if due or cursor.anything_new(connection, LOG, member):
@@ -175,7 +182,7 @@ class SourceBroker:
         return replace(work, much=True, deep=cursor.has_more_than(connection, some, share))
 
     def _in_vain(self, work: Work) -> bool:
-        down = {lane.destination for lane in self.waiting if lane.lane == MAIN and not lane.due}
+        down = {lane.destination for lane in self._lanes if lane.lane == MAIN and not lane.due}
         return work.alone in down
 
     def close(self, complete: Iterable[Work]) -> None:
@@ -194,7 +201,19 @@ class SourceBroker:
         """After a cycle: the lanes that wait now."""
         if self._member is not None:
             with unavailable_if_lost(f"broker {self.name!r}"):
-                self.waiting = waiting(self._connect(), self._member.subscription_id)
+                connection, member = self._connect(), self._member
+                self.waiting = backoff.summary(connection, member.subscription_id)
+                self.lanes_left = self._began is not None and backoff.had_no_turn(
+                    connection, member.subscription_id, member.member_id, self._began
+                )
+
+    def _look_at_lanes(self, connection: psycopg.Connection[Any], member: Member) -> None:
+        """Before a cycle: the lanes that it has to know."""
+        if self._began is None:
+            ((self._began,),) = fetch(connection, "SELECT now()")
+        self._lanes = backoff.waiting(connection, member.subscription_id, member.member_id)
+        self._of_services = backoff.any_of_services(connection, member.subscription_id)
+        self.waiting = backoff.summary(connection, member.subscription_id)
 
     def stop(self) -> None:
         """Ask the tasks to finish the chunk in hand and end."""
@@ -292,11 +311,11 @@ class SourceBroker:
             connection = self._connect()
             subscription_id = self._identify(connection)
             found = fetch(connection, PENDING, {"subscription_id": subscription_id})
-            self.waiting = waiting(connection, subscription_id)
+            self.waiting = backoff.summary(connection, subscription_id)
             return any(
                 taken or cursor.any_since(connection, LOG, shards, done)
                 for done, shards, taken in found
-            ) or any(lane.due for lane in self.waiting)
+            ) or backoff.any_due(connection, subscription_id)
 
     def _due(self) -> bool:
         """A third of the lease: two renewals may fail before it is over."""
@@ -310,5 +329,6 @@ class SourceBroker:
             dsn=self.dsn,
             batch=batch,
             routes=self._frozen(connection, batch),
-            waiting=self.waiting,
+            waiting=self._lanes,
+            of_services=self._of_services,
         )

@@ -34,7 +34,7 @@ import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from saf import parking
+from saf import backoff, parking
 from saf.cursor import advance, attempt, hold
 from saf.destinations.postgresql import beyond
 from saf.errors import Ahead, Fenced, Rejected, SafError, Unavailable, UsageError
@@ -68,7 +68,7 @@ class Delivery:
         self.wayfinder = Wayfinder(work.routes)
         self.policy = policy
         self.receipts = Receipts(number)
-        self.lanes = Lanes()
+        self.lanes = Lanes(of_services=work.of_services)
         self.at_source = AtSource(work, policy.attempts)
         self.resolver = Resolver(work.routes.routers, self.wayfinder, self.at_source, answers)
         self.storing = Storing(work, policy, self.at_source, self.lanes, self.receipts)
@@ -110,17 +110,20 @@ class Delivery:
         position = int(rows["id"][-1].as_py())
         aside = Aside(work=self.work)
         rows = aside.bury_unfit(self._without(rows, ""), self.policy.max_bytes)
+        self.lanes.look(self.at_source, self.work.batch, rows)
         resolution = self.resolver.resolve(rows, self.lanes.held)
+        if self.resolver:
+            self.lanes.look(self.at_source, self.work.batch, rows, resolution.rows)
         for some, error in resolution.dead:
             aside.bury(some, "", "unresolved", error)
         rows = self._not_set_aside(self.wayfinder.route(resolution.rows))
         rows = share(rows, self.wayfinder.ways, self.at_source.choose)
         parts = [
-            replace(part, rows=self._without(part.rows, part.lane.destination))
+            replace(part, rows=self._without(part.rows, part.waits_at))
             for part in sort(rows, self.wayfinder.ways, self.policy.qualities, self.lanes.held)
         ]
         if resolution.waiting is not None:
-            parts += unroutable(resolution.waiting)
+            parts.append(unroutable(resolution.waiting))
         attempted = self._attempt(parts, position)
         for part in parts:
             self._send(part, position, attempted, aside)
@@ -145,20 +148,16 @@ class Delivery:
 
     def _send(self, part: Part, position: int, attempted: dict[int, int], aside: Aside) -> None:
         """Step 2 for one part; or park it, behind those of its lane that wait."""
-        obstacle: SafError | None = None
-        if part.destination is None:
-            obstacle = self.resolver.obstacle(part.lane)
-        elif part.destination not in self.policy.destinations:
-            obstacle = nowhere(part.destination)
-        if obstacle is not None and part.lane not in self.lanes.held:
-            aside.failed[part.lane] = obstacle
-            self.lanes.hold(part.lane, obstacle)
+        for lane in part.lanes:
+            if lane not in self.lanes.held and (obstacle := self._obstacle(part, lane)):
+                aside.failed[lane] = obstacle
+                self.lanes.hold(lane, str(obstacle))
         number = self.work.batch.number
         if part.quality == AT_MOST_ONCE:
-            marks = {shard: (number, before) for shard, before in attempted.items()}
+            marks = {(shard, MAIN): (number, before) for shard, before in attempted.items()}
             part = replace(part, rows=beyond(part.rows, number, marks))
         if self._waits(part):
-            aside.parked.append(part)
+            aside.wait(part)
         elif part.quality == AT_MOST_ONCE:
             self.storing.store_once(part, aside)
         else:
@@ -173,9 +172,16 @@ class Delivery:
             position = 0  # nothing more is sent now; what was sent before must not be parked
         return self.at_source(lambda source: attempt(source, self.work.batch, position))
 
+    def _obstacle(self, part: Part, lane: Lane) -> SafError | None:
+        """Why messages have no way out of a lane."""
+        if part.destination is None:
+            return self.resolver.obstacle(lane)
+        there = part.destination in self.policy.destinations
+        return None if there else nowhere(part.destination)
+
     def _waits(self, part: Part) -> bool:
         """Its lane does; or it is not the destination's own, so it is behind others."""
-        return part.lane.lane != MAIN or part.lane in self.lanes.held
+        return not part.main or Lane(destination=part.waits_at) in self.lanes.held
 
     def _stay_open(self, aside: Aside) -> None:
         """Raise, instead of parking, while the only destination is down."""
@@ -183,7 +189,7 @@ class Delivery:
         if alone in aside.failed:
             error, subscription_id = aside.failed[alone], self.work.batch.subscription_id
             self.at_source(
-                lambda source: parking.postpone(source, subscription_id, alone, str(error))
+                lambda source: backoff.postpone(source, subscription_id, {alone: str(error)})
             )
             raise error
 
@@ -194,7 +200,7 @@ class Delivery:
         for id_, destination, lane in self.at_source(lambda s: parking.set_aside(s, batch)):
             ids[destination].append(id_)
             if lane is not None:
-                self.lanes.hold(lane, Unavailable(str(lane), "behind others"))
+                self.lanes.hold(lane, "behind others")
         self._set_aside = {name: pa.array(some, pa.int64()) for name, some in ids.items()}
 
     def _not_set_aside(self, rows: pa.Table) -> pa.Table:

@@ -22,6 +22,7 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from saf.backoff import SHOWN
 from saf.config import Settings
 from saf.errors import Fenced, SafError
 from saf.log import Log
@@ -112,7 +113,7 @@ class Forwarder:
                 worked = self.cycle()
                 full = self.summary.forwarded - before >= self.options.chunk_rows
                 brokers = self.roster.well()
-                more = full or any(broker.resumed or broker.unfinished for broker in brokers)
+                more = full or any(b.resumed or b.unfinished or b.lanes_left for b in brokers)
                 if not (worked and more) and not self.roster.waiting:
                     break
             brokers = list(self.roster.brokers.values())
@@ -338,17 +339,19 @@ class Forwarder:
         return show
 
     def _note_waiting(self) -> None:
-        self.summary.waiting += [
-            {
-                "broker": broker.name,
-                "lane": str(lane.key),
-                "attempts": lane.attempts,
-                "next_attempt_at": lane.next_attempt_at.isoformat(),
-                "error": lane.error,
-            }
-            for broker in self.roster.brokers.values()
-            for lane in broker.waiting
-        ]
+        """The lanes that wait: how many, and some of them by name."""
+        for broker in self.roster.brokers.values():
+            self.summary.waiting_lanes += broker.waiting.lanes
+            self.summary.waiting += [
+                {
+                    "broker": broker.name,
+                    "lane": str(lane.key),
+                    "attempts": lane.attempts,
+                    "next_attempt_at": lane.next_attempt_at.isoformat(),
+                    "error": lane.error,
+                }
+                for lane in broker.waiting.shown[: SHOWN - len(self.summary.waiting)]
+            ]
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds

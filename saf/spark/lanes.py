@@ -4,35 +4,61 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from saf.errors import SafError
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from saf import backoff
+from saf.cursor import Batch
 from saf.parking import REPLAY, SERVICE, Lane
+from saf.spark.at_source import AtSource
+from saf.spark.sorting import found_lanes, route_lanes, service_lanes
 
 
 @dataclass
 class Lanes:
-    """Which lanes new messages park in, and which nobody has tried yet."""
+    """Which lanes new messages park in, and which nobody has tried yet.
+
+    Of a destination's lanes that is known all along. Of the lanes of services there may be any
+    number, so it is looked up for each chunk, of those that the chunk is for.
+    """
 
     held: dict[Lane, str] = field(default_factory=dict)
     """New messages have to park in these, and why."""
-    occupied: set[Lane] = field(default_factory=set)
-    """They have messages of these shards, whether their time has come or not."""
     untried: set[Lane] = field(default_factory=set)
     """Their time has come, but they had nothing of these shards to try."""
+    of_services: bool = False
+    """There may be lanes of services."""
 
-    def hold(self, lane: Lane, error: SafError) -> None:
+    def hold(self, lane: Lane, why: str) -> None:
         """New messages park behind those of this lane; all for a destination behind a replay."""
-        self.held[lane] = str(error)
-        self.occupied.add(lane)
+        self.held[lane] = why
+        self.of_services |= lane.of_service
         if lane.lane == REPLAY:
-            self.held[Lane(destination=lane.destination)] = str(error)
+            self.held[Lane(destination=lane.destination)] = why
 
     def open(self, lane: Lane) -> None:
         """Nothing of these shards is in the lane any more."""
-        self.occupied.discard(lane)
         if Lane(destination=lane.destination, lane=REPLAY) not in self.held:
             self.held.pop(lane, None)
 
+    def look(self, at_source: AtSource, batch: Batch, *messages: pa.Table) -> None:
+        """Find the lanes of the services that some messages are for; others' are not held then."""
+        if self.of_services:
+            names = [name for rows in messages for name in _older(rows)]
+            found = at_source(
+                lambda source: backoff.held(source, batch.subscription_id, batch.shards, names)
+            )
+            mine = {lane: why for lane, why in self.held.items() if not lane.of_service}
+            self.held = mine | found
+
     def services(self, destination: str) -> frozenset[str]:
         """Those whose messages wait for the destination to know them."""
-        mine = [lane.lane for lane in self.occupied if lane.destination == destination]
+        mine = [lane.lane for lane in self.held if lane.destination == destination]
         return frozenset(name.removeprefix(SERVICE) for name in mine if name.startswith(SERVICE))
+
+
+def _older(rows: pa.Table) -> list[str]:
+    """The names of all lanes in which older messages for the same services may wait."""
+    routes = route_lanes(rows)
+    names = [routes, found_lanes(routes), service_lanes(rows)]
+    return [name for some in names for name in pc.unique(some).to_pylist()]

@@ -93,11 +93,11 @@ def _queries(
     """For the parked messages that may go on now, and for the batch in the order of the ids."""
     more = [_as_text(name, max_bytes) for name in columns]
     some = f"to_service = ANY ({sql.Literal(services).as_string(None)})"
-    for lane in item.waiting:
-        if lane.due and not lane.destination:
-            place = sql.SQL("NULL::bigint AS id")
-            rows = parking.in_lane(item.batch, lane.key, [place, "parked_id", *more])
-            yield f"SELECT * FROM ({rows}) AS parked WHERE {some}"
+    lanes = [lane.lane for lane in item.waiting if lane.due and not lane.destination]
+    if lanes:
+        place = sql.SQL("NULL::bigint AS id")
+        rows = parking.in_lanes(item.batch, "", lanes, [place, "parked_id", *more])
+        yield f"SELECT * FROM ({rows}) AS parked WHERE {some}"
     rows = item.batch.rows(["id", sql.SQL("NULL::bigint AS parked_id"), *more])
     yield f"SELECT * FROM ({rows}) AS batch WHERE {some} ORDER BY id"
 

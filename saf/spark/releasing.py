@@ -1,14 +1,23 @@
-"""Releasing: parked messages whose time has come, before the new ones, lane by lane.
+"""Releasing: parked messages whose time has come, before the new ones.
 
 Those that have waited for a route, or for their router, first move to lanes of the destinations
 that routes lead to now, a topic's as a copy for each, in one transaction and with the place in the
 order that they had. From then on each waits for its destination alone.
+
+Lanes are released together, those of a destination by their rank (`saf.backoff.rank`): one ordered
+read, and chunks that go to the destination in one transaction each, whatever lanes they are of.
+What stands in the way of one lane keeps only that one's messages back.
+
+Messages of healthy lanes do not wait for long until it is their turn: after `TURN_SECONDS` the task
+goes on with what is new. What is left goes on in the next cycle, behind the lanes that had no turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 from uuid import UUID
 
@@ -17,11 +26,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import sql
 
-from saf import parking
+from saf import backoff, parking
 from saf.cursor import hold
 from saf.errors import SafError, Unavailable
 from saf.failpoints import fail_point
-from saf.parking import ADDRESS, FOUND, ROUTE, SERVICE, Backoff, Lane
+from saf.parking import ADDRESS, FOUND, MAIN, ROUTE, SERVICE, Backoff, Lane
 from saf.spark.aside import Aside
 from saf.spark.at_source import AtSource
 from saf.spark.chunks import chunks, mark
@@ -30,12 +39,23 @@ from saf.spark.lanes import Lanes
 from saf.spark.receipts import Receipts
 from saf.spark.resolving import Resolver
 from saf.spark.sharing import share
-from saf.spark.sorting import Part, by_address, found_lane, of_route_lane, route_lane, service_lane
+from saf.spark.sorting import (
+    LANE,
+    Part,
+    found_lanes,
+    in_lanes,
+    of_route_lane,
+    route_lanes,
+    service_lane,
+)
 from saf.spark.source import read
 from saf.spark.storing import Storing, nowhere
 from saf.spark.wayfinder import Wayfinder
 from saf.spark.work import Policy, Work
-from saf.ways import AT_MOST_ONCE, Route
+from saf.ways import AT_MOST_ONCE
+
+TURN_SECONDS = 5.0
+"""After that, no more is begun; a chunk in hand is finished."""
 
 
 @dataclass
@@ -50,168 +70,271 @@ class Releasing:
     lanes: Lanes
     receipts: Receipts
     storing: Storing
+    _until: float = field(init=False, default=0.0)
 
     def release_all(self) -> None:
         """Deliver what the lanes of the work hold of these shards, if their time has come."""
-        lanes = self.work.waiting
-        moved = [self._route(lane) for lane in lanes if lane.due and not lane.destination]
-        if any(moved):
+        self._until = time.monotonic() + TURN_SECONDS
+        for lane in self.work.waiting:
+            if not lane.due:
+                self.lanes.hold(lane.key, lane.error)
+        due = {lane.key: lane for lane in self.work.waiting if lane.due}
+        found = self._route([lane for lane in due if not lane.destination])
+        if found:
             subscription_id = self.work.batch.subscription_id
-            lanes = self.at_source(lambda source: parking.waiting(source, subscription_id))
-        of_services = [lane.key for lane in lanes if lane.of_service]
-        self.lanes.occupied |= self._occupied(of_services)
-        for lane in lanes:
-            if lane.due or not lane.of_service or lane.key in self.lanes.occupied:
-                self.release(lane)
-
-    def release(self, lane: Backoff) -> None:
-        """Deliver a lane's messages of these shards, if its time has come."""
-        if not lane.due:
-            self.lanes.hold(lane.key, Unavailable(str(lane), lane.error))
-            return
-        tried = False
-        for rows in self._parked(lane):
-            tried = True
-            aside = Aside(work=self.work, lane=lane.key)
-            for part in self._qualities(lane, rows):
-                if obstacle := self._obstacle(part):
-                    aside.failed[lane.key] = obstacle
-                if lane.key in aside.failed:
-                    aside.parked.append(part)
-                elif part.quality == AT_MOST_ONCE:
-                    self._settle(part.rows, Aside(work=self.work, lane=lane.key))
-                    self.storing.store_once(part, aside)
-                else:
-                    self.storing.store(part, mark(part.rows), aside)
-            self._settle(rows, aside)
-            self.receipts.of(None).dead += aside.dead_letters
-            if lane.key in aside.failed:
-                self.lanes.hold(lane.key, aside.failed[lane.key])
-                return
-        subscription_id = self.work.batch.subscription_id
-        if tried:
-            self.lanes.open(lane.key)
-            self.at_source(lambda source: parking.succeeded(source, subscription_id, lane.key))
-        else:
-            self.lanes.untried.add(lane.key)
+            now = self.at_source(lambda source: backoff.named(source, subscription_id, found))
+            due |= {lane.key: lane for lane in now if lane.due}
+        routed = backoff.in_turn(lane for lane in due.values() if lane.destination)
+        for (destination, _), group in groupby(routed, _group):
+            lanes = [lane.key for lane in group]
+            if self._over:
+                self._hold(lanes, "others had their turn")
+            else:
+                self._release(destination, lanes)
 
     def forget_untried(self) -> None:
         """Lanes that had nothing here, and to which nothing new went either."""
-        subscription_id = self.work.batch.subscription_id
-
-        def forget(source: psycopg.Connection[Any]) -> None:
-            for lane in self.lanes.untried:
-                parking.forget(source, subscription_id, lane)
-
         if self.lanes.untried:
-            self.at_source(forget)
+            subscription_id, untried = self.work.batch.subscription_id, self.lanes.untried
+            self.at_source(lambda source: backoff.forget(source, subscription_id, untried))
 
-    def _occupied(self, lanes: Sequence[Lane]) -> set[Lane]:
-        """Those that have messages of these shards.
+    @property
+    def _over(self) -> bool:
+        return time.monotonic() > self._until
 
-        Others' are none that new ones have to wait for. And they must not: what this task repeats
-        may be stored already, which only the watermark of the lane that it went by can tell.
-        """
+    def _hold(self, lanes: Collection[Lane], why: str) -> None:
+        """New messages wait behind these. Of lanes of services that is looked up."""
+        for lane in lanes:
+            if not lane.of_service:
+                self.lanes.hold(lane, why)
+
+    # Routing
+
+    def _route(self, lanes: Sequence[Lane]) -> set[Lane]:
+        """Move what has waited for a route to where routes lead now; return to which lanes."""
         if not lanes:
             return set()
-        return self.at_source(lambda source: parking.occupied(source, self.work.batch, lanes))
-
-    def _route(self, lane: Backoff) -> bool:
-        """Move what has waited for a route to where routes lead now; whether that was anything."""
+        found: set[Lane] = set()
+        led = {lane.lane for lane in lanes} & self._led(lanes)
+        in_time = True
         needed = [*selected(None)] if self.resolver else ["id", "shard", *ADDRESS]
-        columns = ["parked_id", sql.SQL("id AS log_id"), *parking.as_log(needed, lane.key)]
-        batches = read(self.work, parking.in_lane(self.work.batch, lane.key, columns))
-        moved = False
-        for rows in chunks(batches, self.policy.chunk_rows, self.policy.chunk_bytes):
+        columns = ["parked_id", LANE, sql.SQL("id AS log_id"), *parking.as_log(needed, found=False)]
+        for rows in self._read("", led, columns, found=False):
             resolution = self.resolver.resolve(rows)
             for some, error in resolution.dead:
-                self._bury(lane, some, error)
+                self._bury(some, error)
             routed = self.wayfinder.route(resolution.rows)
             routed = routed.filter(routed["route"].is_valid())
-            moved |= self._move(lane, share(routed, self.wayfinder.ways, self.at_source.choose))
-        return moved
+            found |= self._move(share(routed, self.wayfinder.ways, self.at_source.choose))
+            if self._over:
+                in_time = False
+                break
+        self._stay(lanes if in_time else [lane for lane in lanes if lane.lane not in led])
+        if not in_time:
+            self._succeed([lane for lane in lanes if lane.lane in led])
+        return found
 
-    def _bury(self, lane: Backoff, rows: pa.Table, error: str) -> None:
-        """What the lane's router does not know where to send to leaves the lane."""
-        aside = Aside(work=self.work, lane=lane.key)
+    def _led(self, lanes: Sequence[Lane]) -> set[str]:
+        """The names of those in which something may have a way out.
+
+        The name of a lane says the service; so what has none need not be read to find that out.
+        """
+        names = [lane.lane for lane in lanes if lane.unrouted]
+        asked = [(name, *of_route_lane(Lane(lane=name))) for name in names]
+        # a service may be called what looks like one with a broker
+        asked += [(name, name.removeprefix(ROUTE), None) for name in names]
+        brokers = [broker and UUID(broker).bytes for _, _, broker in asked]
+        rows = self.wayfinder.route(
+            pa.table(
+                {
+                    LANE: pa.array([name for name, _, _ in asked], pa.string()),
+                    "to_service": pa.array([service for _, service, _ in asked], pa.string()),
+                    "to_broker": pa.array(brokers, pa.binary()),
+                }
+            )
+        )
+        routers = pa.array([one.service for one in self.work.routes.routers], pa.string())
+        led = pc.or_(rows["route"].is_valid(), pc.is_in(rows["to_service"], routers))
+        others = {lane.lane for lane in lanes if not lane.unrouted}
+        return others.union(rows.filter(led)[LANE].to_pylist())
+
+    def _stay(self, lanes: Sequence[Lane]) -> None:
+        """What is left in these has no way out."""
+        here = self.at_source(lambda s: parking.occupied(s, self.work.batch, lanes))
+        self._postpone({lane: self.resolver.obstacle(lane) for lane in lanes if lane in here})
+        self.lanes.untried.update(lane for lane in lanes if lane not in here)
+
+    def _bury(self, rows: pa.Table, error: str) -> None:
+        """What its router does not know where to send to leaves its lane."""
+        aside = Aside(work=self.work, from_lanes=True)
         aside.bury(rows, "", "unresolved", error)
         self._settle(rows, aside)
         self.receipts.of(None).dead += aside.dead_letters
 
-    def _move(self, lane: Backoff, rows: pa.Table) -> bool:
-        known, subscription_id = self.policy.qualities, self.work.batch.subscription_id
-        to: list[tuple[Route, Lane, pa.Table]] = []
-        for number in pc.unique(rows["route"]).to_pylist():
-            mine = rows.filter(pc.equal(rows["route"], number))
-            way = self.wayfinder.ways[number]
-            for waits, some in _by_lane(lane.key, mine):
-                to += [
-                    (route, found_lane(route.destination, waits), some)
-                    for route in way.routes
-                    if way.to_all or route.destination in known
-                ]
+    def _move(self, rows: pa.Table) -> set[Lane]:
+        to = list(self._copies(rows))
+        lanes = {Lane(destination=there, lane=row[LANE]) for there, _, some in to for row in some}
+        gone = {row["parked_id"] for _, _, some in to for row in some}
+        subscription_id = self.work.batch.subscription_id
 
         def move(source: psycopg.Connection[Any]) -> None:
             hold(source, self.work.batch)
-            for route, found, some in to:
-                addresses = some.select(["parked_id", *ADDRESS]).to_pylist()
-                parking.copy(source, subscription_id, found, route.quality, addresses)
-            gone = [number for _, _, some in to for number in some["parked_id"].to_pylist()]
-            parking.unpark(source, gone)
+            parking.touch(source, subscription_id, lanes, "has found a route")
+            for destination, quality, some in to:
+                parking.copy(source, destination, quality, some)
+            parking.unpark(source, sorted(gone))
             fail_point("routed")
 
         if to:
             self.at_source(move)
-        return bool(to)
+        return lanes
 
-    def _parked(self, lane: Backoff) -> Iterator[pa.Table]:
-        log = parking.as_log([*selected(None), "batch"], lane.key)
-        everything = [*log, "parked_id", "quality", sql.SQL("id AS log_id")]
-        batches = read(self.work, parking.in_lane(self.work.batch, lane.key, everything))
-        return chunks(batches, self.policy.chunk_rows, self.policy.chunk_bytes)
+    def _copies(self, rows: pa.Table) -> Iterator[tuple[str, str | None, list[dict[str, Any]]]]:
+        """By destination and quality, the messages that go there, with their lanes there."""
+        waited_for_route = pc.starts_with(rows[LANE], ROUTE)
+        names = pc.if_else(waited_for_route, route_lanes(rows), rows[LANE])
+        rows = in_lanes(rows, found_lanes(names))
+        there: dict[tuple[str, str | None], list[int]] = {}
+        for number in pc.unique(rows["route"]).to_pylist():
+            way = self.wayfinder.ways[number]
+            for route in way.routes:
+                if way.to_all or route.destination in self.policy.qualities:
+                    there.setdefault((route.destination, route.quality), []).append(number)
+        for (destination, quality), numbers in there.items():
+            mine = rows.filter(pc.is_in(rows["route"], pa.array(numbers, pa.int32())))
+            yield destination, quality, mine.select(["parked_id", LANE, *ADDRESS]).to_pylist()
 
-    def _qualities(self, lane: Backoff, rows: pa.Table) -> Iterator[Part]:
-        """A lane's messages by their quality of service."""
-        if lane.destination not in self.policy.qualities:
-            yield Part(lane=lane.key, destination=None, quality=None, rows=rows)
-            return
-        qualities = pc.fill_null(rows["quality"], self.policy.qualities[lane.destination])
+    # Releasing
+
+    def _release(self, destination: str, lanes: Sequence[Lane]) -> None:
+        """Deliver what some lanes of a destination hold of these shards."""
+        blocked = self._blocked(destination, lanes)
+        self._postpone(blocked)
+        left, tried = set(lanes) - blocked.keys(), set[Lane]()
+        for rows in self._parked(destination, left):
+            if tried and self._over:
+                self._succeed(tried & left)
+                self._hold(left, "others had their turn")
+                return
+            here = pc.unique(rows[LANE]).to_pylist()
+            tried |= {Lane(destination=destination, lane=name) for name in here}
+            going = pa.array([lane.lane for lane in left], pa.string())
+            aside = self._deliver(destination, rows.filter(pc.is_in(rows[LANE], going)))
+            for lane, error in aside.failed.items():
+                self._hold([lane], str(error))
+            left -= aside.failed.keys()
+            if aside.down:
+                self._postpone(dict.fromkeys(left, next(iter(aside.failed.values()))))
+                return
+        for lane in left & tried:
+            self.lanes.open(lane)
+        self._succeed(left & tried)
+        self.lanes.untried |= left - tried
+
+    def _blocked(self, destination: str, lanes: Sequence[Lane]) -> dict[Lane, SafError]:
+        """Which cannot leave, and why: no way, or older messages that wait in another lane."""
+        if destination not in self.policy.qualities:
+            return dict.fromkeys(lanes, nowhere(destination))
+        main = Lane(destination=destination)
+        of_services = [lane for lane in lanes if lane.lane.startswith((SERVICE, FOUND + ROUTE))]
+        if main in self.lanes.held:
+            return {lane: _behind(lane, main, self.lanes.held[main]) for lane in of_services}
+        known_by = {
+            lane: service_lane(destination, of_route_lane(lane)[0])
+            for lane in of_services
+            if lane.found
+        }
+        held = self._held([older.lane for older in known_by.values()])
+        return {
+            lane: _behind(lane, older, held[older])
+            for lane, older in known_by.items()
+            if older in held
+        }
+
+    def _held(self, names: Collection[str]) -> Mapping[Lane, str]:
+        batch = self.work.batch
+        if not names:
+            return {}
+        return self.at_source(
+            lambda source: backoff.held(source, batch.subscription_id, batch.shards, names)
+        )
+
+    def _deliver(self, destination: str, rows: pa.Table) -> Aside:
+        """Deliver a chunk, and take what has gone out of its lane."""
+        aside = Aside(work=self.work, from_lanes=True)
+        for part in self._qualities(destination, rows):
+            if part.destination in aside.down:
+                aside.wait(part)
+            elif part.quality == AT_MOST_ONCE:
+                self._settle(part.rows, Aside(work=self.work, from_lanes=True))
+                self.storing.store_once(part, aside)
+            else:
+                self.storing.store(part, mark(part.rows), aside)
+        self._settle(rows, aside)
+        self.receipts.of(None).dead += aside.dead_letters
+        return aside
+
+    def _qualities(self, destination: str, rows: pa.Table) -> Iterator[Part]:
+        """Messages by their quality of service."""
+        if rows.num_rows and rows[LANE][0].as_py() == MAIN:
+            self.lanes.look(self.at_source, self.work.batch, rows)
+            rows = rows.drop_columns([LANE])
+        qualities = pc.fill_null(rows["quality"], self.policy.qualities[destination])
         for quality in pc.unique(qualities).to_pylist():
             mine = rows.filter(pc.equal(qualities, quality))
-            yield Part(lane=lane.key, destination=lane.destination, quality=quality, rows=mine)
+            yield Part(destination=destination, quality=quality, rows=mine, waits_at=destination)
 
-    def _obstacle(self, part: Part) -> SafError | None:
-        """Why messages cannot leave their lane: no way, or older ones that wait in another."""
-        if part.destination is None:
-            there = part.lane.destination
-            return nowhere(there) if there else self.resolver.obstacle(part.lane)
-        older = []
-        if part.lane.lane.startswith((SERVICE, FOUND + ROUTE)):
-            older.append(Lane(destination=part.destination))
-        if part.lane.lane.startswith(FOUND + ROUTE):
-            service, _ = of_route_lane(part.lane)
-            older.append(service_lane(part.destination, service))
-        for lane in older:
-            if lane in self.lanes.held:
-                return Unavailable(str(part.lane), f"behind {lane}: {self.lanes.held[lane]}")
-        return None
+    def _parked(self, destination: str, lanes: Collection[Lane]) -> Iterator[pa.Table]:
+        found = any(lane.found for lane in lanes)
+        log = parking.as_log([*selected(None), "batch"], found=found)
+        columns = [*log, "parked_id", LANE, "quality", sql.SQL("id AS log_id")]
+        return self._read(destination, {lane.lane for lane in lanes}, columns, found=found)
+
+    # What both do
+
+    def _read(
+        self,
+        destination: str,
+        names: Collection[str],
+        columns: Sequence[str | sql.Composable],
+        *,
+        found: bool,
+    ) -> Iterator[pa.Table]:
+        """What lanes hold of these shards, each in order, in chunks."""
+        if names:
+            query = parking.in_lanes(self.work.batch, destination, names, columns, found=found)
+            yield from chunks(
+                read(self.work, query), self.policy.chunk_rows, self.policy.chunk_bytes
+            )
 
     def _settle(self, rows: pa.Table, aside: Aside) -> None:
         """Take what has gone out of its lane."""
 
         def settle(source: psycopg.Connection[Any]) -> None:
             hold(source, self.work.batch)
-            aside.write_from_lane(source, rows["parked_id"].to_pylist())
+            aside.write_from_lanes(source, rows["parked_id"].to_pylist())
             fail_point("unpark")
 
         self.at_source(settle)
         fail_point("unpark_commit")
 
+    def _postpone(self, failed: Mapping[Lane, SafError]) -> None:
+        if failed:
+            subscription_id = self.work.batch.subscription_id
+            errors = {lane: str(error) for lane, error in failed.items()}
+            for lane, why in errors.items():
+                self._hold([lane], why)
+            self.at_source(lambda source: backoff.postpone(source, subscription_id, errors))
 
-def _by_lane(lane: Lane, rows: pa.Table) -> Iterator[tuple[Lane, pa.Table]]:
-    """Messages that have found a route, by the lanes that new ones for their service look at."""
-    if not lane.lane.startswith(ROUTE):
-        yield lane, rows
-        return
-    for (service, broker), mine in by_address(rows):
-        yield route_lane(service, UUID(bytes=broker) if broker else None), mine
+    def _succeed(self, lanes: Collection[Lane]) -> None:
+        if lanes:
+            subscription_id = self.work.batch.subscription_id
+            self.at_source(lambda source: backoff.succeeded(source, subscription_id, lanes))
+
+
+def _group(lane: Backoff) -> tuple[str, tuple[int, str]]:
+    return lane.destination, backoff.rank(lane)
+
+
+def _behind(lane: Lane, older: Lane, why: str) -> Unavailable:
+    return Unavailable(str(lane), f"behind {older}: {why}")

@@ -16,18 +16,39 @@ from uuid import UUID
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from saf.parking import FOUND, ROUTE, SERVICE, Lane
+from saf.parking import FOUND, MAIN, ROUTE, SERVICE, Lane
 from saf.ways import Way
+
+LANE = "lane"
+"""The column of a part's rows that says which lane each belongs to."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """Messages with the same way: a destination, or None where no route leads to one."""
 
-    lane: Lane
     destination: str | None
     quality: str | None
     rows: pa.Table
+    """With a column `LANE`, unless they all are the destination's own (`MAIN`)."""
+    waits_at: str
+    """The destination whose lanes these are; empty for none's."""
+
+    @property
+    def main(self) -> bool:
+        """They belong in the destination's own lane, and so may go there at once."""
+        return LANE not in self.rows.column_names
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """Those that the messages belong to."""
+        names = [MAIN] if self.main else pc.unique(self.rows[LANE]).to_pylist()
+        return [Lane(destination=self.waits_at, lane=name) for name in names]
+
+    @property
+    def by_row(self) -> pa.ChunkedArray:
+        """The name of each message's lane."""
+        return pa.chunked_array([pa.repeat(MAIN, len(self.rows))]) if self.main else self.rows[LANE]
 
 
 def sort(
@@ -59,7 +80,10 @@ def sort(
         if len(mine) < len(there):
             chosen = rows.filter(pc.is_in(rows["route"], pa.array(mine, pa.int32())))
         chosen = chosen.drop_columns(["route"])
-        parts += unroutable(chosen) if there_by is None else _routed(chosen, *there_by, held)
+        if there_by is None:
+            parts.append(unroutable(chosen))
+        else:
+            parts += _routed(chosen, *there_by, held)
     return parts
 
 
@@ -100,15 +124,39 @@ def service_lane(destination: str, service: str) -> Lane:
     return Lane(destination=destination, lane=f"{SERVICE}{service}")
 
 
-def unroutable(rows: pa.Table) -> Iterator[Part]:
-    """A part for each service, and broker, whose messages wait for a route."""
-    for (service, broker), mine in by_address(rows):
-        lane = _route_lane(service, broker)
-        yield Part(lane=lane, destination=None, quality=None, rows=mine)
+def route_lanes(rows: pa.Table) -> pa.ChunkedArray:
+    """The names of the lanes of `route_lane`, for the services and brokers of messages."""
+    lanes = pc.binary_join_element_wise(ROUTE, rows["to_service"], "")
+    brokers = rows["to_broker"]
+    if brokers.null_count == len(brokers):
+        return lanes
+    encoded = brokers.combine_chunks().dictionary_encode()
+    texts = [f"@{UUID(bytes=one)}" for one in encoded.dictionary.to_pylist()]
+    of_each = pc.fill_null(pa.array(texts, pa.string()).take(encoded.indices), "")
+    return pc.binary_join_element_wise(lanes, of_each, "")
 
 
-def _route_lane(service: str, broker: bytes | None) -> Lane:
-    return route_lane(service, UUID(bytes=broker) if broker else None)
+def found_lanes(names: pa.ChunkedArray) -> pa.ChunkedArray:
+    """The names of the lanes of `found_lane`, for those of other lanes."""
+    return pc.binary_join_element_wise(FOUND, names, "")
+
+
+def service_lanes(rows: pa.Table) -> pa.ChunkedArray:
+    """The names of the lanes of `service_lane`, for the services of messages."""
+    return pc.binary_join_element_wise(SERVICE, rows["to_service"], "")
+
+
+def in_lanes(rows: pa.Table, names: pa.ChunkedArray) -> pa.Table:
+    """The rows, with the names of their lanes."""
+    if LANE in rows.column_names:
+        return rows.set_column(rows.column_names.index(LANE), LANE, names)
+    return rows.append_column(LANE, names)
+
+
+def unroutable(rows: pa.Table) -> Part:
+    """Messages that wait for a route: those for each service, and broker, in a lane of theirs."""
+    rows = in_lanes(rows, route_lanes(rows))
+    return Part(destination=None, quality=None, rows=rows, waits_at="")
 
 
 def _behind(rows: pa.Table, unrouted: Collection[Lane]) -> pa.Table:
@@ -118,14 +166,7 @@ def _behind(rows: pa.Table, unrouted: Collection[Lane]) -> pa.Table:
     """
     if not unrouted:
         return rows
-    ids = [
-        mine["id"].combine_chunks()
-        for address, mine in by_address(rows)
-        if _route_lane(*address) in unrouted
-    ]
-    if not ids:
-        return rows
-    behind = pc.is_in(rows["id"], pa.concat_arrays(ids))
+    behind = _is_in(route_lanes(rows), unrouted)
     route = pc.if_else(behind, pa.scalar(None, rows["route"].type), rows["route"])
     return rows.set_column(rows.column_names.index("route"), "route", route)
 
@@ -133,26 +174,21 @@ def _behind(rows: pa.Table, unrouted: Collection[Lane]) -> pa.Table:
 def _routed(
     rows: pa.Table, destination: str, quality: str | None, held: Mapping[Lane, str]
 ) -> Iterator[Part]:
-    """One part, but for messages behind others of their service that wait."""
-    waiting = {lane for lane in held if lane.lane.startswith((FOUND, SERVICE))}
-    if waiting:
-        for (service, broker), mine in by_address(rows):
-            found = found_lane(destination, _route_lane(service, broker))
-            unknown = service_lane(destination, service)
-            lane = next((lane for lane in (found, unknown) if lane in waiting), None)
-            if lane is not None:
-                yield Part(lane=lane, destination=destination, quality=quality, rows=mine)
-                rows = rows.filter(pc.invert(pc.is_in(rows["id"], mine["id"].combine_chunks())))
+    """One part, and another for messages behind others of their service that wait."""
+    mine = [lane for lane in held if lane.destination == destination and lane.of_service]
+    if mine:
+        found, unknown = found_lanes(route_lanes(rows)), service_lanes(rows)
+        nothing = pa.scalar(None, pa.string())
+        names = pc.coalesce(
+            *(pc.if_else(_is_in(one, mine), one, nothing) for one in (found, unknown))
+        )
+        behind = in_lanes(rows.filter(names.is_valid()), names.filter(names.is_valid()))
+        if behind.num_rows:
+            yield Part(destination=destination, quality=quality, rows=behind, waits_at=destination)
+            rows = rows.filter(names.is_null())
     if rows.num_rows:
-        lane = Lane(destination=destination)
-        yield Part(lane=lane, destination=destination, quality=quality, rows=rows)
+        yield Part(destination=destination, quality=quality, rows=rows, waits_at=destination)
 
 
-def by_address(rows: pa.Table) -> Iterator[tuple[tuple[str, bytes | None], pa.Table]]:
-    """The rows by service and broker; those of one in order."""
-    places: dict[tuple[str, bytes | None], list[int]] = defaultdict(list)
-    addresses = zip(rows["to_service"].to_pylist(), rows["to_broker"].to_pylist(), strict=True)
-    for place, address in enumerate(addresses):
-        places[address].append(place)
-    for address, mine in places.items():
-        yield address, rows.take(mine)
+def _is_in(names: pa.ChunkedArray, lanes: Collection[Lane]) -> pa.ChunkedArray:
+    return pc.is_in(names, pa.array([lane.lane for lane in lanes], pa.string()))

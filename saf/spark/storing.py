@@ -22,14 +22,21 @@ from saf.errors import (
     Unavailable,
     UnknownService,
 )
-from saf.parking import MAIN
+from saf.parking import Lane
 from saf.retry import while_unavailable
 from saf.spark.aside import Aside
 from saf.spark.at_source import AtSource
 from saf.spark.chunks import mark
 from saf.spark.lanes import Lanes
 from saf.spark.receipts import Receipts
-from saf.spark.sorting import Part, service_lane
+from saf.spark.sorting import (
+    LANE,
+    Part,
+    found_lanes,
+    in_lanes,
+    route_lanes,
+    service_lanes,
+)
 from saf.spark.work import Policy, Work
 from saf.ways import EXACTLY_ONCE
 
@@ -58,18 +65,20 @@ class Storing:
         """
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         aside.write_ahead(self.at_source)
-        behind = self.lanes.services(part.destination) if part.lane.lane == MAIN else frozenset()
-        chunk = replace(self._chunk(part, end), behind=behind)
         name, exactly_once = part.destination, part.quality == EXACTLY_ONCE
+        behind = self.lanes.services(name) if part.main else frozenset()
+        chunk = replace(self._chunk(part, end), behind=behind)
         try:
             stored = while_unavailable(
                 self.policy.attempts,
                 lambda: self._destination(name).store(chunk, exactly_once=exactly_once),
             )
         except Unavailable as error:
-            aside.failed[part.lane] = error
-            aside.parked.append(part)
-            self.lanes.hold(part.lane, error)
+            aside.failed |= dict.fromkeys(part.lanes, error)
+            aside.down.add(name)
+            aside.wait(part)
+            if part.main:
+                self.lanes.hold(Lane(destination=name), str(error))
         except UnknownService as error:
             self._store_known(part, end, aside, error)
         except Fenced as error:
@@ -81,9 +90,10 @@ class Storing:
         else:
             self.receipts.of(name).messages += stored.messages
             self.receipts.of(name).dropped += stored.dropped
-            if part.lane in self.lanes.untried:
-                self.lanes.untried.discard(part.lane)
-                aside.opened.add(part.lane)
+            lane = Lane(destination=name)
+            if part.main and lane in self.lanes.untried:
+                self.lanes.untried.discard(lane)
+                aside.opened.add(lane)
 
     def store_once(self, part: Part, aside: Aside) -> None:
         """Store a part at most once: what may have left is not sent again, and said to be dead."""
@@ -114,27 +124,45 @@ class Storing:
         first = replace(part, rows=part.rows.slice(0, half))
         self.store(first, mark(first.rows, end[0]), aside)
         second = replace(part, rows=part.rows.slice(half))
-        if part.lane in self.lanes.held:
-            aside.parked.append(second)
+        if part.destination in aside.down:
+            aside.wait(second)
         else:
             self.store(second, end, aside)
 
     def _store_known(
         self, part: Part, end: tuple[int, int], aside: Aside, error: UnknownService
     ) -> None:
-        """Store the rest of a part, some of whose services the destination does not know."""
+        """Store the rest of a part, some of whose services the destination does not know.
+
+        Those wait in lanes of their services, so that the rest need not. In lanes that messages
+        come to when they have found a route, unless they wait there already or are in the order
+        that they were sent in: what was stored before the service went, or is sent again, must not
+        meet another lane's watermark.
+        """
         assert part.destination is not None  # noqa: S101 - the caller's to see to
-        services = error.rows["to_service"]
-        for service in error.services:
-            # what was stored before the service went must not get another lane's watermark
-            rows = error.rows.filter(pc.equal(services, service))
-            lane = part.lane if part.lane.lane else service_lane(part.destination, service)
-            if lane == part.lane or lane not in self.lanes.occupied:
-                aside.failed[lane] = error
-            aside.parked.append(replace(part, lane=lane, rows=rows))
-            self.lanes.hold(lane, error)
-        known = pc.invert(pc.is_in(services, pa.array(error.services)))
-        rest = replace(part, rows=error.rows.filter(known))
+        unknown = pc.is_in(error.rows["to_service"], pa.array(error.services, pa.string()))
+        rows = error.rows.filter(unknown)
+        by_service = service_lanes(rows)
+        if part.main:
+            here, names = pc.equal(by_service, ""), by_service  # none
+        else:
+            by_route = found_lanes(route_lanes(rows))
+            here = pc.or_(pc.equal(rows[LANE], by_service), pc.equal(rows[LANE], by_route))
+            names = pc.if_else(here, rows[LANE], by_route)
+        waiting = replace(part, rows=in_lanes(rows, names))
+        staying = replace(waiting, rows=waiting.rows.filter(here))
+        going = replace(waiting, rows=waiting.rows.filter(pc.invert(here)))
+        services = dict(zip(names.to_pylist(), rows["to_service"].to_pylist(), strict=True))
+        for lane in waiting.lanes:
+            why = error.of(services[lane.lane])
+            if not part.main or lane not in self.lanes.held:
+                aside.failed[lane] = why
+            self.lanes.hold(lane, str(why))
+        if staying.rows.num_rows:
+            aside.wait(staying)
+        if going.rows.num_rows:
+            aside.move(going)
+        rest = replace(part, rows=error.rows.filter(pc.invert(unknown)))
         self.receipts.of(part.destination).dropped += part.rows.num_rows - error.rows.num_rows
         if rest.rows.num_rows:
             self.store(rest, end, aside)
@@ -146,7 +174,6 @@ class Storing:
             rows=part.rows,
             number=end[0],
             position=end[1],
-            lane=part.lane.lane,
         )
 
     def _destination(self, name: str) -> Destination:

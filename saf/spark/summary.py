@@ -27,7 +27,9 @@ class Summary:
     idle: bool = False
     """Other forwarders hold all shards of all brokers."""
     waiting: list[dict[str, Any]] = field(default_factory=list)
-    """Lanes: ``broker``, ``lane``, ``attempts``, ``next_attempt_at``, ``error``."""
+    """Some lanes: ``broker``, ``lane``, ``attempts``, ``next_attempt_at``, ``error``."""
+    waiting_lanes: int = 0
+    """How many there are."""
     problems: list[dict[str, str]] = field(default_factory=list)
     """What went wrong: ``broker``, ``kind`` (an error's class) and ``error``."""
 
@@ -39,7 +41,7 @@ class Summary:
             return EXIT_OTHER
         if kinds & {"SchemaMissing", "SchemaMismatch", "Restored", "ConfigurationError", "Ahead"}:
             return EXIT_USAGE
-        return EXIT_TRY_AGAIN if kinds or self.waiting else EXIT_DONE
+        return EXIT_TRY_AGAIN if kinds or self.waiting_lanes else EXIT_DONE
 
     def add(self, cycle: Summary) -> None:
         """Count another's work in."""

@@ -31,7 +31,10 @@ class Work:
     keep: bool = False
     """There will be more like it soon, so connections are kept; see `saf.connections`."""
     waiting: tuple[Backoff, ...] = ()
-    """Lanes of parked messages, in the order in which they are tried."""
+    """What a cycle has to know of the lanes, in the order in which they are tried; see
+    `saf.backoff.waiting`."""
+    of_services: bool = False
+    """There are lanes of services, due or not."""
 
     @property
     def alone(self) -> str | None:

@@ -355,8 +355,8 @@ def parked_messages_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_lane_released_in_no_order(patch: pytest.MonkeyPatch) -> None:
-    backwards = parking.IN_LANE.replace("BY {order}", "BY parked_id DESC")
-    patch.setattr(parking, "IN_LANE", backwards)
+    backwards = parking.IN_LANES.replace("BY {order}", "BY parked_id DESC")
+    patch.setattr(parking, "IN_LANES", backwards)
 
 
 def purged_without_the_check(patch: pytest.MonkeyPatch) -> None:
@@ -374,7 +374,6 @@ def neighbours_rejected_too(patch: pytest.MonkeyPatch) -> None:
             rows=part.rows,
             number=_[0],
             position=_[1],
-            lane=part.lane.lane,
         )
         try:
             store(self._destination(part.destination), chunk, exactly_once=True)  # type: ignore[arg-type]
