@@ -8,8 +8,8 @@ Lanes are released together, those of a destination by their rank (`saf.backoff.
 read, and chunks that go to the destination in one transaction each, whatever lanes they are of.
 What stands in the way of one lane keeps only that one's messages back.
 
-Messages of healthy lanes do not wait for long until it is their turn: after `TURN_SECONDS` the task
-goes on with what is new. What is left goes on in the next cycle, behind the lanes that had no turn.
+Messages of healthy lanes do not wait for long until it is their turn: after `TURN_SECONDS`, and one
+chunk at least, the task goes on with what is new. What is left goes on in the next cycle, behind the lanes that had no turn.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ class Releasing:
             now = self.at_source(lambda source: backoff.named(source, subscription_id, found))
             due |= {lane.key: lane for lane in now if lane.due}
         routed = backoff.in_turn(lane for lane in due.values() if lane.destination)
-        for (destination, _), group in groupby(routed, _group):
+        for number, ((destination, _), group) in enumerate(groupby(routed, _group)):
             lanes = [lane.key for lane in group]
-            if self._over:
+            if number and self._over:
                 self._hold(lanes, "others had their turn")
             else:
                 self._release(destination, lanes)
