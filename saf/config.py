@@ -33,7 +33,7 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 from uuid import UUID
 
 import psycopg
@@ -51,9 +51,10 @@ from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
 )
 
-from saf.database import Dsn
+from saf.database import Dsn, refuse_unescaped
 from saf.errors import ConfigurationError, UsageError
 from saf.message import DEFAULT_MAX_BYTES, MAX_NAME
 from saf.routers import check as check_router
@@ -62,6 +63,9 @@ from saf.ways import Route as Leads
 from saf.ways import Router as Stands
 
 DEFAULT_FILE = Path("saf.toml")
+DAY = 86400
+LONGEST = 100
+"""So much of a value is quoted."""
 
 Quality = Literal["at_most_once", "at_least_once", "exactly_once"]
 
@@ -76,6 +80,26 @@ def _printable(name: str) -> str:
     return name
 
 
+def _within(lowest: float, highest: float) -> AfterValidator:
+    """What every number has: a range, so that nothing later meets one that it cannot work with."""
+
+    def check(value: float) -> float:
+        if not lowest <= value <= highest:  # so is nan
+            raise ValueError(f"{value!r} is not from {lowest:,} to {highest:,}")
+        return value
+
+    return AfterValidator(check)
+
+
+Seconds = Annotated[float, _within(0.01, 366 * DAY)]
+Age = Annotated[float, _within(0, 100 * 366 * DAY)]
+Lease = Annotated[float, _within(1, DAY)]
+Connections = Annotated[int, _within(1, 100_000)]
+SourceConnections = Annotated[int, _within(4, 100_000)]
+Rows = Annotated[int, _within(1, 10_000_000)]
+Bytes = Annotated[int, _within(1024, 1 << 30)]
+Attempts = Annotated[int, _within(1, 1000)]
+
 DsnField = Annotated[Dsn, BeforeValidator(_dsn), PlainSerializer(str)]
 Name = Annotated[str, AfterValidator(_printable)]
 
@@ -84,11 +108,14 @@ class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
 
+T = TypeVar("T", bound=_Table)
+
+
 class Broker(_Table):
     """A database whose outbox is forwarded."""
 
     dsn: DsnField
-    max_connections: int | None = Field(default=None, ge=4)
+    max_connections: SourceConnections | None = None
     """Connections that one run opens to it at most; by default, forwarder.max_connections."""
 
 
@@ -101,9 +128,9 @@ class Fleet(_Table):
     """A pattern (``*``, ``?``, ``[abc]``): the brokers among this server's databases so named."""
     query: str | None = Field(default=None, min_length=1)
     """Or a query for two columns: name and dsn."""
-    refresh_seconds: float = Field(default=60.0, gt=0)
+    refresh_seconds: Seconds = 60.0
     """With --loop: how often to ask."""
-    max_connections: int | None = Field(default=None, ge=4)
+    max_connections: SourceConnections | None = None
     """As of a broker, for each of them."""
 
     @pydantic.model_validator(mode="after")
@@ -119,7 +146,7 @@ class Destination(_Table):
     dsn: DsnField
     kind: Literal["postgresql"] = "postgresql"
     quality: Quality = "exactly_once"
-    max_connections: int | None = Field(default=None, ge=1)
+    max_connections: Connections | None = None
     """Connections that one run opens to it at most: so many tasks at a time."""
 
 
@@ -181,27 +208,27 @@ class Forwarder(_Table):
 
     default_destination: str | None = None
     """Where messages go that no row of saf.route matches."""
-    chunk_rows: int = Field(default=50_000, ge=1)
+    chunk_rows: Rows = 50_000
     """Messages per transaction at a destination."""
-    chunk_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
+    chunk_bytes: Bytes = 32 * 1024 * 1024
     """Bytes per transaction at a destination, give or take one Arrow batch."""
-    max_bytes: int = Field(default=DEFAULT_MAX_BYTES, ge=1024)
+    max_bytes: Bytes = DEFAULT_MAX_BYTES
     """Messages with a larger body become dead letters."""
-    lease_seconds: float = Field(default=30.0, ge=1.0)
+    lease_seconds: Lease = 30.0
     """How long a forwarder that died keeps its shards."""
-    interval_seconds: float = Field(default=1.0, gt=0)
+    interval_seconds: Seconds = 1.0
     """With --loop: the pause after a cycle that found nothing."""
-    turn_seconds: float = Field(default=2.0, gt=0)
+    turn_seconds: Seconds = 2.0
     """How long deep backlogs go on at least, before they stop for another one that waits."""
-    max_connections: int | None = Field(default=None, ge=4)
+    max_connections: SourceConnections | None = None
     """Connections that one run opens to a source at most; by default, as its tasks need."""
-    max_sessions: int = Field(default=200, ge=1)
+    max_sessions: Connections = 200
     """Sources that one run stays connected to; with more, it connects to them in turn."""
-    attempts: int = Field(default=3, ge=1)
+    attempts: Attempts = 3
     """Tries per chunk while a destination does not answer, before the run gives up on it."""
     master: str = "local[*]"
     """Spark's master; under spark-submit, its own --master wins."""
-    tasks: int | None = Field(default=None, ge=1)
+    tasks: Connections | None = None
     """Parallel tasks; by default, as many as Spark has cores."""
     spark: dict[str, str] = Field(default_factory=dict)
     """More Spark settings, by their full names."""
@@ -210,9 +237,9 @@ class Forwarder(_Table):
 class Purge(_Table):
     """When a log's old messages go, a slot at a time; see `saf.ring`."""
 
-    retention_seconds: float = Field(default=7 * 86400.0, ge=0)
+    retention_seconds: Age = 7.0 * DAY
     """How long a message is kept at least, forwarded or not."""
-    rotate_after_seconds: float = Field(default=86400.0, gt=0)
+    rotate_after_seconds: Seconds = float(DAY)
     """From what age of its oldest message on a slot is left for the next one."""
     archive: Path | None = None
     """A folder for the messages of each slot as Parquet, before they go."""
@@ -316,6 +343,21 @@ def load(path: Path | None = None) -> Settings:
         raise ConfigurationError(str(error)) from None
 
 
+def with_options(table: T, **options: object) -> T:
+    """A table of settings with those that a command line has given, None for not, instead.
+
+    Raises:
+        ConfigurationError: naming the setting and the value at fault.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        return type(table)(**{**dict(table), **given})
+    except pydantic.ValidationError as error:
+        name = type(table).__name__.lower()
+        problems = [f"{name}.{_explain(problem)}" for problem in error.errors()]
+        raise ConfigurationError("; ".join(problems)) from None
+
+
 def _read(path: Path) -> Settings:
     try:
         text = path.read_text()
@@ -334,6 +376,9 @@ def _read(path: Path) -> Settings:
     except pydantic.ValidationError as error:
         problems = [_explain(problem) for problem in error.errors()]
         raise ConfigurationError(f"{path}: " + "; ".join(problems)) from None
+    except SettingsError as error:
+        # of an environment variable; what it says is in the error's cause only
+        raise ConfigurationError(f"{path}: {error}") from None
     except ConfigurationError as error:
         raise ConfigurationError(f"{path}: {error}") from None
 
@@ -360,9 +405,10 @@ def _expand(value: Any, where: tuple[str, ...]) -> Any:
 
     if where[-1] != "dsn" or value.startswith("${"):
         return replaced(value)
+    refuse_unescaped(value)
     try:
         parts = conninfo_to_dict(value)
-    except psycopg.ProgrammingError:
+    except (psycopg.ProgrammingError, ValueError):  # a password's % is no UTF-8, say
         return value  # refused as a dsn, without what the environment holds
     return make_conninfo("", **{name: replaced(str(part)) for name, part in parts.items()})
 
@@ -373,6 +419,8 @@ def _explain(problem: Any) -> str:
         *table, name = where
         return f"unknown setting {'.'.join(where)}{did_you_mean(name, _known(table))}"
     message = str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"].startswith(("int", "float", "literal", "bool")) and where[-1] != "dsn":
+        message += f", and not {problem['input']!r}"[:LONGEST]
     return f"{'.'.join(where)}: {message}" if where else message
 
 

@@ -7,6 +7,7 @@ reveals it, to the drivers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from saf.errors import ConfigurationError, SchemaMismatch, SchemaMissing, Unavai
 if TYPE_CHECKING:
     import sqlalchemy as sa
 
-REVISION = "0010"
+REVISION = "0016"
 """The Alembic revision of the schema that this library reads and writes."""
 
 CONNECT_TIMEOUT_SECONDS = 10
@@ -38,6 +39,13 @@ SECRETS = (
     "scram_server_key",
 )
 """The connection parameters that nobody may see."""
+
+ESCAPES = (
+    "in a URL, a password's '@' is written %40, and ':', '/', '?', '#', '%' as %3A, %2F, %3F, %23, "
+    "%25; or give host=… user=… password=…"
+)
+"""The way out where a part of a dsn may hold a part of the password, so that it is not shown."""
+PORTS = re.compile(r"[0-9,]*")
 
 SCHEMA_REVISION = "SELECT version_num FROM saf.alembic_version"
 # Not to_regclass: for a user without USAGE on the schema it fails, and with it the transaction.
@@ -59,20 +67,21 @@ class Dsn:
     conninfo: str = field(repr=False)
 
     def __post_init__(self) -> None:
+        refuse_unescaped(self.conninfo)
         try:
             parts = conninfo_to_dict(self.conninfo)
-        except psycopg.ProgrammingError:
+        except (psycopg.ProgrammingError, ValueError):  # a password's % is no UTF-8, say
             # libpq's own message quotes the text, password and all
             raise ConfigurationError(
                 "a dsn is not a PostgreSQL connection string; "
                 "expected postgresql://user@host:5432/database or 'host=… dbname=…'"
             ) from None
         if "@" in str(parts.get("host") or "")[1:]:  # an abstract socket's name begins with one
-            # a host goes into messages, and this one may hold the end of the password
-            raise ConfigurationError(
-                "a dsn's host holds an '@': in a URL, a password's '@' is written %40, and "
-                "'/', '?', '#', '%' as %2F, %3F, %23, %25"
-            )
+            raise ConfigurationError(f"a dsn's host holds an '@': {ESCAPES}")
+        if not PORTS.fullmatch(str(parts.get("port") or "")):
+            raise ConfigurationError(f"a dsn's port is no number: {ESCAPES}")
+        if "://" in str(parts.get("dbname") or ""):
+            raise ConfigurationError("a dsn names a URL as its database: give the URL alone")
         if not any(parts.get(name) for name in ("dbname", "service")):
             raise ConfigurationError(f"a dsn names no database: {self}")
 
@@ -89,7 +98,7 @@ class Dsn:
     def __str__(self) -> str:
         try:
             public = {k: v for k, v in conninfo_to_dict(self.conninfo).items() if v is not None}
-        except psycopg.ProgrammingError:
+        except (psycopg.ProgrammingError, ValueError):  # a password's % is no UTF-8, say
             return "<invalid dsn>"
         for secret in (*SECRETS, "options"):
             public.pop(secret, None)
@@ -132,6 +141,20 @@ class Dsn:
             if secret := self.parts.get(name):
                 text = text.replace(str(secret), "***")
         return " ".join(text.split())
+
+
+def refuse_unescaped(text: str) -> None:
+    """Raise for a URL in which a password ends too soon, so that the rest looks like a name.
+
+    libpq takes what is before the first '/' for the host, so what follows would be the database.
+
+    Raises:
+        ConfigurationError
+    """
+    scheme, _, rest = text.strip().partition("://")
+    path = rest.partition("?")[0].partition("/")[2]
+    if scheme in ("postgresql", "postgres") and ("@" in path or "/" in path):
+        raise ConfigurationError(f"a dsn has more than a database's name behind a '/': {ESCAPES}")
 
 
 @contextmanager

@@ -22,6 +22,8 @@
     │       ├── SchemaMismatch    older or newer than this library
     │       └── Restored          of another cluster, or of an older state: run ``saf rebase``
     ├── Unavailable               a service does not answer: nothing is lost, try again later
+    ├── JobFailed                 a Spark job failed, such as when a worker was killed: tried again
+    ├── SparkGone                 Spark itself has ended: the next run goes on
     ├── UnknownService            a destination does not know services that are addressed
     ├── Unroutable                no route and no default destination for a service
     ├── Rejected                  a destination will not have a message
@@ -245,6 +247,32 @@ class Unavailable(SafError):
     def __init__(self, what: str, reason: str) -> None:
         super().__init__(f"{what} is unavailable: {reason}")
         self.what = what
+        self.reason = reason
+
+
+class JobFailed(SafError):
+    """A Spark job failed. Its batches stay open; the next cycle, or run, goes on with them."""
+
+    exit_code = 75
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"the Spark job failed: {reason}. Nothing is lost: its batches stay open and are "
+            "forwarded by the next cycle or run"
+        )
+        self.reason = reason
+
+
+class SparkGone(SafError):
+    """Spark has ended while there was work. The next run goes on where this one stopped."""
+
+    exit_code = 75
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"Spark has ended: {reason}. Nothing is lost: start the forwarder again; was its JVM "
+            "killed, for want of memory perhaps?"
+        )
         self.reason = reason
 
 

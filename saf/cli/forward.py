@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from saf.cli.console import plain_console
-from saf.config import Settings, load
+from saf.config import Settings, load, with_options
 from saf.signals import stop_on_signals
 
 if TYPE_CHECKING:
@@ -47,10 +47,7 @@ def command(
     runs that overlap share the work. SIGTERM and Ctrl-C finish the chunk in hand.
     """
     settings = load(config)
-    changes = {"interval_seconds": interval, "master": master}
-    options = settings.forwarder.model_copy(
-        update={name: value for name, value in changes.items() if value is not None}
-    )
+    options = with_options(settings.forwarder, interval_seconds=interval, master=master)
     settings = settings.model_copy(update={"forwarder": options})
     raise typer.Exit(run(settings, loop=loop, as_json=as_json))
 

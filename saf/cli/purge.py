@@ -13,7 +13,7 @@ from rich.table import Table
 
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.cli.console import plain_console
-from saf.config import load
+from saf.config import load, with_options
 from saf.maintenance import Outcome, purge_by_rules
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -69,10 +69,7 @@ def command(
     Safe at any time and as often as you like; what cannot go now is kept and said.
     """
     settings = load(config)
-    changes = {"retention_seconds": retention, "archive": archive}
-    rules = settings.purge.model_copy(
-        update={name: value for name, value in changes.items() if value is not None}
-    )
+    rules = with_options(settings.purge, retention_seconds=retention, archive=archive)
     round_ = Round(chosen(settings, broker))
     known = round_.visit(
         "purge",

@@ -65,6 +65,35 @@ def restored(patient: Patient) -> Found:
         )
 
 
+# By the index, which needs to be told each shard
+FORGED = """
+SELECT count(*), min(f.id)
+FROM saf.broker b CROSS JOIN LATERAL generate_series(0, b.shards - 1) AS s (shard)
+CROSS JOIN LATERAL (
+    SELECT id FROM {log} l
+    WHERE l.shard = s.shard AND l.txid >= pg_snapshot_xmax(pg_current_snapshot())) AS f
+"""
+
+
+def forged(patient: Patient) -> Found:
+    """Messages of transactions that this cluster has not begun: they would wait for ever."""
+    if patient.ask(IS_RESTORED) == [(True,)]:
+        return  # they are another cluster's
+    for log in ("outbox", "inbox"):
+        query = sql.SQL(FORGED).format(log=sql.Identifier("saf", log))
+        for count, first in patient.ask(query):
+            if count:
+                yield (
+                    "error",
+                    f"{count} messages of the {log}, the first with id {first}, say that they are "
+                    "of transactions that are still to come, as somebody wrote who may write any "
+                    "column: nobody gets them, and their slots are not purged",
+                    f"as the owner, UPDATE saf.{log} SET txid = DEFAULT WHERE txid >= "
+                    "pg_snapshot_xmax(pg_current_snapshot()), and take INSERT on the table from "
+                    "whoever sends: saf grant --role writer …",
+                )
+
+
 # Rows that are not visible in done, by the index, less those complete in the batch in hand
 LEFT_LYING = """
 SELECT s.name, count(*), extract(epoch FROM now() - min(lying.written))::float,

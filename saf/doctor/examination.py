@@ -13,6 +13,7 @@ from saf.config import Settings
 from saf.database import HAS_SCHEMA, Dsn
 from saf.doctor.broker import (
     dead_letters,
+    forged,
     inbox_left_lying,
     outbox_left_lying,
     parked,
@@ -21,6 +22,7 @@ from saf.doctor.broker import (
     schema,
 )
 from saf.doctor.patient import REACHABLE, Check, Finding, Limits, Patient
+from saf.doctor.refusal import SILENT, cure
 from saf.doctor.routing import routes_by
 from saf.doctor.server import (
     clock_skew,
@@ -49,6 +51,7 @@ SERVER: tuple[Check, ...] = (
 BROKER: tuple[Check, ...] = (
     rights,
     restored,
+    forged,
     long_transactions,
     prepared_transactions,
     outbox_left_lying,
@@ -81,7 +84,7 @@ def examine(
             try:
                 connection = stack.enter_context(dsn.connect(role="doctor", autocommit=True))
             except Unavailable as error:
-                found.append(_unreachable(where, error.reason))
+                found.append(_unreachable(where, error.reason, cure(dsn)))
                 continue
             found.append(Finding(check=REACHABLE, where=where, severity="ok"))
             patients.append(Patient(where=where, connection=connection, limits=limits, clock=clock))
@@ -96,10 +99,10 @@ def _fleets(config: Settings, limits: Limits, clock: Callable[[], float]) -> Ite
     for name, error in listing.problems:
         where = f"fleet {name!r}"
         if isinstance(error, Unavailable):
-            yield _unreachable(where, error.reason)
+            yield _unreachable(where, error.reason, cure(config.fleets[name].dsn))
         else:
-            cure = "mend its row or its query; the others are forwarded meanwhile"
-            yield Finding(check="fleet", where=where, severity="error", what=str(error), cure=cure)
+            to_do = "mend its row or its query; the others are forwarded meanwhile"
+            yield Finding(check="fleet", where=where, severity="error", what=str(error), cure=to_do)
     for name, broker in listing.brokers.items():
         where = f"broker {name!r}"
         try:
@@ -110,16 +113,16 @@ def _fleets(config: Settings, limits: Limits, clock: Callable[[], float]) -> Ite
                 yield Finding(check=REACHABLE, where=where, severity="ok")
                 yield from _examined(patient, broker.dsn, (*BROKER, routes_by(config)))
         except Unavailable as error:
-            yield _unreachable(where, error.reason)
+            yield _unreachable(where, error.reason, cure(broker.dsn))
 
 
-def _unreachable(where: str, reason: str) -> Finding:
+def _unreachable(where: str, reason: str, to_do: str = SILENT) -> Finding:
     return Finding(
         check=REACHABLE,
         where=where,
         severity="error",
         what=reason,
-        cure="start the server, or mend the dsn in saf.toml; nothing is lost meanwhile",
+        cure=to_do,
     )
 
 
@@ -140,9 +143,9 @@ def _made(check: Check, patient: Patient) -> Iterator[Finding]:
     name, where = check.__name__, patient.where
     quiet = True
     try:
-        for severity, what, cure in check(patient):
+        for severity, what, to_do in check(patient):
             quiet = False
-            yield Finding(check=name, where=where, severity=severity, what=what, cure=cure)
+            yield Finding(check=name, where=where, severity=severity, what=what, cure=to_do)
     except psycopg.errors.InsufficientPrivilege as error:
         yield Finding(
             check=name,

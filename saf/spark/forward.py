@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING
 
 from saf.backoff import SHOWN
 from saf.config import Settings
-from saf.errors import Fenced, SafError
+from saf.errors import Fenced, JobFailed, SafError, SparkGone
 from saf.log import Log
 from saf.spark.broker import SourceBroker
 from saf.spark.plan import plan, tasks_within
 from saf.spark.purging import Purging
 from saf.spark.roster import Roster
+from saf.spark.session import first_line
 from saf.spark.summary import Summary
 from saf.spark.task import forward
 from saf.spark.work import Policy, Receipt, Work
@@ -93,6 +94,9 @@ class Forwarder:
             attempts=options.attempts,
         )
         self.purging = Purging(settings.purge)
+        self._failed_job: JobFailed | None = None
+        """Of this cycle; and the brokers whose work it was:"""
+        self._failed_at: set[str] = set()
         self._stop = False
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="saf-spark")
 
@@ -107,15 +111,21 @@ class Forwarder:
         steady load ends too.
         """
         started = time.monotonic()
+        failed_jobs = 0
         try:
             while not self._stop:
                 before = self.summary.forwarded
                 worked = self.cycle()
+                failed_jobs = failed_jobs + 1 if self._failed_job else 0
+                if 0 < failed_jobs < self.options.attempts:
+                    self._pause(self.options.interval_seconds)
+                    continue
                 full = self.summary.forwarded - before >= self.options.chunk_rows
                 brokers = self.roster.well()
                 more = full or any(b.resumed or b.unfinished or b.lanes_left for b in brokers)
                 if not (worked and more) and not self.roster.waiting:
                     break
+            self._note_failed_job()
             brokers = list(self.roster.brokers.values())
             self.summary.idle = bool(brokers) and all(broker.idle for broker in brokers)
             self._note_waiting()
@@ -139,6 +149,7 @@ class Forwarder:
                 self.summary = Summary()
                 began = time.monotonic()
                 worked = self.cycle()
+                self._note_failed_job()
                 self._note_waiting()
                 self.summary.seconds = time.monotonic() - began
                 if worked or self.summary.problems:
@@ -156,12 +167,14 @@ class Forwarder:
 
     def cycle(self) -> bool:
         """Forward what is pending now, once; return whether there was anything to do."""
+        self._failed_job = None
+        self._failed_at.clear()
         found = self.roster.visit(self.options.default_destination)
         if not found:
             return False
         spark = self._session(any(item.much for item in found))
         # asked anew each time: a cluster's executors come and go
-        slots = self.options.tasks or spark.defaultParallelism
+        slots = self.options.tasks or _parallelism(spark)
         room = slots if self.most is None else min(slots, self.most)
         limited = room < slots
         many = {item.broker for item in found if item.much}
@@ -197,8 +210,14 @@ class Forwarder:
             broker.last_turn = self.cycles
         job = self._pool.submit(self._receipts, spark, work)
         left_out = len(self._at_work(found)) > len(self._at_work(work))
-        receipts = self._run(spark, work, job, beside, left_out=left_out)
-        self._settle(work, receipts, _shards(found))
+        try:
+            receipts = self._run(spark, work, job, beside, left_out=left_out)
+        except JobFailed as error:
+            log.warning("job_failed", error=error.reason)
+            self._failed_job = error
+            self._failed_at |= {item.broker for item in work}
+        else:
+            self._settle(work, receipts, _shards(found))
 
     def _limits(self) -> dict[str, int]:
         return {
@@ -358,6 +377,11 @@ class Forwarder:
         while not self._stop and time.monotonic() < until:
             time.sleep(min(TICK_SECONDS, max(0.0, until - time.monotonic())))
 
+    def _note_failed_job(self) -> None:
+        if self._failed_job is not None:
+            for name in sorted(self._failed_at):
+                self._problem(name, self._failed_job)
+
     def _problem(self, broker: str, error: SafError) -> None:
         self._note(broker, type(error).__name__, str(error))
 
@@ -379,16 +403,32 @@ def _shards(work: Iterable[Work]) -> Counter[str]:
     return counts
 
 
-def _result(job: Future[list[Receipt]]) -> list[Receipt]:
-    """The receipts, or what went wrong with the job itself in one readable error."""
+def _parallelism(spark: SparkContext) -> int:
+    """How many tasks Spark runs at a time now.
+
+    Raises:
+        SparkGone: it has ended.
+    """
     from py4j.protocol import Py4JError
+
+    try:
+        return int(spark.defaultParallelism)
+    except (Py4JError, ConnectionError, EOFError) as error:
+        raise SparkGone(first_line(error)) from error
+
+
+def _result(job: Future[list[Receipt]]) -> list[Receipt]:
+    """The receipts.
+
+    Raises:
+        JobFailed, SparkGone: what went wrong with the job itself, in one readable error.
+    """
+    from py4j.protocol import Py4JError, Py4JNetworkError
     from pyspark.errors import PySparkException
 
     try:
         return job.result()
-    except (Py4JError, PySparkException, ConnectionError, EOFError) as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        raise SafError(
-            f"the Spark job failed: {lines[0] if lines else type(error).__name__}. Its batches "
-            "stay open and are forwarded by the next run"
-        ) from error
+    except (Py4JNetworkError, ConnectionError) as error:
+        raise SparkGone(first_line(error)) from error
+    except (Py4JError, PySparkException, EOFError) as error:
+        raise JobFailed(first_line(error)) from error

@@ -9,7 +9,8 @@ read, and chunks that go to the destination in one transaction each, whatever la
 What stands in the way of one lane keeps only that one's messages back.
 
 Messages of healthy lanes do not wait for long until it is their turn: after `TURN_SECONDS`, and one
-chunk at least, the task goes on with what is new. What is left goes on in the next cycle, behind the lanes that had no turn.
+chunk at least, the task goes on with what is new. What is left goes on in the next cycle, behind
+the lanes that had no turn.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ makes one, and `prestart` lets its JVM come up while the caller does something e
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import warnings
@@ -15,7 +16,7 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from saf.errors import MissingExtra
+from saf.errors import ConfigurationError, MissingExtra
 from saf.spark import java
 from saf.spark.daemon import AHEAD, start_ahead
 from saf.spark.jvm import Jvm, environment, launch
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from pyspark import SparkContext
 
 NO_CONF: Mapping[str, str] = MappingProxyType({})
+
+MAX_FAILURES = "4"
+LOCAL = re.compile(r"local(?:\[(\*|[0-9]{1,6})(,[0-9]{1,6})?\])?")
 
 _launched: Jvm | None = None
 
@@ -37,7 +41,7 @@ def settings(master: str, *, quick: bool = False) -> dict[str, str]:
         # workers on the same machine: less work for the kernel than TCP, and nobody can listen
         "spark.python.unix.domain.socket.enabled": "true",
         # a task may fail and run again: reading a batch twice gives the same rows
-        "spark.task.maxFailures": "4",
+        "spark.task.maxFailures": MAX_FAILURES,
         # nothing is stored in tables: saves loading Hive
         "spark.sql.catalogImplementation": "in-memory",
         # no shuffle and no joins, so nothing to adapt or to wait for
@@ -87,12 +91,30 @@ def with_room(master: str) -> str:
     >>> with_room("local[2]"), with_room("spark://host:7077")
     ('local[3]', 'spark://host:7077')
     """
-    if not is_local(master):
+    local = LOCAL.fullmatch(master)
+    if local is None:
         return master
-    threads = master.removeprefix("local").strip("[]") or "1"
-    if threads == "*":
-        threads = str(os.cpu_count() or 1)
-    return f"local[{int(threads) + 1}]" if threads.isdigit() else master
+    threads = os.cpu_count() or 1 if local[1] == "*" else int(local[1] or 1)
+    return f"local[{threads + 1}{local[2] or ''}]"
+
+
+def with_attempts(master: str) -> str:
+    """A local master that runs a task again whose worker was killed, as any other does.
+
+    By itself it does not, whatever ``spark.task.maxFailures`` says.
+
+    >>> with_attempts("local"), with_attempts("local[*]"), with_attempts("local[2,1]")
+    ('local[1,4]', 'local[*,4]', 'local[2,1]')
+    """
+    local = LOCAL.fullmatch(master)
+    return master if local is None or local[2] else f"local[{local[1] or 1},{MAX_FAILURES}]"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of Spark's says, without the stack that follows."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if not line.startswith("An error occurred while calling")]
+    return (told or lines or [type(error).__name__])[0].rstrip(".")
 
 
 def prestart(
@@ -125,13 +147,14 @@ def start(
 
     Raises:
         MissingExtra: pyspark, pyarrow or ADBC is not installed.
-        ConfigurationError: there is no Java to start Spark with.
+        ConfigurationError: there is no Java to start Spark with, or Spark refuses its settings.
         SafError: Spark's JVM did not start.
     """
     require_packages()
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     if not submitted:
         prestart(master, conf=conf, quick=quick)
+    from py4j.protocol import Py4JJavaError
     from pyspark import SparkConf, SparkContext
 
     if submitted or SparkContext._active_spark_context is not None:
@@ -144,8 +167,14 @@ def start(
     if python:
         os.environ["PYSPARK_PYTHON"] = python
         chosen["spark.pyspark.python"] = python
-    conf_ = SparkConf().setMaster(master).setAppName(app_name).setAll(list(chosen.items()))
-    return SparkContext.getOrCreate(conf_)
+    conf_ = SparkConf().setMaster(with_attempts(master)).setAppName(app_name)
+    try:
+        return SparkContext.getOrCreate(conf_.setAll(list(chosen.items())))
+    except Py4JJavaError as error:
+        raise ConfigurationError(
+            f"Spark does not start with forwarder.master = {master!r} and the settings of "
+            f"[forwarder.spark]: {first_line(error)}"
+        ) from None
 
 
 def stop(spark: SparkContext) -> None:

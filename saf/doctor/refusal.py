@@ -1,0 +1,101 @@
+"""Why a server that is there refuses a connection, and what to do about it.
+
+A server says so by SQLSTATE, which libpq does not hand on: of a connection that was not made, it
+has a text only, in the server's language. But it writes it down for who traces what it is told, so
+the doctor knocks once more and traces that. Where nothing is written, nothing more is known.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from psycopg import errors, pq
+from psycopg.pq import abc
+
+from saf.database import CONNECT_TIMEOUT_SECONDS, Dsn
+
+SILENT = "start the server, or mend the dsn in saf.toml; nothing is lost meanwhile"
+"""The cure where no server answers."""
+
+CURES = {
+    errors.TooManyConnections.sqlstate: (
+        "too many are connected: raise max_connections of the server, or the CONNECTION LIMIT of "
+        "the role or database, or let fewer connect (max_connections and tasks in saf.toml); "
+        "pg_stat_activity says who they are"
+    ),
+    errors.CannotConnectNow.sqlstate: (
+        "wait: the server is starting, stopping or recovering; its log says how far it is"
+    ),
+    errors.InvalidPassword.sqlstate: "the password is wrong: mend it in the dsn of saf.toml, or "
+    "what it takes from the environment, or ALTER ROLE … PASSWORD",
+    errors.InvalidAuthorizationSpecification.sqlstate: (
+        "the role may not log in from here: create it (CREATE ROLE … LOGIN), or mend pg_hba.conf "
+        "and reload, or the dsn in saf.toml"
+    ),
+    errors.InvalidCatalogName.sqlstate: (
+        "there is no such database on this server: mend the dsn in saf.toml, or create it and run "
+        "`saf migrate`"
+    ),
+    errors.InsufficientPrivilege.sqlstate: (
+        "let the database's owner GRANT CONNECT ON DATABASE … TO the role"
+    ),
+    errors.ObjectNotInPrerequisiteState.sqlstate: (
+        "the database takes no connections: ALTER DATABASE … ALLOW_CONNECTIONS true"
+    ),
+}
+
+# What libpq writes of a message from the server: its fields, each with its letter
+SAID = re.compile(rb'\tErrorResponse\t.* C "(\w{5})" M ')
+
+
+def cure(dsn: Dsn) -> str:
+    """What to do about a database that could not be connected to."""
+    return CURES.get(sqlstate(dsn) or "", SILENT)
+
+
+def sqlstate(dsn: Dsn) -> str | None:
+    """With which SQLSTATE the server refuses a connection; None if it does not, or nobody knows."""
+    connection = pq.PGconn.connect_start(dsn.for_role("doctor").encode())
+    try:
+        with _traced(connection) as said:
+            _poll(connection)
+    finally:
+        connection.finish()
+    found = SAID.search(b"".join(said))
+    return found[1].decode() if found else None
+
+
+def _poll(connection: abc.PGconn) -> None:
+    """Until the server has let us in or not, or does not go on."""
+    while True:
+        status = connection.connect_poll()
+        if status not in (pq.PollingStatus.READING, pq.PollingStatus.WRITING):
+            return
+        sockets = [connection.socket]
+        reading = sockets if status == pq.PollingStatus.READING else []
+        writing = sockets if status == pq.PollingStatus.WRITING else []
+        if not any(select.select(reading, writing, [], CONNECT_TIMEOUT_SECONDS)):
+            return
+
+
+@contextmanager
+def _traced(connection: abc.PGconn) -> Iterator[list[bytes]]:
+    """What is traced, once it has come to its end. In a pipe, for it may hold what was answered."""
+    said: list[bytes] = []
+    out, into = os.pipe()
+    os.set_blocking(out, False)
+    os.set_blocking(into, False)
+    try:
+        connection.trace(into)
+        yield said
+        connection.untrace()
+        said.append(os.read(out, 1 << 16))
+    except BlockingIOError:
+        pass  # nothing was written
+    finally:
+        os.close(out)
+        os.close(into)

@@ -1,0 +1,109 @@
+"""`saf doctor` tells why a server that is there refuses a connection, and what to do about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.conninfo import make_conninfo
+
+from saf.config import Broker, Destination, Settings
+from saf.database import Dsn
+from saf.doctor import examine
+from saf.doctor.refusal import CURES, SAID, SILENT, sqlstate
+from saf.embedded import EmbeddedServer
+from saf.errors import Unavailable
+from tests.pipeline import connect
+
+PASSWORD = "not-the-canary"
+
+
+@pytest.fixture
+def strict(own_server: EmbeddedServer) -> EmbeddedServer:
+    """A server that asks one role for a password, and lets another in nowhere."""
+    with connect(own_server.dsn("postgres")) as connection:
+        connection.execute("CREATE ROLE guest LOGIN PASSWORD 'right' CONNECTION LIMIT 0")
+        connection.execute("CREATE ROLE keeper LOGIN PASSWORD 'right'")
+        connection.execute("CREATE ROLE outsider LOGIN")
+        connection.execute("CREATE DATABASE closed ALLOW_CONNECTIONS false")
+        connection.execute("CREATE DATABASE private")
+        connection.execute("REVOKE CONNECT ON DATABASE private FROM public")
+        ((file,),) = connection.execute("SHOW hba_file").fetchall()
+        rules = Path(file).read_text()
+        Path(file).write_text(f"local all keeper scram-sha-256\nlocal all outsider reject\n{rules}")
+        connection.execute("SELECT pg_reload_conf()")
+    return own_server
+
+
+def said(dsn: Dsn) -> tuple[str, str]:
+    """What the doctor says of a broker that cannot be reached."""
+    settings = Settings(brokers={"app": Broker(dsn=dsn)}, destinations={"m": Destination(dsn=dsn)})
+    (one,) = [found for found in examine(settings) if found.where == "broker 'app'"]
+    assert (one.check, one.severity) == ("reachable", "error")
+    assert PASSWORD not in one.what + one.cure
+    return one.what, one.cure
+
+
+def _another(dsn: Dsn) -> psycopg.Connection[Any] | None:
+    try:
+        return dsn.connect(role="test")
+    except Unavailable:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("changes", "cure"),
+    [
+        ({"dbname": "nosuch"}, "there is no such database"),
+        ({"user": "nobody"}, "CREATE ROLE"),
+        ({"user": "outsider"}, "pg_hba.conf"),
+        ({"user": "guest"}, "CONNECTION LIMIT"),
+        ({"user": "keeper", "password": PASSWORD}, "the password is wrong"),
+        ({"dbname": "private", "user": "guest"}, "GRANT CONNECT"),
+        ({"dbname": "closed"}, "ALLOW_CONNECTIONS"),
+    ],
+)
+def test_each_refusal_has_a_cure_of_its_own(
+    strict: EmbeddedServer, changes: dict[str, str], cure: str
+) -> None:
+    with connect(strict.dsn("postgres")) as connection:
+        if changes.get("dbname") == "private":
+            connection.execute("ALTER ROLE guest CONNECTION LIMIT -1")
+        # whoever is to be refused is so by now
+        dsn = Dsn(make_conninfo(strict.dsn("postgres").conninfo, **changes))
+        while (let_in := _another(dsn)) is not None:
+            let_in.close()  # until the rules are read anew
+    assert cure in said(dsn)[1]
+
+
+def test_a_server_that_is_full_or_starting_is_told_from_one_that_is_away(
+    own_server: EmbeddedServer,
+) -> None:
+    dsn = own_server.dsn("postgres")
+    assert sqlstate(dsn) is None
+    with connect(dsn) as connection:
+        connection.execute("ALTER SYSTEM SET max_connections = 8")
+        connection.execute("ALTER SYSTEM SET superuser_reserved_connections = 0")
+        connection.execute("CREATE ROLE app LOGIN")
+    own_server.stop()
+    assert said(dsn)[1] == SILENT
+    own_server.start()
+    app = Dsn(make_conninfo(dsn.conninfo, user="app"))
+    crowd: list[psycopg.Connection[Any]] = []
+    try:
+        while (free := _another(app)) is not None:
+            crowd.append(free)
+        assert "too many are connected" in said(app)[1]
+    finally:
+        for one in crowd:
+            one.close()
+
+
+def test_the_server_s_language_does_not_matter() -> None:
+    """The cures go by SQLSTATE: 57P03 cannot be provoked at will, so it is looked up."""
+    line = b'B\t92\tErrorResponse\t S "FATAL" V "FATAL" C "57P03" M "Datenbank f\xc3\xa4hrt hoch"'
+    found = SAID.search(line)
+    assert found is not None
+    assert CURES[found[1].decode()].startswith("wait:")
