@@ -8,9 +8,9 @@ Lanes are released together, those of a destination by their rank (`saf.backoff.
 read, and chunks that go to the destination in one transaction each, whatever lanes they are of.
 What stands in the way of one lane keeps only that one's messages back.
 
-Messages of healthy lanes do not wait for long until it is their turn: after `TURN_SECONDS`, and one
-chunk at least, the task goes on with what is new. What is left goes on in the next cycle, behind
-the lanes that had no turn.
+Messages of healthy lanes do not wait for long until it is their turn: after `RELEASE_SECONDS`, and
+one chunk at least, the task goes on with what is new. What is left goes on in the next cycle,
+behind the lanes that had no turn.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from saf.spark.wayfinder import Wayfinder
 from saf.spark.work import Policy, Work
 from saf.ways import AT_MOST_ONCE
 
-TURN_SECONDS = 5.0
+RELEASE_SECONDS = 5.0
 """After that, no more is begun; a chunk in hand is finished."""
 
 
@@ -75,7 +75,7 @@ class Releasing:
 
     def release_all(self) -> None:
         """Deliver what the lanes of the work hold of these shards, if their time has come."""
-        self._until = time.monotonic() + TURN_SECONDS
+        self._until = time.monotonic() + RELEASE_SECONDS
         for lane in self.work.waiting:
             if not lane.due:
                 self.lanes.hold(lane.key, lane.error)

@@ -164,7 +164,7 @@ def test_a_long_queue_of_one_destination_leaves_time_for_what_is_new_and_keeps_i
         with Cycle(app, policy("exactly_once", 2, mom=mom, other=NOWHERE)) as cycle:
             cycle.run()
         let_time_pass(app)
-        monkeypatch.setattr(releasing, "TURN_SECONDS", 0.0)
+        monkeypatch.setattr(releasing, "RELEASE_SECONDS", 0.0)
         with Cycle(app, policy("exactly_once", 2, mom=mom, other=other)) as cycle:
             for number in range(3):
                 send_to(connection, "shipping", f"s{9 + number}")
@@ -195,7 +195,7 @@ def test_what_is_left_of_a_queue_goes_behind_the_destinations_that_had_no_turn(
                 cycle.run()
             send_to(connection, "billing", "b4")
         let_time_pass(app)
-        monkeypatch.setattr(releasing, "TURN_SECONDS", 0.0)
+        monkeypatch.setattr(releasing, "RELEASE_SECONDS", 0.0)
         arrived = []
         with Cycle(app, policy("exactly_once", 1, mom=mom, other=other)) as cycle:
             for _ in range(4):

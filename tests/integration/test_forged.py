@@ -1,4 +1,4 @@
-"""Who may only send cannot say of a message what is the database's to say; what is said is found."""
+"""Who may only send cannot say what is the database's to say; where it was said, it is found."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -26,25 +26,19 @@ RETRYING = "local[2]"
 NOT_RETRYING = "local[2,1]"
 
 
-def children(pid: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def workers(process: subprocess.Popen[str]) -> list[int]:
     """Those that the daemons of a driver have forked, and no daemon."""
-    found, daemons = [process.pid], []
-    for pid in found:
-        try:
-            found += children(pid)
-            if b"saf.spark.daemon" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                daemons.append(pid)
-        except FileNotFoundError:
-            continue
-    return [pid for pid in daemons if _parent(pid) in daemons]
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    ours = {process.pid}
+    while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
+        ours |= more
+    daemons = [
+        pid for pid in ours if b"saf.spark.daemon" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    return [pid for pid in daemons if parents[pid] in daemons]
 
 
 @contextmanager
@@ -81,6 +75,7 @@ def test_a_run_forwards_everything_all_the_same(
         out, err = process.communicate(timeout=120)
     finally:
         process.kill()
+        process.communicate()
     assert process.returncode == 0, err
     summary = json.loads(out.splitlines()[-1])
     assert summary["problems"] == []
@@ -106,6 +101,7 @@ def test_a_loop_notes_the_problem_and_goes_on(app: Dsn, mom: Dsn, tmp_path: Path
         assert process.wait(timeout=60) == 0
     finally:
         process.kill()
+        process.communicate()
     assert sorted(map(int, bodies(mom))) == list(range(1, 1001))
 
 
