@@ -189,6 +189,7 @@ AND NOT EXISTS (SELECT FROM saf.parked WHERE {THIS_LANE})
 
 PARKED_COLUMNS = (
     *("subscription_id", "destination", "lane", "quality", "shard", "id", "batch", "position"),
+    "opened_at",
     *COLUMNS,
 )
 PARK = sql.SQL("COPY saf.parked ({}) FROM STDIN").format(

@@ -6,17 +6,21 @@ stores a chunk exactly once however often it is given: that is ``exactly_once``.
     Unavailable      it does not answer; the chunk may or may not be stored; give it again later
     UnknownService   services that are addressed do not live there; nothing was stored
     Fenced           it has heard from a newer owner of these shards; nothing was stored
-    Ahead            it has stored batches that the source does not know; nothing was stored
+    Ahead            it has stored what the source does not know; nothing was stored
+    Behind           it has not any more what it has acknowledged; nothing was stored
+    Restored         it is of another cluster, and not repaired; nothing was stored
     Rejected         it answers, and will not have these messages
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 from uuid import UUID
 
 from saf.cursor import Batch
+from saf.marks import Mark
 from saf.parking import MAIN
 
 if TYPE_CHECKING:
@@ -28,8 +32,8 @@ class Chunk:
     """Messages of one lane for one destination, in the order of their ids.
 
     ``rows`` has the columns ``id`` and ``shard`` of the source, and `saf.message.COLUMNS`; parked
-    ones also have the ``batch`` they were parked in. Storing the chunk completes, in this lane of
-    this destination, every message of the batch's shards up to (number, position).
+    ones also have the ``batch`` they were parked in, and when that was opened. Storing the chunk
+    completes, in this lane of this destination, every message of a shard up to its last one here.
     """
 
     source: UUID
@@ -40,6 +44,8 @@ class Chunk:
     """Of the batch that the last row is from."""
     position: int
     lane: str = MAIN
+    known: Mapping[int, Mark] = field(default_factory=dict)
+    """What the source remembers of the destination's marks in this lane, by shard."""
     behind: frozenset[str] = frozenset()
     """Services of which older messages wait in a lane of their own: those that are not stored yet
     wait too, as if the services were unknown."""
@@ -51,6 +57,8 @@ class Stored:
 
     messages: int
     dropped: int = 0
+    marks: Mapping[int, Mark] = field(default_factory=dict)
+    """Of the shards that the chunk has messages of, as they are now."""
 
 
 class Destination(Protocol):

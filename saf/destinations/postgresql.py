@@ -1,7 +1,8 @@
 """Another broker's inbox, filled by COPY, exactly once.
 
 One transaction per chunk: lock the watermarks of the chunk's source shards, refuse an older
-epoch, drop the rows at or below (batch, position), COPY the rest, move the watermarks, commit.
+epoch and marks that are not what the source remembers (`saf.marks`), drop the rows at or below
+(batch, position), COPY the rest, move the watermarks, commit.
 Because a batch never changes, a chunk that was stored before its acknowledgement got lost is
 recognised by that mark alone: no index over message ids, no table that grows.
 
@@ -10,8 +11,10 @@ Arrow goes in as it came: the ADBC driver writes it as COPY binary, inside the t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime
 from typing import Any
 from uuid import UUID
 
@@ -26,10 +29,11 @@ from psycopg import sql
 from saf import connections
 from saf.database import HAS_SCHEMA, SCHEMA_REVISION, Dsn, lacks_right, require_revision
 from saf.destinations import Chunk, Stored
-from saf.errors import Ahead, Fenced, Rejected, Unavailable, UnknownService
+from saf.errors import Ahead, Behind, Fenced, Rejected, Restored, Unavailable, UnknownService
 from saf.failpoints import fail_point
+from saf.marks import NOTHING, InHand, Mark, compare
 from saf.message import COLUMNS
-from saf.parking import MAIN
+from saf.rebase import IS_RESTORED
 from saf.shards import LAST
 
 # COPY needs Arrow types that say which PostgreSQL type is meant
@@ -48,7 +52,8 @@ OF_THE_ROWS = ("09", "22", "23", "27", "38", "39", "44", "54", "P0")
 
 SERVICES = "SELECT name FROM saf.service"
 
-BROKER_ID = "SELECT broker_id::text FROM saf.broker"
+# In one round trip: whose it is, and whether it is fit to be stored in
+IDENTITY = f"SELECT broker_id::text, ({IS_RESTORED}) FROM saf.broker"
 
 # By one delivery at a time, because nothing else forbids a second watermark of a shard: the key
 # has the batch as its last column, for LOCK
@@ -63,26 +68,25 @@ WHERE NOT EXISTS (SELECT FROM saf.watermark w
 # In the order of the shards, so that two deliveries wait for each other instead of deadlocking. The
 # newest version is the first that the index finds; see saf.shards.newest.
 LOCK = f"""
-SELECT w.*, batch > {{current}} OR batch = {{current}} AND opened_at <> {{opened_at}}::timestamptz
+SELECT w.shard, epoch, batch, position, opened_at, acknowledged
 FROM unnest({{shards}}::smallint[]) AS s (shard)
 CROSS JOIN LATERAL (
-    SELECT shard, epoch, batch, position, opened_at, source, lane FROM saf.watermark
+    SELECT shard, epoch, batch, position, opened_at, acknowledged, source, lane FROM saf.watermark
     WHERE (source, shard, lane, batch) <= ({{source}}::uuid, s.shard, {{lane}}, {LAST})
     ORDER BY source DESC, shard DESC, lane DESC, batch DESC LIMIT 1 FOR UPDATE
 ) AS w
 WHERE w.source = {{source}}::uuid AND w.shard = s.shard AND w.lane = {{lane}}
 """
 
-# The epoch rises even where every row was stored before, so that the owner before is fenced
+# The epoch rises even where no row is stored, so that the owner before is fenced
 MOVE = """
-UPDATE saf.watermark w SET epoch = mine.epoch, (batch, position, opened_at) = (
-    SELECT batch, position, opened_at FROM (
-        VALUES (w.batch, w.position, w.opened_at), ({batch}, {position}, {opened_at}::timestamptz)
-    ) AS mark (batch, position, opened_at) ORDER BY batch DESC, position DESC LIMIT 1)
-FROM unnest({shards}::smallint[], {epochs}::bigint[], {locked}::bigint[])
-     AS mine (shard, epoch, batch)
+UPDATE saf.watermark w SET epoch = mine.epoch, batch = mine.batch, position = mine.position,
+       opened_at = mine.opened_at, acknowledged = mine.acknowledged
+FROM unnest({shards}::smallint[], {epochs}::bigint[], {locked}::bigint[], {batches}::bigint[],
+            {positions}::bigint[], {moments}::timestamptz[], {acknowledged}::boolean[])
+     AS mine (shard, epoch, locked, batch, position, opened_at, acknowledged)
 WHERE w.source = {source}::uuid AND w.shard = mine.shard AND w.lane = {lane}
-  AND w.batch = mine.batch
+  AND w.batch = mine.locked
 """
 
 
@@ -113,12 +117,15 @@ class PostgresInbox:
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         """Store a chunk; see `saf.destinations.Destination`."""
         with self._transaction() as cursor:
-            marks = self._lock_watermarks(cursor, chunk)
-            rows = beyond(chunk.rows, chunk.number, marks) if exactly_once else chunk.rows
+            epochs, marks = self._lock_watermarks(cursor, chunk)
+            rows = chunk.rows
+            if exactly_once:
+                stored = {shard: mark.number for shard, mark in marks.items()}
+                rows = beyond(rows, chunk.number, stored)
             unknown = self._unknown(cursor, rows, chunk.behind)
             # nobody who was owner before may store what the caller sets aside now
-            epoch_only = bool(unknown) or not exactly_once
-            self._move_watermarks(cursor, chunk, marks, epoch_only=epoch_only)
+            moved = {} if unknown else last_of(chunk, marks)
+            self._move_watermarks(cursor, chunk, epochs, marks, moved)
             if rows.num_rows and not unknown:
                 cursor.adbc_ingest(
                     "inbox", inbox_rows(rows, chunk.source), mode="append", db_schema_name="saf"
@@ -127,7 +134,8 @@ class PostgresInbox:
         fail_point("mom_commit")
         if unknown:
             raise UnknownService(f"destination {self.name!r}", unknown, rows)
-        return Stored(messages=rows.num_rows, dropped=chunk.rows.num_rows - rows.num_rows)
+        dropped = chunk.rows.num_rows - rows.num_rows
+        return Stored(messages=rows.num_rows, dropped=dropped, marks=moved)
 
     def close(self) -> None:
         """Give up the connection, if there is one."""
@@ -135,40 +143,61 @@ class PostgresInbox:
         if connection is not None:
             connections.put(self.keep, "deliver", self.dsn, connection)
 
-    def _lock_watermarks(self, cursor: adbc.Cursor, chunk: Chunk) -> dict[int, tuple[int, int]]:
-        """Lock the watermarks of the chunk's shards; return them, (batch, position) by shard."""
+    def _lock_watermarks(
+        self, cursor: adbc.Cursor, chunk: Chunk
+    ) -> tuple[dict[int, int], dict[int, Mark]]:
+        """Lock the watermarks of the chunk's shards; return their epochs and marks, by shard."""
         values = _values(chunk)
-        marks = _query(cursor, LOCK, values)
-        if len(marks) < len(chunk.batch.epochs):
+        found = _query(cursor, LOCK, values)
+        if len(found) < len(chunk.batch.epochs):
             # in a transaction of its own: who waits for its turn holds nothing
             self._connect().rollback()
             _query(cursor, TAKE_TURN)
             _query(cursor, KNOW_SHARDS, values)
             self._connect().commit()
-            marks = _query(cursor, LOCK, values)
-        epochs = dict(chunk.batch.epochs)
-        newer = [shard for shard, epoch, *_ in marks if epoch > epochs[shard]]
+            found = _query(cursor, LOCK, values)
+        epochs = {shard: epoch for shard, epoch, *_ in found}
+        newer = [shard for shard, epoch in chunk.batch.epochs if epochs[shard] > epoch]
         if newer:
             raise Fenced(f"destination {self.name!r}", newer)
-        ahead = [shard for shard, *_, ahead in marks if ahead]
-        if ahead and chunk.lane == MAIN:
-            raise Ahead(f"destination {self.name!r}", ahead)
-        return {shard: (batch, position) for shard, _, batch, position, *_ in marks}
+        marks = {shard: _mark(*mark) for shard, _, *mark in found}
+        in_hand = InHand(batch=chunk.batch.number, opened_at=chunk.batch.opened_at)
+        known = {shard: mark for shard, mark in chunk.known.items() if shard in marks}
+        differ = compare(chunk.lane, marks, known, dict.fromkeys(marks, in_hand))
+        if differ.behind:
+            raise Behind(f"destination {self.name!r}", differ.behind, differ.since)
+        if differ.ahead:
+            ahead = {shard: marks[shard] for shard in differ.ahead}
+            raise Ahead(f"destination {self.name!r}", differ.ahead, ahead)
+        return epochs, marks
 
     def _move_watermarks(
         self,
         cursor: adbc.Cursor,
         chunk: Chunk,
-        marks: dict[int, tuple[int, int]],
-        *,
-        epoch_only: bool,
+        epochs: Mapping[int, int],
+        marks: Mapping[int, Mark],
+        moved: Mapping[int, Mark],
     ) -> None:
-        """Move the locked watermarks to the chunk's end: an older owner writes nothing any more."""
-        values = _values(chunk)
-        values["locked"] = sql.Literal([marks[shard][0] for shard in chunk.batch.shards])
-        if epoch_only:
-            values |= {"batch": sql.Literal(0), "position": sql.Literal(0)}
-        _query(cursor, MOVE, values)
+        """Move the locked watermarks on: an older owner writes nothing any more."""
+        new = [
+            (shard, epoch, moved.get(shard, marks[shard]))
+            for shard, epoch in chunk.batch.epochs
+            if epochs[shard] != epoch or moved.get(shard, marks[shard]) != marks[shard]
+        ]
+        if not new:
+            return
+        columns: dict[str, list[Any]] = {
+            "shards": [shard for shard, *_ in new],
+            "epochs": [epoch for _, epoch, _ in new],
+            "locked": [marks[shard].batch for shard, *_ in new],
+            "batches": [mark.batch for *_, mark in new],
+            "positions": [mark.position for *_, mark in new],
+            "moments": [mark.opened_at and mark.opened_at.isoformat() for *_, mark in new],
+            "acknowledged": [mark.acknowledged for *_, mark in new],
+        }
+        literals = {name: sql.Literal(column) for name, column in columns.items()}
+        _query(cursor, MOVE, _values(chunk) | literals)
 
     def _unknown(self, cursor: adbc.Cursor, rows: pa.Table, behind: frozenset[str]) -> list[str]:
         """The services that are addressed and not known here, or as if they were not."""
@@ -213,7 +242,9 @@ class PostgresInbox:
             (exists,) = _query(cursor, HAS_SCHEMA)[0]
             found = _query(cursor, SCHEMA_REVISION) if exists else []
             require_revision(self.dsn.database, found[0][0] if found else None)
-            self._identity = str(_query(cursor, BROKER_ID)[0][0])
+            ((self._identity, restored),) = _query(cursor, IDENTITY)
+            if restored:
+                raise Restored(self.dsn.database, f"destination {self.name!r}")
             _query(cursor, DURABLE)
         connection.commit()
 
@@ -234,13 +265,35 @@ def _values(chunk: Chunk) -> dict[str, sql.Literal]:
     return {
         "source": sql.Literal(str(chunk.source)),
         "shards": sql.Literal(chunk.batch.shards),
-        "epochs": sql.Literal([epoch for _, epoch in chunk.batch.epochs]),
         "lane": sql.Literal(chunk.lane),
-        "batch": sql.Literal(chunk.number),
-        "position": sql.Literal(chunk.position),
-        "current": sql.Literal(chunk.batch.number),
-        "opened_at": sql.Literal(chunk.batch.opened_at.isoformat()),
     }
+
+
+def _mark(batch: int, position: int, opened_at: datetime | None, acknowledged: bool) -> Mark:
+    return Mark(batch=batch, position=position, opened_at=opened_at, acknowledged=acknowledged)
+
+
+def last_of(chunk: Chunk, marks: Mapping[int, Mark]) -> dict[int, Mark]:
+    """The marks after a chunk is stored, of the shards that it has messages of."""
+    if not chunk.rows.num_rows:
+        return {}
+    shards = chunk.rows["shard"].to_numpy()
+    _, from_the_end = np.unique(shards[::-1], return_index=True)
+    parked = [name for name in ("batch", "opened_at") if name in chunk.rows.column_names]
+    last = chunk.rows.select(["shard", "id", *parked]).take(len(shards) - 1 - from_the_end)
+    moved = {}
+    for row in last.to_pylist():
+        mark = Mark(
+            batch=row.get("batch", chunk.number),
+            position=row["id"],
+            opened_at=row.get("opened_at", chunk.batch.opened_at),
+            acknowledged=True,
+        )
+        before = marks.get(row["shard"], NOTHING)
+        if mark.number <= before.number:
+            mark = replace(before, acknowledged=True)
+        moved[row["shard"]] = mark
+    return moved
 
 
 def beyond(rows: pa.Table, number: int, stored: dict[int, tuple[int, int]]) -> pa.Table:

@@ -160,6 +160,7 @@ class Aside:
             "lane": part.lane.lane,
             "quality": part.quality,
             "batch": self.work.batch.number,
+            "opened_at": self.work.batch.opened_at,
         }
         for row in self._dicts(part.rows, **more):
             yield {**row, "position": row["id"]}

@@ -166,7 +166,7 @@ class Releasing:
 
     def _parked(self, lane: Backoff) -> Iterator[pa.Table]:
         log = parking.as_log([*selected(None), "batch"], lane.key)
-        everything = [*log, "parked_id", "quality", sql.SQL("id AS log_id")]
+        everything = [*log, "opened_at", "parked_id", "quality", sql.SQL("id AS log_id")]
         batches = read(self.work, parking.in_lane(self.work.batch, lane.key, everything))
         return chunks(batches, self.policy.chunk_rows, self.policy.chunk_bytes)
 
@@ -202,9 +202,11 @@ class Releasing:
         def settle(source: psycopg.Connection[Any]) -> None:
             hold(source, self.work.batch)
             aside.write_from_lane(source, rows["parked_id"].to_pylist())
+            self.storing.acknowledge(source)
             fail_point("unpark")
 
         self.at_source(settle)
+        self.storing.settled()
         fail_point("unpark_commit")
 
 

@@ -6,22 +6,30 @@ halving, and its neighbours are stored.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
+from uuid import UUID
 
+import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.cursor import hold
-from saf.destinations import Chunk, Destination
+from saf.destinations import Chunk, Destination, Stored
 from saf.destinations.postgresql import PostgresInbox
 from saf.errors import (
     Ahead,
+    Behind,
     ConfigurationError,
     Fenced,
     Rejected,
+    Restored,
+    SafError,
     Unavailable,
     UnknownService,
 )
+from saf.marks import AGAIN, ONCE, Mark, acknowledge, acknowledged, not_parked
 from saf.parking import MAIN
 from saf.retry import while_unavailable
 from saf.spark.aside import Aside
@@ -31,7 +39,10 @@ from saf.spark.lanes import Lanes
 from saf.spark.receipts import Receipts
 from saf.spark.sorting import Part, service_lane
 from saf.spark.work import Policy, Work
-from saf.ways import EXACTLY_ONCE
+from saf.ways import AT_MOST_ONCE, EXACTLY_ONCE
+
+REFUSES = (Unavailable, Behind, Restored)
+"""Nothing can be stored there now; by itself, or before a person has repaired it."""
 
 
 def nowhere(name: str) -> Unavailable:
@@ -48,8 +59,16 @@ class Storing:
     at_source: AtSource
     lanes: Lanes
     receipts: Receipts
+    to_repair: SafError | None = None
+    """A destination was refused until a person has repaired it."""
     _open: dict[str, Destination] = field(default_factory=dict)
     _identities: dict[str, str] = field(default_factory=dict)
+    _known: dict[tuple[str, str], dict[int, Mark]] = field(default_factory=dict)
+    """The marks of destinations, by their names and lanes."""
+    _stored: list[tuple[UUID, str, Mapping[int, Mark], Mapping[int, Mark]]] = field(
+        default_factory=list
+    )
+    """What is to be acknowledged: destination, lane, marks, and those before them."""
 
     def store(self, part: Part, end: tuple[int, int], aside: Aside) -> None:
         """Store a part, which completes its lane up to (batch, position) ``end``.
@@ -60,13 +79,12 @@ class Storing:
         aside.write_ahead(self.at_source)
         behind = self.lanes.services(part.destination) if part.lane.lane == MAIN else frozenset()
         chunk = replace(self._chunk(part, end), behind=behind)
-        name, exactly_once = part.destination, part.quality == EXACTLY_ONCE
+        name = part.destination
         try:
-            stored = while_unavailable(
-                self.policy.attempts,
-                lambda: self._destination(name).store(chunk, exactly_once=exactly_once),
-            )
-        except Unavailable as error:
+            stored = while_unavailable(self.policy.attempts, lambda: self._store(part, chunk))
+        except REFUSES as error:
+            if not isinstance(error, Unavailable):
+                self.to_repair = error
             aside.failed[part.lane] = error
             aside.parked.append(part)
             self.lanes.hold(part.lane, error)
@@ -92,11 +110,22 @@ class Storing:
             return
         chunk = self._chunk(part, mark(part.rows, self.work.batch.number))
         try:
-            stored = self._destination(part.destination).store(chunk, exactly_once=False)
-        except (Unavailable, UnknownService, Rejected) as error:
+            stored = self._store(part, chunk)
+        except (*REFUSES, UnknownService, Rejected) as error:
+            if isinstance(error, (Behind, Restored)):
+                self.to_repair = error
             aside.bury(part.rows, part.destination, "unavailable", str(error))
         else:
             self.receipts.of(part.destination).messages += stored.messages
+
+    def acknowledge(self, source: psycopg.Connection[Any]) -> None:
+        """Remember what destinations have stored, with the position that moves past it."""
+        for there, lane, marks, before in self._stored:
+            acknowledge(source, there, lane, marks, before)
+
+    def settled(self) -> None:
+        """What was to be acknowledged is."""
+        self._stored.clear()
 
     def close(self) -> None:
         """Give up all connections."""
@@ -138,6 +167,37 @@ class Storing:
         self.receipts.of(part.destination).dropped += part.rows.num_rows - error.rows.num_rows
         if rest.rows.num_rows:
             self.store(rest, end, aside)
+
+    def _store(self, part: Part, chunk: Chunk) -> Stored:
+        """Store a chunk where its part goes, if the marks there are those that are known."""
+        assert part.destination is not None  # noqa: S101 - the caller's to see to
+        name, exactly_once = part.destination, part.quality == EXACTLY_ONCE
+        destination = self._destination(name)
+        prefix = "" if exactly_once else ONCE if part.quality == AT_MOST_ONCE else AGAIN
+        chunk = replace(chunk, lane=prefix + chunk.lane)
+        there, of = UUID(self._identities[name]), (name, chunk.lane)
+        if of not in self._known:
+            shards = self.work.batch.shards
+            self._known[of] = self.at_source(lambda s: acknowledged(s, there, chunk.lane, shards))
+        try:
+            stored = destination.store(
+                replace(chunk, known=self._known[of]), exactly_once=exactly_once
+            )
+        except Ahead as error:
+            # or it was stored, nobody heard the answer, and it waits to be stored again
+            subscription_id, marks = self.work.batch.subscription_id, error.marks
+            unknown = self.at_source(
+                lambda s: not_parked(s, subscription_id, name, chunk.lane, marks)
+            )
+            if unknown:
+                raise
+            known = {**self._known[of], **marks}
+            stored = destination.store(replace(chunk, known=known), exactly_once=exactly_once)
+        new = {s: m for s, m in stored.marks.items() if self._known[of].get(s) != m}
+        if new:
+            self._stored.append((there, chunk.lane, new, self._known[of]))
+            self._known[of] = self._known[of] | new
+        return stored
 
     def _chunk(self, part: Part, end: tuple[int, int]) -> Chunk:
         return Chunk(
