@@ -25,7 +25,8 @@ COMMENT ON COLUMN saf.acknowledged.destination IS 'its broker_id';
 
 ALTER TABLE saf.watermark ADD COLUMN acknowledged BOOLEAN DEFAULT false NOT NULL;
 COMMENT ON COLUMN saf.watermark.acknowledged IS
-    'whether the source remembers it too; false of one that nothing has moved, or before sources did';
+    'whether the source remembers it too; false of one that nothing has moved, or \
+before sources did';
 
 ALTER TABLE saf.parked ADD COLUMN opened_at TIMESTAMP WITH TIME ZONE DEFAULT now();
 COMMENT ON COLUMN saf.parked.opened_at IS

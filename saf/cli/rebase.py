@@ -28,8 +28,8 @@ def command(
 ) -> None:
     """Repair brokers and destinations that were restored from a backup, or set back.
 
-    As their owner. A source asks all destinations what they know of it, so all have to be there; if it was set
-    back itself, nothing else may run. What a destination has lost is sent again.
+    As their owner. A source asks all destinations what they know of it, so all have to be there;
+    if it was set back itself, nothing else may run. What a destination has lost is sent again.
     """
     settings = load(config)
     round_ = Round(everywhere(settings, broker))

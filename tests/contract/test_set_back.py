@@ -1,4 +1,4 @@
-"""What was set back is noticed at the next contact, refused, and repaired: sources and MOM stores."""
+"""Who was set back is refused at the next contact, and repaired: sources and MOM stores."""
 
 from __future__ import annotations
 
@@ -410,7 +410,8 @@ def test_an_acknowledgement_is_one_row_for_each_shard_that_has_sent_and_costs_no
         )
         theirs = fetch(
             store,
-            "SELECT shard, batch, position, opened_at FROM saf.watermark WHERE batch > 0 ORDER BY 1",
+            "SELECT shard, batch, position, opened_at FROM saf.watermark WHERE batch > 0"
+            " ORDER BY 1",
         )
     assert len(ours) == 2
     assert ours == theirs
@@ -448,7 +449,7 @@ def test_two_who_replay_at_once_send_each_message_once(app: Dsn, mom: Dsn) -> No
                 lambda source: current_routes(source, "mom"),
                 retention_seconds=3600,
                 only_if_set_back=False,
-            )  # fmt: skip
+            )
         )
 
     people = [threading.Thread(target=person) for _ in range(2)]
