@@ -346,16 +346,25 @@ class Fenced(SafError):
 
 
 def in_words(shards: Iterable[int]) -> str:
-    """Shards for people, as ranges.
+    """Shards for people.
 
-    >>> in_words([0, 1, 2, 3, 7, 9, 10]), in_words([5]), in_words(range(64))
-    ('shards 0-3, 7, 9-10', 'shard 5', 'shards 0-63')
+    >>> in_words([5]), in_words(range(64))
+    ('shard 5', 'shards 0-63')
     """
-    ranges: list[list[int]] = []
-    for shard in sorted(shards):
-        if ranges and ranges[-1][-1] == shard - 1:
-            ranges[-1][1:] = [shard]
-        else:
-            ranges.append([shard])
-    words = ", ".join("-".join(map(str, one)) for one in ranges)
+    words = ranges(sorted(shards))
     return f"shard {words}" if words.isdecimal() else f"shards {words}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Rising numbers, written short.
+
+    >>> ranges([0, 1, 2, 3, 7, 9, 10]), ranges([])
+    ('0-3, 7, 9-10', '')
+    """
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    return ", ".join("-".join(map(str, ends)) for ends in found)

@@ -252,7 +252,9 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             "inbox": {"SELECT": WHOLE},
             "member": {"SELECT": WHOLE},
             "watermark": {"SELECT": WHOLE},
-            "acknowledged": {"SELECT": WHOLE},
+            # to repair a destination that was set back
+            "acknowledged": {"SELECT": WHOLE, "INSERT": WHOLE, "DELETE": WHOLE},
+            "broker": {"UPDATE": ("incarnation",)},
             "route": {"SELECT": WHOLE, "INSERT": ROUTE, "UPDATE": ROUTE, "DELETE": WHOLE},
             "topic": {"SELECT": WHOLE, "INSERT": ("name",), "DELETE": WHOLE},
             "router": {"SELECT": WHOLE, "INSERT": ROUTER, "UPDATE": ROUTER, "DELETE": WHOLE},

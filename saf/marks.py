@@ -122,7 +122,7 @@ class Difference:
     """The source was set back."""
     behind: Sequence[int] = ()
     """The destination was."""
-    since: datetime | None = field(default=None, compare=False)
+    since: datetime | None = field(default=None, compare=False, repr=False)
     """When the oldest batch was opened that the destination still has, of those behind."""
 
 

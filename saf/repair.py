@@ -10,7 +10,7 @@ Everything may run meanwhile: a destination that is behind is stored in by nobod
 takes turns, so that two people who do it at once send each message once.
 
 What it does not see: what was purged from the outbox since, which is said with the range that was
-compared; and a topic's message that another destination still has.
+compared; and a topic's message that another destination still has, which is said as well.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from saf.ways import Routes
 
 # Held by the session and not in a transaction, because to find what is missing takes its time
 TAKE_TURN = "SELECT pg_advisory_lock(hashtextextended('saf replay', 0))"
+TOPICS = "SELECT DISTINCT unnest(topics) FROM saf.route_version ORDER BY 1"
 END_TURN = "SELECT pg_advisory_unlock(hashtextextended('saf replay', 0))"
 
 
@@ -50,6 +51,8 @@ class Sent:
     """The destinations that had been, and may go on."""
     not_compared: tuple[datetime, datetime] | None = None
     """Between these two times a destination has lost what the outbox may not have any more."""
+    topics: tuple[str, ...] = ()
+    """Of these a destination may lack messages that another one still has."""
 
 
 def send_again(
@@ -106,7 +109,13 @@ def send_again(
                 for one, differ in () if dry_run else behind.items():
                     adopt(connection, known[one].destination, known[one].marks, differ.behind)
                     retry_now(connection, one)
-    return Sent(by_destination=sent, set_back=tuple(behind), not_compared=_gap(span, behind))
+            topics = [topic for (topic,) in fetch(connection, TOPICS)] if behind else []
+    return Sent(
+        by_destination=sent,
+        set_back=tuple(behind),
+        not_compared=_gap(span, behind),
+        topics=tuple(topics),
+    )
 
 
 def _behind(

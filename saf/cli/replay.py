@@ -83,6 +83,11 @@ def in_words(sent: Sent, *, dry_run: bool = False) -> str:
     words = f"{', '.join(counts)} {verb}" if counts else "nothing lost"
     if sent.set_back and not dry_run:
         words += f"; {', '.join(sent.set_back)} had been set back, and may go on"
+    if sent.topics:
+        words += (
+            f"; what they had of the topics {', '.join(map(repr, sent.topics))} and another "
+            "destination still has is not found by that: compare the two inboxes"
+        )
     if sent.not_compared:
         since, until = (moment.isoformat() for moment in sent.not_compared)
         words += (

@@ -55,7 +55,7 @@ def _met(patient: Patient, config: Settings) -> Iterator[tuple[str, SetBack]]:
                 ((store,),) = there.execute(IDENTITY).fetchall()
                 before = remembered(source, store)
                 known = known_at(there, broker_id)
-        except (psycopg.Error, SafError):
+        except (psycopg.OperationalError, SafError):
             continue  # its own examination says so
         with source.transaction():
             source.execute(ONE_SNAPSHOT)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from saf.spark.work import Receipt
 from saf.testing.databases import Database
 from tests.conftest import Prepared
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, send
+from tests.programs import configuration, saf
 
 Backup = Callable[[Dsn], Dsn]
 
@@ -459,3 +462,67 @@ def test_two_who_replay_at_once_send_each_message_once(app: Dsn, mom: Dsn) -> No
         one.join()
     run(app, mom=mom)
     assert numbers(mom) == list(range(50))
+
+
+# --- the commands
+
+
+def test_the_commands_name_what_a_store_has_lost_and_bring_exactly_that(
+    app: Dsn, mom: Dsn, backup: Backup, tmp_path: Path
+) -> None:
+    send_numbers(app, *range(10))
+    run(app, mom=mom)
+    older = backup(mom)
+    send_numbers(app, *range(10, 15))
+    run(app, mom=mom)
+    configuration(tmp_path / "saf.toml", {"app": app}, {"mom": older})
+
+    lost = json.loads(saf("reconcile", "--json", cwd=tmp_path).stdout)["brokers"][0]["lost"]
+    assert lost == 5
+    found = json.loads(saf("doctor", "--json", cwd=tmp_path).stdout)["findings"]
+    (finding,) = [one for one in found if one["check"] == "set_back"]
+    assert finding["severity"] == "error"
+    assert "destination 'mom' does not have any more" in finding["what"]
+    assert finding["cure"] == "saf rebase"
+
+    said = saf("rebase", cwd=tmp_path)
+    assert said.returncode == 0, said.stderr
+    assert "5 for mom to be sent again" in said.stdout
+    assert "mom had been set back, and may go on" in said.stdout
+    assert "sent again" not in saf("rebase", cwd=tmp_path).stdout
+    run(app, mom=older)
+    assert numbers(older) == list(range(15))
+    assert saf("reconcile", cwd=tmp_path).returncode == 0
+    found = json.loads(saf("doctor", "--json", cwd=tmp_path).stdout)["findings"]
+    assert [one["severity"] for one in found if one["check"] == "set_back"] == ["ok"]
+
+
+def test_the_doctor_says_what_a_source_that_was_set_back_would_meet(
+    app: Dsn, mom: Dsn, backup: Backup, tmp_path: Path
+) -> None:
+    send_numbers(app, 0)
+    run(app, mom=mom)
+    older = backup(app)
+    send_numbers(app, 0)
+    run(app, mom=mom)
+    configuration(tmp_path / "saf.toml", {"app": older}, {"mom": mom})
+    found = json.loads(saf("doctor", "--json", cwd=tmp_path).stdout)["findings"]
+    (finding,) = [one for one in found if one["check"] == "set_back"]
+    assert "has stored more of shard" in finding["what"]
+    assert saf("rebase", cwd=tmp_path).returncode == 0
+    found = json.loads(saf("doctor", "--json", cwd=tmp_path).stdout)["findings"]
+    assert [one["severity"] for one in found if one["check"] == "set_back"] == ["ok"]
+
+
+def test_what_a_restored_broker_says_of_itself_is_refused_and_not_zero(
+    app: Dsn, tmp_path: Path
+) -> None:
+    with connect(app) as connection:
+        connection.execute("UPDATE saf.broker SET system_identifier = 1")
+    configuration(tmp_path / "saf.toml", {"app": app}, {"mom": app})
+    for command in (["status"], ["inbox", "status"]):
+        done = saf(*command, cwd=tmp_path)
+        assert done.returncode == 2
+        assert "saf rebase" in done.stderr
+    assert saf("rebase", cwd=tmp_path).returncode == 0
+    assert saf("status", cwd=tmp_path).returncode == 0
