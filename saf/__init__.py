@@ -20,6 +20,7 @@ from saf.dialogs.groups import group_state, move_dialog, set_group_state
 from saf.errors import (
     Ahead,
     AutocommitError,
+    Behind,
     ConfigurationError,
     ContractViolation,
     DialogElsewhere,
@@ -61,6 +62,7 @@ from saf.worker import Worker
 __all__ = [
     "Ahead",
     "AutocommitError",
+    "Behind",
     "ConfigurationError",
     "ContractViolation",
     "Conversation",

@@ -187,6 +187,7 @@ class Delivery(Sequence[Received], Generic[C]):
                 "quality": None,
                 "batch": hand.shards[one.shard].batch,
                 "position": one.id,
+                "opened_at": None,
             }
             for one, lane in keep
             if one.parked_id is None

@@ -29,6 +29,7 @@
     ├── Rejected                  a destination will not have a message
     ├── UnreadableBody            a received body is not what its content type says
     ├── Ahead                     a destination knows more of a source than the source itself
+    ├── Behind                    a destination knows less of a source than it has acknowledged
     └── Fenced                    another owner has taken over: stop writing
 
 A message names the value at fault and the way out, and never holds a password. Programs tell
@@ -37,6 +38,7 @@ errors apart by class, and find the value at fault in its attributes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 from uuid import UUID
@@ -230,11 +232,12 @@ class SchemaMismatch(SchemaError):
 class Restored(SchemaError):
     """The database was restored: its transaction ids mean nothing here."""
 
-    def __init__(self, database: str) -> None:
+    def __init__(self, database: str, where: str = "") -> None:
         super().__init__(
-            f"database {database!r} was restored into another cluster, or its transaction ids went "
-            "back: its cursors do not say any more what was read, so nothing is read or purged. "
-            "Run `saf rebase` on it first"
+            (f"{where}: " if where else "")
+            + f"database {database!r} was restored into another cluster, or its transaction ids "
+            "went back: its cursors do not say any more what was read, so nothing is read, stored "
+            "or purged. Run `saf rebase` first"
         )
         self.database = database
 
@@ -334,17 +337,37 @@ class UnreadableBody(SafError, ValueError):
 
 
 class Ahead(SafError):
-    """A destination has stored batches of a source that the source has not opened yet."""
+    """A destination has stored what the source, by its own account, has never sent."""
 
     exit_code = 2
 
-    def __init__(self, where: str, shards: list[int]) -> None:
+    def __init__(
+        self, where: str, shards: Sequence[int], marks: Mapping[Any, Any] | None = None
+    ) -> None:
         super().__init__(
-            f"{where} has stored later batches of shards {shards} than the source knows: the "
-            "source seems to be restored from a backup. Nothing was written; run `saf rebase`"
+            f"{where} has stored more of {in_words(shards)} than the source knows: the source "
+            "seems to be restored from a backup. Nothing was written; run `saf rebase`"
         )
         self.where = where
         self.shards = shards
+        self.marks = marks or {}
+
+
+class Behind(SafError):
+    """A destination does not have any more what it has acknowledged."""
+
+    exit_code = 2
+
+    def __init__(self, where: str, shards: Sequence[int], since: datetime | None = None) -> None:
+        last = f"since a batch of {since.isoformat()}" if since else "or never had any of it"
+        super().__init__(
+            f"{where} does not have any more what it has acknowledged of {in_words(shards)}, "
+            f"{last}: it seems to be restored from a backup. Nothing was written. `saf reconcile` "
+            "names what it lacks, and `saf rebase` sends it again"
+        )
+        self.where = where
+        self.shards = shards
+        self.since = since
 
 
 class Fenced(SafError):
@@ -352,7 +375,33 @@ class Fenced(SafError):
 
     def __init__(self, where: str, shards: list[int]) -> None:
         super().__init__(
-            f"fenced at {where}: shards {shards} have a newer owner or batch; nothing was written"
+            f"fenced at {where}: there is a newer owner or batch of "
+            f"{in_words(shards) if shards else 'its shards'}; nothing was written"
         )
         self.where = where
         self.shards = shards
+
+
+def in_words(shards: Iterable[int]) -> str:
+    """Shards for people.
+
+    >>> in_words([5]), in_words(range(64))
+    ('shard 5', 'shards 0-63')
+    """
+    words = ranges(sorted(shards))
+    return f"shard {words}" if words.isdecimal() else f"shards {words}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Rising numbers, written short.
+
+    >>> ranges([0, 1, 2, 3, 7, 9, 10]), ranges([])
+    ('0-3, 7, 9-10', '')
+    """
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    return ", ".join("-".join(map(str, ends)) for ends in found)

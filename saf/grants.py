@@ -209,7 +209,12 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             "watermark": {
                 "SELECT": WHOLE,
                 "INSERT": WHOLE,
-                "UPDATE": ("epoch", "batch", "position", "opened_at"),
+                "UPDATE": ("epoch", "batch", "position", "opened_at", "acknowledged"),
+            },
+            "acknowledged": {
+                "SELECT": WHOLE,
+                "INSERT": WHOLE,
+                "UPDATE": ("batch", "position", "opened_at"),
             },
             "service": {"SELECT": WHOLE},
             "conversation": {"SELECT": TOLD},
@@ -247,6 +252,9 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             "inbox": {"SELECT": WHOLE},
             "member": {"SELECT": WHOLE},
             "watermark": {"SELECT": WHOLE},
+            # to repair a destination that was set back
+            "acknowledged": {"SELECT": WHOLE, "INSERT": WHOLE, "DELETE": WHOLE},
+            "broker": {"UPDATE": ("incarnation",)},
             "route": {"SELECT": WHOLE, "INSERT": ROUTE, "UPDATE": ROUTE, "DELETE": WHOLE},
             "topic": {"SELECT": WHOLE, "INSERT": ("name",), "DELETE": WHOLE},
             "router": {"SELECT": WHOLE, "INSERT": ROUTER, "UPDATE": ROUTER, "DELETE": WHOLE},

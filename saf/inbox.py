@@ -12,6 +12,7 @@ from psycopg.rows import class_row
 
 from saf import services
 from saf.claim import SINCE
+from saf.rebase import refuse
 from saf.received import Received
 
 # Each shard's rows that are not complete, by the index; as in saf.status for the outbox
@@ -98,7 +99,12 @@ class Peeked:
 
 
 def inbox_status(connection: psycopg.Connection[Any]) -> list[SubscriptionStatus]:
-    """What each subscription of the inbox has left. Reads only."""
+    """What each subscription of the inbox has left. Reads only.
+
+    Raises:
+        Restored: its cursors do not say what was read.
+    """
+    refuse(connection)
     with psycopg.Cursor(connection, row_factory=class_row(SubscriptionStatus)) as cursor:
         return cursor.execute(STATUS).fetchall()
 

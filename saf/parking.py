@@ -174,6 +174,7 @@ ON CONFLICT (subscription_id, destination, lane) DO UPDATE SET error = b.error
 
 PARKED_COLUMNS = (
     *("subscription_id", "destination", "lane", "quality", "shard", "id", "batch", "position"),
+    "opened_at",
     *COLUMNS,
 )
 PARK = sql.SQL("COPY saf.parked ({}) FROM STDIN").format(

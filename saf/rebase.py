@@ -3,39 +3,46 @@
 A log says which transaction wrote each row, and a cursor which transactions were complete. In
 another cluster, into which a dump was restored, those numbers mean nothing: new transactions
 would count as completed long ago, and their messages would never be forwarded. In a cluster that
-was set back to an older backup they are right, but batches are numbered again that a destination
-has stored already under the same numbers.
+was set back to an older backup they are right, but batches, and the numbers of lanes, are given
+again that a destination has stored already under the same numbers.
 
-`refuse` notices the first; a destination notices the second (`saf.errors.Ahead`). Both stop before
-anything is written, and `rebase` repairs both, in one transaction:
+`refuse` notices the first; the marks of a destination say the second (`saf.set_back`, and
+`saf.errors.Ahead` chunk by chunk). Both stop before anything is written, and `rebase` repairs both,
+in one transaction:
 
 - every row gets a transaction id below all that this cluster will still give, one for each way in
   which the subscriptions have or have not completed it, and the cursors' snapshots are written
   anew in these ids. So each row stays completed, in hand or pending, for each subscription, as it
-  was; ids and positions stay;
-- where a destination is ahead, batches and epochs go on after those that it knows. What the source
-  had delivered after the backup was taken, and has still, is then delivered a second time, and a
-  batch in hand may be as well: that cannot be told from new.
+  was; ids and positions stay. What was written since the dump was restored, by whatever INSERT, is
+  pending for all: a row's xmin is then the transaction that it names itself, while the rows of a
+  dump have the xmin of the transaction that brought them, as `saf.timeline` has;
+- where a destination is ahead, the batches and epochs of its shards, and the numbers of lanes, go
+  on after those that it knows. What the source had delivered after the backup was taken, and has
+  still, is then delivered a second time, and a batch in hand may be as well: that cannot be told
+  from new.
 
 What the restored source does not have any more cannot be sent again; its messages that arrived
-are at the destination.
+are at the destination. A destination that was set back is repaired by `saf.repair`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
-from uuid import UUID
 
 import psycopg
 from psycopg import sql
-from psycopg.rows import class_row
 
 from saf.database import fetch
 from saf.errors import Restored, UsageError
-from saf.shards import IS_PRESENT
+from saf.incarnation import raise_incarnation
+from saf.marks import AGAIN, ONCE, adopt, shards_of
+from saf.parking import FOUND, PARKED_COLUMNS, REPLAY, RETRY
+from saf.set_back import Known, SetBack, known_at, set_back
+from saf.shards import IS_PRESENT, full
+
+__all__ = ["IS_RESTORED", "Known", "Rebased", "known_at", "rebase", "refuse"]
 
 # The cursors' snapshots are ahead of the cluster where its transaction ids went back but the
 # cursors did not, as after pg_resetwal or into a database of the same cluster.
@@ -48,17 +55,27 @@ FROM saf.broker
 """
 
 # Waits for those who write, and keeps all out
-LOCK = "LOCK TABLE saf.outbox, saf.inbox, saf.cursor, saf.member IN ACCESS EXCLUSIVE MODE"
+LOCK = """
+LOCK TABLE saf.outbox, saf.inbox, saf.cursor, saf.member, saf.parked IN ACCESS EXCLUSIVE MODE
+"""
 
 # The members came with the dump; only one of this cluster can be at work.
 ALIVE = f"SELECT m.name FROM saf.member m WHERE {IS_PRESENT}"
 FORGET_MEMBERS = "DELETE FROM saf.member"
 
+# The transaction of the dump that brought the logs here, if one did; everything of it was before
+BROUGHT_BY = f"""
+SELECT {full("t.xmin")} FROM saf.timeline t
+WHERE t.xmin::text::bigint <> t.written::text::bigint & 4294967295
+"""
+
 # For each row, one letter a subscription: c completed, h in hand, p pending
 STATES = """
 CREATE TEMPORARY TABLE saf_states ON COMMIT DROP AS
 SELECT l.id, string_agg(
-    CASE WHEN pg_visible_in_snapshot(l.txid, c.done) THEN 'c'
+    CASE WHEN l.txid::text::bigint > {brought_by}
+              AND l.xmin::text::bigint = l.txid::text::bigint & 4294967295 THEN 'p'
+         WHEN pg_visible_in_snapshot(l.txid, c.done) THEN 'c'
          WHEN c.open IS NOT NULL AND pg_visible_in_snapshot(l.txid, c.open) THEN 'h'
          ELSE 'p' END, '' ORDER BY c.subscription_id) AS state
 FROM {log} l
@@ -79,42 +96,44 @@ DROP = "DROP TABLE saf_states"
 NOW = "SELECT pg_current_snapshot()::text"
 REWRITE = """
 UPDATE saf.cursor SET owner = NULL, epoch = greatest(epoch, %(epoch)s) + 1,
-       batch = greatest(batch, %(batch)s),
        done = %(done)s::pg_snapshot,
        open = CASE WHEN open IS NOT NULL THEN %(open)s::pg_snapshot END,
        until = NULL, cuts = NULL
 WHERE subscription_id = %(subscription_id)s
 """
+TIMELINE = "UPDATE saf.timeline SET written = pg_current_xact_id()"
 BELONG = """
-UPDATE saf.broker SET system_identifier = (SELECT system_identifier FROM pg_control_system()),
-       incarnation = incarnation + 1
+UPDATE saf.broker SET system_identifier = (SELECT system_identifier FROM pg_control_system())
 """
-LATEST = "SELECT batch, opened_at FROM saf.cursor ORDER BY batch DESC LIMIT 1"
-KNOWN = """
-SELECT batch, max(epoch) OVER () AS epoch, opened_at FROM saf.watermark
-WHERE source = %(source)s AND lane = '' ORDER BY batch DESC LIMIT 1
+
+# All by the same number, so that what was before stays so
+SHIFT_BATCHES = """
+UPDATE saf.cursor c SET batch = batch + %(batches)s FROM saf.subscription s
+WHERE s.subscription_id = c.subscription_id AND s.log = 'outbox' AND s.name = 'forwarder'
+  AND shard = ANY (%(shards)s)
+"""
+OF_THESE = """
+shard = ANY (%(shards)s) AND subscription_id IN (
+    SELECT subscription_id FROM saf.subscription WHERE log = 'outbox' AND name = 'forwarder')
+"""
+SHIFT_PARKED = f"""
+UPDATE saf.parked SET batch = batch + CASE WHEN lane = ANY (%(sent_again)s) THEN %(audits)s
+                                           ELSE %(batches)s END
+WHERE {OF_THESE}
+"""
+# In the order that they had; what is never given again is the number that the identity gives
+MOVE_FOUND = f"""
+WITH found AS (DELETE FROM saf.parked WHERE {OF_THESE} AND starts_with(lane, %(found)s) RETURNING *)
+INSERT INTO saf.parked ({", ".join(PARKED_COLUMNS)}, parked_at)
+SELECT {", ".join(PARKED_COLUMNS)}, parked_at FROM found ORDER BY parked_id
+"""
+RAISE_SEQUENCE = """
+SELECT setval(pg_get_serial_sequence(%(table)s, %(column)s),
+              (SELECT last_value FROM {sequence}) + %(by)s)
 """
 
 LOWEST_TXID = 10
 """Given out while a cluster is created, so no row of ours has it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Known:
-    """What a destination knows of a source: its latest batch, and when that was opened."""
-
-    batch: int = 0
-    epoch: int = 0
-    opened_at: datetime | None = None
-
-    def is_ahead(self, batch: int, opened_at: datetime | None) -> bool:
-        """Whether a source whose latest batch is the given one has never opened this one.
-
-        >>> Known(batch=7).is_ahead(6, None), Known(batch=6).is_ahead(6, None)
-        (True, False)
-        """
-        other = None not in (self.opened_at, opened_at) and self.opened_at != opened_at
-        return self.batch > batch or (self.batch == batch and other)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +151,6 @@ def refuse(connection: psycopg.Connection[Any]) -> None:
         raise Restored(connection.info.dbname)
 
 
-def known_at(connection: psycopg.Connection[Any], source: UUID) -> Known:
-    """What a destination knows of a source."""
-    with psycopg.Cursor(connection, row_factory=class_row(Known)) as cursor:
-        return cursor.execute(KNOWN, {"source": source}).fetchone() or Known()
-
-
 def rebase(
     connection: psycopg.Connection[Any], known: Mapping[str, Known], *, force: bool = False
 ) -> Rebased | None:
@@ -149,26 +162,77 @@ def rebase(
     Raises:
         UsageError: a member is still at work, or the role may not do it.
     """
+    if not (force or _wrong(connection, known)):
+        return None  # and nobody has waited
     with connection.transaction():
         connection.execute(LOCK)
-        restored = (True,) in fetch(connection, IS_RESTORED)
-        ((batch, opened_at),) = fetch(connection, LATEST)
-        ahead = [name for name, theirs in known.items() if theirs.is_ahead(batch, opened_at)]
-        if not (restored or ahead or force):
+        wrong = _wrong(connection, known)
+        if not (force or wrong):
             return None
         alive = [name for (name,) in fetch(connection, ALIVE)]
         if alive:
             raise UsageError(f"stop all forwarders and receivers first: {', '.join(alive)}")
         connection.execute(FORGET_MEMBERS)
-        newest = max(theirs.batch for theirs in known.values()) + 1 if ahead else 0
-        highest = max((theirs.epoch for theirs in known.values()), default=0)
-        rows = sum(_rebase_log(connection, log, newest, highest) for log in ("outbox", "inbox"))
+        ahead = {name: one for name, one in _ahead(connection, known).items() if one.ahead}
+        highest = max((e for one in known.values() for e in one.epochs.values()), default=0)
+        rows = sum(_rebase_log(connection, log, highest) for log in ("outbox", "inbox"))
+        if ahead:
+            _go_on_after(connection, [known[name] for name in ahead], list(ahead.values()))
         connection.execute(BELONG)
+        connection.execute(TIMELINE)
+        raise_incarnation(connection)
     return Rebased(rows=rows, destinations_ahead=tuple(ahead))
 
 
-def _rebase_log(connection: psycopg.Connection[Any], log: str, batch: int, epoch: int) -> int:
-    parts: dict[str, sql.Composable] = {"log": sql.Identifier("saf", log), "name": sql.Literal(log)}
+def _wrong(connection: psycopg.Connection[Any], known: Mapping[str, Known]) -> bool:
+    restored = (True,) in fetch(connection, IS_RESTORED)
+    return restored or any(one.ahead for one in _ahead(connection, known).values())
+
+
+def _ahead(connection: psycopg.Connection[Any], known: Mapping[str, Known]) -> dict[str, SetBack]:
+    return {name: set_back(connection, name, there) for name, there in known.items()}
+
+
+def _go_on_after(
+    connection: psycopg.Connection[Any], known: Sequence[Known], ahead: Sequence[SetBack]
+) -> None:
+    """Let the numbers of shards go on after those that destinations know."""
+    batches = audits = found = 0
+    for there in known:
+        for (name, _), mark in there.marks.items():
+            lane = name.removeprefix(AGAIN).removeprefix(ONCE)
+            if lane.startswith(FOUND):
+                found = max(found, mark.position)
+            elif lane in (RETRY, REPLAY):
+                audits = max(audits, mark.batch)
+            else:
+                batches = max(batches, mark.batch)
+    params = {
+        "shards": shards_of(place for one in ahead for place in one.ahead),
+        "batches": batches,
+        "audits": audits,
+        "sent_again": [RETRY, REPLAY],
+        "found": FOUND,
+    }
+    for table, column, by in (("audit", "audit_id", audits), ("parked", "parked_id", found)):
+        query = sql.SQL(RAISE_SEQUENCE).format(
+            sequence=sql.Identifier("saf", f"{table}_{column}_seq")
+        )
+        fetch(connection, query, {"table": f"saf.{table}", "column": column, "by": by})
+    connection.execute(SHIFT_BATCHES, params)
+    connection.execute(SHIFT_PARKED, params)
+    connection.execute(MOVE_FOUND, params)
+    for there, one in zip(known, ahead, strict=True):
+        adopt(connection, there.destination, there.marks, one.ahead)
+
+
+def _rebase_log(connection: psycopg.Connection[Any], log: str, epoch: int) -> int:
+    brought_by = fetch(connection, BROUGHT_BY)
+    parts: dict[str, sql.Composable] = {
+        "log": sql.Identifier("saf", log),
+        "name": sql.Literal(log),
+        "brought_by": sql.Literal(brought_by[0][0] if brought_by else None),
+    }
     connection.execute(sql.SQL(STATES).format(**parts))
     states = [state for (state,) in fetch(connection, DISTINCT)]
     txids = {state: LOWEST_TXID + number for number, state in enumerate(states)}
@@ -194,7 +258,6 @@ def _rebase_log(connection: psycopg.Connection[Any], log: str, batch: int, epoch
             REWRITE,
             {
                 "subscription_id": subscription_id,
-                "batch": batch,
                 "epoch": epoch,
                 "done": snapshot("hp"),
                 "open": snapshot("p"),

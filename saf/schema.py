@@ -408,11 +408,35 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             moment,
             comment="when the source opened the batch: tells it from another of the same number",
         ),
+        sa.Column(
+            "acknowledged",
+            sa.Boolean,
+            nullable=False,
+            server_default=sa.false(),
+            comment="whether the source remembers it too; false of one that nothing has moved, or "
+            "before sources did",
+        ),
         # the batch for the same reason as in saf.cursor
         sa.PrimaryKeyConstraint("source", "shard", "lane", "batch"),
         postgresql_with={"fillfactor": "40"},
         comment="the last (batch, position) stored here of one source shard: what makes "
         "delivery exactly once",
+    )
+    _acknowledged(metadata)
+    sa.Table(
+        "timeline",
+        metadata,
+        sa.Column("singleton", sa.Boolean, primary_key=True, server_default=sa.true()),
+        sa.Column(
+            "written",
+            Xid8,
+            nullable=False,
+            server_default=sa.text("pg_current_xact_id()"),
+            comment="by which transaction: if it is not the xmin of the row, a dump has brought it "
+            "here, and the logs with it",
+        ),
+        sa.CheckConstraint("singleton", name="timeline_is_one_row"),
+        comment="whose transaction ids the logs have: one row, never updated but by a rebase",
     )
     sa.Table(
         "service",
@@ -435,6 +459,13 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             comment="with position: what the lane's watermark is compared with",
         ),
         sa.Column("position", sa.BigInteger, nullable=False),
+        sa.Column(
+            "opened_at",
+            moment,
+            server_default=now,
+            comment="of its batch; of what is sent again, or has found a route, when that was: "
+            "tells the mark of a lane from another of the same number",
+        ),
         sa.Index("parked_lane", "subscription_id", "destination", "lane", "id"),
     )
     _set_aside(
@@ -484,6 +515,24 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
     )
     add_tables(metadata)
     return metadata
+
+
+def _acknowledged(metadata: sa.MetaData) -> sa.Table:
+    return sa.Table(
+        "acknowledged",
+        metadata,
+        sa.Column("destination", pg.UUID, comment="its broker_id"),
+        sa.Column("lane", sa.Text),
+        sa.Column("shard", sa.SmallInteger),
+        sa.Column("batch", sa.BigInteger),
+        sa.Column("position", sa.BigInteger, nullable=False),
+        sa.Column("opened_at", sa.DateTime(timezone=True)),
+        # the batch for the same reason as in saf.cursor
+        sa.PrimaryKeyConstraint("destination", "lane", "shard", "batch"),
+        postgresql_with={"fillfactor": "40"},
+        comment="the last that each destination has said to have stored of a shard: one that has "
+        "less was set back, and if one has more, this broker was",
+    )
 
 
 def _lane(*, primary_key: bool = False) -> sa.Column[object]:

@@ -130,10 +130,14 @@ _NOW = "pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
 _FULL = f"{_NOW} - (({_NOW} - {{xid}}::text::bigint + 2147483648) & 4294967295) + 2147483648"
 
 
+def full(xid: str) -> str:
+    """SQL: a transaction id of 32 bits, not much older than the others, with all of its bits."""
+    return _FULL.format(xid=xid)
+
+
 def failed(xid: str) -> str:
     """SQL: whether a transaction of a row's xmax, if there is one, was rolled back or died."""
-    full = _FULL.format(xid=xid)
-    return f"({xid} <> '0'::xid AND pg_xact_status(({full})::text::xid8) = 'aborted')"
+    return f"({xid} <> '0'::xid AND pg_xact_status(({full(xid)})::text::xid8) = 'aborted')"
 
 
 LAST = "9223372036854775807"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
@@ -12,6 +11,7 @@ from psycopg.rows import class_row
 
 from saf.database import fetch
 from saf.parking import Parked, Waiting, parked
+from saf.rebase import refuse
 
 # Each shard's rows that are not complete: not visible in done, and not within the open batch at
 # or below its position. Two ranges of the index per shard, whatever the age of the table.
@@ -125,7 +125,12 @@ class BrokerStatus:
 
 
 def broker_status(connection: psycopg.Connection[Any], limit: int | None = None) -> BrokerStatus:
-    """The state of one broker's outbox, with at most so many lanes, in one snapshot. Reads only."""
+    """The state of one broker's outbox, with at most so many lanes, in one snapshot. Reads only.
+
+    Raises:
+        Restored: its cursors do not say what is pending.
+    """
+    refuse(connection)
     with connection.transaction():
         connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
         with psycopg.Cursor(connection, row_factory=class_row(ShardStatus)) as cursor:
@@ -140,18 +145,3 @@ def broker_status(connection: psycopg.Connection[Any], limit: int | None = None)
         waiting=waiting,
         dead_letters=dead_letters,
     )
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Rising numbers, written short.
-
-    >>> ranges([0, 1, 2, 3, 7, 9, 10]), ranges([])
-    ('0-3, 7, 9-10', '')
-    """
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][-1] + 1:
-            found[-1][1:] = [number]
-        else:
-            found.append([number])
-    return ", ".join("-".join(map(str, ends)) for ends in found)

@@ -1,4 +1,4 @@
-"""``saf rebase``: make a restored broker usable again."""
+"""``saf rebase``: make what was restored or set back usable again."""
 
 from __future__ import annotations
 
@@ -9,43 +9,73 @@ from uuid import UUID
 import psycopg
 import typer
 
-from saf.cli.brokers import AsJson, Config, Name, Round, chosen
-from saf.config import Settings, load
+from saf.cli.brokers import AsJson, Config, Round, Where, chosen, everywhere
+from saf.cli.replay import in_words, texts
+from saf.config import Broker, Destination, Settings, load
 from saf.database import check_schema, fetch, unavailable_if_lost
 from saf.rebase import Known, Rebased, known_at, rebase
+from saf.repair import Sent, send_again
+from saf.routes import current_routes
 
 
 def command(
     config: Config = None,
-    broker: Name = None,
+    broker: Where = None,
     force: Annotated[
         bool, typer.Option("--force", help="Also where nothing looks restored.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Repair brokers that were restored from a backup. As their owner; nothing else may run.
+    """Repair brokers and destinations that were restored from a backup, or set back.
 
-    Asks all destinations what they know of each broker, so all have to be there.
+    As their owner. A source asks all destinations what they know of it, so all have to be there;
+    if it was set back itself, nothing else may run. What a destination has lost is sent again.
     """
     settings = load(config)
-    round_ = Round(chosen(settings, broker))
+    round_ = Round(everywhere(settings, broker))
 
     def repair(connection: psycopg.Connection[Any], _: object) -> Rebased | None:
         ((source,),) = fetch(connection, "SELECT broker_id FROM saf.broker")
         return rebase(connection, _known(settings, source), force=force)
 
     done = round_.visit("rebase", repair)
+    sources = Round(chosen(settings, broker))
+    sent = sources.each(lambda name, one: _send_again(settings, name, one, round_))
+    again = {name: one for name, one in sent.items() if one is not None}
     if as_json:
         rows = [
             {"broker": name, "rows": result.rows if result else 0,
              "destinations_ahead": result.destinations_ahead if result else []}
             for name, result in done.items()
         ]  # fmt: skip
-        typer.echo(json.dumps({"brokers": rows, "errors": round_.errors()}))
+        message_ids = {name: texts(one) for name, one in again.items()}
+        errors = [*round_.errors(), *sources.errors()]
+        typer.echo(json.dumps({"brokers": rows, "message_ids": message_ids, "errors": errors}))
     else:
         for name, result in done.items():
             typer.echo(f"{name}: {_words(result)}")
+        for name, one in again.items():
+            typer.echo(f"{name}: {in_words(one)}")
+    round_.failed += [one for one in sources.failed if one[0] not in dict(round_.failed)]
     round_.finish(say=not as_json)
+
+
+def _send_again(
+    settings: Settings, name: str, source: Broker | Destination, before: Round
+) -> Sent | None:
+    """What a source's destinations have lost, unless it could not be repaired itself."""
+    if isinstance(source, Destination) or name in dict(before.failed):
+        return None
+    return send_again(
+        name,
+        source.dsn,
+        {name: there.dsn for name, there in settings.destinations.items()},
+        lambda connection: current_routes(
+            connection, settings.forwarder.default_destination, settings.declared
+        ),
+        retention_seconds=settings.purge.retention_seconds,
+        why="the destination was set back",
+    )
 
 
 def _known(settings: Settings, source: UUID) -> dict[str, Known]:

@@ -18,9 +18,7 @@ from saf.cli.brokers import (
     chosen,
 )
 from saf.config import Broker, load
-from saf.database import check_schema, unavailable_if_lost
-from saf.reconcile import missing
-from saf.replay import replay
+from saf.repair import Sent, send_again
 from saf.routes import current_routes
 
 
@@ -36,41 +34,64 @@ def command(
 ) -> None:
     """Send again what `saf reconcile` says is lost, before everything newer.
 
-    For a destination that was restored from an older backup. The next run of the forwarder
-    delivers it, exactly once also if this was said twice.
+    Whatever the reason; a destination that was set back may then go on. The next run of the
+    forwarder delivers it, exactly once also if this was said twice.
     """
     settings = load(config)
     destinations = {name: there.dsn for name, there in settings.destinations.items()}
     round_ = Round(chosen(settings, broker))
 
-    def again(name: str, source: Broker) -> dict[str, list[str]]:
-        lost = missing(
+    def again(name: str, source: Broker) -> Sent:
+        sent = send_again(
             name,
             source.dsn,
             destinations,
+            lambda connection: current_routes(
+                connection, settings.forwarder.default_destination, settings.declared
+            ),
             since=since,
             until=until,
             retention_seconds=settings.purge.retention_seconds,
+            why=why,
+            dry_run=dry_run,
+            only_if_set_back=False,
         )
-        with (
-            unavailable_if_lost(f"broker {name!r}"),
-            source.dsn.connect(role="replay", autocommit=True) as connection,
-        ):
-            check_schema(connection)
-            routes = current_routes(
-                connection, settings.forwarder.default_destination, settings.declared
-            )
-            sent = replay(connection, lost, routes, why, dry_run=dry_run)
-        return {where: [str(one) for one in ids] for where, ids in sent.items()}
+        assert sent is not None  # noqa: S101 - asked for in any case
+        return sent
 
     done = round_.each(again)
     if as_json:
-        typer.echo(json.dumps({"message_ids": done, "errors": round_.errors()}))
+        message_ids = {name: texts(sent) for name, sent in done.items()}
+        typer.echo(json.dumps({"message_ids": message_ids, "errors": round_.errors()}))
     else:
-        for name, by_destination in done.items():
-            counts = [
-                f"{len(ids):,} for {where or 'a router'}" for where, ids in by_destination.items()
-            ]
-            verb = "would be sent again" if dry_run else "to be sent again by the next run"
-            typer.echo(f"{name}: {', '.join(counts)} {verb}" if counts else f"{name}: nothing lost")
+        for name, sent in done.items():
+            typer.echo(f"{name}: {in_words(sent, dry_run=dry_run)}")
     round_.finish(say=not as_json)
+
+
+def texts(sent: Sent) -> dict[str, list[str]]:
+    """The ids of what is sent again, by destination, for JSON."""
+    return {where: [str(one) for one in ids] for where, ids in sent.by_destination.items()}
+
+
+def in_words(sent: Sent, *, dry_run: bool = False) -> str:
+    """What is sent again, for people."""
+    counts = [
+        f"{len(ids):,} for {where or 'a router'}" for where, ids in sent.by_destination.items()
+    ]
+    verb = "would be sent again" if dry_run else "to be sent again by the next run"
+    words = f"{', '.join(counts)} {verb}" if counts else "nothing lost"
+    if sent.set_back and not dry_run:
+        words += f"; {', '.join(sent.set_back)} had been set back, and may go on"
+    if sent.topics:
+        words += (
+            f"; what they had of the topics {', '.join(map(repr, sent.topics))} and another "
+            "destination still has is not found by that: compare the two inboxes"
+        )
+    if sent.not_compared:
+        since, until = (moment.isoformat() for moment in sent.not_compared)
+        words += (
+            f"; what was sent between {since} and {until} could not be compared, because it may "
+            "have been purged: say --since if it was not"
+        )
+    return words

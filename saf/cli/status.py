@@ -14,7 +14,8 @@ from saf.cli import parked
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.cli.console import plain_console
 from saf.config import load
-from saf.status import BrokerStatus, broker_status, ranges
+from saf.errors import ranges
+from saf.status import BrokerStatus, broker_status
 
 
 def command(

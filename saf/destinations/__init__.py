@@ -6,17 +6,21 @@ stores a chunk exactly once however often it is given: that is ``exactly_once``.
     Unavailable      it does not answer; the chunk may or may not be stored; give it again later
     UnknownService   services that are addressed do not live there; nothing was stored
     Fenced           it has heard from a newer owner of these shards; nothing was stored
-    Ahead            it has stored batches that the source does not know; nothing was stored
+    Ahead            it has stored what the source does not know; nothing was stored
+    Behind           it has not any more what it has acknowledged; nothing was stored
+    Restored         it is of another cluster, and not repaired; nothing was stored
     Rejected         it answers, and will not have these messages
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 from uuid import UUID
 
 from saf.cursor import Batch
+from saf.marks import Mark, Place
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -27,12 +31,11 @@ class Chunk:
     """Messages for one destination, in the order of their lanes.
 
     ``rows`` has the columns ``id`` and ``shard`` of the source, and `saf.message.COLUMNS`; parked
-    ones also have the ``batch`` they were parked in.
+    ones also have the ``batch`` they were parked in, and when that was opened.
 
-    The messages of the destination's own lane are in the order of their ids. Storing them completes
-    in it every message of the batch's shards up to (number, position). All others have a column
-    ``lane``, and may be of many: storing them completes, in each lane, every message of a shard up
-    to the last one that is here.
+    The messages of the destination's own lane are in the order of their ids. All others have a
+    column ``lane``, and may be of many. Storing them completes, in each lane, every message of a
+    shard up to the last one that is here.
     """
 
     source: UUID
@@ -42,6 +45,10 @@ class Chunk:
     number: int
     """Of the batch that the last row is from."""
     position: int
+    prefix: str = ""
+    """What the lanes of its marks begin with: other qualities have other marks."""
+    known: Mapping[Place, Mark] = field(default_factory=dict)
+    """What the source remembers of the destination's marks in these lanes."""
     behind: frozenset[str] = frozenset()
     """Services of which older messages wait in a lane of their own: those that are not stored yet
     wait too, as if the services were unknown."""
@@ -53,6 +60,8 @@ class Stored:
 
     messages: int
     dropped: int = 0
+    marks: Mapping[Place, Mark] = field(default_factory=dict)
+    """Of the lanes and shards that the chunk has messages of, as they are now."""
 
 
 class Destination(Protocol):

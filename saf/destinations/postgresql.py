@@ -1,7 +1,8 @@
 """Another broker's inbox, filled by COPY, exactly once.
 
 One transaction per chunk: lock the watermarks of the chunk's source shards, refuse an older
-epoch, drop the rows at or below (batch, position), COPY the rest, move the watermarks, commit.
+epoch and marks that are not what the source remembers (`saf.marks`), drop the rows at or below
+(batch, position), COPY the rest, move the watermarks, commit.
 Because a batch never changes, a chunk that was stored before its acknowledgement got lost is
 recognised by that mark alone: no index over message ids, no table that grows.
 
@@ -12,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from typing import Any
 from uuid import UUID
 
 import adbc_driver_manager.dbapi as adbc
 import adbc_driver_postgresql.dbapi
-import numpy as np
-import numpy.typing as npt
 import psycopg.errors
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -27,10 +27,12 @@ from psycopg import sql
 from saf import connections
 from saf.database import HAS_SCHEMA, SCHEMA_REVISION, Dsn, lacks_right, require_revision
 from saf.destinations import Chunk, Stored
-from saf.errors import Ahead, Fenced, Rejected, Unavailable, UnknownService
+from saf.destinations.places import beyond, last_of, touched
+from saf.errors import Ahead, Behind, Fenced, Rejected, Restored, Unavailable, UnknownService
 from saf.failpoints import fail_point
+from saf.marks import InHand, Mark, Place, compare, shards_of
 from saf.message import COLUMNS
-from saf.parking import MAIN
+from saf.rebase import IS_RESTORED
 from saf.shards import LAST
 
 # COPY needs Arrow types that say which PostgreSQL type is meant
@@ -49,52 +51,44 @@ OF_THE_ROWS = ("09", "22", "23", "27", "38", "39", "44", "54", "P0")
 
 SERVICES = "SELECT name FROM saf.service"
 
-BROKER_ID = "SELECT broker_id::text FROM saf.broker"
+# In one round trip: whose it is, and whether it is fit to be stored in
+IDENTITY = f"SELECT broker_id::text, ({IS_RESTORED}) FROM saf.broker"
 
 # By one delivery at a time, because nothing else forbids a second watermark of a shard: the key
 # has the batch as its last column, for LOCK
 TAKE_TURN = "SELECT pg_advisory_xact_lock(hashtextextended('saf.watermark', 0))"
-KNOW_SHARDS = """
+KNOW_PLACES = """
 INSERT INTO saf.watermark (source, shard, lane, epoch, batch, position)
 SELECT {source}::uuid, shard, lane, 0, 0, 0
-FROM unnest({shards}::smallint[], {lanes}::text[]) AS s (shard, lane)
+FROM unnest({lanes}::text[], {shards}::smallint[]) AS s (lane, shard)
 WHERE NOT EXISTS (SELECT FROM saf.watermark w
                   WHERE w.source = {source}::uuid AND w.shard = s.shard AND w.lane = s.lane)
 """
 
-# In the order of the shards, so that two deliveries wait for each other instead of deadlocking. The
+# In the order of the places, so that two deliveries wait for each other instead of deadlocking. The
 # newest version is the first that the index finds; see saf.shards.newest.
 LOCK = f"""
-SELECT w.*, batch > {{current}} OR batch = {{current}} AND opened_at <> {{opened_at}}::timestamptz
-FROM unnest({{shards}}::smallint[], {{lanes}}::text[]) AS s (shard, lane)
+SELECT w.lane, w.shard, epoch, batch, position, opened_at, acknowledged
+FROM unnest({{lanes}}::text[], {{shards}}::smallint[]) AS s (lane, shard)
 CROSS JOIN LATERAL (
-    SELECT shard, lane, epoch, batch, position, opened_at, source FROM saf.watermark
+    SELECT shard, lane, epoch, batch, position, opened_at, acknowledged, source FROM saf.watermark
     WHERE (source, shard, lane, batch) <= ({{source}}::uuid, s.shard, s.lane, {LAST})
     ORDER BY source DESC, shard DESC, lane DESC, batch DESC LIMIT 1 FOR UPDATE
 ) AS w
 WHERE w.source = {{source}}::uuid AND w.shard = s.shard AND w.lane = s.lane
 """
 
-# The epoch rises even where every row was stored before, so that the owner before is fenced
+# The epoch rises even where no row is stored, so that the owner before is fenced
 MOVE = """
-UPDATE saf.watermark w SET epoch = mine.epoch, (batch, position, opened_at) = (
-    SELECT batch, position, opened_at FROM (
-        VALUES (w.batch, w.position, w.opened_at),
-               (mine.number, mine.position, {opened_at}::timestamptz)
-    ) AS mark (batch, position, opened_at) ORDER BY batch DESC, position DESC LIMIT 1)
-FROM unnest({shards}::smallint[], {lanes}::text[], {epochs}::bigint[], {locked}::bigint[],
-            {batches}::bigint[], {positions}::bigint[])
-     AS mine (shard, lane, epoch, batch, number, position)
+UPDATE saf.watermark w SET epoch = mine.epoch, batch = mine.batch, position = mine.position,
+       opened_at = mine.opened_at, acknowledged = mine.acknowledged
+FROM unnest({lanes}::text[], {shards}::smallint[], {epochs}::bigint[], {locked}::bigint[],
+            {batches}::bigint[], {positions}::bigint[], {moments}::timestamptz[],
+            {acknowledged}::boolean[])
+     AS mine (lane, shard, epoch, locked, batch, position, opened_at, acknowledged)
 WHERE w.source = {source}::uuid AND w.shard = mine.shard AND w.lane = mine.lane
-  AND w.batch = mine.batch
+  AND w.batch = mine.locked
 """
-
-
-LANE = "lane"
-Place = tuple[int, str]
-"""A shard and a lane: what has a watermark."""
-Mark = tuple[int, int]
-"""(batch, position)"""
 
 
 class PostgresInbox:
@@ -124,15 +118,15 @@ class PostgresInbox:
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         """Store a chunk; see `saf.destinations.Destination`."""
         with self._transaction() as cursor:
-            ends = completed(chunk)
-            marks = self._lock_watermarks(cursor, chunk, list(ends))
-            rows = beyond(chunk.rows, chunk.number, marks) if exactly_once else chunk.rows
+            epochs, marks = self._lock_watermarks(cursor, chunk)
+            rows = chunk.rows
+            if exactly_once:
+                stored = {place: mark.number for place, mark in marks.items()}
+                rows = beyond(rows, chunk.number, stored, chunk.prefix)
             unknown = self._unknown(cursor, rows, chunk.behind)
             # nobody who was owner before may store what the caller sets aside now
-            epoch_only = bool(unknown) or not exactly_once
-            if epoch_only:
-                ends = dict.fromkeys(ends, (0, 0))
-            self._move_watermarks(cursor, chunk, marks, ends)
+            moved = {} if unknown else last_of(chunk, marks)
+            self._move_watermarks(cursor, chunk, epochs, marks, moved)
             if rows.num_rows and not unknown:
                 cursor.adbc_ingest(
                     "inbox", inbox_rows(rows, chunk.source), mode="append", db_schema_name="saf"
@@ -141,7 +135,8 @@ class PostgresInbox:
         fail_point("mom_commit")
         if unknown:
             raise UnknownService(f"destination {self.name!r}", unknown, rows)
-        return Stored(messages=rows.num_rows, dropped=chunk.rows.num_rows - rows.num_rows)
+        dropped = chunk.rows.num_rows - rows.num_rows
+        return Stored(messages=rows.num_rows, dropped=dropped, marks=moved)
 
     def close(self) -> None:
         """Give up the connection, if there is one."""
@@ -150,42 +145,62 @@ class PostgresInbox:
             connections.put(self.keep, "deliver", self.dsn, connection)
 
     def _lock_watermarks(
-        self, cursor: adbc.Cursor, chunk: Chunk, places: Sequence[Place]
-    ) -> dict[Place, Mark]:
-        """Lock the watermarks of the chunk's shards and lanes; return them."""
+        self, cursor: adbc.Cursor, chunk: Chunk
+    ) -> tuple[dict[Place, int], dict[Place, Mark]]:
+        """Lock the watermarks that a chunk needs; return their epochs, and how far they are."""
+        places = touched(chunk)
         values = _values(chunk, places)
-        marks = _query(cursor, LOCK, values)
-        if len(marks) < len(places):
+        found = _query(cursor, LOCK, values)
+        if len(found) < len(places):
             # in a transaction of its own: who waits for its turn holds nothing
             self._connect().rollback()
             _query(cursor, TAKE_TURN)
-            _query(cursor, KNOW_SHARDS, values)
+            _query(cursor, KNOW_PLACES, values)
             self._connect().commit()
-            marks = _query(cursor, LOCK, values)
-        epochs = dict(chunk.batch.epochs)
-        newer = [shard for shard, _, epoch, *_ in marks if epoch > epochs[shard]]
+            found = _query(cursor, LOCK, values)
+        epochs = {(lane, shard): epoch for lane, shard, epoch, *_ in found}
+        mine = dict(chunk.batch.epochs)
+        newer = [(lane, shard) for (lane, shard), epoch in epochs.items() if epoch > mine[shard]]
         if newer:
-            raise Fenced(f"destination {self.name!r}", sorted(set(newer)))
-        ahead = [shard for shard, lane, *_, ahead in marks if ahead and lane == MAIN]
-        if ahead:
-            raise Ahead(f"destination {self.name!r}", ahead)
-        return {(shard, lane): (batch, position) for shard, lane, _, batch, position, *_ in marks}
+            raise Fenced(f"destination {self.name!r}", shards_of(newer))
+        marks = {(lane, shard): _mark(*mark) for lane, shard, _, *mark in found}
+        in_hand = InHand(batch=chunk.batch.number, opened_at=chunk.batch.opened_at)
+        known = {place: mark for place, mark in chunk.known.items() if place in marks}
+        differ = compare(marks, known, dict.fromkeys(mine, in_hand))
+        if differ.behind:
+            raise Behind(f"destination {self.name!r}", shards_of(differ.behind), differ.since)
+        if differ.ahead:
+            ahead = {place: marks[place] for place in differ.ahead}
+            raise Ahead(f"destination {self.name!r}", shards_of(ahead), ahead)
+        return epochs, marks
 
     def _move_watermarks(
         self,
         cursor: adbc.Cursor,
         chunk: Chunk,
+        epochs: Mapping[Place, int],
         marks: Mapping[Place, Mark],
-        ends: Mapping[Place, Mark],
+        moved: Mapping[Place, Mark],
     ) -> None:
-        """Move the locked watermarks to the chunk's end: an older owner writes nothing any more."""
-        places, epochs = list(ends), dict(chunk.batch.epochs)
-        values = _values(chunk, places)
-        values["epochs"] = sql.Literal([epochs[shard] for shard, _ in places])
-        values["locked"] = sql.Literal([marks[place][0] for place in places])
-        values["batches"] = sql.Literal([batch for batch, _ in ends.values()])
-        values["positions"] = sql.Literal([position for _, position in ends.values()])
-        _query(cursor, MOVE, values)
+        """Move the locked watermarks on: an older owner writes nothing any more."""
+        mine = dict(chunk.batch.epochs)
+        new = {
+            place: moved.get(place, mark)
+            for place, mark in marks.items()
+            if epochs[place] != mine[place[1]] or moved.get(place, mark) != mark
+        }
+        if not new:
+            return
+        columns: dict[str, list[Any]] = {
+            "epochs": [mine[shard] for _, shard in new],
+            "locked": [marks[place].batch for place in new],
+            "batches": [mark.batch for mark in new.values()],
+            "positions": [mark.position for mark in new.values()],
+            "moments": [mark.opened_at and mark.opened_at.isoformat() for mark in new.values()],
+            "acknowledged": [mark.acknowledged for mark in new.values()],
+        }
+        literals = {name: sql.Literal(column) for name, column in columns.items()}
+        _query(cursor, MOVE, _values(chunk, list(new)) | literals)
 
     def _unknown(self, cursor: adbc.Cursor, rows: pa.Table, behind: frozenset[str]) -> list[str]:
         """The services that are addressed and not known here, or as if they were not."""
@@ -230,7 +245,9 @@ class PostgresInbox:
             (exists,) = _query(cursor, HAS_SCHEMA)[0]
             found = _query(cursor, SCHEMA_REVISION) if exists else []
             require_revision(self.dsn.database, found[0][0] if found else None)
-            self._identity = str(_query(cursor, BROKER_ID)[0][0])
+            ((self._identity, restored),) = _query(cursor, IDENTITY)
+            if restored:
+                raise Restored(self.dsn.database, f"destination {self.name!r}")
             _query(cursor, DURABLE)
         connection.commit()
 
@@ -250,53 +267,13 @@ class PostgresInbox:
 def _values(chunk: Chunk, places: Sequence[Place]) -> dict[str, sql.Literal]:
     return {
         "source": sql.Literal(str(chunk.source)),
-        "shards": sql.Literal([shard for shard, _ in places]),
-        "lanes": sql.Literal([lane for _, lane in places]),
-        "current": sql.Literal(chunk.batch.number),
-        "opened_at": sql.Literal(chunk.batch.opened_at.isoformat()),
+        "lanes": sql.Literal([lane for lane, _ in places]),
+        "shards": sql.Literal([shard for _, shard in places]),
     }
 
 
-def completed(chunk: Chunk) -> dict[Place, Mark]:
-    """Up to where a chunk completes its shards and lanes, in the order in which they are locked."""
-    if LANE not in chunk.rows.column_names:
-        end = (chunk.number, chunk.position)
-        return {(shard, MAIN): end for shard in chunk.batch.shards}
-    rows = chunk.rows
-    places, which = _places(rows)
-    last = np.zeros(len(places), np.int64)
-    last[which] = np.arange(rows.num_rows)  # of several, the last one stays
-    ends = rows.select(["batch", "id"]).take(last)
-    marks = zip(ends["batch"].to_pylist(), ends["id"].to_pylist(), strict=True)
-    return dict(sorted(zip(places, marks, strict=True)))
-
-
-def beyond(rows: pa.Table, number: int, stored: Mapping[Place, Mark]) -> pa.Table:
-    """The rows after what is stored of their shard and lane. Others' are fresh.
-
-    ``number`` is the batch of all rows, unless they have a column that says which.
-    """
-    if not stored or not rows.num_rows:
-        return rows
-    places, which = _places(rows)
-    ids = rows["id"].to_numpy()
-    batches = rows["batch"].to_numpy() if "batch" in rows.column_names else np.int64(number)
-    marks = np.array([stored.get(place, (0, 0)) for place in places], dtype=np.int64)
-    batch, position = marks[which].T
-    fresh = (batches > batch) | ((batches == batch) & (ids > position))
-    return rows if fresh.all() else rows.filter(pa.array(fresh))
-
-
-def _places(rows: pa.Table) -> tuple[list[Place], npt.NDArray[np.int64]]:
-    """The shards and lanes that rows are of; and which of them each row is."""
-    shards = rows["shard"].to_numpy().astype(np.int64)
-    names = [MAIN]
-    if LANE in rows.column_names:
-        encoded = rows[LANE].combine_chunks().dictionary_encode()
-        names = encoded.dictionary.to_pylist()
-        shards = shards * len(names) + encoded.indices.to_numpy()
-    codes, which = np.unique(shards, return_inverse=True)
-    return [(int(code) // len(names), names[code % len(names)]) for code in codes], which
+def _mark(batch: int, position: int, opened_at: datetime | None, acknowledged: bool) -> Mark:
+    return Mark(batch=batch, position=position, opened_at=opened_at, acknowledged=acknowledged)
 
 
 def inbox_rows(rows: pa.Table, source: UUID) -> pa.Table:

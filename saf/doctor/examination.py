@@ -33,6 +33,7 @@ from saf.doctor.server import (
     skew_of,
     synchronous_commit,
 )
+from saf.doctor.set_back import set_back_by
 from saf.doctor.transactions import long_transactions, prepared_transactions, sight
 from saf.errors import Unavailable
 from saf.fleets import Candidate, ask_all
@@ -72,7 +73,7 @@ def examine(
 
     A database that does not answer is a finding, check `REACHABLE`.
     """
-    of_source = (*BROKER, routes_by(config))
+    of_source = (*BROKER, routes_by(config), set_back_by(config))
     databases = [(f"broker {name!r}", one.dsn, of_source) for name, one in config.brokers.items()]
     databases += [
         (f"destination {name!r}", one.dsn, BROKER) for name, one in config.destinations.items()
@@ -111,7 +112,8 @@ def _fleets(config: Settings, limits: Limits, clock: Callable[[], float]) -> Ite
                 if isinstance(broker, Candidate) and patient.ask(HAS_SCHEMA) == [(False,)]:
                     continue
                 yield Finding(check=REACHABLE, where=where, severity="ok")
-                yield from _examined(patient, broker.dsn, (*BROKER, routes_by(config)))
+                checks = (*BROKER, routes_by(config), set_back_by(config))
+                yield from _examined(patient, broker.dsn, checks)
         except Unavailable as error:
             yield _unreachable(where, error.reason, cure(broker.dsn))
 

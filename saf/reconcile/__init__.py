@@ -95,7 +95,7 @@ def reconcile(
         )
 
 
-def missing(
+def lost(
     name: str,
     source: Dsn,
     destinations: Mapping[str, Dsn],
@@ -103,14 +103,25 @@ def missing(
     since: datetime | None = None,
     until: datetime | None = None,
     retention_seconds: float,
-) -> list[tuple[int, int]]:
-    """(shard, id) in the source's outbox of each lost message, sorted; see `reconcile`."""
+) -> tuple[list[tuple[int, int]], Range]:
+    """(shard, id) in the source's outbox of each lost message, sorted, and what was compared.
+
+    See `reconcile`.
+    """
     with read_both(
         name, source, destinations, since=since, until=until, retention_seconds=retention_seconds
     ) as both:
         differ = [shard.shard for shard in figures(both) if not shard.same]
-        return sorted(
+        found = sorted(
             (difference.shard, difference.id)
             for difference in differences(both, differ)
             if difference.kind == "lost" and difference.id is not None
         )
+        return found, both.range
+
+
+def missing(
+    name: str, source: Dsn, destinations: Mapping[str, Dsn], *, retention_seconds: float
+) -> list[tuple[int, int]]:
+    """The same alone, of all that can be compared."""
+    return lost(name, source, destinations, retention_seconds=retention_seconds)[0]

@@ -18,13 +18,14 @@ import pyarrow.compute as pc
 
 from saf import backoff, dead, parking
 from saf.cursor import hold
+from saf.destinations.places import LANE
 from saf.dialogs.statements import TELL
 from saf.errors import SafError
 from saf.failpoints import fail_point
 from saf.message import COLUMNS
 from saf.parking import ADDRESS, FOUND, Lane
 from saf.spark.at_source import AtSource
-from saf.spark.sorting import LANE, Part
+from saf.spark.sorting import Part
 from saf.spark.work import Work
 
 _UUIDS = ("message_id", "to_broker", "conversation_id")
@@ -187,6 +188,7 @@ class Aside:
             "destination": part.waits_at,
             "quality": part.quality,
             "batch": self.work.batch.number,
+            "opened_at": self.work.batch.opened_at,
         }
         dicts = self._dicts(part.rows, **more)
         for row, lane in zip(dicts, part.by_row.to_pylist(), strict=True):

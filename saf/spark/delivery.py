@@ -36,8 +36,8 @@ import pyarrow.compute as pc
 
 from saf import backoff, parking
 from saf.cursor import advance, attempt, hold
-from saf.destinations.postgresql import beyond
-from saf.errors import Ahead, Fenced, Rejected, SafError, Unavailable, UsageError
+from saf.destinations.places import beyond
+from saf.errors import Ahead, Behind, Fenced, Rejected, SafError, Unavailable, UsageError
 from saf.failpoints import fail_point
 from saf.parking import MAIN, Lane
 from saf.spark.answers import Answers
@@ -55,7 +55,7 @@ from saf.spark.wayfinder import Wayfinder
 from saf.spark.work import Policy, Receipt, Work
 from saf.ways import AT_MOST_ONCE
 
-EXPECTED = (Unavailable, Rejected, Fenced, Ahead, UsageError)
+EXPECTED = (Unavailable, Rejected, Fenced, Ahead, Behind, UsageError)
 
 
 class Delivery:
@@ -98,6 +98,8 @@ class Delivery:
             else:
                 summary.complete = True
                 releasing.forget_untried()
+                if error := self.storing.to_repair:
+                    summary.error_kind, summary.error = type(error).__name__, str(error)
         except EXPECTED as error:
             summary.error_kind, summary.error = type(error).__name__, str(error)
         finally:
@@ -133,6 +135,7 @@ class Delivery:
             # once, also where the answer to the commit before got lost
             new = bool(aside) and hold(source, self.work.batch) < position
             stop = advance(source, self.work.batch, position)
+            self.storing.acknowledge(source)
             if new:
                 aside.write(source)
             fail_point("mark_forwarded")
@@ -140,6 +143,7 @@ class Delivery:
 
         stop = self.at_source(settle)
         fail_point("mark_commit")
+        self.storing.settled()
         aside.written()
         summary = self.receipts.of(None)
         summary.parked += aside.parked_messages
@@ -154,7 +158,7 @@ class Delivery:
                 self.lanes.hold(lane, str(obstacle))
         number = self.work.batch.number
         if part.quality == AT_MOST_ONCE:
-            marks = {(shard, MAIN): (number, before) for shard, before in attempted.items()}
+            marks = {(MAIN, shard): (number, before) for shard, before in attempted.items()}
             part = replace(part, rows=beyond(part.rows, number, marks))
         if self._waits(part):
             aside.wait(part)

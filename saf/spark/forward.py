@@ -318,7 +318,8 @@ class Forwarder:
                 log.info("taken_over", broker=name, detail=receipt.error)
             elif receipt.error_kind is not None and receipt.error is not None:
                 self._note(name, receipt.error_kind, receipt.error)
-                failed.add(name)
+                if not receipt.complete:
+                    failed.add(name)
         done = _shards(item for mine in complete.values() for item in mine)
         for name, shards in whole.items():
             self.roster.brokers[name].unfinished = done[name] < shards

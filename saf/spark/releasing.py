@@ -29,6 +29,7 @@ from psycopg import sql
 
 from saf import backoff, parking
 from saf.cursor import hold
+from saf.destinations.places import LANE
 from saf.errors import SafError, Unavailable
 from saf.failpoints import fail_point
 from saf.parking import ADDRESS, FOUND, MAIN, ROUTE, SERVICE, Backoff, Lane
@@ -41,7 +42,6 @@ from saf.spark.receipts import Receipts
 from saf.spark.resolving import Resolver
 from saf.spark.sharing import share
 from saf.spark.sorting import (
-    LANE,
     Part,
     found_lanes,
     in_lanes,
@@ -288,7 +288,7 @@ class Releasing:
     def _parked(self, destination: str, lanes: Collection[Lane]) -> Iterator[pa.Table]:
         found = any(lane.found for lane in lanes)
         log = parking.as_log([*selected(None), "batch"], found=found)
-        columns = [*log, "parked_id", LANE, "quality", sql.SQL("id AS log_id")]
+        columns = [*log, "opened_at", "parked_id", LANE, "quality", sql.SQL("id AS log_id")]
         return self._read(destination, {lane.lane for lane in lanes}, columns, found=found)
 
     # What both do
@@ -314,9 +314,11 @@ class Releasing:
         def settle(source: psycopg.Connection[Any]) -> None:
             hold(source, self.work.batch)
             aside.write_from_lanes(source, rows["parked_id"].to_pylist())
+            self.storing.acknowledge(source)
             fail_point("unpark")
 
         self.at_source(settle)
+        self.storing.settled()
         fail_point("unpark_commit")
 
     def _postpone(self, failed: Mapping[Lane, SafError]) -> None:

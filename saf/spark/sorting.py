@@ -16,11 +16,9 @@ from uuid import UUID
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from saf.destinations.places import LANE
 from saf.parking import FOUND, MAIN, ROUTE, SERVICE, Lane
 from saf.ways import Way
-
-LANE = "lane"
-"""The column of a part's rows that says which lane each belongs to."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,22 +6,31 @@ halving, and its neighbours are stored.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
+from uuid import UUID
 
+import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.cursor import hold
-from saf.destinations import Chunk, Destination
+from saf.destinations import Chunk, Destination, Stored
+from saf.destinations.places import LANE, touched
 from saf.destinations.postgresql import PostgresInbox
 from saf.errors import (
     Ahead,
+    Behind,
     ConfigurationError,
     Fenced,
     Rejected,
+    Restored,
+    SafError,
     Unavailable,
     UnknownService,
 )
+from saf.marks import AGAIN, ONCE, Mark, Place, acknowledge, acknowledged, not_parked
 from saf.parking import Lane
 from saf.retry import while_unavailable
 from saf.spark.aside import Aside
@@ -30,7 +39,6 @@ from saf.spark.chunks import mark
 from saf.spark.lanes import Lanes
 from saf.spark.receipts import Receipts
 from saf.spark.sorting import (
-    LANE,
     Part,
     found_lanes,
     in_lanes,
@@ -38,7 +46,10 @@ from saf.spark.sorting import (
     service_lanes,
 )
 from saf.spark.work import Policy, Work
-from saf.ways import EXACTLY_ONCE
+from saf.ways import AT_MOST_ONCE, EXACTLY_ONCE
+
+REFUSES = (Unavailable, Behind, Restored)
+"""Nothing can be stored there now; by itself, or before a person has repaired it."""
 
 
 def nowhere(name: str) -> Unavailable:
@@ -55,8 +66,16 @@ class Storing:
     at_source: AtSource
     lanes: Lanes
     receipts: Receipts
+    to_repair: SafError | None = None
+    """A destination was refused until a person has repaired it."""
     _open: dict[str, Destination] = field(default_factory=dict)
     _identities: dict[str, str] = field(default_factory=dict)
+    _known: dict[str, dict[Place, Mark | None]] = field(default_factory=dict)
+    """The marks of destinations, by their names, as far as they were asked for."""
+    _stored: list[tuple[UUID, Mapping[Place, Mark], Mapping[Place, Mark]]] = field(
+        default_factory=list
+    )
+    """What is to be acknowledged: destination, marks, and those before them."""
 
     def store(self, part: Part, end: tuple[int, int], aside: Aside) -> None:
         """Store a part, which completes its lane up to (batch, position) ``end``.
@@ -65,15 +84,14 @@ class Storing:
         """
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         aside.write_ahead(self.at_source)
-        name, exactly_once = part.destination, part.quality == EXACTLY_ONCE
+        name = part.destination
         behind = self.lanes.services(name) if part.main else frozenset()
         chunk = replace(self._chunk(part, end), behind=behind)
         try:
-            stored = while_unavailable(
-                self.policy.attempts,
-                lambda: self._destination(name).store(chunk, exactly_once=exactly_once),
-            )
-        except Unavailable as error:
+            stored = while_unavailable(self.policy.attempts, lambda: self._store(part, chunk))
+        except REFUSES as error:
+            if not isinstance(error, Unavailable):
+                self.to_repair = error
             aside.failed |= dict.fromkeys(part.lanes, error)
             aside.down.add(name)
             aside.wait(part)
@@ -102,11 +120,22 @@ class Storing:
             return
         chunk = self._chunk(part, mark(part.rows, self.work.batch.number))
         try:
-            stored = self._destination(part.destination).store(chunk, exactly_once=False)
-        except (Unavailable, UnknownService, Rejected) as error:
+            stored = self._store(part, chunk)
+        except (*REFUSES, UnknownService, Rejected) as error:
+            if isinstance(error, (Behind, Restored)):
+                self.to_repair = error
             aside.bury(part.rows, part.destination, "unavailable", str(error))
         else:
             self.receipts.of(part.destination).messages += stored.messages
+
+    def acknowledge(self, source: psycopg.Connection[Any]) -> None:
+        """Remember what destinations have stored, with the position that moves past it."""
+        for there, marks, before in self._stored:
+            acknowledge(source, there, marks, before)
+
+    def settled(self) -> None:
+        """What was to be acknowledged is."""
+        self._stored.clear()
 
     def close(self) -> None:
         """Give up all connections."""
@@ -166,6 +195,38 @@ class Storing:
         self.receipts.of(part.destination).dropped += part.rows.num_rows - error.rows.num_rows
         if rest.rows.num_rows:
             self.store(rest, end, aside)
+
+    def _store(self, part: Part, chunk: Chunk) -> Stored:
+        """Store a chunk where its part goes, if the marks there are those that are known."""
+        assert part.destination is not None  # noqa: S101 - the caller's to see to
+        name, exactly_once = part.destination, part.quality == EXACTLY_ONCE
+        destination = self._destination(name)
+        prefix = "" if exactly_once else ONCE if part.quality == AT_MOST_ONCE else AGAIN
+        known = self._known_of(name, touched(replace(chunk, prefix=prefix)))
+        chunk = replace(chunk, prefix=prefix, known=known)
+        try:
+            stored = destination.store(chunk, exactly_once=exactly_once)
+        except Ahead as error:
+            # or it was stored, nobody heard the answer, and it waits to be stored again
+            subscription_id, marks = self.work.batch.subscription_id, error.marks
+            if self.at_source(lambda s: not_parked(s, subscription_id, name, marks)):
+                raise
+            chunk = replace(chunk, known={**known, **marks})
+            stored = destination.store(chunk, exactly_once=exactly_once)
+        new = {place: mark for place, mark in stored.marks.items() if known.get(place) != mark}
+        if new:
+            self._stored.append((UUID(self._identities[name]), new, known))
+            self._known[name] |= new
+        return stored
+
+    def _known_of(self, name: str, places: Sequence[Place]) -> dict[Place, Mark]:
+        """What the source remembers of some of a destination's marks; asked for once."""
+        known = self._known.setdefault(name, {})
+        if missing := [place for place in places if place not in known]:
+            there = UUID(self._identities[name])
+            found = self.at_source(lambda source: acknowledged(source, there, missing))
+            known |= {place: found.get(place) for place in missing}
+        return {place: mark for place in places if (mark := known[place]) is not None}
 
     def _chunk(self, part: Part, end: tuple[int, int]) -> Chunk:
         return Chunk(

@@ -39,7 +39,14 @@ class Summary:
         kinds = {problem["kind"] for problem in self.problems}
         if "Rejected" in kinds:
             return EXIT_OTHER
-        if kinds & {"SchemaMissing", "SchemaMismatch", "Restored", "ConfigurationError", "Ahead"}:
+        if kinds & {
+            "SchemaMissing",
+            "SchemaMismatch",
+            "Restored",
+            "ConfigurationError",
+            "Ahead",
+            "Behind",
+        }:
             return EXIT_USAGE
         return EXIT_TRY_AGAIN if kinds or self.waiting_lanes else EXIT_DONE
 

@@ -83,5 +83,5 @@ class Receipt:
     stopped: bool = False
     """It was asked to stop before the end."""
     error_kind: str | None = None
-    """The class name of the error that ended the task early."""
+    """The class name of the error that ended the task early, or that a person has to mend."""
     error: str | None = None

@@ -11,12 +11,13 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from saf import Ahead, Restored
+from saf import Ahead, Restored, receive
 from saf.database import Dsn, fetch
 from saf.embedded import EmbeddedServer, programs
 from saf.errors import UsageError
 from saf.rebase import known_at, rebase
-from tests.pipeline import Cycle, bodies, connect, policy, send
+from saf.services import create_subscription
+from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, send
 
 VERSION = 18
 
@@ -126,6 +127,104 @@ def test_a_transaction_that_is_in_progress_during_a_rebase_is_not_lost(
         late.commit()
     run(copy, mom)
     assert bodies(mom) == ["early", "late"]
+
+
+def test_what_is_sent_between_a_restore_and_the_rebase_is_forwarded_and_nothing_twice(
+    app: Dsn, mom: Dsn, elsewhere: EmbeddedServer
+) -> None:
+    burn_transaction_ids(app)
+    with connect(app) as connection:
+        for number in range(10):
+            send(connection, str(number), key=str(number % 3))
+        run(app, mom)
+    copy = restore(app, elsewhere)
+    with connect(copy) as connection:
+        for number in range(10, 25):
+            send(connection, str(number), key=str(number % 3))
+        connection.execute("VACUUM (FREEZE) saf.outbox")
+    repair(copy, mom)
+    run(copy, mom)
+    assert sorted(map(int, bodies(mom))) == list(range(25))
+    # and a dump of that, once more
+    again = restore(copy, elsewhere, "again")
+    with connect(again) as connection:
+        send(connection, "25", key="1")
+        # nothing was written here since by any of its own transactions but this one
+        assert rebase(connection, {}, force=True) is not None
+    run(again, mom)
+    assert sorted(map(int, bodies(mom))) == list(range(26))
+
+
+def test_a_row_whose_transaction_id_is_by_chance_that_of_the_restore_is_not_sent_again(
+    app: Dsn, mom: Dsn, elsewhere: EmbeddedServer
+) -> None:
+    burn_transaction_ids(app)
+    with connect(app) as connection:
+        send(connection, "0", key="k")
+        run(app, mom)
+    copy = restore(app, elsewhere)
+    with connect(copy) as connection:
+        ((brought, last),) = fetch(
+            connection,
+            "SELECT o.xmin::text::bigint, t.xmin::text::bigint FROM saf.outbox o, saf.timeline t",
+        )
+        assert brought < last, "a dump brings the logs before their timeline"
+        # as such a row would be
+        connection.execute("UPDATE saf.outbox SET txid = pg_current_xact_id()")
+        connection.execute("UPDATE saf.timeline SET written = '3'")
+        connection.execute("UPDATE saf.cursor SET done = pg_current_snapshot()")
+    repair(copy, mom)
+    run(copy, mom)
+    assert bodies(mom) == ["0"]
+
+
+def test_a_cluster_that_was_upgraded_keeps_its_transaction_ids_and_sends_nothing_again(
+    app: Dsn, mom: Dsn
+) -> None:
+    """After pg_upgrade the cluster is another one, and rows have the xmin that they had."""
+    with connect(app) as connection:
+        send(connection, "0", key="k")
+        run(app, mom)
+        send(connection, "1", key="k")
+        connection.execute("UPDATE saf.broker SET system_identifier = 1")
+    with pytest.raises(Restored):
+        run(app, mom)
+    repair(app, mom)
+    run(app, mom)
+    assert bodies(mom) == ["0", "1"]
+
+
+def test_a_restored_store_is_refused_by_name_and_its_receivers_get_everything_once(
+    app: Dsn, mom: Dsn, elsewhere: EmbeddedServer
+) -> None:
+    burn_transaction_ids(mom)
+    with connect(mom) as store:
+        store.execute("INSERT INTO saf.service (name) VALUES ('billing')")
+        create_subscription(store, "billing", service="billing")
+    with connect(app) as connection:
+        for number in range(5):
+            send(connection, str(number), key=str(number % 3))
+    run(app, mom)
+    copy = restore(mom, elsewhere)
+    with connect(app) as connection:
+        for number in range(5, 15):
+            send(connection, str(number), key=str(number % 3))
+    with Cycle(app, policy(mom=copy)) as cycle:
+        (error,) = [r.error for r in cycle.run() if r.error]
+    assert "destination 'mom'" in error
+    assert "saf rebase" in error
+    assert len(bodies(copy)) == 5, "nothing was written"
+    # somebody else's program has stored all the same
+    with connect(copy) as store:
+        store.execute(
+            "INSERT INTO saf.inbox (to_service, key, body) VALUES ('billing', 'x', 'by hand')"
+        )
+        rebase(store, {})
+    let_time_pass(app)
+    run(app, copy)
+    with receive(copy, "billing", max_messages=100) as delivery:
+        got = [bytes(message.body).decode() for message in delivery]
+    assert sorted(got) == sorted([*map(str, range(15)), "by hand"])
 
 
 @pytest.mark.parametrize("batches_after_the_backup", [1, 3])

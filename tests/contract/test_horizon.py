@@ -45,8 +45,6 @@ def _lock(source: str) -> str:
         "source": source,
         "shards": list(range(SHARDS)),
         "lane": "",
-        "current": 1,
-        "opened_at": "2026-01-01T00:00:00Z",
     }
     literals = {name: psycopg.sql.Literal(value) for name, value in values.items()}
     return psycopg.sql.SQL(postgresql.LOCK).format(**literals).as_string(None)

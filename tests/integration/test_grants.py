@@ -43,7 +43,7 @@ _number = itertools.count(1)
 KINDS = ["writer", "forwarder", "receiver", "dialog", "router", "purger", "operator"]
 MATRIX = {
     "alembic_version": "s      s         s         s         s       s       s",
-    "broker         ": "-      S         S         S         -       S       S",
+    "broker         ": "-      S         S         S         -       S       Su",
     "outbox         ": "i      S         -         i         -       -       Si",
     "outbox_status  ": "-      -         -         -         -       -       S",
     "inbox          ": "-      i         S         i         -       -       Si",
@@ -58,6 +58,8 @@ MATRIX = {
     "router         ": "-      S         -         -         S       -       SiuD",
     "resolved_conversation": "- Siu - S SiuD sD SiuD",
     "watermark      ": "-      SIu       -         -         -       -       S",
+    "acknowledged   ": "-      SIu       -         -         -       -       SID",
+    "timeline       ": "-      -         -         -         -       -       -",
     "parked         ": "-      SIuD      SIuD      -         -       -       SIuD",
     "backoff        ": "-      SIuD      SIuD      -         -       -       SIuD",
     "dead_letter    ": "-      sI        sI        -         -       -       SIuD",
@@ -106,7 +108,9 @@ SOME = {
     ("route_choice", "s"): "key used_at",
     ("route_share", "i"): "service broker keys",
     ("route_share", "u"): "keys",
-    ("watermark", "u"): "epoch batch position opened_at",
+    ("broker", "u"): "incarnation",
+    ("watermark", "u"): "epoch batch position opened_at acknowledged",
+    ("acknowledged", "u"): "batch position opened_at",
     ("parked", "u"): "destination deliver_at lane",
     ("backoff", "u"): "attempts next_attempt_at error",
     ("dead_letter", "s"): "subscription_id destination shard id dead_letter_at",

@@ -1,0 +1,85 @@
+"""Places: the lanes and shards that the messages of a chunk are of, each with a mark of its own.
+
+Pure: rows and marks in, rows and marks out. The same for every destination that keeps marks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from saf.destinations import Chunk
+from saf.marks import NOTHING, Mark, Place
+from saf.parking import MAIN
+
+LANE = "lane"
+"""The column of a chunk that says which lane each message is of, unless all are of the main one."""
+
+
+def touched(chunk: Chunk) -> list[Place]:
+    """Whose marks a chunk needs, in the order in which they are locked.
+
+    In the destination's own lane that is every shard in hand: an owner before is fenced also where
+    nothing is stored.
+    """
+    if LANE not in chunk.rows.column_names:
+        return [(chunk.prefix + MAIN, shard) for shard in sorted(chunk.batch.shards)]
+    return sorted(_places(chunk.rows, chunk.prefix)[0])
+
+
+def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
+    """The marks after a chunk is stored, of the places that it has messages of."""
+    rows = chunk.rows
+    if not rows.num_rows:
+        return {}
+    places, which = _places(rows, chunk.prefix)
+    last = np.zeros(len(places), np.int64)
+    last[which] = np.arange(rows.num_rows)  # of several, the last one stays
+    parked = [name for name in ("batch", "opened_at") if name in rows.column_names]
+    moved = {}
+    for place, row in zip(places, rows.select(["id", *parked]).take(last).to_pylist(), strict=True):
+        mark = Mark(
+            batch=row.get("batch", chunk.number),
+            position=row["id"],
+            opened_at=row.get("opened_at", chunk.batch.opened_at),
+            acknowledged=True,
+        )
+        before = marks.get(place, NOTHING)
+        if mark.number <= before.number:
+            mark = replace(before, acknowledged=True)
+        moved[place] = mark
+    return moved
+
+
+def beyond(
+    rows: pa.Table, number: int, stored: Mapping[Place, tuple[int, int]], prefix: str = ""
+) -> pa.Table:
+    """The rows after what is stored of their place: (batch, position). Others' are fresh.
+
+    ``number`` is the batch of all rows, unless they have a column that says which.
+    """
+    if not stored or not rows.num_rows:
+        return rows
+    places, which = _places(rows, prefix)
+    ids = rows["id"].to_numpy()
+    batches = rows["batch"].to_numpy() if "batch" in rows.column_names else np.int64(number)
+    marks = np.array([stored.get(place, (0, 0)) for place in places], dtype=np.int64)
+    batch, position = marks[which].T
+    fresh = (batches > batch) | ((batches == batch) & (ids > position))
+    return rows if fresh.all() else rows.filter(pa.array(fresh))
+
+
+def _places(rows: pa.Table, prefix: str) -> tuple[list[Place], npt.NDArray[np.int64]]:
+    """The places that rows are of, and which of them each row is."""
+    shards = rows["shard"].to_numpy().astype(np.int64)
+    names = [MAIN]
+    if LANE in rows.column_names:
+        encoded = rows[LANE].combine_chunks().dictionary_encode()
+        names = encoded.dictionary.to_pylist()
+        shards = shards * len(names) + encoded.indices.to_numpy()
+    codes, which = np.unique(shards, return_inverse=True)
+    return [(prefix + names[code % len(names)], int(code) // len(names)) for code in codes], which

@@ -1,0 +1,528 @@
+"""Who was set back is refused at the next contact, and repaired: sources and MOM stores."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saf.database import Dsn, fetch
+from saf.destinations.postgresql import PostgresInbox
+from saf.errors import Unavailable
+from saf.failpoints import arm
+from saf.rebase import known_at, rebase
+from saf.repair import Sent, send_again
+from saf.routes import current_routes
+from saf.spark.work import Receipt
+from saf.testing.databases import Database
+from tests.conftest import Prepared
+from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, send
+from tests.programs import configuration, saf
+
+Backup = Callable[[Dsn], Dsn]
+
+
+@pytest.fixture
+def backup(migrated: Prepared) -> Iterator[Backup]:
+    """Copies of a broker as it is at this moment: what a backup, or a standby, has."""
+    copies: list[Database] = []
+
+    def take(of: Dsn) -> Dsn:
+        copies.append(migrated.databases.create("backup", of.database))
+        return copies[-1].dsn
+
+    yield take
+    for copy in copies:
+        migrated.databases.drop(copy)
+
+
+def run(app: Dsn, **destinations: Dsn) -> list[Receipt]:
+    """A run of a forwarder to its end, which meets nothing."""
+    receipts = []
+    with Cycle(app, policy(**destinations)) as cycle:  # type: ignore[arg-type]
+        while some := cycle.run():
+            assert not [r.error for r in some if r.error]
+            receipts += some
+    return receipts
+
+
+def refused(app: Dsn, **destinations: Dsn) -> set[str]:
+    """The errors of one cycle of a forwarder."""
+    with Cycle(app, policy(**destinations)) as cycle:  # type: ignore[arg-type]
+        return {f"{r.error_kind}: {r.error}" for r in cycle.run() if r.error_kind}
+
+
+def send_numbers(app: Dsn, *numbers: int, keys: int = 7) -> None:
+    with connect(app) as connection:
+        for number in numbers:
+            send(connection, str(number), key=str(number % keys))
+
+
+def numbers(mom: Dsn) -> list[int]:
+    return sorted(map(int, bodies(mom)))
+
+
+def in_order(mom: Dsn, keys: int = 7) -> bool:
+    for key in range(keys):
+        mine = [int(body) for body in bodies(mom) if int(body) % keys == key]
+        if mine != sorted(mine):
+            return False
+    return True
+
+
+def repair_source(app: Dsn, **destinations: Dsn) -> object:
+    known = {}
+    with connect(app) as connection:
+        ((source,),) = fetch(connection, "SELECT broker_id FROM saf.broker")
+        for name, dsn in destinations.items():
+            with connect(dsn) as store:
+                known[name] = known_at(store, source)
+        return rebase(connection, known)
+
+
+def repair_store(app: Dsn, **destinations: Dsn) -> Sent | None:
+    return send_again(
+        "app",
+        app,
+        destinations,
+        lambda source: current_routes(source, next(iter(destinations))),
+        retention_seconds=3600,
+    )
+
+
+def incarnation(dsn: Dsn) -> int:
+    with connect(dsn) as connection:
+        return int(fetch(connection, "SELECT incarnation FROM saf.broker")[0][0])
+
+
+# --- a MOM store that was set back
+
+
+@pytest.mark.parametrize("quality", ["exactly_once", "at_least_once", "at_most_once"])
+def test_a_store_set_back_is_noticed_at_the_next_chunk_and_gets_what_it_lost_once(
+    app: Dsn, mom: Dsn, backup: Backup, quality: str
+) -> None:
+    rules = policy(quality, mom=mom)
+    send_numbers(app, *range(10))
+    with Cycle(app, rules) as cycle:
+        cycle.run()
+    older = backup(mom)
+    send_numbers(app, *range(10, 13))
+    with Cycle(app, rules) as cycle:
+        cycle.run()
+    assert numbers(mom) == list(range(13))
+    send_numbers(app, 13)
+    with Cycle(app, policy(quality, mom=older)) as cycle:
+        kinds = {r.error_kind: r.error for r in cycle.run() if r.error_kind}
+    assert set(kinds) == {"Behind"}
+    assert "saf rebase" in str(kinds["Behind"])
+    if quality == "at_most_once":  # nothing of it left, and a person decides
+        with connect(app) as connection:
+            ((reason, error),) = fetch(connection, "SELECT reason, error FROM saf.dead_letter")
+        assert reason == "unavailable"
+        assert "saf rebase" in error
+    assert numbers(older) == list(range(10)), "nothing was written"
+    sent = repair_store(app, mom=older)
+    assert sent is not None
+    assert {name: len(ids) for name, ids in sent.by_destination.items()} == {"mom": 3}
+    let_time_pass(app)
+    run(app, mom=older)
+    assert numbers(older) == list(range(13 if quality == "at_most_once" else 14))
+    assert in_order(older)
+
+
+def test_a_store_set_back_does_not_hold_up_the_messages_for_others(
+    app: Dsn, mom: Dsn, new_broker: Callable[[str], Dsn], backup: Backup
+) -> None:
+    other = new_broker("other")
+    with connect(app) as connection:
+        connection.execute(
+            "INSERT INTO saf.route (service, destination) VALUES ('billing', 'mom'), "
+            "('shipping', 'other')"
+        )
+    send_numbers(app, 0)
+    run(app, mom=mom, other=other)
+    older = backup(mom)
+    send_numbers(app, 1)
+    run(app, mom=mom, other=other)
+    send_numbers(app, 2)
+    with connect(app) as connection:
+        connection.execute("INSERT INTO saf.outbox (to_service, body) VALUES ('shipping', 'on')")
+    errors = refused(app, mom=older, other=other)
+    assert {error.partition(":")[0] for error in errors} == {"Behind"}
+    assert bodies(other) == ["on"]
+    repair_store(app, mom=older, other=other)
+    run(app, mom=older, other=other)
+    assert bodies(older) == ["0", "1", "2"]
+    assert bodies(other) == ["on"]
+
+
+def test_the_repair_of_a_store_raises_its_incarnation_once_and_says_the_shards_and_number(
+    app: Dsn, mom: Dsn, backup: Backup
+) -> None:
+    older = backup(mom)
+    send_numbers(app, *range(200), keys=200)
+    run(app, mom=mom)
+    send_numbers(app, 200)
+    (error,) = refused(app, mom=older)
+    assert "shards 0-" in error
+    sent = repair_store(app, mom=older)
+    assert sent is not None
+    assert len(sent.by_destination["mom"]) == 200
+    assert sent.set_back == ("mom",)
+    assert incarnation(older) == 2
+    assert repair_store(app, mom=older) is None
+    assert incarnation(older) == 2
+
+
+def test_a_store_set_back_in_the_middle_of_a_batch_is_noticed(
+    app: Dsn, mom: Dsn, backup: Backup
+) -> None:
+    send_numbers(app, *range(10), keys=1)
+    rules = policy(mom=mom, chunk_rows=2)
+    with Cycle(app, rules) as cycle:
+        cycle.open()
+        with connect(app) as connection:
+            connection.execute("UPDATE saf.member SET stopping = true")
+        cycle.deliver()  # one chunk
+    older = backup(mom)
+    with Cycle(app, rules) as cycle:
+        cycle.open()
+        with connect(app) as connection:
+            connection.execute("UPDATE saf.member SET stopping = true")
+        cycle.deliver()
+    assert numbers(mom) == [0, 1, 2, 3]
+    assert {error.partition(":")[0] for error in refused(app, mom=older)} == {"Behind"}
+    repair_store(app, mom=older)
+    let_time_pass(app)
+    run(app, mom=older)
+    assert numbers(older) == list(range(10))
+
+
+# --- a source that was set back
+
+
+@pytest.mark.parametrize("service", [False, True])
+def test_a_source_set_back_that_hosts_a_service_has_a_way_out(
+    app: Dsn, mom: Dsn, backup: Backup, service: bool
+) -> None:
+    if service:
+        with connect(app) as connection:
+            connection.execute(
+                "INSERT INTO saf.subscription (name, log) VALUES ('reader', 'inbox');"
+                "INSERT INTO saf.cursor (subscription_id, shard, batch)"
+                " SELECT subscription_id, 0, 1000 FROM saf.subscription WHERE name = 'reader'"
+            )
+    send_numbers(app, 0)
+    run(app, mom=mom)
+    older = backup(app)
+    send_numbers(app, 1)
+    run(app, mom=mom)
+    send_numbers(older, 2)
+    (error,) = refused(older, mom=mom)
+    assert error.startswith("Ahead")
+    assert "saf rebase" in error
+    assert repair_source(older, mom=mom) is not None
+    run(older, mom=mom)
+    assert numbers(mom) == [0, 1, 2]
+    assert repair_source(older, mom=mom) is None
+
+
+def test_a_source_set_back_is_noticed_where_the_batches_of_two_forwarders_hide_it(
+    app: Dsn, mom: Dsn, backup: Backup
+) -> None:
+    """One of them had got far, with shards in which nothing was sent."""
+    with connect(app) as connection:
+        send(connection, "0", key="k")
+        ((shard,),) = fetch(connection, "SELECT shard FROM saf.outbox")
+        connection.execute("UPDATE saf.cursor SET batch = 50 WHERE shard <> %s", (shard,))
+    older = backup(app)
+    with Cycle(app, policy(mom=mom)) as one, Cycle(app, policy(mom=mom)) as other:
+        for cycle in (one, other):
+            cycle.broker.tend()
+        assert one.broker._member is not None
+        assert other.broker._member is not None
+        with connect(app) as connection:
+            connection.execute(
+                "UPDATE saf.cursor SET owner = CASE shard WHEN %s THEN %s ELSE %s END",
+                (shard, one.broker._member.member_id, other.broker._member.member_id),
+            )
+        one.run()
+    assert bodies(mom) == ["0"]
+    assert {error.partition(":")[0] for error in refused(older, mom=mom)} == {"Ahead"}
+    assert bodies(mom) == ["0"], "nothing was stored twice"
+    assert repair_source(older, mom=mom) is not None
+
+
+def test_what_had_waited_for_a_route_is_not_dropped_after_the_source_was_set_back(
+    app: Dsn, mom: Dsn, backup: Backup
+) -> None:
+    add_route = "INSERT INTO saf.route (service, destination) VALUES ('billing', 'mom')"
+
+    def waits_and_goes(source: Dsn) -> None:
+        rules = policy(mom=mom)
+        with Cycle(source, rules) as cycle:
+            cycle.default = None
+            cycle.run()
+        with connect(source) as connection:
+            connection.execute(add_route)
+        let_time_pass(source)
+
+    older = backup(app)
+    send_numbers(app, *range(7))
+    waits_and_goes(app)
+    run(app, mom=mom)
+    assert numbers(mom) == list(range(7))
+    send_numbers(older, *range(100, 107))
+    waits_and_goes(older)
+    errors = refused(older, mom=mom)
+    assert {error.partition(":")[0] for error in errors} == {"Ahead"}
+    assert repair_source(older, mom=mom) is not None
+    let_time_pass(older)
+    run(older, mom=mom)
+    assert numbers(mom) == [*range(7), *range(100, 107)]
+
+
+def test_what_is_retried_is_not_dropped_after_the_source_was_set_back(
+    app: Dsn, mom: Dsn, backup: Backup
+) -> None:
+    from saf.dead import Filter, retry
+
+    late = "INSERT INTO saf.outbox (to_service, body, expires_at) VALUES ('billing', %s, now())"
+
+    def dies_and_is_retried(source: Dsn, body: str) -> None:
+        with connect(source) as connection:
+            connection.execute(late, (body.encode(),))
+            run(source, mom=mom)
+            assert retry(connection, Filter(), "") != []
+
+    send_numbers(app, 0)
+    run(app, mom=mom)
+    older = backup(app)
+    for number in (1, 2):
+        dies_and_is_retried(app, str(number))
+        run(app, mom=mom)
+    assert bodies(mom) == ["0", "1", "2"]
+    # another destination's repair, which would not help here, aside: only the lane knows
+    with connect(older) as connection:
+        connection.execute("UPDATE saf.cursor SET batch = batch + 100")
+        connection.execute(late, (b"3",))
+        with Cycle(older, policy(mom=mom)) as cycle:
+            cycle.run()
+        retry(connection, Filter(), "")
+    assert {error.partition(":")[0] for error in refused(older, mom=mom)} == {"Ahead"}
+    assert repair_source(older, mom=mom) is not None
+    run(older, mom=mom)
+    assert bodies(mom) == ["0", "1", "2", "3"]
+
+
+# --- and nothing else is taken for one
+
+
+def test_an_answer_that_got_lost_is_no_alarm_whoever_goes_on(app: Dsn, mom: Dsn) -> None:
+    original = PostgresInbox.store
+    losing = True
+
+    def lose(self: PostgresInbox, chunk: Any, *, exactly_once: bool) -> Any:
+        stored = original(self, chunk, exactly_once=exactly_once)
+        if losing:
+            raise Unavailable("destination 'mom'", "the answer got lost")
+        return stored
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(PostgresInbox, "store", lose)
+    with connect(app) as connection:
+        # not the only one, so that what cannot go is parked
+        connection.execute("INSERT INTO saf.route (destination) VALUES ('mom')")
+        connection.execute(
+            "INSERT INTO saf.route (service, destination) VALUES ('nobody', 'nowhere')"
+        )
+    try:
+        for number in range(4):
+            send_numbers(app, number)
+            with Cycle(app, policy(mom=mom)) as cycle:
+                cycle.run()
+            let_time_pass(app)
+        losing = False
+        run(app, mom=mom)
+    finally:
+        patch.undo()
+    assert numbers(mom) == [0, 1, 2, 3]
+    with connect(app) as connection:
+        assert fetch(connection, "SELECT FROM saf.parked") == []
+
+
+@pytest.mark.parametrize("quality", ["exactly_once", "at_least_once", "at_most_once"])
+@pytest.mark.parametrize("point", ["mom_commit", "mark_forwarded", "mark_commit"])
+def test_a_crash_is_no_alarm_whoever_goes_on(app: Dsn, mom: Dsn, quality: str, point: str) -> None:
+    class Crash(BaseException):
+        pass
+
+    def crash() -> None:
+        raise Crash
+
+    for number in range(3):
+        send_numbers(app, number)
+        with Cycle(app, policy(quality, mom=mom)) as cycle:
+            cycle.open()
+            arm(point, crash)
+            try:
+                cycle.deliver()
+            except Crash:
+                pass
+            finally:
+                arm("")
+        with Cycle(app, policy(quality, mom=mom)) as cycle:
+            while receipts := cycle.run():
+                assert not [r.error for r in receipts if r.error]
+    assert set(numbers(mom)) == {0, 1, 2}
+
+
+def test_a_quiet_destination_and_a_new_one_and_another_quality_are_no_alarm(
+    app: Dsn, mom: Dsn, new_broker: Callable[[str], Dsn]
+) -> None:
+    other = new_broker("other")
+    with connect(app) as connection:
+        for number in range(9):
+            destination, quality = [
+                ("mom", "exactly_once"), ("other", "at_least_once"), ("mom", "at_least_once"),
+            ][number % 3]  # fmt: skip
+            connection.execute("DELETE FROM saf.route")
+            connection.execute(
+                "INSERT INTO saf.route (destination, quality) VALUES (%s, %s)",
+                (destination, quality),
+            )
+            send(connection, str(number), key=str(number % 2))
+            run(app, mom=mom, other=other)
+    assert sorted(numbers(mom) + numbers(other)) == list(range(9))
+
+
+def test_an_acknowledgement_is_one_row_for_each_shard_that_has_sent_and_costs_no_more(
+    app: Dsn, mom: Dsn
+) -> None:
+    for number in range(20):
+        send_numbers(app, number, keys=2)
+        run(app, mom=mom)
+    with connect(app) as connection, connect(mom) as store:
+        ours = fetch(
+            connection, "SELECT shard, batch, position, opened_at FROM saf.acknowledged ORDER BY 1"
+        )
+        theirs = fetch(
+            store,
+            "SELECT shard, batch, position, opened_at FROM saf.watermark WHERE batch > 0"
+            " ORDER BY 1",
+        )
+    assert len(ours) == 2
+    assert ours == theirs
+
+
+def test_both_sides_set_back_to_the_same_moment_go_on(app: Dsn, mom: Dsn, backup: Backup) -> None:
+    send_numbers(app, 0)
+    run(app, mom=mom)
+    old_app, old_mom = backup(app), backup(mom)
+    send_numbers(app, 1)
+    run(app, mom=mom)
+    send_numbers(old_app, 2)
+    run(old_app, mom=old_mom)
+    assert numbers(old_mom) == [0, 2]
+
+
+# --- replay by two people
+
+
+def test_two_who_replay_at_once_send_each_message_once(app: Dsn, mom: Dsn) -> None:
+    send_numbers(app, *range(50))
+    run(app, mom=mom)
+    with connect(mom) as store:
+        store.execute("DELETE FROM saf.inbox WHERE id % 5 = 0")
+    found: list[object] = []
+    both = threading.Barrier(2)
+
+    def person() -> None:
+        both.wait()
+        found.append(
+            send_again(
+                "app",
+                app,
+                {"mom": mom},
+                lambda source: current_routes(source, "mom"),
+                retention_seconds=3600,
+                only_if_set_back=False,
+            )
+        )
+
+    people = [threading.Thread(target=person) for _ in range(2)]
+    for one in people:
+        one.start()
+    for one in people:
+        one.join()
+    run(app, mom=mom)
+    assert numbers(mom) == list(range(50))
+
+
+# --- the commands
+
+
+def test_the_commands_name_what_a_store_has_lost_and_bring_exactly_that(
+    app: Dsn, mom: Dsn, backup: Backup, tmp_path: Path
+) -> None:
+    send_numbers(app, *range(10))
+    run(app, mom=mom)
+    older = backup(mom)
+    send_numbers(app, *range(10, 15))
+    run(app, mom=mom)
+    configuration(tmp_path / "saf.toml", {"app": app}, {"mom": older})
+
+    lost = json.loads(saf("reconcile", "--json", cwd=tmp_path).stdout)["brokers"][0]["lost"]
+    assert lost == 5
+    found = json.loads(saf("doctor", "--json", cwd=tmp_path).stdout)["findings"]
+    (finding,) = [one for one in found if one["check"] == "set_back"]
+    assert finding["severity"] == "error"
+    assert "destination 'mom' does not have any more" in finding["what"]
+    assert finding["cure"] == "saf rebase"
+
+    said = saf("rebase", cwd=tmp_path)
+    assert said.returncode == 0, said.stderr
+    assert "5 for mom to be sent again" in said.stdout
+    assert "mom had been set back, and may go on" in said.stdout
+    assert "sent again" not in saf("rebase", cwd=tmp_path).stdout
+    run(app, mom=older)
+    assert numbers(older) == list(range(15))
+    assert saf("reconcile", cwd=tmp_path).returncode == 0
+    found = json.loads(saf("doctor", "--json", cwd=tmp_path).stdout)["findings"]
+    assert [one["severity"] for one in found if one["check"] == "set_back"] == ["ok"]
+
+
+def test_the_doctor_says_what_a_source_that_was_set_back_would_meet(
+    app: Dsn, mom: Dsn, backup: Backup, tmp_path: Path
+) -> None:
+    send_numbers(app, 0)
+    run(app, mom=mom)
+    older = backup(app)
+    send_numbers(app, 0)
+    run(app, mom=mom)
+    configuration(tmp_path / "saf.toml", {"app": older}, {"mom": mom})
+    found = json.loads(saf("doctor", "--json", cwd=tmp_path).stdout)["findings"]
+    (finding,) = [one for one in found if one["check"] == "set_back"]
+    assert "has stored more of shard" in finding["what"]
+    assert saf("rebase", cwd=tmp_path).returncode == 0
+    found = json.loads(saf("doctor", "--json", cwd=tmp_path).stdout)["findings"]
+    assert [one["severity"] for one in found if one["check"] == "set_back"] == ["ok"]
+
+
+def test_what_a_restored_broker_says_of_itself_is_refused_and_not_zero(
+    app: Dsn, tmp_path: Path
+) -> None:
+    with connect(app) as connection:
+        connection.execute("UPDATE saf.broker SET system_identifier = 1")
+    configuration(tmp_path / "saf.toml", {"app": app}, {"mom": app})
+    for command in (["status"], ["inbox", "status"]):
+        done = saf(*command, cwd=tmp_path)
+        assert done.returncode == 2
+        assert "saf rebase" in done.stderr
+    assert saf("rebase", cwd=tmp_path).returncode == 0
+    assert saf("status", cwd=tmp_path).returncode == 0
