@@ -36,6 +36,8 @@ def aside(app: Dsn, mom: Dsn) -> None:
             send(connection, body, key="[/]")
         with Cycle(app, policy(mom=mom, other=NOWHERE)) as cycle:
             cycle.run()
+        # a command may take longer to start than the first wait
+        connection.execute("UPDATE saf.backoff SET next_attempt_at = now() + interval '1 h'")
 
 
 def answer(*arguments: str | Path, config: Path) -> dict[str, Any]:
