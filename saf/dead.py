@@ -23,7 +23,9 @@ from saf.database import fetch
 from saf.message import COLUMNS
 from saf.parking import KEY, RETRY
 
-REASONS = ("rejected", "expired", "over_size", "unavailable", "failed", "unresolved")
+REASONS = (
+    *("rejected", "expired", "over_size", "unavailable", "failed", "unresolved", "no_dialog"),
+)
 
 DEAD_COLUMNS = (
     *("subscription_id", "destination", "shard", "id", "reason", "error"),

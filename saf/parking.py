@@ -10,6 +10,8 @@ same thing; lanes are separate, and within one the order is kept:
     (empty)      route:billing      a route leads somewhere
     mom          retry, replay      nothing: sent again on an operator's word
     mom          found:LANE         the destination: what was in LANE has found a route there
+    mom          doubt              nothing: sent at most once from another lane, or about to be;
+                                    what is found here becomes a dead letter
     (empty)      key:A-1            a receiver's next attempt at the first message of the key
     (empty)      later:7            each for its deliver_at: a receiver's messages of a shard
     (empty)      ahead:CONVERSATION a message before them that is missing: those of a dialog
@@ -48,6 +50,7 @@ LONGEST_WAIT_SECONDS = 64
 
 MAIN, RETRY, REPLAY, SERVICE, ROUTE = "", "retry", "replay", "service:", "route:"
 FOUND = "found:"
+DOUBT = "doubt"
 KEY, LATER, AHEAD = "key:", "later:", "ahead:"
 
 

@@ -11,6 +11,7 @@ import psycopg
 from psycopg.rows import class_row
 
 from saf.database import fetch
+from saf.dropped import Dropped, dropped
 from saf.parking import Parked, parked
 
 # Each shard's rows that are not complete: not visible in done, and not within the open batch at
@@ -86,6 +87,8 @@ class BrokerStatus:
     lanes: tuple[Parked, ...]
     """What waits for something, why, and when it is tried next."""
     dead_letters: int
+    dropped: tuple[Dropped, ...] = ()
+    """What nobody misses, by subscription and reason."""
 
     @property
     def pending(self) -> int:
@@ -110,6 +113,7 @@ class BrokerStatus:
             "parked": self.parked,
             "lanes": [lane.as_dict() for lane in self.lanes],
             "dead_letters": self.dead_letters,
+            "dropped": [one.as_dict() for one in self.dropped],
             "members": [asdict(member) for member in self.members],
             "shards": [
                 {**asdict(shard), "oldest": shard.oldest and shard.oldest.isoformat()}
@@ -128,11 +132,13 @@ def broker_status(connection: psycopg.Connection[Any]) -> BrokerStatus:
             members = cursor.execute(MEMBERS).fetchall()
         lanes = parked(connection)
         ((dead_letters,),) = fetch(connection, DEAD)
+        counted = dropped(connection)
     return BrokerStatus(
         shards=tuple(shards),
         members=tuple(members),
         lanes=tuple(lanes),
         dead_letters=dead_letters,
+        dropped=tuple(counted),
     )
 
 

@@ -1,7 +1,8 @@
 """Another broker's inbox, filled by COPY, exactly once.
 
 One transaction per chunk: lock the watermarks of the chunk's source shards, refuse an older
-epoch, drop the rows at or below (batch, position), COPY the rest, move the watermarks, commit.
+epoch, drop the rows at or below (batch, position), COPY the rest, move the watermarks, commit. What
+is addressed to another broker is refused, before anything is stored.
 Because a batch never changes, a chunk that was stored before its acknowledgement got lost is
 recognised by that mark alone: no index over message ids, no table that grows.
 
@@ -26,7 +27,7 @@ from psycopg import sql
 from saf import connections
 from saf.database import HAS_SCHEMA, SCHEMA_REVISION, Dsn, lacks_right, require_revision
 from saf.destinations import Chunk, Stored
-from saf.errors import Ahead, Fenced, Rejected, Unavailable, UnknownService
+from saf.errors import Ahead, AnotherBroker, Fenced, Rejected, Unavailable, UnknownService
 from saf.failpoints import fail_point
 from saf.message import COLUMNS
 from saf.parking import MAIN
@@ -115,16 +116,19 @@ class PostgresInbox:
         with self._transaction() as cursor:
             marks = self._lock_watermarks(cursor, chunk)
             rows = beyond(chunk.rows, chunk.number, marks) if exactly_once else chunk.rows
-            unknown = self._unknown(cursor, rows, chunk.behind)
+            others = for_others(rows, UUID(self._identity))
+            unknown = [] if others else self._unknown(cursor, rows, chunk.behind)
             # nobody who was owner before may store what the caller sets aside now
-            epoch_only = bool(unknown) or not exactly_once
+            epoch_only = bool(others or unknown) or not exactly_once
             self._move_watermarks(cursor, chunk, marks, epoch_only=epoch_only)
-            if rows.num_rows and not unknown:
+            if rows.num_rows and not (others or unknown):
                 cursor.adbc_ingest(
                     "inbox", inbox_rows(rows, chunk.source), mode="append", db_schema_name="saf"
                 )
             fail_point("mom_insert")
         fail_point("mom_commit")
+        if others:
+            raise AnotherBroker(f"destination {self.name!r}", self._identity, others, rows)
         if unknown:
             raise UnknownService(f"destination {self.name!r}", unknown, rows)
         return Stored(messages=rows.num_rows, dropped=chunk.rows.num_rows - rows.num_rows)
@@ -241,6 +245,15 @@ def _values(chunk: Chunk) -> dict[str, sql.Literal]:
         "current": sql.Literal(chunk.batch.number),
         "opened_at": sql.Literal(chunk.batch.opened_at.isoformat()),
     }
+
+
+def for_others(rows: pa.Table, broker: UUID) -> list[str]:
+    """The brokers that rows are addressed to, and that are not this one."""
+    addressed = rows["to_broker"]
+    if addressed.null_count == len(addressed):
+        return []
+    named = {UUID(bytes=one) for one in pc.unique(addressed.drop_null()).to_pylist()}
+    return sorted(map(str, named - {broker}))
 
 
 def beyond(rows: pa.Table, number: int, stored: dict[int, tuple[int, int]]) -> pa.Table:

@@ -21,8 +21,8 @@ from saf import parking
 from saf.cursor import hold
 from saf.errors import SafError, Unavailable
 from saf.failpoints import fail_point
-from saf.parking import ADDRESS, FOUND, ROUTE, SERVICE, Backoff, Lane
-from saf.spark.aside import Aside
+from saf.parking import ADDRESS, DOUBT, FOUND, ROUTE, SERVICE, Backoff, Lane
+from saf.spark.aside import MAY_HAVE_LEFT, Aside
 from saf.spark.at_source import AtSource
 from saf.spark.chunks import chunks, mark
 from saf.spark.columns import selected
@@ -69,21 +69,24 @@ class Releasing:
         if not lane.due:
             self.lanes.hold(lane.key, Unavailable(str(lane), lane.error))
             return
-        tried = False
+        tried, doubtful = False, set[Lane]()
         for rows in self._parked(lane):
             tried = True
             aside = Aside(work=self.work, lane=lane.key)
             for part in self._qualities(lane, rows):
                 if obstacle := self._obstacle(part):
                     aside.failed[lane.key] = obstacle
-                if lane.key in aside.failed:
+                if lane.lane == DOUBT:
+                    aside.bury(part.rows, lane.destination, *MAY_HAVE_LEFT)
+                elif lane.key in aside.failed:
                     aside.parked.append(part)
                 elif part.quality == AT_MOST_ONCE:
-                    self._settle(part.rows, Aside(work=self.work, lane=lane.key))
+                    doubtful.add(self._doubt(part))
                     self.storing.store_once(part, aside)
                 else:
                     self.storing.store(part, mark(part.rows), aside)
             self._settle(rows, aside)
+            self.lanes.untried |= doubtful  # empty again, unless others' are there too
             self.receipts.of(None).dead += aside.dead_letters
             if lane.key in aside.failed:
                 self.lanes.hold(lane.key, aside.failed[lane.key])
@@ -195,6 +198,25 @@ class Releasing:
             if lane in self.lanes.held:
                 return Unavailable(str(part.lane), f"behind {lane}: {self.lanes.held[lane]}")
         return None
+
+    def _doubt(self, part: Part) -> Lane:
+        """Note, durably, that messages are about to be sent that must not be sent again.
+
+        They wait in a lane of which nothing is sent: where they stay there, because this process
+        ends meanwhile, they become dead letters.
+        """
+        lane = Lane(destination=part.lane.destination, lane=DOUBT)
+        subscription_id = self.work.batch.subscription_id
+
+        def doubt(source: psycopg.Connection[Any]) -> None:
+            hold(source, self.work.batch)
+            ids = part.rows["parked_id"].to_pylist()
+            parking.move(source, subscription_id, lane, ids)
+            fail_point("unpark")
+
+        self.at_source(doubt)
+        fail_point("unpark_commit")
+        return lane
 
     def _settle(self, rows: pa.Table, aside: Aside) -> None:
         """Take what has gone out of its lane."""

@@ -7,6 +7,7 @@ halving, and its neighbours are stored.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from uuid import UUID
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -16,6 +17,7 @@ from saf.destinations import Chunk, Destination
 from saf.destinations.postgresql import PostgresInbox
 from saf.errors import (
     Ahead,
+    AnotherBroker,
     ConfigurationError,
     Fenced,
     Rejected,
@@ -29,7 +31,7 @@ from saf.spark.at_source import AtSource
 from saf.spark.chunks import mark
 from saf.spark.lanes import Lanes
 from saf.spark.receipts import Receipts
-from saf.spark.sorting import Part, service_lane
+from saf.spark.sorting import Part, service_lane, unroutable
 from saf.spark.work import Policy, Work
 from saf.ways import EXACTLY_ONCE
 
@@ -70,6 +72,8 @@ class Storing:
             aside.failed[part.lane] = error
             aside.parked.append(part)
             self.lanes.hold(part.lane, error)
+        except AnotherBroker as error:
+            self._store_own(part, end, aside, error)
         except UnknownService as error:
             self._store_known(part, end, aside, error)
         except Fenced as error:
@@ -93,6 +97,10 @@ class Storing:
         chunk = self._chunk(part, mark(part.rows, self.work.batch.number))
         try:
             stored = self._destination(part.destination).store(chunk, exactly_once=False)
+        except AnotherBroker as error:
+            mine, others = _told_apart(error)
+            self._let_wait(others, aside, error)
+            self.store_once(replace(part, rows=mine), aside)
         except (Unavailable, UnknownService, Rejected) as error:
             aside.bury(part.rows, part.destination, "unavailable", str(error))
         else:
@@ -119,6 +127,22 @@ class Storing:
         else:
             self.store(second, end, aside)
 
+    def _store_own(
+        self, part: Part, end: tuple[int, int], aside: Aside, error: AnotherBroker
+    ) -> None:
+        """Store the rest of a part, some of which is for other brokers: that waits for a route."""
+        assert part.destination is not None  # noqa: S101 - the caller's to see to
+        mine, others = _told_apart(error)
+        self._let_wait(others, aside, error)
+        self._store_rest(part, mine, end, aside, error.rows)
+
+    def _let_wait(self, rows: pa.Table, aside: Aside, error: AnotherBroker) -> None:
+        """Let messages wait for a route, as those do that have none."""
+        for waiting in unroutable(rows):
+            aside.failed[waiting.lane] = error
+            aside.parked.append(waiting)
+            self.lanes.hold(waiting.lane, error)
+
     def _store_known(
         self, part: Part, end: tuple[int, int], aside: Aside, error: UnknownService
     ) -> None:
@@ -134,10 +158,16 @@ class Storing:
             aside.parked.append(replace(part, lane=lane, rows=rows))
             self.lanes.hold(lane, error)
         known = pc.invert(pc.is_in(services, pa.array(error.services)))
-        rest = replace(part, rows=error.rows.filter(known))
-        self.receipts.of(part.destination).dropped += part.rows.num_rows - error.rows.num_rows
-        if rest.rows.num_rows:
-            self.store(rest, end, aside)
+        self._store_rest(part, error.rows.filter(known), end, aside, error.rows)
+
+    def _store_rest(
+        self, part: Part, rest: pa.Table, end: tuple[int, int], aside: Aside, fresh: pa.Table
+    ) -> None:
+        """Store what a destination has not refused of the ``fresh`` rows of a part."""
+        assert part.destination is not None  # noqa: S101 - the caller's to see to
+        self.receipts.of(part.destination).dropped += part.rows.num_rows - fresh.num_rows
+        if rest.num_rows:
+            self.store(replace(part, rows=rest), end, aside)
 
     def _chunk(self, part: Part, end: tuple[int, int]) -> Chunk:
         return Chunk(
@@ -163,3 +193,10 @@ class Storing:
                     )
             self._identities[name] = identity
         return destination
+
+
+def _told_apart(error: AnotherBroker) -> tuple[pa.Table, pa.Table]:
+    """Of the rows that were refused, those that are for the destination, and the others."""
+    others = pa.array([UUID(one).bytes for one in error.others], pa.binary())
+    away = pc.is_in(error.rows["to_broker"], value_set=others, skip_nulls=True)
+    return error.rows.filter(pc.invert(away)), error.rows.filter(away)
