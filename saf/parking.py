@@ -53,6 +53,9 @@ FOUND = "found:"
 DOUBT = "doubt"
 KEY, LATER, AHEAD = "key:", "later:", "ahead:"
 
+# After every time that a clock of ours shows, and before the calendar of Python ends
+BLOCKED = "9999-01-01 00:00:00+00"
+
 
 def wait_seconds(
     attempts: int, first: float = FIRST_WAIT_SECONDS, longest: float = LONGEST_WAIT_SECONDS
@@ -88,7 +91,7 @@ class Lane:
         return not self.destination and self.lane.startswith(ROUTE)
 
     def __str__(self) -> str:
-        if self.lane.startswith((KEY, LATER)):
+        if self.lane.startswith((KEY, LATER, AHEAD)):
             return self.lane
         waiting = f"destination {self.destination!r}" if self.destination else "no route"
         return f"{waiting}, {self.lane}" if self.lane else waiting
@@ -144,14 +147,21 @@ SELECT EXISTS (
       AND c.owner = %(member_id)s)
 """
 
-PARKED = """
+# No time is set for what is ahead of others, so it has no backoff
+PARKED = f"""
+SELECT * FROM (
 SELECT s.name AS subscription, destination, lane, attempts, next_attempt_at,
        next_attempt_at <= now() AS due, error, since,
        (SELECT count(*) FROM saf.parked p
         WHERE (p.subscription_id, p.destination, p.lane)
             = (b.subscription_id, b.destination, b.lane)) AS messages
 FROM saf.backoff b JOIN saf.subscription s USING (subscription_id)
-ORDER BY s.log DESC, s.name, destination, lane
+UNION ALL
+SELECT s.name, destination, lane, 0, timestamptz '{BLOCKED}', false,
+       'an earlier message of the dialog is missing', min(parked_at), count(*)
+FROM saf.parked p JOIN saf.subscription s USING (subscription_id)
+WHERE lane LIKE '{AHEAD}%' GROUP BY s.name, destination, lane
+) AS waiting ORDER BY subscription <> 'forwarder', subscription, destination, lane
 """
 
 RETRY_NOW = """
