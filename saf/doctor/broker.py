@@ -129,9 +129,9 @@ def parked(patient: Patient) -> Found:
 
 # While no service lives here, messages for any are stored, and read by whoever reads everything
 UNHEARD = """
-SELECT name FROM saf.service
-WHERE NOT EXISTS (SELECT FROM saf.subscription
-                  WHERE log = 'inbox' AND (service IS NULL OR service = name))
+SELECT name FROM saf.service AS lives
+WHERE NOT EXISTS (SELECT FROM saf.subscription s
+                  WHERE s.log = 'inbox' AND (s.service IS NULL OR s.service = lives.name))
 ORDER BY name
 """
 
