@@ -23,7 +23,9 @@ from saf.database import fetch
 from saf.message import COLUMNS
 from saf.parking import KEY, RETRY
 
-REASONS = ("rejected", "expired", "over_size", "unavailable", "failed", "unresolved")
+REASONS = (
+    *("rejected", "expired", "over_size", "unavailable", "failed", "unresolved", "no_dialog"),
+)
 
 DEAD_COLUMNS = (
     *("subscription_id", "destination", "shard", "id", "reason", "error"),
@@ -102,6 +104,11 @@ UPDATE saf.backoff b SET next_attempt_at = now() FROM {RETRIED}
 # higher one was delivered.
 ONE_AT_A_TIME = "SELECT pg_advisory_xact_lock(hashtextextended('saf retry', 0))"
 DELETE = "DELETE FROM saf.dead_letter WHERE dead_letter_id = ANY (%(dead_letter_ids)s)"
+AUDITED = """
+SELECT audit_id, audit_at, who, action, cardinality(message_ids) AS messages,
+       message_ids[1:3] AS first_message_ids, why
+FROM saf.audit ORDER BY audit_id DESC LIMIT %(limit)s
+"""
 AUDIT = """
 INSERT INTO saf.audit (action, message_ids, why)
 VALUES (%(action)s, %(message_ids)s, %(why)s) RETURNING audit_id
@@ -144,6 +151,25 @@ class DeadLetter:
         plain = {name: value for name, value in asdict(self).items() if value is not None}
         moments = {n: v.isoformat() for n, v in plain.items() if isinstance(v, datetime)}
         return {**plain, **moments, "message_id": str(self.message_id)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audited:
+    """What somebody did with messages."""
+
+    audit_id: int
+    audit_at: datetime
+    who: str
+    action: str
+    messages: int
+    first_message_ids: list[UUID]
+    """Some of them; saf.audit has all."""
+    why: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        ids = [str(one) for one in self.first_message_ids]
+        return asdict(self) | {"audit_at": self.audit_at.isoformat(), "first_message_ids": ids}
 
 
 def known(
@@ -233,3 +259,9 @@ def audit(
         connection, AUDIT, {"action": action, "message_ids": list(message_ids), "why": why}
     )
     return int(number)
+
+
+def audited(connection: psycopg.Connection[Any], limit: int = 100) -> list[Audited]:
+    """What people did with messages, the last first."""
+    with psycopg.Cursor(connection, row_factory=class_row(Audited)) as cursor:
+        return cursor.execute(AUDITED, {"limit": limit}).fetchall()

@@ -13,9 +13,10 @@ from typing import Any, Generic, TypeVar, overload
 
 import psycopg
 
-from saf import backoff, claim, dead, lanes, parking
+from saf import backoff, claim, dead, dropped, lanes, parking
 from saf.claim import EXPIRED, LATE, Hand
 from saf.dialogs.arrival import Arrival, arrive
+from saf.dropped import Reason
 from saf.lanes import Policy, Suspect, Waiting
 from saf.parking import AHEAD, LATER, Lane
 from saf.received import Received
@@ -119,6 +120,10 @@ class Delivery(Sequence[Received], Generic[C]):
         elif self._policy.block:
             self._stop(message, f"behind a dead letter: {_said(error)}", None)
 
+    def drop(self, message: Received, reason: Reason) -> None:
+        """Count a message that was handed out as one that led to nothing."""
+        self._count([(message, reason)])
+
     def presume(self, message: Received, error: str) -> None:
         """Let the message wait in its lane, with its attempts, as if this one had failed."""
         self._stop(message, error, self._policy.wait_seconds(message.attempt))
@@ -139,8 +144,9 @@ class Delivery(Sequence[Received], Generic[C]):
         keep += [(one, f"{AHEAD}{one.conversation_id}") for one in self._arrival.ahead]
         bury = [(one, "expired", "expires_at has passed") for one in hand.aside[EXPIRED]]
         bury += [(one, "rejected", error) for one, error in self._arrival.refused]
+        bury += [(one, "no_dialog", error) for one, error in self._arrival.stray]
         bury += self._dead.values()
-        gone = [one.parked_id for one in self._arrival.dropped]
+        gone = [one.parked_id for one, _ in self._arrival.dropped]
         gone += [one.parked_id for one, *_ in bury]
         not_received: list[Received] = []
         if self._stopped or hand.late or self._tried:
@@ -167,7 +173,13 @@ class Delivery(Sequence[Received], Generic[C]):
         if self._tried and self._tried.lane and self._tried.lane not in self._waiting:
             lane = Lane(lane=self._tried.lane)
             backoff.succeeded(self._raw, reader.subscription_id, [lane])
+        self._count(self._arrival.dropped)
         claim.move(self._raw, hand)
+
+    def _count(self, messages: Sequence[tuple[Received, Reason]]) -> None:
+        assert self._hand is not None  # noqa: S101 - there are messages, or settle found it
+        counted = [(one.shard, reason, one.message_id) for one, reason in messages]
+        dropped.count(self._raw, self._hand.reader.subscription_id, counted)
 
     def _set_aside(
         self,

@@ -25,6 +25,7 @@
     ├── JobFailed                 a Spark job failed, such as when a worker was killed: tried again
     ├── SparkGone                 Spark itself has ended: the next run goes on
     ├── UnknownService            a destination does not know services that are addressed
+    ├── AnotherBroker             a destination is not the broker that messages are addressed to
     ├── Unroutable                no route and no default destination for a service
     ├── Rejected                  a destination will not have a message
     ├── UnreadableBody            a received body is not what its content type says
@@ -40,6 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any
 from uuid import UUID
 
@@ -303,17 +305,52 @@ class UnknownService(SafError):
         return UnknownService(self.destination, [service])
 
 
-class Unroutable(SafError):
-    """No route leads from a message's service to a destination."""
+class AnotherBroker(SafError):
+    """A destination is not the broker that messages are addressed to; nothing was stored.
+
+    ``rows`` are the messages that it does not have, those that are for it among them.
+    """
 
     exit_code = 75
 
-    def __init__(self, service: str) -> None:
+    def __init__(self, destination: str, broker: str, others: list[str], rows: Any) -> None:
         super().__init__(
-            f"no route for service {service!r}: say `saf route add`, or set "
-            "forwarder.default_destination in saf.toml; its messages are parked until then"
+            f"{destination} is broker {broker}, and refuses messages for {', '.join(others)}: "
+            "add that broker to saf.toml as a destination; they are parked until then"
         )
+        self.others = others
+        self.rows = rows
+
+
+class Unroutable(SafError):
+    """No route leads from a message's service, and its broker if it names one, to a destination.
+
+    ``elsewhere`` are the destinations that routes lead to, and the brokers that they are instead.
+    """
+
+    exit_code = 75
+
+    def __init__(
+        self,
+        service: str,
+        broker: str | None = None,
+        elsewhere: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        there = "".join(f", destination {name!r} is {one}" for name, one in elsewhere.items())
+        if broker is None:
+            problem = (
+                f"no route for service {service!r}: say `saf route add`, or set "
+                "forwarder.default_destination in saf.toml"
+            )
+        else:
+            problem = (
+                f"no destination is known to be broker {broker}, which messages for service "
+                f"{service!r} are addressed to{there}: add that broker to saf.toml as a destination"
+            )
+        super().__init__(f"{problem}; its messages are parked until then")
         self.service = service
+        self.broker = broker
+        self.elsewhere = elsewhere
 
 
 class Rejected(SafError):

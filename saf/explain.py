@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -79,22 +80,29 @@ def explain(
     *,
     default_destination: str | None = None,
     declared: Declared = NOTHING,
+    identities: Mapping[str, str | None] | None = None,
 ) -> Explanation:
-    """Where a message for a service (and broker) with a key would go now. Reads only."""
-    there = configuration(connection, default_destination, declared)
+    """Where a message for a service (and broker) with a key would go now. Reads only.
+
+    ``identities`` as for `saf.routes.configuration`.
+    """
+    there = configuration(connection, default_destination, declared, identities)
     asker = Asker(service, broker, key or "")
     choice = None if key is None else chosen(connection, [asker]).get(asker)
     in_force = there.in_force
     router = any(one.service == service for one in in_force.routers)
     way = None if router else in_force.way(service, broker)
+    message = (service, broker, key)
+    verdicts = [_judged(one, there, way, message, choice) for one in there.routes]
+    if way is not None and broker is not None and not any(verdict.takes for verdict in verdicts):
+        by_itself = Configured(route=way.routes[0], origin="broker_id")
+        verdicts.append(Verdict(route=by_itself, takes=True, why="it is that broker"))
     return Explanation(
         service=service,
         broker=broker,
         key=key,
         router=router,
-        verdicts=tuple(
-            _judged(one, there, way, (service, broker, key), choice) for one in there.routes
-        ),
+        verdicts=tuple(verdicts),
     )
 
 
@@ -106,9 +114,13 @@ def _judged(
     choice: str | None,
 ) -> Verdict:
     service, broker, key = message
-    why = _out_of_force(one, there) or _elsewhere(one, service, broker)
+    why = _out_of_force(one, there) or _elsewhere(one, there, service, broker)
+    if not why and way is None:
+        why = f"{service!r} is a router"
+        if broker is not None and service in there.topics:
+            why = f"a topic, and it is not known whether {one.route.destination!r} is that broker"
     if why or way is None:
-        return Verdict(route=one, takes=False, why=why or f"{service!r} is a router")
+        return Verdict(route=one, takes=False, why=why)
     winner = way.routes[0]
     if one.route not in way.routes:
         by = next((r for r in way.routes if r.destination == one.route.destination), None)
@@ -139,9 +151,15 @@ def _out_of_force(one: Configured, there: Configuration) -> str:
     return ""
 
 
-def _elsewhere(one: Configured, service: str, broker: str | None) -> str:
+def _elsewhere(one: Configured, there: Configuration, service: str, broker: str | None) -> str:
     if one.route.service not in (None, service):
         return f"for another service, {one.route.service!r}"
     if one.route.broker not in (None, broker):
         return f"for another broker, {one.route.broker}"
+    if broker is None or (known := there.brokers.get(one.route.destination)) == broker:
+        return ""
+    if known is not None:
+        return f"destination {one.route.destination!r} is another broker, {known}"
+    if broker in there.brokers.values():
+        return f"it is not known which broker {one.route.destination!r} is, and another one is it"
     return ""

@@ -204,7 +204,10 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             "route": {"SELECT": WHOLE},
             "topic": {"SELECT": WHOLE},
             "router": {"SELECT": WHOLE},
-            "route_version": {"SELECT": WHOLE, "INSERT": ("routes", "topics", "routers")},
+            "route_version": {
+                "SELECT": WHOLE,
+                "INSERT": ("routes", "topics", "routers", "brokers"),
+            },
             "inbox": {"INSERT": (*COLUMNS, "source")},
             "watermark": {
                 "SELECT": WHOLE,
@@ -220,7 +223,19 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             "conversation": {"SELECT": TOLD},
         },
     ),
-    Kind.RECEIVER: (VERSION, MEMBERSHIP, SETTING_ASIDE, {"inbox": {"SELECT": WHOLE}}),
+    Kind.RECEIVER: (
+        VERSION,
+        MEMBERSHIP,
+        SETTING_ASIDE,
+        {
+            "inbox": {"SELECT": WHOLE},
+            "dropped": {
+                "SELECT": WHOLE,
+                "INSERT": ("subscription_id", "shard", "reason", "messages", "last_message_id"),
+                "UPDATE": ("messages", "last_message_id", "last_at"),
+            },
+        },
+    ),
     Kind.DIALOG: (VERSION, CONVERSING),
     Kind.ROUTER: (
         VERSION,
@@ -228,6 +243,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             "route": {"SELECT": WHOLE},
             "topic": {"SELECT": WHOLE},
             "router": {"SELECT": WHOLE},
+            "route_version": {"SELECT": ("version", "brokers")},
             "resolved_conversation": {
                 "SELECT": WHOLE,
                 "INSERT": ("router", "key", "service", "broker", "to_key", "handle"),
@@ -268,6 +284,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             },
             "cursor": {"SELECT": WHOLE, "INSERT": ("subscription_id", "shard", "done")},
             "audit": {"SELECT": WHOLE, "INSERT": ("action", "message_ids", "why")},
+            "dropped": {"SELECT": WHOLE},
         },
     ),
 }

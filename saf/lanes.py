@@ -27,12 +27,15 @@ from psycopg.rows import tuple_row
 
 from saf.claim import FATE, Reader
 from saf.database import fetch
-from saf.parking import FIRST_WAIT_SECONDS, LATER, LONGEST_WAIT_SECONDS, wait_seconds
+from saf.parking import (
+    BLOCKED,
+    FIRST_WAIT_SECONDS,
+    LATER,
+    LONGEST_WAIT_SECONDS,
+    wait_seconds,
+)
 from saf.received import EXPRESSIONS
 from saf.shards import NEWEST
-
-# After every time that a clock of ours shows, and before the calendar of Python ends
-BLOCKED = "9999-01-01 00:00:00+00"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,8 @@ same thing; lanes are separate, and within one the order is kept:
     (empty)      route:billing      a route leads somewhere
     mom          retry, replay      nothing: sent again on an operator's word
     mom          found:LANE         the destination: what was in LANE has found a route there
+    mom          doubt              nothing: sent at most once from another lane, or about to be;
+                                    what is found here becomes a dead letter
     (empty)      key:A-1            a receiver's next attempt at the first message of the key
     (empty)      later:7            each for its deliver_at: a receiver's messages of a shard
     (empty)      ahead:CONVERSATION a message before them that is missing: those of a dialog
@@ -49,10 +51,14 @@ LONGEST_WAIT_SECONDS = 64
 
 MAIN, RETRY, REPLAY, SERVICE, ROUTE = "", "retry", "replay", "service:", "route:"
 FOUND = "found:"
+DOUBT = "doubt"
 KEY, LATER, AHEAD = "key:", "later:", "ahead:"
 
 OF_SERVICE = (ROUTE, FOUND, SERVICE)
 """How the lanes begin whose messages wait for something that concerns their service alone."""
+
+# After every time that a clock of ours shows, and before the calendar of Python ends
+BLOCKED = "9999-01-01 00:00:00+00"
 
 
 def wait_seconds(
@@ -89,7 +95,7 @@ class Lane:
         return not self.destination and self.lane.startswith(ROUTE)
 
     def __str__(self) -> str:
-        if self.lane.startswith((KEY, LATER)):
+        if self.lane.startswith((KEY, LATER, AHEAD)):
             return self.lane
         waiting = f"destination {self.destination!r}" if self.destination else "no route"
         return f"{waiting}, {self.lane}" if self.lane else waiting
@@ -141,15 +147,22 @@ class _Parked(Parked):
     lanes: int
 
 
-# What holds up most comes first; counted are the messages of those that are shown
-PARKED = """
+# What holds up most comes first; counted are the messages of those that are shown. No time is set
+# for what is ahead of others, so it has no backoff.
+PARKED = f"""
 SELECT subscription, destination, lane, attempts, next_attempt_at, due, error, since, lanes,
        (SELECT count(*) FROM saf.parked p
         WHERE (p.subscription_id, p.destination, p.lane)
             = (b.subscription_id, b.destination, b.lane)) AS messages
-FROM (SELECT b.*, s.name AS subscription, s.log, next_attempt_at <= now() AS due,
+FROM (SELECT w.*, s.name AS subscription, s.log, next_attempt_at <= now() AS due,
              count(*) OVER () AS lanes
-      FROM saf.backoff b JOIN saf.subscription s USING (subscription_id)
+      FROM (SELECT subscription_id, destination, lane, attempts, next_attempt_at, error, since
+            FROM saf.backoff
+            UNION ALL
+            SELECT subscription_id, destination, lane, 0, timestamptz '{BLOCKED}',
+                   'an earlier message of the dialog is missing', min(parked_at)
+            FROM saf.parked WHERE lane ^@ '{AHEAD}' GROUP BY 1, 2, 3) AS w
+      JOIN saf.subscription s USING (subscription_id)
       ORDER BY s.log DESC, s.name, lane ^@ ANY (%(of_service)s), attempts DESC, destination, lane
       LIMIT %(limit)s) AS b
 ORDER BY log DESC, subscription, lane ^@ ANY (%(of_service)s), attempts DESC, destination, lane

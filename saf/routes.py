@@ -6,9 +6,9 @@ destination, or a declared router of the same service, so what is declared can b
 time. `saf.ways` says what all of it means; `saf.routers` looks after routers.
 
 A route is *in force* while it is enabled and its expires_at, by the broker's clock, is to come.
-What is in force is frozen with each batch (`freeze`): a batch read again is routed again in the
-same way, whatever has changed meanwhile. A change takes effect with the next batch. What no route
-matches is parked until one does.
+What is in force is frozen with each batch (`freeze`), and with it which destination is known to be
+which broker: a batch read again is routed again in the same way, whatever has changed meanwhile. A
+change takes effect with the next batch. What no route matches is parked until one does.
 
 Functions take a psycopg connection and write in a transaction of their own, or in the caller's.
 """
@@ -16,7 +16,7 @@ Functions take a psycopg connection and write in a transaction of their own, or 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from saf.database import fetch
 from saf.errors import ConfigurationError, UsageError
 from saf.ways import FORWARD, REDIRECT, Route, Router, Routes, by_precedence, check_name
 
-Origin = Literal["saf.route", "saf.router", "saf.toml", "default"]
+Origin = Literal["saf.route", "saf.router", "saf.toml", "default", "broker_id"]
 
 CONFIGURED = """
 SELECT service, broker::text, destination, quality, enabled, expires_at, comment FROM saf.route
@@ -63,13 +63,17 @@ ADD_TOPIC = "INSERT INTO saf.topic (name) VALUES (%(name)s) ON CONFLICT DO NOTHI
 REMOVE_TOPIC = "DELETE FROM saf.topic WHERE name = %(name)s RETURNING name"
 
 LATEST = """
-SELECT version, routes, topics, routers FROM saf.route_version ORDER BY version DESC LIMIT 1
+SELECT version, routes, topics, routers, brokers
+FROM saf.route_version ORDER BY version DESC LIMIT 1
 """
+KNOWN = "SELECT brokers FROM saf.route_version ORDER BY version DESC LIMIT 1"
 FREEZE = """
-INSERT INTO saf.route_version (routes, topics, routers)
-VALUES (%(routes)s, %(topics)s, %(routers)s) RETURNING version
+INSERT INTO saf.route_version (routes, topics, routers, brokers)
+VALUES (%(routes)s, %(topics)s, %(routers)s, %(brokers)s) RETURNING version
 """
-FROZEN = "SELECT routes, topics, routers FROM saf.route_version WHERE version = %(version)s"
+FROZEN = """
+SELECT routes, topics, routers, brokers FROM saf.route_version WHERE version = %(version)s
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +133,8 @@ class Configuration:
     topics: frozenset[str]
     routers: tuple[ConfiguredRouter, ...]
     """By service."""
+    brokers: Mapping[str, str]
+    """By destination: the broker that it is known to be."""
     now: datetime
     """By the broker's clock."""
 
@@ -139,15 +145,22 @@ class Configuration:
         if any(route.specificity == 0 for route in routes):
             routes = [route for route in routes if not route.fallback]
         routers = tuple(one.router for one in self.routers if one.enabled and one.mode == REDIRECT)
-        return Routes(routes=tuple(routes), topics=self.topics, routers=routers)
+        return Routes(
+            routes=tuple(routes), topics=self.topics, routers=routers, brokers=self.brokers
+        )
 
 
 def configuration(
     connection: psycopg.Connection[Any],
     default_destination: str | None = None,
     declared: Declared = NOTHING,
+    identities: Mapping[str, str | None] | None = None,
 ) -> Configuration:
-    """What is configured at a broker, with what saf.toml adds to it."""
+    """What is configured at a broker, with what saf.toml adds to it.
+
+    ``identities`` are the destinations, each with the broker that it has said to be; of those that
+    do not answer, what the latest batch was opened with counts. By default it does of all.
+    """
     ((now,),) = fetch(connection, NOW)
     routes = [
         Configured(
@@ -171,8 +184,19 @@ def configuration(
         routes=tuple(sorted(routes, key=lambda one: place[one.route])),
         topics=declared.topics | set(topics(connection)),
         routers=_routers(connection, declared),
+        brokers=_brokers(connection, identities),
         now=now,
     )
+
+
+def _brokers(
+    connection: psycopg.Connection[Any], identities: Mapping[str, str | None] | None
+) -> dict[str, str]:
+    latest: dict[str, str] = next((known for (known,) in fetch(connection, KNOWN)), {})
+    if identities is None:
+        return latest
+    brokers = {name: said or latest.get(name) for name, said in identities.items()}
+    return {name: broker for name, broker in brokers.items() if broker is not None}
 
 
 def _routers(
@@ -197,9 +221,10 @@ def current_routes(
     connection: psycopg.Connection[Any],
     default_destination: str | None = None,
     declared: Declared = NOTHING,
+    identities: Mapping[str, str | None] | None = None,
 ) -> Routes:
-    """What is in force at a broker now."""
-    return configuration(connection, default_destination, declared).in_force
+    """What is in force at a broker now; see `configuration`."""
+    return configuration(connection, default_destination, declared, identities).in_force
 
 
 def add_route(
@@ -317,6 +342,7 @@ def freeze(connection: psycopg.Connection[Any], routes: Routes) -> int:
         [asdict(route) for route in routes.routes],
         sorted(routes.topics),
         [asdict(router) for router in routes.routers],
+        dict(routes.brokers),
     )
     latest = fetch(connection, LATEST)
     if latest and latest[0][1:] == frozen:
@@ -325,6 +351,7 @@ def freeze(connection: psycopg.Connection[Any], routes: Routes) -> int:
         "routes": json.dumps(frozen[0]),
         "topics": frozen[1],
         "routers": json.dumps(frozen[2]),
+        "brokers": json.dumps(frozen[3]),
     }
     ((version,),) = fetch(connection, FREEZE, params)
     return int(version)
@@ -335,11 +362,12 @@ def frozen_routes(connection: psycopg.Connection[Any], version: int) -> Routes:
     found = fetch(connection, FROZEN, {"version": version})
     if not found:
         raise ConfigurationError(f"saf.route_version has no version {version}, which a batch needs")
-    ((routes, names, routers),) = found
+    ((routes, names, routers, brokers),) = found
     return Routes(
         routes=tuple(Route(**route) for route in routes),
         topics=frozenset(names),
         routers=tuple(Router(**router) for router in routers),
+        brokers=brokers,
     )
 
 

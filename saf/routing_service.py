@@ -35,10 +35,10 @@ from uuid import UUID, uuid5
 import psycopg
 
 from saf.delivery import Delivery
-from saf.dialogs.dialog import Dialog
 from saf.dialogs.endpoints import columns
 from saf.dialogs.passing import go_on, partner, pass_on
-from saf.dialogs.statements import END, ERROR, Code
+from saf.dialogs.statements import END, ERROR, TIMER, Code
+from saf.dropped import Reason
 from saf.errors import ConfigurationError, Unavailable
 from saf.lanes import Policy
 from saf.loop import Loop, Savepoints
@@ -142,7 +142,7 @@ class RoutingService(Loop):
             elif message.dialog is None:
                 alone.append(message)
             else:
-                call = partial(_go_on, raw, message, message.dialog, found.get(message.id))
+                call = partial(_go_on, raw, delivery, message, found.get(message.id))
                 self._one(delivery, work, message, call)
         try:
             with work.piece():
@@ -240,12 +240,17 @@ def _hops(message: Received) -> int:
 
 
 def _go_on(
-    raw: psycopg.Connection[Any], message: Received, dialog: Dialog, to: Resolved | None
+    raw: psycopg.Connection[Any], delivery: Delivery[Any], message: Received, to: Resolved | None
 ) -> None:
     """Pass a message on, in the dialog that is begun for it or goes on already."""
+    dialog = message.dialog
+    assert dialog is not None  # noqa: S101 - the caller's to see to
+    passed = message.message_type in (END, ERROR, TIMER)
     if to is not None:
-        pass_on(raw, message, dialog, go_on(raw, dialog, to), **{HOPS: _hops(message)})
+        passed = pass_on(raw, message, dialog, go_on(raw, dialog, to), **{HOPS: _hops(message)})
     elif other := partner(raw, dialog):
-        pass_on(raw, message, dialog, other)
+        passed = pass_on(raw, message, dialog, other)
     elif message.message_type in (END, ERROR):
         dialog.end(raw)
+    if not passed:
+        delivery.drop(message, Reason.ENDED)

@@ -219,6 +219,13 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         sa.Column("created_at", moment, nullable=False, server_default=now),
         sa.Column("topics", pg.ARRAY(sa.Text), nullable=False, server_default="{}"),
         sa.Column("routers", pg.JSONB, nullable=False, server_default="[]"),
+        sa.Column(
+            "brokers",
+            pg.JSONB,
+            nullable=False,
+            server_default="{}",
+            comment="by destination: the broker_id that it was known to have",
+        ),
         comment="the frozen set of routes that a batch was opened with",
     )
     sa.Table(
@@ -501,6 +508,23 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             postgresql_where=sa.text("shard IS NOT NULL"),
         ),
         comment="lanes that wait: when they are tried next, shared by all members",
+    )
+    sa.Table(
+        "dropped",
+        metadata,
+        sa.Column("subscription_id", sa.Integer, primary_key=True),
+        sa.Column("shard", sa.SmallInteger, primary_key=True),
+        sa.Column("reason", sa.Text, primary_key=True),
+        sa.Column("messages", sa.BigInteger, nullable=False),
+        sa.Column("last_message_id", pg.UUID, nullable=False, comment="to look for it in the log"),
+        sa.Column("last_at", moment, nullable=False, server_default=now),
+        sa.ForeignKeyConstraint(
+            ["subscription_id"], ["saf.subscription.subscription_id"], ondelete="CASCADE"
+        ),
+        sa.CheckConstraint("reason <> '' AND messages > 0", name="dropped_counted"),
+        # counted by who has the shard in hand, so nobody waits for a row
+        postgresql_with={"fillfactor": "60"},
+        comment="how many messages a subscription took without handing them on, and why",
     )
     sa.Table(
         "audit",

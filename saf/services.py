@@ -21,6 +21,7 @@ import psycopg
 from psycopg.rows import class_row
 
 from saf.database import fetch
+from saf.dead import audit
 from saf.errors import ConfigurationError, UsageError
 from saf.message import MAX_NAME
 
@@ -63,6 +64,10 @@ SELECT EXISTS (
              AND (%(service)s::text IS NULL OR i.to_service = %(service)s)),
        EXISTS (SELECT FROM saf.parked WHERE subscription_id = %(subscription_id)s),
        EXISTS (SELECT FROM saf.dead_letter WHERE subscription_id = %(subscription_id)s)
+"""
+GIVEN_UP = """
+SELECT message_id FROM saf.parked WHERE subscription_id = %(subscription_id)s
+UNION ALL SELECT message_id FROM saf.dead_letter WHERE subscription_id = %(subscription_id)s
 """
 REMOVE_SUBSCRIPTION = "DELETE FROM saf.subscription WHERE subscription_id = %(subscription_id)s"
 
@@ -184,6 +189,8 @@ def remove_subscription(
 ) -> None:
     """Forget a reader, with what it has parked and its dead letters. Stop its receivers before.
 
+    What is given up by that is noted in the audit.
+
     Raises:
         ConfigurationError: there is no such subscription.
         UsageError: it has messages left, and ``discard`` does not say so.
@@ -199,6 +206,10 @@ def remove_subscription(
                 f"subscription {name!r} has {' and '.join(left)}: let them be handled first, or "
                 "give them up with --discard"
             )
+        if left:
+            given_up = [message_id for (message_id,) in fetch(connection, GIVEN_UP, params)]
+            why = f"subscription {name!r} is removed, and has {' and '.join(left)}"
+            audit(connection, "discard", given_up, why)
         connection.execute(REMOVE_SUBSCRIPTION, params)
 
 

@@ -10,6 +10,7 @@ import psycopg
 from psycopg.rows import class_row
 
 from saf.database import fetch
+from saf.dropped import Dropped, dropped
 from saf.parking import Parked, Waiting, parked
 from saf.rebase import refuse
 
@@ -86,6 +87,8 @@ class BrokerStatus:
     waiting: Waiting
     """What waits for something, why, and when it is tried next."""
     dead_letters: int
+    dropped: tuple[Dropped, ...] = ()
+    """What nobody misses, by subscription and reason."""
 
     @property
     def pending(self) -> int:
@@ -116,6 +119,7 @@ class BrokerStatus:
             "lanes": [lane.as_dict() for lane in self.lanes],
             "lanes_waiting": self.waiting.lanes,
             "dead_letters": self.dead_letters,
+            "dropped": [one.as_dict() for one in self.dropped],
             "members": [asdict(member) for member in self.members],
             "shards": [
                 {**asdict(shard), "oldest": shard.oldest and shard.oldest.isoformat()}
@@ -139,9 +143,11 @@ def broker_status(connection: psycopg.Connection[Any], limit: int | None = None)
             members = cursor.execute(MEMBERS).fetchall()
         waiting = parked(connection, limit)
         ((dead_letters,),) = fetch(connection, DEAD)
+        counted = dropped(connection)
     return BrokerStatus(
         shards=tuple(shards),
         members=tuple(members),
         waiting=waiting,
         dead_letters=dead_letters,
+        dropped=tuple(counted),
     )

@@ -13,6 +13,12 @@ Routes that share take messages without a key in turn, by their ids, and those w
 choice that the key keeps (`saf.choices`). The default destination is not a route: it is where a
 message goes that none matches.
 
+*A message that is addressed to a broker goes to that broker, or waits.* Which destination is which
+broker is frozen with the routes, as far as it is known (`saf.destinations.identities`). Where one
+is known to be the broker, the message goes there: by the most specific match that leads there, or
+without any. Where none is, only matches count that lead to destinations of which it is not known
+who they are; a destination refuses what is for another broker.
+
 A *router* is a service that stands for others. Its classifier looks at each message and names the
 one that it is really for, and that one's way is the message's. That is so for those that redirect,
 which are all that is frozen with a batch; to one that forwards, messages go as to any service.
@@ -22,8 +28,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 from saf.errors import UsageError
 from saf.message import MAX_NAME
@@ -118,30 +125,40 @@ class Routes:
     """The most specific first."""
     topics: frozenset[str] = frozenset()
     routers: tuple[Router, ...] = ()
+    brokers: Mapping[str, str] = field(default_factory=dict)
+    """By destination: the broker that it is known to be, as a uuid's text."""
 
     @cached_property
     def ways(self) -> Mapping[Named, Way]:
-        """By what routes name; of what a message names, the most specific that is here is its way.
+        """Of messages for any broker: by what routes name, of which the most specific is the way.
 
-        No larger than the routes are many, but for topics: one for each broker that any route
-        names.
+        No larger than the routes are many, but for the topics.
         """
-        groups: dict[Named, list[Route]] = defaultdict(list)
-        for route in self.routes:
-            named = (route.service, route.broker)
-            if not (route.fallback and groups.get(named)):
-                groups[named].append(route)
-        ways = {named: Way(routes=tuple(group)) for named, group in groups.items()}
-        for topic in self.topics:
-            for broker in {route.broker for route in self.routes} | {None}:
-                each: dict[str, Route] = {}
-                for named in precedence(topic, broker):
-                    for route in groups.get(named, ()):
-                        if not (route.fallback and each):
-                            each.setdefault(route.destination, route)
-                if each:
-                    ways[topic, broker] = Way(routes=tuple(each.values()), to_all=len(each) > 1)
+        return self._compiled(route for route in self.routes if route.broker is None)
+
+    @cached_property
+    def ways_to_known(self) -> Mapping[Named, Way]:
+        """Of messages for brokers that destinations are known to be; by service, and without."""
+        ways: dict[Named, Way] = {}
+        for broker in sorted(set(self.brokers.values())):
+            there = [name for name in sorted(self.brokers) if self.brokers[name] == broker]
+            leading = [r for r in self.routes if r.destination in there]
+            mine = self._compiled(r for r in leading if r.broker in (None, broker))
+            by_itself = Way(routes=(Route(broker=broker, destination=there[0]),))
+            for service in {service for service, _ in mine} | {None}:
+                named = [one for one in precedence(service, broker) if one in mine]
+                ways[service, broker] = mine[named[0]] if named else by_itself
         return ways
+
+    @cached_property
+    def ways_to_unknown(self) -> Mapping[Named, Way]:
+        """Of messages for any other broker, as `ways`; but none leads to several destinations.
+
+        At most one of them is the broker, and the others would refuse their copies.
+        """
+        routes = [route for route in self.routes if route.destination not in self.brokers]
+        ways = self._compiled(routes)
+        return {named: way for named, way in ways.items() if not way.to_all}
 
     def way(self, service: str, broker: str | None) -> Way | None:
         """The way of a message, or None if there is none.
@@ -156,13 +173,49 @@ class Routes:
         Way(routes=(...'erp'...'crm'...), to_all=True)
         >>> Routes(routes=(billing,)).way("shipping", None) is None
         True
+
+        Of one for a broker:
+
+        >>> known = Routes(routes=(billing,), brokers={"erp": "E", "shop": "S"})
+        >>> [known.way("billing", broker).destinations for broker in ("E", "S")]
+        [('erp',), ('shop',)]
+        >>> known.way("billing", "another") is None
+        True
         """
-        return next(
-            (self.ways[named] for named in precedence(service, broker) if named in self.ways), None
-        )
+        ways, wanted = self.ways, precedence(service, None)
+        if broker is not None and (None, broker) in self.ways_to_known:
+            ways, wanted = self.ways_to_known, ((service, broker), (None, broker))
+        elif broker is not None:
+            ways, wanted = self.ways_to_unknown, precedence(service, broker)
+        return next((ways[named] for named in wanted if named in ways), None)
+
+    def elsewhere(self, service: str, broker: str | None) -> Mapping[str, str]:
+        """The destinations that routes would lead a message to, if they were not other brokers."""
+        there = [route.destination for route in self.routes if route.matches(service, broker)]
+        known = {name: self.brokers[name] for name in there if name in self.brokers}
+        return {name: one for name, one in known.items() if broker not in (None, one)}
+
+    def _compiled(self, routes: Iterable[Route]) -> dict[Named, Way]:
+        """By what routes name, of the most specific first."""
+        groups: dict[Named, list[Route]] = defaultdict(list)
+        for route in routes:
+            named = (route.service, route.broker)
+            if not (route.fallback and groups.get(named)):
+                groups[named].append(route)
+        ways = {named: Way(routes=tuple(group)) for named, group in groups.items()}
+        for topic in self.topics:
+            for broker in {broker for _, broker in groups} | {None}:
+                each: dict[str, Route] = {}
+                for named in precedence(topic, broker):
+                    for route in groups.get(named, ()):
+                        if not (route.fallback and each):
+                            each.setdefault(route.destination, route)
+                if each:
+                    ways[topic, broker] = Way(routes=tuple(each.values()), to_all=len(each) > 1)
+        return ways
 
 
-def precedence(service: str, broker: str | None) -> tuple[Named, ...]:
+def precedence(service: str | None, broker: str | None) -> tuple[Named, ...]:
     """What a route for a message may name, the most specific first."""
     return (service, broker), (service, None), (None, broker), (None, None)
 
@@ -170,7 +223,8 @@ def precedence(service: str, broker: str | None) -> tuple[Named, ...]:
 def distinct_ways(routes: Routes) -> list[Way]:
     """All ways of some routes, each once, and for those that share, each of their routes alone."""
     ways: dict[Way, None] = {}
-    for way in routes.ways.values():
+    compiled = (routes.ways, routes.ways_to_known, routes.ways_to_unknown)
+    for way in chain.from_iterable(some.values() for some in compiled):
         ways[way] = None
         if way.shared:
             ways.update({Way(routes=(route,)): None for route in way.routes})

@@ -59,6 +59,26 @@ def list_(
     _show(round_, found, as_json=as_json)
 
 
+@app.command("audit")
+def audit_(
+    config: Config = None, broker: Name = None, limit: Limit = 100, as_json: AsJson = False
+) -> None:
+    """Show what people did with messages that were set aside, and why; the last first."""
+    round_ = Round(chosen(load(config), broker))
+    found = round_.visit("dead", lambda connection, _: dead.audited(connection, limit))
+    if as_json:
+        rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
+        typer.echo(json.dumps({"audit": rows, "errors": round_.errors()}))
+    else:
+        for name, some in found.items():
+            for one in some:
+                typer.echo(
+                    f"{name}: {one.audit_at:%Y-%m-%d %H:%M} {one.who}, {one.action} of "
+                    f"{one.messages:,} messages: {one.why}"
+                )
+    round_.finish(say=not as_json)
+
+
 @app.command()
 def show(
     number: Annotated[int, typer.Argument(help="As `saf dead list` shows it.")],

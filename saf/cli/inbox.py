@@ -12,7 +12,9 @@ from rich.table import Table
 from saf import inbox
 from saf.cli.brokers import AsJson, Config, Round, Store, store, stores
 from saf.cli.console import plain_console
+from saf.cli.status import show_dropped
 from saf.config import load
+from saf.dropped import dropped
 from saf.notify import switch
 
 app = typer.Typer(no_args_is_help=True, help="What is stored, and not handled yet.")
@@ -42,12 +44,18 @@ def notify(
 
 @app.command()
 def status(config: Config = None, broker: Store = None, as_json: AsJson = False) -> None:
-    """Show what each subscription of the destinations has left."""
+    """Show what each subscription of the destinations has left, and what it has dropped."""
     round_ = Round(stores(load(config), broker))
-    found = round_.visit("inbox", lambda connection, _: inbox.inbox_status(connection))
+    asked = round_.visit(
+        "inbox", lambda connection, _: (inbox.inbox_status(connection), dropped(connection))
+    )
+    found = {where: some for where, (some, _) in asked.items()}
+    counted = {where: some for where, (_, some) in asked.items()}
     if as_json:
         rows = [{"broker": where, **one.as_dict()} for where, some in found.items() for one in some]
-        typer.echo(json.dumps({"subscriptions": rows, "errors": round_.errors()}))
+        gone = [{"broker": at, **one.as_dict()} for at, some in counted.items() for one in some]
+        answer = {"subscriptions": rows, "dropped": gone, "errors": round_.errors()}
+        typer.echo(json.dumps(answer))
     else:
         table = Table("broker", "subscription", "unread", "lag", "parked", "keys", "dead letters")
         for where, some in found.items():
@@ -58,6 +66,7 @@ def status(config: Config = None, broker: Store = None, as_json: AsJson = False)
                     f"{one.parked:,}", f"{one.keys_waiting:,}", f"{one.dead_letters:,}",
                 )  # fmt: skip
         plain_console().print(table)
+        show_dropped(counted)
     round_.finish(say=not as_json)
 
 

@@ -10,7 +10,7 @@ import typer
 
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.config import load
-from saf.parking import Waiting, parked, retry_now
+from saf.parking import AHEAD, Waiting, parked, retry_now
 
 app = typer.Typer(no_args_is_help=True, help="Messages that wait, and when they are tried next.")
 
@@ -73,6 +73,8 @@ def show(lanes: Mapping[str, Waiting]) -> None:
             when = "now" if lane.due else f"{lane.next_attempt_at:%H:%M:%S}"
             if lane.next_attempt_at.year == FOR_EVER:
                 when = "on an operator's word"
+                if lane.lane.startswith(AHEAD):
+                    when = "when it has come"
             who = "" if lane.subscription == "forwarder" else f" by {lane.subscription}"
             typer.echo(
                 f"{name}: {lane.messages:,} parked{who}, {lane.key}; {lane.attempts} attempts, "

@@ -15,6 +15,7 @@ import typer
 from saf import routes
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen, moment
 from saf.config import Quality, Settings, did_you_mean, load
+from saf.destinations.identities import Identities
 from saf.errors import ConfigurationError, Unroutable
 from saf.explain import Explanation, as_dict, explain
 from saf.routes import Configuration, Configured, describe
@@ -169,6 +170,7 @@ def explain_(
     Exit code 75: at some broker, none leads anywhere, and the message would wait.
     """
     settings = load(config)
+    identities = Identities({n: d.dsn for n, d in settings.destinations.items()}).known()
     round_ = Round(chosen(settings, broker))
     found = round_.visit(
         "route",
@@ -179,6 +181,7 @@ def explain_(
             key,
             default_destination=settings.forwarder.default_destination,
             declared=settings.declared,
+            identities=identities,
         ),
     )
     if as_json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated
 
 import typer
@@ -14,6 +14,7 @@ from saf.cli import parked
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.cli.console import plain_console
 from saf.config import load
+from saf.dropped import Dropped
 from saf.errors import ranges
 from saf.status import BrokerStatus, broker_status
 
@@ -34,10 +35,21 @@ def command(
         console = plain_console()
         console.print(_overview(known))
         parked.show({name: status.waiting for name, status in known.items()})
+        show_dropped({name: status.dropped for name, status in known.items()})
         if shards:
             for name, status in known.items():
                 console.print(_by_shard(name, status))
     round_.finish(say=not as_json)
+
+
+def show_dropped(known: Mapping[str, Sequence[Dropped]]) -> None:
+    """A line for each reason for which messages were dropped."""
+    for name, found in known.items():
+        for one in found:
+            typer.echo(
+                f"{name}: {one.messages:,} dropped by {one.subscription}, {one.reason}; the last "
+                f"at {one.last_at:%Y-%m-%d %H:%M:%S}, {one.last_message_id}"
+            )
 
 
 def _overview(known: dict[str, BrokerStatus]) -> Table:

@@ -5,6 +5,7 @@ stores a chunk exactly once however often it is given: that is ``exactly_once``.
 
     Unavailable      it does not answer; the chunk may or may not be stored; give it again later
     UnknownService   services that are addressed do not live there; nothing was stored
+    AnotherBroker    messages are addressed to another broker than it is; nothing was stored
     Fenced           it has heard from a newer owner of these shards; nothing was stored
     Ahead            it has stored what the source does not know; nothing was stored
     Behind           it has not any more what it has acknowledged; nothing was stored

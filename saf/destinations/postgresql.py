@@ -2,7 +2,8 @@
 
 One transaction per chunk: lock the watermarks of the chunk's source shards, refuse an older
 epoch and marks that are not what the source remembers (`saf.marks`), drop the rows at or below
-(batch, position), COPY the rest, move the watermarks, commit.
+(batch, position), COPY the rest, move the watermarks, commit. What is addressed to another broker
+is refused, before anything is stored.
 Because a batch never changes, a chunk that was stored before its acknowledgement got lost is
 recognised by that mark alone: no index over message ids, no table that grows.
 
@@ -28,7 +29,16 @@ from saf import connections
 from saf.database import HAS_SCHEMA, SCHEMA_REVISION, Dsn, lacks_right, require_revision
 from saf.destinations import Chunk, Stored
 from saf.destinations.places import beyond, last_of, touched
-from saf.errors import Ahead, Behind, Fenced, Rejected, Restored, Unavailable, UnknownService
+from saf.errors import (
+    Ahead,
+    AnotherBroker,
+    Behind,
+    Fenced,
+    Rejected,
+    Restored,
+    Unavailable,
+    UnknownService,
+)
 from saf.failpoints import fail_point
 from saf.marks import InHand, Mark, Place, compare, shards_of
 from saf.message import COLUMNS
@@ -123,16 +133,19 @@ class PostgresInbox:
             if exactly_once:
                 stored = {place: mark.number for place, mark in marks.items()}
                 rows = beyond(rows, chunk.number, stored, chunk.prefix)
-            unknown = self._unknown(cursor, rows, chunk.behind)
+            others = for_others(rows, UUID(self._identity))
+            unknown = [] if others else self._unknown(cursor, rows, chunk.behind)
             # nobody who was owner before may store what the caller sets aside now
-            moved = {} if unknown else last_of(chunk, marks)
+            moved = {} if others or unknown else last_of(chunk, marks)
             self._move_watermarks(cursor, chunk, epochs, marks, moved)
-            if rows.num_rows and not unknown:
+            if rows.num_rows and not (others or unknown):
                 cursor.adbc_ingest(
                     "inbox", inbox_rows(rows, chunk.source), mode="append", db_schema_name="saf"
                 )
             fail_point("mom_insert")
         fail_point("mom_commit")
+        if others:
+            raise AnotherBroker(f"destination {self.name!r}", self._identity, others, rows)
         if unknown:
             raise UnknownService(f"destination {self.name!r}", unknown, rows)
         dropped = chunk.rows.num_rows - rows.num_rows
@@ -274,6 +287,15 @@ def _values(chunk: Chunk, places: Sequence[Place]) -> dict[str, sql.Literal]:
 
 def _mark(batch: int, position: int, opened_at: datetime | None, acknowledged: bool) -> Mark:
     return Mark(batch=batch, position=position, opened_at=opened_at, acknowledged=acknowledged)
+
+
+def for_others(rows: pa.Table, broker: UUID) -> list[str]:
+    """The brokers that rows are addressed to, and that are not this one."""
+    addressed = rows["to_broker"]
+    if addressed.null_count == len(addressed):
+        return []
+    named = {UUID(bytes=one) for one in pc.unique(addressed.drop_null()).to_pylist()}
+    return sorted(map(str, named - {broker}))
 
 
 def inbox_rows(rows: pa.Table, source: UUID) -> pa.Table:

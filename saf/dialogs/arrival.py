@@ -6,6 +6,9 @@ made if the message is the first; `saf.dialogs.facts` says which messages are ta
 endpoints then know is written. So the application finds the state that its messages have led to,
 and what it does on them commits together with their having been received.
 
+What is dropped is counted (`saf.dropped`). An answer to a dialog that has no end here is left for a
+person: nothing that goes right sends one.
+
 A message that is set aside has not been received: `take_back` undoes that. One that is given up
 fails its conversation, and so does one that the contract does not allow: both ends get an Error.
 
@@ -33,6 +36,7 @@ from saf.claim import Reader
 from saf.database import fetch
 from saf.dialogs.assembly import Assembled, set_aside
 from saf.dialogs.dialog import Dialog
+from saf.dialogs.drops import no_end, why_dropped
 from saf.dialogs.endpoints import (
     RECEIVE,
     TAKE_BACK,
@@ -46,6 +50,7 @@ from saf.dialogs.endpoints import (
 from saf.dialogs.facts import Facts, Verdict, judge
 from saf.dialogs.fragments import is_fragment, whole
 from saf.dialogs.statements import ERROR, Code
+from saf.dropped import Reason
 from saf.errors import ContractViolation, SchemaViolation
 from saf.message import DEFAULT_MAX_BYTES
 from saf.parking import AHEAD, LATER
@@ -77,7 +82,9 @@ class Arrival:
     """To be handed out."""
     ahead: list[Received] = field(default_factory=list)
     """To wait for others."""
-    dropped: list[Received] = field(default_factory=list)
+    dropped: list[tuple[Received, Reason]] = field(default_factory=list)
+    stray: list[tuple[Received, str]] = field(default_factory=list)
+    """What answers a dialog that was not begun here, and what is wrong with it."""
     refused: list[tuple[Received, str]] = field(default_factory=list)
     """What is not as the contract says, and why."""
     fragments: list[tuple[int, Received]] = field(default_factory=list)
@@ -139,10 +146,11 @@ def arrive(
         end = end_of(message)
         endpoint = endpoints.get(end)
         if endpoint is None:
-            waits = message.from_initiator and message.sequence is not None
-            (arrival.ahead if waits else arrival.dropped).append(message)
-        elif endpoint.failure or (message.sequence or 0) < last.get(end, 0):
-            arrival.dropped.append(message)
+            _meet_nobody(arrival, message)
+        elif endpoint.failure:
+            arrival.dropped.append((message, Reason.ENDED))
+        elif (message.sequence or 0) < last.get(end, 0):
+            arrival.dropped.append((message, Reason.OVERTAKEN))
         else:
             _meet(arrival, reader, endpoint, message)
     waiting = [one for one in (*arrival.ahead, *behind) if is_fragment(one)]
@@ -154,6 +162,16 @@ def arrive(
             endpoint.dialog.fail(enter(raw), *endpoint.failure)
     _go_on(raw, reader, endpoints)
     return arrival
+
+
+def _meet_nobody(arrival: Arrival, message: Received) -> None:
+    """There is no such end here: it is not begun yet, or forgotten, or somewhere else."""
+    if message.sequence is None:
+        arrival.dropped.append((message, Reason.OUTDATED))
+    elif message.from_initiator:
+        arrival.ahead.append(message)
+    else:
+        arrival.stray.append((message, no_end(message)))
 
 
 def _meet(arrival: Arrival, reader: Reader, endpoint: Endpoint, message: Received) -> None:
@@ -170,8 +188,11 @@ def _meet(arrival: Arrival, reader: Reader, endpoint: Endpoint, message: Receive
             arrival.refused.append((message, str(violation)))
             return
     endpoint.facts = after
-    if verdict is not Verdict.TAKE:
-        (arrival.ahead if verdict is Verdict.WAIT else arrival.dropped).append(message)
+    if verdict is Verdict.WAIT:
+        arrival.ahead.append(message)
+    elif verdict is Verdict.DROP:
+        why = why_dropped(before, message, ended_here=endpoint.ended_here, over=endpoint.over)
+        arrival.dropped.append((message, why))
     elif fragment:
         arrival.fragments.append((len(arrival.messages), message))
         arrival.not_copied.append(message)

@@ -6,7 +6,8 @@ have the same contract, and their lifetimes are over at the same time.
 
 ``saf.resolved_conversation`` says of each conversation of the two which end the other one has here:
 both ways are the same look-up. An End or an Error ends both ends here, and what joins them goes.
-What one side says after the other one has ended is dropped, as it would be there.
+What one side says after the other one has ended is dropped, as it would be there; who passes it on
+is told, and counts it.
 """
 
 from __future__ import annotations
@@ -87,10 +88,14 @@ def partner(conn: Conn, dialog: Dialog) -> Dialog | None:
 
 def pass_on(
     conn: Conn, message: Received, dialog: Dialog, other: Dialog, **headers: object
-) -> None:
-    """Say on the ``other`` end what has arrived on a dialog's, with further headers."""
+) -> bool:
+    """Say on the ``other`` end what has arrived on a dialog's, with further headers.
+
+    False if that has ended, and the message is dropped.
+    """
     if message.message_type == TIMER:
-        return
+        return True
+    said = message.message_type in (END, ERROR)  # which both have then, one way or the other
     with suppress(DialogEnded, DialogExpired):
         if message.message_type == END:
             other.end(conn)
@@ -103,13 +108,15 @@ def pass_on(
             kept = {name: one for name, one in message.headers.items() if name not in own}
             large = message.size > FRAGMENT_BYTES
             body = message.open() if large else message.body
-            said = {**kept, **headers}
-            other.say(conn, body, message_type=message.message_type, headers=said)
+            all_headers = {**kept, **headers}
+            other.say(conn, body, message_type=message.message_type, headers=all_headers)
+            said = True
     if message.message_type in (END, ERROR):
         with suppress(DialogEnded):
             dialog.end(conn)
         keys = {"one": dialog.conversation_id, "other": other.conversation_id}
         enter(conn).execute(PART, {"router": dialog.service, **keys})
+    return said
 
 
 def _error(message: Received) -> tuple[int, str, dict[str, Any]]:

@@ -175,6 +175,26 @@ def parked(patient: Patient) -> Found:
         )
 
 
+# While no service lives here, messages for any are stored, and read by whoever reads everything
+UNHEARD = """
+SELECT name FROM saf.service AS lives
+WHERE NOT EXISTS (SELECT FROM saf.subscription s
+                  WHERE s.log = 'inbox' AND (s.service IS NULL OR s.service = lives.name))
+ORDER BY name
+"""
+
+
+def unheard(patient: Patient) -> Found:
+    """Services that live here and that no subscription reads."""
+    for (name,) in patient.ask(UNHEARD):
+        yield (
+            "warning",
+            f"service {name!r} has no subscription: its messages are stored, nobody receives them, "
+            "and a purge takes them with the others",
+            f"saf subscription create {name} --service {name}, or saf service remove {name}",
+        )
+
+
 DEAD = "SELECT reason, count(*), min(error) FROM saf.dead_letter GROUP BY 1 ORDER BY 1"
 
 

@@ -20,6 +20,7 @@ from saf.doctor.broker import (
     restored,
     rights,
     schema,
+    unheard,
 )
 from saf.doctor.patient import REACHABLE, Check, Finding, Limits, Patient
 from saf.doctor.refusal import SILENT, cure
@@ -57,6 +58,7 @@ BROKER: tuple[Check, ...] = (
     prepared_transactions,
     outbox_left_lying,
     inbox_left_lying,
+    unheard,
     parked,
     dead_letters,
 )

@@ -25,8 +25,16 @@ def routes_by(config: Settings) -> Check:
                     f"add [destinations.{route.destination}] to saf.toml{meant}, or saf route "
                     "remove",
                 )
-        led = {service for service, _ in in_force.ways}
-        for topic in sorted(in_force.topics - led):
+            instead = in_force.brokers.get(route.destination)
+            if route.broker is not None and instead not in (None, route.broker):
+                yield (
+                    "warning",
+                    f"the route of {describe(route)} never counts: that destination is broker "
+                    f"{instead}",
+                    f"saf route remove {route.destination} --to-broker {route.broker}",
+                )
+        led = {route.service for route in in_force.routes}
+        for topic in sorted(() if None in led else in_force.topics - led):
             yield (
                 "warning",
                 f"topic {topic!r} has no destination: its messages are parked",

@@ -28,6 +28,12 @@ from saf.spark.at_source import AtSource
 from saf.spark.sorting import Part
 from saf.spark.work import Work
 
+MAY_HAVE_LEFT = (
+    "unavailable",
+    "a forwarder ended while it sent this at most once: it may have arrived, or not",
+)
+"""Reason and error of what is not sent again."""
+
 _UUIDS = ("message_id", "to_broker", "conversation_id")
 
 

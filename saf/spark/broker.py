@@ -14,6 +14,7 @@ import psycopg
 from saf import backoff, cursor, rebase
 from saf.backoff import Summary
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
+from saf.destinations.identities import Identities
 from saf.errors import ConfigurationError, Fenced
 from saf.parking import MAIN, Backoff
 from saf.routers import with_problems
@@ -59,10 +60,12 @@ class SourceBroker:
         lease_seconds: float,
         max_connections: int | None = None,
         declared: Declared = NOTHING,
+        identities: Identities | None = None,
     ) -> None:
         self.name = name
         self.dsn = dsn
         self.declared = declared
+        self.identities = identities
         self.lease_seconds = lease_seconds
         self.max_connections = max_connections
         self.shards = 0
@@ -166,7 +169,8 @@ class SourceBroker:
                 connection, member.subscription_id, member.member_id
             )
             if due or cursor.anything_new(connection, LOG, member):
-                routes = current_routes(connection, default_destination, self.declared)
+                known = self.identities.known() if self.identities else None
+                routes = current_routes(connection, default_destination, self.declared, known)
                 version = freeze(connection, with_problems(routes))
                 cursor.open_batch(connection, member, version)
                 batches = cursor.in_hand(connection, LOG, member)

@@ -41,7 +41,7 @@ from saf.errors import Ahead, Behind, Fenced, Rejected, SafError, Unavailable, U
 from saf.failpoints import fail_point
 from saf.parking import MAIN, Lane
 from saf.spark.answers import Answers
-from saf.spark.aside import Aside
+from saf.spark.aside import MAY_HAVE_LEFT, Aside
 from saf.spark.at_source import AtSource
 from saf.spark.chunks import chunks
 from saf.spark.lanes import Lanes
@@ -159,7 +159,11 @@ class Delivery:
         number = self.work.batch.number
         if part.quality == AT_MOST_ONCE:
             marks = {(MAIN, shard): (number, before) for shard, before in attempted.items()}
-            part = replace(part, rows=beyond(part.rows, number, marks))
+            fresh = beyond(part.rows, number, marks)
+            if fresh.num_rows < part.rows.num_rows:
+                left = pc.invert(pc.is_in(part.rows["id"], fresh["id"].combine_chunks()))
+                aside.bury(part.rows.filter(left), part.waits_at, *MAY_HAVE_LEFT)
+            part = replace(part, rows=fresh)
         if self._waits(part):
             aside.wait(part)
         elif part.quality == AT_MOST_ONCE:

@@ -32,8 +32,8 @@ from saf.cursor import hold
 from saf.destinations.places import LANE
 from saf.errors import SafError, Unavailable
 from saf.failpoints import fail_point
-from saf.parking import ADDRESS, FOUND, MAIN, ROUTE, SERVICE, Backoff, Lane
-from saf.spark.aside import Aside
+from saf.parking import ADDRESS, DOUBT, FOUND, MAIN, ROUTE, SERVICE, Backoff, Lane
+from saf.spark.aside import MAY_HAVE_LEFT, Aside
 from saf.spark.at_source import AtSource
 from saf.spark.chunks import chunks, mark
 from saf.spark.columns import selected
@@ -263,11 +263,13 @@ class Releasing:
     def _deliver(self, destination: str, rows: pa.Table) -> Aside:
         """Deliver a chunk, and take what has gone out of its lane."""
         aside = Aside(work=self.work, from_lanes=True)
-        for part in self._qualities(destination, rows):
+        if rows.num_rows and rows[LANE][0].as_py() == DOUBT:
+            aside.bury(rows, destination, *MAY_HAVE_LEFT)
+        for part in self._qualities(destination, rows if not aside else rows.slice(0, 0)):
             if part.destination in aside.down:
                 aside.wait(part)
             elif part.quality == AT_MOST_ONCE:
-                self._settle(part.rows, Aside(work=self.work, from_lanes=True))
+                self._doubt(part)
                 self.storing.store_once(part, aside)
             else:
                 self.storing.store(part, mark(part.rows), aside)
@@ -307,6 +309,26 @@ class Releasing:
             yield from chunks(
                 read(self.work, query), self.policy.chunk_rows, self.policy.chunk_bytes
             )
+
+    def _doubt(self, part: Part) -> None:
+        """Note, durably, that messages are about to be sent that must not be sent again.
+
+        They wait in a lane of which nothing is sent: where they stay there, because this process
+        ends meanwhile, they become dead letters.
+        """
+        lane = Lane(destination=part.waits_at, lane=DOUBT)
+        subscription_id = self.work.batch.subscription_id
+        ids = part.rows["parked_id"].to_pylist()
+
+        def doubt(source: psycopg.Connection[Any]) -> None:
+            hold(source, self.work.batch)
+            parking.touch(source, subscription_id, [lane], "sent at most once")
+            parking.move(source, lane.destination, [lane.lane] * len(ids), ids)
+            fail_point("unpark")
+
+        self.at_source(doubt)
+        self.lanes.untried.add(lane)  # empty again soon, unless others' are there too
+        fail_point("unpark_commit")
 
     def _settle(self, rows: pa.Table, aside: Aside) -> None:
         """Take what has gone out of its lane."""

@@ -92,9 +92,11 @@ class Resolver:
 
     def obstacle(self, lane: Lane) -> SafError:
         """Why messages wait in a lane for a route."""
-        service, _ = of_route_lane(lane)
-        problem = self.problems.get(service)
-        return ConfigurationError(problem) if problem else Unroutable(service)
+        service, broker = of_route_lane(lane)
+        if problem := self.problems.get(service):
+            return ConfigurationError(problem)
+        elsewhere = self._wayfinder.routes.elsewhere(service, broker)
+        return Unroutable(service, broker, elsewhere)
 
     def resolve(self, rows: pa.Table, held: Iterable[Lane] = ()) -> Resolution:
         """The rows with their real addresses; those behind a lane that is ``held`` wait.
@@ -198,7 +200,8 @@ class Resolver:
             "to_broker": pc.coalesce(answers["broker"], rows["to_broker"]),
         }
         lost = self._wayfinder.route(pa.table(addresses))["route"].is_null().to_numpy()
-        lost &= ~_is_in(services, self._led_on)
+        # a broker that nobody knows yet is waited for
+        lost &= addresses["to_broker"].is_null().to_numpy() & ~_is_in(services, self._led_on)
         named = pc.binary_join_element_wise("it names '", services, "', ", "")
         for wrong, why in (
             (pc.is_null(services), pa.scalar("its classifier says nothing")),

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from saf.config import Broker, Settings
+from saf.destinations.identities import Identities
 from saf.errors import Fenced, SafError, SchemaMissing
 from saf.fleets import Candidate, Listing, ask
 from saf.log import Log
@@ -53,6 +54,7 @@ class Roster:
         self._crew = Crew(min(THREADS, self.options.max_sessions))
         self._fleets = settings.fleets
         self._declared = settings.declared
+        self._identities = Identities({n: d.dsn for n, d in settings.destinations.items()})
         self._ask_at = dict.fromkeys(settings.fleets, 0.0)
         self._listed: dict[str, dict[str, Broker]] = {"": dict(settings.brokers)}
         self._visit_at: dict[str, float] = {}
@@ -187,6 +189,7 @@ class Roster:
                     lease_seconds=self.options.lease_seconds,
                     max_connections=limit,
                     declared=self._declared,
+                    identities=self._identities,
                 )
 
     def _start(

@@ -21,6 +21,7 @@ from saf.destinations.places import LANE, touched
 from saf.destinations.postgresql import PostgresInbox
 from saf.errors import (
     Ahead,
+    AnotherBroker,
     Behind,
     ConfigurationError,
     Fenced,
@@ -44,6 +45,7 @@ from saf.spark.sorting import (
     in_lanes,
     route_lanes,
     service_lanes,
+    unroutable,
 )
 from saf.spark.work import Policy, Work
 from saf.ways import AT_MOST_ONCE, EXACTLY_ONCE
@@ -97,6 +99,8 @@ class Storing:
             aside.wait(part)
             if part.main:
                 self.lanes.hold(Lane(destination=name), str(error))
+        except AnotherBroker as error:
+            self._store_own(part, end, aside, error)
         except UnknownService as error:
             self._store_known(part, end, aside, error)
         except Fenced as error:
@@ -121,6 +125,10 @@ class Storing:
         chunk = self._chunk(part, mark(part.rows, self.work.batch.number))
         try:
             stored = self._store(part, chunk)
+        except AnotherBroker as error:
+            mine, others = _told_apart(error)
+            self._let_wait(others, aside, error)
+            self.store_once(replace(part, rows=mine), aside)
         except (*REFUSES, UnknownService, Rejected) as error:
             if isinstance(error, (Behind, Restored)):
                 self.to_repair = error
@@ -158,6 +166,23 @@ class Storing:
         else:
             self.store(second, end, aside)
 
+    def _store_own(
+        self, part: Part, end: tuple[int, int], aside: Aside, error: AnotherBroker
+    ) -> None:
+        """Store the rest of a part, some of which is for other brokers: that waits for a route."""
+        assert part.destination is not None  # noqa: S101 - the caller's to see to
+        mine, others = _told_apart(error)
+        self._let_wait(others, aside, error)
+        self._store_rest(part, mine, end, aside, error.rows)
+
+    def _let_wait(self, rows: pa.Table, aside: Aside, error: AnotherBroker) -> None:
+        """Let messages wait for a route, as those do that have none."""
+        waiting = unroutable(rows)
+        for lane in waiting.lanes:
+            aside.failed[lane] = error
+            self.lanes.hold(lane, str(error))
+        aside.move(waiting)
+
     def _store_known(
         self, part: Part, end: tuple[int, int], aside: Aside, error: UnknownService
     ) -> None:
@@ -191,10 +216,16 @@ class Storing:
             aside.wait(staying)
         if going.rows.num_rows:
             aside.move(going)
-        rest = replace(part, rows=error.rows.filter(pc.invert(unknown)))
-        self.receipts.of(part.destination).dropped += part.rows.num_rows - error.rows.num_rows
-        if rest.rows.num_rows:
-            self.store(rest, end, aside)
+        self._store_rest(part, error.rows.filter(pc.invert(unknown)), end, aside, error.rows)
+
+    def _store_rest(
+        self, part: Part, rest: pa.Table, end: tuple[int, int], aside: Aside, fresh: pa.Table
+    ) -> None:
+        """Store what a destination has not refused of the ``fresh`` rows of a part."""
+        assert part.destination is not None  # noqa: S101 - the caller's to see to
+        self.receipts.of(part.destination).dropped += part.rows.num_rows - fresh.num_rows
+        if rest.num_rows:
+            self.store(replace(part, rows=rest), end, aside)
 
     def _store(self, part: Part, chunk: Chunk) -> Stored:
         """Store a chunk where its part goes, if the marks there are those that are known."""
@@ -251,3 +282,10 @@ class Storing:
                     )
             self._identities[name] = identity
         return destination
+
+
+def _told_apart(error: AnotherBroker) -> tuple[pa.Table, pa.Table]:
+    """Of the rows that were refused, those that are for the destination, and the others."""
+    others = pa.array([UUID(one).bytes for one in error.others], pa.binary())
+    away = pc.is_in(error.rows["to_broker"], value_set=others, skip_nulls=True)
+    return error.rows.filter(pc.invert(away)), error.rows.filter(away)

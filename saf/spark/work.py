@@ -38,11 +38,12 @@ class Work:
 
     @property
     def alone(self) -> str | None:
-        """The one destination that all routes lead to, if it is one.
+        """The one destination that all messages go to, if it is one.
 
-        While that is down, nothing is gained by parking: the batch is left open.
+        While that is down, nothing is gained by parking: the batch is left open. What is addressed
+        to a broker may go to any that is known, whatever the routes say.
         """
-        destinations = {route.destination for route in self.routes.routes}
+        destinations = {route.destination for route in self.routes.routes} | {*self.routes.brokers}
         return destinations.pop() if len(destinations) == 1 else None
 
     def split(self, parts: int) -> list[Work]:

@@ -7,6 +7,7 @@ the JVM, is left out; the promises of delivery are the same, in milliseconds.
 from __future__ import annotations
 
 from saf.database import Dsn
+from saf.destinations.identities import Identities
 from saf.spark.broker import SourceBroker
 from saf.spark.delivery import Delivery
 from saf.spark.source import messages
@@ -30,7 +31,8 @@ class Cycle:
     """One forwarder process, driven step by step."""
 
     def __init__(self, app: Dsn, rules: Policy, *, lease_seconds: float = LEASE_SECONDS) -> None:
-        self.broker = SourceBroker("app", app, lease_seconds=lease_seconds)
+        identities = Identities({name: dsn for name, (dsn, _) in rules.destinations.items()})
+        self.broker = SourceBroker("app", app, lease_seconds=lease_seconds, identities=identities)
         self.rules = rules
         self.default = next(iter(rules.destinations), None)
         self.work: list[Work] = []

@@ -120,7 +120,8 @@ def test_a_classifier_may_name_a_broker_and_a_key_too(
 ) -> None:
     add_router(source, "departures", kind, f"{CLASSIFIERS}:{name}")
     add_route(source, "ewr", service="s")
-    add_route(source, "jfk", service="s", broker=UUID(int=7))
+    with connect(jfk) as store:
+        store.execute("UPDATE saf.broker SET broker_id = %s", [UUID(int=7)])
     send(source, "k1", "k2")
     run(app, ewr=ewr, jfk=jfk)
     stored = inbox(jfk, "to_service, to_broker, key")

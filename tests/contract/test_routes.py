@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import UUID
 
 import psycopg
 import pytest
@@ -96,6 +96,12 @@ def without_default(app: Dsn, chunk_rows: int = 100, **where: Dsn) -> Cycle:
     return cycle
 
 
+def broker_id(dsn: Dsn) -> UUID:
+    with connect(dsn) as connection:
+        ((known,),) = fetch(connection, "SELECT broker_id FROM saf.broker")
+    return UUID(str(known))
+
+
 def numbers(count: int, prefix: str = "k") -> list[str]:
     return [f"{prefix}{number}" for number in range(count)]
 
@@ -106,23 +112,26 @@ def numbers(count: int, prefix: str = "k") -> list[str]:
 def test_the_most_specific_route_wins_and_an_expired_one_is_not_used(
     app: Dsn, source: psycopg.Connection[Any], new_broker: Broker
 ) -> None:
-    names = ("both", "service", "broker", "wildcard", "expired", "disabled")
+    names = ("there", "service", "wildcard", "expired", "disabled")
     where = {name: new_broker(name) for name in names}
-    there = uuid4()
-    add_route(source, "both", service="s", broker=there)
+    there = broker_id(where["there"])
+    add_route(source, "there", service="s", broker=there, quality="at_most_once")
     add_route(source, "service", service="s")
-    add_route(source, "broker", broker=there)
+    add_route(source, "there", broker=there)
     add_route(source, "wildcard")
     past = datetime.now(UTC) - timedelta(seconds=1)
-    add_route(source, "expired", service="s", broker=there, expires_at=past)
+    add_route(source, "expired", service="s", expires_at=past)
     add_route(source, "disabled", service="s")
     enable_route(source, "disabled", service="s", enabled=False)
-    send(source, "both", to_broker=there)
+    send(source, "there", to_broker=there)
     send(source, "service")
-    send(source, "service", to_broker=uuid4())
-    send(source, "broker", service="t", to_broker=there)
+    send(source, "there", service="t", to_broker=there)
     send(source, "wildcard", service="t")
-    run(app, 100, **where)
+    with without_default(app, 100, **where) as cycle:
+        (work,) = cycle.open()
+        ways = [work.routes.way(service, str(there)) for service in "st"]
+        assert [way and way.routes[0].quality for way in ways] == ["at_most_once", None]
+        cycle.close(cycle.deliver())
     arrived = {name: set(bodies(dsn)) for name, dsn in where.items()}
     assert arrived == {n: set() if n in ("expired", "disabled") else {n} for n in names}
 
@@ -308,18 +317,17 @@ def test_a_topic_goes_to_every_destination_and_one_down_delays_only_its_copies(
     app: Dsn, source: psycopg.Connection[Any], a: Dsn, b: Dsn, c: Dsn
 ) -> None:
     add_topic(source, "s")
-    there = uuid4()
     add_route(source, "a", service="s")
-    add_route(source, "b", broker=there)
+    add_route(source, "b", service="s", quality="exactly_once")
     add_route(source, "c")
     for number in range(20):
-        send(source, str(number), key=f"k{number % 3}", to_broker=there)
+        send(source, str(number), key=f"k{number % 3}")
     run(app, chunk_rows=6, a=a, b=NOWHERE, c=c)
     everything = [str(number) for number in range(20)]
     assert (bodies(a), bodies(c)) == (everything, everything)
     assert fetch(source, "SELECT DISTINCT destination FROM saf.parked") == [("b",)]
     for number in range(20, 30):
-        send(source, str(number), key=f"k{number % 3}", to_broker=there)
+        send(source, str(number), key=f"k{number % 3}")
     let_time_pass(app)
     run(app, chunk_rows=6, a=a, b=b, c=c)
     for dsn in (a, b, c):
@@ -516,7 +524,7 @@ def test_a_dead_letter_without_a_destination_goes_where_routes_lead_when_it_is_r
 def test_a_route_for_one_broker_is_no_route_for_another(
     app: Dsn, source: psycopg.Connection[Any], a: Dsn
 ) -> None:
-    there = UUID(int=7)
+    there = broker_id(a)
     add_route(source, "a", broker=there)
     send(source, "mine", to_broker=there)
     send(source, "another's", to_broker=UUID(int=8))

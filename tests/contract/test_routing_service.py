@@ -274,14 +274,14 @@ def test_an_arrow_function_gets_a_delivery_at_once_and_may_name_a_broker_and_a_k
     hub: Hub,
 ) -> None:
     with connect(hub.hub) as connection:
-        add_route(connection, "jfk", service="s")
         name = "tests.classifiers:with_all"
         add_router(connection, DEPARTURES, "arrow", name, mode="forward")
+    there = UUID(int=7)
     with connect(hub.jfk) as connection:
         create_service(connection, "s")
+        connection.execute("UPDATE saf.broker SET broker_id = %s", [there])
     send(hub, "k1", "k2", key="N1")
     hub.carry()
-    there = UUID(int=7)
     assert inbox(hub.jfk, "to_service, key, to_broker") == [("s", "k1", there), ("s", "k2", there)]
 
 

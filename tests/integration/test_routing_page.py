@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 
-from saf import Outbox
+from saf import Outbox, Received, begin_dialog
 from saf.config import load
 from saf.database import Dsn
 from saf.doctor import Finding, examine
 from saf.errors import ConfigurationError
 from saf.routes import configuration
+from saf.routing_service import RoutingService
 from saf.services import create_service
-from tests.contract.test_routes import without_default
+from tests.contract.test_routes import broker_id, without_default
+from tests.dialogs import receive
 from tests.pipeline import bodies, connect
 from tests.programs import BIN, ROOT, environment, run, saf
 from tests.programs import configuration as configure
@@ -65,12 +67,15 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_the_commands_work_in_their_order(folder: Path) -> None:
-    done = run(
-        ["bash", "-euxc", "".join(blocks("shell"))],
-        env={"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
-        cwd=folder,
-    )
+    erp = load(folder / "saf.toml").destinations["erp"].dsn
+    env = {"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    env["ERP_ID"] = str(broker_id(erp))
+    done = run(["bash", "-euxc", "".join(blocks("shell"))], env=env, cwd=folder)
     assert done.returncode == 0, done.stderr
+    assert (
+        f"shop: a message for 'billing' at broker {env['ERP_ID']} without a key goes to 'erp'"
+        in (done.stdout)
+    )
     assert "shop: service 'billing' to 'erp' added, from the next batch on" in done.stdout
     assert "shop: a message for 'departures' is really for 'JFK'" in done.stdout
     assert "shop: a message for 'JFK' without a key goes to 'erp'" in done.stdout
@@ -217,13 +222,13 @@ def test_a_router_that_cannot_be_is_refused_with_the_reason(folder: Path) -> Non
 
 
 @pytest.fixture
-def with_hub(folder: Path, app: Dsn, new_broker: Any) -> Dsn:
-    """One more broker, which is a destination and a source."""
+def with_hub(folder: Path, app: Dsn, new_broker: Any, monkeypatch: pytest.MonkeyPatch) -> Dsn:
+    """The page's saf.toml: one more broker, and each is a source and a destination."""
     hub: Dsn = new_broker("hub")
     erp = load(folder / "saf.toml").destinations["erp"].dsn
-    configure(folder / "saf.toml", {"shop": app, "hub": hub}, {"erp": erp, "hub": hub})
-    text = (folder / "saf.toml").read_text()
-    (folder / "saf.toml").write_text(re.sub("default_destination.*\n", "", text))
+    for name, dsn in (("SHOP_DSN", app), ("HUB_DSN", hub), ("ERP_DSN", erp)):
+        monkeypatch.setenv(name, dsn.conninfo)
+    (folder / "saf.toml").write_text("".join(blocks("hub")))
     return hub
 
 
@@ -262,6 +267,41 @@ def test_a_routing_service_is_set_up_and_served_as_the_page_says(
     assert counted.stdout == "0\n", counted.stderr
 
 
+def test_replies_come_back_by_the_hub_of_the_page_without_a_route(
+    folder: Path, app: Dsn, with_hub: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(folder)
+    env = {"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": f"{folder}:{ROOT}"}
+    done = run(["bash", "-euxc", "".join(blocks("forward"))], env=env, cwd=folder)
+    assert done.returncode == DONE, done.stderr
+    settings = load(folder / "saf.toml")
+    places = {name: one.dsn for name, one in settings.destinations.items()}
+    erp = places["erp"]
+    for dsn, service in ((app, "shop"), (erp, "JFK")):
+        with connect(dsn) as connection:
+            create_service(connection, service)
+
+    def carry() -> None:
+        for _ in range(2):
+            for one in settings.brokers.values():
+                with without_default(one.dsn, 100, **places) as cycle:
+                    cycle.run()
+            RoutingService(with_hub, "departures").drain()
+
+    def reply(connection: Any, message: Received) -> None:
+        assert message.dialog is not None
+        message.dialog.send(connection, message.json()["gate"])
+
+    with app.connect(role="test") as connection:
+        dialog = begin_dialog(connection, from_service="shop", to_service="departures")
+        for gate in range(3):
+            dialog.send(connection, {"origin": "JFK", "gate": gate})
+    carry()
+    assert len(receive(erp, "JFK", reply)) == 3
+    carry()
+    assert [message.json() for message in receive(app, "shop")] == [0, 1, 2]
+
+
 def test_a_router_that_forwards_is_listed_as_such_and_served_only_where_it_is(
     folder: Path, with_hub: Dsn
 ) -> None:
@@ -270,7 +310,9 @@ def test_a_router_that_forwards_is_listed_as_such_and_served_only_where_it_is(
         '[routers.arrivals]\nkind = "python"\nexpression = "airprts:x"\nmode = "forward"\n',
     )
     rows = json.loads(saf("router", "list", "--json", cwd=folder).stdout)["routers"]
-    assert {(r["broker"], r["mode"]) for r in rows} == {("shop", "forward"), ("hub", "forward")}
+    assert {(r["broker"], r["mode"]) for r in rows} == {
+        (name, "forward") for name in ("shop", "hub", "erp")
+    }
     assert saf("router", "list", cwd=folder).stdout.splitlines()[0] == (
         "shop: 'arrivals' by python: airprts:x, once per message, forwarding; in force (saf.toml)"
     )

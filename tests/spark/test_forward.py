@@ -84,12 +84,14 @@ def test_every_column_of_a_message_arrives_as_it_was_sent(
     app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:
     fill(app, 500)
-    with connect(app) as connection:
+    with connect(app) as connection, connect(mom) as store:
+        there = store.execute("SELECT broker_id FROM saf.broker").fetchone()
         connection.execute(
             "INSERT INTO saf.outbox (from_service, to_service, to_broker, key, conversation_id,"
             " from_initiator, sequence, message_type, headers, body, deliver_at, expires_at) "
-            "VALUES ('shop', 'billing', gen_random_uuid(), 'Zürich 😀', gen_random_uuid(), false,"
-            " 7, 'OrderPlaced', '{\"a\": [1, null, \"ü\"]}', '\\x00ff', now(), '9998-12-31')"
+            "VALUES ('shop', 'billing', %s, 'Zürich 😀', gen_random_uuid(), false,"
+            " 7, 'OrderPlaced', '{\"a\": [1, null, \"ü\"]}', '\\x00ff', now(), '9998-12-31')",
+            there,
         )
     summary = finish(start(configuration(tmp_path, app, mom)))
     assert summary["forwarded"] == 501

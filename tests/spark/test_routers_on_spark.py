@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import psycopg
 import pytest
@@ -17,6 +16,7 @@ from saf.dead import Filter, dead_letters
 from saf.parking import parked
 from saf.routers import add_router
 from saf.routes import add_route
+from tests.contract.test_routes import broker_id
 from tests.pipeline import connect, let_time_pass
 from tests.programs import BIN, ROOT, configuration, run
 
@@ -115,7 +115,7 @@ def test_an_expression_may_fail_for_one_message_and_look_at_all_columns(
         "'key', concat(key, '-', year(created_at)))"
     )
     add_router(source, "arrivals", "sql", by_header)
-    there = UUID(int=7)
+    brokers = {name.upper(): broker_id(dsn) for name, dsn in stores.items()}
     for text in ("ewr", "fail", "jfk", "nowhere", "lga"):
         source.execute(
             "INSERT INTO saf.outbox (to_service, body) VALUES ('departures', %s)", [text.encode()]
@@ -124,11 +124,11 @@ def test_an_expression_may_fail_for_one_message_and_look_at_all_columns(
         source.execute(
             "INSERT INTO saf.outbox (to_service, to_broker, key, headers, body, created_at) "
             "VALUES ('arrivals', %s, 'k', %s, 'x', '2031-01-01 12:00Z')",
-            [there, json.dumps({"airport": airport})],
+            [brokers[airport or "LGA"], json.dumps({"airport": airport})],
         )
     forward(config)
     everything = "to_service, to_broker, key"
-    arrived = ("EWR", there, "k-2031"), ("JFK", there, "k-2031")
+    arrived = [(name, brokers[name], "k-2031") for name in ("EWR", "JFK")]
     assert stored(stores["ewr"], everything) == [("EWR", None, None), arrived[0]]
     assert stored(stores["jfk"], everything) == [("JFK", None, None), arrived[1]]
     assert len(stored(stores["lga"])) == 1

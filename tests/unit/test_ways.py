@@ -26,12 +26,20 @@ a_route = st.builds(
     destination=st.sampled_from(DESTINATIONS),
 )
 some_routes = st.builds(
-    lambda routes, fallback, topics: Routes(
-        routes=tuple(by_precedence([*routes, *([fallback] if fallback else [])])), topics=topics
+    lambda routes, fallback, topics, brokers: Routes(
+        routes=tuple(by_precedence([*routes, *([fallback] if fallback else [])])),
+        topics=topics,
+        brokers=brokers,
     ),
     st.lists(a_route, unique=True),
     st.none() | st.just(Route(destination="default", fallback=True)),
     st.frozensets(st.sampled_from(SERVICES)),
+    # each is another broker
+    st.permutations(BROKERS).flatmap(
+        lambda brokers: st.lists(st.sampled_from(DESTINATIONS), unique=True).map(
+            lambda names: dict(zip(names, brokers, strict=False))
+        )
+    ),
 )
 messages = st.lists(st.tuples(services, brokers, st.none() | st.sampled_from("abc")), min_size=1)
 
@@ -48,7 +56,14 @@ def as_table(rows: list[tuple[str, str | None, str | None]]) -> pa.Table:
 
 
 def matching(routes: Routes, service: str, broker: str | None) -> list[Route]:
+    """The routes that count: of a message for a broker, those that may lead there."""
     found = [route for route in routes.routes if route.matches(service, broker)]
+    if broker is not None:
+        there = [name for name, one in routes.brokers.items() if one == broker]
+        known = there or [r.destination for r in found if r.destination not in routes.brokers]
+        found = [route for route in found if route.destination in known]
+        if there and not found:
+            return [Route(broker=broker, destination=there[0])]
     return [r for r in found if not r.fallback] or found
 
 
@@ -68,12 +83,26 @@ def test_an_ordinary_services_way_is_all_of_the_most_specific_matches(
 
 
 @given(some_routes, services, brokers)
+def test_what_is_for_a_broker_that_is_known_goes_there_and_never_to_another_one(
+    routes: Routes, service: str, broker: str | None
+) -> None:
+    way = routes.way(service, broker)
+    if broker in routes.brokers.values():
+        assert way is not None
+        assert {routes.brokers.get(name) for name in way.destinations} == {broker}
+    elif broker is not None and way is not None:
+        assert not {*way.destinations} & {*routes.brokers}
+
+
+@given(some_routes, services, brokers)
 def test_a_topics_way_is_every_destination_that_matches_once_by_its_most_specific_route(
     routes: Routes, service: str, broker: str | None
 ) -> None:
     found = matching(routes, service, broker)
     way = routes.way(service, broker)
-    if found and service in routes.topics:
+    if found and broker is not None and broker not in routes.brokers.values():
+        assert way is None or not way.to_all, "at most one of them is that broker"
+    elif found and service in routes.topics:
         assert way is not None
         assert not way.shared
         assert sorted(way.destinations) == sorted({route.destination for route in found})

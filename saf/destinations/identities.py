@@ -1,0 +1,79 @@
+"""Identities: which broker each destination of saf.toml is.
+
+Whoever drives a forwarder asks them, side by side and each by a connection of its own, when there
+is something to forward and not before; and again from time to time, because a name may come to
+stand for another database. What is known is frozen with each batch (`saf.routes.freeze`), so a task
+asks nobody.
+
+One that does not answer holds nobody up: it is waited for once, and shortly. Until it answers,
+what was known of it before counts; if nothing was, it is left to the destination itself to refuse
+what is not for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from threading import Condition, Thread
+
+import psycopg
+
+from saf.database import Dsn, fetch
+from saf.errors import Unavailable
+
+WAIT_SECONDS = 1.0
+ASK_AGAIN_SECONDS = 60.0
+ASK_WHO_FAILED_SECONDS = 5.0
+"""How long until those are asked again that have not answered."""
+
+BOUND = "SET statement_timeout = '10s'"
+BROKER_ID = "SELECT broker_id::text FROM saf.broker"
+
+
+class Identities:
+    """Of each destination the broker that it has said to be. Safe to use by several threads."""
+
+    def __init__(self, destinations: Mapping[str, Dsn]) -> None:
+        self._destinations = dict(destinations)
+        self._said: dict[str, str | None] = dict.fromkeys(destinations)
+        self._asked_at = dict.fromkeys(destinations, float("-inf"))
+        self._asking: set[str] = set()
+        self._wait_until = 0.0
+        self._changed = Condition()
+
+    def known(self) -> dict[str, str | None]:
+        """The broker_id of each, as text; None of one that has never answered."""
+        with self._changed:
+            self._ask(time.monotonic())
+            patience = self._wait_until - time.monotonic()
+            self._changed.wait_for(lambda: not self._asking, max(patience, 0.0))
+            return dict(self._said)
+
+    def _ask(self, now: float) -> None:
+        for name, asked_at in self._asked_at.items():
+            interval = ASK_AGAIN_SECONDS if self._said[name] else ASK_WHO_FAILED_SECONDS
+            if name in self._asking or now - asked_at < interval:
+                continue
+            if asked_at < 0:
+                self._wait_until = now + WAIT_SECONDS
+            self._asked_at[name] = now
+            self._asking.add(name)
+            Thread(target=self._hear, args=(name,), name=f"saf-{name}", daemon=True).start()
+
+    def _hear(self, name: str) -> None:
+        said = _broker_id(self._destinations[name])
+        with self._changed:
+            self._said[name] = said or self._said[name]
+            self._asking.discard(name)
+            self._changed.notify_all()
+
+
+def _broker_id(dsn: Dsn) -> str | None:
+    """None if it does not say: whoever delivers there says why."""
+    try:
+        with dsn.connect(role="identify", autocommit=True) as connection:
+            connection.execute(BOUND)
+            ((broker_id,),) = fetch(connection, BROKER_ID)
+            return str(broker_id)
+    except (Unavailable, psycopg.Error, ValueError):
+        return None

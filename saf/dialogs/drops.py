@@ -1,0 +1,32 @@
+"""Drops: why an end of a dialog does not take a message that it is not to wait for. Pure."""
+
+from __future__ import annotations
+
+from saf.dialogs.facts import Facts
+from saf.dropped import Reason
+from saf.received import Received
+
+
+def why_dropped(facts: Facts, message: Received, *, ended_here: bool, over: bool) -> Reason:
+    """Of a message that `saf.dialogs.facts.judge` drops, by what was known before it.
+
+    ``over``: the lifetime is.
+    """
+    if message.sequence is None:
+        return Reason.OUTDATED
+    if message.sequence <= facts.receive_sequence:
+        return Reason.REPEAT
+    if over and not (ended_here or facts.ended_there or facts.error_code is not None):
+        return Reason.EXPIRED
+    return Reason.ENDED
+
+
+def no_end(message: Received) -> str:
+    """What is wrong with a message that answers a dialog which nobody has begun here."""
+    broker = message.to_broker
+    there = "" if broker is None else f" It is addressed to broker {broker}."
+    return (
+        f"this broker has no end of conversation {message.conversation_id} that it could be an "
+        f"answer to: the dialog was begun elsewhere, or ended so long ago that it is forgotten."
+        f"{there}"
+    )

@@ -1,0 +1,92 @@
+"""Dropped: what a subscription took without handing it on, counted by why.
+
+None of these messages is missed by anybody, so none is kept aside; what a person has to decide
+about is a dead letter instead. A row of saf.dropped counts those of a shard, in the transaction
+that drops them, and names the last one; the log has it until it is purged. Who counts has the shard
+in hand, so nobody waits for another one's count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+from uuid import UUID
+
+import psycopg
+from psycopg.rows import class_row
+
+
+class Reason(StrEnum):
+    """Why nobody misses a message."""
+
+    REPEAT = "repeat"
+    """This end of the dialog has received it before."""
+    ENDED = "ended"
+    """Its dialog has ended or failed, here or there."""
+    OVERTAKEN = "overtaken"
+    """What its sender said later was an Error, which has been received instead."""
+    EXPIRED = "expired"
+    """The lifetime of its dialog is over."""
+    OUTDATED = "outdated"
+    """A timer, or a word about the lifetime, that its dialog does not wait for any more."""
+
+
+COUNT = """
+INSERT INTO saf.dropped AS d (subscription_id, shard, reason, messages, last_message_id)
+SELECT %(subscription_id)s, shard, reason, count(*), (array_agg(message_id ORDER BY place DESC))[1]
+FROM unnest(%(shards)s::smallint[], %(reasons)s::text[], %(message_ids)s::uuid[]) WITH ORDINALITY
+    AS w (shard, reason, message_id, place)
+GROUP BY shard, reason ORDER BY shard, reason
+ON CONFLICT (subscription_id, shard, reason) DO UPDATE SET
+    messages = d.messages + excluded.messages, last_message_id = excluded.last_message_id,
+    last_at = now()
+"""
+
+LIST = """
+SELECT s.name AS subscription, reason, sum(messages)::bigint AS messages, max(last_at) AS last_at,
+       (array_agg(last_message_id ORDER BY last_at DESC))[1] AS last_message_id
+FROM saf.dropped JOIN saf.subscription s USING (subscription_id)
+GROUP BY 1, 2 ORDER BY 1, 2
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropped:
+    """How many messages a subscription has dropped for one reason, since there is a count."""
+
+    subscription: str
+    reason: str
+    messages: int
+    last_at: datetime
+    last_message_id: UUID
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        last = {"last_at": self.last_at.isoformat(), "last_message_id": str(self.last_message_id)}
+        return asdict(self) | last
+
+
+def count(
+    connection: psycopg.Connection[Any],
+    subscription_id: int,
+    messages: Sequence[tuple[int, Reason, UUID]],
+) -> None:
+    """Count messages, each a shard in hand, the reason and its id. Call it in a transaction."""
+    if messages:
+        shards, reasons, message_ids = zip(*messages, strict=True)
+        params = {
+            "subscription_id": subscription_id,
+            "shards": list(shards),
+            "reasons": list(reasons),
+            "message_ids": list(message_ids),
+        }
+        connection.execute(COUNT, params)
+
+
+def dropped(connection: psycopg.Connection[Any]) -> list[Dropped]:
+    """What each subscription of a broker has dropped, by reason."""
+    with psycopg.Cursor(connection, row_factory=class_row(Dropped)) as cursor:
+        return cursor.execute(LIST).fetchall()

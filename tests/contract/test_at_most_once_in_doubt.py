@@ -1,0 +1,85 @@
+"""What was sent at most once, and may have arrived or not, is said to be dead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from saf.database import Dsn, fetch
+from saf.failpoints import arm
+from tests.contract.test_7_isolated import count
+from tests.contract.test_routes import Crash, crash
+from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, send
+
+TEXTS = [str(number) for number in range(5)]
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    arm("")
+
+
+def run(app: Dsn, **where: Dsn) -> None:
+    with Cycle(app, policy("at_most_once", 2, **where)) as cycle:
+        cycle.default = None
+        cycle.run()
+
+
+def route(app: Dsn) -> None:
+    with connect(app) as connection:
+        connection.execute("INSERT INTO saf.route (destination) VALUES ('mom')")
+
+
+def dead(app: Dsn) -> list[str]:
+    with connect(app) as connection:
+        rows = fetch(connection, "SELECT body, error FROM saf.dead_letter ORDER BY dead_letter_id")
+    assert all("it may have arrived, or not" in error for _, error in rows)
+    return [bytes(body).decode() for body, _ in rows]
+
+
+@pytest.mark.parametrize(
+    ("point", "arrived"), [("mom_insert", TEXTS[4:]), ("mom_commit", [*TEXTS[2:4], TEXTS[4]])]
+)
+def test_of_a_batch(app: Dsn, mom: Dsn, point: str, arrived: list[str]) -> None:
+    with connect(app) as connection:
+        for text in TEXTS:
+            send(connection, text)
+    route(app)
+    arm(f"{point}:2", crash)
+    with pytest.raises(Crash):
+        run(app, mom=mom)
+    run(app, mom=mom)
+    assert bodies(mom) == [*TEXTS[:2], *arrived]
+    assert dead(app) == TEXTS[2:4]
+    run(app, mom=mom)
+    assert dead(app) == TEXTS[2:4]
+
+
+@pytest.mark.parametrize(
+    ("point", "arrived", "doubtful"),
+    [
+        ("unpark:1", TEXTS, []),
+        ("unpark_commit:1", TEXTS[2:], TEXTS[:2]),
+        ("mom_commit:1", TEXTS, TEXTS[:2]),
+        ("mom_commit:2", TEXTS, TEXTS[2:4]),
+    ],
+)
+def test_of_a_lane(app: Dsn, mom: Dsn, point: str, arrived: list[str], doubtful: list[str]) -> None:
+    with connect(app) as connection:
+        for text in TEXTS:
+            send(connection, text)
+    run(app, mom=mom)
+    assert count(app, "parked") == 5, "without a route"
+    route(app)
+    let_time_pass(app)
+    arm(point, crash)
+    with pytest.raises(Crash):
+        run(app, mom=mom)
+    for _ in range(3):
+        let_time_pass(app)
+        run(app, mom=mom)
+    assert bodies(mom) == arrived
+    assert dead(app) == doubtful
+    assert count(app, "parked") == count(app, "backoff") == 0

@@ -1,0 +1,188 @@
+"""Each end that docs/where-messages-end.md names is reached, and shown by the page's commands."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+import saf as library
+from saf import Outbox, dead
+from saf.database import Dsn
+from saf.dropped import Reason
+from saf.failpoints import arm
+from saf.routers import add_router
+from saf.routes import add_route
+from saf.services import create_service, create_subscription, remove_subscription
+from tests.contract.test_7_isolated import NOWHERE
+from tests.contract.test_routes import Crash, crash
+from tests.dialogs import SHOP, WAREHOUSE, begin, prepare, put, receive
+from tests.pipeline import Cycle, connect, policy
+from tests.programs import BIN, ROOT, configuration, run, saf
+
+PAGE = (ROOT / "docs" / "where-messages-end.md").read_text()
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    arm("")
+
+
+@pytest.fixture
+def folder(app: Dsn, mom: Dsn, tmp_path: Path) -> Path:
+    configuration(tmp_path / "saf.toml", {"shop": app}, {"mom": mom})
+    return tmp_path
+
+
+def table(heading: str) -> list[str]:
+    """The first column of a section's table."""
+    section = PAGE.split(f"## {heading}")[1].split("\n## ")[0]
+    rows = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("|")]
+    return rows[2:]
+
+
+def forward(app: Dsn, mom: Dsn) -> None:
+    rules = replace(policy("exactly_once", 100, mom=mom, down=NOWHERE), max_bytes=1024)
+    with Cycle(app, rules) as cycle:
+        cycle.default = None
+        while cycle.run():
+            pass
+
+
+def send_all(app: Dsn, mom: Dsn) -> None:
+    """A message for each end that is reached at the source."""
+    add = Outbox().send
+    with connect(mom) as store, connect(app) as connection:
+        for service in ("billing", "once"):
+            create_service(store, service)
+        store.execute("ALTER TABLE saf.inbox ADD CONSTRAINT polite CHECK (body <> 'x')")
+        for service in ("billing", "unknown", WAREHOUSE):
+            add_route(connection, "mom", service=service)
+        add_route(connection, "mom", service="once", quality="at_most_once")
+        add_route(connection, "down", service="far")
+        add_router(connection, "router", "arrow", "tests.classifiers:by_body")
+        with connection.transaction():
+            add(connection, "once", "once")
+        arm("mom_insert", crash)
+        with pytest.raises(Crash):
+            forward(app, mom)
+        past = datetime.now(UTC) - timedelta(seconds=1)
+        with connection.transaction():
+            add(connection, "billing", "bad")
+            add(connection, "billing", "later", deliver_at=datetime.now(UTC) + timedelta(hours=9))
+            add(connection, "billing", "not now", key="k")
+            add(connection, "billing", "x")
+            add(connection, "billing", "too late", expires_at=past)
+            add(connection, "billing", "L" * 2000)
+            add(connection, "router", "nobody")
+            for service in ("unknown", "far", "no route"):
+                add(connection, service, "waits")
+            add(connection, "billing", "a stranger's", to_broker=uuid4())
+    forward(app, mom)
+
+
+def receive_all(app: Dsn, mom: Dsn) -> None:
+    """A message for each end that is reached by a receiver."""
+    with library.receive(mom, "billing") as delivery:
+        for message in delivery:
+            if message.text() == "bad":
+                delivery.reject(message, "no")
+            if message.text() == "not now":
+                delivery.park(message, "not now")
+    talk = begin(app, "1")
+    begin(app, "late", lifetime=0.01)
+    failed = begin(app, "never heard")
+    ended = begin(app, "1")
+    with app.connect(role="test") as connection:
+        failed.end_with_error(connection, 1, "no")
+        talk.start_timer(connection, 0)
+        talk.stop_timer(connection)
+    time.sleep(0.02)  # the lifetime
+    forward(app, mom)
+
+    def end(connection: Any, message: library.Received) -> None:
+        if message.conversation_id == ended.conversation_id:
+            assert message.dialog is not None
+            message.dialog.end(connection)
+
+    receive(mom, WAREHOUSE, end)
+    put(mom, talk, 1, "again")
+    put(mom, talk, 3, "ahead")
+    put(mom, ended, 2, "after the end")
+    put(mom, replace(talk, conversation_id=uuid4(), is_initiator=False), 1, "stray")
+    receive(mom, WAREHOUSE)
+    receive(app, SHOP)
+
+
+def test_every_end_is_reached_and_the_pages_commands_show_it(
+    app: Dsn, mom: Dsn, folder: Path
+) -> None:
+    prepare(app, mom)
+    send_all(app, mom)
+    receive_all(app, mom)
+    with connect(mom) as connection:
+        create_subscription(connection, "more", service="billing")
+        remove_subscription(connection, "more", discard=True)
+        connection.execute("INSERT INTO saf.service (name) VALUES ('unheard')")
+    with connect(app) as connection:
+        assert len(dead.discard(connection, dead.Filter(reason="rejected"), "nobody asks")) == 1
+
+    def answer(*command: str, of: str) -> list[dict[str, Any]]:
+        done = saf(*command, "--json", cwd=folder)
+        found = json.loads(done.stdout)[of]
+        assert isinstance(found, list)
+        return found
+
+    lanes = {
+        (one["destination"], re.sub(":.*@", "@", one["lane"]).split(":")[0].split("@")[0])
+        for one in answer("parked", "list", of="parked")
+    }
+    assert lanes == {("down", ""), ("", "route"), ("mom", "service")}
+    assert any("@" in one["lane"] for one in answer("parked", "list", of="parked"))
+    waiting = answer("parked", "list", "--broker", "mom", of="parked")
+    assert {one["lane"].split(":")[0] for one in waiting} == {"key", "later", "ahead"}
+
+    letters = answer("dead", "list", of="dead_letters")
+    letters += answer("dead", "list", "--broker", "mom", of="dead_letters")
+    reached = {one["reason"] for one in letters} | {"rejected"}
+    assert reached == set(dead.REASONS) == {one.strip("`") for one in table("Dead letters")}
+    audit = answer("dead", "audit", of="audit")
+    assert [(one["action"], one["messages"], one["why"]) for one in audit] == [
+        ("discard", 1, "nobody asks")
+    ]
+    (given_up,) = answer("dead", "audit", "--broker", "mom", of="audit")
+    assert given_up["why"].startswith("subscription 'more' is removed, and has messages to be read")
+
+    gone = answer("inbox", "status", of="dropped")
+    (status,) = answer("status", of="brokers")
+    reasons = {one["reason"] for one in [*gone, *status["dropped"]]}
+    assert reasons == set(Reason) == {one.strip("`") for one in table("Dropped")}
+    assert all(one["messages"] == 1 for one in gone)
+
+    commands = re.findall(r"<!-- test: shell -->\n```sh\n(.*?)```", PAGE, re.DOTALL)
+    script = "".join(commands).replace("saf doctor ", "saf doctor || true ")
+    done = run(
+        ["bash", "-euc", script],
+        env={"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin"},
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr
+    for said in (
+        "mom: 1 dropped by warehouse, repeat; the last at",
+        "shop: 1 dropped by shop, outdated; the last at",
+        "discard of 1 messages: nobody asks",
+        "service 'unheard' has no subscription",
+    ):
+        assert said in " ".join(done.stdout.split())
+    inline = set(re.findall(r"`(saf [a-z]+(?: [a-z-]+)?)`", PAGE))
+    tried = "".join(commands) + "saf dead retry saf dead discard saf purge saf status"
+    assert [one for one in sorted(inline) if one not in tried] == []
