@@ -1,5 +1,7 @@
-"""Setting aside: destinations that are down, routes and services that go and come, and what people do
-about it, while everything of `tests.stateful.forwarding` goes on."""
+"""Setting aside: destinations that are down, routes and services that come and go, and people.
+
+All that `tests.stateful.forwarding` does goes on meanwhile.
+"""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class Forwarding(RuleBasedStateMachine):
     @precondition(lambda self: self.world.forwarders)
     @rule(which=WHICH)
     def stop(self, which: int) -> None:
-        """It is stopped beyond its lease; others take over as they come by, and it does not know."""
+        """It is stopped beyond its lease; others take over as they come by, unknown to it."""
         self.one(which).outlive_its_lease()
         self.world.unsure()
 

@@ -1,13 +1,13 @@
 """The truth about messages: what was sent, and which ends each of them may have.
 
-It is told of what the machine did (committed, rolled back, a route changed, a person retried) and of
-what is seen: bodies in inboxes, in dead letters, in what is parked, in the outbox. It knows nothing of
-cursors, watermarks or lanes, so it cannot be wrong in the way in which they are.
+It is told of what the machine did (committed, rolled back, a route changed, a person retried) and
+of what is seen: bodies in inboxes, in dead letters, in what is parked, in the outbox. It knows
+nothing of cursors, watermarks or lanes, so it cannot be wrong in the way in which they are.
 
 At any time, a message that is seen somewhere was committed, is stored no more often than its
 service was promised, and in the order of its key; and one that was committed is somewhere. In the
-end each has exactly one of the ends that a message may have: stored, a dead letter for a reason that
-it gave, or discarded by a person. One that was rolled back has none.
+end each has exactly one of the ends that a message may have: stored, a dead letter for a reason
+that it gave, or discarded by a person. One that was rolled back has none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Receiving: two subscriptions of a service, whose receivers fail, are killed and overlap.
 
-The truth is what was put into the inbox, and what the application's own table says has taken effect.
-Each message takes effect exactly once for each subscription, in the order of its key; or it is a dead
-letter, because it failed every time, was rejected or has expired; or a person has discarded it.
+The truth is what was put into the inbox, and what the application's own table says has taken
+effect. Each message takes effect exactly once for each subscription, in the order of its key; or it
+is a dead letter, because it failed every time, was rejected or has expired; or a person has
+discarded it.
 """
 
 from __future__ import annotations
