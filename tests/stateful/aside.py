@@ -6,7 +6,7 @@ All that `tests.stateful.forwarding` does goes on meanwhile.
 from __future__ import annotations
 
 from hypothesis import strategies as st
-from hypothesis.stateful import rule
+from hypothesis.stateful import precondition, rule
 
 from tests.stateful.forwarding import SERVICE, STORE, Forwarding
 from tests.stateful.world import MOM, OTHER, SERVICES, TOPIC
@@ -24,6 +24,7 @@ class SettingAside(Forwarding):
         """A store does not answer any more."""
         self.world.down.add(store)
 
+    @precondition(lambda self: self.world.down)
     @rule(store=STORE)
     def comes_back(self, store: str) -> None:
         """It does."""
@@ -35,6 +36,7 @@ class SettingAside(Forwarding):
         self.world.let_time_pass()
         self.world.unsure()
 
+    @precondition(lambda self: self.seen.parked)
     @rule()
     def attempts_are_due(self) -> None:
         """A person does not want to wait."""
@@ -45,6 +47,7 @@ class SettingAside(Forwarding):
         """A service does not live at a store any more."""
         self.world.forget(store, service)
 
+    @precondition(lambda self: self.world.forgotten)
     @rule(store=STORE, service=SERVICE)
     def know_service(self, store: str, service: str) -> None:
         """It does again."""
@@ -55,16 +58,19 @@ class SettingAside(Forwarding):
         """Another route leads from a service, or none."""
         self.world.lead(service, SERVICES[service][0], ways)
 
+    @precondition(lambda self: self.world.routes != SERVICES)
     @rule(service=PLAIN)
     def lead_as_before(self, service: str) -> None:
         """The service's own route again."""
         self.world.lead(service, *SERVICES[service])
 
+    @precondition(lambda self: self.seen.dead)
     @rule(service=SOME)
     def retry_dead(self, service: str | None) -> None:
         """A person wants dead letters tried again."""
         self.world.retry_dead(service)
 
+    @precondition(lambda self: self.seen.dead)
     @rule(service=SOME)
     def discard_dead(self, service: str | None) -> None:
         """A person gives dead letters up."""

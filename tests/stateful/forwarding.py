@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import ClassVar, Self
+from contextlib import suppress
+from typing import Self
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -17,16 +18,19 @@ MOST_OPEN, MOST_FORWARDERS = 3, 2
 WHICH = st.integers(0, 3)
 SERVICE = st.sampled_from(tuple(SERVICES))
 STORE = st.sampled_from(STORES)
+KIND = st.sampled_from(("", "", "", "poison", "mortal"))
+TRAFFIC = st.lists(st.tuples(SERVICE, st.integers(0, 1), KIND), max_size=5)
+"""What is sent before something happens, so that it happens to something: Hypothesis leaves whole
+rules out of an example, and one without any message shows little."""
 
 
 class Forwarding(RuleBasedStateMachine):
     """An application that sends, and forwarders that die, pause and take each other over."""
 
-    needs: ClassVar[str] = "two MOM stores"
-
     def __init__(self, world: World) -> None:
         super().__init__()
         self.world = world
+        self.seen = world.seen()
 
     @classmethod
     def on(cls, site: Site) -> Callable[[], Self]:
@@ -39,24 +43,24 @@ class Forwarding(RuleBasedStateMachine):
 
     # The application
 
-    @rule(
-        service=SERVICE,
-        many=st.integers(1, 5),
-        poison=st.sampled_from((False, False, True)),
-        mortal=st.sampled_from((False, False, False, True)),
-        undone=st.booleans(),
-    )
-    def send(self, service: str, many: int, poison: bool, mortal: bool, undone: bool) -> None:
+    @rule(traffic=TRAFFIC, undone=st.booleans())
+    def send(self, traffic: list[tuple[str, int, str]], undone: bool) -> None:
         """A transaction, perhaps with savepoints that it goes back to."""
+        self.traffic(traffic, undone=undone)
+
+    def traffic(self, traffic: list[tuple[str, int, str]], *, undone: bool = False) -> None:
+        """Send messages in one transaction, but for keys that another one holds."""
+        if not traffic:
+            return
         transaction = self.world.begin()
-        for number in range(many):
-            key = f"{service}-{number % 2}"
-            if not self.world.free(key, transaction):
-                continue
-            if undone:
-                self.world.undone_at_once(transaction, service, key)
-            last = number == many - 1
-            self.world.send(transaction, service, key, poison=poison and last, mortal=mortal)
+        for service, number, kind in traffic:
+            key = f"{service}-{number}"
+            if self.world.free(key, transaction):
+                if undone:
+                    self.world.undone_at_once(transaction, service, key)
+                self.world.send(
+                    transaction, service, key, poison=kind == "poison", mortal=kind == "mortal"
+                )
         self.world.end(transaction, commit=True)
 
     @precondition(lambda self: len(self.world.open) < MOST_OPEN)
@@ -78,26 +82,24 @@ class Forwarding(RuleBasedStateMachine):
 
     # Forwarders
 
-    @rule()
-    def forward(self) -> None:
+    @rule(traffic=TRAFFIC)
+    def forward(self, traffic: list[tuple[str, int, str]]) -> None:
         """A run of a process of its own."""
+        self.traffic(traffic)
         self.world.forward()
 
-    @precondition(lambda self: len(self.world.forwarders) < MOST_FORWARDERS)
-    @rule(tasks=st.integers(1, 3))
-    def start(self, tasks: int) -> None:
-        """A process that takes in hand what is pending."""
-        self.world.forwarder().open(tasks, frozenset(self.world.down))
+    @rule(which=WHICH, tasks=st.integers(1, 3), traffic=TRAFFIC)
+    def open(self, which: int, tasks: int, traffic: list[tuple[str, int, str]]) -> None:
+        """A process takes in hand what is pending, unless it has something."""
+        self.traffic(traffic)
+        self.one(which).open(tasks, frozenset(self.world.down))
 
     def one(self, which: int) -> Forwarder:
-        """Some process."""
-        return self.world.forwarders[which % len(self.world.forwarders)]
-
-    @precondition(lambda self: self.world.forwarders)
-    @rule(which=WHICH, tasks=st.integers(1, 3))
-    def open(self, which: int, tasks: int) -> None:
-        """It takes in hand what is pending, unless it has something."""
-        self.one(which).open(tasks, frozenset(self.world.down))
+        """Some process, perhaps a new one."""
+        there = self.world.forwarders
+        if len(there) < MOST_FORWARDERS and which >= len(there):
+            return self.world.forwarder()
+        return there[which % len(there)]
 
     @precondition(lambda self: self.world.forwarders)
     @rule(which=WHICH, task=WHICH)
@@ -119,32 +121,40 @@ class Forwarding(RuleBasedStateMachine):
         forwarder.leave()
         self.world.forwarders.remove(forwarder)
 
-    @precondition(lambda self: self.world.forwarders)
-    @rule(which=WHICH, point=st.sampled_from(POINTS), times=st.integers(1, 3))
-    def crash(self, which: int, point: str, times: int) -> None:
+    @rule(which=WHICH, point=st.sampled_from(POINTS), times=st.integers(1, 3), traffic=TRAFFIC)
+    def crash(
+        self, which: int, point: str, times: int, traffic: list[tuple[str, int, str]]
+    ) -> None:
         """It dies at some point; at the latest, when it has delivered everything."""
+        self.traffic(traffic)
         forwarder = self.one(which)
-        try:
-            with at(point, times, die):
-                forwarder.run(frozenset(self.world.down))
-        except Died:
-            pass
+        with suppress(Died), at(point, times, die):
+            forwarder.run(frozenset(self.world.down))
         if point != UNHEARD:
             self.world.dies(forwarder)
 
-    @precondition(lambda self: self.world.forwarders)
     @rule(
         which=WHICH,
         point=st.sampled_from(PAUSES),
         times=st.integers(1, 3),
         all_of_it=st.booleans(),
+        traffic=TRAFFIC,
     )
-    def pause(self, which: int, point: str, times: int, all_of_it: bool) -> None:
+    def pause(
+        self,
+        which: int,
+        point: str,
+        times: int,
+        all_of_it: bool,
+        traffic: list[tuple[str, int, str]],
+    ) -> None:
         """It pauses at some point beyond its lease, another takes over, and it goes on."""
+        self.traffic(traffic)
         forwarder = self.one(which)
 
         def take_over() -> None:
             forwarder.outlive_its_lease()
+            self.traffic(traffic)
             other = Forwarder(self.world.app.dsn, self.world.dsns)
             other.open(2, frozenset(self.world.down))
             other.deliver_all() if all_of_it else other.deliver()
@@ -155,6 +165,9 @@ class Forwarding(RuleBasedStateMachine):
         self.world.unsure()
         with at(point, times, take_over):
             forwarder.run(frozenset(self.world.down))
+
+    # What is worth more chances
+    forward_again, crash_again, pause_again = forward, crash, pause
 
     @precondition(lambda self: self.world.forwarders)
     @rule(which=WHICH)
@@ -173,7 +186,8 @@ class Forwarding(RuleBasedStateMachine):
     @invariant()
     def nothing_is_wrong(self) -> None:
         """As far as one can say in the middle of it."""
-        wrong = self.world.truth.wrong_now(self.world.seen())
+        self.seen = self.world.seen()
+        wrong = self.world.truth.wrong_now(self.seen)
         assert not wrong, "; ".join(wrong)
 
     def teardown(self) -> None:

@@ -146,11 +146,12 @@ class Truth:
         for one in self.committed:
             if AT_LEAST_ONCE in one.qualities:
                 continue
-            by_store = {there: found[one.name] for there, found in copies.items()}
+            by_store = Counter({there: found[one.name] for there, found in copies.items()})
             if one.topic:
                 twice = [t for t, n in by_store.items() if n > 1 + one.again[t] + one.again[""]]
             else:
-                twice = [*by_store] if sum(by_store.values()) > 1 + sum(one.again.values()) else []
+                most = 1 + sum(one.again.values())
+                twice = [t for t, n in by_store.items() if n] if by_store.total() > most else []
             if twice:
                 yield f"duplicated: {one.name} at {', '.join(twice)}"
 

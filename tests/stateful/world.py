@@ -83,6 +83,8 @@ class World:
         self.open: list[Transaction] = []
         self.forwarders: list[Forwarder] = []
         self.down: set[str] = set()
+        self.forgotten: set[tuple[str, str]] = set()
+        """Stores and services that they do not know."""
         self.routes: dict[str, tuple[str, tuple[str, ...]]] = dict(SERVICES)
         self._gids = 0
         for place in (app, *stores.values()):
@@ -208,10 +210,12 @@ class World:
     def know(self, store: str, service: str) -> None:
         """A store learns of a service."""
         self.stores[store].person.execute(SERVICE, [service])
+        self.forgotten.discard((store, service))
 
     def forget(self, store: str, service: str) -> None:
         """A store does not know a service any more; it knows others."""
         self.stores[store].person.execute("DELETE FROM saf.service WHERE name = %s", [service])
+        self.forgotten.add((store, service))
 
     def lead(self, service: str, quality: str, ways: tuple[str, ...]) -> None:
         """Routes lead from a service elsewhere, or nowhere."""
