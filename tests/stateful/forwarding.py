@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.stateful.forwarder import PAUSES, POINTS, UNHEARD, Died, Forwarder, at, die
+from tests.stateful.model import Seen
 from tests.stateful.site import Site
 from tests.stateful.world import POLITE, SERVICES, STORES, World
 
@@ -155,7 +156,7 @@ class Forwarding(RuleBasedStateMachine):
         def take_over() -> None:
             forwarder.outlive_its_lease()
             self.traffic(traffic)
-            other = Forwarder(self.world.app.dsn, self.world.dsns)
+            other = self.world.process()
             other.open(2, frozenset(self.world.down))
             other.deliver_all() if all_of_it else other.deliver()
             if all_of_it:
@@ -190,12 +191,20 @@ class Forwarding(RuleBasedStateMachine):
         wrong = self.world.truth.wrong_now(self.seen)
         assert not wrong, "; ".join(wrong)
 
+    def come_to_rest(self) -> Seen:
+        """All is up, and forwarded."""
+        return self.world.come_to_rest()
+
+    def wrong_in_the_end(self, seen: Seen) -> list[str]:
+        """What must not be so then."""
+        return self.world.truth.wrong_in_the_end(seen)
+
     def teardown(self) -> None:
         """All is up again: each message has an end that it may have."""
         try:
             if sys.exc_info()[0] is None:
-                seen = self.world.come_to_rest()
-                wrong = self.world.truth.wrong_in_the_end(seen)
+                seen = self.come_to_rest()
+                wrong = self.wrong_in_the_end(seen)
                 assert not wrong, "in the end: " + "; ".join(wrong)
         finally:
             self.world.clear_up()

@@ -50,11 +50,26 @@ class Sent:
     """By destination: how often it was handed out once more, because somebody asked for it."""
     discarded: set[str] = field(default_factory=set)
     """The destinations for which a person gave it up; the empty one is all of them."""
+    forgotten: bool = False
+    """Its source was set back to before it was sent: where it has arrived, it stays."""
+    out_of_turn: bool = False
+    """Its destination was set back to before it arrived, so it comes again, after others."""
 
     @property
     def body(self) -> str:
         """What it says."""
         return f"{self.name} poison" if self.poison else self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What was true of a source when a backup of it was taken."""
+
+    again: Mapping[str, Counter[str]]
+    """Of the messages that were committed, by name."""
+    discarded: Mapping[str, set[str]]
+    settled: frozenset[str]
+    """Those that had arrived, and the source knew it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +91,17 @@ class Truth:
         self.sent: dict[str, Sent] = {}
         self._numbers: Counter[str] = Counter()
 
-    def new(self, service: str, key: str, ways: Iterable[str], quality: str, **more: bool) -> Sent:
+    def new(
+        self,
+        service: str,
+        key: str,
+        ways: Iterable[str],
+        quality: str,
+        *,
+        topic: bool,
+        poison: bool,
+        mortal: bool,
+    ) -> Sent:
         """A message that a transaction is about to send."""
         self._numbers[key] += 1
         number = self._numbers[key]
@@ -87,7 +112,9 @@ class Truth:
             number=number,
             ways=set(ways),
             qualities={quality},
-            **more,
+            topic=topic,
+            poison=poison,
+            mortal=mortal,
         )
         self.sent[message.name] = message
         return message
@@ -96,6 +123,32 @@ class Truth:
     def committed(self) -> list[Sent]:
         """Those that exist."""
         return [one for one in self.sent.values() if one.committed]
+
+    def remember(self, settled: Iterable[str]) -> Memory:
+        """A backup of the source is taken; what has arrived, and is known to, is ``settled``."""
+        there = [one for one in self.committed if not one.forgotten]
+        return Memory(
+            again={one.name: Counter(one.again) for one in there},
+            discarded={one.name: set(one.discarded) for one in there},
+            settled=frozenset(settled),
+        )
+
+    def set_back(self, memory: Memory) -> None:
+        """The source is what it was then; what it had delivered since may come again, once."""
+        for one in self.committed:
+            one.forgotten = one.name not in memory.again
+            if one.forgotten:
+                continue
+            one.again = Counter(memory.again[one.name])
+            one.discarded = set(memory.discarded[one.name])
+            if one.name not in memory.settled:
+                one.again[""] += 1
+                one.may_vanish |= AT_MOST_ONCE in one.qualities
+
+    def lost_at(self, before: Sequence[str], after: Sequence[str]) -> None:
+        """A destination is what it was: what it had stored since has to come again."""
+        for name in {*before} - {*after}:
+            self.sent[name].out_of_turn = True
 
     def wrong_now(self, seen: Seen) -> list[str]:
         """What must not be so at any time."""
@@ -112,6 +165,8 @@ class Truth:
         found = [f"parked for ever: {name}" for name in sorted(set(seen.parked))]
         dead = {(name, destination) for name, destination, _ in seen.dead}
         for one in self.committed:
+            if one.forgotten:
+                continue
             stored = {there for there, names in seen.stored.items() if one.name in names}
             gone = {there for there in one.discarded if (one.name, there) not in dead}
             buried = {there for name, there in dead if name == one.name}
@@ -160,7 +215,7 @@ class Truth:
             by_key: dict[str, list[int]] = defaultdict(list)
             for name in dict.fromkeys(names):
                 one = self.sent.get(name)
-                if one is not None and not one.again:
+                if one is not None and not one.again and not one.out_of_turn:
                     by_key[one.key].append(one.number)
             for key, numbers in by_key.items():
                 if any(later < earlier for earlier, later in pairwise(numbers)):
@@ -184,5 +239,6 @@ class Truth:
         somewhere = {name for names in seen.stored.values() for name in names}
         somewhere |= {name for name, *_ in seen.dead} | set(seen.parked) | seen.outbox
         for one in self.committed:
-            if one.name not in somewhere and not one.discarded and not one.may_vanish:
+            excused = one.discarded or one.may_vanish or one.forgotten or one.out_of_turn
+            if one.name not in somewhere and not excused:
                 yield f"nowhere: {one.name}"

@@ -26,7 +26,7 @@ def run(
     if number is not None:
         factory = seed(number)(factory)
     run_state_machine_as_test(
-        factory,
+        factory,  # type: ignore[arg-type] # it takes any callable, and says so
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,

@@ -44,12 +44,16 @@ FROM unnest(ARRAY['outbox', 'inbox']) AS log
 HELD = "SELECT EXISTS (SELECT FROM {})"
 KEEP = "CREATE TABLE pristine.{} AS TABLE saf.{}"
 KEPT = "SELECT relname FROM pg_class WHERE relnamespace = 'pristine'::regnamespace"
+OTHERS = """
+SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity
+WHERE datname = current_database() AND pid <> pg_backend_pid()
+"""
 PREPARED = "SELECT gid FROM pg_prepared_xacts WHERE database = current_database()"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Place:
-    """A broker's database."""
+    """A broker's database, which may be restored elsewhere."""
 
     database: Database
     person: psycopg.Connection[Any]
@@ -79,12 +83,8 @@ class Site:
     def create(self, name: str) -> Place:
         """One more broker."""
         made = self.databases.create_broker(name, self.template)
+        bound_waiting(made)
         with made.connect(autocommit=True) as connection:
-            connection.execute(
-                sql.SQL("ALTER DATABASE {} SET lock_timeout = {}").format(
-                    sql.Identifier(made.dsn.database), sql.Literal(LOCK_TIMEOUT)
-                )
-            )
             # the broker's identity is its own
             connection.execute("TRUNCATE pristine.broker")
             connection.execute("INSERT INTO pristine.broker SELECT * FROM saf.broker")
@@ -113,6 +113,16 @@ class Site:
         script += [restart for (restart,) in person.execute(SEQUENCES).fetchall()]
         script.append("SET session_replication_role = DEFAULT")
         person.execute("; ".join(script))
+
+
+def bound_waiting(database: Database) -> None:
+    """Let what waits for a lock fail, and not the whole test hang."""
+    with database.connect(autocommit=True) as connection:
+        connection.execute(
+            sql.SQL("ALTER DATABASE {} SET lock_timeout = {}").format(
+                sql.Identifier(database.dsn.database), sql.Literal(LOCK_TIMEOUT)
+            )
+        )
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import psycopg
 
 from saf import Outbox, dead, parking
 from saf.database import Dsn
+from saf.errors import SafError
 from saf.maintenance import purge_broker
 from saf.testing import clock
 from tests.stateful.forwarder import Forwarder
@@ -85,6 +86,10 @@ class World:
         self.down: set[str] = set()
         self.forgotten: set[tuple[str, str]] = set()
         """Stores and services that they do not know."""
+        self.refusals: list[SafError | str] | None = None
+        """What forwarders refuse to do; None where they have no reason to."""
+        self.settled: set[str] = set()
+        """What has arrived, and the source knows it."""
         self.routes: dict[str, tuple[str, tuple[str, ...]]] = dict(SERVICES)
         self._gids = 0
         for place in (app, *stores.values()):
@@ -134,7 +139,7 @@ class World:
         )
         expires_at = None
         if mortal:
-            (expires_at,) = transaction.connection.execute(f"SELECT {AN_HOUR}").fetchone() or ()
+            ((expires_at,),) = transaction.connection.execute(f"SELECT {AN_HOUR}").fetchall()
         self.outbox.send(transaction.connection, service, one.body, key=key, expires_at=expires_at)
         transaction.sent.append(one)
         return one
@@ -172,8 +177,12 @@ class World:
 
     def forwarder(self) -> Forwarder:
         """One more process."""
-        self.forwarders.append(Forwarder(self.app.dsn, self.dsns))
+        self.forwarders.append(self.process())
         return self.forwarders[-1]
+
+    def process(self) -> Forwarder:
+        """One that the caller looks after."""
+        return Forwarder(self.app.dsn, self.dsns, self.refusals)
 
     def dies(self, forwarder: Forwarder) -> None:
         """It is killed."""
@@ -188,14 +197,17 @@ class World:
 
     def forward(self) -> int:
         """A whole run of a new process; how many messages have moved."""
-        forwarder = Forwarder(self.app.dsn, self.dsns)
-        moved = 0
+        forwarder = self.process()
+        moved, error = 0, False
         for _ in range(MOST_ROUNDS):
             receipts = forwarder.run(frozenset(self.down))
             moved += sum(r.messages + r.dropped + r.parked + r.dead for r in receipts)
-            if not forwarder.cycle.work or any(receipt.error for receipt in receipts):
+            error = any(receipt.error for receipt in receipts)
+            if error or not forwarder.cycle.work:
                 break
         forwarder.leave()
+        if not error and not self.forwarders and not self.refusals:
+            self.settled = {name for names in self.seen().stored.values() for name in names}
         return moved
 
     # Time, people and the world around
@@ -283,14 +295,7 @@ class World:
         """All is up and as it was meant to be; forward until nothing moves any more."""
         for transaction in [*self.open]:
             self.end(transaction, commit=True)
-        for forwarder in [*self.forwarders]:
-            self.dies(forwarder)
-        self.down.clear()
-        for service, (quality, ways) in SERVICES.items():
-            if self.routes[service] != (quality, ways):
-                self.lead(service, quality, ways)
-            for store in self.stores:
-                self.know(store, service)
+        self.as_it_was_meant_to_be()
         still = 0
         for _ in range(MOST_ROUNDS):
             still = still + 1 if self.forward() == 0 else 0
@@ -298,6 +303,16 @@ class World:
                 break
             self.let_time_pass()
         return self.seen()
+
+    def as_it_was_meant_to_be(self) -> None:
+        """No forwarder is left; destinations are up, routes lead there, services are known."""
+        for forwarder in [*self.forwarders]:
+            self.dies(forwarder)
+        self.down.clear()
+        for service, (quality, ways) in SERVICES.items():
+            self.lead(service, quality, ways)
+            for store in self.stores:
+                self.know(store, service)
 
     def clear_up(self) -> None:
         """Leave nothing behind."""
