@@ -16,6 +16,9 @@ class Lanes:
     """New messages have to park in these, and why."""
     occupied: set[Lane] = field(default_factory=set)
     """They have messages of these shards, whether their time has come or not."""
+    ahead: set[Lane] = field(default_factory=set)
+    """They have messages that the batch itself had set aside, before a crash: those stay until the
+    position has passed them, and what comes after them in the batch has to stay behind them."""
     untried: set[Lane] = field(default_factory=set)
     """Their time has come, but they had nothing of these shards to try."""
 
@@ -27,7 +30,9 @@ class Lanes:
             self.held[Lane(destination=lane.destination)] = str(error)
 
     def open(self, lane: Lane) -> None:
-        """Nothing of these shards is in the lane any more."""
+        """Nothing of these shards is in the lane any more, unless the batch has put it there."""
+        if lane in self.ahead:
+            return
         self.occupied.discard(lane)
         if Lane(destination=lane.destination, lane=REPLAY) not in self.held:
             self.held.pop(lane, None)
