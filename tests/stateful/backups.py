@@ -8,8 +8,6 @@ backup: there they mean nothing.
 from __future__ import annotations
 
 import subprocess
-from contextlib import ExitStack
-
 from psycopg import sql
 
 from saf.embedded import DEFAULT_VERSION, programs
@@ -28,7 +26,6 @@ class Backups:
 
     def __init__(self, site: Site) -> None:
         self.site = site
-        self._running = ExitStack()
         self._elsewhere: Databases | None = None
         self._taken: dict[Place, Database] = {}
         self._home: dict[Place, Database] = {}
@@ -37,12 +34,16 @@ class Backups:
             connection.execute(BURN)
 
     def take(self, place: Place) -> None:
-        """Back a database up; whoever is connected to it is cut off."""
-        databases = self._databases(place)
+        """Back a database up; whoever is connected to it is cut off.
+
+        One that lives elsewhere meanwhile keeps the backup that it has.
+        """
+        if not self.at_home(place):
+            return
         if place in self._taken:
-            databases.drop(self._taken.pop(place))
+            self.site.databases.drop(self._taken.pop(place))
         self._cut_off(place)
-        self._taken[place] = databases.create("backup", place.dsn.database)
+        self._taken[place] = self.site.databases.create("backup", place.dsn.database)
         self._meet(place)
 
     def set_back(self, place: Place, *, logical: bool) -> None:
@@ -52,9 +53,10 @@ class Backups:
         if logical:
             self._restore(place, backup)
         else:
-            databases, name = self._databases(place), place.dsn.database
-            databases.drop(place.database)
-            with databases.server.connect(role="test", autocommit=True) as connection:
+            place.database = self._home.pop(place, place.database)
+            name = place.dsn.database
+            self.site.databases.drop(place.database)
+            with self.site.databases.server.connect(role="test", autocommit=True) as connection:
                 connection.execute(
                     sql.SQL(COPY).format(sql.Identifier(name), sql.Identifier(backup.dsn.database))
                 )
@@ -76,19 +78,13 @@ class Backups:
         self._moved.clear()
         return self
 
-    def close(self) -> None:
-        """Stop the other cluster."""
-        self._running.close()
-
-    def _databases(self, place: Place) -> Databases:
-        if place not in self._home:
-            return self.site.databases
-        assert self._elsewhere is not None
-        return self._elsewhere
+    def at_home(self, place: Place) -> bool:
+        """Whether it is where it was made."""
+        return place not in self._home
 
     def _restore(self, place: Place, backup: Database) -> None:
         if self._elsewhere is None:
-            server = self._running.enter_context(embedded_server())
+            server = self.site.closing.enter_context(embedded_server())
             self._elsewhere = Databases(server.dsn("postgres"))
         restored = self._elsewhere.create(backup.dsn.database[-8:])
         folder = programs(DEFAULT_VERSION)

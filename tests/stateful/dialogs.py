@@ -29,7 +29,7 @@ from saf.errors import DialogEnded, DialogError, DialogExpired
 from saf.maintenance import purge_broker
 from saf.testing import clock
 from tests.dialogs import END, ERROR
-from tests.stateful.forwarder import OUTSIDE, UNHEARD, Died, Forwarder, at, die
+from tests.stateful.forwarder import AN_HOUR, OUTSIDE, UNHEARD, Died, Forwarder, at, die
 from tests.stateful.receiving import POINTS as RECEIVING_POINTS
 from tests.stateful.receiving import HandlerFailed
 from tests.stateful.site import Place, Site
@@ -55,7 +55,7 @@ ROUTE = "INSERT INTO saf.route (service, destination, quality) VALUES (%s, 'ther
 NEXT_SLOT = """
 SELECT setval('saf.{log}_id_seq', ((last_value >> 20) + 1) << 20) FROM saf.{log}_id_seq
 """
-POLICY = saf.Policy(max_attempts=1000)
+POLICY = saf.Policy(max_attempts=1000, first_wait_seconds=AN_HOUR, longest_wait_seconds=AN_HOUR)
 
 
 @dataclass(eq=False)
@@ -95,6 +95,7 @@ class Dialogs(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         numbers = itertools.count(1)
         self.patch.setattr("saf.dialogs.dialog.uuid4", lambda: UUID(int=next(numbers), version=4))
+        Forwarder.begin_anew()
         for side, place in self.places.items():
             Site.empty(place)
             place.person.execute("TRUNCATE heard")

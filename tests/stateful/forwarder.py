@@ -6,10 +6,12 @@ one by one, so that those of two forwarders interleave.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any, cast
+from uuid import UUID
 
 import psycopg
 import pytest
@@ -18,6 +20,7 @@ from saf.database import Dsn
 from saf.destinations.postgresql import PostgresInbox
 from saf.errors import Fenced, SafError, Unavailable
 from saf.failpoints import arm
+from saf.shards import Member
 from saf.spark.at_source import AtSource
 from saf.spark.delivery import Delivery
 from saf.spark.source import messages
@@ -26,6 +29,9 @@ from saf.testing.cycle import Cycle, policy
 
 EXPECTED = (None, Fenced.__name__, Unavailable.__name__)
 """How a task may end where nothing was set back."""
+
+AN_HOUR = 3600
+"""Leases and waits are over when a test says so, and not because the machine is slow."""
 
 NOWHERE = Dsn("host=/nonexistent dbname=nowhere")
 CHUNK_ROWS = 2
@@ -64,12 +70,15 @@ class Forwarder:
         busy: it has a cycle in hand.
     """
 
+    _numbers = itertools.count(1)
+
     def __init__(
         self, app: Dsn, stores: Mapping[str, Dsn], refusals: list[SafError | str] | None = None
     ) -> None:
         self.app = app
         self.stores = dict(stores)
-        self.cycle = Cycle(app, policy("exactly_once", CHUNK_ROWS, **stores))
+        rules = policy("exactly_once", CHUNK_ROWS, **stores)
+        self.cycle = Cycle(app, rules, lease_seconds=AN_HOUR)
         self.cycle.default = None
         self.left: list[int] = []
         self.receipts: list[Receipt] = []
@@ -86,7 +95,9 @@ class Forwarder:
         # as if it were time to renew the lease and to look at the fair share
         self.cycle.broker._renewed = 0.0
         try:
-            self.cycle.open(tasks)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("saf.spark.broker.Member", self._member)
+                self.cycle.open(tasks)
         except SafError as error:
             if self.refusals is None:
                 raise
@@ -97,6 +108,15 @@ class Forwarder:
         self.left = [*range(len(self.cycle.work))]
         self.receipts = []
         self.busy = bool(self.left)
+
+    def _member(self, **more: Any) -> Member:
+        # by their ids members share out shards, so that has to be the same each time
+        return Member(**more, member_id=UUID(int=next(self._numbers)))
+
+    @classmethod
+    def begin_anew(cls) -> None:
+        """The same steps are to come to the same."""
+        cls._numbers = itertools.count(1)
 
     def deliver(self, which: int = 0) -> list[Receipt]:
         """Run one of the tasks that are left."""

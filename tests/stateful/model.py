@@ -13,9 +13,10 @@ that it gave, or discarded by a person. One that was rolled back has none.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
+from uuid import UUID
 
 AT_MOST_ONCE, AT_LEAST_ONCE, EXACTLY_ONCE = "at_most_once", "at_least_once", "exactly_once"
 REJECTED, EXPIRED, MAY_HAVE_LEFT = "rejected", "expired", "unavailable"
@@ -35,6 +36,7 @@ class Sent:
     """Destinations that routes may have led it to."""
     qualities: set[str]
     """Of the routes that it may have gone by."""
+    message_id: UUID | None = None
     topic: bool = False
     """Each destination is to have it."""
     poison: bool = False
@@ -149,6 +151,11 @@ class Truth:
         """A destination is what it was: what it had stored since has to come again."""
         for name in {*before} - {*after}:
             self.sent[name].out_of_turn = True
+
+    def replayed(self, message_ids: Set[UUID]) -> None:
+        """A person has had these sent again, because they were lost."""
+        for one in self.committed:
+            one.out_of_turn |= one.message_id in message_ids
 
     def wrong_now(self, seen: Seen) -> list[str]:
         """What must not be so at any time."""

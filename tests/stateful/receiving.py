@@ -12,7 +12,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any, Self
@@ -26,7 +26,7 @@ from saf import dead, services
 from saf.delivery import Delivery
 from saf.maintenance import purge_broker
 from saf.testing import clock
-from tests.stateful.forwarder import Died, at, die
+from tests.stateful.forwarder import AN_HOUR, Died, at, die
 from tests.stateful.site import Place, Site
 
 SERVICE, COPY = "billing", "billing copy"
@@ -43,6 +43,9 @@ HOWS = ("fine", "fine", "fine", "raise", "park", "reject", "kill")
 MOST_ATTEMPTS = 4
 MOST_ROUNDS = 60
 SOON = timedelta(hours=2)
+POLICY = saf.Policy(
+    max_attempts=MOST_ATTEMPTS, first_wait_seconds=AN_HOUR, longest_wait_seconds=AN_HOUR
+)
 
 TABLES = "CREATE TABLE IF NOT EXISTS effect (number serial, subscription text, name text)"
 PUT = """
@@ -113,7 +116,7 @@ class Receiving(RuleBasedStateMachine):
         self.held: list[Held] = []
         self.failures = 0
         """Deliveries that did not come to their end."""
-        self.policy = saf.Policy(max_attempts=MOST_ATTEMPTS)
+        self.policy = POLICY
         Site.empty(mom)
         mom.person.execute("TRUNCATE effect")
         services.create_service(mom.person, SERVICE)
@@ -129,7 +132,7 @@ class Receiving(RuleBasedStateMachine):
     @initialize(block=st.booleans())
     def agree(self, block: bool) -> None:
         """Whether a dead letter holds its key up until a person has decided."""
-        self.policy = saf.Policy(max_attempts=MOST_ATTEMPTS, block=block)
+        self.policy = replace(POLICY, block=block)
 
     # What arrives
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from uuid import UUID
 
 from saf.cli import main
 from saf.database import Dsn
@@ -38,8 +39,8 @@ class Person:
         if code != 0:
             raise NoWayOut(f"saf rebase: exit code {code}: {said}")
 
-    def compare(self, app: Dsn, stores: Mapping[str, Dsn]) -> bool:
-        """Ask whether anything is lost, and have it sent again; whether there was something.
+    def compare(self, app: Dsn, stores: Mapping[str, Dsn]) -> set[UUID]:
+        """Ask whether anything is lost, and have it sent again; which messages those are.
 
         Raises:
             NoWayOut
@@ -49,11 +50,12 @@ class Person:
         if code not in (0, 1):
             raise NoWayOut(f"saf reconcile: exit code {code}: {said}")
         if code == 0 or '"lost"' not in said:
-            return False
+            return set()
         code, said = self.saf("replay", "--broker", "app", "--why", "a test", "--json")
         if code != 0:
             raise NoWayOut(f"saf replay: exit code {code}: {said}")
-        return any(ids for ids in json.loads(said)["message_ids"]["app"].values())
+        by_destination = json.loads(said)["message_ids"]["app"]
+        return {UUID(one) for some in by_destination.values() for one in some}
 
     def saf(self, *arguments: str) -> tuple[int, str]:
         """The command ``saf``: its exit code, and what it said."""

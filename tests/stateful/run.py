@@ -35,6 +35,7 @@ def run(
             deadline=None,
             database=None,
             print_blob=False,
+            report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -60,7 +60,8 @@ class SetBacks(SettingAside):
         for store in stores.values():
             store.person.execute(POLITE)
             store.person.execute(EFFECTS)
-        person = Person(Path(tempfile.mkdtemp(prefix="saf-stateful-")))
+        folder = site.closing.enter_context(tempfile.TemporaryDirectory(prefix="saf-stateful-"))
+        person = Person(Path(folder))
 
         return lambda: cls(backups.cleared(), World(app, stores), person)
 
@@ -82,6 +83,8 @@ class SetBacks(SettingAside):
         """A backup is taken, of a database that is at rest or has something in hand."""
         self.traffic(traffic)
         self.stop_everything()
+        if not self.backups.at_home(self.place(name)):
+            return
         self.backups.take(self.place(name))
         self.memories[name] = self.world.truth.remember(self.world.settled) if name == APP else None
         self.routes = dict(self.world.routes) if name == APP else self.routes
@@ -105,6 +108,9 @@ class SetBacks(SettingAside):
             self.world.truth.lost_at(before.stored[name], after.stored[name])
             self.world.settled &= {one for names in after.stored.values() for one in names}
         self.traffic(traffic)
+
+    # What is worth more chances
+    back_up_again, set_back_again = back_up, set_back
 
     @precondition(lambda self: self.world.refusals)
     @rule()
@@ -183,8 +189,11 @@ class SetBacks(SettingAside):
                 still = 0
                 continue
             still = 0 if moved else still + 1
-            if still == 2 and not self.repairer.compare(self.world.app.dsn, self.world.dsns):
-                return self.world.seen()
+            if still == 2:
+                replayed = self.repairer.compare(self.world.app.dsn, self.world.dsns)
+                if not replayed:
+                    return self.world.seen()
+                self.world.truth.replayed(replayed)
             self.world.let_time_pass()
         raise AssertionError("it does not come to rest")
 

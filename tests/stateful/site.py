@@ -9,7 +9,7 @@ Few shards, so that keys meet in one and two forwarders have some each.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,8 @@ class Site:
 
     def __init__(self, databases: Databases) -> None:
         self.databases = databases
+        self.closing = ExitStack()
+        """What goes with it."""
         self.template = databases.create("stateful")
         migrate(self.template.dsn, SHARDS)
         with self.template.connect() as connection:
@@ -88,7 +90,13 @@ class Site:
             # the broker's identity is its own
             connection.execute("TRUNCATE pristine.broker")
             connection.execute("INSERT INTO pristine.broker SELECT * FROM saf.broker")
-        return Place(made, made.connect(autocommit=True))
+        place = Place(made, made.connect(autocommit=True))
+        self.closing.callback(lambda: place.person.close())
+        return place
+
+    def close(self) -> None:
+        """Let go of it all."""
+        self.closing.close()
 
     @staticmethod
     def empty(place: Place) -> None:
@@ -129,4 +137,8 @@ def bound_waiting(database: Database) -> None:
 def own_site() -> Iterator[Site]:
     """A site with a server of its own."""
     with embedded_server() as server:
-        yield Site(Databases(server.dsn("postgres")))
+        site = Site(Databases(server.dsn("postgres")))
+        try:
+            yield site
+        finally:
+            site.close()

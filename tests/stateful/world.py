@@ -12,13 +12,14 @@ from datetime import timedelta
 from typing import Any
 
 import psycopg
+import pytest
 
 from saf import Outbox, dead, parking
 from saf.database import Dsn
 from saf.errors import SafError
 from saf.maintenance import purge_broker
 from saf.testing import clock
-from tests.stateful.forwarder import Forwarder
+from tests.stateful.forwarder import AN_HOUR, Forwarder
 from tests.stateful.model import AT_MOST_ONCE, Seen, Sent, Truth
 from tests.stateful.site import Place, Site
 
@@ -53,7 +54,7 @@ OUTBOX = f"SELECT {NAME} FROM saf.outbox"
 NEXT_SLOT = """
 SELECT setval('saf.outbox_id_seq', ((last_value >> 20) + 1) << 20) FROM saf.outbox_id_seq
 """
-AN_HOUR = "now() + interval '1 hour'"
+EXPIRY = "SELECT now() + interval '1 hour'"
 SOON = timedelta(hours=2)
 MOST_ROUNDS = 40
 
@@ -92,6 +93,9 @@ class World:
         """What has arrived, and the source knows it."""
         self.routes: dict[str, tuple[str, tuple[str, ...]]] = dict(SERVICES)
         self._gids = 0
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(parking, "wait_seconds", lambda *_: AN_HOUR)
+        Forwarder.begin_anew()
         for place in (app, *stores.values()):
             Site.empty(place)
         for service in SERVICES:
@@ -139,8 +143,10 @@ class World:
         )
         expires_at = None
         if mortal:
-            ((expires_at,),) = transaction.connection.execute(f"SELECT {AN_HOUR}").fetchall()
-        self.outbox.send(transaction.connection, service, one.body, key=key, expires_at=expires_at)
+            ((expires_at,),) = transaction.connection.execute(EXPIRY).fetchall()
+        one.message_id = self.outbox.send(
+            transaction.connection, service, one.body, key=key, expires_at=expires_at
+        )
         transaction.sent.append(one)
         return one
 
@@ -316,6 +322,7 @@ class World:
 
     def clear_up(self) -> None:
         """Leave nothing behind."""
+        self.patch.undo()
         for forwarder in self.forwarders:
             forwarder.die()
         for transaction in self.open:
