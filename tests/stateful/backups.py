@@ -8,6 +8,7 @@ backup: there they mean nothing.
 from __future__ import annotations
 
 import subprocess
+
 from psycopg import sql
 
 from saf.embedded import DEFAULT_VERSION, programs

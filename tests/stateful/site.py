@@ -64,6 +64,10 @@ class Place:
         """Where it is."""
         return self.database.dsn
 
+    def let_go(self) -> None:
+        """Nobody looks at it any more."""
+        self.person.close()
+
 
 class Site:
     """Makes databases for machines, on one server."""
@@ -91,7 +95,7 @@ class Site:
             connection.execute("TRUNCATE pristine.broker")
             connection.execute("INSERT INTO pristine.broker SELECT * FROM saf.broker")
         place = Place(made, made.connect(autocommit=True))
-        self.closing.callback(lambda: place.person.close())
+        self.closing.callback(place.let_go)
         return place
 
     def close(self) -> None:
