@@ -21,7 +21,7 @@ from uuid import UUID
 import psycopg
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import saf
 from saf import services
@@ -29,7 +29,7 @@ from saf.errors import DialogEnded, DialogError, DialogExpired
 from saf.maintenance import purge_broker
 from saf.testing import clock
 from tests.dialogs import END, ERROR
-from tests.stateful.forwarder import AN_HOUR, OUTSIDE, UNHEARD, Died, Forwarder, at, die
+from tests.stateful.forwarder import AN_HOUR, UNHEARD, Died, Forwarder, at, die
 from tests.stateful.receiving import POINTS as RECEIVING_POINTS
 from tests.stateful.receiving import HandlerFailed
 from tests.stateful.site import Place, Site
@@ -45,6 +45,8 @@ SOON = timedelta(hours=2)
 
 SIDE = st.booleans()
 WHICH = st.integers(0, MOST_TALKS - 1)
+WORDS = st.lists(st.tuples(WHICH, st.integers(1, 2), st.booleans()), max_size=3)
+"""What a side says before something happens to it: in which talk, how much, in fragments or not."""
 
 HEARD = """
 CREATE TABLE IF NOT EXISTS heard (number serial, conversation uuid, handle uuid, what text)
@@ -119,10 +121,18 @@ class Dialogs(RuleBasedStateMachine):
             yield connection
             connection.commit() if commit else connection.rollback()
 
+    @initialize()
+    def begin_one(self) -> None:
+        """There is something to talk about."""
+        self._begin(False, 1)
+
     @precondition(lambda self: len(self.talks) < MOST_TALKS)
     @rule(mortal=st.sampled_from((False, False, True)), many=st.integers(1, 3))
     def begin(self, mortal: bool, many: int) -> None:
-        """The shop begins a dialog, and says something."""
+        """The shop begins another dialog, and says something."""
+        self._begin(mortal, many)
+
+    def _begin(self, mortal: bool, many: int) -> None:
         talk = Talk({True: End(), False: End()}, mortal)
         with self.transaction(True, commit=True) as connection:
             talk.ends[True].dialog = saf.begin_dialog(
@@ -201,10 +211,17 @@ class Dialogs(RuleBasedStateMachine):
         """From one side to the other."""
         return Forwarder(self.places[side].dsn, {"there": self.places[not side].dsn})
 
-    @rule(side=SIDE)
-    def forward(self, side: bool) -> None:
+    @rule(side=SIDE, words=WORDS)
+    def forward(self, side: bool, words: list[tuple[int, int, bool]]) -> None:
         """What one side has said goes to the other."""
+        self.talk(side, words)
         self._forward(side)
+
+    def talk(self, side: bool, words: list[tuple[int, int, bool]]) -> None:
+        """One side says something, in one transaction."""
+        with self.transaction(side, commit=True) as connection:
+            for which, many, large in words:
+                self._say(connection, self.talks[which % len(self.talks)], side, many, large=large)
 
     def _forward(self, side: bool) -> int:
         forwarder = self.forwarder(side)
@@ -217,13 +234,22 @@ class Dialogs(RuleBasedStateMachine):
         forwarder.leave()
         return moved
 
-    @rule(side=SIDE, point=st.sampled_from((*OUTSIDE, UNHEARD)), times=st.integers(1, 3))
-    def crash(self, side: bool, point: str, times: int) -> None:
+    @rule(
+        side=SIDE,
+        point=st.sampled_from(("mom_commit", "mark_commit", UNHEARD)),
+        times=st.integers(1, 2),
+        words=WORDS,
+    )
+    def crash(self, side: bool, point: str, times: int, words: list[tuple[int, int, bool]]) -> None:
         """It dies on the way, so that some of it goes again."""
+        self.talk(side, words)
         forwarder = self.forwarder(side)
         with suppress(Died), at(point, times, die):
             forwarder.run()
         forwarder.die()
+
+    # What is worth more chances
+    forward_again, crash_again = forward, crash
 
     # Who hears it
 
@@ -286,6 +312,8 @@ class Dialogs(RuleBasedStateMachine):
             handle = handles.get(self.conversation(talk))
             if talk.ends[side].dialog is None and handle is not None:
                 talk.ends[side].dialog = saf.open_dialog(self.places[side].person, handle)
+
+    receive_again = receive
 
     # Time and the world around
 

@@ -16,6 +16,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
+from saf import connections
 from saf.database import Dsn
 from saf.migrate import migrate
 from saf.testing.databases import Database, Databases, embedded_server
@@ -99,8 +100,10 @@ class Site:
         return place
 
     def close(self) -> None:
-        """Let go of it all."""
+        """Let go of it all, and of what the forwarders of this process have kept."""
         self.closing.close()
+        while connections._kept:
+            connections.drop(connections._kept.popitem()[1])
 
     @staticmethod
     def empty(place: Place) -> None:
