@@ -152,10 +152,24 @@ class Truth:
         for name in {*before} - {*after}:
             self.sent[name].out_of_turn = True
 
-    def replayed(self, message_ids: Set[UUID]) -> None:
-        """A person has had these sent again, because they were lost."""
+    def replayed(self, message_ids: Set[UUID], seen: Seen) -> list[str]:
+        """A person has compared, and had these sent again; which of them nobody had told of.
+
+        What a store had before it was set back is missing there until somebody compares, or until
+        newer messages of the key come: then the forwarder has to notice.
+        """
+        found = []
         for one in self.committed:
-            one.out_of_turn |= one.message_id in message_ids
+            if one.message_id not in message_ids:
+                continue
+            newer = {
+                it.name for it in self.committed if it.key == one.key and it.number > one.number
+            }
+            passed = any(newer & {*seen.stored[there]} for there in one.ways)
+            if not one.may_vanish and (passed or not one.out_of_turn):
+                found.append(f"lost until somebody compared: {one.name}")
+            one.out_of_turn = True
+        return found
 
     def wrong_now(self, seen: Seen) -> list[str]:
         """What must not be so at any time."""

@@ -193,7 +193,8 @@ class SetBacks(SettingAside):
                 replayed = self.repairer.compare(self.world.app.dsn, self.world.dsns)
                 if not replayed:
                     return self.world.seen()
-                self.world.truth.replayed(replayed)
+                wrong = self.world.truth.replayed(replayed, self.world.seen())
+                assert not wrong, "; ".join(wrong)
             self.world.let_time_pass()
         raise AssertionError("it does not come to rest")
 
