@@ -209,6 +209,7 @@ class Delivery:
             ids[destination].append(id_)
             if lane is not None:
                 self.lanes.hold(lane, "behind others")
+                self.lanes.ahead.add(lane)
         self._set_aside = {name: pa.array(some, pa.int64()) for name, some in ids.items()}
 
     def _not_set_aside(self, rows: pa.Table) -> pa.Table:

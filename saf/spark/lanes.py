@@ -24,6 +24,9 @@ class Lanes:
 
     held: dict[Lane, str] = field(default_factory=dict)
     """New messages have to park in these, and why."""
+    ahead: set[Lane] = field(default_factory=set)
+    """They have messages that the batch itself had set aside, before a crash: those stay until the
+    position has passed them, and what comes after them in the batch has to stay behind them."""
     untried: set[Lane] = field(default_factory=set)
     """Their time has come, but they had nothing of these shards to try."""
     of_services: bool = False
@@ -37,7 +40,9 @@ class Lanes:
             self.held[Lane(destination=lane.destination)] = why
 
     def open(self, lane: Lane) -> None:
-        """Nothing of these shards is in the lane any more."""
+        """Nothing of these shards is in the lane any more, unless the batch has put it there."""
+        if lane in self.ahead:
+            return
         if Lane(destination=lane.destination, lane=REPLAY) not in self.held:
             self.held.pop(lane, None)
 
