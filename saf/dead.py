@@ -20,7 +20,8 @@ from psycopg import sql
 from psycopg.rows import class_row
 
 from saf.database import fetch
-from saf.message import COLUMNS
+from saf.limits import WHY_NOT
+from saf.message import COLUMNS, MAX_BODY
 from saf.parking import KEY, RETRY
 
 REASONS = ("rejected", "expired", "over_size", "unavailable", "failed", "unresolved")
@@ -33,11 +34,19 @@ BURY = sql.SQL("COPY saf.dead_letter ({}) FROM STDIN").format(
     sql.SQL(", ").join(map(sql.Identifier, DEAD_COLUMNS))
 )
 
-# The body was not read, because it is too large to travel
+# What is too large to be read does not leave the database
 BURY_UNREAD = f"""
-INSERT INTO saf.dead_letter (subscription_id, shard, id, reason, error, {", ".join(COLUMNS)})
-SELECT %(subscription_id)s, shard, id, %(reason)s, %(error)s, {", ".join(COLUMNS)}
-FROM saf.outbox WHERE shard = %(shard)s AND id = %(id)s
+INSERT INTO saf.dead_letter
+    (subscription_id, destination, shard, id, reason, error, {", ".join(COLUMNS)})
+SELECT %(subscription_id)s, %(destination)s, shard, id, 'over_size', {WHY_NOT},
+       {", ".join(COLUMNS)}
+FROM saf.{{table}} JOIN unnest(%(shards)s::smallint[], %(ids)s::bigint[])
+    AS unread (shard, {{id}}) USING (shard, {{id}})
+WHERE NOT EXISTS (
+    SELECT FROM saf.dead_letter d
+    WHERE d.subscription_id = %(subscription_id)s AND d.destination = %(destination)s
+      AND d.shard = {{table}}.shard AND d.id = {{table}}.id)
+ORDER BY {{id}}
 """
 
 KNOWN = """
@@ -162,19 +171,37 @@ def bury(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) ->
 
 
 def bury_unread(
-    connection: psycopg.Connection[Any], subscription_id: int, shard: int, id_: int, error: str
+    connection: psycopg.Connection[Any],
+    subscription_id: int,
+    table: str,
+    rows: Sequence[tuple[int, int]],
+    *,
+    destination: str = "",
+    max_bytes: int = MAX_BODY,
+    setting: str = "saf.message.MAX_BODY",
 ) -> None:
-    """Set a message aside that was too large to read. Call it in a transaction."""
-    connection.execute(
-        BURY_UNREAD,
-        {
-            "subscription_id": subscription_id,
-            "shard": shard,
-            "id": id_,
-            "reason": "over_size",
-            "error": error,
-        },
-    )
+    """Set messages aside that are too large to be read, as they are. Call it in a transaction.
+
+    Args:
+        connection: to where they are.
+        subscription_id: who has them in hand.
+        table: "outbox", "inbox" or "parked".
+        rows: shard and id of each, or of the parked the parked_id.
+        destination: that they are not for any more; empty for all.
+        max_bytes: of a body.
+        setting: that says so.
+    """
+    statement = BURY_UNREAD.format(table=table, id="parked_id" if table == "parked" else "id")
+    params = {
+        "subscription_id": subscription_id,
+        "destination": destination,
+        "max_bytes": max_bytes,
+        "setting": setting,
+        "shards": [shard for shard, _ in rows],
+        "ids": [number for _, number in rows],
+    }
+    if rows:
+        connection.execute(statement, params)
 
 
 def dead_letters(

@@ -16,14 +16,12 @@ import psycopg
 from saf import claim, dead, lanes, parking
 from saf.claim import EXPIRED, LATE, Hand
 from saf.dialogs.arrival import Arrival, arrive
+from saf.isolation import said
 from saf.lanes import Policy, Suspect, Waiting
 from saf.parking import AHEAD, LATER, Lane
 from saf.received import Received
 
 C = TypeVar("C")
-
-MAX_ERROR = 2000
-"""Characters of an error that are kept."""
 
 
 class Delivery(Sequence[Received], Generic[C]):
@@ -112,12 +110,12 @@ class Delivery(Sequence[Received], Generic[C]):
         A dialog does not go on: it ends with an error for both ends.
         """
         place = self._place(message)
-        self._dead[place] = (message, reason, _said(error))
+        self._dead[place] = (message, reason, said(error))
         self.errors.append((message, error))
         if message.dialog is not None:
             self._stopped[message.lane] = place
         elif self._policy.block:
-            self._stop(message, f"behind a dead letter: {_said(error)}", None)
+            self._stop(message, f"behind a dead letter: {said(error)}", None)
 
     def presume(self, message: Received, error: str) -> None:
         """Let the message wait in its lane, with its attempts, as if this one had failed."""
@@ -214,7 +212,7 @@ class Delivery(Sequence[Received], Generic[C]):
             lane=message.lane,
             shard=message.shard,
             attempts=message.attempt if wait is not None else 0,
-            error=_said(error),
+            error=said(error),
             wait=wait,
         )
 
@@ -227,16 +225,3 @@ class Delivery(Sequence[Received], Generic[C]):
             if one is message:
                 return place
         raise ValueError(f"{message} is not a message of this delivery")
-
-
-def _said(error: BaseException | str) -> str:
-    """An error as it is kept. PostgreSQL's text holds no NUL, nor half a character.
-
-    >>> _said(ValueError("no such account")), _said("a\\0b")
-    ('ValueError: no such account', 'a\\ufffdb')
-    """
-    text = str(error)
-    if not isinstance(error, str):
-        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    clean = text.replace("\0", "\ufffd").encode(errors="replace").decode()
-    return clean[:MAX_ERROR]

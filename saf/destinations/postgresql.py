@@ -28,6 +28,7 @@ from saf.database import HAS_SCHEMA, SCHEMA_REVISION, Dsn, lacks_right, require_
 from saf.destinations import Chunk, Stored
 from saf.errors import Ahead, Fenced, Rejected, Unavailable, UnknownService
 from saf.failpoints import fail_point
+from saf.isolation import of_the_rows
 from saf.message import COLUMNS
 from saf.parking import MAIN
 from saf.shards import LAST
@@ -42,9 +43,6 @@ DURABLE = """
 SELECT set_config('synchronous_commit', 'on', false)
 WHERE current_setting('synchronous_commit') IN ('off', 'local')
 """
-
-OF_THE_ROWS = ("09", "22", "23", "27", "38", "39", "44", "54", "P0")
-"""Classes of SQLSTATE: data, constraints, limits of size, and what triggers raise."""
 
 SERVICES = "SELECT name FROM saf.service"
 
@@ -225,7 +223,7 @@ class PostgresInbox:
         # Only what is said of the rows themselves is a rejection. All else (lost connections, a
         # full disk, a standby, a lock or transaction timeout, a missing table) is the server's,
         # and would make dead letters of everything.
-        if state[:2] in OF_THE_ROWS:
+        if of_the_rows(state):
             return Rejected(f"destination {self.name!r}", reason)
         return Unavailable(f"destination {self.name!r}", reason)
 

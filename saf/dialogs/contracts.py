@@ -30,7 +30,7 @@ from saf.errors import (
     UsageError,
     WrongDirection,
 )
-from saf.message import MAX_NAME
+from saf.message import MAX_NAME, fits
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
@@ -283,8 +283,10 @@ def _validator(schema: str) -> Validator:
 
 
 def _check_name(what: str, name: str, version: int) -> None:
-    if not name or len(name) > MAX_NAME or not name.isprintable():
-        raise UsageError(f"{what} {name!r}: a name has 1 to {MAX_NAME} printable characters")
+    if not name or not fits(name, MAX_NAME) or not name.isprintable():
+        raise UsageError(
+            f"{what} {name!r}: a name has 1 to {MAX_NAME} bytes of printable characters"
+        )
     if version < 1:
         raise UsageError(f"{what} {name!r}: version {version} is less than 1")
 

@@ -21,7 +21,7 @@ from saf.cursor import hold
 from saf.dialogs.statements import TELL
 from saf.errors import SafError
 from saf.failpoints import fail_point
-from saf.message import COLUMNS
+from saf.message import COLUMNS, MAX_BODY
 from saf.parking import Lane
 from saf.spark.at_source import AtSource
 from saf.spark.sorting import Part
@@ -42,8 +42,10 @@ class Aside:
     parked: list[Part] = field(default_factory=list)
     dead: list[tuple[pa.Table, str, str, str]] = field(default_factory=list)
     """Messages, the destination, the reason, the error."""
-    unread: list[tuple[int, int, str]] = field(default_factory=list)
-    """Shard, id and error of messages too large to be read."""
+    unread: list[tuple[int, int]] = field(default_factory=list)
+    """Shard and id, of the parked the parked_id, of messages too large to be read."""
+    max_bytes: int = MAX_BODY
+    """Of a body that is read."""
     dead_letters: int = 0
     """How many messages have become dead letters."""
     parked_messages: int = 0
@@ -65,18 +67,23 @@ class Aside:
             self.dead.append((rows, destination, reason, error))
             self.dead_letters += rows.num_rows
 
+    def bury_unread(self, rows: pa.Table) -> pa.Table:
+        """Messages that are too large to be read become dead letters; return the others."""
+        if not rows["body"].null_count:
+            return rows
+        large = rows.filter(pc.is_null(rows["body"]))
+        number = "id" if self.lane is None else "parked_id"
+        self.unread += zip(large["shard"].to_pylist(), large[number].to_pylist(), strict=True)
+        self.dead_letters += large.num_rows
+        return rows.filter(pc.is_valid(rows["body"]))
+
     def bury_unfit(self, rows: pa.Table, max_bytes: int) -> pa.Table:
         """Messages that have expired or are too large become dead letters; return the others.
 
         By the time at which the batch was opened: read again, it gives the same.
         """
-        if rows["body"].null_count:
-            large = rows.filter(pc.is_null(rows["body"]))
-            error = f"the body has more than forwarder.max_bytes = {max_bytes}"
-            for shard, id_ in zip(large["shard"].to_pylist(), large["id"].to_pylist(), strict=True):
-                self.unread.append((shard, id_, error))
-                self.dead_letters += 1
-            rows = rows.filter(pc.is_valid(rows["body"]))
+        self.max_bytes = max_bytes
+        rows = self.bury_unread(rows)
         expiry = rows["expires_at"]
         if expiry.null_count < len(expiry):
             now = pa.scalar(self.work.batch.opened_at, expiry.type)
@@ -109,8 +116,10 @@ class Aside:
             if self.lane is None:
                 self.write(source)
             else:
-                buried = [rows["parked_id"].to_pylist() for rows, *_ in self.dead]
-                self.write_from_lane(source, [number for ids in buried for number in ids])
+                buried = [number for _, number in self.unread]
+                for rows, *_ in self.dead:
+                    buried += rows["parked_id"].to_pylist()
+                self.write_from_lane(source, buried)
 
         at_source(write)
         self.written()
@@ -150,9 +159,15 @@ class Aside:
             new = [row for row in dicts if row["id"] not in here]
             dead.bury(source, sorted(new, key=itemgetter("id")))  # retried in the order they died
             _tell(source, [row for row in new if row["reason"] == "unresolved"])
-        for shard, id_, error in self.unread:
-            if not dead.known(source, subscription_id, "", [id_]):
-                dead.bury_unread(source, subscription_id, shard, id_, error)
+        dead.bury_unread(
+            source,
+            subscription_id,
+            "outbox" if self.lane is None else "parked",
+            self.unread,
+            destination="" if self.lane is None else self.lane.destination,
+            max_bytes=self.max_bytes,
+            setting="forwarder.max_bytes",
+        )
 
     def _parked(self, part: Part) -> Iterator[dict[str, Any]]:
         more = {

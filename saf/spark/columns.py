@@ -2,6 +2,9 @@
 
 To read that there is nothing takes as long as to read a number. So of a deep backlog, what most
 messages do not have is read only where some have it.
+
+Of a row that is too large to be read (see `saf.limits`), what is too large is NULL, and so is the
+body, which tells it from others.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import pyarrow as pa
 from psycopg import sql
 
 from saf import message
+from saf.limits import HEADERS_READABLE, LONG_NAMES, NAMES_READABLE, body_readable
+from saf.message import MAX_BODY
 
 COLUMNS = ("id", "shard", *message.COLUMNS)
 
@@ -26,6 +31,16 @@ UNCOMMON = {
 }
 """What a message outside of dialogs, for any time, does not have."""
 
+LONG = ("from_service", "to_service", "key", "message_type")
+"""The texts of a message."""
+BOUNDED = {
+    name: sql.SQL("CASE WHEN octet_length({0}) <= {1} THEN {0} END AS {0}").format(
+        sql.Identifier(name), sql.Literal(LONG_NAMES)
+    )
+    for name in LONG
+}
+BOUNDED["headers"] = sql.SQL(f"CASE WHEN {HEADERS_READABLE} THEN headers END AS headers")
+
 MORE = "more"
 """True for a row that has any of them, else NULL."""
 MORE_THAN_COMMON = sql.SQL("CASE WHEN {} THEN NULL ELSE true END AS {}").format(
@@ -36,15 +51,14 @@ MORE_THAN_COMMON = sql.SQL("CASE WHEN {} THEN NULL ELSE true END AS {}").format(
 
 def selected(max_bytes: int | None) -> list[str | sql.Composable]:
     """What to select from a log to get `COLUMNS`; a body over ``max_bytes`` is NULL."""
-    if max_bytes is None:
-        return [*COLUMNS]
-    return [body_within(max_bytes) if name == "body" else name for name in COLUMNS]
+    columns = {**BOUNDED, "body": body_within(max_bytes or MAX_BODY)}
+    return [columns.get(name, name) for name in COLUMNS]
 
 
 def common(columns: Iterable[str | sql.Composable]) -> list[str | sql.Composable]:
     """Without those that most messages do not have; instead, `MORE` says whether a row does."""
-    some = (name for name in columns if not isinstance(name, str) or name not in UNCOMMON)
-    return [*some, MORE_THAN_COMMON]
+    uncommon = [BOUNDED.get(name, name) for name in UNCOMMON]
+    return [*(name for name in columns if name not in uncommon), MORE_THAN_COMMON]
 
 
 def completed(rows: pa.RecordBatch) -> pa.RecordBatch | None:
@@ -58,9 +72,9 @@ def completed(rows: pa.RecordBatch) -> pa.RecordBatch | None:
 
 
 def body_within(max_bytes: int) -> sql.Composable:
-    """The body; NULL if it is larger."""
-    body = "CASE WHEN octet_length(body) <= {} THEN body END AS body"
-    return sql.SQL(body).format(sql.Literal(max_bytes))
+    """The body; NULL if it is larger, or something else of the row cannot be read."""
+    fits = f"({NAMES_READABLE}) AND ({HEADERS_READABLE}) AND {body_readable(max_bytes)}"
+    return sql.SQL(f"CASE WHEN {fits} THEN body END AS body")
 
 
 def plain(rows: pa.RecordBatch) -> pa.RecordBatch:

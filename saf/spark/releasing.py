@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -21,6 +22,7 @@ from saf import parking
 from saf.cursor import hold
 from saf.errors import SafError, Unavailable
 from saf.failpoints import fail_point
+from saf.isolation import isolate
 from saf.parking import ADDRESS, FOUND, ROUTE, SERVICE, Backoff, Lane
 from saf.spark.aside import Aside
 from saf.spark.at_source import AtSource
@@ -69,24 +71,12 @@ class Releasing:
         if not lane.due:
             self.lanes.hold(lane.key, Unavailable(str(lane), lane.error))
             return
-        tried = False
+        tried, failed = False, set[Lane]()
         for rows in self._parked(lane):
             tried = True
-            aside = Aside(work=self.work, lane=lane.key)
-            for part in self._qualities(lane, rows):
-                if obstacle := self._obstacle(part):
-                    aside.failed[lane.key] = obstacle
-                if lane.key in aside.failed:
-                    aside.parked.append(part)
-                elif part.quality == AT_MOST_ONCE:
-                    self._settle(part.rows, Aside(work=self.work, lane=lane.key))
-                    self.storing.store_once(part, aside)
-                else:
-                    self.storing.store(part, mark(part.rows), aside)
-            self._settle(rows, aside)
-            self.receipts.of(None).dead += aside.dead_letters
-            if lane.key in aside.failed:
-                self.lanes.hold(lane.key, aside.failed[lane.key])
+            release = partial(self._release, lane, failed)
+            isolate(rows, release, partial(self._bury, lane, "rejected"))
+            if failed:
                 return
         subscription_id = self.work.batch.subscription_id
         if tried:
@@ -94,6 +84,27 @@ class Releasing:
             self.at_source(lambda source: parking.succeeded(source, subscription_id, lane.key))
         else:
             self.lanes.untried.add(lane.key)
+
+    def _release(self, lane: Backoff, failed: set[Lane], rows: pa.Table) -> None:
+        """Deliver some of a lane's messages, unless earlier ones of it have ``failed``."""
+        if failed:
+            return
+        aside = Aside(work=self.work, lane=lane.key)
+        for part in self._qualities(lane, aside.bury_unread(rows)):
+            if obstacle := self._obstacle(part):
+                aside.failed[lane.key] = obstacle
+            if lane.key in aside.failed:
+                aside.parked.append(part)
+            elif part.quality == AT_MOST_ONCE:
+                self._settle(part.rows, Aside(work=self.work, lane=lane.key))
+                self.storing.store_once(part, aside)
+            else:
+                self.storing.store(part, mark(part.rows), aside)
+        self._settle(rows, aside)
+        self.receipts.of(None).dead += aside.dead_letters
+        if lane.key in aside.failed:
+            self.lanes.hold(lane.key, aside.failed[lane.key])
+            failed.add(lane.key)
 
     def forget_untried(self) -> None:
         """Lanes that had nothing here, and to which nothing new went either."""
@@ -121,20 +132,32 @@ class Releasing:
         needed = [*selected(None)] if self.resolver else ["id", "shard", *ADDRESS]
         columns = ["parked_id", sql.SQL("id AS log_id"), *parking.as_log(needed, lane.key)]
         batches = read(self.work, parking.in_lane(self.work.batch, lane.key, columns))
-        moved = False
+        moved: list[Lane] = []
         for rows in chunks(batches, self.policy.chunk_rows, self.policy.chunk_bytes):
-            resolution = self.resolver.resolve(rows)
-            for some, error in resolution.dead:
-                self._bury(lane, some, error)
-            routed = self.wayfinder.route(resolution.rows)
-            routed = routed.filter(routed["route"].is_valid())
-            moved |= self._move(lane, share(routed, self.wayfinder.ways, self.at_source.choose))
-        return moved
+            find_routes = partial(self._find_routes, lane, moved)
+            isolate(rows, find_routes, partial(self._bury, lane, "rejected"))
+        return bool(moved)
 
-    def _bury(self, lane: Backoff, rows: pa.Table, error: str) -> None:
-        """What the lane's router does not know where to send to leaves the lane."""
+    def _find_routes(self, lane: Backoff, moved: list[Lane], rows: pa.Table) -> None:
+        """Move some of a lane's messages to where routes lead, and note that in ``moved``."""
+        if "body" in rows.column_names and rows["body"].null_count:
+            aside = Aside(work=self.work, lane=lane.key)
+            readable = aside.bury_unread(rows)
+            self._settle(rows.filter(pc.is_null(rows["body"])), aside)
+            self.receipts.of(None).dead += aside.dead_letters
+            rows = readable
+        resolution = self.resolver.resolve(rows)
+        for some, error in resolution.dead:
+            self._bury(lane, "unresolved", some, error)
+        routed = self.wayfinder.route(resolution.rows)
+        routed = routed.filter(routed["route"].is_valid())
+        if self._move(lane, share(routed, self.wayfinder.ways, self.at_source.choose)):
+            moved.append(lane.key)
+
+    def _bury(self, lane: Backoff, reason: str, rows: pa.Table, error: str) -> None:
+        """What can go nowhere leaves the lane, and is a dead letter."""
         aside = Aside(work=self.work, lane=lane.key)
-        aside.bury(rows, "", "unresolved", error)
+        aside.bury(rows, lane.destination, reason, error)
         self._settle(rows, aside)
         self.receipts.of(None).dead += aside.dead_letters
 
