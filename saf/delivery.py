@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar, overload
 import psycopg
 
 from saf import claim, dead, lanes, parking
-from saf.claim import EXPIRED, LATE, Hand
-from saf.dialogs.arrival import Arrival, arrive
+from saf.claim import EXPIRED, LATE, UNREAD, Hand
+from saf.dialogs.arrival import Arrival, arrive, fail_unseen
 from saf.isolation import said
 from saf.lanes import Policy, Suspect, Waiting
 from saf.parking import AHEAD, LATER, Lane
@@ -136,9 +136,12 @@ class Delivery(Sequence[Received], Generic[C]):
         keep += [(one, f"{LATER}{one.shard}") for one in hand.aside[LATE]]
         keep += [(one, f"{AHEAD}{one.conversation_id}") for one in self._arrival.ahead]
         bury = [(one, "expired", "expires_at has passed") for one in hand.aside[EXPIRED]]
-        bury += [(one, "rejected", error) for one, error in self._arrival.refused]
         bury += self._dead.values()
         gone = [one.parked_id for one in self._arrival.dropped]
+        gone += bury_as_stored(self._raw, hand, self._arrival.refused)
+        gone += bury_as_stored(self._raw, hand, [(one, None) for one in hand.aside[UNREAD]])
+        for one in hand.aside[UNREAD]:
+            fail_unseen(self._raw, one)
         gone += [one.parked_id for one, *_ in bury]
         not_received: list[Received] = []
         if self._stopped or hand.late or self._tried:
@@ -225,3 +228,40 @@ class Delivery(Sequence[Received], Generic[C]):
             if one is message:
                 return place
         raise ValueError(f"{message} is not a message of this delivery")
+
+
+def bury_alone(raw: psycopg.Connection[Any], hand: Hand, error: Exception) -> None:
+    """Make a dead letter of the one message in hand, for which whatever is done raises.
+
+    Its conversation ends with an error, and the shard goes past it.
+    """
+    gone = bury_as_stored(raw, hand, [(one, said(error)) for one in hand.all])
+    parking.unpark(raw, [number for number in gone if number])
+    if hand.reader.converses:
+        for one in hand.all:
+            fail_unseen(raw, one)
+    claim.move(raw, hand)
+
+
+def bury_as_stored(
+    raw: psycopg.Connection[Any], hand: Hand, some: Sequence[tuple[Received, str | None]]
+) -> list[int | None]:
+    """Make dead letters of messages by what is stored of them, not by what was read.
+
+    Each with its error; None: that it is too large to be read. Return where they were parked.
+    """
+    for table, places in (
+        ("inbox", [(one.id, one, error) for one, error in some if one.parked_id is None]),
+        ("parked", [(one.parked_id, one, error) for one, error in some if one.parked_id]),
+    ):
+        rows = [
+            dead.AsStored(
+                shard=one.shard,
+                id=place or 0,
+                reason="over_size" if error is None else "rejected",
+                error=error,
+            )
+            for place, one, error in places
+        ]
+        dead.bury_as_stored(raw, hand.reader.subscription_id, table, rows)
+    return [one.parked_id for one, _ in some]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import psycopg
 
-from saf.errors import InvalidMessage, Rejected, SafError, UnreadableBody
+from saf.errors import InvalidMessage, Rejected, SafError, UnreadableBody, UnreadableHeaders
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -57,7 +57,7 @@ def of_messages(error: Exception) -> bool:
     (False, False)
     """
     if isinstance(error, SafError):
-        return isinstance(error, (InvalidMessage, Rejected, UnreadableBody))
+        return isinstance(error, (InvalidMessage, Rejected, UnreadableBody, UnreadableHeaders))
     if isinstance(error, psycopg.Error):
         # without a state it is psycopg's own: a value that it cannot send
         return of_the_rows(error.sqlstate) or isinstance(error, psycopg.DataError)

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 
 from saf import dead, parking
 from saf.cursor import hold
+from saf.dead import AsStored
 from saf.dialogs.statements import TELL
 from saf.errors import SafError
 from saf.failpoints import fail_point
@@ -42,8 +43,8 @@ class Aside:
     parked: list[Part] = field(default_factory=list)
     dead: list[tuple[pa.Table, str, str, str]] = field(default_factory=list)
     """Messages, the destination, the reason, the error."""
-    unread: list[tuple[int, int]] = field(default_factory=list)
-    """Shard and id, of the parked the parked_id, of messages too large to be read."""
+    unread: list[AsStored] = field(default_factory=list)
+    """Messages too large to be read."""
     max_bytes: int = MAX_BODY
     """Of a body that is read."""
     dead_letters: int = 0
@@ -73,7 +74,8 @@ class Aside:
             return rows
         large = rows.filter(pc.is_null(rows["body"]))
         number = "id" if self.lane is None else "parked_id"
-        self.unread += zip(large["shard"].to_pylist(), large[number].to_pylist(), strict=True)
+        places = zip(large["shard"].to_pylist(), large[number].to_pylist(), strict=True)
+        self.unread += [AsStored(shard=shard, id=id_) for shard, id_ in places]
         self.dead_letters += large.num_rows
         return rows.filter(pc.is_valid(rows["body"]))
 
@@ -116,7 +118,7 @@ class Aside:
             if self.lane is None:
                 self.write(source)
             else:
-                buried = [number for _, number in self.unread]
+                buried = [one.id for one in self.unread]
                 for rows, *_ in self.dead:
                     buried += rows["parked_id"].to_pylist()
                 self.write_from_lane(source, buried)
@@ -159,7 +161,7 @@ class Aside:
             new = [row for row in dicts if row["id"] not in here]
             dead.bury(source, sorted(new, key=itemgetter("id")))  # retried in the order they died
             _tell(source, [row for row in new if row["reason"] == "unresolved"])
-        dead.bury_unread(
+        dead.bury_as_stored(
             source,
             subscription_id,
             "outbox" if self.lane is None else "parked",

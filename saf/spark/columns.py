@@ -33,7 +33,7 @@ UNCOMMON = {
 
 LONG = ("from_service", "to_service", "key", "message_type")
 """The texts of a message."""
-BOUNDED = {
+BOUNDED: dict[str, sql.Composable] = {
     name: sql.SQL("CASE WHEN octet_length({0}) <= {1} THEN {0} END AS {0}").format(
         sql.Identifier(name), sql.Literal(LONG_NAMES)
     )

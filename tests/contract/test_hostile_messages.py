@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import resource
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import psycopg
@@ -46,7 +47,10 @@ def send(connection: psycopg.Connection[Any], body: str, **columns: Any) -> None
 
 def run(app: Dsn, **destinations: Dsn) -> list[Receipt]:
     """Cycles until nothing is left; no receipt says an error."""
-    with Cycle(app, policy(**destinations)) as cycle:
+    with Cycle(
+        app,
+        replace(policy(), destinations={n: (d, "exactly_once") for n, d in destinations.items()}),
+    ) as cycle:
         said = []
         while receipts := cycle.run():
             said += receipts
