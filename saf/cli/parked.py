@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
+from saf.cli.console import echo
 from saf.config import load
 from saf.parking import Parked, parked, retry_now
 
@@ -29,7 +30,7 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
         rows = [
             {"broker": name, **lane.as_dict()} for name, found in lanes.items() for lane in found
         ]
-        typer.echo(json.dumps({"parked": rows, "errors": round_.errors()}))
+        echo(json.dumps({"parked": rows, "errors": round_.errors()}))
     else:
         show(lanes)
     round_.finish(say=not as_json)
@@ -46,10 +47,10 @@ def retry_now_(
     round_ = Round(chosen(load(config), broker))
     due = round_.visit("parked", lambda connection, _: retry_now(connection, destination))
     if as_json:
-        typer.echo(json.dumps({"lanes": due, "errors": round_.errors()}))
+        echo(json.dumps({"lanes": due, "errors": round_.errors()}))
     else:
         for name, lanes in due.items():
-            typer.echo(f"{name}: {lanes} lane{'s' * (lanes != 1)} to be tried by the next run")
+            echo(f"{name}: {lanes} lane{'s' * (lanes != 1)} to be tried by the next run")
     round_.finish(say=not as_json)
 
 
@@ -61,7 +62,7 @@ def show(lanes: Mapping[str, Sequence[Parked]]) -> None:
             if lane.next_attempt_at.year == FOR_EVER:
                 when = "on an operator's word"
             who = "" if lane.subscription == "forwarder" else f" by {lane.subscription}"
-            typer.echo(
+            echo(
                 f"{name}: {lane.messages:,} parked{who}, {lane.key}; {lane.attempts} attempts, "
                 f"next {when}: {lane.error}"
             )

@@ -10,6 +10,7 @@ import psycopg
 import typer
 
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
+from saf.cli.console import echo
 from saf.config import Settings, load
 from saf.database import check_schema, fetch, unavailable_if_lost
 from saf.rebase import Known, Rebased, known_at, rebase
@@ -41,10 +42,10 @@ def command(
              "destinations_ahead": result.destinations_ahead if result else []}
             for name, result in done.items()
         ]  # fmt: skip
-        typer.echo(json.dumps({"brokers": rows, "errors": round_.errors()}))
+        echo(json.dumps({"brokers": rows, "errors": round_.errors()}))
     else:
         for name, result in done.items():
-            typer.echo(f"{name}: {_words(result)}")
+            echo(f"{name}: {_words(result)}")
     round_.finish(say=not as_json)
 
 

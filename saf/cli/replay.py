@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import typer
-
 from saf.cli.brokers import (
     AsJson,
     Config,
@@ -17,6 +15,7 @@ from saf.cli.brokers import (
     Why,
     chosen,
 )
+from saf.cli.console import echo
 from saf.config import Broker, load
 from saf.database import check_schema, unavailable_if_lost
 from saf.reconcile import missing
@@ -65,12 +64,12 @@ def command(
 
     done = round_.each(again)
     if as_json:
-        typer.echo(json.dumps({"message_ids": done, "errors": round_.errors()}))
+        echo(json.dumps({"message_ids": done, "errors": round_.errors()}))
     else:
         for name, by_destination in done.items():
             counts = [
                 f"{len(ids):,} for {where or 'a router'}" for where, ids in by_destination.items()
             ]
             verb = "would be sent again" if dry_run else "to be sent again by the next run"
-            typer.echo(f"{name}: {', '.join(counts)} {verb}" if counts else f"{name}: nothing lost")
+            echo(f"{name}: {', '.join(counts)} {verb}" if counts else f"{name}: nothing lost")
     round_.finish(say=not as_json)

@@ -15,7 +15,7 @@ import pyarrow as pa
 from psycopg import sql
 
 from saf import message
-from saf.limits import HEADERS_READABLE, LONG_NAMES, NAMES_READABLE, body_readable
+from saf.limits import HEADERS_READABLE, KEPT, LONG_NAMES, NAMES_READABLE, body_readable
 from saf.message import MAX_BODY
 
 COLUMNS = ("id", "shard", *message.COLUMNS)
@@ -33,13 +33,6 @@ UNCOMMON = {
 
 LONG = ("from_service", "to_service", "key", "message_type")
 """The texts of a message."""
-BOUNDED: dict[str, sql.Composable] = {
-    name: sql.SQL("CASE WHEN octet_length({0}) <= {1} THEN {0} END AS {0}").format(
-        sql.Identifier(name), sql.Literal(LONG_NAMES)
-    )
-    for name in LONG
-}
-BOUNDED["headers"] = sql.SQL(f"CASE WHEN {HEADERS_READABLE} THEN headers END AS headers")
 
 MORE = "more"
 """True for a row that has any of them, else NULL."""
@@ -49,16 +42,18 @@ MORE_THAN_COMMON = sql.SQL("CASE WHEN {} THEN NULL ELSE true END AS {}").format(
 )
 
 
-def selected(max_bytes: int | None) -> list[str | sql.Composable]:
-    """What to select from a log to get `COLUMNS`; a body over ``max_bytes`` is NULL."""
-    columns = {**BOUNDED, "body": body_within(max_bytes or MAX_BODY)}
-    return [columns.get(name, name) for name in COLUMNS]
+def selected(max_bytes: int | None, log: str | None = None) -> list[str | sql.Composable]:
+    """What to select to get `COLUMNS`; a body over ``max_bytes`` is NULL.
+
+    From a ``log``, or from the parked messages.
+    """
+    return [bounded(name, max_bytes, log) for name in COLUMNS]
 
 
 def common(columns: Iterable[str | sql.Composable]) -> list[str | sql.Composable]:
     """Without those that most messages do not have; instead, `MORE` says whether a row does."""
-    uncommon = [BOUNDED.get(name, name) for name in UNCOMMON]
-    return [*(name for name in columns if name not in uncommon), MORE_THAN_COMMON]
+    named = zip(COLUMNS, columns, strict=True)
+    return [*(column for name, column in named if name not in UNCOMMON), MORE_THAN_COMMON]
 
 
 def completed(rows: pa.RecordBatch) -> pa.RecordBatch | None:
@@ -71,10 +66,23 @@ def completed(rows: pa.RecordBatch) -> pa.RecordBatch | None:
     )
 
 
-def body_within(max_bytes: int) -> sql.Composable:
-    """The body; NULL if it is larger, or something else of the row cannot be read."""
-    fits = f"({NAMES_READABLE}) AND ({HEADERS_READABLE}) AND {body_readable(max_bytes)}"
-    return sql.SQL(f"CASE WHEN {fits} THEN body END AS body")
+def bounded(
+    name: str, max_bytes: int | None = None, log: str | None = None
+) -> str | sql.Composable:
+    """A column, or NULL where it is too large; the body too where anything of the row is."""
+    kept = KEPT.format(log=log) if log else "false"
+    if name in LONG:
+        return _where(f"{kept} OR octet_length({name}) <= {LONG_NAMES}", name)
+    if name == "headers":
+        return _where(f"{kept} OR {HEADERS_READABLE}", name)
+    if name == "body":
+        rest = f"{kept} OR ({NAMES_READABLE}) AND ({HEADERS_READABLE})"
+        return _where(f"{body_readable(max_bytes or MAX_BODY)} AND ({rest})", name)
+    return name
+
+
+def _where(condition: str, name: str) -> sql.Composable:
+    return sql.SQL(f"CASE WHEN {condition} THEN {name} END AS {name}")
 
 
 def plain(rows: pa.RecordBatch) -> pa.RecordBatch:
