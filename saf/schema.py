@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql as pg
 
 from saf.dialogs.schema import add_tables
-from saf.limits import BOUNDED, SPOKEN
+from saf.limits import BOUNDED
 from saf.ring import SLOT_ROWS, SLOTS
 from saf.shards import DEFAULT_SHARDS, MAX_SHARDS, shard_expression
 
@@ -94,11 +94,6 @@ def _log(
             BOUNDED,
             name=f"{name}_bounded",
             comment="in bytes: indexes, COPY and memory have limits in bytes; see saf.limits",
-        ),
-        sa.CheckConstraint(
-            SPOKEN,
-            name=f"{name}_spoken",
-            comment="a message of a dialog says of which, and is counted from one",
         ),
         sa.Index(f"{name}_shard_txid", "shard", "txid"),
         # doubled, because SQLAlchemy hands this part to the driver as it is

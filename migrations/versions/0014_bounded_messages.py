@@ -12,38 +12,29 @@ revision = "0014"
 down_revision = "0010"
 
 BOUNDED = """
-octet_length(to_service) <= 255 AND octet_length(from_service) <= 255
-AND octet_length(message_type) <= 255 AND octet_length(key) <= 1024
-AND octet_length(body) <= 524288000
-AND CASE WHEN pg_column_size(headers || '{}') <= 96 THEN true
-    WHEN pg_column_size(headers || '{}') > 8388608 THEN false
-    ELSE octet_length(CAST(headers AS text)) <= 1048576 END
+octet_length(to_service) <= 255 AND octet_length(key) <= 1024
+AND (pg_column_size(headers || '{}') <= 96 OR octet_length(CAST(headers AS text)) <= 1048576)
 """
-SPOKEN = "from_initiator IS NULL OR conversation_id IS NOT NULL AND coalesce(sequence, 1) > 0"
 
 # Not to read a log that is not empty while its table is locked
 UP = """
-ALTER TABLE saf.{log} ADD CONSTRAINT {log}_bounded CHECK ({bounded}) NOT VALID,
-    ADD CONSTRAINT {log}_spoken CHECK ({spoken}) NOT VALID;
+ALTER TABLE saf.{log} ADD CONSTRAINT {log}_bounded CHECK ({bounded}) NOT VALID;
 COMMENT ON CONSTRAINT {log}_bounded ON saf.{log} IS
     'in bytes: indexes, COPY and memory have limits in bytes; see saf.limits';
-COMMENT ON CONSTRAINT {log}_spoken ON saf.{log} IS
-    'a message of a dialog says of which, and is counted from one';
 DO $$ BEGIN
     IF NOT EXISTS (SELECT FROM saf.{log}) THEN
-        ALTER TABLE saf.{log} VALIDATE CONSTRAINT {log}_bounded,
-            VALIDATE CONSTRAINT {log}_spoken;
+        ALTER TABLE saf.{log} VALIDATE CONSTRAINT {log}_bounded;
     END IF;
 END $$;
 """
-DOWN = "ALTER TABLE saf.{log} DROP CONSTRAINT {log}_bounded, DROP CONSTRAINT {log}_spoken"
+DOWN = "ALTER TABLE saf.{log} DROP CONSTRAINT {log}_bounded"
 
 LOGS = ("outbox", "inbox")
 
 
 def upgrade() -> None:
     for log in LOGS:
-        op.execute(UP.format(log=log, bounded=BOUNDED, spoken=SPOKEN))
+        op.execute(UP.format(log=log, bounded=BOUNDED))
 
 
 def downgrade() -> None:

@@ -31,9 +31,6 @@ UNCOMMON = {
 }
 """What a message outside of dialogs, for any time, does not have."""
 
-LONG = ("from_service", "to_service", "key", "message_type")
-"""The texts of a message."""
-
 MORE = "more"
 """True for a row that has any of them, else NULL."""
 MORE_THAN_COMMON = sql.SQL("CASE WHEN {} THEN NULL ELSE true END AS {}").format(
@@ -71,13 +68,16 @@ def bounded(
 ) -> str | sql.Composable:
     """A column, or NULL where it is too large; the body too where anything of the row is."""
     kept = KEPT.format(log=log) if log else "false"
-    if name in LONG:
+    if name in ("to_service", "key"):
         return _where(f"{kept} OR octet_length({name}) <= {LONG_NAMES}", name)
+    if name in ("from_service", "message_type"):
+        return _where(f"octet_length({name}) <= {LONG_NAMES}", name)
     if name == "headers":
         return _where(f"{kept} OR {HEADERS_READABLE}", name)
     if name == "body":
-        rest = f"{kept} OR ({NAMES_READABLE}) AND ({HEADERS_READABLE})"
-        return _where(f"{body_readable(max_bytes or MAX_BODY)} AND ({rest})", name)
+        rest = f"{kept} OR ({HEADERS_READABLE})"
+        fits = f"{body_readable(max_bytes or MAX_BODY)} AND {NAMES_READABLE} AND ({rest})"
+        return _where(fits, name)
     return name
 
 

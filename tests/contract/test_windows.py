@@ -133,7 +133,6 @@ def test_what_most_messages_do_not_have_is_read_where_some_do(app: Dsn, mom: Dsn
     }
     assert set(values) == set(UNCOMMON)
     with connect(app) as connection:
-        connection.execute("ALTER TABLE saf.outbox DROP CONSTRAINT outbox_spoken")
         for column, value in values.items():
             connection.execute(FILL, [100])
             connection.execute(
