@@ -12,7 +12,7 @@ from rich.table import Table
 from saf.backoff import SHOWN
 from saf.cli import parked
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
-from saf.cli.console import plain_console
+from saf.cli.console import echo, plain_console
 from saf.config import load
 from saf.errors import ranges
 from saf.status import BrokerStatus, broker_status
@@ -29,7 +29,7 @@ def command(
     known = round_.visit("status", lambda connection, _: broker_status(connection, SHOWN))
     if as_json:
         brokers = [{"broker": name, **status.as_dict()} for name, status in known.items()]
-        typer.echo(json.dumps({"brokers": brokers, "errors": round_.errors()}))
+        echo(json.dumps({"brokers": brokers, "errors": round_.errors()}))
     else:
         console = plain_console()
         console.print(_overview(known))
