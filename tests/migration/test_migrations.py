@@ -17,6 +17,7 @@ import pytest
 from alembic import command
 from alembic.script import ScriptDirectory
 from psycopg import sql
+from psycopg.conninfo import make_conninfo
 
 from saf import Outbox
 from saf.database import REVISION, Dsn
@@ -493,7 +494,7 @@ def test_ours_and_the_applications_migrations_do_not_meet(
 
 def test_a_user_error_is_one_of_ours(new_database: NewDatabase) -> None:
     dsn = new_database("lost")
-    gone = Dsn(f"{dsn.conninfo}_gone")
+    gone = Dsn(make_conninfo(dsn.conninfo, dbname="saf_gone"))
     with pytest.raises(SafError):
         migrate(gone)
     with pytest.raises(psycopg.Error), psycopg.connect(gone.conninfo):
