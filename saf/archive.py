@@ -2,7 +2,8 @@
 
     FOLDER/<broker_id>/outbox-3-<first id>-<last id>.parquet
 
-A file holds every column of every message of the slot, in no order. It is read in one snapshot and
+A file holds every column of every message of the slot, in no order; of what is too large to be read
+(see `saf.limits`) nothing, because a dead letter has it whole. It is read in one snapshot and
 in bounded memory, written under another name, brought to the disk and then renamed, so a file with
 this name is whole. The caller truncates afterwards, and only if the snapshot still shows every row;
 if it does not come to that, the next archive of the slot replaces the file, or lies beside it
@@ -26,6 +27,8 @@ try:
     import adbc_driver_manager.dbapi as adbc
     import adbc_driver_postgresql.dbapi
     import pyarrow.parquet as pq
+
+    from saf.spark.columns import bounded
 except ImportError:
     raise MissingExtra("forwarder", "an archive in Parquet") from None
 
@@ -88,7 +91,8 @@ class ParquetArchive:
 
 def _write(cursor: adbc.Cursor, slot: Slot, file: Path) -> int:
     """Copy a slot's rows into a file, durably; return how many there were."""
-    columns = sql.SQL(", ").join(map(sql.Identifier, COLUMNS_OF_LOG[slot.log]))
+    some = [bounded(name, log=slot.log) for name in COLUMNS_OF_LOG[slot.log]]
+    columns = sql.SQL(", ").join(sql.Identifier(c) if isinstance(c, str) else c for c in some)
     query = sql.SQL(ROWS).format(columns=columns, slot=sql.Identifier("saf", slot.table))
     cursor.adbc_statement.set_options(
         **{"adbc.postgresql.batch_size_hint_bytes": str(ARROW_BATCH_BYTES)}

@@ -42,6 +42,7 @@ from psycopg.rows import tuple_row
 from saf.database import fetch
 from saf.dialogs.fragments import FRAGMENT
 from saf.errors import UsageError
+from saf.limits import READABLE
 from saf.parking import LATER
 from saf.received import EXPRESSIONS, ID, READ, SHARD, Received, expressions
 from saf.shards import NEWEST, THIS_ROW, failed, newest
@@ -129,9 +130,10 @@ FROM {IN_HAND} AS c
 """
 
 # Of a dialog: to be handed out now, if it is its turn
-NOW, LATE, EXPIRED, SPOKEN = 0, 1, 2, 3
+NOW, LATE, EXPIRED, SPOKEN, UNREAD = 0, 1, 2, 3, 4
 FATE = f"""
-CASE WHEN expires_at <= now() THEN {EXPIRED} WHEN deliver_at > now() THEN {LATE}
+CASE WHEN NOT ({READABLE}) THEN {UNREAD}
+     WHEN expires_at <= now() THEN {EXPIRED} WHEN deliver_at > now() THEN {LATE}
      WHEN from_initiator IS NOT NULL THEN {SPOKEN} ELSE {NOW} END
 """
 
@@ -150,7 +152,7 @@ AND (%(service)s::text IS NULL OR to_service = %(service)s)
 BODY = f"""
 CASE WHEN from_initiator IS NOT NULL AND sequence IS NOT NULL AND %(converses)s
           AND headers -> '{FRAGMENT}' IS NOT NULL
-     THEN ''::bytea ELSE body END
+     THEN ''::bytea WHEN {READABLE} THEN body END
 """
 READ_LOG = f"""
 SELECT m.* FROM unnest(%(shards)s::smallint[], %(open)s::pg_snapshot[]) AS h (shard, open)
@@ -270,10 +272,17 @@ class Hand:
     """The lanes with delayed messages whose time has come."""
     messages: list[Received] = field(default_factory=list)
     """To be handed out, in order."""
-    aside: dict[int, list[Received]] = field(default_factory=lambda: {LATE: [], EXPIRED: []})
+    aside: dict[int, list[Received]] = field(
+        default_factory=lambda: {LATE: [], EXPIRED: [], UNREAD: []}
+    )
     """Not to be handed out now, by why."""
     spoken: bool = False
     """Whether there are messages of dialogs among them."""
+
+    @property
+    def all(self) -> list[Received]:
+        """Whatever was read."""
+        return [*self.messages, *(one for some in self.aside.values() for one in some)]
 
     def take(self, message: Received, fate: int) -> None:
         """Put a message to the others of its fate."""

@@ -56,7 +56,7 @@ from pydantic_settings import (
 
 from saf.database import Dsn, refuse_unescaped
 from saf.errors import ConfigurationError, UsageError
-from saf.message import DEFAULT_MAX_BYTES, MAX_NAME
+from saf.message import DEFAULT_MAX_BYTES, MAX_NAME, fits
 from saf.routers import check as check_router
 from saf.routes import Configured, ConfiguredRouter, Declared
 from saf.ways import Route as Leads
@@ -75,8 +75,8 @@ def _dsn(value: object) -> object:
 
 
 def _printable(name: str) -> str:
-    if not name or len(name) > MAX_NAME or not name.isprintable():
-        raise ValueError(f"a name has 1 to {MAX_NAME} printable characters")
+    if not name or not fits(name, MAX_NAME) or not name.isprintable():
+        raise ValueError(f"a name has 1 to {MAX_NAME} bytes of printable characters")
     return name
 
 

@@ -19,7 +19,7 @@ from psycopg.abc import QueryNoTemplate
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import tuple_row
 
-from saf.errors import ConfigurationError, SchemaMismatch, SchemaMissing, Unavailable
+from saf.errors import ConfigurationError, Rejected, SchemaMismatch, SchemaMissing, Unavailable
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
@@ -161,14 +161,16 @@ def refuse_unescaped(text: str) -> None:
 def unavailable_if_lost(what: str) -> Iterator[None]:
     """Turn a lost connection into `Unavailable`, and a missing right into `ConfigurationError`.
 
-    Other database errors pass through.
+    Other database errors pass through, and what exceeds a limit is `Rejected`.
     """
     try:
         yield
     except psycopg.errors.InsufficientPrivilege as error:
         raise lacks_right(what, str(error)) from error
     except (psycopg.OperationalError, psycopg.InterfaceError) as error:
-        raise Unavailable(what, " ".join(str(error).split())) from error
+        exceeded = (error.sqlstate or "").startswith("54")  # a limit: said of the rows
+        kind = Rejected if exceeded else Unavailable
+        raise kind(what, " ".join(str(error).split())) from error
 
 
 def lacks_right(what: str, reason: str) -> ConfigurationError:

@@ -9,7 +9,9 @@ why in ``saf.audit``.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
@@ -20,12 +22,16 @@ from psycopg import sql
 from psycopg.rows import class_row
 
 from saf.database import fetch
-from saf.message import COLUMNS
+from saf.limits import HEADERS_READABLE, WHY_NOT
+from saf.message import COLUMNS, MAX_BODY
 from saf.parking import KEY, RETRY
 
 REASONS = (
     *("rejected", "expired", "over_size", "unavailable", "failed", "unresolved", "no_dialog"),
 )
+
+SHOWN = 1024
+"""Characters of a name or a key that are shown; only rows of an older schema have more."""
 
 DEAD_COLUMNS = (
     *("subscription_id", "destination", "shard", "id", "reason", "error"),
@@ -35,11 +41,20 @@ BURY = sql.SQL("COPY saf.dead_letter ({}) FROM STDIN").format(
     sql.SQL(", ").join(map(sql.Identifier, DEAD_COLUMNS))
 )
 
-# The body was not read, because it is too large to travel
-BURY_UNREAD = f"""
-INSERT INTO saf.dead_letter (subscription_id, shard, id, reason, error, {", ".join(COLUMNS)})
-SELECT %(subscription_id)s, shard, id, %(reason)s, %(error)s, {", ".join(COLUMNS)}
-FROM saf.outbox WHERE shard = %(shard)s AND id = %(id)s
+# What cannot be read, or moved, does not leave the database
+BURY_AS_STORED = f"""
+INSERT INTO saf.dead_letter
+    (subscription_id, destination, shard, id, reason, error, {", ".join(COLUMNS)})
+SELECT %(subscription_id)s, %(destination)s, shard, id, u.reason, coalesce(u.error, {WHY_NOT}),
+       {", ".join(COLUMNS)}
+FROM saf.{{table}} JOIN unnest(%(shards)s::smallint[], %(ids)s::bigint[], %(reasons)s::text[],
+                              %(errors)s::text[]) AS u (shard, {{id}}, reason, error)
+    USING (shard, {{id}})
+WHERE NOT EXISTS (
+    SELECT FROM saf.dead_letter d
+    WHERE d.subscription_id = %(subscription_id)s AND d.destination = %(destination)s
+      AND d.shard = {{table}}.shard AND d.id = {{table}}.id)
+ORDER BY {{id}}
 """
 
 KNOWN = """
@@ -60,7 +75,9 @@ WHERE (%(dead_letter_ids)s::bigint[] IS NULL OR dead_letter_id = ANY (%(dead_let
 
 LIST = f"""
 SELECT dead_letter_id, s.name AS subscription, destination, reason, error, dead_letter_at,
-       message_id, to_service AS service, key, message_type, headers, octet_length(body) AS bytes,
+       message_id, left(to_service, {SHOWN}) AS service, left(key, {SHOWN}) AS key,
+       left(message_type, {SHOWN}) AS message_type, octet_length(body) AS bytes,
+       CASE WHEN {HEADERS_READABLE} THEN headers::text END AS headers,
        d.created_at, expires_at
 {CHOSEN} ORDER BY dead_letter_id LIMIT %(limit)s
 """
@@ -141,7 +158,8 @@ class DeadLetter:
     service: str
     key: str | None
     message_type: str | None
-    headers: dict[str, Any] | None
+    headers: str | None
+    """As JSON; None too if they are too large to be read."""
     bytes: int
     created_at: datetime
     expires_at: datetime | None
@@ -150,6 +168,10 @@ class DeadLetter:
         """For JSON."""
         plain = {name: value for name, value in asdict(self).items() if value is not None}
         moments = {n: v.isoformat() for n, v in plain.items() if isinstance(v, datetime)}
+        if self.headers is not None:
+            # as text where Python cannot take them apart
+            with suppress(ValueError, RecursionError):
+                plain["headers"] = json.loads(self.headers)
         return {**plain, **moments, "message_id": str(self.message_id)}
 
 
@@ -187,20 +209,53 @@ def bury(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) ->
             copy.write_row([row[column] for column in DEAD_COLUMNS])
 
 
-def bury_unread(
-    connection: psycopg.Connection[Any], subscription_id: int, shard: int, id_: int, error: str
+@dataclass(frozen=True, kw_only=True)
+class AsStored:
+    """A message that becomes a dead letter without being read."""
+
+    shard: int
+    id: int
+    """Of a parked one, the parked_id."""
+    reason: str = "over_size"
+    error: str | None = None
+    """None: that it is too large to be read."""
+
+
+def bury_as_stored(
+    connection: psycopg.Connection[Any],
+    subscription_id: int,
+    table: str,
+    rows: Sequence[AsStored],
+    *,
+    destination: str = "",
+    max_bytes: int = MAX_BODY,
+    setting: str = "saf.message.MAX_BODY",
 ) -> None:
-    """Set a message aside that was too large to read. Call it in a transaction."""
-    connection.execute(
-        BURY_UNREAD,
-        {
-            "subscription_id": subscription_id,
-            "shard": shard,
-            "id": id_,
-            "reason": "over_size",
-            "error": error,
-        },
-    )
+    """Set messages aside as they are, in the database. Call it in a transaction.
+
+    Args:
+        connection: to where they are.
+        subscription_id: who has them in hand.
+        table: "outbox", "inbox" or "parked".
+        rows: which.
+        destination: that they are not for any more; empty for all.
+        max_bytes: of a body that can be read.
+        setting: that says so.
+    """
+    if not rows:
+        return
+    params = {
+        "subscription_id": subscription_id,
+        "destination": destination,
+        "max_bytes": max_bytes,
+        "setting": setting,
+        "shards": [one.shard for one in rows],
+        "ids": [one.id for one in rows],
+        "reasons": [one.reason for one in rows],
+        "errors": [one.error for one in rows],
+    }
+    number = "parked_id" if table == "parked" else "id"
+    connection.execute(BURY_AS_STORED.format(table=table, id=number), params)
 
 
 def dead_letters(

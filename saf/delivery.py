@@ -14,17 +14,15 @@ from typing import Any, Generic, TypeVar, overload
 import psycopg
 
 from saf import backoff, claim, dead, dropped, lanes, parking
-from saf.claim import EXPIRED, LATE, Hand
-from saf.dialogs.arrival import Arrival, arrive
+from saf.claim import EXPIRED, LATE, UNREAD, Hand
+from saf.dialogs.arrival import Arrival, arrive, fail_unseen
 from saf.dropped import Reason
+from saf.isolation import said
 from saf.lanes import Policy, Suspect, Waiting
 from saf.parking import AHEAD, LATER, Lane
 from saf.received import Received
 
 C = TypeVar("C")
-
-MAX_ERROR = 2000
-"""Characters of an error that are kept."""
 
 
 class Delivery(Sequence[Received], Generic[C]):
@@ -113,12 +111,12 @@ class Delivery(Sequence[Received], Generic[C]):
         A dialog does not go on: it ends with an error for both ends.
         """
         place = self._place(message)
-        self._dead[place] = (message, reason, _said(error))
+        self._dead[place] = (message, reason, said(error))
         self.errors.append((message, error))
         if message.dialog is not None:
             self._stopped[message.lane] = place
         elif self._policy.block:
-            self._stop(message, f"behind a dead letter: {_said(error)}", None)
+            self._stop(message, f"behind a dead letter: {said(error)}", None)
 
     def drop(self, message: Received, reason: Reason) -> None:
         """Count a message that was handed out as one that led to nothing."""
@@ -143,10 +141,13 @@ class Delivery(Sequence[Received], Generic[C]):
         keep += [(one, f"{LATER}{one.shard}") for one in hand.aside[LATE]]
         keep += [(one, f"{AHEAD}{one.conversation_id}") for one in self._arrival.ahead]
         bury = [(one, "expired", "expires_at has passed") for one in hand.aside[EXPIRED]]
-        bury += [(one, "rejected", error) for one, error in self._arrival.refused]
         bury += [(one, "no_dialog", error) for one, error in self._arrival.stray]
         bury += self._dead.values()
         gone = [one.parked_id for one, _ in self._arrival.dropped]
+        gone += bury_as_stored(self._raw, hand, self._arrival.refused)
+        gone += bury_as_stored(self._raw, hand, [(one, None) for one in hand.aside[UNREAD]])
+        for one in hand.aside[UNREAD]:
+            fail_unseen(self._raw, one)
         gone += [one.parked_id for one, *_ in bury]
         not_received: list[Received] = []
         if self._stopped or hand.late or self._tried:
@@ -227,7 +228,7 @@ class Delivery(Sequence[Received], Generic[C]):
             lane=message.lane,
             shard=message.shard,
             attempts=message.attempt if wait is not None else 0,
-            error=_said(error),
+            error=said(error),
             wait=wait,
         )
 
@@ -242,14 +243,38 @@ class Delivery(Sequence[Received], Generic[C]):
         raise ValueError(f"{message} is not a message of this delivery")
 
 
-def _said(error: BaseException | str) -> str:
-    """An error as it is kept. PostgreSQL's text holds no NUL, nor half a character.
+def bury_alone(raw: psycopg.Connection[Any], hand: Hand, error: Exception) -> None:
+    """Make a dead letter of the one message in hand, for which whatever is done raises.
 
-    >>> _said(ValueError("no such account")), _said("a\\0b")
-    ('ValueError: no such account', 'a\\ufffdb')
+    Its conversation ends with an error, and the shard goes past it.
     """
-    text = str(error)
-    if not isinstance(error, str):
-        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    clean = text.replace("\0", "\ufffd").encode(errors="replace").decode()
-    return clean[:MAX_ERROR]
+    gone = bury_as_stored(raw, hand, [(one, said(error)) for one in hand.all])
+    parking.unpark(raw, [number for number in gone if number])
+    if hand.reader.converses:
+        for one in hand.all:
+            fail_unseen(raw, one)
+    claim.move(raw, hand)
+
+
+def bury_as_stored(
+    raw: psycopg.Connection[Any], hand: Hand, some: Sequence[tuple[Received, str | None]]
+) -> list[int | None]:
+    """Make dead letters of messages by what is stored of them, not by what was read.
+
+    Each with its error; None: that it is too large to be read. Return where they were parked.
+    """
+    for table, places in (
+        ("inbox", [(one.id, one, error) for one, error in some if one.parked_id is None]),
+        ("parked", [(one.parked_id, one, error) for one, error in some if one.parked_id]),
+    ):
+        rows = [
+            dead.AsStored(
+                shard=one.shard,
+                id=place or 0,
+                reason="over_size" if error is None else "rejected",
+                error=error,
+            )
+            for place, one, error in places
+        ]
+        dead.bury_as_stored(raw, hand.reader.subscription_id, table, rows)
+    return [one.parked_id for one, _ in some]

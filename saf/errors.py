@@ -29,6 +29,7 @@
     ├── Unroutable                no route and no default destination for a service
     ├── Rejected                  a destination will not have a message
     ├── UnreadableBody            a received body is not what its content type says
+    ├── UnreadableHeaders         received headers are more than Python reads
     ├── Ahead                     a destination knows more of a source than the source itself
     ├── Behind                    a destination knows less of a source than it has acknowledged
     └── Fenced                    another owner has taken over: stop writing
@@ -370,6 +371,14 @@ class UnreadableBody(SafError, ValueError):
             f"the body of message {message_id} cannot be read, its content type is "
             f"{content_type or 'not given'}: {problem}"
         )
+        self.message_id = message_id
+
+
+class UnreadableHeaders(SafError, ValueError):
+    """Received headers are JSON, and deeper than Python goes, or with a longer number."""
+
+    def __init__(self, message_id: UUID, problem: str) -> None:
+        super().__init__(f"the headers of message {message_id} cannot be read: {problem}")
         self.message_id = message_id
 
 

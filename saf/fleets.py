@@ -27,7 +27,7 @@ from psycopg.conninfo import make_conninfo
 from saf.config import Broker, Fleet
 from saf.database import Dsn, fetch, unavailable_if_lost
 from saf.errors import ConfigurationError, SafError
-from saf.message import MAX_NAME
+from saf.message import MAX_NAME, fits
 
 DATABASES = """
 SELECT datname FROM pg_catalog.pg_database WHERE datallowconn AND NOT datistemplate ORDER BY datname
@@ -128,6 +128,11 @@ def _listing(
 
 
 def _name(place: object) -> str:
-    if not isinstance(place, str) or not 0 < len(place) <= MAX_NAME or not place.isprintable():
-        raise ConfigurationError(f"its name has not 1 to {MAX_NAME} printable characters")
+    if (
+        not isinstance(place, str)
+        or not place
+        or not fits(place, MAX_NAME)
+        or not place.isprintable()
+    ):
+        raise ConfigurationError(f"its name has not 1 to {MAX_NAME} bytes of printable characters")
     return place

@@ -12,6 +12,7 @@ from psycopg.rows import class_row
 
 from saf import services
 from saf.claim import SINCE
+from saf.dead import SHOWN
 from saf.rebase import refuse
 from saf.received import Received
 
@@ -37,7 +38,8 @@ WHERE s.log = 'inbox' ORDER BY s.name
 """
 
 PEEK = f"""
-SELECT since.id, since.message_id, since.to_service AS service, since.key, since.message_type,
+SELECT since.id, since.message_id, left(since.to_service, {SHOWN}) AS service,
+       left(since.key, {SHOWN}) AS key, left(since.message_type, {SHOWN}) AS message_type,
        octet_length(since.body) AS bytes, since.created_at, since.received_at
 FROM saf.subscription s CROSS JOIN LATERAL (SELECT since.* FROM {UNREAD}) AS since
 WHERE s.log = 'inbox' AND s.name = %(name)s ORDER BY since.id LIMIT %(limit)s

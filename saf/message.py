@@ -7,6 +7,7 @@ Whatever `encode` accepts, every broker can store; whatever it refuses, it refus
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,15 +17,21 @@ from uuid import UUID, uuid4
 from saf.errors import InvalidMessage
 
 MAX_NAME = 255
-"""Longest service or message type, in characters."""
+"""Longest service or message type, in bytes of UTF-8."""
 MAX_KEY = 1024
-"""Longest key, in characters."""
+"""Longest key, in bytes of UTF-8: indexes hold it, and PostgreSQL's take 2,704 bytes."""
 MAX_HEADERS = 1024 * 1024
-"""Most bytes of headers, as JSON; large content belongs into the body."""
+"""Most bytes of headers, as JSON text; large content belongs into the body."""
 DEFAULT_MAX_BYTES = 64 * 1024 * 1024
-"""Largest body, in bytes; PostgreSQL's own limit for a field is 1 GB."""
+"""Largest body, in bytes, unless an `Outbox` is made for larger ones."""
+MAX_BODY = 500 * 1024 * 1024
+"""Largest body that any may have: written out as text, it takes twice as much, and a row of
+PostgreSQL's protocol has less than 1 GB."""
 
 CONTENT_TYPE = "content-type"
+
+EXPONENT = re.compile(r"\de[+-](\d{1,3})(?!\d)")
+"""Of a number as `json.dumps` writes it."""
 
 COLUMNS = (
     "message_id",
@@ -96,8 +103,10 @@ def encode(message: Message, max_bytes: int = DEFAULT_MAX_BYTES) -> Row:
     headers = encode_headers(message.headers, content_type)
     if len(body) > max_bytes:
         raise InvalidMessage("body", f"{len(body):,} bytes are more than max_bytes ({max_bytes:,})")
-    if len(headers) > MAX_HEADERS:
-        raise InvalidMessage("headers", f"{len(headers):,} bytes are more than {MAX_HEADERS:,}")
+    if len(body) > MAX_BODY:
+        raise InvalidMessage("body", f"{len(body):,} bytes are more than {MAX_BODY:,}")
+    if (size := _stored_size(headers)) > MAX_HEADERS:
+        raise InvalidMessage("headers", f"{size:,} bytes are more than {MAX_HEADERS:,}")
     return Row(
         uuid4(),
         message.from_service,
@@ -131,7 +140,7 @@ def encode_body(body: object) -> tuple[bytes, str]:
         return text.encode(), "application/json"
     except UnicodeEncodeError as error:
         raise InvalidMessage("body", f"not encodable as UTF-8: {error.reason}") from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidMessage("body", f"neither bytes, str nor JSON: {error}") from None
 
 
@@ -143,7 +152,7 @@ def encode_headers(headers: Mapping[str, Any] | None, content_type: str) -> str:
         raise InvalidMessage("headers", "expected a mapping of names to JSON values")
     try:
         text = json.dumps({CONTENT_TYPE: content_type, **headers}, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidMessage("headers", f"not JSON: {error}") from None
     if "\\u0000" in text and _holds_nul(headers):
         raise InvalidMessage("headers", "PostgreSQL's jsonb cannot hold NUL (\\u0000)")
@@ -155,13 +164,36 @@ def encode_headers(headers: Mapping[str, Any] | None, content_type: str) -> str:
     return text
 
 
+def fits(text: str, longest: int) -> bool:
+    """Whether a text has at most so many bytes.
+
+    >>> fits("a" * 255, 255), fits("好" * 85, 255), fits("好" * 86, 255)
+    (True, True, False)
+    """
+    if text.isascii():
+        return len(text) <= longest
+    return len(text) <= longest and len(text.encode(errors="surrogatepass")) <= longest
+
+
+def _stored_size(headers: str) -> int:
+    """How many bytes headers have at most as PostgreSQL writes them: of 1e+300, all digits.
+
+    >>> _stored_size("[1e+300, " * 5000) > MAX_HEADERS > _stored_size("[1, " * 5000)
+    True
+    """
+    if len(headers) * 60 < MAX_HEADERS:
+        return len(headers)  # of no matter: more than 50 bytes each character is not
+    return len(headers) + sum(map(int, EXPONENT.findall(headers)))
+
+
 def _check_text(field: str, text: object, longest: int) -> None:
     if not isinstance(text, str):
         raise InvalidMessage(field, f"expected str, got {type(text).__name__}")
     if not text:
         raise InvalidMessage(field, "is empty")
-    if len(text) > longest:
-        raise InvalidMessage(field, f"{len(text)} characters are more than {longest}")
+    if not fits(text, longest):
+        size = len(text.encode(errors="surrogatepass"))
+        raise InvalidMessage(field, f"{size:,} bytes are more than {longest:,}")
     if "\0" in text:
         raise InvalidMessage(field, f"{text!r} holds a NUL byte, which PostgreSQL cannot store")
     if not text.isascii():

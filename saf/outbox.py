@@ -92,10 +92,10 @@ class Outbox:
 
         Args:
             conn: the caller's connection, with the transaction that the message is part of.
-            service: the named endpoint that the message is for, up to 255 characters.
+            service: the named endpoint that the message is for, up to 255 bytes of UTF-8.
             body: bytes, str, or anything that `json.dumps` accepts; the content type goes into
                 the headers.
-            key: what must stay in order together (an order's number); up to 1024 characters.
+            key: what must stay in order together (an order's number); up to 1024 bytes.
             headers: JSON values by name.
             message_type: what the body is, for the consumer's dispatch.
             deliver_at: not handed to a consumer before; a datetime with a time zone.

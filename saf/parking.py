@@ -211,6 +211,12 @@ FROM unnest(%(parked_ids)s::bigint[], %(lanes)s::text[], %(to_services)s::text[]
 JOIN saf.parked p USING (parked_id)
 ORDER BY place
 """
+STILL = """
+SELECT parked_id
+FROM saf.parked p JOIN unnest(%(parked_ids)s::bigint[], %(lanes)s::text[]) AS w (parked_id, lane)
+    USING (parked_id, lane)
+WHERE p.destination = %(destination)s
+"""
 UNPARK = "DELETE FROM saf.parked WHERE parked_id = ANY (%(parked_ids)s)"
 
 # What was parked ahead of the open batch's position stays until the position has passed it: only as
@@ -330,6 +336,17 @@ def copy(
         "keys": [row["key"] for row in rows],
     }
     connection.execute(COPY_TO, {"destination": destination, "quality": quality} | columns)
+
+
+def still(
+    connection: psycopg.Connection[Any],
+    destination: str,
+    lanes: Sequence[str],
+    parked_ids: Sequence[int],
+) -> set[int]:
+    """Which messages are still in the lanes, one for each of them, that they were read from."""
+    params = {"destination": destination, "lanes": list(lanes), "parked_ids": list(parked_ids)}
+    return {number for (number,) in fetch(connection, STILL, params)}
 
 
 def unpark(connection: psycopg.Connection[Any], parked_ids: Sequence[int]) -> None:

@@ -35,11 +35,12 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from saf import claim, lanes, notify, rebase, services, shards
-from saf.claim import EXPIRED, LATE, Hand, Reader
+from saf.claim import Hand, Reader
 from saf.database import Dsn, check_schema, unavailable_if_lost
-from saf.delivery import Delivery
+from saf.delivery import Delivery, bury_alone
 from saf.errors import UsageError
 from saf.failpoints import fail_point
+from saf.isolation import of_messages
 from saf.lanes import Policy, Suspect
 from saf.received import READ, Received
 
@@ -194,7 +195,7 @@ class Receiver:
         )
 
     @contextmanager
-    def delivery(
+    def delivery(  # noqa: PLR0912 - a context manager yields in one place or the other, not in two
         self, wait_seconds: float = 0.0, stopping: Event | None = None
     ) -> Iterator[Delivery[Any]]:
         """The next messages; an empty delivery after ``wait_seconds``, or when told to stop."""
@@ -204,44 +205,48 @@ class Receiver:
         careful_first, vain = _toss(), False
         while True:
             found = None
-            with self.link.transaction():
-                troubled = lanes.troubled(self.link.raw, self.reader)
-                careful = troubled and careful_first and not vain
-                if not careful:
-                    found = self._claim()
-                if found is not None:
-                    if found:
-                        fail_point("receive_read")
-                        yield found
-                        fail_point("receive_handled")
-                    found.settle()
-                    fail_point("receive_settled")
-            if found:
-                self._pause = FIRST_PAUSE_SECONDS
-                return
-            if careful:
-                suspect = self._count()
-                if suspect is not None:
-                    fail_point("attempt_counted")
-                    with self._tried(suspect) as delivery:
-                        if delivery:
+            try:
+                with self.link.transaction():
+                    troubled = lanes.troubled(self.link.raw, self.reader)
+                    careful = troubled and careful_first and not vain
+                    if not careful:
+                        found = self._claim()
+                    if found is not None:
+                        if found:
                             fail_point("receive_read")
-                            yield delivery
+                            yield found
                             fail_point("receive_handled")
-                        delivery.settle()
+                        found.settle()
                         fail_point("receive_settled")
-                    if delivery:
-                        self._pause = FIRST_PAUSE_SECONDS
-                        return
-                vain = suspect is None
-            elif found is None and troubled and not vain:
-                careful_first = True
-            elif found is None:
-                if not self._wait(until, stopping):
-                    with self.link.transaction():
-                        yield self._delivery(None)
+                if found:
+                    self._pause = FIRST_PAUSE_SECONDS
                     return
-                vain = False
+                if careful:
+                    suspect = self._count()
+                    if suspect is not None:
+                        fail_point("attempt_counted")
+                        with self._tried(suspect) as delivery:
+                            if delivery:
+                                fail_point("receive_read")
+                                yield delivery
+                                fail_point("receive_handled")
+                            delivery.settle()
+                            fail_point("receive_settled")
+                        if delivery:
+                            self._pause = FIRST_PAUSE_SECONDS
+                            return
+                    vain = suspect is None
+                elif found is None and troubled and not vain:
+                    careful_first = True
+                elif found is None:
+                    if not self._wait(until, stopping):
+                        with self.link.transaction():
+                            yield self._delivery(None)
+                        return
+                    vain = False
+            except _NotReceived:
+                # rolled back: what was in hand comes again, more carefully
+                careful_first = True
 
     def _wait(self, until: float, stopping: Event) -> bool:
         """Wait before the next poll, and longer before the one after it; False if it is over."""
@@ -271,7 +276,8 @@ class Receiver:
         for shard in hand.failed:
             hand.shards[shard].allowance = 1
         claim.read(raw, hand, set(hand.shards) - hand.failed, self.max_messages)
-        return self._delivery(hand)
+        with _receiving():
+            return self._delivery(hand)
 
     def _count(self) -> Suspect | None:
         """Choose what is to be tried alone, and count the attempt: a transaction of its own.
@@ -296,10 +302,11 @@ class Receiver:
             suspect = Suspect(shard=suspect.shard, lane=suspect.lane, attempts=number + 1)
             if number >= self.policy.max_attempts:
                 # the last attempt took its process with it
-                last = self._read_lane(hand, suspect, number, limit=1)
-                for message in last:
-                    last.reject(message, error)
-                last.settle()
+                with self._alone(hand):
+                    last = self._read_lane(hand, suspect, number, limit=1)
+                    for message in last:
+                        last.reject(message, error)
+                    last.settle()
                 return suspect
             lanes.count(raw, reader, suspect.lane or "", suspect.attempts, self.policy)
             claim.move(raw, hand)
@@ -314,19 +321,35 @@ class Receiver:
             return suspect
         shard.allowance = 1
         claim.read(self.link.raw, hand, [suspect.shard], 1)
-        first = self._delivery(hand)
-        if not first:
-            if not hand.aside[LATE] and not hand.aside[EXPIRED] and not hand.messages:
-                shard.allowance = None
+        with self._alone(hand):
+            first = self._delivery(hand)
+            if not first:
+                if not hand.all:
+                    shard.allowance = None
+                first.settle()
+                return suspect
+            # unless it was another one's attempt that failed, it was among those that did
+            number = 1 if failed and allowance == 1 else 2
+            (message,) = first
+            message.attempt = number
+            first.presume(message, "the last delivery with this message did not come to its end")
             first.settle()
-            return suspect
-        # unless it was another one's attempt that failed, it was among those that did
-        number = 1 if failed and allowance == 1 else 2
-        (message,) = first
-        message.attempt = number
-        first.presume(message, "the last delivery with this message did not come to its end")
-        first.settle()
-        return Suspect(shard=suspect.shard, lane=message.lane, attempts=number)
+            return Suspect(shard=suspect.shard, lane=message.lane, attempts=number)
+        return suspect
+
+    @contextmanager
+    def _alone(self, hand: Hand) -> Iterator[None]:
+        """What is done here is about one message: what it raises for is that one's doing.
+
+        It becomes a dead letter, and its neighbours go on; see `saf.isolation`.
+        """
+        try:
+            with self.link.raw.transaction():
+                yield
+        except Exception as error:
+            if self.link.raw.broken or not of_messages(error) or not hand.all:
+                raise
+            bury_alone(self.link.raw, hand, error)
 
     @contextmanager
     def _tried(self, suspect: Suspect) -> Iterator[Delivery[Any]]:
@@ -342,9 +365,11 @@ class Receiver:
                 if suspect.lane is None:
                     allowance = min(shard.allowance or self.max_messages, self.max_messages)
                     claim.read(raw, hand, [suspect.shard], allowance)
-                    delivery = self._delivery(hand, suspect)
+                    with _receiving():
+                        delivery = self._delivery(hand, suspect)
                 else:
-                    delivery = self._read_lane(hand, suspect, suspect.attempts)
+                    with _receiving():
+                        delivery = self._read_lane(hand, suspect, suspect.attempts)
                 if shard.allowance is not None:
                     doubled = shard.allowance * 2
                     shard.allowance = doubled if doubled < claim.ALL_CLEAR else None
@@ -363,10 +388,14 @@ class Receiver:
             hand.shards[suspect.shard].allowance = (
                 2 if hand.shards[suspect.shard].allowance is not None else None
             )
-            delivery = self._read_lane(hand, suspect, suspect.attempts, limit=1)
-            for message in delivery:
-                delivery.park(message, error)
-            delivery.settle()
+            cause = (
+                error.__cause__ if isinstance(error, _NotReceived) and error.__cause__ else error
+            )
+            with self._alone(hand):
+                delivery = self._read_lane(hand, suspect, suspect.attempts, limit=1)
+                for message in delivery:
+                    delivery.park(message, cause)
+                delivery.settle()
 
     def _read_lane(
         self, hand: Hand, suspect: Suspect, number: int, limit: int | None = None
@@ -384,6 +413,20 @@ class Receiver:
 
     def _delivery(self, hand: Hand | None, tried: Suspect | None = None) -> Delivery[Any]:
         return Delivery(self.link.connection, self.link.raw, hand, self.policy, tried)
+
+
+class _NotReceived(Exception):
+    """Not what the application did has failed: the messages could not be handed to it."""
+
+
+@contextmanager
+def _receiving() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if not of_messages(error):
+            raise
+        raise _NotReceived from error
 
 
 def _toss() -> bool:

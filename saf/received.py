@@ -8,15 +8,25 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from saf.errors import UnreadableBody
+from saf.errors import UnreadableBody, UnreadableHeaders
+from saf.limits import HEADERS_READABLE, LONG_NAMES, READABLE
 from saf.message import COLUMNS, CONTENT_TYPE
 from saf.parking import KEY
 
 if TYPE_CHECKING:
     from saf.dialogs.dialog import Dialog
 
-# What the database gives in the form that costs least to fetch
-_CHEAP = {"message_id": "uuid_send(message_id)", "headers": "headers::text"}
+# What the database gives in the form that costs least to fetch; what is too large is NULL, and the
+# body of its row as well
+_CHEAP = {
+    "message_id": "uuid_send(message_id)",
+    "headers": f"CASE WHEN {HEADERS_READABLE} THEN headers::text END",
+    "body": f"CASE WHEN {READABLE} THEN body END",
+    **{
+        name: f"CASE WHEN octet_length({name}) <= {LONG_NAMES} THEN {name} END AS {name}"
+        for name in ("from_service", "to_service", "key", "message_type")
+    },
+}
 
 READ = ("id", "shard", *COLUMNS)
 """What each row holds, in this order, and after it what the reader adds."""
@@ -106,14 +116,25 @@ class Received:
 
     @property
     def headers(self) -> dict[str, Any]:
-        """JSON values by name."""
+        """JSON values by name.
+
+        Raises:
+            UnreadableHeaders: they are deeper than Python goes, or hold a longer number.
+        """
         headers = self._row[_HEADERS]
-        return {} if headers is None else json.loads(headers)
+        try:
+            return {} if headers is None else json.loads(headers)
+        except (ValueError, RecursionError) as error:
+            raise UnreadableHeaders(self.message_id, str(error)) from None
 
     @property
     def content_type(self) -> str | None:
         """What the headers say that the body is."""
-        return self.headers.get(CONTENT_TYPE)
+        try:
+            said = self.headers[CONTENT_TYPE]
+        except (UnreadableHeaders, LookupError, TypeError):
+            return None
+        return said if isinstance(said, str) else None
 
     def text(self) -> str:
         """The body as text.
@@ -134,7 +155,7 @@ class Received:
         """
         try:
             return json.loads(self.body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UnreadableBody(self.message_id, self.content_type, str(error)) from None
 
     @property

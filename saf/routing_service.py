@@ -39,7 +39,7 @@ from saf.dialogs.endpoints import columns
 from saf.dialogs.passing import go_on, partner, pass_on
 from saf.dialogs.statements import END, ERROR, TIMER, Code
 from saf.dropped import Reason
-from saf.errors import ConfigurationError, Unavailable
+from saf.errors import ConfigurationError, Unavailable, UnreadableHeaders
 from saf.lanes import Policy
 from saf.loop import Loop, Savepoints
 from saf.message import DEFAULT_MAX_BYTES
@@ -147,7 +147,7 @@ class RoutingService(Loop):
         try:
             with work.piece():
                 self._send_on(raw, alone, found)
-        except psycopg.Error:
+        except Exception:
             if raw.broken:
                 raise
             for message in delivery.still(alone):
@@ -235,7 +235,10 @@ def _as_begun(message: Received) -> dict[str, Any]:
 
 def _hops(message: Received) -> int:
     """How many routing services it has come by, with this one."""
-    before = message.headers.get(HOPS)
+    try:
+        before = message.headers[HOPS]
+    except (UnreadableHeaders, LookupError, TypeError):
+        before = 0
     return (before if isinstance(before, int) else 0) + 1
 
 

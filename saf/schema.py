@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql as pg
 
 from saf.dialogs.schema import add_tables
+from saf.limits import BOUNDED
 from saf.ring import SLOT_ROWS, SLOTS
 from saf.shards import DEFAULT_SHARDS, MAX_SHARDS, shard_expression
 
@@ -95,6 +96,11 @@ def _log(
         sa.CheckConstraint("to_service <> ''", name=f"{name}_addressed"),
         sa.CheckConstraint(POSSIBLE, name=f"{name}_possible"),
         sa.CheckConstraint(IN_CALENDAR, name=f"{name}_in_calendar"),
+        sa.CheckConstraint(
+            BOUNDED,
+            name=f"{name}_bounded",
+            comment="in bytes: indexes, COPY and memory have limits in bytes; see saf.limits",
+        ),
         sa.Index(f"{name}_shard_txid", "shard", "txid"),
         # doubled, because SQLAlchemy hands this part to the driver as it is
         postgresql_partition_by=f"LIST (((id / {SLOT_ROWS}) %% {SLOTS}))",

@@ -23,7 +23,7 @@ from psycopg.rows import class_row
 from saf.database import fetch
 from saf.dead import audit
 from saf.errors import ConfigurationError, UsageError
-from saf.message import MAX_NAME
+from saf.message import MAX_NAME, fits
 
 Start = Literal["beginning", "now"]
 """The first message that a new subscription reads: the oldest still stored, or the next."""
@@ -214,8 +214,10 @@ def remove_subscription(
 
 
 def _check(what: str, name: str) -> None:
-    if not isinstance(name, str) or not name or len(name) > MAX_NAME or not name.isprintable():
-        raise UsageError(f"{what} {name!r}: a name has 1 to {MAX_NAME} printable characters")
+    if not isinstance(name, str) or not name or not fits(name, MAX_NAME) or not name.isprintable():
+        raise UsageError(
+            f"{what} {name!r}: a name has 1 to {MAX_NAME} bytes of printable characters"
+        )
 
 
 def _unknown(what: str, name: str, known: list[str]) -> str:

@@ -33,7 +33,7 @@ from functools import cached_property
 from itertools import chain
 
 from saf.errors import UsageError
-from saf.message import MAX_NAME
+from saf.message import MAX_NAME, fits
 
 AT_MOST_ONCE = "at_most_once"
 AT_LEAST_ONCE = "at_least_once"
@@ -233,5 +233,7 @@ def distinct_ways(routes: Routes) -> list[Way]:
 
 def check_name(what: str, name: str) -> None:
     """Raise UsageError for a name that no message could have."""
-    if not isinstance(name, str) or not name or len(name) > MAX_NAME or not name.isprintable():
-        raise UsageError(f"{what} {name!r}: a name has 1 to {MAX_NAME} printable characters")
+    if not isinstance(name, str) or not name or not fits(name, MAX_NAME) or not name.isprintable():
+        raise UsageError(
+            f"{what} {name!r}: a name has 1 to {MAX_NAME} bytes of printable characters"
+        )

@@ -98,7 +98,9 @@ def states(dsn: Dsn) -> list[str]:
     return [state for (state,) in rows]
 
 
-def put(dsn: Dsn, dialog: saf.Dialog, sequence: int, body: str = "", **columns: Any) -> None:
+def put(
+    dsn: Dsn, dialog: saf.Dialog, sequence: int, body: str | bytes = "", **columns: Any
+) -> None:
     """What a transport may do: store a message of an initiator in the target's inbox, again."""
     row = {
         "to_service": dialog.far_service,
@@ -107,7 +109,7 @@ def put(dsn: Dsn, dialog: saf.Dialog, sequence: int, body: str = "", **columns: 
         "conversation_id": dialog.conversation_id,
         "from_initiator": dialog.is_initiator,
         "sequence": sequence,
-        "body": body.encode(),
+        "body": body if isinstance(body, bytes) else body.encode(),
         "headers": '{"saf-dialog": {}}',
         **columns,
     }

@@ -39,7 +39,7 @@ from saf.cli import (
     topic,
     worker,
 )
-from saf.cli.console import plain_console
+from saf.cli.console import plain_console, shown_event
 from saf.errors import SafError
 
 app = typer.Typer(
@@ -124,7 +124,11 @@ def _configure_logging() -> None:
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.dev.ConsoleRenderer() if people else structlog.processors.JSONRenderer(),
+            *(
+                (shown_event, structlog.dev.ConsoleRenderer())
+                if people
+                else (structlog.processors.JSONRenderer(),)
+            ),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),

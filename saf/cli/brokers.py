@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 import psycopg
 import typer
 
+from saf.cli.console import echo
 from saf.config import Broker, Destination, Settings
 from saf.database import check_schema, unavailable_if_lost
 from saf.errors import ConfigurationError, SafError, SchemaMissing
@@ -185,6 +186,6 @@ class Round:
         """Say what failed, and exit with ``found`` or its code; nothing if nothing has."""
         for name, error in self.failed:
             if say:
-                typer.echo(f"saf: broker {name!r}: {error}", err=True)
+                echo(f"saf: broker {name!r}: {error}", err=True)
         if found or self.failed:
             raise typer.Exit(found or max(error.exit_code for _, error in self.failed))

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from saf.cli.brokers import AsJson, Config, Round, Where, everywhere
-from saf.cli.console import plain_console
+from saf.cli.console import echo, plain_console
 from saf.config import load
 from saf.dialogs.contracts import contracts, create_contract, create_message_type
 from saf.errors import ConfigurationError
@@ -37,7 +37,7 @@ def create(file: File, *, config: Config = None, broker: Where = None) -> None:
 
     round_ = Round(everywhere(load(config), broker))
     for name, made in round_.visit("contract", make).items():
-        typer.echo(f"{name}: {made} created, {len(types) + len(named) - made} there already")
+        echo(f"{name}: {made} created, {len(types) + len(named) - made} there already")
     round_.finish(say=True)
 
 
@@ -61,7 +61,7 @@ def list_(*, config: Config = None, broker: Where = None, as_json: AsJson = Fals
         for one in contract.types.values()
     ]
     if as_json:
-        typer.echo(json.dumps({"contracts": rows, "errors": round_.errors()}))
+        echo(json.dumps({"contracts": rows, "errors": round_.errors()}))
     else:
         table = Table("broker", "contract", "version", "type", "version", "sent by", "validation")
         for row in rows:

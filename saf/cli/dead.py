@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from datetime import datetime
 from typing import Annotated, Any
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from saf import dead
 from saf.cli.brokers import AsJson, Config, DryRun, Name, Round, Why, chosen, moment
-from saf.cli.console import plain_console
+from saf.cli.console import echo, plain_console, write
 from saf.config import load
 from saf.dead import REASONS, DeadLetter, Filter
 from saf.errors import UsageError
@@ -68,11 +67,11 @@ def audit_(
     found = round_.visit("dead", lambda connection, _: dead.audited(connection, limit))
     if as_json:
         rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
-        typer.echo(json.dumps({"audit": rows, "errors": round_.errors()}))
+        echo(json.dumps({"audit": rows, "errors": round_.errors()}))
     else:
         for name, some in found.items():
             for one in some:
-                typer.echo(
+                echo(
                     f"{name}: {one.audit_at:%Y-%m-%d %H:%M} {one.who}, {one.action} of "
                     f"{one.messages:,} messages: {one.why}"
                 )
@@ -86,14 +85,14 @@ def show(
     config: Config = None,
     broker: Name = None,
 ) -> None:
-    """Write the body of a dead letter to standard output, as it is."""
+    """Write the body of a dead letter to standard output: as it is, but for a terminal."""
     round_ = Round(chosen(load(config), broker))
     if len(round_.brokers) > 1:
         raise UsageError("which broker? Say --broker NAME")
     for body in round_.visit("dead", lambda connection, _: dead.body(connection, number)).values():
         if body is None:
             raise UsageError(f"there is no dead letter {number}; see `saf dead list`")
-        sys.stdout.buffer.write(body)
+        write(body)
     round_.finish(say=True)
 
 
@@ -174,17 +173,17 @@ def _act(
     done = round_.visit("dead", lambda connection, _: action(connection, which, why))
     if as_json:
         ids = {name: [str(number) for number in numbers] for name, numbers in done.items()}
-        typer.echo(json.dumps({"message_ids": ids, "errors": round_.errors()}))
+        echo(json.dumps({"message_ids": ids, "errors": round_.errors()}))
     else:
         for name, numbers in done.items():
-            typer.echo(f"{name}: {len(numbers)} message{'s' * (len(numbers) != 1)}")
+            echo(f"{name}: {len(numbers)} message{'s' * (len(numbers) != 1)}")
     round_.finish(say=not as_json)
 
 
 def _show(round_: Round, found: dict[str, list[DeadLetter]], *, as_json: bool) -> None:
     if as_json:
         rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
-        typer.echo(json.dumps({"dead_letters": rows, "errors": round_.errors()}))
+        echo(json.dumps({"dead_letters": rows, "errors": round_.errors()}))
     else:
         table = Table(
             "broker", "number", "when", "subscription", "reason", "service", "key", "bytes", "error"

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from saf.cli import demo_dialog
-from saf.cli.console import plain_console
+from saf.cli.console import echo, plain_console
 from saf.cli.forward import progress_bar
 from saf.errors import MissingExtra, UsageError
 
@@ -87,7 +87,7 @@ def command(
 
 def _finish(result: dict[str, Any], table: Table, *, right: bool, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(result))
+        echo(json.dumps(result))
     else:
         plain_console().print(table)
     raise typer.Exit(0 if right else 1)

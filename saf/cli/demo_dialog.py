@@ -10,7 +10,7 @@ from psycopg import sql
 from rich.table import Table
 from rich.text import Text
 
-from saf.cli.console import plain_console
+from saf.cli.console import plain_console, shown
 from saf.config import Broker, Destination, Route, Settings
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def converse(server: EmbeddedServer, *, reset: bool) -> dict[str, Any]:
 
     def say(who: str, talk: str, what: str) -> None:
         at = f"{time.monotonic() - started:5.1f} s"
-        line = Text.assemble(at, f"  {talk:10}", (f"{who:11}", STYLES[who]), what)
+        line = Text.assemble(at, f"  {talk:10}", (f"{who:11}", STYLES[who]), shown(what))
         console.print(line, soft_wrap=True)
 
     found = java.find()

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from saf.cli.brokers import AsJson, Config, Round, Where, everywhere
-from saf.cli.console import plain_console
+from saf.cli.console import echo, plain_console
 from saf.config import load
 from saf.dialogs.conversations import Conversation, clean_up, conversations
 from saf.dialogs.dialog import open_dialog
@@ -51,7 +51,7 @@ def list_(
     )
     if as_json:
         rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
-        typer.echo(json.dumps({"conversations": rows, "errors": round_.errors()}))
+        echo(json.dumps({"conversations": rows, "errors": round_.errors()}))
     else:
         table = Table("broker", "handle", "state", "service", "with", "sent", "received", "error")
         for name, some in found.items():
@@ -73,11 +73,11 @@ def show(
     found = round_.visit("dialog", lambda connection, _: conversations(connection, handle=handle))
     rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
     if as_json:
-        typer.echo(json.dumps({"conversations": rows, "errors": round_.errors()}))
+        echo(json.dumps({"conversations": rows, "errors": round_.errors()}))
     else:
         for row in rows:
             for name, value in row.items():
-                typer.echo(f"{name:18}{value}")
+                echo(f"{name:18}{value}")
     if not rows and not round_.failed:
         raise UsageError(f"there is no conversation {handle}; see `saf dialog list`")
     round_.finish(say=not as_json)
@@ -122,7 +122,7 @@ def _where_it_lives(round_: Round, handle: UUID, act: Any, done: str) -> None:
 
     found = [name for name, there in round_.visit("dialog", at).items() if there]
     for name in found:
-        typer.echo(f"{name}: conversation {handle} {done}")
+        echo(f"{name}: conversation {handle} {done}")
     if not found and not round_.failed:
         raise UsageError(f"there is no conversation {handle}; see `saf dialog list`")
     round_.finish(say=True)

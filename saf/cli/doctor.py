@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from saf.cli.console import plain_console
+from saf.cli.console import echo, plain_console
 from saf.config import load
 from saf.doctor import REACHABLE, examine
 from saf.errors import Unavailable
@@ -34,7 +34,7 @@ def command(
     """
     found = examine(load(config))
     if as_json:
-        typer.echo(json.dumps({"findings": [asdict(finding) for finding in found]}))
+        echo(json.dumps({"findings": [asdict(finding) for finding in found]}))
     else:
         console = plain_console()
         bad = [finding for finding in found if finding.severity != "ok"]

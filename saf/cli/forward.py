@@ -13,7 +13,7 @@ import rich.progress
 import typer
 from rich.console import Console
 
-from saf.cli.console import plain_console
+from saf.cli.console import echo, plain_console
 from saf.config import Settings, load, with_options
 from saf.signals import stop_on_signals
 
@@ -88,7 +88,7 @@ def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
 def show(summary: Summary, *, as_json: bool) -> None:
     """A summary on stdout, for people or as one line of JSON; problems also on stderr."""
     if as_json:
-        typer.echo(json.dumps(summary.as_dict()))
+        echo(json.dumps(summary.as_dict()))
         return
     where = ", ".join(f"{name}: {count:,}" for name, count in summary.by_destination.items())
     line = f"forwarded {summary.forwarded:,} messages in {summary.seconds:.1f} s"
@@ -98,17 +98,17 @@ def show(summary: Summary, *, as_json: bool) -> None:
     line += f", {summary.dead:,} dead (see `saf dead list`)" if summary.dead else ""
     if summary.idle and not summary.problems:
         line = "nothing to do: other forwarders hold all shards"
-    typer.echo(line + (", stopped on request" if summary.stopped else ""))
+    echo(line + (", stopped on request" if summary.stopped else ""))
     said = {problem["error"] for problem in summary.problems}
     for lane in summary.waiting:
         if lane["error"] in said:
             continue
         when = f"{datetime.fromisoformat(lane['next_attempt_at']):%H:%M:%S}"
-        typer.echo(f"saf: waiting until {when}: {lane['error']}", err=True)
+        echo(f"saf: waiting until {when}: {lane['error']}", err=True)
     if more := summary.waiting_lanes - len(summary.waiting):
-        typer.echo(f"saf: and {more:,} more lanes wait; see `saf parked list`", err=True)
+        echo(f"saf: and {more:,} more lanes wait; see `saf parked list`", err=True)
     for problem in summary.problems:
-        typer.echo(f"saf: {problem['error']}", err=True)
+        echo(f"saf: {problem['error']}", err=True)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from saf.cli.console import echo
 from saf.database import Dsn, unavailable_if_lost
 from saf.errors import ConfigurationError
 from saf.grants import Kind, check, grant, statements
@@ -54,8 +55,8 @@ def command(
         if dry_run:
             check(connection, name)
             for statement in statements(name, kinds):
-                typer.echo(f"{statement.as_string(connection)};")
+                echo(f"{statement.as_string(connection)};", lines=True)
             return
         grant(connection, name, kinds)
     duty = " and ".join(kinds) or "nothing in schema saf any more"
-    typer.echo(f"{database.database}: {name} is {duty}")
+    echo(f"{database.database}: {name} is {duty}")

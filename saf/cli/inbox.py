@@ -11,7 +11,7 @@ from rich.table import Table
 
 from saf import inbox
 from saf.cli.brokers import AsJson, Config, Round, Store, store, stores
-from saf.cli.console import plain_console
+from saf.cli.console import echo, plain_console
 from saf.cli.status import show_dropped
 from saf.config import load
 from saf.dropped import dropped
@@ -55,7 +55,7 @@ def status(config: Config = None, broker: Store = None, as_json: AsJson = False)
         rows = [{"broker": where, **one.as_dict()} for where, some in found.items() for one in some]
         gone = [{"broker": at, **one.as_dict()} for at, some in counted.items() for one in some]
         answer = {"subscriptions": rows, "dropped": gone, "errors": round_.errors()}
-        typer.echo(json.dumps(answer))
+        echo(json.dumps(answer))
     else:
         table = Table("broker", "subscription", "unread", "lag", "parked", "keys", "dead letters")
         for where, some in found.items():
@@ -83,7 +83,7 @@ def peek(
     found = round_.visit("inbox", lambda connection, _: inbox.peek(connection, subscription, limit))
     if as_json:
         rows = [{"broker": where, **one.as_dict()} for where, some in found.items() for one in some]
-        typer.echo(json.dumps({"messages": rows, "errors": round_.errors()}))
+        echo(json.dumps({"messages": rows, "errors": round_.errors()}))
     else:
         table = Table("id", "message id", "service", "key", "type", "bytes", "received")
         for some in found.values():

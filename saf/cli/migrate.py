@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from saf.cli.console import echo
 from saf.database import REVISION, Dsn
 
 
@@ -30,4 +31,4 @@ def command(
 
     database = Dsn(dsn)
     migrate(database, shards=shards)
-    typer.echo(f"{database.database}: saf schema {REVISION}")
+    echo(f"{database.database}: saf schema {REVISION}")

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
+from saf.cli.console import echo
 from saf.config import load
 from saf.parking import AHEAD, Waiting, parked, retry_now
 
@@ -42,7 +43,7 @@ def list_(
             for lane in found.shown
         ]
         counts = {name: found.lanes for name, found in lanes.items()}
-        typer.echo(json.dumps({"parked": rows, "lanes": counts, "errors": round_.errors()}))
+        echo(json.dumps({"parked": rows, "lanes": counts, "errors": round_.errors()}))
     else:
         show(lanes)
     round_.finish(say=not as_json)
@@ -59,10 +60,10 @@ def retry_now_(
     round_ = Round(chosen(load(config), broker))
     due = round_.visit("parked", lambda connection, _: retry_now(connection, destination))
     if as_json:
-        typer.echo(json.dumps({"lanes": due, "errors": round_.errors()}))
+        echo(json.dumps({"lanes": due, "errors": round_.errors()}))
     else:
         for name, lanes in due.items():
-            typer.echo(f"{name}: {lanes} lane{'s' * (lanes != 1)} to be tried by the next run")
+            echo(f"{name}: {lanes} lane{'s' * (lanes != 1)} to be tried by the next run")
     round_.finish(say=not as_json)
 
 
@@ -76,9 +77,9 @@ def show(lanes: Mapping[str, Waiting]) -> None:
                 if lane.lane.startswith(AHEAD):
                     when = "when it has come"
             who = "" if lane.subscription == "forwarder" else f" by {lane.subscription}"
-            typer.echo(
+            echo(
                 f"{name}: {lane.messages:,} parked{who}, {lane.key}; {lane.attempts} attempts, "
                 f"next {when}: {lane.error}"
             )
         if more := found.lanes - len(found.shown):
-            typer.echo(f"{name}: and {more:,} more lanes; {found.messages:,} parked in all")
+            echo(f"{name}: and {more:,} more lanes; {found.messages:,} parked in all")

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
-from saf.cli.console import plain_console
+from saf.cli.console import echo, plain_console
 from saf.config import load, with_options
 from saf.maintenance import Outcome, purge_by_rules
 
@@ -77,7 +77,7 @@ def command(
     )
     if as_json:
         brokers = [_as_dict(name, outcome) for name, outcome in known.items()]
-        typer.echo(json.dumps({"dry_run": dry_run, "brokers": brokers, "errors": round_.errors()}))
+        echo(json.dumps({"dry_run": dry_run, "brokers": brokers, "errors": round_.errors()}))
     elif known:
         plain_console().print(_table(known))
     round_.finish(say=not as_json)

@@ -10,6 +10,7 @@ import psycopg
 import typer
 
 from saf.cli.brokers import AsJson, Config, Round, Where, chosen, everywhere
+from saf.cli.console import echo
 from saf.cli.replay import in_words, texts
 from saf.config import Broker, Destination, Settings, load
 from saf.database import check_schema, fetch, unavailable_if_lost
@@ -50,12 +51,12 @@ def command(
         ]  # fmt: skip
         message_ids = {name: texts(one) for name, one in again.items()}
         errors = [*round_.errors(), *sources.errors()]
-        typer.echo(json.dumps({"brokers": rows, "message_ids": message_ids, "errors": errors}))
+        echo(json.dumps({"brokers": rows, "message_ids": message_ids, "errors": errors}))
     else:
         for name, result in done.items():
-            typer.echo(f"{name}: {_words(result)}")
+            echo(f"{name}: {_words(result)}")
         for name, one in again.items():
-            typer.echo(f"{name}: {in_words(one)}")
+            echo(f"{name}: {in_words(one)}")
     round_.failed += [one for one in sources.failed if one[0] not in dict(round_.failed)]
     round_.finish(say=not as_json)
 

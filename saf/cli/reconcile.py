@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from saf.cli.brokers import AsJson, Config, Name, Round, Since, Until, chosen
-from saf.cli.console import plain_console
+from saf.cli.console import echo, plain_console
 from saf.config import load
 from saf.reconcile import Outcome, Range, reconcile
 
@@ -50,7 +50,7 @@ def command(
     ).values()
     if as_json:
         brokers = [_as_dict(outcome) for outcome in known]
-        typer.echo(json.dumps({"brokers": brokers, "errors": round_.errors()}))
+        echo(json.dumps({"brokers": brokers, "errors": round_.errors()}))
     else:
         _show(known)
     # a proven loss is not to be taken for something that passes by itself

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import typer
-
 from saf.cli.brokers import (
     AsJson,
     Config,
@@ -17,6 +15,7 @@ from saf.cli.brokers import (
     Why,
     chosen,
 )
+from saf.cli.console import echo
 from saf.config import Broker, load
 from saf.repair import Sent, send_again
 from saf.routes import current_routes
@@ -62,10 +61,10 @@ def command(
     done = round_.each(again)
     if as_json:
         message_ids = {name: texts(sent) for name, sent in done.items()}
-        typer.echo(json.dumps({"message_ids": message_ids, "errors": round_.errors()}))
+        echo(json.dumps({"message_ids": message_ids, "errors": round_.errors()}))
     else:
         for name, sent in done.items():
-            typer.echo(f"{name}: {in_words(sent, dry_run=dry_run)}")
+            echo(f"{name}: {in_words(sent, dry_run=dry_run)}")
     round_.finish(say=not as_json)
 
 

@@ -14,6 +14,7 @@ import typer
 
 from saf import routes
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen, moment
+from saf.cli.console import echo
 from saf.config import Quality, Settings, did_you_mean, load
 from saf.destinations.identities import Identities
 from saf.errors import ConfigurationError, Unroutable
@@ -148,7 +149,7 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
             for where, there in found.items()
             for one in there.routes
         ]
-        typer.echo(json.dumps({"routes": rows, "errors": round_.errors()}))
+        echo(json.dumps({"routes": rows, "errors": round_.errors()}))
     else:
         for where, there in found.items():
             _show(where, there)
@@ -186,7 +187,7 @@ def explain_(
     )
     if as_json:
         rows = [{"broker": where, **one.as_dict()} for where, one in found.items()]
-        typer.echo(json.dumps({"explanations": rows, "errors": round_.errors()}))
+        echo(json.dumps({"explanations": rows, "errors": round_.errors()}))
     else:
         for where, one in found.items():
             show_explanation(where, one)
@@ -237,7 +238,7 @@ def _named(destination: str, service: str | None, to_broker: UUID | None) -> str
 
 
 def _say(where: str, what: str, done: str) -> None:
-    typer.echo(f"{where}: {what} {done}, from the next batch on")
+    echo(f"{where}: {what} {done}, from the next batch on")
 
 
 def _show(where: str, there: Configuration) -> None:
@@ -251,7 +252,7 @@ def _show(where: str, there: Configuration) -> None:
         if one.expires_at:
             said.append(f"until {one.expires_at:%Y-%m-%d %H:%M:%S%z}")
         comment = f": {one.comment}" if one.comment else ""
-        typer.echo(f"{where}: {', '.join(said)}; {state(one, there)} ({one.origin}){comment}")
+        echo(f"{where}: {', '.join(said)}; {state(one, there)} ({one.origin}){comment}")
 
 
 def show_explanation(where: str, one: Explanation) -> None:
@@ -261,9 +262,7 @@ def show_explanation(where: str, one: Explanation) -> None:
     leads = ", ".join(map(repr, one.destinations)) or "nowhere: it would be parked"
     if one.router:
         leads = f"where its router says: saf router explain {one.service} --body …"
-    typer.echo(f"{where}: a message for {one.service!r}{to} {key} goes to {leads}")
+    echo(f"{where}: a message for {one.service!r}{to} {key} goes to {leads}")
     for verdict in one.verdicts:
         mark = "->" if verdict.takes else "  "
-        typer.echo(
-            f"  {mark} {describe(verdict.route.route)} ({verdict.route.origin}): {verdict.why}"
-        )
+        echo(f"  {mark} {describe(verdict.route.route)} ({verdict.route.origin}): {verdict.why}")

@@ -11,6 +11,7 @@ import typer
 
 from saf import routers, routes
 from saf.cli.brokers import AsJson, Config, Name, Round, Store, chosen, store
+from saf.cli.console import echo
 from saf.cli.route import show_explanation
 from saf.cli.worker import supervise
 from saf.config import load
@@ -119,7 +120,7 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
     rows = [(where, one) for where, there in found.items() for one in there]
     if as_json:
         listed = [{"broker": where, **routers.as_dict(one)} for where, one in rows]
-        typer.echo(json.dumps({"routers": listed, "errors": round_.errors()}))
+        echo(json.dumps({"routers": listed, "errors": round_.errors()}))
     else:
         for where, one in rows:
             _show(where, one)
@@ -166,7 +167,7 @@ def serve(
         supervise([sys.executable, "-m", "saf", *again], processes)
         return
     count = serving.drain() if drain else serving.run()
-    typer.echo(f"{where}: router {service!r} has sent on {count:,} messages")
+    echo(f"{where}: router {service!r} has sent on {count:,} messages")
 
 
 @app.command()
@@ -197,7 +198,7 @@ def explain(
     )
     if as_json:
         rows = [{"broker": where, **trial.as_dict()} for where, trial in found.items()]
-        typer.echo(json.dumps({"explanations": rows, "errors": round_.errors()}))
+        echo(json.dumps({"explanations": rows, "errors": round_.errors()}))
     else:
         for where, trial in found.items():
             _explain(where, trial)
@@ -218,7 +219,7 @@ def _enable(service: str, config: Path | None, broker: str | None, *, enabled: b
 
 
 def _say(where: str, service: str, done: str) -> None:
-    typer.echo(f"{where}: router {service!r} {done}, from the next batch on")
+    echo(f"{where}: router {service!r} {done}, from the next batch on")
 
 
 def _show(where: str, one: ConfiguredRouter) -> None:
@@ -227,16 +228,16 @@ def _show(where: str, one: ConfiguredRouter) -> None:
     said += ", forwarding" if one.mode == FORWARD else ""
     state = "in force" if one.enabled else "disabled"
     comment = f": {one.comment}" if one.comment else ""
-    typer.echo(f"{where}: {said}; {state} ({one.origin}){comment}")
+    echo(f"{where}: {said}; {state} ({one.origin}){comment}")
 
 
 def _explain(where: str, trial: Trial) -> None:
     said = f"{where}: a message for {trial.service!r}"
     if trial.waits is not None:
-        typer.echo(f"{said} would wait: {trial.waits}")
+        echo(f"{said} would wait: {trial.waits}")
     elif trial.dead is not None:
-        typer.echo(f"{said} would become a dead letter: {trial.dead}")
+        echo(f"{said} would become a dead letter: {trial.dead}")
     else:
         if trial.goes.service != trial.service:
-            typer.echo(f"{said} is really for {trial.goes.service!r}")
+            echo(f"{said} is really for {trial.goes.service!r}")
         show_explanation(where, trial.goes)

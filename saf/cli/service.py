@@ -10,7 +10,7 @@ from rich.table import Table
 
 from saf import services
 from saf.cli.brokers import AsJson, Config, Round, Store, store, stores
-from saf.cli.console import plain_console
+from saf.cli.console import echo, plain_console
 from saf.config import load
 
 app = typer.Typer(no_args_is_help=True, help="Services: what messages are addressed to.")
@@ -28,7 +28,7 @@ def create(name: Service, config: Config = None, broker: Store = None) -> None:
     for where, made in round_.visit(
         "service", lambda connection, _: services.create_service(connection, name)
     ).items():
-        typer.echo(f"{where}: service {name} {'created' if made else 'is there already'}")
+        echo(f"{where}: service {name} {'created' if made else 'is there already'}")
     round_.finish(say=True)
 
 
@@ -43,7 +43,7 @@ def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) 
             for where, some in found.items()
             for one in some
         ]
-        typer.echo(json.dumps({"services": rows, "errors": round_.errors()}))
+        echo(json.dumps({"services": rows, "errors": round_.errors()}))
     else:
         table = Table("broker", "service", "subscriptions")
         for where, some in found.items():
@@ -63,5 +63,5 @@ def remove(
         "service",
         lambda connection, _: services.remove_service(connection, name, discard=discard),
     ):
-        typer.echo(f"{where}: service {name} removed")
+        echo(f"{where}: service {name} removed")
     round_.finish(say=True)

@@ -12,7 +12,7 @@ from rich.table import Table
 from saf.backoff import SHOWN
 from saf.cli import parked
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
-from saf.cli.console import plain_console
+from saf.cli.console import echo, plain_console
 from saf.config import load
 from saf.dropped import Dropped
 from saf.errors import ranges
@@ -30,7 +30,7 @@ def command(
     known = round_.visit("status", lambda connection, _: broker_status(connection, SHOWN))
     if as_json:
         brokers = [{"broker": name, **status.as_dict()} for name, status in known.items()]
-        typer.echo(json.dumps({"brokers": brokers, "errors": round_.errors()}))
+        echo(json.dumps({"brokers": brokers, "errors": round_.errors()}))
     else:
         console = plain_console()
         console.print(_overview(known))
@@ -46,7 +46,7 @@ def show_dropped(known: Mapping[str, Sequence[Dropped]]) -> None:
     """A line for each reason for which messages were dropped."""
     for name, found in known.items():
         for one in found:
-            typer.echo(
+            echo(
                 f"{name}: {one.messages:,} dropped by {one.subscription}, {one.reason}; the last "
                 f"at {one.last_at:%Y-%m-%d %H:%M:%S}, {one.last_message_id}"
             )

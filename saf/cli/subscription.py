@@ -10,7 +10,7 @@ from rich.table import Table
 
 from saf import services
 from saf.cli.brokers import AsJson, Config, Round, Store, store, stores
-from saf.cli.console import plain_console
+from saf.cli.console import echo, plain_console
 from saf.cli.service import Discard
 from saf.config import load
 from saf.errors import UsageError
@@ -48,7 +48,7 @@ def create(
             connection, name, service=service, start=start
         ),
     ).items():
-        typer.echo(f"{where}: subscription {name} {'created' if made else 'is there already'}")
+        echo(f"{where}: subscription {name} {'created' if made else 'is there already'}")
     round_.finish(say=True)
 
 
@@ -63,7 +63,7 @@ def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) 
             for where, some in found.items()
             for one in some
         ]
-        typer.echo(json.dumps({"subscriptions": rows, "errors": round_.errors()}))
+        echo(json.dumps({"subscriptions": rows, "errors": round_.errors()}))
     else:
         table = Table("broker", "subscription", "service")
         for where, some in found.items():
@@ -83,5 +83,5 @@ def remove(
         "subscription",
         lambda connection, _: services.remove_subscription(connection, name, discard=discard),
     ):
-        typer.echo(f"{where}: subscription {name} removed")
+        echo(f"{where}: subscription {name} removed")
     round_.finish(say=True)

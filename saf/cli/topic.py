@@ -10,7 +10,7 @@ from rich.table import Table
 
 from saf import routes
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
-from saf.cli.console import plain_console
+from saf.cli.console import echo, plain_console
 from saf.cli.route import configured
 from saf.config import load
 
@@ -27,7 +27,7 @@ def add(name: Service, config: Config = None, broker: Name = None) -> None:
         "route", lambda connection, _: routes.add_topic(connection, name)
     ).items():
         done = "is a topic from the next batch on" if added else "is a topic already"
-        typer.echo(f"{where}: {name} {done}")
+        echo(f"{where}: {name} {done}")
     round_.finish(say=True)
 
 
@@ -43,7 +43,7 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
             rows.append((where, name, way.destinations if way else ()))
     if as_json:
         topics = [{"broker": w, "topic": n, "destinations": list(d)} for w, n, d in rows]
-        typer.echo(json.dumps({"topics": topics, "errors": round_.errors()}))
+        echo(json.dumps({"topics": topics, "errors": round_.errors()}))
     else:
         table = Table("broker", "topic", "destinations")
         for where, name, destinations in rows:
@@ -57,5 +57,5 @@ def remove(name: Service, config: Config = None, broker: Name = None) -> None:
     """Let a service be an ordinary one again: its most specific routes share."""
     round_ = Round(chosen(load(config), broker))
     for where in round_.visit("route", lambda connection, _: routes.remove_topic(connection, name)):
-        typer.echo(f"{where}: {name} is no topic any more, from the next batch on")
+        echo(f"{where}: {name} is no topic any more, from the next batch on")
     round_.finish(say=True)

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from saf.cli.console import echo
 from saf.errors import UsageError
 from saf.loop import Loop
 from saf.signals import stop_on_signals
@@ -34,9 +35,9 @@ def command(
     """Handle messages until SIGTERM or Ctrl-C, which finish the deliveries in hand."""
     worker = find(which)
     if drain:
-        typer.echo(f"handled {worker.drain():,} messages")
+        echo(f"handled {worker.drain():,} messages")
     elif processes == 1:
-        typer.echo(f"handled {worker.run():,} messages")
+        echo(f"handled {worker.run():,} messages")
     else:
         supervise([sys.executable, "-m", "saf", "worker", which], processes)
 

@@ -40,6 +40,7 @@ from saf.errors import (
     UnknownService,
 )
 from saf.failpoints import fail_point
+from saf.isolation import of_the_rows
 from saf.marks import InHand, Mark, Place, compare, shards_of
 from saf.message import COLUMNS
 from saf.rebase import IS_RESTORED
@@ -55,9 +56,6 @@ DURABLE = """
 SELECT set_config('synchronous_commit', 'on', false)
 WHERE current_setting('synchronous_commit') IN ('off', 'local')
 """
-
-OF_THE_ROWS = ("09", "22", "23", "27", "38", "39", "44", "54", "P0")
-"""Classes of SQLSTATE: data, constraints, limits of size, and what triggers raise."""
 
 SERVICES = "SELECT name FROM saf.service"
 
@@ -272,7 +270,7 @@ class PostgresInbox:
         # Only what is said of the rows themselves is a rejection. All else (lost connections, a
         # full disk, a standby, a lock or transaction timeout, a missing table) is the server's,
         # and would make dead letters of everything.
-        if state[:2] in OF_THE_ROWS:
+        if of_the_rows(state):
             return Rejected(f"destination {self.name!r}", reason)
         return Unavailable(f"destination {self.name!r}", reason)
 

@@ -35,7 +35,7 @@ from saf import lanes
 from saf.claim import Reader
 from saf.database import fetch
 from saf.dialogs.assembly import Assembled, set_aside
-from saf.dialogs.dialog import Dialog
+from saf.dialogs.dialog import Dialog, open_dialog
 from saf.dialogs.drops import no_end, why_dropped
 from saf.dialogs.endpoints import (
     RECEIVE,
@@ -51,7 +51,8 @@ from saf.dialogs.facts import Facts, Verdict, judge
 from saf.dialogs.fragments import is_fragment, whole
 from saf.dialogs.statements import ERROR, Code
 from saf.dropped import Reason
-from saf.errors import ContractViolation, SchemaViolation
+from saf.errors import ContractViolation, SchemaViolation, UsageError
+from saf.isolation import of_messages
 from saf.message import DEFAULT_MAX_BYTES
 from saf.parking import AHEAD, LATER
 from saf.received import Received
@@ -70,6 +71,12 @@ FROM (
 ) AS ahead
 WHERE p.parked_id = ahead.parked_id AND due
 RETURNING p.shard
+"""
+
+
+MET_BY = """
+SELECT handle FROM saf.conversation
+WHERE conversation_id = %(conversation_id)s AND is_initiator = NOT %(from_initiator)s::boolean
 """
 
 
@@ -133,8 +140,11 @@ def arrive(
 
     What is ``behind`` others that wait does so as well.
     """
-    endpoints = in_hand(raw, messages)
     arrival = Arrival(raw=raw)
+    arrival.refused = [(one, problem) for one in messages if (problem := _malformed(one))]
+    if arrival.refused:
+        messages = [one for one in messages if not _malformed(one)]
+    endpoints = in_hand(raw, messages)
     last: dict[End, int] = {}
     for message in messages:
         if message.message_type == ERROR and message.sequence is not None:
@@ -147,6 +157,8 @@ def arrive(
         endpoint = endpoints.get(end)
         if endpoint is None:
             _meet_nobody(arrival, message)
+        elif endpoint.failure and message.sequence == 1 and message.from_initiator:
+            arrival.refused.append((message, endpoint.failure[1]))
         elif endpoint.failure:
             arrival.dropped.append((message, Reason.ENDED))
         elif (message.sequence or 0) < last.get(end, 0):
@@ -172,6 +184,35 @@ def _meet_nobody(arrival: Arrival, message: Received) -> None:
         arrival.ahead.append(message)
     else:
         arrival.stray.append((message, no_end(message)))
+
+
+def _malformed(message: Received) -> str | None:
+    """Why a message can be no dialog's, though it says that it is."""
+    if message.from_initiator is None:
+        return None
+    if message.conversation_id is None:
+        return "it is of a dialog, and has no conversation_id"
+    if message.sequence is not None and message.sequence < 1:
+        return f"its number in the dialog is {message.sequence}"
+    if message.sequence == 1 and message.from_initiator and not message.from_service:
+        return "it begins a dialog, and has no from_service to answer to"
+    return None
+
+
+def fail_unseen(raw: psycopg.Connection[Any], message: Received) -> None:
+    """A message cannot be received: its conversation, if it is known, ends with an error."""
+    if message.from_initiator is None or message.conversation_id is None:
+        return
+    number = message.sequence or message.message_type
+    try:
+        with raw.transaction():
+            for (handle,) in fetch(raw, MET_BY, message.stored()):
+                text = f"message {number} could not be received"
+                open_dialog(raw, handle).fail(enter(raw), Code.QUARANTINED, text)
+    except (psycopg.DatabaseError, UsageError) as error:
+        # of what the conversation is: nothing more can be said on it
+        if raw.broken or not of_messages(error):
+            raise
 
 
 def _meet(arrival: Arrival, reader: Reader, endpoint: Endpoint, message: Received) -> None:

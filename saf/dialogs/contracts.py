@@ -30,9 +30,10 @@ from saf.errors import (
     UsageError,
     WrongDirection,
 )
-from saf.message import MAX_NAME
+from saf.message import MAX_NAME, fits
 
 if TYPE_CHECKING:
+    from jsonschema.exceptions import ValidationError
     from jsonschema.protocols import Validator
 
 Validation = Literal["none", "empty", "json", "json_schema"]
@@ -110,14 +111,21 @@ class MessageType:
             return
         try:
             value = json.loads(body)
+            worst = self._worst(value)
         except ValueError as error:
             raise SchemaViolation(self.name, "$", f"not JSON: {error}") from None
-        if self.schema is not None:
-            from jsonschema.exceptions import best_match
+        except RecursionError as error:
+            raise SchemaViolation(self.name, "$", f"too deep: {error}") from None
+        if worst is not None:
+            raise SchemaViolation(self.name, worst.json_path, worst.message)
 
-            worst = best_match(_validator(self.schema).iter_errors(value))
-            if worst is not None:
-                raise SchemaViolation(self.name, worst.json_path, worst.message)
+    def _worst(self, value: Any) -> ValidationError | None:
+        """What is most wrong with a value by the schema, if there is one."""
+        if self.schema is None:
+            return None
+        from jsonschema.exceptions import best_match
+
+        return best_match(_validator(self.schema).iter_errors(value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,8 +291,10 @@ def _validator(schema: str) -> Validator:
 
 
 def _check_name(what: str, name: str, version: int) -> None:
-    if not name or len(name) > MAX_NAME or not name.isprintable():
-        raise UsageError(f"{what} {name!r}: a name has 1 to {MAX_NAME} printable characters")
+    if not name or not fits(name, MAX_NAME) or not name.isprintable():
+        raise UsageError(
+            f"{what} {name!r}: a name has 1 to {MAX_NAME} bytes of printable characters"
+        )
     if version < 1:
         raise UsageError(f"{what} {name!r}: version {version} is less than 1")
 

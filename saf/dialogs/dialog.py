@@ -65,11 +65,15 @@ from saf.errors import (
     NoSuchContract,
     NoSuchService,
 )
+from saf.isolation import said
 from saf.message import DEFAULT_MAX_BYTES, Message, Row, encode
 from saf.transaction import Transaction, enter
 
 if TYPE_CHECKING:
     from saf.transaction import Conn
+
+LONGEST_SECONDS = 1_000 * 365 * 86_400
+"""Longest lifetime and timer: a thousand years, so that they end before the calendar does."""
 
 SAVEPOINT = "SAVEPOINT saf_fragments"
 UNDO = "ROLLBACK TO SAVEPOINT saf_fragments"
@@ -201,8 +205,8 @@ class Dialog:
 
         Raises what `end` raises.
         """
-        if seconds < 0:
-            raise DialogError(f"a timer of {seconds} seconds")
+        if not 0 <= seconds <= LONGEST_SECONDS:
+            raise DialogError(f"a timer of {seconds} seconds: at most {LONGEST_SECONDS:,}")
         transaction = enter(conn)
         row = self._encoded({}, TIMER)._asdict()
         if not transaction.fetch(START_TIMER, {**row, "handle": self.handle, "seconds": seconds}):
@@ -227,6 +231,7 @@ class Dialog:
 
         One that was passed on says which the ``original`` is.
         """
+        text = said(text)
         wrapped = {} if original is None else {"original": original}
         row = self._encoded({"code": int(code), "text": text, **wrapped}, ERROR)
         error = {"code": int(code), "text": text}
@@ -269,10 +274,10 @@ class Dialog:
         headers = json.loads(row.headers)
         transaction.execute(SAVEPOINT)
         try:
-            for piece, said in cut(file, fragment_bytes, max_bytes):
-                message_id = uuid4() if FRAGMENT in said else row.message_id
+            for piece, more in cut(file, fragment_bytes, max_bytes):
+                message_id = uuid4() if FRAGMENT in more else row.message_id
                 one = row._replace(
-                    message_id=message_id, headers=json.dumps(headers | said), body=piece
+                    message_id=message_id, headers=json.dumps(headers | more), body=piece
                 )
                 self._say(transaction, SEND, one)
         except BaseException:
@@ -371,8 +376,11 @@ def _begin(
 ) -> Dialog:
     # checks the names and the broker
     encode(Message(service=to_service, from_service=from_service, to_broker=to_broker, body=b""))
-    if lifetime is not None and lifetime <= 0:
-        raise DialogError(f"a lifetime of {lifetime} seconds: it has to be above zero")
+    if lifetime is not None and not 0 < lifetime <= LONGEST_SECONDS:
+        raise DialogError(
+            f"a lifetime of {lifetime} seconds: it has to be above zero, and at most "
+            f"{LONGEST_SECONDS:,}"
+        )
     transaction = enter(conn)
     asked = {"service": from_service, "contract": contract, "related": related}
     ((broker_id, database, version, definition, lives_here, group_id),) = transaction.fetch(

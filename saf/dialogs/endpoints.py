@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -22,7 +22,12 @@ from saf.dialogs.contracts import Contract, contracts
 from saf.dialogs.dialog import Dialog
 from saf.dialogs.facts import Facts
 from saf.dialogs.statements import EXPIRE, FIELDS, HELLO, Code
+from saf.isolation import kept
 from saf.received import Received
+
+FIRST_DAY = datetime(1, 1, 2, tzinfo=UTC)
+LAST_DAY = datetime(9999, 12, 31, tzinfo=UTC)
+"""What has a time before it can be stored; see `saf.schema.IN_CALENDAR`."""
 
 End = tuple[UUID, bool]
 """A conversation, and whether it is the initiator's end."""
@@ -133,6 +138,8 @@ class Introduction:
     broker: UUID | None = None
     """Where the initiator lives: replies go there."""
     expires_at: datetime | None = None
+    problem: str | None = None
+    """Why nobody can tell."""
 
 
 def in_hand(raw: psycopg.Connection[Any], messages: list[Received]) -> dict[End, Endpoint]:
@@ -166,6 +173,8 @@ def in_hand(raw: psycopg.Connection[Any], messages: list[Received]) -> dict[End,
         rows = _lock(raw, ends)
     endpoints = {(row[1], row[2]): _endpoint(row, known) for row in rows}
     for end, (_, hello) in hellos.items():
+        if hello.problem is not None:
+            endpoints[end].failure = Code.VIOLATION, hello.problem
         if hello.contract is not None and (hello.contract, hello.version) not in known:
             text = f"contract {hello.contract!r} version {hello.version} is not known at the target"
             endpoints[end].failure = Code.NO_CONTRACT, text
@@ -206,18 +215,26 @@ def _endpoint(row: tuple[Any, ...], known: dict[tuple[str, int], Contract]) -> E
 
 
 def _introduction(message: Received) -> Introduction:
-    """What a first message says; nothing, if that cannot be read."""
+    """What a first message says; or that it cannot be read."""
     try:
         said = message.headers.get(HELLO) or {}
         seconds, broker = said.get("lifetime_seconds"), said.get("broker")
-        return Introduction(
+        hello = Introduction(
             contract=str(said["contract"]) if "contract" in said else None,
             version=int(said["version"]) if "version" in said else None,
             broker=UUID(broker) if broker else None,
             expires_at=message.created_at + timedelta(seconds=float(seconds)) if seconds else None,
         )
-    except (AttributeError, TypeError, ValueError, OverflowError):
-        return Introduction()
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        return Introduction(
+            problem=kept(f"its first message does not say what a dialog is begun by: {error}")
+        )
+    problem = None
+    if hello.version is not None and not 0 < hello.version < 2**31:
+        problem = "its first message names no version that a contract can have"
+    if hello.expires_at is not None and not FIRST_DAY <= hello.expires_at < LAST_DAY:
+        problem = "its lifetime ends beyond the calendar"
+    return Introduction(problem=problem) if problem else hello
 
 
 def _begun(

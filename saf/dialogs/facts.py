@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 from uuid import UUID
 
 from saf.dialogs.statements import END, ERROR, TIMER, Code
+from saf.isolation import MAX_ERROR, kept
 from saf.received import Received
 
 
@@ -40,10 +42,18 @@ class Facts:
         """What is known after an Error."""
         try:
             said = json.loads(body)
-            code, text = int(said["code"]), str(said["text"])
-        except (ValueError, TypeError, KeyError):
+            code, text = _code(said["code"]), kept(str(said["text"]))[:MAX_ERROR]
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             code, text = Code.VIOLATION, "an Error that cannot be read"
         return replace(self, error_code=code, error_text=text)
+
+
+def _code(said: Any) -> int:
+    """A code as the column error_code holds it; raise a ValueError if it cannot."""
+    code = int(said)
+    if not -(2**31) <= code < 2**31:
+        raise ValueError(said)
+    return code
 
 
 def judge(

@@ -18,11 +18,12 @@ import pyarrow.compute as pc
 
 from saf import backoff, dead, parking
 from saf.cursor import hold
+from saf.dead import AsStored
 from saf.destinations.places import LANE
 from saf.dialogs.statements import TELL
 from saf.errors import SafError
 from saf.failpoints import fail_point
-from saf.message import COLUMNS
+from saf.message import COLUMNS, MAX_BODY
 from saf.parking import ADDRESS, FOUND, Lane
 from saf.spark.at_source import AtSource
 from saf.spark.sorting import Part
@@ -44,6 +45,8 @@ class Aside:
     work: Work
     from_lanes: bool = False
     """The chunk was parked already, and its rows say in which lanes; else it is of new messages."""
+    destination: str = ""
+    """Whose lanes these are; empty for none's."""
     failed: dict[Lane, SafError] = field(default_factory=dict)
     down: set[str] = field(default_factory=set)
     """Destinations that do not answer."""
@@ -51,8 +54,10 @@ class Aside:
     parked: list[Part] = field(default_factory=list)
     dead: list[tuple[pa.Table, str, str, str]] = field(default_factory=list)
     """Messages, the destination, the reason, the error."""
-    unread: list[tuple[int, int, str]] = field(default_factory=list)
-    """Shard, id and error of messages too large to be read."""
+    unread: list[AsStored] = field(default_factory=list)
+    """Messages that become dead letters as they are stored: too large to be read, or isolated."""
+    max_bytes: int = MAX_BODY
+    """Of a body that is read."""
     dead_letters: int = 0
     """How many messages have become dead letters."""
     parked_messages: int = 0
@@ -86,18 +91,28 @@ class Aside:
             self.dead.append((rows, destination, reason, error))
             self.dead_letters += rows.num_rows
 
+    def bury_unread(self, rows: pa.Table) -> pa.Table:
+        """Messages that are too large to be read become dead letters; return the others."""
+        if not rows["body"].null_count:
+            return rows
+        large = rows.filter(pc.is_null(rows["body"]))
+        self.unread += [AsStored(shard=shard, id=id_) for shard, id_ in self._places(large)]
+        self.dead_letters += large.num_rows
+        return rows.filter(pc.is_valid(rows["body"]))
+
+    def bury_as_stored(self, rows: pa.Table, error: str) -> None:
+        """These become dead letters by what is stored of them: nobody knows what can be read."""
+        for shard, id_ in self._places(rows):
+            self.unread.append(AsStored(shard=shard, id=id_, reason="rejected", error=error))
+        self.dead_letters += rows.num_rows
+
     def bury_unfit(self, rows: pa.Table, max_bytes: int) -> pa.Table:
         """Messages that have expired or are too large become dead letters; return the others.
 
         By the time at which the batch was opened: read again, it gives the same.
         """
-        if rows["body"].null_count:
-            large = rows.filter(pc.is_null(rows["body"]))
-            error = f"the body has more than forwarder.max_bytes = {max_bytes}"
-            for shard, id_ in zip(large["shard"].to_pylist(), large["id"].to_pylist(), strict=True):
-                self.unread.append((shard, id_, error))
-                self.dead_letters += 1
-            rows = rows.filter(pc.is_valid(rows["body"]))
+        self.max_bytes = max_bytes
+        rows = self.bury_unread(rows)
         expiry = rows["expires_at"]
         if expiry.null_count < len(expiry):
             now = pa.scalar(self.work.batch.opened_at, expiry.type)
@@ -130,8 +145,10 @@ class Aside:
         def write(source: psycopg.Connection[Any]) -> None:
             hold(source, self.work.batch)
             if self.from_lanes:
-                buried = [rows["parked_id"].to_pylist() for rows, *_ in self.dead]
-                self.write_from_lanes(source, [number for ids in buried for number in ids])
+                buried = [one.id for one in self.unread]
+                for rows, *_ in self.dead:
+                    buried += rows["parked_id"].to_pylist()
+                self.write_from_lanes(source, buried)
             else:
                 self.write(source)
 
@@ -185,9 +202,19 @@ class Aside:
             new = [row for row in dicts if row["id"] not in here]
             dead.bury(source, sorted(new, key=itemgetter("id")))  # retried in the order they died
             _tell(source, [row for row in new if row["reason"] == "unresolved"])
-        for shard, id_, error in self.unread:
-            if not dead.known(source, subscription_id, "", [id_]):
-                dead.bury_unread(source, subscription_id, shard, id_, error)
+        dead.bury_as_stored(
+            source,
+            subscription_id,
+            "parked" if self.from_lanes else "outbox",
+            self.unread,
+            destination=self.destination,
+            max_bytes=self.max_bytes,
+            setting="forwarder.max_bytes",
+        )
+
+    def _places(self, rows: pa.Table) -> Iterator[tuple[int, int]]:
+        number = "parked_id" if self.from_lanes else "id"
+        return zip(rows["shard"].to_pylist(), rows[number].to_pylist(), strict=True)
 
     def _parked(self, part: Part) -> Iterator[dict[str, Any]]:
         more = {

@@ -2,6 +2,9 @@
 
 To read that there is nothing takes as long as to read a number. So of a deep backlog, what most
 messages do not have is read only where some have it.
+
+Of a row that is too large to be read (see `saf.limits`), what is too large is NULL, and so is the
+body, which tells it from others.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import pyarrow as pa
 from psycopg import sql
 
 from saf import message
+from saf.limits import HEADERS_READABLE, KEPT, LONG_NAMES, NAMES_READABLE, body_readable
+from saf.message import MAX_BODY
 
 COLUMNS = ("id", "shard", *message.COLUMNS)
 
@@ -34,17 +39,18 @@ MORE_THAN_COMMON = sql.SQL("CASE WHEN {} THEN NULL ELSE true END AS {}").format(
 )
 
 
-def selected(max_bytes: int | None) -> list[str | sql.Composable]:
-    """What to select from a log to get `COLUMNS`; a body over ``max_bytes`` is NULL."""
-    if max_bytes is None:
-        return [*COLUMNS]
-    return [body_within(max_bytes) if name == "body" else name for name in COLUMNS]
+def selected(max_bytes: int | None, log: str | None = None) -> list[str | sql.Composable]:
+    """What to select to get `COLUMNS`; a body over ``max_bytes`` is NULL.
+
+    From a ``log``, or from the parked messages.
+    """
+    return [bounded(name, max_bytes, log) for name in COLUMNS]
 
 
 def common(columns: Iterable[str | sql.Composable]) -> list[str | sql.Composable]:
     """Without those that most messages do not have; instead, `MORE` says whether a row does."""
-    some = (name for name in columns if not isinstance(name, str) or name not in UNCOMMON)
-    return [*some, MORE_THAN_COMMON]
+    named = zip(COLUMNS, columns, strict=True)
+    return [*(column for name, column in named if name not in UNCOMMON), MORE_THAN_COMMON]
 
 
 def completed(rows: pa.RecordBatch) -> pa.RecordBatch | None:
@@ -57,10 +63,26 @@ def completed(rows: pa.RecordBatch) -> pa.RecordBatch | None:
     )
 
 
-def body_within(max_bytes: int) -> sql.Composable:
-    """The body; NULL if it is larger."""
-    body = "CASE WHEN octet_length(body) <= {} THEN body END AS body"
-    return sql.SQL(body).format(sql.Literal(max_bytes))
+def bounded(
+    name: str, max_bytes: int | None = None, log: str | None = None
+) -> str | sql.Composable:
+    """A column, or NULL where it is too large; the body too where anything of the row is."""
+    kept = KEPT.format(log=log) if log else "false"
+    if name in ("to_service", "key"):
+        return _where(f"{kept} OR octet_length({name}) <= {LONG_NAMES}", name)
+    if name in ("from_service", "message_type"):
+        return _where(f"octet_length({name}) <= {LONG_NAMES}", name)
+    if name == "headers":
+        return _where(f"{kept} OR {HEADERS_READABLE}", name)
+    if name == "body":
+        rest = f"{kept} OR ({HEADERS_READABLE})"
+        fits = f"{body_readable(max_bytes or MAX_BODY)} AND {NAMES_READABLE} AND ({rest})"
+        return _where(fits, name)
+    return name
+
+
+def _where(condition: str, name: str) -> sql.Composable:
+    return sql.SQL(f"CASE WHEN {condition} THEN {name} END AS {name}")
 
 
 def plain(rows: pa.RecordBatch) -> pa.RecordBatch:

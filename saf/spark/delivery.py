@@ -5,12 +5,13 @@ order of the ids:
 
 0. routers: to whom each message is really addressed; routes that share: which one it takes. What
    is to be remembered of both is written at the source, durably, before anything is sent
-1. at_most_once routes: record the attempt there, the same
-2. one transaction per destination; committed, durable, before the next step
+1. one transaction per destination; committed, durable, before the next step
+2. at_most_once routes: record the attempt at the source, durably; then send. After all that could
+   raise for a message, because an attempt is not made again
 3. one transaction at the source: move the position, and with it set aside what could not go
 
-What is set aside before step 2 has ended is written at the source before a watermark passes it:
-otherwise a crash before step 3 would leave it below the watermark, where it looks stored.
+What is set aside while something is still to be stored is written at the source first: a crash
+before step 3 would leave it below the watermark, where it looks stored.
 
 What stands in the way of some messages delays only those: a destination that is down, a missing
 route or service parks them (see `saf.parking`), a message that is rejected, expired or too large
@@ -39,7 +40,8 @@ from saf.cursor import advance, attempt, hold
 from saf.destinations.places import beyond
 from saf.errors import Ahead, Behind, Fenced, Rejected, SafError, Unavailable, UsageError
 from saf.failpoints import fail_point
-from saf.parking import MAIN, Lane
+from saf.isolation import isolate
+from saf.parking import Lane
 from saf.spark.answers import Answers
 from saf.spark.aside import MAY_HAVE_LEFT, Aside
 from saf.spark.at_source import AtSource
@@ -73,7 +75,9 @@ class Delivery:
         self.resolver = Resolver(work.routes.routers, self.wayfinder, self.at_source, answers)
         self.storing = Storing(work, policy, self.at_source, self.lanes, self.receipts)
         self._set_aside: dict[str, pa.Array] = {}
-        """Ids beyond the position that a task before this one has set aside, by destination."""
+        """Ids beyond the position that are set aside already, by destination."""
+        self._attempted: dict[int, int] | None = None
+        """By shard, up to which id messages had been attempted before this task."""
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> list[Receipt]:
         """Deliver chunk by chunk until the end, an error or a request to stop."""
@@ -92,7 +96,7 @@ class Delivery:
             self._find_set_aside()
             releasing.release_all()
             for rows in chunks(batches, self.policy.chunk_rows, self.policy.chunk_bytes):
-                if self._forward(rows):
+                if isolate(rows, self._forward, self._bury, self._find_set_aside):
                     summary.stopped = True
                     break
             else:
@@ -108,7 +112,7 @@ class Delivery:
         return list(self.receipts)
 
     def _forward(self, rows: pa.Table) -> bool:
-        """Steps 1 to 3 for one chunk; return whether the task should stop."""
+        """Steps 0 to 3 for one chunk; return whether the task should stop."""
         position = int(rows["id"][-1].as_py())
         aside = Aside(work=self.work)
         rows = aside.bury_unfit(self._without(rows, ""), self.policy.max_bytes)
@@ -126,10 +130,18 @@ class Delivery:
         ]
         if resolution.waiting is not None:
             parts.append(unroutable(resolution.waiting))
-        attempted = self._attempt(parts, position)
+        once = [part for part in parts if part.quality == AT_MOST_ONCE]
         for part in parts:
-            self._send(part, position, attempted, aside)
+            if part.quality != AT_MOST_ONCE and not self._parks(part, aside):
+                self.storing.store(part, (self.work.batch.number, position), aside)
+        if once:
+            once = [self._not_attempted(part, aside) for part in once]
+            self._send_once(once, position, aside)
         self._stay_open(aside)
+        return self._settle(aside, position)
+
+    def _settle(self, aside: Aside, position: int) -> bool:
+        """Step 3; return whether the task should stop."""
 
         def settle(source: psycopg.Connection[Any]) -> bool:
             # once, also where the answer to the commit before got lost
@@ -150,35 +162,23 @@ class Delivery:
         summary.dead += aside.dead_letters
         return stop
 
-    def _send(self, part: Part, position: int, attempted: dict[int, int], aside: Aside) -> None:
-        """Step 2 for one part; or park it, behind those of its lane that wait."""
+    def _bury(self, message: pa.Table, error: str) -> bool:
+        """Make a dead letter of the one message that a step has raised for, and go past it."""
+        aside = Aside(work=self.work)
+        aside.bury(self._without(message, ""), "", "rejected", error)
+        return self._settle(aside, int(message["id"][0].as_py()))
+
+    def _parks(self, part: Part, aside: Aside) -> bool:
+        """Park a part that cannot go, behind those of its lanes that wait; whether it was one."""
         for lane in part.lanes:
             if lane not in self.lanes.held and (obstacle := self._obstacle(part, lane)):
                 aside.failed[lane] = obstacle
                 self.lanes.hold(lane, str(obstacle))
-        number = self.work.batch.number
-        if part.quality == AT_MOST_ONCE:
-            marks = {(MAIN, shard): (number, before) for shard, before in attempted.items()}
-            fresh = beyond(part.rows, number, marks)
-            if fresh.num_rows < part.rows.num_rows:
-                left = pc.invert(pc.is_in(part.rows["id"], fresh["id"].combine_chunks()))
-                aside.bury(part.rows.filter(left), part.waits_at, *MAY_HAVE_LEFT)
-            part = replace(part, rows=fresh)
-        if self._waits(part):
+        # its lane waits; or it is not the destination's own, so it is behind others
+        waits = not part.main or Lane(destination=part.waits_at) in self.lanes.held
+        if waits:
             aside.wait(part)
-        elif part.quality == AT_MOST_ONCE:
-            self.storing.store_once(part, aside)
-        else:
-            self.storing.store(part, (number, position), aside)
-
-    def _attempt(self, parts: Sequence[Part], position: int) -> dict[int, int]:
-        """Step 1; return, by shard, up to which id messages had been attempted before."""
-        once = [part for part in parts if part.quality == AT_MOST_ONCE]
-        if not once:
-            return {}
-        if all(self._waits(part) for part in once):
-            position = 0  # nothing more is sent now; what was sent before must not be parked
-        return self.at_source(lambda source: attempt(source, self.work.batch, position))
+        return waits
 
     def _obstacle(self, part: Part, lane: Lane) -> SafError | None:
         """Why messages have no way out of a lane."""
@@ -187,9 +187,31 @@ class Delivery:
         there = part.destination in self.policy.destinations
         return None if there else nowhere(part.destination)
 
-    def _waits(self, part: Part) -> bool:
-        """Its lane does; or it is not the destination's own, so it is behind others."""
-        return not part.main or Lane(destination=part.waits_at) in self.lanes.held
+    def _send_once(self, parts: Sequence[Part], position: int, aside: Aside) -> None:
+        """Step 2: at most once. What may have left before is not sent, and not parked either."""
+        parts = [part for part in parts if not self._parks(part, aside)]
+        if not parts:
+            return
+        aside.write_ahead(self.at_source)
+        self.at_source(lambda source: attempt(source, self.work.batch, position))
+        for part in parts:
+            self.storing.store_once(part, aside)
+
+    def _not_attempted(self, part: Part, aside: Aside) -> Part:
+        """A part without what a task before this one may have sent, which is buried."""
+        if self._attempted is None:
+            self._attempted = self.at_source(lambda source: attempt(source, self.work.batch, 0))
+        number = self.work.batch.number
+        marks = {
+            (lane.lane, shard): (number, before)
+            for lane in part.lanes
+            for shard, before in self._attempted.items()
+        }
+        fresh = beyond(part.rows, number, marks)
+        if fresh.num_rows < part.rows.num_rows:
+            left = pc.invert(pc.is_in(part.rows["id"], fresh["id"].combine_chunks()))
+            aside.bury(part.rows.filter(left), part.waits_at, *MAY_HAVE_LEFT)
+        return replace(part, rows=fresh)
 
     def _stay_open(self, aside: Aside) -> None:
         """Raise, instead of parking, while the only destination is down."""

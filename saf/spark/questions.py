@@ -15,7 +15,7 @@ from psycopg import sql
 
 from saf import parking
 from saf.errors import Unavailable
-from saf.spark.columns import body_within
+from saf.spark.columns import bounded
 from saf.spark.source import read
 from saf.spark.work import Work
 
@@ -103,8 +103,8 @@ def _queries(
 
 
 def _as_text(name: str, max_bytes: int) -> str | sql.Composable:
-    if name == "body":
-        return body_within(max_bytes)
+    if (column := bounded(name, max_bytes)) != name:
+        return column
     if COLUMNS[name] == "string":
         return sql.SQL("{0}::text AS {0}").format(sql.Identifier(name))
     return name

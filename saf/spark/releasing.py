@@ -16,8 +16,9 @@ behind the lanes that had no turn.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 from uuid import UUID
@@ -32,6 +33,7 @@ from saf.cursor import hold
 from saf.destinations.places import LANE
 from saf.errors import SafError, Unavailable
 from saf.failpoints import fail_point
+from saf.isolation import isolate
 from saf.parking import ADDRESS, DOUBT, FOUND, MAIN, ROUTE, SERVICE, Backoff, Lane
 from saf.spark.aside import MAY_HAVE_LEFT, Aside
 from saf.spark.at_source import AtSource
@@ -121,12 +123,7 @@ class Releasing:
         needed = [*selected(None)] if self.resolver else ["id", "shard", *ADDRESS]
         columns = ["parked_id", LANE, sql.SQL("id AS log_id"), *parking.as_log(needed, found=False)]
         for rows in self._read("", led, columns, found=False):
-            resolution = self.resolver.resolve(rows)
-            for some, error in resolution.dead:
-                self._bury(some, error)
-            routed = self.wayfinder.route(resolution.rows)
-            routed = routed.filter(routed["route"].is_valid())
-            found |= self._move(share(routed, self.wayfinder.ways, self.at_source.choose))
+            self._isolate("", rows, partial(self._find_routes, found))
             if self._over:
                 in_time = False
                 break
@@ -165,12 +162,22 @@ class Releasing:
         self._postpone({lane: self.resolver.obstacle(lane) for lane in lanes if lane in here})
         self.lanes.untried.update(lane for lane in lanes if lane not in here)
 
-    def _bury(self, rows: pa.Table, error: str) -> None:
-        """What its router does not know where to send to leaves its lane."""
-        aside = Aside(work=self.work, from_lanes=True)
-        aside.bury(rows, "", "unresolved", error)
-        self._settle(rows, aside)
-        self.receipts.of(None).dead += aside.dead_letters
+    def _find_routes(self, found: set[Lane], rows: pa.Table) -> None:
+        """Move messages to where routes lead now, and note in ``found`` to which lanes."""
+        if "body" in rows.column_names and rows["body"].null_count:
+            aside = Aside(work=self.work, from_lanes=True)
+            readable = aside.bury_unread(rows)
+            self._settle(rows.filter(pc.is_null(rows["body"])), aside)
+            rows = readable
+        resolution = self.resolver.resolve(rows)
+        for some, error in resolution.dead:
+            # what its router does not know where to send to leaves its lane
+            aside = Aside(work=self.work, from_lanes=True)
+            aside.bury(some, "", "unresolved", error)
+            self._settle(some, aside)
+        routed = self.wayfinder.route(resolution.rows)
+        routed = routed.filter(routed["route"].is_valid())
+        found |= self._move(share(routed, self.wayfinder.ways, self.at_source.choose))
 
     def _move(self, rows: pa.Table) -> set[Lane]:
         to = list(self._copies(rows))
@@ -219,13 +226,8 @@ class Releasing:
                 return
             here = pc.unique(rows[LANE]).to_pylist()
             tried |= {Lane(destination=destination, lane=name) for name in here}
-            going = pa.array([lane.lane for lane in left], pa.string())
-            aside = self._deliver(destination, rows.filter(pc.is_in(rows[LANE], going)))
-            for lane, error in aside.failed.items():
-                self._hold([lane], str(error))
-            left -= aside.failed.keys()
-            if aside.down:
-                self._postpone(dict.fromkeys(left, next(iter(aside.failed.values()))))
+            self._isolate(destination, rows, partial(self._deliver, destination, left))
+            if not left:
                 return
         for lane in left & tried:
             self.lanes.open(lane)
@@ -260,22 +262,53 @@ class Releasing:
             lambda source: backoff.held(source, batch.subscription_id, batch.shards, names)
         )
 
-    def _deliver(self, destination: str, rows: pa.Table) -> Aside:
-        """Deliver a chunk, and take what has gone out of its lane."""
-        aside = Aside(work=self.work, from_lanes=True)
-        if rows.num_rows and rows[LANE][0].as_py() == DOUBT:
-            aside.bury(rows, destination, *MAY_HAVE_LEFT)
-        for part in self._qualities(destination, rows if not aside else rows.slice(0, 0)):
-            if part.destination in aside.down:
+    def _deliver(self, destination: str, left: set[Lane], rows: pa.Table) -> None:
+        """Deliver a chunk, and take what has gone out of its lane.
+
+        Of the lanes ``left`` only; those that fail are not any more.
+        """
+        rows = rows.filter(pc.is_in(rows[LANE], pa.array([one.lane for one in left], pa.string())))
+        if not rows.num_rows:
+            return
+        aside = Aside(work=self.work, from_lanes=True, destination=destination)
+        once: list[Part] = []
+        fit = aside.bury_unread(rows)
+        if rows[LANE][0].as_py() == DOUBT:
+            aside.bury(fit, destination, *MAY_HAVE_LEFT)
+            fit = fit.slice(0, 0)
+        for part in self._qualities(destination, fit):
+            if part.quality == AT_MOST_ONCE:
+                once.append(part)
+            elif destination in aside.down:
                 aside.wait(part)
-            elif part.quality == AT_MOST_ONCE:
-                self._doubt(part)
-                self.storing.store_once(part, aside)
             else:
                 self.storing.store(part, mark(part.rows), aside)
-        self._settle(rows, aside)
-        self.receipts.of(None).dead += aside.dead_letters
-        return aside
+        if destination in aside.down:
+            for part in once:
+                aside.wait(part)
+            once = []
+        sent_once = [number for part in once for number in part.rows["parked_id"].to_pylist()]
+        later = pc.is_in(rows["parked_id"], pa.array(sent_once, pa.int64()))
+        self._settle(rows.filter(pc.invert(later)), aside)
+        for lane, error in aside.failed.items():
+            self._hold([lane], str(error))
+        left.difference_update(aside.failed)
+        if aside.down:
+            self._postpone(dict.fromkeys(left, next(iter(aside.failed.values()))))
+            left.clear()
+        for part in once:
+            self._deliver_once(part)
+
+    def _deliver_once(self, part: Part) -> None:
+        """Deliver at most once, after all else that could raise."""
+        self._doubt(part)
+        aside = Aside(work=self.work, from_lanes=True)
+        isolate(
+            part.rows,
+            lambda some: self.storing.store_once(replace(part, rows=some), aside),
+            lambda one, error: aside.bury(one, part.waits_at, "rejected", error),
+        )
+        self._settle(part.rows, aside)
 
     def _qualities(self, destination: str, rows: pa.Table) -> Iterator[Part]:
         """Messages by their quality of service."""
@@ -294,6 +327,38 @@ class Releasing:
         return self._read(destination, {lane.lane for lane in lanes}, columns, found=found)
 
     # What both do
+
+    def _isolate(self, destination: str, rows: pa.Table, step: Callable[[pa.Table], None]) -> None:
+        """Make a step for messages of lanes; one that it raises for alone becomes a dead letter."""
+        numbers, names = rows["parked_id"], rows[LANE]
+        gone: set[int] = set()
+        """What an attempt before has written durably: it is in that lane no more."""
+
+        def undo() -> None:
+            ids = numbers.to_pylist()
+            here = self.at_source(
+                lambda source: parking.still(source, destination, names.to_pylist(), ids)
+            )
+            gone.update(number for number in ids if number not in here)
+
+        def remaining(some: pa.Table) -> pa.Table:
+            if not gone:
+                return some
+            out = pc.is_in(some["parked_id"], pa.array(list(gone), pa.int64()))
+            return some.filter(pc.invert(out))
+
+        def bury(message: pa.Table, error: str) -> None:
+            if message["parked_id"][0].as_py() not in gone:
+                aside = Aside(work=self.work, from_lanes=True, destination=destination)
+                aside.bury_as_stored(message, error)
+                self._settle(message, aside)
+
+        def make(some: pa.Table) -> None:
+            left = remaining(some)
+            if left.num_rows:
+                step(left)
+
+        isolate(rows, make, bury, undo)
 
     def _read(
         self,
@@ -341,6 +406,7 @@ class Releasing:
 
         self.at_source(settle)
         self.storing.settled()
+        self.receipts.of(None).dead += aside.dead_letters
         fail_point("unpark_commit")
 
     def _postpone(self, failed: Mapping[Lane, SafError]) -> None:

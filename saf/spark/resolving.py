@@ -301,8 +301,8 @@ def _errors(places: Places, errors: pa.ChunkedArray) -> dict[int, str]:
 
 
 def _unfit(names: pa.ChunkedArray, longest: int) -> pa.ChunkedArray:
-    """Which cannot be a name, or a key, of so many characters at most."""
-    length = pc.utf8_length(names)
+    """Which cannot be a name, or a key, of so many bytes at most."""
+    length = pc.binary_length(names)
     bad = pc.or_(pc.equal(length, 0), pc.greater(length, longest))
     return pc.fill_null(pc.or_(bad, pc.match_substring(names, "\0")), False)
 

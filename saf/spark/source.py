@@ -46,7 +46,7 @@ def messages(work: Work, max_bytes: int) -> Iterator[pa.RecordBatch]:
 
     Raises as `read` does.
     """
-    rest, columns = work.batch, selected(max_bytes)
+    rest, columns = work.batch, selected(max_bytes, work.batch.log)
     if work.deep:
         try:
             for rows in _in_windows(work, columns):

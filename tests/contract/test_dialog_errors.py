@@ -266,7 +266,7 @@ def test_a_version_never_changes_and_a_dialog_keeps_the_one_that_it_began_with(a
     ("definition", "said_"),
     [
         ({"name": "saf/mine"}, "is for saf's own"),
-        ({"name": ""}, "1 to 255 printable"),
+        ({"name": ""}, "1 to 255 bytes of printable"),
         ({"name": "a", "version": 0}, "version 0 is less than 1"),
         ({"name": "a", "validation": "xml"}, "one of none, empty, json, json_schema"),
         ({"name": "a", "schema": {}}, "a schema belongs to validation 'json_schema'"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,15 @@ HOSTILE = [
 ]
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
+
+
+def cut(longest: int, text: str) -> str:
+    """As much of a text as has so many bytes."""
+    return text.encode()[:longest].decode(errors="ignore")
+
+
 MESSAGES = st.lists(
-    st.tuples(TEXT.map(lambda text: text[:MAX_NAME]), TEXT.map(lambda text: text[:MAX_KEY])),
+    st.tuples(TEXT.map(partial(cut, MAX_NAME)), TEXT.map(partial(cut, MAX_KEY))),
     min_size=1,
     max_size=20,
 )

@@ -514,14 +514,14 @@ def test_the_largest_accepted_names_and_bodies_are_stored(app: Dsn) -> None:
     with app.connect(role="test") as connection:
         outbox.send(
             connection,
-            "ü" * MAX_NAME,
+            "ü" * (MAX_NAME // 2),
             b"\xff" * (1 << 20),
-            key="😀" * MAX_KEY,
+            key="😀" * (MAX_KEY // 4),
             message_type="t" * MAX_NAME,
         )
     (row,) = stored(app)
     assert len(row["body"]) == 1 << 20
-    assert row["key"] == "😀" * MAX_KEY
+    assert row["key"] == "😀" * (MAX_KEY // 4)
 
 
 def test_every_time_zone_is_stored_as_the_same_moment(app: Dsn, outbox: Outbox) -> None:

@@ -79,7 +79,7 @@ def test_what_does_not_exist_is_named_with_what_does(mom: Dsn) -> None:
             services.create_subscription(connection, "audit", service="shop")
         with pytest.raises(ConfigurationError, match=r"'billing' is there already, and reads"):
             services.create_subscription(connection, "billing", service=None)
-        with pytest.raises(UsageError, match="1 to 255 printable characters"):
+        with pytest.raises(UsageError, match="1 to 255 bytes of printable characters"):
             services.create_service(connection, "")
     with (
         pytest.raises(ConfigurationError, match=r"no subscription 'biling' here, only 'billing'"),

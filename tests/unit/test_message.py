@@ -104,9 +104,9 @@ def test_the_fields_arrive_in_their_columns() -> None:
 
 
 def test_the_longest_names_and_keys_are_accepted() -> None:
-    row = encoded(service="s" * MAX_NAME, key="ü" * MAX_KEY, message_type="t" * MAX_NAME)
+    row = encoded(service="s" * MAX_NAME, key="ü" * (MAX_KEY // 2), message_type="t" * MAX_NAME)
     assert len(row.to_service) == 255
-    assert len(row.key or "") == 1024
+    assert len(row.key or "") == 512
 
 
 def test_a_body_of_exactly_max_bytes_is_accepted() -> None:
@@ -117,21 +117,21 @@ def test_a_body_of_exactly_max_bytes_is_accepted() -> None:
     ("fields", "field", "problem"),
     [
         ({"service": ""}, "service", "is empty"),
-        ({"service": "s" * 256}, "service", "256 characters are more than 255"),
+        ({"service": "s" * 256}, "service", "256 bytes are more than 255"),
         ({"service": "a\0b"}, "service", "NUL"),
         ({"service": "a\ud800"}, "service", "surrogate"),
         ({"service": None}, "service", "expected str, got NoneType"),
         ({"service": b"billing"}, "service", "expected str, got bytes"),
         ({"key": ""}, "key", "is empty"),
-        ({"key": "k" * 1025}, "key", "1025 characters are more than 1024"),
+        ({"key": "k" * 1025}, "key", "1,025 bytes are more than 1,024"),
         ({"key": "a\0b"}, "key", "NUL"),
         ({"key": "\udfff"}, "key", "surrogate"),
         ({"key": 7}, "key", "expected str, got int"),
         ({"message_type": ""}, "message_type", "is empty"),
-        ({"message_type": "t" * 256}, "message_type", "256 characters"),
+        ({"message_type": "t" * 256}, "message_type", "256 bytes"),
         ({"message_type": "\0"}, "message_type", "NUL"),
         ({"from_service": ""}, "from_service", "is empty"),
-        ({"from_service": "f" * 256}, "from_service", "256 characters"),
+        ({"from_service": "f" * 256}, "from_service", "256 bytes"),
         ({"to_broker": "not-a-uuid"}, "to_broker", "not a uuid.UUID"),
         ({"deliver_at": NAIVE}, "deliver_at", "2026-01-02T03:04:00 has no time zone"),
         ({"expires_at": NAIVE}, "expires_at", "2026-01-02T03:04:00 has no time zone"),

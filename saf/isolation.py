@@ -1,0 +1,113 @@
+"""Isolation: no message holds up another one, whatever is wrong with it.
+
+A step for many messages, at a source, in a lane or at a receiver, may raise for what one of them
+is. Nobody has to know which step, or why: the step is undone by its transaction, and made again for
+half of the messages, down to the one that raises alone. That one becomes a dead letter which says
+what was raised; its neighbours go on.
+
+What raises for other reasons is not of the messages: a database or a destination that does not
+answer, a missing right or table, a setting. That is raised, as it would be for any message.
+
+A step has to bear being made again, as after a crash.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import psycopg
+
+from saf.errors import InvalidMessage, Rejected, SafError, UnreadableBody, UnreadableHeaders
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+T = TypeVar("T")
+
+OF_THE_ROWS = ("09", "22", "23", "27", "38", "39", "44", "54", "P0")
+"""Classes of SQLSTATE: data, constraints, limits of size, and what triggers raise."""
+
+OF_VALUES = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError),
+    *(MemoryError, RecursionError, TypeError, ValueError),
+)
+"""What Python raises for values that it did not expect, or that are too much."""
+
+MAX_ERROR = 2000
+"""Characters of an error that are kept."""
+
+
+def of_the_rows(sqlstate: str | None) -> bool:
+    """Whether a database says an error of the rows, rather than of itself.
+
+    >>> of_the_rows("54000"), of_the_rows("53200"), of_the_rows(None)
+    (True, False, False)
+    """
+    return (sqlstate or "")[:2] in OF_THE_ROWS
+
+
+def of_messages(error: Exception) -> bool:
+    """Whether an error may be some message's doing.
+
+    >>> of_messages(RecursionError()), of_messages(psycopg.errors.ProgramLimitExceeded())
+    (True, True)
+    >>> of_messages(ConnectionError()), of_messages(psycopg.errors.UndefinedTable())
+    (False, False)
+    """
+    if isinstance(error, SafError):
+        return isinstance(error, (InvalidMessage, Rejected, UnreadableBody, UnreadableHeaders))
+    if isinstance(error, psycopg.Error):
+        # without a state it is psycopg's own: a value that it cannot send
+        return of_the_rows(error.sqlstate) or isinstance(error, psycopg.DataError)
+    if hasattr(error, "sqlstate"):
+        return of_the_rows(error.sqlstate)
+    arrow = sys.modules.get("pyarrow")
+    return isinstance(error, OF_VALUES) or (
+        arrow is not None and isinstance(error, arrow.ArrowException)
+    )
+
+
+def isolate(
+    rows: pa.Table,
+    step: Callable[[pa.Table], T],
+    bury: Callable[[pa.Table, str], T],
+    undo: Callable[[], None] = lambda: None,
+) -> T:
+    """Make a step for messages, in their order, and ``bury`` those that it raises for alone.
+
+    What the last step or burial returns. ``undo``: before a step is made again for fewer.
+    """
+    try:
+        return step(rows)
+    except Exception as error:
+        if not of_messages(error):
+            raise
+        undo()
+        if rows.num_rows == 1:
+            return bury(rows, said(error))
+    half = rows.num_rows // 2
+    isolate(rows.slice(0, half), step, bury, undo)
+    return isolate(rows.slice(half), step, bury, undo)
+
+
+def said(error: BaseException | str) -> str:
+    """An error as it is kept. PostgreSQL's text holds no NUL, nor half a character.
+
+    >>> said(ValueError("no such account")), said("a\\0b")
+    ('ValueError: no such account', 'a\\ufffdb')
+    """
+    text = str(error)
+    if not isinstance(error, str):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return kept(text)[:MAX_ERROR]
+
+
+def kept(text: str) -> str:
+    r"""A text of elsewhere as PostgreSQL can keep it.
+
+    >>> kept("a\0b\ud800")
+    'a\ufffdb?'
+    """
+    return text.replace("\0", "\ufffd").encode(errors="replace").decode()
