@@ -23,7 +23,7 @@ from saf.errors import ConfigurationError, SchemaMismatch, SchemaMissing, Unavai
 if TYPE_CHECKING:
     import sqlalchemy as sa
 
-REVISION = "0010"
+REVISION = "0012"
 """The Alembic revision of the schema that this library reads and writes."""
 
 CONNECT_TIMEOUT_SECONDS = 10

@@ -170,11 +170,11 @@ CHOOSING: Rights = {
 SPOKEN = (*TYPES, "conversation_id", "from_initiator", "sequence")
 ENDPOINT = (
     *("handle", "conversation_id", "is_initiator", "monolog", "service", "far_service"),
-    *("far_broker", "contract", "contract_version", "group_id", "expires_at"),
+    *("far_broker", "contract", "contract_version", "group_id", "expires_at", "lineage"),
 )
 FACTS = (
     *("send_sequence", "receive_sequence", "ended_here", "ended_there", "error_code"),
-    *("error_text", "timer", "group_id", "changed_at", "far_service", "far_broker"),
+    *("error_text", "timer", "group_id", "changed_at", "far_service", "far_broker", "far_lineage"),
 )
 # Which end here is told of an error
 TOLD = ("conversation_id", "is_initiator", "service", "ended_here", "error_code")

@@ -15,7 +15,9 @@ anything is written, and `rebase` repairs both, in one transaction:
   was; ids and positions stay;
 - where a destination is ahead, batches and epochs go on after those that it knows. What the source
   had delivered after the backup was taken, and has still, is then delivered a second time, and a
-  batch in hand may be as well: that cannot be told from new.
+  batch in hand may be as well: that cannot be told from new;
+- the ends of dialogs learn that they are of a new incarnation of this broker, and compare what they
+  know with the other ends (`saf.dialogs.comparing`).
 
 What the restored source does not have any more cannot be sent again; its messages that arrived
 are at the destination.
@@ -34,6 +36,7 @@ from psycopg import sql
 from psycopg.rows import class_row
 
 from saf.database import fetch
+from saf.dialogs.comparing import announce
 from saf.errors import Restored, UsageError
 from saf.shards import IS_PRESENT
 
@@ -75,8 +78,8 @@ FROM saf_states s JOIN unnest({states}::text[], {txids}::bigint[]) AS m (state, 
 WHERE l.id = s.id
 """
 DROP = "DROP TABLE saf_states"
-# What is in progress now may write when we are done
-NOW = "SELECT pg_current_snapshot()::text"
+# What is in progress now may write when we are done, and so may this transaction
+NOW = "SELECT pg_current_snapshot()::text, pg_current_xact_id()::text::bigint"
 REWRITE = """
 UPDATE saf.cursor SET owner = NULL, epoch = greatest(epoch, %(epoch)s) + 1,
        batch = greatest(batch, %(batch)s),
@@ -85,9 +88,11 @@ UPDATE saf.cursor SET owner = NULL, epoch = greatest(epoch, %(epoch)s) + 1,
        until = NULL, cuts = NULL
 WHERE subscription_id = %(subscription_id)s
 """
+# An incarnation that is counted would come again after the next set-back to the same backup
 BELONG = """
 UPDATE saf.broker SET system_identifier = (SELECT system_identifier FROM pg_control_system()),
-       incarnation = incarnation + 1
+       incarnation = greatest(
+           incarnation + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint))
 """
 LATEST = "SELECT batch, opened_at FROM saf.cursor ORDER BY batch DESC LIMIT 1"
 KNOWN = """
@@ -164,6 +169,8 @@ def rebase(
         highest = max((theirs.epoch for theirs in known.values()), default=0)
         rows = sum(_rebase_log(connection, log, newest, highest) for log in ("outbox", "inbox"))
         connection.execute(BELONG)
+        opened = [theirs.opened_at for name, theirs in known.items() if name in ahead]
+        announce(connection, max(filter(None, opened), default=None))
     return Rebased(rows=rows, destinations_ahead=tuple(ahead))
 
 
@@ -172,9 +179,11 @@ def _rebase_log(connection: psycopg.Connection[Any], log: str, batch: int, epoch
     connection.execute(sql.SQL(STATES).format(**parts))
     states = [state for (state,) in fetch(connection, DISTINCT)]
     txids = {state: LOWEST_TXID + number for number, state in enumerate(states)}
-    ((now,),) = fetch(connection, NOW)
-    xmin, xmax, in_progress = now.split(":")
-    if states and max(txids.values()) >= int(xmin):
+    ((now, own),) = fetch(connection, NOW)
+    # beyond it, nothing that is complete has a row that keeps its transaction id
+    xmin, xmax = (min(int(limit), own) for limit in now.split(":")[:2])
+    in_progress = [one for one in now.split(":")[2].split(",") if one and int(one) < xmax]
+    if states and max(txids.values()) >= xmin:
         raise UsageError(
             f"saf.{log} has {len(states)} combinations of subscriptions and states, more than "
             "this new cluster has transaction ids to tell them by: drop unused subscriptions"
@@ -187,7 +196,7 @@ def _rebase_log(connection: psycopg.Connection[Any], log: str, batch: int, epoch
 
         def snapshot(unseen: str, place: int = place) -> str:
             mine = [str(t) for state, t in txids.items() if state and state[place] in unseen]
-            listed = [*mine, *filter(None, in_progress.split(","))]
+            listed = [*mine, *in_progress]
             return f"{listed[0] if mine else xmin}:{xmax}:{','.join(listed)}"
 
         connection.execute(
