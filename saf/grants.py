@@ -176,7 +176,7 @@ FACTS = (
     *("send_sequence", "receive_sequence", "ended_here", "ended_there", "error_code"),
     *("error_text", "timer", "group_id", "changed_at", "far_service", "far_broker", "far_lineage"),
 )
-# Which end here is told of an error
+# Which end here is told of an error; and how many have failed
 TOLD = ("conversation_id", "is_initiator", "service", "ended_here", "error_code")
 CONVERSING: Rights = {
     "broker": {"SELECT": WHOLE},

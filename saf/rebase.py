@@ -88,11 +88,9 @@ UPDATE saf.cursor SET owner = NULL, epoch = greatest(epoch, %(epoch)s) + 1,
        until = NULL, cuts = NULL
 WHERE subscription_id = %(subscription_id)s
 """
-# An incarnation that is counted would come again after the next set-back to the same backup
 BELONG = """
 UPDATE saf.broker SET system_identifier = (SELECT system_identifier FROM pg_control_system()),
-       incarnation = greatest(
-           incarnation + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint))
+       incarnation = incarnation + 1
 """
 LATEST = "SELECT batch, opened_at FROM saf.cursor ORDER BY batch DESC LIMIT 1"
 KNOWN = """

@@ -7,7 +7,8 @@ tables; so the two ends can be asked afterwards what each of them is sure of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
@@ -18,12 +19,13 @@ import saf
 from saf.database import Dsn, fetch
 from saf.dialogs.comparing import compare
 from saf.dialogs.statements import Code
+from saf.embedded import DEFAULT_VERSION, EmbeddedServer, programs
 from saf.rebase import known_at, rebase
 from saf.reconcile import missing
 from saf.replay import replay
 from saf.testing.databases import Database, Databases
 from saf.ways import Route, Routes
-from tests.dialogs import ERROR, SHOP, WAREHOUSE, begin, forward, prepare, receive
+from tests.dialogs import END, ERROR, SHOP, WAREHOUSE, begin, forward, prepare, receive
 from tests.pipeline import connect
 
 THERE = Routes(routes=(Route(destination="there"),))
@@ -33,10 +35,26 @@ CREATE TABLE memory (
     number bigint GENERATED ALWAYS AS IDENTITY, dialog uuid, said boolean, what text)
 """
 REMEMBERED = "SELECT what FROM memory WHERE (dialog, said) = (%(dialog)s, %(said)s) ORDER BY number"
+OVER = "SELECT handle FROM saf.conversation WHERE state IN ('disconnected_inbound', 'error')"
 ENDS = """
 SELECT conversation_id, is_initiator, state, error_code, error_text, ended_here
 FROM saf.conversation
 """
+
+
+def dump(dsn: Dsn) -> bytes:
+    """A backup that may be restored into another cluster."""
+    program = [str(programs(DEFAULT_VERSION) / "pg_dump"), "--no-owner", dsn.conninfo]
+    return subprocess.run(program, capture_output=True, check=True).stdout
+
+
+def load(server: EmbeddedServer, backup: bytes) -> Dsn:
+    """The database in another cluster."""
+    copy = server.create_database("restored")
+    psql = str(programs(DEFAULT_VERSION) / "psql")
+    program = [psql, "-qX", "-v", "ON_ERROR_STOP=1", copy.conninfo]
+    subprocess.run(program, input=backup, check=True, stdout=subprocess.DEVNULL)
+    return copy
 
 
 @dataclass
@@ -69,10 +87,20 @@ class Place:
 
         def handle(connection: psycopg.Connection[Any], message: saf.Received) -> None:
             assert message.conversation_id is not None
+            if message.message_type == END:
+                return
             what = str(message.json()["code"]) if message.message_type == ERROR else message.text()
             _remember(connection, message.conversation_id, said=False, what=what)
 
         return receive(self.dsn, self.service, handle)
+
+    def ends_what_is_over(self) -> int:
+        """As a worker without a handler for it does; return how many ends that were."""
+        with self.dsn.connect(role="test") as connection:
+            over = fetch(connection, OVER)
+            for (handle,) in over:
+                saf.open_dialog(connection, handle).end(connection)
+        return len(over)
 
     def remembers(self, dialog: UUID, *, said: bool) -> list[str]:
         with connect(self.dsn) as connection:
@@ -181,6 +209,3 @@ def _remember(connection: psycopg.Connection[Any], dialog: UUID, *, said: bool, 
     connection.execute(
         "INSERT INTO memory (dialog, said, what) VALUES (%s, %s, %s)", [dialog, said, what]
     )
-
-
-NewTwo = Callable[[], Two]

@@ -50,6 +50,12 @@ SAY_ALL = SAY.format(
     which=f"state <> 'closed' AND error_code IS NULL AND NOT monolog AND {HEARD_OF}"
 )
 
+# What was counted up would come again after another set-back to the same backup
+OF_NOW = """
+UPDATE saf.broker SET incarnation = greatest(
+    incarnation, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint))
+"""
+
 # Numbers above ``after`` are the new incarnation's. What an earlier repair has found stays, as far
 # as it is about numbers that are there still. An end that is over says nothing more, unless it has
 # said something since.
@@ -121,9 +127,11 @@ def say_these(raw: psycopg.Connection[Any], handles: Iterable[UUID], *, answer: 
 def announce(connection: psycopg.Connection[Any], since: datetime | None) -> int:
     """Let all ends know that their broker is a new incarnation; return how many dialogs compare.
 
-    Call it in the transaction of the repair, with both logs locked. ``since`` is when the newest
-    batch was opened that a destination knows and this broker does not, if there is one.
+    Call it in the transaction of the repair, which has raised the incarnation and locked both logs.
+    ``since`` is when the newest batch was opened that a destination knows and this broker does not,
+    if there is one.
     """
+    connection.execute(OF_NOW)
     connection.execute(NEW_LINEAGE, {"since": since})
     if since is not None:
         for statement in STAMPS:

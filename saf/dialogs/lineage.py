@@ -20,6 +20,9 @@ Lineage = tuple[tuple[int, int], ...]
 HEADER = "saf-lineage"
 """The header that says the sender's; where it is missing, the sender has none."""
 
+LARGEST = 2**63 - 1
+"""PostgreSQL's largest bigint."""
+
 
 def read(said: object) -> Lineage:
     """A lineage from JSON; none, if it cannot be read.
@@ -32,7 +35,9 @@ def read(said: object) -> Lineage:
     lineage: list[tuple[int, int]] = []
     for pair in said:
         match pair:
-            case [int(number), int(after)] if number > incarnation(tuple(lineage)) and after >= 0:
+            case [int(number), int(after)] if (
+                incarnation(tuple(lineage)) < number <= LARGEST and 0 <= after <= LARGEST
+            ):
                 lineage.append((number, after))
             case _:
                 return ()

@@ -99,16 +99,19 @@ def hear(
 ) -> Hearing:
     """Find out which incarnations speak, and who speaks to an end that is not here."""
     lineages = {
-        one: read(one.headers.get(HEADER)) if one.may_say(HEADER) else ()
+        one: _lineage(one)
         for one in messages
         if one.from_initiator is not None and one.sequence is not None
     }
+    known = all(end_of(one) in endpoints for one in lineages)
+    if known and not any((*lineages.values(), *(one.far_lineage for one in endpoints.values()))):
+        return Hearing(messages=messages)
     _hear_of(raw, endpoints, lineages)
     strangers = _strangers(raw, [one for one in lineages if end_of(one) not in endpoints])
     hearing = Hearing()
     for message in messages:
         endpoint = endpoints.get(end_of(message)) if message in lineages else None
-        if message in strangers:
+        if message in strangers and message.message_type != COMPARE:
             text = f"conversation {message.conversation_id} is not known here, or not any more"
             hearing.stale.append((message, text))
         elif message.message_type == COMPARE and (
@@ -162,6 +165,14 @@ def fail(raw: psycopg.Connection[Any], endpoint: Endpoint, text: str) -> None:
     """Let both ends have the Error; this one only if it has neither ended nor failed before."""
     here = not endpoint.ended_here and endpoint.stored.error_code is None
     endpoint.dialog.fail(enter(raw), Code.SET_BACK, text, again=True, here=here)
+
+
+def _lineage(message: Received) -> Lineage:
+    """The sender's."""
+    if not message.may_say(HEADER):
+        return ()
+    headers = message.headers
+    return read(headers.get(HEADER)) if isinstance(headers, dict) else ()
 
 
 def _hear_of(
