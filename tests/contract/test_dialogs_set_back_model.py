@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import suppress
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
@@ -131,8 +131,10 @@ def test_every_dialog_goes_on_or_fails_at_both_ends(app: Dsn, mom: Dsn, migrated
         run_state_machine_as_test(
             Between,
             settings=settings(
-                max_examples=12,
-                stateful_step_count=15,
+                max_examples=8,
+                stateful_step_count=12,
+                # to find a smaller one takes longer than to understand it
+                phases=[Phase.generate],
                 deadline=None,
                 database=None,
                 suppress_health_check=list(HealthCheck),
