@@ -50,6 +50,21 @@ SAY_ALL = SAY.format(
     which=f"state <> 'closed' AND error_code IS NULL AND NOT monolog AND {HEARD_OF}"
 )
 
+# Dialogs that will begin with what is not received yet, though their initiators may have forgotten
+# them. The inbox keeps no message for longer than its conversation is remembered.
+SAY_UNREAD = f"""
+INSERT INTO saf.outbox (message_id, from_service, to_service, to_broker, key, conversation_id,
+                        from_initiator, sequence, message_type, headers, body)
+SELECT DISTINCT ON (i.conversation_id) gen_random_uuid(), to_service, from_service, source,
+       CAST(conversation_id AS text), conversation_id, false, 0, '{COMPARE}', {JSON},
+       convert_to(CAST(jsonb_build_object('received', 0, 'answer', true) AS text), 'UTF8')
+FROM saf.inbox i
+WHERE from_initiator AND sequence = 1 AND from_service <> ''
+  AND message_type IS DISTINCT FROM '{COMPARE}' AND NOT EXISTS (
+      SELECT FROM saf.conversation c
+      WHERE c.conversation_id = i.conversation_id AND NOT c.is_initiator)
+"""
+
 # What was counted up would come again after another set-back to the same backup
 OF_NOW = """
 UPDATE saf.broker SET incarnation = greatest(
@@ -113,8 +128,12 @@ FROM failed
 
 
 def compare(connection: psycopg.Connection[Any]) -> int:
-    """Let all open ends of this broker compare; return how many. Call it in a transaction."""
+    """Let all open ends of this broker compare; return how many. Call it in a transaction.
+
+    So do those that will be begun by what waits in the inbox.
+    """
     ((count,),) = fetch(connection, SAY_ALL, {"answer": True})
+    connection.execute(SAY_UNREAD)
     return int(count)
 
 

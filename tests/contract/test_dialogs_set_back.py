@@ -164,6 +164,18 @@ def test_a_dialog_that_its_initiator_has_no_memory_of_fails_at_the_target(two: T
     assert two.check([dialog.conversation_id]) == {dialog.conversation_id: False}
 
 
+def test_a_dialog_that_begins_after_its_initiator_was_set_back_to_before_it_fails(
+    two: Two,
+) -> None:
+    backup = two.shop.backup()
+    dialog = two.begin("1")
+    two.carry()
+    two.shop.go_back(backup)
+    two.repair(two.shop)
+    two.talk()
+    assert two.check([dialog.conversation_id]) == {dialog.conversation_id: False}
+
+
 def test_a_dialog_that_its_target_has_no_memory_of_begins_anew_if_nothing_was_answered(
     two: Two,
 ) -> None:
