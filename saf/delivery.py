@@ -140,7 +140,7 @@ class Delivery(Sequence[Received], Generic[C]):
         bury = [(one, "expired", "expires_at has passed") for one in hand.aside[EXPIRED]]
         bury += [(one, "rejected", error) for one, error in self._arrival.refused]
         bury += self._dead.values()
-        gone = [one.parked_id for one in self._arrival.dropped]
+        gone = [one.parked_id for one in (*self._arrival.dropped, *self._arrival.done)]
         gone += [one.parked_id for one, *_ in bury]
         not_received: list[Received] = []
         if self._stopped or hand.late or self._tried:

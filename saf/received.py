@@ -59,6 +59,7 @@ class Received:
     shard: int = _field("shard", "Where its key falls.")
     service: str = _field("to_service", "The service that it is addressed to.")
     from_service: str | None = _field("from_service", "The sender's service.")
+    to_broker: UUID | None = _field("to_broker", "The one broker that it is addressed to.")
     key: str | None = _field("key", "What stays in order together.")
     message_type: str | None = _field("message_type", "What the body is.")
     conversation_id: UUID | None = _field("conversation_id", "The conversation it belongs to.")
@@ -108,6 +109,11 @@ class Received:
         """JSON values by name."""
         headers = self._row[_HEADERS]
         return {} if headers is None else json.loads(headers)
+
+    def may_say(self, header: str) -> bool:
+        """False if no header has that name. Nothing is decoded for it."""
+        headers = self._row[_HEADERS]
+        return headers is not None and header in headers
 
     @property
     def content_type(self) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from alembic import op
 
 revision = "0016"
-down_revision = "0011"
+down_revision = "0012"
 
 UP = """
 ALTER TABLE saf.{log} ADD CONSTRAINT {log}_possible CHECK (txid < '9223372036854775808'::xid8);

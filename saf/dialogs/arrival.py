@@ -31,6 +31,7 @@ import psycopg
 from saf import lanes
 from saf.claim import Reader
 from saf.database import fetch
+from saf.dialogs import set_back
 from saf.dialogs.assembly import Assembled, set_aside
 from saf.dialogs.dialog import Dialog
 from saf.dialogs.endpoints import (
@@ -45,7 +46,8 @@ from saf.dialogs.endpoints import (
 )
 from saf.dialogs.facts import Facts, Verdict, judge
 from saf.dialogs.fragments import is_fragment, whole
-from saf.dialogs.statements import ERROR, Code
+from saf.dialogs.set_back import compare, hear
+from saf.dialogs.statements import COMPARE, ERROR, Code
 from saf.errors import ContractViolation, SchemaViolation
 from saf.message import DEFAULT_MAX_BYTES
 from saf.parking import AHEAD, LATER
@@ -78,6 +80,8 @@ class Arrival:
     ahead: list[Received] = field(default_factory=list)
     """To wait for others."""
     dropped: list[Received] = field(default_factory=list)
+    done: list[Received] = field(default_factory=list)
+    """saf's own, which was for the end alone."""
     refused: list[tuple[Received, str]] = field(default_factory=list)
     """What is not as the contract says, and why."""
     fragments: list[tuple[int, Received]] = field(default_factory=list)
@@ -128,11 +132,14 @@ def arrive(
     """
     endpoints = in_hand(raw, messages)
     arrival = Arrival(raw=raw)
+    heard = hear(raw, endpoints, messages)
+    arrival.refused += heard.stale
+    arrival.done += heard.done
     last: dict[End, int] = {}
-    for message in messages:
+    for message in heard.messages:
         if message.message_type == ERROR and message.sequence is not None:
             last[end_of(message)] = message.sequence
-    for message in _in_sequence(messages):
+    for message in _in_sequence(heard.messages):
         if message.from_initiator is None:
             arrival.messages.append(message)
             continue
@@ -143,6 +150,9 @@ def arrive(
             (arrival.ahead if waits else arrival.dropped).append(message)
         elif endpoint.failure or (message.sequence or 0) < last.get(end, 0):
             arrival.dropped.append(message)
+        elif message.message_type == COMPARE:
+            compare(endpoint, message)
+            arrival.done.append(message)
         else:
             _meet(arrival, reader, endpoint, message)
     waiting = [one for one in (*arrival.ahead, *behind) if is_fragment(one)]
@@ -150,14 +160,17 @@ def arrive(
     changed = [one for one in endpoints.values() if one.facts != one.stored]
     write(raw, RECEIVE, changed)
     for endpoint in endpoints.values():
-        if endpoint.failure:
+        if endpoint.failure and endpoint.failure[0] is Code.SET_BACK:
+            set_back.fail(raw, endpoint, endpoint.failure[1])
+        elif endpoint.failure:
             endpoint.dialog.fail(enter(raw), *endpoint.failure)
+    set_back.answer(raw, endpoints.values())
     _go_on(raw, reader, endpoints)
     return arrival
 
 
 def _meet(arrival: Arrival, reader: Reader, endpoint: Endpoint, message: Received) -> None:
-    before, dialog = endpoint.facts, endpoint.dialog
+    before, dialog, fresh = endpoint.facts, endpoint.dialog, message.parked_id is None
     verdict, after = judge(before, message, ended_here=endpoint.ended_here, over=endpoint.over)
     application = after.ended_there == before.ended_there and after.error_code is None
     fragment = False
@@ -171,6 +184,7 @@ def _meet(arrival: Arrival, reader: Reader, endpoint: Endpoint, message: Receive
             return
     endpoint.facts = after
     if verdict is not Verdict.TAKE:
+        endpoint.asks |= verdict is Verdict.WAIT and endpoint.was_set_back and fresh
         (arrival.ahead if verdict is Verdict.WAIT else arrival.dropped).append(message)
     elif fragment:
         arrival.fragments.append((len(arrival.messages), message))

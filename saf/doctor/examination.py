@@ -13,6 +13,7 @@ from saf.config import Settings
 from saf.database import HAS_SCHEMA, Dsn
 from saf.doctor.broker import (
     dead_letters,
+    dialogs_set_back,
     forged,
     inbox_left_lying,
     outbox_left_lying,
@@ -59,6 +60,7 @@ BROKER: tuple[Check, ...] = (
     inbox_left_lying,
     parked,
     dead_letters,
+    dialogs_set_back,
 )
 """Checks that need the schema."""
 

@@ -118,12 +118,12 @@ SOME = {
     ("service", "i"): "name",
     ("audit", "i"): "action message_ids why",
     ("conversation", "i"): "handle conversation_id is_initiator monolog service far_service "
-    "far_broker contract contract_version group_id expires_at",
+    "far_broker contract contract_version group_id expires_at lineage",
     (
         "conversation",
         "u",
     ): "far_service far_broker group_id send_sequence receive_sequence ended_here ended_there "
-    "error_code error_text timer changed_at",
+    "error_code error_text timer changed_at far_lineage lineage",
     ("conversation", "s"): "handle conversation_id is_initiator state group_id ended_here "
     "error_code changed_at",
     ("fragment", "s"): "conversation_id from_initiator",
