@@ -32,8 +32,9 @@ import difflib
 import os
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 from uuid import UUID
 
 import psycopg
@@ -53,6 +54,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from saf.bounds import Bounds
 from saf.database import Dsn
 from saf.errors import ConfigurationError, UsageError
 from saf.message import DEFAULT_MAX_BYTES, MAX_NAME
@@ -62,6 +64,9 @@ from saf.ways import Route as Leads
 from saf.ways import Router as Stands
 
 DEFAULT_FILE = Path("saf.toml")
+
+LONGEST = 1e6
+"""Seconds of a bound: the server's timeouts end at 24 days."""
 
 Quality = Literal["at_most_once", "at_least_once", "exactly_once"]
 
@@ -176,6 +181,9 @@ class Router(_Table):
         )
 
 
+P = TypeVar("P", Broker, Fleet, Destination)
+
+
 class Forwarder(_Table):
     """How the forwarder works."""
 
@@ -218,6 +226,16 @@ class Purge(_Table):
     """A folder for the messages of each slot as Parquet, before they go."""
 
 
+class Waits(_Table):
+    """How long anybody waits; see `saf.bounds`."""
+
+    network_seconds: float = Field(default=Bounds.network_seconds, ge=1, le=LONGEST)
+    lock_seconds: float = Field(default=Bounds.lock_seconds, gt=0, le=LONGEST)
+    statement_seconds: float = Field(default=Bounds.statement_seconds, gt=0, le=LONGEST)
+    chunk_seconds: float = Field(default=Bounds.chunk_seconds, gt=0, le=LONGEST)
+    long_seconds: float = Field(default=Bounds.long_seconds, gt=0, le=LONGEST)
+
+
 class Settings(BaseSettings):
     """Everything in saf.toml."""
 
@@ -225,6 +243,7 @@ class Settings(BaseSettings):
         extra="forbid", frozen=True, env_prefix="SAF_", env_nested_delimiter="__"
     )
 
+    bounds: Waits = Waits()
     brokers: dict[Name, Broker] = Field(default_factory=dict)
     fleets: dict[Name, Fleet] = Field(default_factory=dict)
     destinations: dict[Name, Destination] = Field(min_length=1)
@@ -245,6 +264,15 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """The environment wins over the file."""
         return env_settings, init_settings
+
+    @pydantic.field_validator("brokers", "fleets", "destinations")
+    @classmethod
+    def _are_bounded(cls, places: dict[str, P], info: pydantic.ValidationInfo) -> dict[str, P]:
+        bounds = Bounds(**info.data.get("bounds", Waits()).model_dump())
+        return {
+            name: place.model_copy(update={"dsn": replace(place.dsn, bounds=bounds)})
+            for name, place in places.items()
+        }
 
     @pydantic.model_validator(mode="after")
     def _has_sources_with_names_of_their_own(self) -> Settings:
@@ -378,6 +406,7 @@ def _explain(problem: Any) -> str:
 
 def _known(table: list[str]) -> list[str]:
     models: dict[str, type[BaseModel]] = {
+        "bounds": Waits,
         "brokers": Broker,
         "fleets": Fleet,
         "destinations": Destination,

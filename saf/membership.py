@@ -2,7 +2,7 @@
 
 The thread has a connection of its own: a delivery may take longer than a third of the lease, and
 the member ends with the session that joined. So that session must be a real one, and not one of a
-transaction-mode pooler.
+pooler.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 from saf.log import Log
+from saf.poolers import refuse_pooler
 from saf.receive import connected
 from saf.shards import Member
 
@@ -26,6 +27,7 @@ class Membership:
 
     Raises:
         Unavailable: the database does not answer.
+        ConfigurationError: a pooler does.
     """
 
     def __init__(self, engine: Engine, subscription_id: int, lease_seconds: float) -> None:
@@ -36,6 +38,7 @@ class Membership:
         with ExitStack() as stack:
             self._link = stack.enter_context(connected(engine))
             with self._link.transaction():
+                refuse_pooler(self._link.raw)
                 self.member.join(self._link.raw)
             self._open = stack.pop_all()
         self._thread = threading.Thread(target=self._keep, name="saf lease", daemon=True)
