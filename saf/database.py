@@ -181,6 +181,14 @@ class NoAnswer(psycopg.OperationalError):
 HANGS = (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled, NoAnswer)
 """The database is there, and something holds up what was asked of it."""
 
+LOST = (
+    psycopg.OperationalError,
+    psycopg.InterfaceError,
+    psycopg.errors.IdleInTransactionSessionTimeout,
+    psycopg.errors.TransactionTimeout,
+)
+"""The connection is not there any more, or what was asked over it did not come to its end."""
+
 HANGING = frozenset({
     psycopg.errors.LockNotAvailable.sqlstate,
     psycopg.errors.QueryCanceled.sqlstate,
@@ -197,7 +205,7 @@ def unavailable_if_lost(what: str) -> Iterator[None]:
         yield
     except psycopg.errors.InsufficientPrivilege as error:
         raise lacks_right(what, str(error)) from error
-    except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+    except LOST as error:
         reason = " ".join(str(error).split())
         raise Unavailable(what, reason, hangs=isinstance(error, HANGS)) from error
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 LOOK_SECONDS = 0.25
 """How exactly the watch keeps time."""
@@ -26,6 +27,7 @@ class Waiting:
     def __init__(self, seconds: float, cut: Callable[[], None]) -> None:
         self.seconds = seconds
         self.until = time.monotonic() + seconds
+        self.thread = threading.get_ident()
         self.given_up = False
         """Its connection was cut."""
         self._cut = cut
@@ -48,6 +50,8 @@ class _Watch:
     def forget(self) -> None:
         """In a forked process: the thread is the parent's, and so is who waits."""
         self._waiting: set[Waiting] = set()
+        self._answered: dict[int, float] = {}
+        """When each thread was answered last."""
         self._lock = threading.Lock()
         self._some = threading.Event()
         self._started = False
@@ -63,6 +67,14 @@ class _Watch:
     def remove(self, one: Waiting) -> None:
         with self._lock:
             self._waiting.discard(one)
+            self._answered[one.thread] = time.monotonic()
+
+    def quiet(self, thread: int) -> float:
+        with self._lock:
+            if any(one.thread == thread for one in self._waiting):
+                return 0.0
+            now = time.monotonic()
+            return now - self._answered.setdefault(thread, now)
 
     def _run(self) -> None:
         while True:
@@ -96,6 +108,11 @@ def answer_within(seconds: float | None, cut: Callable[[], None]) -> Iterator[Wa
         _watch.remove(one)
 
 
+def quiet_seconds(thread: int) -> float:
+    """For how long a thread has waited for no server; 0 while it does."""
+    return _watch.quiet(thread)
+
+
 def shut(descriptors: Iterable[int]) -> None:
     """Cut connections by their sockets, which stay the library's to close."""
     for descriptor in descriptors:
@@ -104,25 +121,34 @@ def shut(descriptors: Iterable[int]) -> None:
 
 
 def sockets() -> set[int]:
-    """The sockets of this process that lead to a server, by their descriptors."""
-    found = set()
-    for file in DESCRIPTORS.iterdir():
-        with suppress(OSError):
-            if _leads_elsewhere(int(file.name)):
-                found.add(int(file.name))
-    return found
+    """This process's connections to what may be a database server, by their descriptors."""
+    return {
+        descriptor
+        for descriptor, family, peer in _connections()
+        # a server's unix socket has a name of its own; those of Spark have others
+        if family != socket.AF_UNIX or SERVER_SOCKET in str(peer)
+    }
 
 
+def sockets_to(port: int) -> set[int]:
+    """Its connections to a port, by their descriptors."""
+    return {
+        descriptor
+        for descriptor, family, peer in _connections()
+        if family != socket.AF_UNIX and peer[1] == port
+    }
+
+
+SERVER_SOCKET = ".s.PGSQL."
 DESCRIPTORS = next(path for path in map(Path, ("/proc/self/fd", "/dev/fd")) if path.is_dir())
 
 
-def _leads_elsewhere(descriptor: int) -> bool:
-    with _same(descriptor) as same:
-        if same.type != socket.SOCK_STREAM:
-            return False
-        peer = same.getpeername()
-        # a server's unix socket has a name of its own; those of Spark have others
-        return same.family != socket.AF_UNIX or b".s.PGSQL." in _bytes(peer)
+def _connections() -> Iterator[tuple[int, int, Any]]:
+    """Descriptor, family and peer of each stream that is connected."""
+    for file in DESCRIPTORS.iterdir():
+        with suppress(OSError), _same(int(file.name)) as same:
+            if same.type == socket.SOCK_STREAM:
+                yield int(file.name), same.family, same.getpeername()
 
 
 def _same(descriptor: int) -> socket.socket:
@@ -133,7 +159,3 @@ def _same(descriptor: int) -> socket.socket:
     except OSError:  # it is no socket
         os.close(copy)
         raise
-
-
-def _bytes(name: object) -> bytes:
-    return name if isinstance(name, bytes) else str(name).encode()

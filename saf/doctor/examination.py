@@ -20,6 +20,7 @@ from saf.doctor.broker import (
     rights,
     schema,
 )
+from saf.doctor.locks import locks
 from saf.doctor.patient import REACHABLE, Check, Finding, Limits, Patient
 from saf.doctor.routing import routes_by
 from saf.doctor.server import (
@@ -32,10 +33,11 @@ from saf.doctor.server import (
     synchronous_commit,
 )
 from saf.doctor.transactions import long_transactions, prepared_transactions, sight
-from saf.errors import Unavailable
+from saf.errors import ConfigurationError, Unavailable
 from saf.fleets import Candidate, ask_all
 
 SERVER: tuple[Check, ...] = (
+    locks,
     primary,
     settings,
     synchronous_commit,
@@ -83,6 +85,9 @@ def examine(
             except Unavailable as error:
                 found.append(_unreachable(where, error.reason))
                 continue
+            except ConfigurationError as error:
+                found.append(_pooled(where, error))
+                continue
             found.append(Finding(check=REACHABLE, where=where, severity="ok"))
             patients.append(Patient(where=where, connection=connection, limits=limits, clock=clock))
             found += _examined(patients[-1], dsn, checks)
@@ -111,6 +116,13 @@ def _fleets(config: Settings, limits: Limits, clock: Callable[[], float]) -> Ite
                 yield from _examined(patient, broker.dsn, (*BROKER, routes_by(config)))
         except Unavailable as error:
             yield _unreachable(where, error.reason)
+        except ConfigurationError as error:
+            yield _pooled(where, error)
+
+
+def _pooled(where: str, error: ConfigurationError) -> Finding:
+    cure = "name the server itself in saf.toml, and the pooler where messages are sent or received"
+    return Finding(check="direct", where=where, severity="error", what=str(error), cure=cure)
 
 
 def _unreachable(where: str, reason: str) -> Finding:
@@ -143,6 +155,14 @@ def _made(check: Check, patient: Patient) -> Iterator[Finding]:
         for severity, what, cure in check(patient):
             quiet = False
             yield Finding(check=name, where=where, severity=severity, what=what, cure=cure)
+    except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
+        yield Finding(
+            check=name,
+            where=where,
+            severity="error",
+            what=f"could not look: {error.diag.message_primary}",
+            cure="see the check locks, which says who holds what; then run the doctor again",
+        )
     except psycopg.errors.InsufficientPrivilege as error:
         yield Finding(
             check=name,
