@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from saf.claim import BEGIN
 from saf.log import Log
 from saf.poolers import refuse_pooler
 from saf.receive import connected
@@ -35,8 +37,11 @@ class Membership:
         self.lost = False
         """The others have taken the shards over, or will: the lease could not be renewed."""
         self._leaving = threading.Event()
+        # all of its transactions are ours, and in vain when the lease is over
+        milliseconds = max(1, round(lease_seconds * 1000))
+        first = f"{BEGIN}; SET LOCAL statement_timeout = {milliseconds}"
         with ExitStack() as stack:
-            self._link = stack.enter_context(connected(engine))
+            self._link = replace(stack.enter_context(connected(engine)), first=first)
             with self._link.transaction():
                 refuse_pooler(self._link.raw)
                 self.member.join(self._link.raw)
@@ -47,7 +52,7 @@ class Membership:
     def leave(self) -> None:
         """Free the shards; a server that is gone frees them by itself."""
         self._leaving.set()
-        self._thread.join()
+        self._thread.join(self.member.lease_seconds)
         with suppress(Exception), self._open, self._link.transaction():
             self.member.leave(self._link.raw)
 

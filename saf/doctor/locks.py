@@ -13,8 +13,8 @@ WITH held AS (
                             'AccessExclusiveLock')) AS alone
     FROM pg_locks l JOIN pg_class c ON c.oid = l.relation
     WHERE l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
-      AND granted AND mode <> 'AccessShareLock' AND c.relkind IN ('r', 'p')
-      AND c.relnamespace = to_regnamespace('saf')
+      AND granted AND locktype = 'relation' AND mode <> 'AccessShareLock'
+      AND c.relkind IN ('r', 'p') AND c.relnamespace = to_regnamespace('saf')
     GROUP BY 1),
 waiting AS (
     SELECT blocker AS pid,

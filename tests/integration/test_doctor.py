@@ -410,20 +410,23 @@ def test_a_locked_table_hangs_no_examination_and_its_holder_is_named(app: Dsn) -
 
 
 def test_who_waits_for_rows_is_named_with_whom_it_waits_for(app: Dsn) -> None:
-    send_it = "UPDATE saf.subscription SET name = name"
+    rename = "UPDATE saf.subscription SET name = name"
     with (
-        holding(app, send_it) as pid,
+        holding(app, rename) as pid,
         connect(app) as waiter,
-        ThreadPoolExecutor(1) as thread,
         connect(app) as watcher,
+        ThreadPoolExecutor(1) as thread,
     ):
-        waiting = thread.submit(waiter.execute, send_it)
-        while not fetch(watcher, "SELECT pg_blocking_pids(%(w)s) <> '{}'",
-                        {"w": waiter.info.backend_pid})[0][0]:  # fmt: skip
+        waiting = thread.submit(waiter.execute, rename)
+        at = {"pid": waiter.info.backend_pid}
+        while fetch(watcher, "SELECT pg_blocking_pids(%(pid)s)", at) == [([],)]:
             time.sleep(0.01)
-        severity, what, _ = the(diagnosis("locks", app, limits=HELD_AT_ONCE))
-        fetch(watcher, "SELECT pg_cancel_backend(%(w)s)", {"w": waiter.info.backend_pid})
+        try:
+            found = diagnosis("locks", app, limits=HELD_AT_ONCE)
+        finally:
+            fetch(watcher, "SELECT pg_cancel_backend(%(pid)s)", at)
         assert isinstance(waiting.exception(), psycopg.errors.QueryCanceled)
+    severity, what, _ = the(found)
     assert severity == "error"
     assert what.startswith(f"pid {pid} ")
     assert what.endswith(f"pid {waiter.info.backend_pid} (saf test) wait for it")

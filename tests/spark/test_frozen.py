@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from saf.database import Dsn
-from tests.pipeline import bodies
+from tests.pipeline import bodies, connect
 from tests.programs import BIN, configuration, environment, last_json, received, saf, send
 
 MESSAGES = 10_000
@@ -84,3 +84,26 @@ def test_what_is_stopped_loses_its_shards_to_the_next_run(
     for key in {key for key, _ in arrived}:
         numbers = [int(body.split()[-1]) for at, body in arrived if at == key]
         assert numbers == sorted(numbers)
+
+
+def test_a_run_says_what_hangs_and_forwards_everything_else(
+    app: Dsn, mom: Dsn, new_broker: Callable[[str], Dsn], tmp_path: Path
+) -> None:
+    stuck, other = new_broker("stuck"), new_broker("other")
+    for source in (app, stuck):
+        send(source, 10)
+    with connect(app) as connection:
+        connection.execute("INSERT INTO saf.route (service, destination) VALUES ('late', 'other')")
+        connection.execute("INSERT INTO saf.outbox (to_service, body) VALUES ('late', '')")
+    sources, stores = {"app": app, "stuck": stuck}, {"mom": mom, "other": other}
+    config = configuration(tmp_path / "saf.toml", sources, stores, master="local[2]")
+    config.write_text(config.read_text() + "[bounds]\nlock_seconds = 0.5\n")
+    with connect(stuck) as one, connect(other) as two, one.transaction(), two.transaction():
+        one.execute("LOCK TABLE saf.cursor IN ACCESS EXCLUSIVE MODE")
+        two.execute("LOCK TABLE saf.inbox IN ACCESS EXCLUSIVE MODE")
+        done = saf("forward", "--config", config)
+    assert done.returncode == 75
+    assert len(bodies(mom)) == 10
+    assert "broker 'stuck' is unavailable" in done.stderr
+    assert "destination 'other' is unavailable" in done.stderr
+    assert done.stderr.count("`saf doctor` says who holds what") == 2
