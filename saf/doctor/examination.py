@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import combinations
 
 import psycopg
@@ -160,8 +161,8 @@ def _made(check: Check, patient: Patient) -> Iterator[Finding]:
             check=name,
             where=where,
             severity="error",
-            what=f"could not look: {error.diag.message_primary}",
-            cure="see the check locks, which says who holds what; then run the doctor again",
+            what="; ".join([f"could not look: {error.diag.message_primary}", *_holders(patient)]),
+            cure="let it commit or roll back, as the check locks says; then run the doctor again",
         )
     except psycopg.errors.InsufficientPrivilege as error:
         yield Finding(
@@ -174,6 +175,13 @@ def _made(check: Check, patient: Patient) -> Iterator[Finding]:
     else:
         if quiet:
             yield Finding(check=name, where=where, severity="ok")
+
+
+def _holders(patient: Patient) -> Iterator[str]:
+    """Who holds any lock at this moment, for however short a time."""
+    at_once = replace(patient.limits, held_seconds=0.0, waited_seconds=0.0)
+    for _, what, _ in locks(replace(patient, limits=at_once)):
+        yield what
 
 
 def _disagreements(patients: list[Patient]) -> Iterator[Finding]:
