@@ -243,14 +243,20 @@ class Restored(SchemaError):
 
 
 class Unavailable(SafError):
-    """A database does not answer. Nothing is lost: the next run goes on where this one stopped."""
+    """A database does not answer. Nothing is lost: the next run goes on where this one stopped.
+
+    ``hangs``: it is there, and has been waited for in vain; to ask again at once is no use.
+    """
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: cron and Airflow try again
 
-    def __init__(self, what: str, reason: str) -> None:
+    def __init__(self, what: str, reason: str, *, hangs: bool = False) -> None:
+        if hangs:
+            reason += "; `saf doctor` says who holds what"
         super().__init__(f"{what} is unavailable: {reason}")
         self.what = what
         self.reason = reason
+        self.hangs = hangs
 
 
 class JobFailed(SafError):

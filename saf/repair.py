@@ -4,8 +4,8 @@ A destination that has less than it had acknowledged is refused by the forwarder
 it lacks is what `saf.reconcile` finds: complete at the source, and in no destination. In one
 transaction at the source these messages are parked again (`saf.replay`), and the destination's
 own marks are taken over as what is known of it. Before that its incarnation rises, so that its
-dialogs compare what both ends know; and so do those of the source, after what is sent again, because
-of what the destination has forgotten altogether only the other ends know.
+dialogs compare what both ends know; and so do those of the source, after what is sent again: of
+what the destination has forgotten altogether, only the other ends know.
 
 Everything may run meanwhile: a destination that is behind is stored in by nobody, and who repairs
 takes turns, so that two people who do it at once send each message once.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import combinations
 
 import psycopg
@@ -22,6 +23,7 @@ from saf.doctor.broker import (
     rights,
     schema,
 )
+from saf.doctor.locks import locks
 from saf.doctor.patient import REACHABLE, Check, Finding, Limits, Patient
 from saf.doctor.refusal import SILENT, cure
 from saf.doctor.routing import routes_by
@@ -36,10 +38,11 @@ from saf.doctor.server import (
 )
 from saf.doctor.set_back import set_back_by
 from saf.doctor.transactions import long_transactions, prepared_transactions, sight
-from saf.errors import Unavailable
+from saf.errors import ConfigurationError, Unavailable
 from saf.fleets import Candidate, ask_all
 
 SERVER: tuple[Check, ...] = (
+    locks,
     primary,
     settings,
     synchronous_commit,
@@ -89,6 +92,9 @@ def examine(
             except Unavailable as error:
                 found.append(_unreachable(where, error.reason, cure(dsn)))
                 continue
+            except ConfigurationError as error:
+                found.append(_pooled(where, error))
+                continue
             found.append(Finding(check=REACHABLE, where=where, severity="ok"))
             patients.append(Patient(where=where, connection=connection, limits=limits, clock=clock))
             found += _examined(patients[-1], dsn, checks)
@@ -118,6 +124,13 @@ def _fleets(config: Settings, limits: Limits, clock: Callable[[], float]) -> Ite
                 yield from _examined(patient, broker.dsn, checks)
         except Unavailable as error:
             yield _unreachable(where, error.reason, cure(broker.dsn))
+        except ConfigurationError as error:
+            yield _pooled(where, error)
+
+
+def _pooled(where: str, error: ConfigurationError) -> Finding:
+    to_do = "name the server itself in saf.toml, and the pooler where messages are sent or received"
+    return Finding(check="direct", where=where, severity="error", what=str(error), cure=to_do)
 
 
 def _unreachable(where: str, reason: str, to_do: str = SILENT) -> Finding:
@@ -150,6 +163,14 @@ def _made(check: Check, patient: Patient) -> Iterator[Finding]:
         for severity, what, to_do in check(patient):
             quiet = False
             yield Finding(check=name, where=where, severity=severity, what=what, cure=to_do)
+    except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
+        yield Finding(
+            check=name,
+            where=where,
+            severity="error",
+            what="; ".join([f"could not look: {error.diag.message_primary}", *_holders(patient)]),
+            cure="let it commit or roll back, as the check locks says; then run the doctor again",
+        )
     except psycopg.errors.InsufficientPrivilege as error:
         yield Finding(
             check=name,
@@ -161,6 +182,13 @@ def _made(check: Check, patient: Patient) -> Iterator[Finding]:
     else:
         if quiet:
             yield Finding(check=name, where=where, severity="ok")
+
+
+def _holders(patient: Patient) -> Iterator[str]:
+    """Who holds any lock at this moment, for however short a time."""
+    at_once = replace(patient.limits, held_seconds=0.0, waited_seconds=0.0)
+    for _, what, _ in locks(replace(patient, limits=at_once)):
+        yield what
 
 
 def _disagreements(patients: list[Patient]) -> Iterator[Finding]:
