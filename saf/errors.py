@@ -258,6 +258,12 @@ class Unavailable(SafError):
         self.reason = reason
         self.hangs = hangs
 
+    def of(self, what: str) -> Unavailable:
+        """The same of what people know the database as."""
+        renamed = Unavailable(what, self.reason)
+        renamed.hangs = self.hangs
+        return renamed
+
 
 class JobFailed(SafError):
     """A Spark job failed. Its batches stay open; the next cycle, or run, goes on with them."""
