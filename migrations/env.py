@@ -49,7 +49,7 @@ def offline() -> None:
 
 def online() -> None:
     """Migrate in one transaction; two at once wait for each other."""
-    engine = dsn().engine(poolclass=sa.pool.NullPool)
+    engine = dsn().engine(role="migrate", poolclass=sa.pool.NullPool)
     with engine.connect() as connection, connection.begin():
         connection.execute(
             sa.text("SELECT pg_advisory_xact_lock(hashtextextended('saf migrate', 0))")

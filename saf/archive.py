@@ -25,9 +25,9 @@ from saf.ring import Contents, Slot
 
 try:
     import adbc_driver_manager.dbapi as adbc
-    import adbc_driver_postgresql.dbapi
     import pyarrow.parquet as pq
 
+    from saf import bulk
     from saf.spark.columns import bounded
 except ImportError:
     raise MissingExtra("forwarder", "an archive in Parquet") from None
@@ -60,7 +60,7 @@ class ParquetArchive:
         name = f"{slot.log}-{slot.number}-{contents.first_id}-{contents.last_id}.parquet"
         try:
             with (
-                adbc_driver_postgresql.dbapi.connect(self.dsn.for_role("archive")) as connection,
+                bulk.connect(self.dsn, "archive") as connection,
                 connection.cursor() as cursor,
             ):
                 file = self._folder(cursor) / name

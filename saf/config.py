@@ -32,6 +32,7 @@ import difflib
 import os
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 from uuid import UUID
@@ -54,6 +55,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from saf.bounds import Bounds
 from saf.database import Dsn, refuse_unescaped
 from saf.errors import ConfigurationError, UsageError
 from saf.message import DEFAULT_MAX_BYTES, MAX_NAME, fits
@@ -66,6 +68,8 @@ DEFAULT_FILE = Path("saf.toml")
 DAY = 86400
 LONGEST = 100
 """So much of a value is quoted."""
+LONGEST_BOUND = 1e6
+"""Seconds of a bound: the server's timeouts end at 24 days."""
 
 Quality = Literal["at_most_once", "at_least_once", "exactly_once"]
 
@@ -203,6 +207,9 @@ class Router(_Table):
         )
 
 
+P = TypeVar("P", Broker, Fleet, Destination)
+
+
 class Forwarder(_Table):
     """How the forwarder works."""
 
@@ -245,6 +252,16 @@ class Purge(_Table):
     """A folder for the messages of each slot as Parquet, before they go."""
 
 
+class Waits(_Table):
+    """How long anybody waits; see `saf.bounds`."""
+
+    network_seconds: float = Field(default=Bounds.network_seconds, ge=1, le=LONGEST_BOUND)
+    lock_seconds: float = Field(default=Bounds.lock_seconds, gt=0, le=LONGEST_BOUND)
+    statement_seconds: float = Field(default=Bounds.statement_seconds, gt=0, le=LONGEST_BOUND)
+    chunk_seconds: float = Field(default=Bounds.chunk_seconds, gt=0, le=LONGEST_BOUND)
+    long_seconds: float = Field(default=Bounds.long_seconds, gt=0, le=LONGEST_BOUND)
+
+
 class Settings(BaseSettings):
     """Everything in saf.toml."""
 
@@ -252,6 +269,7 @@ class Settings(BaseSettings):
         extra="forbid", frozen=True, env_prefix="SAF_", env_nested_delimiter="__"
     )
 
+    bounds: Waits = Waits()
     brokers: dict[Name, Broker] = Field(default_factory=dict)
     fleets: dict[Name, Fleet] = Field(default_factory=dict)
     destinations: dict[Name, Destination] = Field(min_length=1)
@@ -272,6 +290,15 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """The environment wins over the file."""
         return env_settings, init_settings
+
+    @pydantic.field_validator("brokers", "fleets", "destinations")
+    @classmethod
+    def _are_bounded(cls, places: dict[str, P], info: pydantic.ValidationInfo) -> dict[str, P]:
+        bounds = Bounds(**info.data.get("bounds", Waits()).model_dump())
+        return {
+            name: place.model_copy(update={"dsn": replace(place.dsn, bounds=bounds)})
+            for name, place in places.items()
+        }
 
     @pydantic.model_validator(mode="after")
     def _has_sources_with_names_of_their_own(self) -> Settings:
@@ -426,6 +453,7 @@ def _explain(problem: Any) -> str:
 
 def _known(table: list[str]) -> list[str]:
     models: dict[str, type[BaseModel]] = {
+        "bounds": Waits,
         "brokers": Broker,
         "fleets": Fleet,
         "destinations": Destination,

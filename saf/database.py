@@ -12,14 +12,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
-from psycopg.abc import QueryNoTemplate
+from psycopg.abc import PQGen, QueryNoTemplate
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import tuple_row
 
+from saf.bounds import Bounds, network
 from saf.errors import ConfigurationError, Rejected, SchemaMismatch, SchemaMissing, Unavailable
+from saf.patience import answer_within, shut
+from saf.poolers import pooled
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
@@ -27,9 +30,9 @@ if TYPE_CHECKING:
 REVISION = "0016"
 """The Alembic revision of the schema that this library reads and writes."""
 
+T = TypeVar("T")
+
 CONNECT_TIMEOUT_SECONDS = 10
-UNANSWERED_SECONDS = 30
-"""How long a host may not even acknowledge what it is sent, before its connection is lost."""
 
 SECRETS = (
     "password",
@@ -65,6 +68,8 @@ class Dsn:
     """
 
     conninfo: str = field(repr=False)
+    bounds: Bounds = Bounds()  # noqa: RUF009 - frozen
+    """How long saf's own sessions wait there."""
 
     def __post_init__(self) -> None:
         refuse_unescaped(self.conninfo)
@@ -110,29 +115,48 @@ class Dsn:
     def connect(self, *, role: str, autocommit: bool = False) -> psycopg.Connection[Any]:
         """Open a psycopg connection that shows up as ``saf ROLE`` in pg_stat_activity.
 
+        A session of saf's own has its `saf.bounds`, which a pooler would not keep for it.
+
         Raises:
             Unavailable: the server does not answer, or refuses the login.
+            ConfigurationError: it is a pooler that answers.
         """
+        limits = self.bounds.of(role)
         try:
-            return psycopg.connect(self.for_role(role), autocommit=autocommit)
+            if limits is None:
+                return psycopg.connect(self.for_role(role), autocommit=autocommit)
+            connection = _Bounded.connect(self.for_role(role), autocommit=True)
+            connection.answer_seconds = limits.answer
+            setting = limits.setting(of_process=connection.info.backend_pid)
+            try:
+                direct = bool(fetch(connection, setting.encode()))
+                connection.autocommit = autocommit
+            except BaseException:
+                connection.close()
+                raise
         except psycopg.OperationalError as error:
-            raise Unavailable(f"database {self}", self.redact(str(error))) from None
+            reason = self.redact(str(error))
+            raise Unavailable(f"database {self}", reason, hangs=isinstance(error, HANGS)) from None
+        if not direct:
+            connection.close()
+            raise pooled(f"database {self}")
+        return connection
 
     def for_role(self, role: str) -> str:
         """The full connection string for a driver; it holds the password."""
         defaults = {
             "application_name": f"saf {role}",
             "connect_timeout": CONNECT_TIMEOUT_SECONDS,
-            "tcp_user_timeout": UNANSWERED_SECONDS * 1000,
+            **network(self.bounds.network_seconds),
         }
         return make_conninfo("", **{**defaults, **self.parts})
 
-    def engine(self, **options: Any) -> sa.Engine:
+    def engine(self, *, role: str = "engine", **options: Any) -> sa.Engine:
         """A SQLAlchemy engine on this database."""
         import sqlalchemy as sa  # not needed by those who bring their own connection
 
         return sa.create_engine(
-            "postgresql+psycopg://", creator=lambda: self.connect(role="engine"), **options
+            "postgresql+psycopg://", creator=lambda: self.connect(role=role), **options
         )
 
     def redact(self, text: str) -> str:
@@ -157,6 +181,43 @@ def refuse_unescaped(text: str) -> None:
         raise ConfigurationError(f"a dsn has more than a database's name behind a '/': {ESCAPES}")
 
 
+class _Bounded(psycopg.Connection[Any]):
+    """A connection that is cut when its server says nothing for too long."""
+
+    answer_seconds: float | None = None
+
+    def wait(self, gen: PQGen[T], *args: Any, **kwargs: Any) -> T:
+        descriptor = self.pgconn.socket
+        with answer_within(self.answer_seconds, lambda: shut([descriptor])) as waiting:
+            try:
+                return super().wait(gen, *args, **kwargs)
+            except psycopg.OperationalError as error:
+                if waiting is None or not waiting.given_up:
+                    raise
+                raise NoAnswer(str(waiting)) from error
+
+
+class NoAnswer(psycopg.OperationalError):
+    """A server has said nothing for too long."""
+
+
+HANGS = (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled, NoAnswer)
+"""The database is there, and something holds up what was asked of it."""
+
+LOST = (
+    psycopg.OperationalError,
+    psycopg.InterfaceError,
+    psycopg.errors.IdleInTransactionSessionTimeout,
+    psycopg.errors.TransactionTimeout,
+)
+"""The connection is not there any more, or what was asked over it did not come to its end."""
+
+HANGING = frozenset({
+    psycopg.errors.LockNotAvailable.sqlstate,
+    psycopg.errors.QueryCanceled.sqlstate,
+})  # fmt: skip
+
+
 @contextmanager
 def unavailable_if_lost(what: str) -> Iterator[None]:
     """Turn a lost connection into `Unavailable`, and a missing right into `ConfigurationError`.
@@ -167,10 +228,11 @@ def unavailable_if_lost(what: str) -> Iterator[None]:
         yield
     except psycopg.errors.InsufficientPrivilege as error:
         raise lacks_right(what, str(error)) from error
-    except (psycopg.OperationalError, psycopg.InterfaceError) as error:
-        exceeded = (error.sqlstate or "").startswith("54")  # a limit: said of the rows
-        kind = Rejected if exceeded else Unavailable
-        raise kind(what, " ".join(str(error).split())) from error
+    except LOST as error:
+        reason = " ".join(str(error).split())
+        if (error.sqlstate or "").startswith("54"):  # a limit: said of the rows
+            raise Rejected(what, reason) from error
+        raise Unavailable(what, reason, hangs=isinstance(error, HANGS)) from error
 
 
 def lacks_right(what: str, reason: str) -> ConfigurationError:

@@ -144,6 +144,7 @@ class Delivery(Sequence[Received], Generic[C]):
         bury += [(one, "no_dialog", error) for one, error in self._arrival.stray]
         bury += self._dead.values()
         gone = [one.parked_id for one, _ in self._arrival.dropped]
+        gone += [one.parked_id for one in self._arrival.done]
         gone += bury_as_stored(self._raw, hand, self._arrival.refused)
         gone += bury_as_stored(self._raw, hand, [(one, None) for one in hand.aside[UNREAD]])
         for one in hand.aside[UNREAD]:

@@ -246,14 +246,26 @@ class Restored(SchemaError):
 
 
 class Unavailable(SafError):
-    """A database does not answer. Nothing is lost: the next run goes on where this one stopped."""
+    """A database does not answer. Nothing is lost: the next run goes on where this one stopped.
+
+    ``hangs``: it is there, and has been waited for in vain; to ask again at once is no use.
+    """
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: cron and Airflow try again
 
-    def __init__(self, what: str, reason: str) -> None:
+    def __init__(self, what: str, reason: str, *, hangs: bool = False) -> None:
+        if hangs:
+            reason += "; `saf doctor` says who holds what"
         super().__init__(f"{what} is unavailable: {reason}")
         self.what = what
         self.reason = reason
+        self.hangs = hangs
+
+    def of(self, what: str) -> Unavailable:
+        """The same of what people know the database as."""
+        renamed = Unavailable(what, self.reason)
+        renamed.hangs = self.hangs
+        return renamed
 
 
 class JobFailed(SafError):

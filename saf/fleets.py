@@ -118,7 +118,8 @@ def _listing(
             full = f"{name}/{_name(place)}"
             if not isinstance(conninfo, str):
                 raise ConfigurationError("its dsn is no text")  # noqa: TRY301
-            broker = kind(dsn=Dsn(conninfo), max_connections=fleet.max_connections)
+            dsn = Dsn(conninfo, fleet.dsn.bounds)
+            broker = kind(dsn=dsn, max_connections=fleet.max_connections)
             if listing.brokers.setdefault(full, broker) is not broker:
                 raise ConfigurationError("its name is listed before")  # noqa: TRY301
         except ConfigurationError as error:

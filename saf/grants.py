@@ -170,13 +170,13 @@ CHOOSING: Rights = {
 SPOKEN = (*TYPES, "conversation_id", "from_initiator", "sequence")
 ENDPOINT = (
     *("handle", "conversation_id", "is_initiator", "monolog", "service", "far_service"),
-    *("far_broker", "contract", "contract_version", "group_id", "expires_at"),
+    *("far_broker", "contract", "contract_version", "group_id", "expires_at", "lineage"),
 )
 FACTS = (
     *("send_sequence", "receive_sequence", "ended_here", "ended_there", "error_code"),
-    *("error_text", "timer", "group_id", "changed_at", "far_service", "far_broker"),
+    *("error_text", "timer", "group_id", "changed_at", "far_service", "far_broker", "far_lineage"),
 )
-# Which end here is told of an error
+# Which end here is told of an error; and how many have failed
 TOLD = ("conversation_id", "is_initiator", "service", "ended_here", "error_code")
 CONVERSING: Rights = {
     "broker": {"SELECT": WHOLE},
@@ -271,6 +271,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             # to repair a destination that was set back
             "acknowledged": {"SELECT": WHOLE, "INSERT": WHOLE, "DELETE": WHOLE},
             "broker": {"UPDATE": ("incarnation",)},
+            "conversation": {"UPDATE": ("lineage",)},
             "route": {"SELECT": WHOLE, "INSERT": ROUTE, "UPDATE": ROUTE, "DELETE": WHOLE},
             "topic": {"SELECT": WHOLE, "INSERT": ("name",), "DELETE": WHOLE},
             "router": {"SELECT": WHOLE, "INSERT": ROUTER, "UPDATE": ROUTER, "DELETE": WHOLE},

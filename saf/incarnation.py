@@ -1,17 +1,34 @@
 """The incarnation of a broker: which of its lives this is, after it was set back and repaired.
 
-Every repair raises it, so that who remembers an older one compares what both know.
+Every repair raises it, so that who remembers an older one compares what both know: the open ends of
+its dialogs are of the new one from then on, and say so.
 """
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import psycopg
 
-RAISE = "UPDATE saf.broker SET incarnation = incarnation + 1"
+from saf.dialogs.comparing import announce
+
+# What was only counted up would come again after another set-back to the same backup
+RAISE = """
+UPDATE saf.broker SET incarnation = greatest(
+    incarnation + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint))
+"""
 
 
-def raise_incarnation(connection: psycopg.Connection[Any]) -> None:
-    """This broker was set back, and is repaired now."""
+def raise_incarnation(connection: psycopg.Connection[Any], since: datetime | None = None) -> None:
+    """This broker was set back, and is repaired now.
+
+    Call it in the transaction of the repair, which lets nobody else send in a dialog meanwhile.
+
+    Args:
+        connection: to the broker.
+        since: when the newest batch was opened that a destination knows and this broker does not,
+            if there is one.
+    """
     connection.execute(RAISE)
+    announce(connection, since)

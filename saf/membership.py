@@ -2,16 +2,19 @@
 
 The thread has a connection of its own: a delivery may take longer than a third of the lease, and
 the member ends with the session that joined. So that session must be a real one, and not one of a
-transaction-mode pooler.
+pooler.
 """
 
 from __future__ import annotations
 
 import threading
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from saf.claim import BEGIN
 from saf.log import Log
+from saf.poolers import refuse_pooler
 from saf.receive import connected
 from saf.shards import Member
 
@@ -26,6 +29,7 @@ class Membership:
 
     Raises:
         Unavailable: the database does not answer.
+        ConfigurationError: a pooler does.
     """
 
     def __init__(self, engine: Engine, subscription_id: int, lease_seconds: float) -> None:
@@ -33,9 +37,13 @@ class Membership:
         self.lost = False
         """The others have taken the shards over, or will: the lease could not be renewed."""
         self._leaving = threading.Event()
+        # all of its transactions are ours, and in vain when the lease is over
+        milliseconds = max(1, round(lease_seconds * 1000))
+        first = f"{BEGIN}; SET LOCAL statement_timeout = {milliseconds}"
         with ExitStack() as stack:
-            self._link = stack.enter_context(connected(engine))
+            self._link = replace(stack.enter_context(connected(engine)), first=first)
             with self._link.transaction():
+                refuse_pooler(self._link.raw)
                 self.member.join(self._link.raw)
             self._open = stack.pop_all()
         self._thread = threading.Thread(target=self._keep, name="saf lease", daemon=True)
@@ -44,7 +52,7 @@ class Membership:
     def leave(self) -> None:
         """Free the shards; a server that is gone frees them by itself."""
         self._leaving.set()
-        self._thread.join()
+        self._thread.join(self.member.lease_seconds)
         with suppress(Exception), self._open, self._link.transaction():
             self.member.leave(self._link.raw)
 

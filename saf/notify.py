@@ -7,7 +7,7 @@ statement that stores messages, and a receiver listens if it is told to. What ha
 The cost: PostgreSQL lets transactions that notify commit one after the other, in the whole
 database, and each listening session is woken each time. For the chunks of a forwarder that is
 little; for applications that fill an inbox one row at a time it is not. LISTEN needs a session of
-its own: not through a transaction-mode pooler.
+its own: not through a pooler.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import psycopg
 
 from saf.database import fetch
 from saf.errors import ConfigurationError
+from saf.poolers import refuse_pooler
 
 TICK_SECONDS = 0.2
 """How soon a wish to stop is noticed while a receiver listens."""
@@ -45,8 +46,9 @@ def listen(connection: psycopg.Connection[Any]) -> None:
     """Be woken by the inbox from now on, after the commit.
 
     Raises:
-        ConfigurationError: the inbox does not notify.
+        ConfigurationError: the inbox does not notify, or a pooler is in between.
     """
+    refuse_pooler(connection)
     ((on,),) = fetch(connection, IS_ON)
     if not on:
         raise ConfigurationError(

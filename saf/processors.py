@@ -68,7 +68,7 @@ class Processors(Loop):
 
     Args:
         engine: as for `saf.receive`; it takes two connections from it, for as long as it runs, and
-            not through a transaction-mode pooler.
+            not through a pooler.
         subscription: whose messages. As long as it has processors, nobody else receives from it.
         processor: the class; instances are made without arguments.
         max_messages: how many messages at most in one transaction, and how many instances that are

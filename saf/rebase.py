@@ -19,7 +19,9 @@ in one transaction:
 - where a destination is ahead, the batches and epochs of its shards, and the numbers of lanes, go
   on after those that it knows. What the source had delivered after the backup was taken, and has
   still, is then delivered a second time, and a batch in hand may be as well: that cannot be told
-  from new.
+  from new;
+- the ends of dialogs learn that they are of a new incarnation of this broker, and compare what they
+  know with the other ends (`saf.dialogs.comparing`).
 
 What the restored source does not have any more cannot be sent again; its messages that arrived
 are at the destination. A destination that was set back is repaired by `saf.repair`.
@@ -29,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import psycopg
@@ -92,8 +95,8 @@ FROM saf_states s JOIN unnest({states}::text[], {txids}::bigint[]) AS m (state, 
 WHERE l.id = s.id
 """
 DROP = "DROP TABLE saf_states"
-# What is in progress now may write when we are done
-NOW = "SELECT pg_current_snapshot()::text"
+# What is in progress now may write when we are done, and so may this transaction
+NOW = "SELECT pg_current_snapshot()::text, pg_current_xact_id()::text::bigint"
 REWRITE = """
 UPDATE saf.cursor SET owner = NULL, epoch = greatest(epoch, %(epoch)s) + 1,
        done = %(done)s::pg_snapshot,
@@ -180,7 +183,7 @@ def rebase(
             _go_on_after(connection, [known[name] for name in ahead], list(ahead.values()))
         connection.execute(BELONG)
         connection.execute(TIMELINE)
-        raise_incarnation(connection)
+        raise_incarnation(connection, _newest(known, ahead))
     return Rebased(rows=rows, destinations_ahead=tuple(ahead))
 
 
@@ -191,6 +194,12 @@ def _wrong(connection: psycopg.Connection[Any], known: Mapping[str, Known]) -> b
 
 def _ahead(connection: psycopg.Connection[Any], known: Mapping[str, Known]) -> dict[str, SetBack]:
     return {name: set_back(connection, name, there) for name, there in known.items()}
+
+
+def _newest(known: Mapping[str, Known], ahead: Mapping[str, SetBack]) -> datetime | None:
+    """When the newest batch was opened that a destination knows and its source does not."""
+    marks = (known[name].marks.get(place) for name, one in ahead.items() for place in one.ahead)
+    return max((m.opened_at for m in marks if m is not None and m.opened_at), default=None)
 
 
 def _go_on_after(
@@ -236,9 +245,11 @@ def _rebase_log(connection: psycopg.Connection[Any], log: str, epoch: int) -> in
     connection.execute(sql.SQL(STATES).format(**parts))
     states = [state for (state,) in fetch(connection, DISTINCT)]
     txids = {state: LOWEST_TXID + number for number, state in enumerate(states)}
-    ((now,),) = fetch(connection, NOW)
-    xmin, xmax, in_progress = now.split(":")
-    if states and max(txids.values()) >= int(xmin):
+    ((now, own),) = fetch(connection, NOW)
+    # beyond it, nothing that is complete has a row that keeps its transaction id
+    xmin, xmax = (min(int(limit), own) for limit in now.split(":")[:2])
+    in_progress = [one for one in now.split(":")[2].split(",") if one and int(one) < xmax]
+    if states and max(txids.values()) >= xmin:
         raise UsageError(
             f"saf.{log} has {len(states)} combinations of subscriptions and states, more than "
             "this new cluster has transaction ids to tell them by: drop unused subscriptions"
@@ -251,7 +262,7 @@ def _rebase_log(connection: psycopg.Connection[Any], log: str, epoch: int) -> in
 
         def snapshot(unseen: str, place: int = place) -> str:
             mine = [str(t) for state, t in txids.items() if state and state[place] in unseen]
-            listed = [*mine, *filter(None, in_progress.split(","))]
+            listed = [*mine, *in_progress]
             return f"{listed[0] if mine else xmin}:{xmax}:{','.join(listed)}"
 
         connection.execute(

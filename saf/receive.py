@@ -42,6 +42,7 @@ from saf.errors import UsageError
 from saf.failpoints import fail_point
 from saf.isolation import of_messages
 from saf.lanes import Policy, Suspect
+from saf.poolers import is_pooled
 from saf.received import READ, Received
 
 if TYPE_CHECKING:
@@ -136,15 +137,26 @@ def connected(engine: Engine) -> Iterator[Link]:
         if isinstance(engine, sa.Engine):
             with engine.connect() as connection:
                 below = _psycopg(connection.connection.driver_connection)
-                yield Link(connection=connection, raw=below, begin=connection.begin)
+                with _as_it_was(below):
+                    yield Link(connection=connection, raw=below, begin=connection.begin)
                 return
     if not callable(engine):
         raise UsageError(
             f"cannot receive from a {type(engine).__module__}.{type(engine).__qualname__}: "
             "expected a SQLAlchemy Engine, a dsn, or a callable that gives psycopg connections"
         )
-    with engine() as raw:
-        yield Link(connection=raw, raw=_psycopg(raw), begin=raw.transaction)
+    with engine() as raw, _as_it_was(_psycopg(raw)):
+        yield Link(connection=raw, raw=raw, begin=raw.transaction)
+
+
+@contextmanager
+def _as_it_was(raw: psycopg.Connection[Any]) -> Iterator[None]:
+    """A connection that is given back prepares statements as it did before."""
+    before = raw.prepare_threshold
+    try:
+        yield
+    finally:
+        raw.prepare_threshold = before
 
 
 def _psycopg(connection: object) -> psycopg.Connection[Any]:
@@ -179,6 +191,8 @@ class Receiver:
         self.max_messages = max_messages
         self._pause = FIRST_PAUSE_SECONDS
         with unavailable_if_lost(f"database {link.raw.info.dbname!r}"), link.transaction():
+            if is_pooled(link.raw):
+                link.raw.prepare_threshold = None
             check_schema(link.raw)
             rebase.refuse(link.raw)
             found = services.subscription(link.raw, subscription)

@@ -127,6 +127,11 @@ class Received:
         except (ValueError, RecursionError) as error:
             raise UnreadableHeaders(self.message_id, str(error)) from None
 
+    def may_say(self, header: str) -> bool:
+        """False if no header has that name. Nothing is decoded for it."""
+        headers = self._row[_HEADERS]
+        return headers is not None and header in headers
+
     @property
     def content_type(self) -> str | None:
         """What the headers say that the body is."""

@@ -3,8 +3,9 @@
 A destination that has less than it had acknowledged is refused by the forwarder (`saf.marks`). What
 it lacks is what `saf.reconcile` finds: complete at the source, and in no destination. In one
 transaction at the source these messages are parked again (`saf.replay`), and the destination's
-own marks are taken over as what is known of it. Before that its incarnation rises, so that whoever
-talks to the services there compares.
+own marks are taken over as what is known of it. Before that its incarnation rises, so that its
+dialogs compare what both ends know; and so do those of the source, after what is sent again: of
+what the destination has forgotten altogether, only the other ends know.
 
 Everything may run meanwhile: a destination that is behind is stored in by nobody, and who repairs
 takes turns, so that two people who do it at once send each message once.
@@ -25,6 +26,7 @@ from uuid import UUID
 import psycopg
 
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
+from saf.dialogs.comparing import compare
 from saf.incarnation import raise_incarnation
 from saf.marks import adopt
 from saf.parking import retry_now
@@ -39,6 +41,9 @@ from saf.ways import Routes
 TAKE_TURN = "SELECT pg_advisory_lock(hashtextextended('saf replay', 0))"
 TOPICS = "SELECT DISTINCT unnest(topics) FROM saf.route_version ORDER BY 1"
 END_TURN = "SELECT pg_advisory_unlock(hashtextextended('saf replay', 0))"
+
+# Who has sent in a dialog, or has an end in hand, is waited for; all others wait
+SILENCE = "LOCK TABLE saf.conversation IN EXCLUSIVE MODE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +108,14 @@ def send_again(
             )  # fmt: skip
             if not dry_run:
                 for one in behind:
-                    raise_incarnation(stores[one])
+                    _raise_incarnation(stores[one])
             with connection.transaction():
                 sent = replay(connection, found, routes(connection), why, dry_run=dry_run)
                 for one, differ in () if dry_run else behind.items():
                     adopt(connection, known[one].destination, known[one].marks, differ.behind)
                     retry_now(connection, one)
+                if behind and not dry_run:
+                    compare(connection)
             topics = [topic for (topic,) in fetch(connection, TOPICS)] if behind else []
     return Sent(
         by_destination=sent,
@@ -131,6 +138,12 @@ def _behind(
         if differ.behind:
             behind[name] = differ
     return known, behind
+
+
+def _raise_incarnation(store: psycopg.Connection[Any]) -> None:
+    with store.transaction():
+        store.execute(SILENCE)
+        raise_incarnation(store)
 
 
 def _gap(span: Range, behind: Mapping[str, SetBack]) -> tuple[datetime, datetime] | None:

@@ -18,12 +18,16 @@ LONGEST_WAIT_SECONDS = 2.0
 def while_unavailable(attempts: int, action: Callable[[], T]) -> T:
     """The result of ``action``, called up to ``attempts`` times while it raises `Unavailable`.
 
-    For a blip, such as a server that restarts: seconds, not minutes. The last error is raised
-    as it is.
+    For a blip, such as a server that restarts: seconds, not minutes. One that hangs has been waited
+    for already. The last error is raised as it is.
     """
     return tenacity.Retrying(
         stop=tenacity.stop_after_attempt(attempts),
         wait=tenacity.wait_exponential(FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS),
-        retry=tenacity.retry_if_exception_type(Unavailable),
+        retry=tenacity.retry_if_exception(_passing),
         reraise=True,
     )(action)
+
+
+def _passing(error: BaseException) -> bool:
+    return isinstance(error, Unavailable) and not error.hangs

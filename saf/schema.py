@@ -142,11 +142,12 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         sa.Column("created_at", moment, nullable=False, server_default=now),
         sa.Column(
             "incarnation",
-            sa.Integer,
+            sa.BigInteger,
             nullable=False,
             server_default="1",
             comment="raised when this broker is repaired after it was set back: who remembers an "
-            "older one has to compare what it knows",
+            "older one has to compare what it knows. The moment of the repair in microseconds, so "
+            "that no two repairs after the same backup have the same",
         ),
         sa.CheckConstraint("singleton", name="broker_is_one_row"),
         sa.CheckConstraint(f"shards BETWEEN 1 AND {MAX_SHARDS}", name="broker_shards"),

@@ -302,13 +302,14 @@ class Member:
         connection.execute(BE_PRESENT, self._params)
         connection.execute(JOIN, self._params)
 
-    def renew(self, connection: psycopg.Connection[Any]) -> None:
-        """Extend the lease.
+    def renew(self, connection: psycopg.Connection[Any], silent_seconds: float = 0.0) -> None:
+        """Extend the lease, to its term after the member was last heard of.
 
         Raises:
             Fenced: the lease was over and the others have forgotten this member.
         """
-        if connection.execute(RENEW, self._params).fetchone() is None:
+        params = {**self._params, "lease_seconds": self.lease_seconds - silent_seconds}
+        if connection.execute(RENEW, params).fetchone() is None:
             raise Fenced(f"member {self.name}", [])
 
     def balance(

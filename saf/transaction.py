@@ -12,6 +12,7 @@ import re
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import psycopg
@@ -20,6 +21,7 @@ from psycopg.rows import tuple_row
 
 from saf.database import HAS_SCHEMA, SCHEMA_REVISION, require_revision
 from saf.errors import AutocommitError, UsageError
+from saf.poolers import unprepared
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
@@ -37,9 +39,17 @@ if TYPE_CHECKING:
 class Transaction(Protocol):
     """What is needed of the caller's connection."""
 
+    pooled: bool
+    """There may be a pooler in between, so nothing is prepared under a name."""
+
     @property
     def database(self) -> object:
         """Identifies the database among those already checked."""
+        ...
+
+    @property
+    def process(self) -> int | None:
+        """The server's process at the other end, as the client was told; None: it was not."""
         ...
 
     def commits_by_itself(self) -> bool:
@@ -65,7 +75,8 @@ class Entrance:
     """
 
     def __init__(self) -> None:
-        self._checked: set[object] = set()
+        self._checked: dict[object, bool] = {}
+        """Whether each is behind a pooler."""
 
     def __call__(self, conn: object, *, allow_autocommit: bool = False) -> Transaction:
         """The caller's transaction.
@@ -82,10 +93,11 @@ class Entrance:
         if database not in self._checked:
             # the table's existence first: a failed query would abort the caller's transaction
             ((exists,),) = transaction.fetch(HAS_SCHEMA)
-            ((name,),) = transaction.fetch("SELECT current_database()")
+            ((name, process),) = transaction.fetch("SELECT current_database(), pg_backend_pid()")
             found = transaction.fetch(SCHEMA_REVISION) if exists else []
             require_revision(str(name), found[0][0] if found else None)
-            self._checked.add(database)
+            self._checked[database] = transaction.process not in (None, process)
+        transaction.pooled = self._checked[database]
         return transaction
 
 
@@ -96,6 +108,11 @@ enter = Entrance()
 class _Psycopg:
     def __init__(self, connection: psycopg.Connection[Any]) -> None:
         self.connection = connection
+        self.pooled = True
+
+    @property
+    def process(self) -> int | None:
+        return self.connection.info.backend_pid
 
     @property
     def database(self) -> object:
@@ -109,19 +126,29 @@ class _Psycopg:
         )
 
     def execute(self, statement: str, params: Mapping[str, Any] | None = None) -> None:
-        psycopg.Cursor(self.connection).execute(statement, params)
+        psycopg.Cursor(self.connection).execute(statement, params, prepare=self._prepare)
 
     def fetch(
         self, statement: str, params: Mapping[str, Any] | None = None
     ) -> Sequence[tuple[Any, ...]]:
         # the caller's row factory may make anything of a row
         with psycopg.Cursor(self.connection, row_factory=tuple_row) as cursor:
-            return cursor.execute(statement, params).fetchall()
+            return cursor.execute(statement, params, prepare=self._prepare).fetchall()
+
+    @property
+    def _prepare(self) -> bool | None:
+        return False if self.pooled else None  # None: as psycopg thinks best
 
 
 class _SQLAlchemy:
     def __init__(self, connection: sa.Connection) -> None:
         self.connection = connection
+        self.pooled = True
+
+    @property
+    def process(self) -> int | None:
+        raw = self._psycopg
+        return None if raw is None else raw.info.backend_pid
 
     @property
     def database(self) -> object:
@@ -133,12 +160,24 @@ class _SQLAlchemy:
         return raw is not None and self.connection.dialect.detect_autocommit_setting(raw)
 
     def execute(self, statement: str, params: Mapping[str, Any] | None = None) -> None:
-        self.connection.execute(_text(statement), params)
+        with self._unprepared():
+            self.connection.execute(_text(statement), params)
 
     def fetch(
         self, statement: str, params: Mapping[str, Any] | None = None
     ) -> Sequence[tuple[Any, ...]]:
-        return [tuple(row) for row in self.connection.execute(_text(statement), params)]
+        with self._unprepared():
+            return [tuple(row) for row in self.connection.execute(_text(statement), params)]
+
+    @property
+    def _psycopg(self) -> psycopg.Connection[Any] | psycopg.AsyncConnection[Any] | None:
+        """The connection below, if it is psycopg's; other drivers are the caller's to set up."""
+        raw = self.connection.connection.driver_connection
+        return raw if isinstance(raw, (psycopg.Connection, psycopg.AsyncConnection)) else None
+
+    def _unprepared(self) -> AbstractContextManager[None]:
+        raw = self._psycopg if self.pooled else None
+        return nullcontext() if raw is None else unprepared(raw)
 
 
 _texts: dict[str, sa.TextClause] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from alembic import op
 
 revision = "0013"
-down_revision = "0011"
+down_revision = "0012"
 
 UP = """
 ALTER TABLE saf.route_version ADD COLUMN brokers JSONB DEFAULT '{}' NOT NULL;

@@ -13,6 +13,7 @@ from rich.table import Table
 from saf.cli.brokers import AsJson, Config, Round, Where, everywhere
 from saf.cli.console import echo, plain_console
 from saf.config import load
+from saf.dialogs.comparing import compare
 from saf.dialogs.conversations import Conversation, clean_up, conversations
 from saf.dialogs.dialog import open_dialog
 from saf.dialogs.states import State
@@ -110,6 +111,29 @@ def cleanup(handle: Handle, *, config: Config = None, broker: Where = None) -> N
     """Close this side for good, whatever its state; the other end is not told."""
     round_ = Round(everywhere(load(config), broker))
     _where_it_lives(round_, handle, lambda connection: clean_up(connection, handle), "closed")
+
+
+@app.command("compare")
+def compare_(*, config: Config = None, broker: Where = None, as_json: AsJson = False) -> None:
+    """Let the open ends and their other ends compare what each has sent and received.
+
+    Say it after one of the databases was set back and repaired: where something is missing, both
+    ends of the dialog get an Error. It is harmless elsewhere, but ends dialogs of which a message
+    is a dead letter.
+    """
+    round_ = Round(everywhere(load(config), broker))
+
+    def let_compare(connection: psycopg.Connection[Any], _: object) -> int:
+        with connection.transaction():
+            return compare(connection)
+
+    found = round_.visit("dialog", let_compare)
+    if as_json:
+        echo(json.dumps({"compared": found, "errors": round_.errors()}))
+    else:
+        for name, count in found.items():
+            echo(f"{name}: {count} ends compare, as soon as it is forwarded")
+    round_.finish(say=not as_json)
 
 
 def _where_it_lives(round_: Round, handle: UUID, act: Any, done: str) -> None:

@@ -19,13 +19,12 @@ from typing import Any
 from uuid import UUID
 
 import adbc_driver_manager.dbapi as adbc
-import adbc_driver_postgresql.dbapi
 import psycopg.errors
 import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import sql
 
-from saf import connections
+from saf import bulk, connections
 from saf.database import HAS_SCHEMA, SCHEMA_REVISION, Dsn, lacks_right, require_revision
 from saf.destinations import Chunk, Stored
 from saf.destinations.places import beyond, last_of, touched
@@ -245,10 +244,17 @@ class PostgresInbox:
             self._connection = connections.take(
                 "deliver",
                 self.dsn,
-                lambda: adbc_driver_postgresql.dbapi.connect(self.dsn.for_role("deliver")),
+                self._open,
                 self._meet,
             )
         return self._connection
+
+    def _open(self) -> adbc.Connection:
+        try:
+            return bulk.connect(self.dsn, "deliver")
+        except Unavailable as error:
+            what = f"destination {self.name!r}"
+            raise error.of(what) from None
 
     def _meet(self, connection: adbc.Connection) -> None:
         """Make sure of the schema, learn whose it is, and be durable."""
@@ -272,7 +278,7 @@ class PostgresInbox:
         # and would make dead letters of everything.
         if of_the_rows(state):
             return Rejected(f"destination {self.name!r}", reason)
-        return Unavailable(f"destination {self.name!r}", reason)
+        return Unavailable(f"destination {self.name!r}", reason, hangs=bulk.hangs(error))
 
 
 def _values(chunk: Chunk, places: Sequence[Place]) -> dict[str, sql.Literal]:

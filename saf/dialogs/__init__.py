@@ -8,6 +8,9 @@ as all others do, through outbox, forwarder and inbox; what is added here are it
     facts       what an end takes of what the other one says
     arrival     the same for all messages that are received together
     endpoints   the rows of the ends, locked and written together
+    lineage     which incarnation of its broker has said what of an end
+    comparing   what an end says of where it stands, and what a repair makes all ends say
+    set_back    what becomes of a dialog whose one end came back with less than it had
     fragments   how a large body travels
     assembly    where its fragments wait, and how it is read
     groups      related dialogs, in one hand at a time

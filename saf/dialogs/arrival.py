@@ -34,6 +34,7 @@ import psycopg
 from saf import lanes
 from saf.claim import Reader
 from saf.database import fetch
+from saf.dialogs import set_back
 from saf.dialogs.assembly import Assembled, set_aside
 from saf.dialogs.dialog import Dialog, open_dialog
 from saf.dialogs.drops import no_end, why_dropped
@@ -49,7 +50,8 @@ from saf.dialogs.endpoints import (
 )
 from saf.dialogs.facts import Facts, Verdict, judge
 from saf.dialogs.fragments import is_fragment, whole
-from saf.dialogs.statements import ERROR, Code
+from saf.dialogs.set_back import compare, hear
+from saf.dialogs.statements import COMPARE, ERROR, Code
 from saf.dropped import Reason
 from saf.errors import ContractViolation, SchemaViolation, UsageError
 from saf.isolation import of_messages
@@ -92,6 +94,8 @@ class Arrival:
     dropped: list[tuple[Received, Reason]] = field(default_factory=list)
     stray: list[tuple[Received, str]] = field(default_factory=list)
     """What answers a dialog that was not begun here, and what is wrong with it."""
+    done: list[Received] = field(default_factory=list)
+    """saf's own, which was for the end alone."""
     refused: list[tuple[Received, str]] = field(default_factory=list)
     """What is not as the contract says, and why."""
     fragments: list[tuple[int, Received]] = field(default_factory=list)
@@ -145,35 +149,49 @@ def arrive(
     if arrival.refused:
         messages = [one for one in messages if not _malformed(one)]
     endpoints = in_hand(raw, messages)
+    heard = hear(raw, endpoints, messages)
+    arrival.refused += heard.stale
+    arrival.done += heard.done
     last: dict[End, int] = {}
-    for message in messages:
+    for message in heard.messages:
         if message.message_type == ERROR and message.sequence is not None:
             last[end_of(message)] = message.sequence
-    for message in _in_sequence(messages):
+    for message in _in_sequence(heard.messages):
         if message.from_initiator is None:
             arrival.messages.append(message)
-            continue
-        end = end_of(message)
-        endpoint = endpoints.get(end)
-        if endpoint is None:
-            _meet_nobody(arrival, message)
-        elif endpoint.failure and message.sequence == 1 and message.from_initiator:
-            arrival.refused.append((message, endpoint.failure[1]))
-        elif endpoint.failure:
-            arrival.dropped.append((message, Reason.ENDED))
-        elif (message.sequence or 0) < last.get(end, 0):
-            arrival.dropped.append((message, Reason.OVERTAKEN))
+        elif endpoint := endpoints.get(end_of(message)):
+            _come_to(arrival, reader, endpoint, message, last.get(end_of(message), 0))
         else:
-            _meet(arrival, reader, endpoint, message)
+            _meet_nobody(arrival, message)
     waiting = [one for one in (*arrival.ahead, *behind) if is_fragment(one)]
     set_aside(raw, reader, [*arrival.not_copied, *waiting])
     changed = [one for one in endpoints.values() if one.facts != one.stored]
     write(raw, RECEIVE, changed)
     for endpoint in endpoints.values():
-        if endpoint.failure:
+        if endpoint.failure and endpoint.failure[0] is Code.SET_BACK:
+            set_back.fail(raw, endpoint, endpoint.failure[1])
+        elif endpoint.failure:
             endpoint.dialog.fail(enter(raw), *endpoint.failure)
+    set_back.answer(raw, endpoints.values())
     _go_on(raw, reader, endpoints)
     return arrival
+
+
+def _come_to(
+    arrival: Arrival, reader: Reader, endpoint: Endpoint, message: Received, last: int
+) -> None:
+    """A message comes to its end; before the number ``last``, an Error has overtaken it."""
+    if endpoint.failure and message.sequence == 1 and message.from_initiator:
+        arrival.refused.append((message, endpoint.failure[1]))
+    elif endpoint.failure:
+        arrival.dropped.append((message, Reason.ENDED))
+    elif (message.sequence or 0) < last:
+        arrival.dropped.append((message, Reason.OVERTAKEN))
+    elif message.message_type == COMPARE:
+        compare(endpoint, message)
+        arrival.done.append(message)
+    else:
+        _meet(arrival, reader, endpoint, message)
 
 
 def _meet_nobody(arrival: Arrival, message: Received) -> None:
@@ -216,7 +234,7 @@ def fail_unseen(raw: psycopg.Connection[Any], message: Received) -> None:
 
 
 def _meet(arrival: Arrival, reader: Reader, endpoint: Endpoint, message: Received) -> None:
-    before, dialog = endpoint.facts, endpoint.dialog
+    before, dialog, fresh = endpoint.facts, endpoint.dialog, message.parked_id is None
     verdict, after = judge(before, message, ended_here=endpoint.ended_here, over=endpoint.over)
     application = after.ended_there == before.ended_there and after.error_code is None
     fragment = False
@@ -230,6 +248,7 @@ def _meet(arrival: Arrival, reader: Reader, endpoint: Endpoint, message: Receive
             return
     endpoint.facts = after
     if verdict is Verdict.WAIT:
+        endpoint.asks |= endpoint.was_set_back and fresh
         arrival.ahead.append(message)
     elif verdict is Verdict.DROP:
         why = why_dropped(before, message, ended_here=endpoint.ended_here, over=endpoint.over)

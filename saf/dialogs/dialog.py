@@ -43,6 +43,7 @@ from saf.dialogs.statements import (
     END_WITH_ERROR,
     ERROR,
     FAIL,
+    FAIL_SET_BACK,
     FIELDS,
     OPEN,
     SEND,
@@ -225,11 +226,20 @@ class Dialog:
         text: str,
         *,
         ending: bool = False,
+        again: bool = False,
+        here: bool = True,
         original: Mapping[str, Any] | None = None,
     ) -> None:
         """Tell the other end of an error; unless it is ``ending``, this end too, by a message.
 
-        One that was passed on says which the ``original`` is.
+        Args:
+            transaction: the caller's.
+            code: what is wrong, for programs.
+            text: what is wrong, for people.
+            ending: this end is over with it.
+            again: the other end is told even if this one has failed or ended before.
+            here: whether this end is told, unless it is ending.
+            original: of one that was passed on, what it was at first.
         """
         text = said(text)
         wrapped = {} if original is None else {"original": original}
@@ -237,7 +247,12 @@ class Dialog:
         error = {"code": int(code), "text": text}
         if ending:
             self._say(transaction, END_WITH_ERROR, row, **error)
-        elif transaction.fetch(FAIL, {**row._asdict(), "handle": self.handle, **error}):
+        elif (
+            transaction.fetch(
+                FAIL_SET_BACK if again else FAIL, {**row._asdict(), "handle": self.handle, **error}
+            )
+            and here
+        ):
             # not the same message: its id would be in two logs
             row = row._replace(message_id=uuid4())
             transaction.execute(

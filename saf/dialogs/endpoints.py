@@ -21,7 +21,8 @@ from saf.database import fetch
 from saf.dialogs.contracts import Contract, contracts
 from saf.dialogs.dialog import Dialog
 from saf.dialogs.facts import Facts
-from saf.dialogs.statements import EXPIRE, FIELDS, HELLO, Code
+from saf.dialogs.lineage import Lineage, read
+from saf.dialogs.statements import COMPARE, ERROR, EXPIRE, FIELDS, HELLO, Code
 from saf.isolation import kept
 from saf.received import Received
 
@@ -44,7 +45,8 @@ WHERE group_id IN (SELECT group_id FROM {OF_THESE}) ORDER BY group_id FOR NO KEY
 LOCK = f"""
 SELECT {FIELDS}, (SELECT broker_id FROM saf.broker), contract, contract_version, group_id,
        ended_here, coalesce(expires_at <= now(), false),
-       receive_sequence, ended_there, error_code, error_text, timer
+       receive_sequence, ended_there, error_code, error_text, timer,
+       send_sequence, lineage IS NOT NULL, far_lineage
 FROM {OF_THESE} ORDER BY handle FOR NO KEY UPDATE OF c
 """
 
@@ -58,15 +60,20 @@ BEGUN = {
     "group_id": "uuid",
     "expires_at": "timestamptz",
 }
+# Where a broker was set back, or the dialog is not at its beginning, there may have been an end
+# before, whose numbers are given again: see saf.dialogs.set_back
 CREATE = f"""
 WITH begun AS (
-    SELECT * FROM unnest({", ".join(f"%({name})s::{type_}[]" for name, type_ in BEGUN.items())})
-        AS begun ({", ".join(BEGUN)})
+    SELECT * FROM unnest({", ".join(f"%({name})s::{type_}[]" for name, type_ in BEGUN.items())},
+                         %(late)s::boolean[]) AS begun ({", ".join(BEGUN)}, late)
 ), new_group AS (
     INSERT INTO saf.conversation_group (group_id) SELECT group_id FROM begun
 ), endpoint AS (
-    INSERT INTO saf.conversation (is_initiator, {", ".join(BEGUN)})
-    SELECT false, {", ".join(BEGUN)} FROM begun RETURNING *
+    INSERT INTO saf.conversation (is_initiator, lineage, {", ".join(BEGUN)})
+    SELECT false, CASE WHEN late OR incarnation > 1
+                       THEN jsonb_build_array(jsonb_build_array(incarnation, 0)) END,
+           {", ".join(BEGUN)}
+    FROM begun, saf.broker RETURNING *
 ), lifetime AS ({EXPIRE})
 SELECT FROM endpoint
 """
@@ -121,7 +128,15 @@ class Endpoint:
     over: bool
     stored: Facts
     facts: Facts
+    sent: int
+    """The number of the last message sent."""
+    was_set_back: bool
+    far_lineage: Lineage
     failure: tuple[Code, str] | None = None
+    answers: bool = False
+    """It has been asked where it stands."""
+    asks: bool = False
+    """It misses something that may be lost."""
 
     @property
     def row(self) -> dict[str, Any]:
@@ -150,8 +165,8 @@ def in_hand(raw: psycopg.Connection[Any], messages: list[Received]) -> dict[End,
     there = {(row[1], row[2]) for row in rows}
     hellos = {
         end: (message, _introduction(message))
-        for message in spoken
-        if message.sequence == 1 and message.from_initiator and message.from_service
+        for message in sorted(spoken, key=_begins)
+        if (_begins(message) or _is_late(message)) and message.from_service
         if (end := end_of(message)) not in there
     }
     wanted = {(row[7], row[8]) for row in rows}
@@ -160,7 +175,7 @@ def in_hand(raw: psycopg.Connection[Any], messages: list[Received]) -> dict[End,
     known = {(one.name, one.version): one for one in contracts(raw, [*wanted])} if wanted else {}
     if hellos:
         begun = [_begun(message, hello, known) for message, hello in hellos.values()]
-        raw.execute(CREATE, columns(BEGUN, begun))
+        raw.execute(CREATE, columns((*BEGUN, "late"), begun))
         rows = _lock(raw, ends)
     if answers := _answers_of_others(spoken, rows):
         raw.execute(
@@ -210,8 +225,25 @@ def _endpoint(row: tuple[Any, ...], known: dict[tuple[str, int], Contract]) -> E
         contract=known.get((contract, version)),
     )
     names = [name for name in RECEIVED if name != "handle"]
-    facts = Facts(**dict(zip(names, row[12:], strict=True)))
-    return Endpoint(dialog=dialog, ended_here=ended_here, over=over, stored=facts, facts=facts)
+    *known_facts, sent, was_set_back, far_lineage = row[12:]
+    facts = Facts(**dict(zip(names, known_facts, strict=True)))
+    return Endpoint(
+        dialog=dialog, ended_here=ended_here, over=over, stored=facts, facts=facts, sent=sent,
+        was_set_back=was_set_back, far_lineage=read(far_lineage),
+    )  # fmt: skip
+
+
+def _begins(message: Received) -> bool:
+    """It is the first of a dialog."""
+    first = message.sequence == 1 and message.message_type != COMPARE
+    return first and bool(message.from_initiator)
+
+
+def _is_late(message: Received) -> bool:
+    """It is not the first, and says all the same what an end has to know that is not there."""
+    if not message.from_initiator or message.message_type not in (COMPARE, ERROR):
+        return False
+    return (message.sequence or 0) > 0 and message.may_say(HELLO)
 
 
 def _introduction(message: Received) -> Introduction:
@@ -251,6 +283,7 @@ def _begun(
         "contract_version": contract and contract.version,
         "group_id": uuid4(),
         "expires_at": hello.expires_at,
+        "late": not _begins(message),
     }
 
 

@@ -64,13 +64,12 @@ def judge(
         return _from_oneself(facts, message, ended_here=ended_here)
     wanted = Verdict.DROP if ended_here else Verdict.TAKE
     received = replace(facts, receive_sequence=message.sequence)
-    ended = facts.ended_there or facts.error_code is not None
-    if ended or message.sequence <= facts.receive_sequence:
+    if facts.error_code is not None or message.sequence <= facts.receive_sequence:
         return Verdict.DROP, facts
     if message.message_type == ERROR:
         return wanted, received.with_error(message.body)
-    if message.sequence > facts.receive_sequence + 1:
-        return Verdict.WAIT, facts
+    if facts.ended_there or message.sequence > facts.receive_sequence + 1:
+        return Verdict.DROP if facts.ended_there else Verdict.WAIT, facts
     if over:
         return Verdict.DROP, received
     return wanted, replace(received, ended_there=message.message_type == END)

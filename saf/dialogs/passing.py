@@ -19,6 +19,7 @@ from uuid import uuid4
 from saf.dialogs.dialog import Dialog, open_dialog
 from saf.dialogs.facts import Facts
 from saf.dialogs.fragments import FRAGMENT_BYTES, WHOLE
+from saf.dialogs.lineage import HEADER as LINEAGE
 from saf.dialogs.statements import END, ERROR, EXPIRE, HELLO, TIMER
 from saf.errors import DialogEnded, DialogExpired, UnreadableBody
 from saf.transaction import enter
@@ -104,7 +105,7 @@ def pass_on(
             told = f"router {dialog.service!r}: {text}"
             other.fail(enter(conn), code, told, ending=True, original=original)
         else:
-            own = (HELLO, WHOLE)
+            own = (HELLO, WHOLE, LINEAGE)
             kept = {name: one for name, one in message.headers.items() if name not in own}
             large = message.size > FRAGMENT_BYTES
             body = message.open() if large else message.body

@@ -110,6 +110,13 @@ def add_tables(metadata: sa.MetaData) -> None:
         sa.Column("expires_at", moment, comment="both ends must have ended before"),
         sa.Column("created_at", moment, nullable=False, server_default=now),
         sa.Column("changed_at", moment, nullable=False, server_default=now),
+        sa.Column(
+            "lineage",
+            pg.JSONB,
+            comment="[[incarnation, after], ...]: numbers sent above after were said by that "
+            "incarnation of this broker; null as long as it was not set back",
+        ),
+        sa.Column("far_lineage", pg.JSONB, comment="that of the other end, as it was last heard"),
         sa.UniqueConstraint("conversation_id", "is_initiator", name="conversation_two_ends"),
         sa.ForeignKeyConstraint(
             ["contract", "contract_version"], ["saf.contract.name", "saf.contract.version"]
@@ -127,6 +134,10 @@ def add_tables(metadata: sa.MetaData) -> None:
         ),
         sa.CheckConstraint(
             "NOT monolog OR (is_initiator AND receive_sequence = 0)", name="conversation_monolog"
+        ),
+        sa.CheckConstraint(
+            "jsonb_typeof(lineage) = 'array' AND jsonb_typeof(far_lineage) = 'array'",
+            name="conversation_lineages",
         ),
         sa.Index("conversation_of_group", "group_id"),
         # rewritten with each message: room on the page keeps the updates HOT

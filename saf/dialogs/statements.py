@@ -9,9 +9,13 @@ from __future__ import annotations
 from enum import IntEnum
 
 from saf.dialogs.contracts import DEFINITION, RESERVED
+from saf.dialogs.lineage import HEADER as LINEAGE
 
 END, ERROR, TIMER = f"{RESERVED}end-dialog", f"{RESERVED}error", f"{RESERVED}dialog-timer"
 """The message types of what is not the application's."""
+
+COMPARE = f"{RESERVED}compare"
+"""The type of what one end tells the other of where it stands; see `saf.dialogs.set_back`."""
 
 HELLO = "saf-dialog"
 """The header of a dialog's first message: what the other end has to know of it."""
@@ -30,16 +34,24 @@ class Code(IntEnum):
     """The contract is not known at the target."""
     UNRESOLVED = -5
     """A router does not know which service it is for."""
+    SET_BACK = -6
+    """One end was set back, and the other one knows of messages that it does not."""
 
 
-# What the target has to know: it comes with the first message, so it need not be asked for
+# What the target has to know
 INTRODUCTION = f"""
-CASE WHEN is_initiator AND send_sequence = 1 AND NOT monolog
-     THEN jsonb_build_object('{HELLO}', jsonb_strip_nulls(jsonb_build_object(
-         'contract', contract, 'version', contract_version,
-         'lifetime_seconds', extract(epoch FROM expires_at - now()),
-         'broker', (SELECT broker_id FROM saf.broker))))
-     ELSE jsonb_build_object() END
+jsonb_build_object('{HELLO}', jsonb_strip_nulls(jsonb_build_object(
+    'contract', contract, 'version', contract_version,
+    'lifetime_seconds', extract(epoch FROM expires_at - now()),
+    'broker', (SELECT broker_id FROM saf.broker))))
+"""
+# It comes with the first message, so it need not be asked for; and with the Error of a set-back,
+# because the target's end may be gone
+HEADERS = f"""
+CASE WHEN is_initiator AND NOT monolog AND (send_sequence = 1 OR error_code = {Code.SET_BACK:d})
+     THEN {INTRODUCTION} ELSE jsonb_build_object() END
+|| CASE WHEN lineage IS NULL THEN jsonb_build_object()
+        ELSE jsonb_build_object('{LINEAGE}', lineage) END
 """
 
 # The lock on the row is the order: who waits for it finds what was counted before, and the
@@ -54,7 +66,7 @@ WITH endpoint AS (
     SELECT CAST(%(message_id)s AS uuid), service, far_service, far_broker,
            CAST(conversation_id AS text), conversation_id,
            CASE WHEN NOT monolog THEN is_initiator END, send_sequence,
-           CAST(%(message_type)s AS text), CAST(%(headers)s AS jsonb) || {INTRODUCTION},
+           CAST(%(message_type)s AS text), CAST(%(headers)s AS jsonb) || {HEADERS},
            CAST(%(body)s AS bytea)
     FROM endpoint WHERE {{said}}
 )
@@ -87,6 +99,14 @@ END_WITH_ERROR = SAY.format(
     said="send_sequence > 0",
 )
 FAIL = SAY.format(change=f"{COUNT}, {FAILURE}", when="error_code IS NULL", said="send_sequence > 0")
+# The other end does not know of any error, whatever this one has said before
+FAIL_SET_BACK = SAY.format(
+    change="""send_sequence = send_sequence + 1,
+        error_code = coalesce(error_code, CAST(%(code)s AS int)),
+        error_text = coalesce(error_text, CAST(%(text)s AS text))""",
+    when="true",
+    said="true",
+)
 
 # To oneself, as if from the other end
 TO_ONESELF = """

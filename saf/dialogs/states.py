@@ -72,6 +72,8 @@ TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
     S.DISCONNECTED_INBOUND: {
         E.END: S.CLOSED,
         E.END_WITH_ERROR: S.CLOSED,
+        # the other end knows more than this one, which was set back
+        E.RECEIVE_ERROR: S.ERROR,
         E.EXPIRE: S.ERROR,
     },
     S.DISCONNECTED_OUTBOUND: {

@@ -6,6 +6,7 @@ from psycopg import sql
 
 from saf.backoff import SHOWN
 from saf.database import check_schema
+from saf.dialogs.statements import Code
 from saf.doctor.patient import Found, Patient
 from saf.errors import SchemaError
 from saf.grants import RIGHTS, Kind
@@ -205,4 +206,22 @@ def dead_letters(patient: Patient) -> Found:
             "warning",
             f"{count} dead letters, {reason}, such as: {error}",
             "retry or discard them: saf dead list",
+        )
+
+
+FAILED_DIALOGS = """
+SELECT service, count(*) FROM saf.conversation
+WHERE error_code = %(code)s AND NOT ended_here GROUP BY service ORDER BY service
+"""
+
+
+def dialogs_set_back(patient: Patient) -> Found:
+    """Dialogs that have failed because one end has no memory of what the other one knows."""
+    for service, count in patient.ask(FAILED_DIALOGS, code=Code.SET_BACK):
+        yield (
+            "warning",
+            f"{count} dialogs of service {service!r} have failed, because one of their ends was "
+            "set back: messages may be lost",
+            "which ones, and which messages: saf dialog list --state error; their applications end "
+            "them",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import combinations
 
 import psycopg
@@ -13,6 +14,7 @@ from saf.config import Settings
 from saf.database import HAS_SCHEMA, Dsn
 from saf.doctor.broker import (
     dead_letters,
+    dialogs_set_back,
     forged,
     inbox_left_lying,
     outbox_left_lying,
@@ -22,6 +24,7 @@ from saf.doctor.broker import (
     schema,
     unheard,
 )
+from saf.doctor.locks import locks
 from saf.doctor.patient import REACHABLE, Check, Finding, Limits, Patient
 from saf.doctor.refusal import SILENT, cure
 from saf.doctor.routing import routes_by
@@ -36,10 +39,11 @@ from saf.doctor.server import (
 )
 from saf.doctor.set_back import set_back_by
 from saf.doctor.transactions import long_transactions, prepared_transactions, sight
-from saf.errors import Unavailable
+from saf.errors import ConfigurationError, Unavailable
 from saf.fleets import Candidate, ask_all
 
 SERVER: tuple[Check, ...] = (
+    locks,
     primary,
     settings,
     synchronous_commit,
@@ -61,6 +65,7 @@ BROKER: tuple[Check, ...] = (
     unheard,
     parked,
     dead_letters,
+    dialogs_set_back,
 )
 """Checks that need the schema."""
 
@@ -88,6 +93,9 @@ def examine(
                 connection = stack.enter_context(dsn.connect(role="doctor", autocommit=True))
             except Unavailable as error:
                 found.append(_unreachable(where, error.reason, cure(dsn)))
+                continue
+            except ConfigurationError as error:
+                found.append(_pooled(where, error))
                 continue
             found.append(Finding(check=REACHABLE, where=where, severity="ok"))
             patients.append(Patient(where=where, connection=connection, limits=limits, clock=clock))
@@ -118,6 +126,13 @@ def _fleets(config: Settings, limits: Limits, clock: Callable[[], float]) -> Ite
                 yield from _examined(patient, broker.dsn, checks)
         except Unavailable as error:
             yield _unreachable(where, error.reason, cure(broker.dsn))
+        except ConfigurationError as error:
+            yield _pooled(where, error)
+
+
+def _pooled(where: str, error: ConfigurationError) -> Finding:
+    to_do = "name the server itself in saf.toml, and the pooler where messages are sent or received"
+    return Finding(check="direct", where=where, severity="error", what=str(error), cure=to_do)
 
 
 def _unreachable(where: str, reason: str, to_do: str = SILENT) -> Finding:
@@ -150,6 +165,14 @@ def _made(check: Check, patient: Patient) -> Iterator[Finding]:
         for severity, what, to_do in check(patient):
             quiet = False
             yield Finding(check=name, where=where, severity=severity, what=what, cure=to_do)
+    except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
+        yield Finding(
+            check=name,
+            where=where,
+            severity="error",
+            what="; ".join([f"could not look: {error.diag.message_primary}", *_holders(patient)]),
+            cure="let it commit or roll back, as the check locks says; then run the doctor again",
+        )
     except psycopg.errors.InsufficientPrivilege as error:
         yield Finding(
             check=name,
@@ -161,6 +184,13 @@ def _made(check: Check, patient: Patient) -> Iterator[Finding]:
     else:
         if quiet:
             yield Finding(check=name, where=where, severity="ok")
+
+
+def _holders(patient: Patient) -> Iterator[str]:
+    """Who holds any lock at this moment, for however short a time."""
+    at_once = replace(patient.limits, held_seconds=0.0, waited_seconds=0.0)
+    for _, what, _ in locks(replace(patient, limits=at_once)):
+        yield what
 
 
 def _disagreements(patients: list[Patient]) -> Iterator[Finding]:

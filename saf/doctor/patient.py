@@ -19,6 +19,10 @@ LONG_SECONDS = 300.0
 """From what age on a transaction is long."""
 STUCK_SECONDS = 600.0
 """From what age on a message that nobody has taken up is left lying."""
+HELD_SECONDS = 10.0
+"""From what age on a lock on one of our tables is worth a word, though nobody waits for it now."""
+WAITED_SECONDS = 1.0
+"""From what age on somebody who waits for a lock is held up."""
 MANY_ATTEMPTS = 10
 FREE_CONNECTIONS = 10
 
@@ -41,6 +45,8 @@ class Limits:
     long_seconds: float = LONG_SECONDS
     stuck_seconds: float = STUCK_SECONDS
     skew_seconds: float = SKEW_SECONDS
+    held_seconds: float = HELD_SECONDS
+    waited_seconds: float = WAITED_SECONDS
     many_attempts: int = MANY_ATTEMPTS
     free_connections: int = FREE_CONNECTIONS
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import psycopg
@@ -15,6 +16,7 @@ from saf.database import unavailable_if_lost
 from saf.failpoints import fail_point
 from saf.resolutions import Resolved, keep, resolved
 from saf.retry import while_unavailable
+from saf.spark import pulse
 from saf.spark.work import Work
 
 T = TypeVar("T")
@@ -73,12 +75,26 @@ class AtSource:
         fail_point("resolved")
         return kept
 
+    def beat(self) -> None:
+        """Let the session be heard of, from any thread; a lost one has nothing to say."""
+        connection = self._connection
+        if connection is not None:
+            with suppress(psycopg.Error):
+                connection.execute("SELECT 1")
+
     def close(self) -> None:
         """Give up the connection."""
         connection, self._connection = self._connection, None
-        if connection is not None:
-            idle = connection.info.transaction_status == TransactionStatus.IDLE
-            connections.put(self._work.keep and idle, "mark", self._work.dsn, connection)
+        if connection is None:
+            return
+        keep = self._work.keep
+        keep = keep and connection.info.transaction_status == TransactionStatus.IDLE
+        if keep:
+            try:
+                connection.execute(pulse.END)
+            except psycopg.Error:
+                keep = False
+        connections.put(keep, "mark", self._work.dsn, connection)
 
     def _connect(self) -> psycopg.Connection[Any]:
         dsn = self._work.dsn
@@ -86,5 +102,5 @@ class AtSource:
             "mark",
             dsn,
             lambda: dsn.connect(role="mark", autocommit=True),
-            lambda connection: connection.execute("SELECT 1"),
+            lambda connection: connection.execute(pulse.BEGIN, {"life": self._work.life}),
         )

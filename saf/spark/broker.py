@@ -20,6 +20,7 @@ from saf.parking import MAIN, Backoff
 from saf.routers import with_problems
 from saf.routes import NOTHING, Declared, current_routes, freeze, frozen_routes
 from saf.shards import NEWEST, Member
+from saf.spark.vigil import Vigil
 from saf.spark.work import Work
 from saf.ways import Routes
 
@@ -78,6 +79,8 @@ class SourceBroker:
         """The cycle in which it last had tasks."""
         self.unfinished = False
         """The last cycle left some of its work open, for the next one."""
+        self.vigil: Vigil | None = None
+        """Over the tasks at work."""
         self._connection: psycopg.Connection[Any] | None = None
         self._member: Member | None = None
         self._broker_id: UUID | None = None
@@ -138,15 +141,21 @@ class SourceBroker:
         return self._member is not None and self._due()
 
     def renew(self) -> None:
-        """During a cycle: keep the lease, if it is time to."""
+        """During a cycle: keep the lease, if it is time to, for tasks that are heard of."""
         if self._member is None or not self._due():
             return
         with unavailable_if_lost(f"broker {self.name!r}"):
+            connection = self._connect()
+            silent = 0.0
+            if self.vigil is not None:
+                silent = self.vigil.look(self.name, connection)
+            self._renewed = time.monotonic()
+            if self._member is None or silent >= self.lease_seconds:
+                return
             try:
-                self._member.renew(self._connect())
+                self._member.renew(connection, silent)
             except Fenced:
                 return  # the tasks learn it from their own writes, and `tend` joins again
-            self._renewed = time.monotonic()
 
     def open_work(self, default_destination: str | None) -> list[Work]:
         """What there is to forward now.
@@ -335,4 +344,5 @@ class SourceBroker:
             routes=self._frozen(connection, batch),
             waiting=self._lanes,
             of_services=self._of_services,
+            lease_seconds=self.lease_seconds,
         )

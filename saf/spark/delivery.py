@@ -47,6 +47,7 @@ from saf.spark.aside import MAY_HAVE_LEFT, Aside
 from saf.spark.at_source import AtSource
 from saf.spark.chunks import chunks
 from saf.spark.lanes import Lanes
+from saf.spark.pulse import Pulse
 from saf.spark.receipts import Receipts
 from saf.spark.releasing import Releasing
 from saf.spark.resolving import Resolver
@@ -56,6 +57,9 @@ from saf.spark.storing import Storing, nowhere
 from saf.spark.wayfinder import Wayfinder
 from saf.spark.work import Policy, Receipt, Work
 from saf.ways import AT_MOST_ONCE
+
+BEATS = 6
+"""How often in a lease a task is heard of: twice as often as the lease is renewed."""
 
 EXPECTED = (Unavailable, Rejected, Fenced, Ahead, Behind, UsageError)
 
@@ -93,23 +97,28 @@ class Delivery:
             self.storing,
         )
         try:
-            self._find_set_aside()
-            releasing.release_all()
-            for rows in chunks(batches, self.policy.chunk_rows, self.policy.chunk_bytes):
-                if isolate(rows, self._forward, self._bury, self._find_set_aside):
-                    summary.stopped = True
-                    break
-            else:
-                summary.complete = True
-                releasing.forget_untried()
-                if error := self.storing.to_repair:
-                    summary.error_kind, summary.error = type(error).__name__, str(error)
+            with self._pulse():
+                self._find_set_aside()
+                releasing.release_all()
+                for rows in chunks(batches, self.policy.chunk_rows, self.policy.chunk_bytes):
+                    if isolate(rows, self._forward, self._bury, self._find_set_aside):
+                        summary.stopped = True
+                        break
+                else:
+                    summary.complete = True
+                    releasing.forget_untried()
+                    if error := self.storing.to_repair:
+                        summary.error_kind, summary.error = type(error).__name__, str(error)
         except EXPECTED as error:
             summary.error_kind, summary.error = type(error).__name__, str(error)
         finally:
             self.storing.close()
             self.at_source.close()
         return list(self.receipts)
+
+    def _pulse(self) -> Pulse:
+        patience = self.work.dsn.bounds.chunk_seconds
+        return Pulse(self.at_source.beat, self.work.lease_seconds / BEATS, patience)
 
     def _forward(self, rows: pa.Table) -> bool:
         """Steps 0 to 3 for one chunk; return whether the task should stop."""

@@ -19,13 +19,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from threading import Thread
 from typing import TYPE_CHECKING
 
 from saf.backoff import SHOWN
 from saf.config import Settings
-from saf.errors import Fenced, JobFailed, SafError, SparkGone
+from saf.errors import Fenced, JobFailed, SafError, SparkGone, Unavailable
 from saf.log import Log
+from saf.spark import session
 from saf.spark.broker import SourceBroker
 from saf.spark.plan import plan, tasks_within
 from saf.spark.purging import Purging
@@ -33,6 +36,7 @@ from saf.spark.roster import Roster
 from saf.spark.session import first_line
 from saf.spark.summary import Summary
 from saf.spark.task import forward
+from saf.spark.vigil import Vigil
 from saf.spark.work import Policy, Receipt, Work
 from saf.ways import SQL
 
@@ -42,6 +46,8 @@ if TYPE_CHECKING:
 log = Log("saf.forward")
 
 TICK_SECONDS = 0.2
+CANCEL_SECONDS = 10.0
+"""How long Spark may take to end a job that was given up."""
 PURGES_IN_A_PAUSE = 50
 """So many brokers, so that forwarding goes on soon."""
 
@@ -208,15 +214,22 @@ class Forwarder:
             work = [replace(item, keep=True) for item in work]
         for broker in self._at_work(work):
             broker.last_turn = self.cycles
-        job = self._pool.submit(self._receipts, spark, work)
+        vigil = Vigil(work)
+        for broker in self._at_work(work):
+            broker.vigil = vigil
+        job = self._pool.submit(self._receipts, spark, work, vigil.group)
         left_out = len(self._at_work(found)) > len(self._at_work(work))
         try:
-            receipts = self._run(spark, work, job, beside, left_out=left_out)
+            receipts = self._run(spark, work, job, vigil, beside, left_out=left_out)
         except JobFailed as error:
             log.warning("job_failed", error=error.reason)
             self._failed_job = error
             self._failed_at |= {item.broker for item in work}
-        else:
+            receipts = None
+        finally:
+            for broker in self._at_work(work):
+                broker.vigil = None
+        if receipts is not None:
             self._settle(work, receipts, _shards(found))
 
     def _limits(self) -> dict[str, int]:
@@ -228,16 +241,17 @@ class Forwarder:
 
     def _session(self, much: bool) -> SparkContext:
         """The session; while it starts, the leases are kept."""
-        session = self._pool.submit(self.start_spark, much)
-        while not wait_for([session], timeout=TICK_SECONDS).done:
+        started = self._pool.submit(self.start_spark, much)
+        while not wait_for([started], timeout=TICK_SECONDS).done:
             self._renew()
-        return session.result()
+        return started.result()
 
     def _run(
         self,
         spark: SparkContext,
         work: Sequence[Work],
         job: Future[list[Receipt]],
+        vigil: Vigil,
         beside: Beside | None,
         *,
         left_out: bool,
@@ -264,9 +278,35 @@ class Forwarder:
             self._renew()
             if show:
                 show()
+            if error := vigil.given_up:
+                return self._give_up(spark, job, vigil, error)
         if gave_way:
             self.roster.each(SourceBroker.go_on, deep)
         return _result(job)
+
+    def _give_up(
+        self, spark: SparkContext, job: Future[list[Receipt]], vigil: Vigil, error: Unavailable
+    ) -> list[Receipt]:
+        """End a job that hangs: its batches stay open, and its brokers are left alone.
+
+        Raises:
+            Unavailable: Spark itself does not answer any more.
+        """
+
+        def cancel() -> None:
+            with suppress(Exception):  # it may not answer, and be cut off
+                spark.cancelJobGroup(vigil.group)
+
+        Thread(target=cancel, daemon=True).start()
+        if not wait_for([job], timeout=CANCEL_SECONDS).done:
+            session.cut_off()
+            raise error
+        if job.exception() is None:
+            return job.result()  # it has come to its end after all
+        for name in vigil.brokers:
+            self._note(name, type(error).__name__, str(error))
+            self.roster.failed(name)
+        return []
 
     def _look_beside(
         self, spark: SparkContext, working: Sequence[SourceBroker], beside: Beside | None
@@ -291,7 +331,8 @@ class Forwarder:
         if due:
             self.roster.each(SourceBroker.renew, due, quiet=True)
 
-    def _receipts(self, spark: SparkContext, work: Sequence[Work]) -> list[Receipt]:
+    def _receipts(self, spark: SparkContext, work: Sequence[Work], group: str) -> list[Receipt]:
+        spark.setJobGroup(group, "saf forward", interruptOnCancel=True)
         if any(router.kind == SQL for item in work for router in item.routes.routers):
             from saf.spark.expressions import receipts  # needs Arrow at the driver
 

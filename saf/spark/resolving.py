@@ -24,6 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from saf.dialogs.statements import COMPARE
 from saf.errors import ConfigurationError, SafError, Unroutable
 from saf.message import MAX_KEY, MAX_NAME
 from saf.parking import ADDRESS, Lane
@@ -247,7 +248,10 @@ def _later(rows: pa.Table) -> Mask:
     said = rows["from_initiator"]
     if said.null_count == len(said):
         return np.zeros(len(said), np.bool_)
-    later = pc.and_(said.is_valid(), pc.fill_null(pc.greater(rows["sequence"], 1), False))
+    # what compares has the number of the last message, and says nothing that could be classified
+    compares = pc.equal(rows["message_type"], COMPARE)
+    follows = pc.or_kleene(pc.greater(rows["sequence"], 1), compares)
+    later = pc.and_(said.is_valid(), pc.fill_null(follows, False))
     return later.to_numpy()  # type: ignore[no-any-return] # pyarrow has no types
 
 

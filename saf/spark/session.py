@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from saf.errors import ConfigurationError, MissingExtra
+from saf.patience import shut, sockets_to
 from saf.spark import java
 from saf.spark.daemon import AHEAD, start_ahead
 from saf.spark.jvm import Jvm, environment, launch
@@ -185,6 +186,17 @@ def stop(spark: SparkContext) -> None:
         server.server_shutdown = True
         threading.Thread(target=server.shutdown, daemon=True).start()
     spark.stop()
+
+
+def cut_off() -> None:
+    """Leave a JVM that does not answer any more: whoever waits for it is told that it has gone."""
+    from pyspark import SparkContext
+
+    if _launched is not None:
+        _launched.process.kill()
+    gateway: Any = SparkContext._gateway
+    if gateway is not None:
+        shut(sockets_to(gateway.gateway_parameters.port))
 
 
 def _connect(context: Any) -> None:

@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import adbc_driver_manager.dbapi as adbc
-import adbc_driver_postgresql.dbapi
 import pyarrow as pa
 from psycopg import sql
 
-from saf import connections
+from saf import bulk, connections
 from saf.errors import Unavailable
 from saf.spark.columns import common, completed, plain, selected
 from saf.spark.windows import (
@@ -35,10 +34,9 @@ from saf.spark.work import Work
 ONE_SNAPSHOT = f"SET TRANSACTION ISOLATION LEVEL {ISOLATION}, READ ONLY"
 
 # Tasks are the parallelism: workers of PostgreSQL's own would hand each row from one to the other,
-# and compiling the query takes longer than most batches. Between two windows the reader waits for
-# the destination.
+# and compiling the query takes longer than most batches.
 ALONE = "SELECT set_config('max_parallel_workers_per_gather', '0', false), \
-set_config('jit', 'off', false), set_config('idle_in_transaction_session_timeout', '0', false)"
+set_config('jit', 'off', false)"
 
 
 def messages(work: Work, max_bytes: int) -> Iterator[pa.RecordBatch]:
@@ -87,22 +85,20 @@ def read(work: Work, query: str) -> Iterator[pa.RecordBatch]:
         yield from _rows(cursor, query)
 
 
-def _rows(cursor: adbc.Cursor, query: str) -> Iterator[pa.RecordBatch]:
+def _rows(cursor: bulk.Cursor, query: str) -> Iterator[pa.RecordBatch]:
     cursor.adbc_statement.set_options(**{"adbc.postgresql.batch_size_hint_bytes": str(BATCH_BYTES)})
     cursor.execute(query)
-    for rows in cursor.fetch_record_batch():
+    for rows in cursor.batches():
         if rows.num_rows:
             yield plain(rows)
 
 
 @contextmanager
-def _cursor(work: Work) -> Iterator[adbc.Cursor]:
+def _cursor(work: Work) -> Iterator[bulk.Cursor]:
     """Of a connection that is kept only if what it was for came to its end."""
     dsn = work.dsn
     try:
-        connection = connections.take(
-            "read", dsn, lambda: adbc_driver_postgresql.dbapi.connect(dsn.for_role("read")), _fit
-        )
+        connection = connections.take("read", dsn, lambda: bulk.connect(dsn, "read"), _fit)
         try:
             with connection.cursor() as cursor:
                 yield cursor
@@ -114,10 +110,11 @@ def _cursor(work: Work) -> Iterator[adbc.Cursor]:
     # of a stream that breaks off Arrow itself says so
     except (adbc.Error, OSError) as error:
         reason = dsn.redact(str(error))
-        raise Unavailable(f"broker {work.broker!r}", reason) from None
+        hangs = isinstance(error, adbc.Error) and bulk.hangs(error)
+        raise Unavailable(f"broker {work.broker!r}", reason, hangs=hangs) from None
 
 
-def _fit(connection: adbc.Connection) -> None:
+def _fit(connection: bulk.Connection) -> None:
     with connection.cursor() as cursor:
         cursor.execute(ONE_SNAPSHOT)
         cursor.execute(ALONE)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from uuid import UUID
+from dataclasses import dataclass, field, replace
+from uuid import UUID, uuid4
 
 from saf.cursor import Batch
 from saf.database import Dsn
 from saf.parking import Backoff
 from saf.ways import Routes
+
+LEASE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,15 @@ class Work:
     `saf.backoff.waiting`."""
     of_services: bool = False
     """There are lanes of services, due or not."""
+    cycle: str = field(default_factory=lambda: uuid4().hex)
+    """Tells this time apart from any other at which the batch is worked on."""
+    lease_seconds: float = LEASE_SECONDS
+    """How long the task may not be heard of; see `saf.spark.pulse`."""
+
+    @property
+    def life(self) -> str:
+        """By what the driver knows that the task lives."""
+        return f"{self.cycle} {self.batch.shards[0]}"
 
     @property
     def alone(self) -> str | None:

@@ -15,6 +15,7 @@ import pytest
 import saf
 from saf.cli.contract import _read
 from saf.database import Dsn, fetch
+from saf.dialogs.statements import Code
 from saf.dialogs.states import TRANSITIONS
 from saf.errors import ConfigurationError
 from saf.services import create_service
@@ -111,6 +112,36 @@ def test_the_operators_commands_work_in_their_order(folder: Path, app: Dsn, mom:
     forward(app, mom)
     (error,) = receive(mom, WAREHOUSE)
     assert error.json() == {"code": 1, "text": "the shop is closed"}
+
+
+def test_the_ends_compare_and_those_that_have_failed_are_shown(
+    folder: Path, app: Dsn, mom: Dsn
+) -> None:
+    shell(folder, "shell")
+    dialog = begin(app)
+    forward(app, mom)
+    receive(mom, WAREHOUSE)
+    with connect(mom) as connection:
+        # as a backup from before the dialog would have it
+        connection.execute("DELETE FROM saf.conversation")
+    out = shell(folder, "compare")
+    assert "shop: 1 ends compare" in out
+    assert "mom: 0 ends compare" in out
+    for _ in range(2):
+        forward(app, mom)
+        receive(mom, WAREHOUSE)
+        receive(app, SHOP)
+    shown = json.loads(run_saf("dialog", "list", "--json", cwd=folder).stdout)["conversations"]
+    assert [(one["broker"], one["state"], one["error_code"]) for one in shown] == [
+        ("mom", "error", Code.SET_BACK),
+        ("shop", "error", Code.SET_BACK),
+    ]
+    assert "messages 1 to 1 were sent" in shown[0]["error_text"]
+    assert str(dialog.handle) == shown[1]["handle"]
+    found = json.loads(run_saf("doctor", "--json", cwd=folder).stdout)["findings"]
+    dialogs = [one for one in found if one["check"] == "dialogs_set_back"]
+    assert [one["severity"] for one in dialogs] == ["warning", "warning"]
+    assert "saf dialog list --state error" in dialogs[0]["cure"]
 
 
 def test_a_handle_that_nobody_knows_is_wrong_usage(folder: Path) -> None:

@@ -7,20 +7,24 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
 from saf.config import Broker, Destination, Settings
-from saf.database import Dsn
+from saf.database import Dsn, fetch
 from saf.doctor import Finding, Limits, examine
 from saf.doctor.examination import BROKER
 from saf.embedded import EmbeddedServer
 from saf.grants import Kind, grant
 from saf.migrate import migrate
 from tests.pipeline import connect, forward, send
+from tests.poolers import PgBouncer
 from tests.programs import configuration, saf
 
 FINE, FOUND, TRY_AGAIN = 0, 1, 75
@@ -372,3 +376,81 @@ def test_the_exit_code_says_errors_or_unreachable(
         "restored",
         "reachable",
     }
+
+
+# Who holds others up
+
+HELD_AT_ONCE = Limits(held_seconds=0, waited_seconds=0)
+
+
+@contextmanager
+def holding(dsn: Dsn, statement: str) -> Iterator[int]:
+    """Somebody has done something in a transaction, and stands still."""
+    with closing(dsn.connect(role="test")) as connection:
+        connection.execute(statement)
+        yield connection.info.backend_pid
+        connection.rollback()
+
+
+@every_postgresql
+def test_a_locked_table_hangs_no_examination_and_its_holder_is_named(app: Dsn) -> None:
+    began = time.monotonic()
+    with holding(app, "LOCK TABLE saf.cursor IN ACCESS EXCLUSIVE MODE") as pid:
+        found = examined(app, limits=HELD_AT_ONCE)
+    assert time.monotonic() - began < 60
+    here = [one for one in found if one.severity != "ok" and one.where == "broker 'app'"]
+    (who,) = (one for one in here if one.check == "locks")
+    assert f"pid {pid} ('saf test', user 'postgres', idle in transaction since 20" in who.what
+    assert "'LOCK TABLE saf.cursor IN ACCESS EXCLUSIVE MODE'" in who.what
+    assert "has had locks on saf.cursor for" in who.what
+    assert f"pg_terminate_backend({pid})" in who.cure
+    held_up = [one for one in here if one.what.startswith("could not look")]
+    assert held_up
+    assert all(one.severity == "error" and "locks" in one.cure for one in held_up)
+
+
+def test_who_waits_for_rows_is_named_with_whom_it_waits_for(app: Dsn) -> None:
+    rename = "UPDATE saf.subscription SET name = name"
+    with (
+        holding(app, rename) as pid,
+        connect(app) as waiter,
+        connect(app) as watcher,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        waiting = thread.submit(waiter.execute, rename)
+        at = {"pid": waiter.info.backend_pid}
+        while fetch(watcher, "SELECT pg_blocking_pids(%(pid)s)", at) == [([],)]:
+            time.sleep(0.01)
+        try:
+            found = diagnosis("locks", app, limits=HELD_AT_ONCE)
+        finally:
+            fetch(watcher, "SELECT pg_cancel_backend(%(pid)s)", at)
+        assert isinstance(waiting.exception(), psycopg.errors.QueryCanceled)
+    severity, what, _ = the(found)
+    assert severity == "error"
+    assert what.startswith(f"pid {pid} ")
+    assert what.endswith(f"pid {at['pid']} (saf test) wait for it")
+
+
+def test_status_and_doctor_end_with_a_sentence_while_cursors_are_locked(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    config = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
+    config.write_text(config.read_text() + "[bounds]\nlock_seconds = 0.5\n")
+    with holding(app, "LOCK TABLE saf.cursor IN ACCESS EXCLUSIVE MODE") as pid:
+        status = saf("status", "--config", config)
+        assert status.returncode == TRY_AGAIN
+        assert "broker 'app' is unavailable" in status.stderr
+        assert "`saf doctor` says who holds what" in status.stderr
+        doctor = saf("doctor", "--config", config)
+        assert doctor.returncode == FOUND
+        said = " ".join(doctor.stdout.split())
+        assert f"could not look: canceling statement due to lock timeout; pid {pid} (" in said
+
+
+def test_a_pooler_where_the_server_should_be_is_an_error(app: Dsn, mom: Dsn) -> None:
+    with PgBouncer(app, "transaction") as pooler:
+        found = examined(pooler(app), mom)
+    (one,) = (one for one in found if one.check == "direct")
+    assert (one.severity, one.where) == ("error", "broker 'app'")
+    assert "connection pooler" in one.what

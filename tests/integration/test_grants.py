@@ -82,6 +82,11 @@ MATRIX = {
     "dead_letter_dead_letter_id_seq": "- - - - - - -",
     "audit_audit_id_seq": "- - - - - - -",
 }
+# Of an operator, who repairs what was set back
+REPAIRING = {
+    ("conversation", "u"): "far_service far_broker group_id send_sequence receive_sequence "
+    "ended_here ended_there error_code error_text timer changed_at lineage far_lineage",
+}
 SOME = {
     ("alembic_version", "s"): "version_num",
     ("outbox", "i"): "message_id from_service to_service to_broker key message_type headers body "
@@ -122,12 +127,12 @@ SOME = {
     ("service", "i"): "name",
     ("audit", "i"): "action message_ids why",
     ("conversation", "i"): "handle conversation_id is_initiator monolog service far_service "
-    "far_broker contract contract_version group_id expires_at",
+    "far_broker contract contract_version group_id expires_at lineage",
     (
         "conversation",
         "u",
     ): "far_service far_broker group_id send_sequence receive_sequence ended_here ended_there "
-    "error_code error_text timer changed_at",
+    "error_code error_text timer changed_at far_lineage",
     ("conversation", "s"): "handle conversation_id is_initiator state group_id ended_here "
     "error_code changed_at",
     ("fragment", "s"): "conversation_id from_initiator",
@@ -234,7 +239,7 @@ def rights(dsn: Dsn, role: str) -> dict[str, str]:
         if columns and not whole:
             letter = letter.lower()
             place = table, letter
-            assert " ".join(columns) in (SOME[place], SPOKEN.get(place))
+            assert " ".join(columns) in (SOME[place], SPOKEN.get(place), REPAIRING.get(place))
         found[table] = found.get(table, "") + (letter if whole or columns else "")
     return found
 

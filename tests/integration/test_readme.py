@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from saf.bounds import Bounds
+from saf.config import load
 from saf.database import Dsn
 from saf.embedded import programs
 from tests.pipeline import connect
-from tests.programs import BIN, ROOT, environment, run
+from tests.programs import BIN, ROOT, configuration, environment, run
 
 README = (ROOT / "README.md").read_text()
 
@@ -80,6 +82,15 @@ def test_the_commands_of_the_operations_page_work_as_they_stand(
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_bounds_of_the_operations_page_are_those_that_hold_without_it(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    (text,) = re.findall(r"<!-- test: bounds -->\n```toml\n(.*?)```", page, re.DOTALL)
+    file = configuration(tmp_path / "saf.toml", {}, {"mom": Dsn("dbname=mom")})
+    file.write_text('[brokers.app]\ndsn = "dbname=app"\n' + file.read_text() + text)
+    settings = load(file)
+    assert settings.brokers["app"].dsn.bounds == settings.destinations["mom"].dsn.bounds == Bounds()
 
 
 def test_the_command_for_who_sends_gives_all_that_a_sender_needs(app: Dsn) -> None:

@@ -1,0 +1,152 @@
+"""Comparing: what an end says of where it stands, and what a repair makes all ends say.
+
+A message of type `COMPARE` says how much its sender has sent, as its own number, and how much it
+has received. It has no number of its own: nothing is counted by it. It goes the way of all that was
+said before, so when it arrives, that has arrived as well, or is missing. What the other end makes
+of it is said in `saf.dialogs.set_back`.
+
+`announce` is for the repair of a broker that was set back. It gives the open ends a lineage, so
+that all they say from then on is known as the new incarnation's, and lets each compare. What was
+said after the set-back but before the repair has the new incarnation as well: it is what was
+created after the newest batch that a destination knows, and that this broker never opened.
+
+The subscribers of a monolog do not answer, so nobody can find out whether they know more than it
+does. If a destination does, a monolog ends with an Error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+import psycopg
+
+from saf.database import fetch
+from saf.dialogs.lineage import HEADER as LINEAGE
+from saf.dialogs.statements import COMPARE, ERROR, HEARD_OF, INTRODUCTION, Code
+
+JSON = "jsonb_build_object('content-type', 'application/json')"
+
+SAY = f"""
+WITH said AS (
+    INSERT INTO saf.outbox (message_id, from_service, to_service, to_broker, key, conversation_id,
+                            from_initiator, sequence, message_type, headers, body)
+    SELECT gen_random_uuid(), service, far_service, far_broker, CAST(conversation_id AS text),
+           conversation_id, is_initiator, send_sequence, '{COMPARE}',
+           {JSON} || CASE WHEN is_initiator THEN {INTRODUCTION} ELSE jsonb_build_object() END
+           || CASE WHEN lineage IS NULL THEN jsonb_build_object()
+                   ELSE jsonb_build_object('{LINEAGE}', lineage) END,
+           convert_to(CAST(jsonb_build_object(
+               'received', receive_sequence, 'answer', %(answer)s::boolean) AS text), 'UTF8')
+    FROM saf.conversation WHERE {{which}}
+    RETURNING 1
+)
+SELECT count(*) FROM said
+"""
+SAY_THESE = SAY.format(which="handle = ANY (%(handles)s::uuid[])")
+SAY_ALL = SAY.format(
+    which=f"state <> 'closed' AND error_code IS NULL AND NOT monolog AND {HEARD_OF}"
+)
+
+# Dialogs that will begin with what is not received yet, though their initiators may have forgotten
+# them. The inbox keeps no message for longer than its conversation is remembered.
+SAY_UNREAD = f"""
+INSERT INTO saf.outbox (message_id, from_service, to_service, to_broker, key, conversation_id,
+                        from_initiator, sequence, message_type, headers, body)
+SELECT DISTINCT ON (i.conversation_id) gen_random_uuid(), to_service, from_service, source,
+       CAST(conversation_id AS text), conversation_id, false, 0, '{COMPARE}', {JSON},
+       convert_to(CAST(jsonb_build_object('received', 0, 'answer', true) AS text), 'UTF8')
+FROM saf.inbox i
+WHERE from_initiator AND sequence = 1 AND from_service <> ''
+  AND message_type IS DISTINCT FROM '{COMPARE}' AND NOT EXISTS (
+      SELECT FROM saf.conversation c
+      WHERE c.conversation_id = i.conversation_id AND NOT c.is_initiator)
+"""
+
+# Numbers above ``after`` are the new incarnation's. What an earlier repair has found stays, as far
+# as it is about numbers that are there still. An end that is over says nothing more, unless it has
+# said something since.
+NEW_LINEAGE = f"""
+WITH since AS (
+    SELECT conversation_id, from_initiator AS is_initiator, min(sequence) - 1 AS after
+    FROM saf.outbox
+    WHERE created_at > %(since)s::timestamptz AND from_initiator IS NOT NULL AND sequence > 0
+      AND message_type IS DISTINCT FROM '{COMPARE}'
+    GROUP BY 1, 2
+), fork AS (
+    SELECT handle, lineage, coalesce(since.after, send_sequence) AS after
+    FROM saf.conversation LEFT JOIN since USING (conversation_id, is_initiator)
+    WHERE NOT monolog AND (state <> 'closed' OR since.after IS NOT NULL)
+)
+UPDATE saf.conversation c SET lineage = coalesce((
+    SELECT jsonb_agg(one ORDER BY place)
+    FROM jsonb_array_elements(fork.lineage) WITH ORDINALITY AS earlier (one, place)
+    WHERE CAST(one ->> 1 AS bigint) < fork.after), '[]'
+) || jsonb_build_array(jsonb_build_array(b.incarnation, fork.after))
+FROM fork, saf.broker b
+WHERE c.handle = fork.handle
+"""
+
+# What waits to be forwarded was copied as it was
+STAMP = f"""
+UPDATE {{table}} m SET headers = m.headers || jsonb_build_object('{LINEAGE}', c.lineage)
+FROM saf.conversation c
+WHERE (m.conversation_id, m.from_initiator) = (c.conversation_id, c.is_initiator)
+  AND m.created_at > %(since)s::timestamptz AND c.lineage IS NOT NULL AND {{which}}
+"""
+OF_OUTBOX = "subscription_id IN (SELECT subscription_id FROM saf.subscription WHERE log = 'outbox')"
+STAMPS = (
+    STAMP.format(table="saf.outbox", which="true"),
+    STAMP.format(table="saf.parked", which=OF_OUTBOX),
+    STAMP.format(table="saf.dead_letter", which=OF_OUTBOX),
+)
+
+END_MONOLOGS = f"""
+WITH failed AS (
+    UPDATE saf.conversation SET send_sequence = send_sequence + 1, changed_at = now(),
+        error_code = {Code.SET_BACK:d},
+        error_text = 'the publisher was set back: it has no memory of what it had sent after '
+            || 'message ' || send_sequence || ', and subscribers may have received more'
+    WHERE monolog AND NOT ended_here AND error_code IS NULL AND send_sequence > 0
+    RETURNING *
+)
+INSERT INTO saf.outbox (message_id, from_service, to_service, to_broker, key, conversation_id,
+                        sequence, message_type, headers, body)
+SELECT gen_random_uuid(), service, far_service, far_broker, CAST(conversation_id AS text),
+       conversation_id, send_sequence, '{ERROR}', {JSON},
+       convert_to(CAST(jsonb_build_object('code', error_code, 'text', error_text) AS text), 'UTF8')
+FROM failed
+"""
+
+
+def compare(connection: psycopg.Connection[Any]) -> int:
+    """Let all open ends of this broker compare; return how many. Call it in a transaction.
+
+    So do those that will be begun by what waits in the inbox.
+    """
+    ((count,),) = fetch(connection, SAY_ALL, {"answer": True})
+    connection.execute(SAY_UNREAD)
+    return int(count)
+
+
+def say_these(raw: psycopg.Connection[Any], handles: Iterable[UUID], *, answer: bool) -> None:
+    """Let some ends here compare; ``answer``: the other one is to do so as well."""
+    if named := list(handles):
+        raw.execute(SAY_THESE, {"handles": named, "answer": answer})
+
+
+def announce(connection: psycopg.Connection[Any], since: datetime | None) -> int:
+    """Let all ends know that their broker is a new incarnation; return how many dialogs compare.
+
+    It is part of `saf.incarnation.raise_incarnation`; nobody else may send in a dialog meanwhile.
+    ``since`` is when the newest batch was opened that a destination knows and this broker does not,
+    if there is one.
+    """
+    connection.execute(NEW_LINEAGE, {"since": since})
+    if since is not None:
+        for statement in STAMPS:
+            connection.execute(statement, {"since": since})
+        connection.execute(END_MONOLOGS)
+    return compare(connection)

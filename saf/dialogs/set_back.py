@@ -1,0 +1,263 @@
+"""Set back: what becomes of a dialog whose one end came back with less than it had.
+
+A backup is restored, or a standby that lacked the last transactions takes over, and one end does
+not know any more what it has said or received. After the repair (`saf rebase`) it speaks as a new
+incarnation of its broker, which every message says (`saf.dialogs.lineage`). Whoever hears of a new
+incarnation, by whatever message comes first, looks how far the two agree:
+
+- *Numbers that this end has received, and the other end does not know any more*: what that says
+  under these numbers now would be taken for repeats. Both ends get an Error, `Code.SET_BACK`, that
+  says which numbers.
+- *None*: the dialog goes on. What the earlier incarnation has said beyond, and what comes only now,
+  is not mixed up with the new: it is a dead letter.
+
+What an end has lost of what it *received* comes again if whoever sent it still has it
+(docs/operations.md). If not, nobody would say so, and the end would wait for ever. So ends compare
+(`saf.dialogs.comparing`): who is told that more was sent than has come, or that more was received
+than it has sent, fails at both ends as well; so does who is asked while its own end has failed. An
+end that was set back asks: at the repair, and whenever something has to wait for what is missing.
+
+Where an end is gone altogether, because the dialog had begun after the backup:
+
+- what is for an initiator that is not there is answered with an Error, and is a dead letter;
+- what is for a target that is not there may be too early, and waits; if the broker was set back, it
+  asks the initiator, whose answer makes it an end that has failed, for the application to know.
+
+An end that is begun where one may have been before has a lineage from its first number on, so that
+the other end, which may have received such numbers, can tell.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import psycopg
+
+from saf.database import fetch
+from saf.dialogs.comparing import JSON, say_these
+from saf.dialogs.endpoints import End, Endpoint, columns, end_of
+from saf.dialogs.lineage import HEADER, Lineage, fork, incarnation, read, said_by
+from saf.dialogs.statements import COMPARE, ERROR, Code
+from saf.received import Received
+from saf.transaction import enter
+
+# What has come of bodies that the earlier incarnation was about to send is nobody's
+HEAR = """
+WITH heard AS (
+    UPDATE saf.conversation c SET far_lineage = h.lineage
+    FROM unnest(%(handle)s::uuid[], %(lineage)s::jsonb[]) AS h (handle, lineage)
+    WHERE c.handle = h.handle
+)
+DELETE FROM saf.fragment f
+USING unnest(%(conversation_id)s::uuid[], %(from_initiator)s::boolean[], %(after)s::bigint[])
+    AS h (conversation_id, from_initiator, after)
+WHERE (f.conversation_id, f.from_initiator) = (h.conversation_id, h.from_initiator)
+  AND f.sequence > h.after
+"""
+
+WHO = "SELECT broker_id, incarnation FROM saf.broker"
+# To where the message came from, because nothing else is known of it. The number is none that the
+# end has given: it has no memory of any.
+ANSWER = f"""
+INSERT INTO saf.outbox (message_id, from_service, to_service, to_broker, key, conversation_id,
+                        from_initiator, sequence, message_type, headers, body)
+SELECT gen_random_uuid(), service, far_service,
+       (SELECT source FROM saf.inbox i WHERE (i.shard, i.id) = (a.shard, a.id)),
+       CAST(conversation_id AS text), conversation_id, is_initiator, sequence, message_type,
+       {JSON} || jsonb_build_object('{HEADER}',
+           jsonb_build_array(jsonb_build_array((SELECT incarnation FROM saf.broker), 0))),
+       convert_to(body, 'UTF8')
+FROM unnest(%(service)s::text[], %(far_service)s::text[], %(shard)s::smallint[], %(id)s::bigint[],
+            %(conversation_id)s::uuid[], %(is_initiator)s::boolean[], %(sequence)s::bigint[],
+            %(message_type)s::text[], %(body)s::text[])
+    AS a (service, far_service, shard, id, conversation_id, is_initiator, sequence, message_type,
+          body)
+"""
+ANSWERS = (
+    *("service", "far_service", "shard", "id", "conversation_id", "is_initiator", "sequence"),
+    *("message_type", "body"),
+)
+
+
+@dataclass(kw_only=True)
+class Hearing:
+    """What was found of a delivery's messages before they are judged."""
+
+    messages: list[Received] = field(default_factory=list)
+    """To be judged."""
+    stale: list[tuple[Received, str]] = field(default_factory=list)
+    """Of ends that are as good as gone, and why: nobody will take them."""
+    done: list[Received] = field(default_factory=list)
+    """saf's own, of which nothing is to be made any more."""
+
+
+def hear(
+    raw: psycopg.Connection[Any], endpoints: dict[End, Endpoint], messages: list[Received]
+) -> Hearing:
+    """Find out which incarnations speak, and who speaks to an end that is not here."""
+    lineages = {
+        one: _lineage(one)
+        for one in messages
+        if one.from_initiator is not None and one.sequence is not None
+    }
+    known = all(end_of(one) in endpoints for one in lineages)
+    if known and not any((*lineages.values(), *(one.far_lineage for one in endpoints.values()))):
+        return Hearing(messages=messages)
+    _hear_of(raw, endpoints, lineages)
+    strangers = _strangers(raw, [one for one in lineages if end_of(one) not in endpoints])
+    hearing = Hearing()
+    for message in messages:
+        endpoint = endpoints.get(end_of(message)) if message in lineages else None
+        if message in strangers and message.message_type != COMPARE:
+            text = f"conversation {message.conversation_id} is not known here, or not any more"
+            hearing.stale.append((message, text))
+        elif message.message_type == COMPARE and (
+            endpoint is None or incarnation(lineages[message]) < incarnation(endpoint.far_lineage)
+        ):
+            hearing.done.append(message)
+        elif endpoint is not None and _is_stale(message, lineages[message], endpoint):
+            text = (
+                f"message {message.sequence} was said before the other end was set back, and is "
+                "not known there any more"
+            )
+            hearing.stale.append((message, text))
+        else:
+            hearing.messages.append(message)
+    return hearing
+
+
+def compare(endpoint: Endpoint, message: Received) -> None:
+    """What an end makes of where the other one stands."""
+    facts, text = endpoint.facts, None
+    sent, (received, asks) = message.sequence or 0, _standing(message)
+    if facts.error_code is not None:
+        if asks:
+            text = f"the other end has failed, and this one did not know: {facts.error_text}"
+    elif received > endpoint.sent:
+        text = (
+            f"messages {endpoint.sent + 1} to {received} were received by the other end, and are "
+            f"not known to service {endpoint.dialog.service!r} any more"
+        )
+    elif sent > facts.receive_sequence and not facts.ended_there:
+        text = (
+            f"messages {facts.receive_sequence + 1} to {sent} were sent by the other end, and are "
+            f"missing at service {endpoint.dialog.service!r}"
+        )
+    elif asks:
+        endpoint.answers = True
+    if text is not None:
+        endpoint.failure = Code.SET_BACK, f"one end was set back: {text}; they may be lost"
+
+
+def answer(raw: psycopg.Connection[Any], endpoints: Iterable[Endpoint]) -> None:
+    """Let those ends compare that were asked to, and those that miss something ask."""
+    ends = [one for one in endpoints if not one.failure]
+    asking = {one.dialog.handle for one in ends if one.asks}
+    say_these(raw, asking, answer=True)
+    answering = {one.dialog.handle for one in ends if one.answers}
+    say_these(raw, answering - asking, answer=False)
+
+
+def fail(raw: psycopg.Connection[Any], endpoint: Endpoint, text: str) -> None:
+    """Let both ends have the Error; this one only if it has neither ended nor failed before."""
+    here = not endpoint.ended_here and endpoint.stored.error_code is None
+    endpoint.dialog.fail(enter(raw), Code.SET_BACK, text, again=True, here=here)
+
+
+def _lineage(message: Received) -> Lineage:
+    """The sender's."""
+    if not message.may_say(HEADER):
+        return ()
+    headers = message.headers
+    return read(headers.get(HEADER)) if isinstance(headers, dict) else ()
+
+
+def _hear_of(
+    raw: psycopg.Connection[Any],
+    endpoints: dict[End, Endpoint],
+    lineages: dict[Received, Lineage],
+) -> None:
+    """Let ends know of the newest incarnation that speaks to them."""
+    heard: list[dict[str, Any]] = []
+    for message, lineage in sorted(lineages.items(), key=lambda one: incarnation(one[1])):
+        endpoint = endpoints.get(end_of(message))
+        if endpoint is None or incarnation(lineage) <= incarnation(endpoint.far_lineage):
+            continue
+        after = fork(endpoint.far_lineage, lineage) or 0
+        received = endpoint.facts.receive_sequence
+        endpoint.far_lineage = lineage
+        if after < received:
+            text = (
+                f"one end was set back: messages {after + 1} to {received} were received by "
+                f"service {endpoint.dialog.service!r}, and are not known to the other end any more;"
+                " what that has said under these numbers since is not received"
+            )
+            endpoint.failure = Code.SET_BACK, text
+        heard.append(
+            {
+                "handle": endpoint.dialog.handle,
+                "lineage": json.dumps(lineage),
+                "conversation_id": message.conversation_id,
+                "from_initiator": message.from_initiator,
+                "after": after,
+            }
+        )
+    if heard:
+        names = ("handle", "lineage", "conversation_id", "from_initiator", "after")
+        raw.execute(HEAR, columns(names, heard))
+
+
+def _is_stale(message: Received, lineage: Lineage, endpoint: Endpoint) -> bool:
+    if message.message_type == COMPARE:
+        return False
+    number = message.sequence or 0
+    return said_by(endpoint.far_lineage, number) != said_by(lineage, number)
+
+
+def _strangers(raw: psycopg.Connection[Any], unknown: list[Received]) -> set[Received]:
+    """Of messages for ends that are not here, those that nobody will take: they are answered."""
+    unknown = [one for one in unknown if one.from_service]
+    if not unknown:
+        return set()
+    ((broker_id, number),) = fetch(raw, WHO)
+    mine = [one for one in unknown if one.to_broker in (None, broker_id)]
+    lost = [one for one in mine if not one.from_initiator and one.message_type != ERROR]
+    error = {"code": Code.SET_BACK, "text": "one end was set back: the other one is gone"}
+    answers = {one.conversation_id: _answer(one, 1, ERROR, error) for one in lost}
+    if number > 1:
+        early = [one for one in mine if one.from_initiator and one.parked_id is None]
+        asked = {"received": 0, "answer": True}
+        answers |= {
+            one.conversation_id: _answer(one, 0, COMPARE, asked)
+            for one in early
+            if one.message_type not in (COMPARE, ERROR)
+        }
+    if answers:
+        raw.execute(ANSWER, columns(ANSWERS, [*answers.values()]))
+    return set(lost)
+
+
+def _answer(message: Received, sequence: int, message_type: str, body: object) -> dict[str, Any]:
+    return {
+        "service": message.service,
+        "far_service": message.from_service,
+        "shard": message.shard,
+        "id": message.id,
+        "conversation_id": message.conversation_id,
+        "is_initiator": not message.from_initiator,
+        "sequence": sequence,
+        "message_type": message_type,
+        "body": json.dumps(body),
+    }
+
+
+def _standing(message: Received) -> tuple[int, bool]:
+    """How much the sender has received, and whether it wants to know the same."""
+    try:
+        said = json.loads(message.body)
+        return int(said["received"]), bool(said["answer"])
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return 0, False

@@ -1,0 +1,287 @@
+"""Guarantee 7 where nothing is down: what hangs is waited for no longer than its bound.
+
+Locks that nobody gives back, a server process that is stopped, a network that swallows everything.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from threading import Event, Thread
+from typing import Any
+
+import psycopg
+import pytest
+
+from saf import Unavailable
+from saf.bounds import Bounds
+from saf.database import Dsn, fetch, unavailable_if_lost
+from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, send
+from tests.silence import Silence
+
+Broker = Callable[[str], Dsn]
+
+SHORT = Bounds(
+    network_seconds=2, lock_seconds=0.5, statement_seconds=1, chunk_seconds=1, long_seconds=5
+)
+PATIENT = replace(SHORT, lock_seconds=30, statement_seconds=3, chunk_seconds=3)
+"""What is to be stopped is stopped before any bound of its own is over."""
+LONGER = 15.0
+"""Of any one attempt, on a busy machine."""
+
+WAITS_FOR_A_LOCK = """
+SELECT pid FROM pg_stat_activity
+WHERE datname = current_database() AND application_name = %(role)s AND wait_event_type = 'Lock'
+"""
+
+
+def bounded(dsn: Dsn, bounds: Bounds = SHORT) -> Dsn:
+    return replace(dsn, bounds=bounds)
+
+
+@contextmanager
+def locked(dsn: Dsn, table: str) -> Iterator[psycopg.Connection[Any]]:
+    """Somebody has a table for himself."""
+    with connect(dsn) as connection, connection.transaction(force_rollback=True):
+        connection.execute(f"LOCK TABLE saf.{table} IN ACCESS EXCLUSIVE MODE")
+        yield connection
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """A process of the server is stopped meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def in_the_middle(dsn: Dsn, table: str, role: str, act: Callable[[int], None]) -> Iterator[None]:
+    """Something happens to a session, by its pid, as soon as it is at a table."""
+
+    def watch(holder: psycopg.Connection[Any]) -> None:
+        with connect(dsn) as connection:
+            while not (found := fetch(connection, WAITS_FOR_A_LOCK, {"role": role})):
+                if over.wait(0.01):
+                    return
+        act(found[0][0])
+        holder.rollback()
+
+    over = Event()
+    with dsn.connect(role="test") as holder:
+        holder.execute(f"LOCK TABLE saf.{table} IN ACCESS EXCLUSIVE MODE")
+        watching = Thread(target=watch, args=(holder,))
+        watching.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watching.join()
+
+
+@contextmanager
+def frozen(dsn: Dsn, table: str, role: str) -> Iterator[None]:
+    """A process of the server is stopped as soon as it is at a table."""
+    pids: list[int] = []
+
+    def freeze(pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        pids.append(pid)
+
+    try:
+        with in_the_middle(dsn, table, role, freeze):
+            yield
+        assert pids, f"no session {role!r} came to saf.{table}"
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < seconds
+
+
+@pytest.fixture
+def two(new_broker: Broker) -> tuple[Dsn, Dsn, Dsn]:
+    """A source with ten messages each for two destinations."""
+    app, mom, other = (bounded(new_broker(name)) for name in ("app", "mom", "other"))
+    with connect(app) as connection:
+        connection.execute(
+            "INSERT INTO saf.route (service, destination) VALUES ('shipping', 'other')"
+        )
+        for number in range(10):
+            send(connection, f"b{number}", "k")
+            connection.execute(
+                "INSERT INTO saf.outbox (to_service, key, body) VALUES ('shipping', 'k', %s)",
+                [f"s{number}".encode()],
+            )
+    return app, mom, other
+
+
+def run(app: Dsn, **destinations: Dsn) -> list[str | None]:
+    rules = policy("exactly_once", 1000, **destinations)
+    with Cycle(app, replace(rules, attempts=3)) as cycle:
+        return [receipt.error for receipt in cycle.run() if receipt.error_kind]
+
+
+def lanes(app: Dsn) -> list[tuple[Any, ...]]:
+    with connect(app) as connection:
+        return fetch(connection, "SELECT destination, error FROM saf.backoff")
+
+
+BILLS = [f"b{number}" for number in range(10)]
+SHIPMENTS = [f"s{number}" for number in range(10)]
+
+
+@pytest.mark.every_postgresql
+def test_a_locked_table_at_one_destination_stops_no_other_and_is_waited_for_once(
+    two: tuple[Dsn, Dsn, Dsn],
+) -> None:
+    app, mom, other = two
+    with locked(other, "inbox"), at_most(LONGER):
+        assert run(app, mom=mom, other=other) == []
+    assert bodies(mom) == BILLS
+    ((destination, error),) = lanes(app)
+    assert destination == "other"
+    assert "destination 'other' is unavailable" in error
+    assert "`saf doctor` says who" in error
+    let_time_pass(app)
+    run(app, mom=mom, other=other)
+    assert bodies(other) == SHIPMENTS
+
+
+def test_a_stopped_server_process_at_one_destination_stops_no_other(
+    two: tuple[Dsn, Dsn, Dsn],
+) -> None:
+    """Its own timeouts do not fire, its machine goes on acknowledging: only the client can end."""
+    app, mom, other = two
+    with frozen(other, "watermark", "saf deliver"), at_most(LONGER):
+        assert run(app, mom=mom, other=bounded(other, PATIENT)) == []
+        assert bodies(mom) == BILLS
+        ((destination, error),) = lanes(app)
+        assert destination == "other"
+        assert "has not answered for 6 s" in error
+    let_time_pass(app)
+    run(app, mom=mom, other=other)
+    assert bodies(other) == SHIPMENTS
+
+
+def test_a_stopped_server_process_at_the_source_ends_the_task_and_not_the_run(
+    two: tuple[Dsn, Dsn, Dsn],
+) -> None:
+    app, mom, other = two
+    with Cycle(bounded(app, PATIENT), policy(mom=mom, other=other)) as cycle:
+        cycle.open()
+        with frozen(app, "cursor", "saf mark"), at_most(LONGER):
+            (error,) = (r.error for r in cycle.deliver() if r.error_kind == "Unavailable")
+        assert error is not None
+        assert "broker 'app' is unavailable" in error
+    assert run(app, mom=mom, other=other) == []
+    assert (bodies(mom), bodies(other)) == (BILLS, SHIPMENTS)
+
+
+def test_a_locked_cursor_at_the_source_is_unavailable_within_the_bound(
+    two: tuple[Dsn, Dsn, Dsn],
+) -> None:
+    app, mom, _ = two
+    with (
+        Cycle(app, policy(mom=mom)) as cycle,
+        locked(app, "cursor"),
+        at_most(LONGER),
+        pytest.raises(Unavailable, match="lock timeout") as caught,
+    ):
+        cycle.open()
+    assert caught.value.hangs
+
+
+def test_a_destination_behind_a_silent_network_is_unavailable_and_stops_no_other(
+    two: tuple[Dsn, Dsn, Dsn],
+) -> None:
+    app, mom, other = two
+    with (
+        Silence(bounded(other, PATIENT)) as network,
+        Cycle(app, policy(mom=mom, other=network.dsn)) as cycle,
+    ):
+        falls = in_the_middle(other, "watermark", "saf deliver", lambda _: network.fall())
+        with falls, at_most(LONGER):
+            assert [r.error for r in cycle.run() if r.error_kind] == []
+        assert bodies(mom) == BILLS
+        ((destination, error),) = lanes(app)
+        assert destination == "other"
+        assert "has not answered" in error
+
+
+def test_a_forwarder_that_vanishes_in_mid_transaction_gives_its_watermarks_back(
+    two: tuple[Dsn, Dsn, Dsn],
+) -> None:
+    app, mom, other = two
+    run(app, mom=mom, other=other)
+    with connect(app) as connection:
+        send(connection, "later", "k")
+    with Silence(mom) as network, closing(network.dsn.connect(role="deliver")) as vanished:
+        vanished.execute("SELECT FROM saf.watermark FOR UPDATE")
+        network.fall()
+        with at_most(LONGER):
+            run(app, mom=mom, other=other)
+        began = time.monotonic()
+        while bodies(mom) != [*BILLS, "later"]:
+            assert time.monotonic() - began < 20, "its session still holds the watermarks"
+            let_time_pass(app)
+            run(app, mom=mom, other=other)
+
+
+def test_a_frozen_forwarders_row_locks_bound_those_who_take_over(
+    two: tuple[Dsn, Dsn, Dsn],
+) -> None:
+    """Its session is alive, and in a transaction that it does not go on with."""
+    app, mom, other = two
+    with Cycle(app, policy(mom=mom, other=other)) as sleeper:
+        (work, *_) = sleeper.open()
+        with closing(app.connect(role="mark")) as session:
+            fetch(session, "SELECT FROM saf.cursor WHERE shard = ANY (%(s)s) FOR UPDATE",
+                  {"s": work.batch.shards})  # fmt: skip
+            with connect(app) as connection:
+                connection.execute("UPDATE saf.member SET lease_until = now() - interval '1 s'")
+            with at_most(LONGER), pytest.raises(Unavailable), Cycle(app, policy(mom=mom)) as heir:
+                heir.open()
+            began = time.monotonic()
+            while bodies(mom) != BILLS:
+                assert time.monotonic() - began < 20, "nobody ends its transaction"
+                try:
+                    run(app, mom=mom, other=other)
+                except Unavailable:
+                    continue
+            with pytest.raises(Unavailable), unavailable_if_lost("broker 'app'"):
+                session.execute("SELECT 1")
+
+
+def test_every_session_of_ours_has_bounds_at_the_server_and_none_of_theirs(app: Dsn) -> None:
+    asked = "lock_timeout", "statement_timeout", "idle_in_transaction_session_timeout"
+    query = "SELECT " + ", ".join(f"current_setting('{name}')" for name in asked)
+    with bounded(app).connect(role="status") as connection:
+        assert fetch(connection, query) == [("500ms", "1s", "1s")]
+    with bounded(app).connect(role="reconcile") as connection:
+        assert fetch(connection, query) == [("500ms", "5s", "5s")]
+    with bounded(app).connect(role="rebase") as connection:
+        assert fetch(connection, query) == [("1s", "0", "5s")]
+    with bounded(app).connect(role="receive") as connection:
+        assert fetch(connection, query) == [("0", "0", "0")]
+
+
+def test_a_connection_lost_for_silence_says_so_and_for_how_long(app: Dsn) -> None:
+    with (
+        bounded(app).connect(role="status", autocommit=True) as connection,
+        pytest.raises(Unavailable, match="has not answered for 2 s"),
+        unavailable_if_lost("broker 'app'"),
+        stopped(connection.info.backend_pid),
+    ):
+        connection.execute("SELECT 1")

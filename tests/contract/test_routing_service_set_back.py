@@ -1,0 +1,107 @@
+"""A dialog by way of a hub, of which a party or the hub itself was set back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from saf.database import Dsn, fetch
+from saf.dialogs.comparing import compare
+from saf.dialogs.statements import Code
+from saf.rebase import known_at, rebase
+from saf.testing.databases import Database
+from tests.conftest import Prepared
+from tests.dialogs import ERROR, SHOP, begin, receive, said, say
+from tests.hub import Hub
+from tests.pipeline import connect
+
+GoBack = Callable[[Hub, str, Dsn], Hub]
+
+
+@pytest.fixture
+def hub(new_broker: Callable[[str], Dsn]) -> Hub:
+    return Hub.at(new_broker)
+
+
+@pytest.fixture
+def copied(migrated: Prepared) -> Iterator[Callable[[Dsn], Dsn]]:
+    """A copy of a broker, which is the same broker."""
+    copies: list[Database] = []
+
+    def copy(dsn: Dsn) -> Dsn:
+        copies.append(migrated.databases.create("copy", dsn.database))
+        return copies[-1].dsn
+
+    yield copy
+    for one in copies:
+        migrated.databases.drop(one)
+
+
+def repair(hub: Hub, name: str) -> None:
+    """The one that was set back, and then the others compare."""
+    places = {"app": hub.app, "hub": hub.hub, "ewr": hub.ewr, "jfk": hub.jfk}
+    with connect(places.pop(name)) as broken:
+        ((source,),) = fetch(broken, "SELECT broker_id FROM saf.broker")
+        known = {}
+        for other, dsn in places.items():
+            with connect(dsn) as connection:
+                known[other] = known_at(connection, source)
+        assert rebase(broken, known, force=True)
+    for dsn in places.values():
+        with connect(dsn) as connection, connection.transaction():
+            compare(connection)
+
+
+def talk(hub: Hub) -> tuple[list[str], list[str]]:
+    """Whatever is under way arrives; return what the shop and the airport get."""
+    shop, airport = [], []
+    for _ in range(4):
+        hub.carry()
+        shop += said(receive(hub.app, SHOP))
+        airport += said(receive(hub.ewr, "EWR"))
+    return shop, airport
+
+
+def errors(dsn: Dsn) -> list[int | None]:
+    with connect(dsn) as connection:
+        rows = fetch(connection, "SELECT error_code FROM saf.conversation ORDER BY created_at")
+    return [code for (code,) in rows]
+
+
+@pytest.mark.parametrize("name", ["app", "hub", "ewr"])
+def test_whichever_broker_forgets_what_was_said_both_parties_get_an_error(
+    hub: Hub, copied: Callable[[Dsn], Dsn], name: str
+) -> None:
+    dialog = begin(hub.app, "EWR", to_service="departures")
+    assert talk(hub) == ([], ["EWR"])
+    backup = copied(getattr(hub, name))
+    say(hub.app, dialog, "2")
+    assert talk(hub) == ([], ["2"])
+    hub = replace(hub, **{name: backup})
+    repair(hub, name)
+    shop, airport = talk(hub)
+    assert (shop, airport) == ([ERROR], [ERROR])
+    assert errors(hub.app) == errors(hub.ewr) == [Code.SET_BACK]
+
+
+def test_a_hub_that_has_forgotten_the_dialog_tells_both_parties(
+    hub: Hub, copied: Callable[[Dsn], Dsn]
+) -> None:
+    backup = copied(hub.hub)
+    begin(hub.app, "EWR", to_service="departures")
+    assert talk(hub) == ([], ["EWR"])
+    hub = replace(hub, hub=backup)
+    repair(hub, "hub")
+    assert talk(hub) == ([ERROR], [ERROR])
+
+
+def test_a_hub_that_has_forgotten_nothing_goes_on(hub: Hub, copied: Callable[[Dsn], Dsn]) -> None:
+    dialog = begin(hub.app, "EWR", to_service="departures")
+    assert talk(hub) == ([], ["EWR"])
+    hub = replace(hub, hub=copied(hub.hub))
+    repair(hub, "hub")
+    say(hub.app, dialog, "2")
+    assert talk(hub) == ([], ["2"])
+    assert errors(hub.app) == errors(hub.ewr) == [None]

@@ -1,0 +1,109 @@
+"""A part of Spark that is stopped, and not dead: its shards go to others, and it ends."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from saf.database import Dsn
+from tests.pipeline import bodies, connect
+from tests.programs import BIN, configuration, environment, last_json, received, saf, send
+
+MESSAGES = 10_000
+LEASE_SECONDS = 3.0
+
+
+def workers(forwarder: psutil.Process) -> list[psutil.Process]:
+    """What Spark's daemon has forked for the tasks."""
+    return [
+        one
+        for one in forwarder.children(recursive=True)
+        if "saf.spark.daemon" in one.cmdline() and "saf.spark.daemon" in one.parent().cmdline()
+    ]
+
+
+def jvm(forwarder: psutil.Process) -> list[psutil.Process]:
+    return [one for one in forwarder.children(recursive=True) if one.name() == "java"]
+
+
+@pytest.mark.parametrize("part", [workers, jvm])
+def test_what_is_stopped_loses_its_shards_to_the_next_run(
+    app: Dsn,
+    mom: Dsn,
+    tmp_path: Path,
+    part: Callable[[psutil.Process], list[psutil.Process]],
+) -> None:
+    sent = send(app, MESSAGES)
+    options = {"chunk_rows": 100, "lease_seconds": LEASE_SECONDS, "master": "local[2]"}
+    config = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom}, **options)
+    output = tmp_path / "output"  # no pipe: what is stopped would hold it open
+    with (
+        output.open("w") as file,
+        subprocess.Popen(
+            [BIN / "saf", "forward", "--config", config, "--json"],
+            env=environment(),
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        ) as forwarder,
+    ):
+        while not bodies(mom):
+            assert forwarder.poll() is None
+            time.sleep(0.01)
+        frozen = part(psutil.Process(forwarder.pid))
+        assert frozen
+        for one in frozen:
+            one.send_signal(signal.SIGSTOP)
+        assert len(bodies(mom)) < MESSAGES
+        began = time.monotonic()
+        try:
+            # workers whose JVM is stopped go on, to the end of what they have in hand
+            next_run = saf("forward", "--config", config, "--json")
+            while last_json(next_run.stdout)["idle"]:
+                assert time.monotonic() - began < 90
+                next_run = saf("forward", "--config", config, "--json")
+            assert forwarder.wait(60) == 75
+        finally:
+            for one in frozen:
+                if one.is_running():
+                    one.send_signal(signal.SIGCONT)
+            forwarder.kill()
+    said = output.read_text()
+    assert "heard of" in said
+    assert "Traceback" not in said
+    last = saf("forward", "--config", config, "--json")
+    assert last.returncode == 0, last.stderr
+    arrived = received(mom)
+    assert sorted(body for _, body in arrived) == sorted(sent)
+    for key in {key for key, _ in arrived}:
+        numbers = [int(body.split()[-1]) for at, body in arrived if at == key]
+        assert numbers == sorted(numbers)
+
+
+def test_a_run_says_what_hangs_and_forwards_everything_else(
+    app: Dsn, mom: Dsn, new_broker: Callable[[str], Dsn], tmp_path: Path
+) -> None:
+    stuck, other = new_broker("stuck"), new_broker("other")
+    for source in (app, stuck):
+        send(source, 10)
+    with connect(app) as connection:
+        connection.execute("INSERT INTO saf.route (service, destination) VALUES ('late', 'other')")
+        connection.execute("INSERT INTO saf.outbox (to_service, body) VALUES ('late', '')")
+    sources, stores = {"app": app, "stuck": stuck}, {"mom": mom, "other": other}
+    config = configuration(tmp_path / "saf.toml", sources, stores, master="local[2]")
+    config.write_text(config.read_text() + "[bounds]\nlock_seconds = 0.5\n")
+    with connect(stuck) as one, connect(other) as two, one.transaction(), two.transaction():
+        one.execute("LOCK TABLE saf.cursor IN ACCESS EXCLUSIVE MODE")
+        two.execute("LOCK TABLE saf.inbox IN ACCESS EXCLUSIVE MODE")
+        done = saf("forward", "--config", config)
+    assert done.returncode == 75
+    assert len(bodies(mom)) == 10
+    assert "broker 'stuck' is unavailable" in done.stderr
+    assert "destination 'other' is unavailable" in done.stderr
+    assert done.stderr.count("`saf doctor` says who holds what") == 2
