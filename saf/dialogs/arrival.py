@@ -150,7 +150,8 @@ def arrive(
         messages = [one for one in messages if not _malformed(one)]
     endpoints = in_hand(raw, messages)
     heard = hear(raw, endpoints, messages)
-    arrival.refused += heard.stale
+    for one, why in heard.stale:
+        (arrival.refused if end_of(one) in endpoints else arrival.stray).append((one, why))
     arrival.done += heard.done
     last: dict[End, int] = {}
     for message in heard.messages:
