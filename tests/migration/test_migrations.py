@@ -493,7 +493,7 @@ def test_ours_and_the_applications_migrations_do_not_meet(
 
 def test_a_user_error_is_one_of_ours(new_database: NewDatabase) -> None:
     dsn = new_database("lost")
-    gone = Dsn(f"{dsn.conninfo}_gone")
+    gone = Dsn(f"{dsn.conninfo} dbname={dsn.database}_gone")
     with pytest.raises(SafError):
         migrate(gone)
     with pytest.raises(psycopg.Error), psycopg.connect(gone.conninfo):
