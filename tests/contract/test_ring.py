@@ -113,6 +113,20 @@ def test_a_slot_goes_once_every_subscription_has_completed_it(app: Dsn, mom: Dsn
     assert bodies(mom) == ["a", "b", "c", "later"]
 
 
+@pytest.mark.parametrize("slow", ["a", "b", "forwarder", "z"])
+def test_a_slot_stays_whichever_subscription_it_is_that_needs_it(app: Dsn, slow: str) -> None:
+    with connect(app) as connection:
+        for name in ("a", "b", "z"):
+            subscribe(connection, name)
+        send(connection, "x")
+        leave_slot(connection)
+        for name in {"a", "b", "forwarder", "z"} - {slow}:
+            catch_up(connection, name)
+        kept = purge_now(connection)
+        assert (kept.state, kept.subscription) == ("needed", slow)
+        assert in_slot(connection, "outbox_0") == ["x"]
+
+
 def test_a_batch_in_hand_keeps_its_rows_whatever_its_position(app: Dsn, mom: Dsn) -> None:
     with connect(app) as connection, Cycle(app, policy(mom=mom)) as cycle:
         send(connection, "in hand")

@@ -1,0 +1,12 @@
+"""The list, a module per part of the code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tests.mutants.listed import log
+from tests.mutants.mutant import Mutant
+
+PARTS: Mapping[str, Sequence[Mutant]] = {
+    "log": log.MUTANTS,
+}
