@@ -20,7 +20,7 @@ from saf.errors import Fenced
 from saf.membership import Membership
 from saf.migrate import migrate
 from saf.receive import connected
-from saf.shards import Member
+from saf.shards import TAKE_TURN, Member, living
 from saf.spark.broker import SourceBroker
 from tests.pipeline import connect, new_member, send
 from tests.receivers import put
@@ -128,9 +128,7 @@ def test_a_batch_read_again_has_not_what_committed_since(
     assert fetch(source, batch.select(["body"])) == [(b"early",)]
 
 
-def test_what_is_complete_is_not_read_again(
-    source: psycopg.Connection[Any], owner: Member
-) -> None:
+def test_what_is_complete_is_not_read_again(source: psycopg.Connection[Any], owner: Member) -> None:
     for body in ("1", "2", "3"):
         send(source, body, key="k")
     cursor.open_batch(source, owner)
@@ -209,13 +207,13 @@ def test_a_member_that_is_asked_to_stop_gets_no_share(
 def test_members_balance_one_at_a_time(app: Dsn, source: psycopg.Connection[Any]) -> None:
     """What each decides rests on what all hold."""
     with connect(app) as elsewhere:
-        one, two = new_member(source), new_member(elsewhere)
+        member = new_member(elsewhere)
         elsewhere.execute("SET lock_timeout = '200ms'")
         with source.transaction():
-            one.balance(source)
+            source.execute(TAKE_TURN, {"subscription_id": member.subscription_id})
             with pytest.raises(psycopg.errors.LockNotAvailable):
-                two.balance(elsewhere)
-        assert two.balance(elsewhere) == SHARDS // 2
+                member.balance(elsewhere)
+        assert member.balance(elsewhere) == SHARDS
 
 
 def test_shards_without_an_open_batch_go_first(
@@ -263,6 +261,42 @@ def test_a_forgotten_forwarder_comes_back_as_a_new_member_at_once(
 
 
 # Whose delivery failed
+
+
+@pytest.mark.parametrize("how", ["leaves", "gives some away", "is forgotten", "takes them"])
+def test_that_a_delivery_failed_is_not_forgotten_when_its_shard_changes_hands(
+    mom: Dsn, how: str
+) -> None:
+    """The trace of it is in the last version of the cursor, which any write replaces."""
+    with connect(mom) as connection, connect(mom) as elsewhere, connected(mom) as link:
+        services.create_service(connection, "billing")
+        put(mom, "1", key="k46")
+        ((shard,),) = fetch(connection, "SELECT shard FROM saf.inbox")
+        assert shard == SHARDS - 1
+        number = services.subscription(connection, "billing").subscription_id
+        members = [Member(subscription_id=number, lease_seconds=30) for _ in range(2)]
+        members[0].join(connection)
+        if how != "takes them":
+            members[0].balance(connection)
+        owner = None if how == "takes them" else members[0].member_id
+        reader = claim.Reader(
+            subscription_id=number, name="billing", service="billing", owner=owner
+        )
+        with link.transaction():
+            assert claim.claim_shard(link.raw, reader, shard, 1) is not None
+            raise psycopg.Rollback
+        if how == "leaves":
+            members[0].leave(connection)
+        elif how == "is forgotten":
+            outlive_lease(connection)
+            living(elsewhere, number)
+        elif how == "takes them":
+            members[0].balance(connection)
+        else:
+            members[1].join(elsewhere)
+            members[0].balance(connection)  # the highest go
+        noted = "SELECT shard FROM saf.cursor WHERE allowance = 1"
+        assert fetch(connection, noted) == [(shard,)]
 
 
 def test_a_delivery_that_failed_is_told_by_its_transaction_also_after_ids_have_wrapped_around(

@@ -21,6 +21,7 @@ from saf.database import Dsn, fetch
 from saf.errors import Unavailable, UnreadableBody, UsageError
 from saf.maintenance import purge_broker
 from saf.services import create_subscription
+from saf.testing.clock import let_time_pass
 from tests.pipeline import connect
 from tests.processes import run, start, wait
 from tests.receivers import (
@@ -338,6 +339,24 @@ def test_deliver_at_is_honoured_and_nobody_waits_for_it(inbox: Dsn) -> None:
         assert fetch(connection, "SELECT FROM saf.backoff") == []
 
 
+def test_what_was_delayed_comes_in_the_order_of_its_times_and_before_the_rest(inbox: Dsn) -> None:
+    now = datetime.now(UTC)
+    for body, hours in (("third", 3), ("first", 1), ("second", 2)):
+        put(inbox, body, key="k", deliver_at=now + timedelta(hours=hours))
+    assert receive_all(inbox) == []
+    let_time_pass(inbox, timedelta(hours=4))
+    put(inbox, "now", key="k")
+    assert receive_all(inbox) == ["first", "second", "third", "now"]
+
+
+def test_a_delivery_of_many_keys_is_in_the_order_of_their_ids(inbox: Dsn) -> None:
+    sent = [str(number) for number in range(30)]
+    for body in sent:
+        put(inbox, body, key=f"k{body}")
+    with saf.receive(inbox, SUBSCRIPTION) as delivery:
+        assert [message.text() for message in delivery] == sent
+
+
 def test_an_expired_message_is_a_dead_letter(inbox: Dsn) -> None:
     put(inbox, "too late", key="k", expires_at=datetime.now(UTC) - timedelta(seconds=1))
     put(inbox, "in time", key="k", expires_at=datetime.now(UTC) + timedelta(hours=1))
@@ -385,6 +404,26 @@ def test_a_message_that_kills_whoever_handles_it_is_found_among_others_and_set_a
         "k3": 4,
     }
     assert kills <= 10
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_message_that_kills_its_receiver_is_handed_out_as_often_as_the_policy_says(
+    inbox: Dsn, most: int
+) -> None:
+    """The attempt is counted before it is made, also the last one."""
+    put(inbox, "poison", key="k")
+    policy = saf.Policy(max_attempts=most)
+    handed_out = 0
+    for _ in range(20):
+        let_keys_be_due(inbox)
+        with suppress(psycopg.Error), saf.receive(inbox, SUBSCRIPTION, policy=policy) as delivery:
+            handed_out += len(delivery)
+            if delivery:
+                delivery.connection.close()  # as if the process had died
+        let_the_server_notice(inbox)
+    # that of a delivery with others is not known to be its own, so there is one more at least
+    assert dead(inbox) == [("poison", "failed")]
+    assert handed_out == max(most, 2)
 
 
 def test_what_rolls_back_once_comes_again_in_order_and_is_soon_handed_out_in_full(

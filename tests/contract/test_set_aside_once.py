@@ -257,9 +257,10 @@ def test_a_zombie_leads_nothing_to_a_route_that_has_come(
 
 
 @pytest.mark.parametrize(
-    ("service", "remembered"), [("billing", "route_choice"), ("departures", "resolved_conversation")]
+    ("service", "remembered"),
+    [("billing", "route_choice"), ("departures", "resolved_conversation")],
 )
-def test_a_zombie_neither_chooses_for_a_key_nor_resolves_it(
+def test_a_zombie_neither_chooses_for_a_key_nor_resolves_it(  # noqa: PLR0917 - fixtures
     app: Dsn,
     mom: Dsn,
     other: Dsn,

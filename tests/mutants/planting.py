@@ -2,7 +2,8 @@
 
 The copy comes first in PYTHONPATH, which every process inherits that the tests start, programs and
 Spark's Python workers too; that it is really the copy's ``saf`` which they import is asked before
-the first bug is planted. No bytecode is written, because a file that changes twice within a second
+the first bug is planted. They share one server, whose template was migrated before: no bug of the
+list is in a migration. No bytecode is written, because a file that changes twice within a second
 and keeps its size would still be taken for the one before.
 """
 
@@ -21,6 +22,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from saf.migrate import migrate
+from saf.testing.databases import Database, Databases, embedded_server
+from tests.conftest import LENT
 from tests.mutants.mutant import ROOT, Mutant
 
 LEFT_OUT = shutil.ignore_patterns(
@@ -61,14 +65,15 @@ class Verdict:
 
 
 class Field:
-    """The copy."""
+    """The copy, and a server with a migrated template that is lent to all of its tests."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, template: Database) -> None:
         self.tree = folder / "saf"
         shutil.copytree(ROOT, self.tree, ignore=LEFT_OUT, symlinks=True)
         self._environment = os.environ | {
             "PYTHONPATH": str(self.tree),
             "PYTHONDONTWRITEBYTECODE": "1",
+            LENT: template.dsn.conninfo,
         }
         asked = "import saf, tests; print(saf.__file__, tests.__path__)"
         answer = self._run([sys.executable, "-c", asked], folder)
@@ -122,5 +127,7 @@ class Field:
 @contextmanager
 def field() -> Iterator[Field]:
     """The copy, for as long as the block lasts."""
-    with tempfile.TemporaryDirectory(prefix="saf-mutants-") as folder:
-        yield Field(Path(folder))
+    with tempfile.TemporaryDirectory(prefix="saf-mutants-") as folder, embedded_server() as server:
+        template = Databases(server.dsn("postgres")).create("template")
+        migrate(template.dsn)
+        yield Field(Path(folder), template)

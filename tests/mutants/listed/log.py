@@ -228,11 +228,32 @@ MUTANTS: list[Mutant] = [
         "integration/test_shard_of.py",
     ),
     mutant(
-        "leaving keeps the shards",
+        "who leaves takes the trace of a failure along",
         SHARDS,
         "            connection.execute(FREE, self._params)\n",
         "",
+        f"{OWNERS}::test_that_a_delivery_failed_is_not_forgotten_when_its_shard_changes_hands",
+    ),
+    mutant(
+        "leaving does not end the membership",
+        SHARDS,
+        "            connection.execute(LEAVE, self._params)\n",
+        "",
         f"{OWNERS}::test_who_leaves_frees_its_shards_at_once",
+    ),
+    mutant(
+        "a write of a cursor does not note that a delivery failed",
+        SHARDS,
+        "THEN 1 ELSE allowance END",
+        "THEN allowance ELSE allowance END",
+        f"{OWNERS}::test_that_a_delivery_failed_is_not_forgotten_when_its_shard_changes_hands",
+    ),
+    mutant(
+        "acquiring does not note that a delivery failed",
+        SHARDS,
+        "SET owner = %(member_id)s, epoch = epoch + 1, {NOTE_FAILURE}",
+        "SET owner = %(member_id)s, epoch = epoch + 1",
+        f"{OWNERS}::test_that_a_delivery_failed_is_not_forgotten_when_its_shard_changes_hands",
     ),
     mutant(
         "a lease is renewed at its end",
@@ -274,7 +295,8 @@ MUTANTS: list[Mutant] = [
         RING,
         "obstacle = _obstacle(connection, slot, contents)",
         "obstacle = None",
-        f"{THE_RING}::test_a_message_that_is_committed_late_into_a_left_slot_is_not_lost",
+        f"{THE_RING}::"
+        "test_a_message_that_comes_after_the_archive_keeps_the_slot_even_if_it_is_forwarded",
     ),
     mutant(
         "the retention is not asked",
