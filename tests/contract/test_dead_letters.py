@@ -131,3 +131,16 @@ def test_what_had_expired_is_delivered_all_the_same_when_a_person_retries_it(
         run(app, mom)
     with saf.receive(mom, "billing") as delivery:
         assert [message.text() for message in delivery] == ["late"]
+
+
+def test_retries_are_numbered_one_at_a_time(app: Dsn, rejected: list[str]) -> None:
+    """One that commits late must not come after a higher one was delivered."""
+    with connect(app) as one, app.connect(role="test") as two:
+        two.execute("SET lock_timeout = '200ms'")
+        two.commit()
+        with one.transaction():
+            assert len(dead.retry(one, Filter(dead_letter_ids=[1]), "")) == 1
+            with pytest.raises(psycopg.errors.LockNotAvailable):
+                dead.retry(two, Filter(dead_letter_ids=[2]), "")
+        two.rollback()
+    assert len(rejected) == 5

@@ -245,6 +245,23 @@ def test_a_membership_is_renewed_well_before_its_lease_is_over(app: Dsn) -> None
     assert state == (True, True), "the first lease was over before it was renewed"
 
 
+def test_a_forwarder_renews_its_lease_well_before_it_is_over(
+    app: Dsn, source: psycopg.Connection[Any]
+) -> None:
+    broker = SourceBroker("app", app, lease_seconds=3)
+    broker.tend()
+    ((first,),) = fetch(source, "SELECT lease_until FROM saf.member")
+    while not broker.renewal_due:
+        time.sleep(0.02)
+    in_time = "SELECT clock_timestamp() < %(first)s"
+    assert fetch(source, in_time, {"first": first}) == [(True,)]
+    broker.renew()
+    renewed = "SELECT lease_until > %(first)s FROM saf.member"
+    assert fetch(source, renewed, {"first": first}) == [(True,)]
+    assert not broker.renewal_due
+    broker.leave()
+
+
 def test_a_forgotten_forwarder_comes_back_as_a_new_member_at_once(
     app: Dsn, source: psycopg.Connection[Any]
 ) -> None:

@@ -134,3 +134,12 @@ def test_of_a_restored_inbox_the_unread_is_received_and_the_read_is_not(
         rebase(connection, {})
     put(restored, "new", key="c")
     assert sorted(received(restored)) == ["new", "unread"]
+
+
+def test_a_restored_inbox_is_not_received_from(mom: Dsn, elsewhere: EmbeddedServer) -> None:
+    prepare(mom)
+    burn_transaction_ids(mom)
+    put(mom, "1", key="a")
+    restored = restore(mom, elsewhere, "mom")
+    with pytest.raises(Restored):
+        received(restored)

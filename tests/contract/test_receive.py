@@ -16,11 +16,14 @@ import psycopg
 import pytest
 
 import saf
-from saf import claim
+from saf import claim, services
 from saf.database import Dsn, fetch
 from saf.errors import Unavailable, UnreadableBody, UsageError
+from saf.inbox import inbox_status, peek
 from saf.maintenance import purge_broker
+from saf.receive import Receiver, connected
 from saf.services import create_subscription
+from saf.shards import Member
 from saf.testing.clock import let_time_pass
 from tests.pipeline import connect
 from tests.processes import run, start, wait
@@ -246,6 +249,32 @@ def test_a_key_is_never_in_two_hands_and_other_shards_stay_free(inbox: Dsn) -> N
         keys = [{message.key for message in delivery} for delivery in deliveries]
         assert all(len(delivery) == 40 for delivery in deliveries)
     assert sum(map(len, keys)) == len(set.union(*keys))
+
+
+def test_a_shard_that_a_member_owns_is_nobody_elses_to_receive_from(inbox: Dsn) -> None:
+    """Also for a receiver that was there before the member came."""
+    put(inbox, "1", key="k")
+    with connect(inbox) as connection, connected(inbox) as link:
+        number = services.subscription(connection, SUBSCRIPTION).subscription_id
+        receiver = Receiver(link, SUBSCRIPTION, saf.Policy(), 10)
+        member = Member(subscription_id=number, lease_seconds=30)
+        member.join(connection)
+        member.balance(connection)
+        with receiver.delivery() as delivery:
+            assert not delivery
+        member.leave(connection)
+        with receiver.delivery() as delivery:
+            assert [message.text() for message in delivery] == ["1"]
+
+
+def test_the_inbox_says_what_is_left_of_a_batch_in_hand(inbox: Dsn) -> None:
+    store(inbox, 1, 10)
+    with saf.receive(inbox, SUBSCRIPTION, max_messages=3) as delivery:
+        assert len(delivery) == 3
+    with connect(inbox) as connection:
+        (status,) = inbox_status(connection)
+        assert status.unread == 7
+        assert [one.id for one in peek(connection, SUBSCRIPTION, 2)] == [4, 5]
 
 
 def test_a_slow_key_does_not_delay_others(inbox: Dsn) -> None:

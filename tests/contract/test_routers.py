@@ -527,3 +527,12 @@ def test_a_router_that_cannot_be_is_refused(source: psycopg.Connection[Any]) -> 
             add_router(source, **values)
     with pytest.raises(ConfigurationError, match="no 'arrivals', only 'departures'"):
         remove_router(source, "arrivals")
+
+
+def test_to_a_router_that_forwards_messages_go_as_to_any_service(
+    source: psycopg.Connection[Any],
+) -> None:
+    add_router(source, "departures", "python", BY_ORIGIN, mode="forward")
+    assert current_routes(source).routers == ()
+    add_router(source, "departures", "python", BY_ORIGIN, mode="redirect")
+    assert [one.service for one in current_routes(source).routers] == ["departures"]

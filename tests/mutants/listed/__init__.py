@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tests.mutants.listed import broker, destinations, log
+from tests.mutants.listed import (
+    broker,
+    destinations,
+    dialogs,
+    forwarding,
+    log,
+    receiving,
+    routing,
+    setaside,
+)
 from tests.mutants.mutant import Mutant
 
 PARTS: Mapping[str, Sequence[Mutant]] = {
     "broker": broker.MUTANTS,
     "destinations": destinations.MUTANTS,
+    "dialogs": dialogs.MUTANTS,
+    "forwarding": forwarding.MUTANTS,
     "log": log.MUTANTS,
+    "receiving": receiving.MUTANTS,
+    "routing": routing.MUTANTS,
+    "setaside": setaside.MUTANTS,
 }
