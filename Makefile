@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	2>/dev/null && echo "$$python" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-routing demo-dialog test check crash bench bench-peers wheel clean
+.PHONY: help demo demo-routing demo-dialog test check crash mutants bench bench-peers wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,10 @@ bench-peers: $(VENV)/.installed ## the same work by what one would pick instead;
 crash: $(VENV)/.installed ## rounds of faults, checked: make crash ROUNDS=20 SEED=7, or SECONDS=600
 	@$(PY) -m tests.crash $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(SEED),--seed $(SEED)) \
 	$(if $(SECONDS),--seconds $(SECONDS))
+
+mutants: $(VENV)/.installed ## bugs are planted, tests must notice: make mutants SAMPLE=10 SEED=7, K=cursor
+	@$(PY) -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) \
+	$(if $(K),-k "$(K)")
 
 wheel: $(VENV)/.installed ## dist/saf_outbox-….whl
 	$(PY) -m build --wheel --outdir dist .

@@ -16,11 +16,10 @@ Broker = Callable[[str], Dsn]
 NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
 
 
-def compare(app: Dsn, **options: datetime) -> Callable[..., Outcome]:
-    def compared(**destinations: Dsn) -> Outcome:
-        return reconcile("app", app, destinations, retention_seconds=86400, **options)
-
-    return compared
+def compare(
+    app: Dsn, mom: Dsn, since: datetime | None = None, until: datetime | None = None
+) -> Outcome:
+    return reconcile("app", app, {"mom": mom}, since=since, until=until, retention_seconds=86400)
 
 
 def counts(outcome: Outcome) -> dict[str, int]:
@@ -40,7 +39,7 @@ def test_what_is_marked_of_a_batch_in_hand_is_complete_to_the_last_message(
         with Cycle(app, policy(mom=mom)) as cycle:
             cycle.open()
             cycle.deliver()  # and not closed
-            outcome = compare(app)(mom=mom)
+            outcome = compare(app, mom)
     assert (total(outcome, "complete"), total(outcome, "pending")) == (10, 0)
     assert counts(outcome) == {}
 
@@ -53,9 +52,9 @@ def test_since_is_included_and_until_is_not(app: Dsn, mom: Dsn) -> None:
                 [NOON + timedelta(minutes=minutes)],
             )
     forward(app, mom=mom)
-    outcome = compare(app, since=NOON, until=NOON + timedelta(minutes=2))(mom=mom)
+    outcome = compare(app, mom, since=NOON, until=NOON + timedelta(minutes=2))
     assert (total(outcome, "complete"), total(outcome, "stored")) == (2, 2)
-    outcome = compare(app, since=NOON + timedelta(minutes=1))(mom=mom)
+    outcome = compare(app, mom, since=NOON + timedelta(minutes=1))
     assert (total(outcome, "complete"), total(outcome, "stored")) == (2, 2)
 
 
@@ -68,9 +67,9 @@ def test_what_was_retried_is_not_given_up_and_so_may_be_lost(app: Dsn, mom: Dsn)
         forward(app, mom=mom)
         dead.retry(connection, Filter(), "better late")
         forward(app, mom=mom)
-        assert counts(compare(app)(mom=mom)) == {}
+        assert counts(compare(app, mom)) == {}
         store.execute("DELETE FROM saf.inbox")
-        assert counts(compare(app)(mom=mom)) == {"lost": 1}
+        assert counts(compare(app, mom)) == {"lost": 1}
 
 
 def test_what_other_sources_have_stored_there_is_theirs(
@@ -81,6 +80,6 @@ def test_what_other_sources_have_stored_there_is_theirs(
         with connect(dsn) as connection:
             send(connection, "x")
         forward(dsn, mom=mom)
-    outcome = compare(app)(mom=mom)
+    outcome = compare(app, mom)
     assert counts(outcome) == {}
     assert total(outcome, "stored") == 1

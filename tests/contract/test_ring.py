@@ -16,10 +16,13 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from saf.archive import ParquetArchive
+from saf.choices import Asker, choose
 from saf.database import Dsn
 from saf.errors import UsageError
 from saf.maintenance import Outcome, purge_broker
 from saf.ring import SLOT_ROWS, SLOTS, Contents, Slot, purge, rotate
+from saf.routes import add_route, add_topic, current_routes, freeze
+from tests.dialogs import begin
 from tests.pipeline import Cycle, bodies, connect, forward, policy, send
 from tests.processes import start, wait
 
@@ -536,6 +539,33 @@ def test_a_dry_run_says_what_would_be_done_and_changes_nothing(app: Dsn, mom: Ds
     first, second = outcome.slots[:2]
     assert (first.state, first.messages) == ("purgeable", 1)
     assert second.state == "rotatable"
+
+
+def test_a_dry_run_forgets_nothing(app: Dsn) -> None:
+    with connect(app) as connection:
+        add_route(connection, "a")
+        for name in ("t", "u"):
+            freeze(connection, current_routes(connection))
+            add_topic(connection, name)
+        with connection.transaction():
+            choose(connection, {Asker("s", None, "k"): ["a"]})
+        dialog = begin(app, from_service="s", to_service="s")
+        with connection.transaction():
+            dialog.end(connection)
+        connection.execute("UPDATE saf.route_choice SET used_at = now() - interval '9 days'")
+        connection.execute("UPDATE saf.route_version SET created_at = now() - interval '9 days'")
+        connection.execute("UPDATE saf.conversation SET changed_at = now() - interval '9 days'")
+        tables = ("route_version", "route_choice", "conversation")
+
+        def rows() -> list[int]:
+            found = [connection.execute(f"SELECT count(*) FROM saf.{table}") for table in tables]
+            return [row[0] for cursor in found if (row := cursor.fetchone())]
+
+        before = rows()
+        purge_all(app, dry_run=True)
+        assert rows() == before == [2, 1, 1]
+        purge_all(app)
+        assert rows() == [1, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import Mutant, harmless, mutant
+from tests.mutants.mutant import Mutant, mutant
 
 FORWARD, BROKER, PLAN = "saf/spark/forward.py", "saf/spark/broker.py", "saf/spark/plan.py"
 STORING, SORTING, SUMMARY = (
@@ -271,11 +271,11 @@ MUTANTS: list[Mutant] = [
         '            connections.put(work.keep, "read", dsn, connection)\n            raise\n',
         "contract/test_connections.py::test_a_reader_that_was_left_in_the_middle_is_not_kept",
     ),
-    harmless(
-        "the driver closes also what nothing is complete of",
-        BROKER,
-        "        if batches:\n            with unavailable",
-        "        if batches is not None:\n            with unavailable",
-        "close() of no batches is a transaction that does nothing",
+    mutant(
+        "in Spark, a task does nothing",
+        "saf/spark/task.py",
+        "        for number in numbers:\n",
+        "        for number in list(numbers)[:0]:\n",
+        "spark/test_forward.py::test_a_second_run_has_nothing_to_do",
     ),
 ]

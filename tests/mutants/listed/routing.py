@@ -221,13 +221,6 @@ MUTANTS: list[Mutant] = [
         "test_what_a_restored_store_lost_arrives_before_what_was_sent_since",
     ),
     mutant(
-        "a dry run replays",
-        "saf/replay.py",
-        "for destination, messages in () if dry_run else found.items():",
-        "for destination, messages in found.items():",
-        "contract/test_replay.py::test_a_dry_run_of_a_replay_changes_nothing",
-    ),
-    mutant(
         "a dry run of a replay lets keys choose",
         "saf/replay.py",
         "connection.transaction(force_rollback=dry_run)",

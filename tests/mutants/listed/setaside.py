@@ -87,7 +87,8 @@ MUTANTS: list[Mutant] = [
         ASIDE,
         'dead.bury(source, sorted(new, key=itemgetter("id")))',
         'dead.bury(source, sorted(new, key=itemgetter("id"), reverse=True))',
-        f"{LETTERS}::test_retried_messages_arrive_in_order_and_with_their_ids",
+        "contract/test_routers.py::"
+        "test_dead_letters_of_several_reasons_die_in_the_order_in_which_they_were_sent",
     ),
     mutant(
         "a dead letter that is retried is still one",
