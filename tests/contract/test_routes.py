@@ -14,6 +14,7 @@ import pytest
 from saf import Outbox, dead
 from saf.choices import NOTED_SECONDS, Asker, choose, forget
 from saf.database import Dsn, fetch
+from saf.errors import UsageError
 from saf.failpoints import arm
 from saf.routes import (
     Configured,
@@ -31,6 +32,7 @@ from saf.routes import (
 from saf.ways import Route
 from tests.contract.test_7_isolated import NOWHERE, count
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
+from tests.unit.test_message import Nowhere
 
 Broker = Callable[[str], Dsn]
 
@@ -564,3 +566,11 @@ def test_the_choice_of_a_conversation_that_is_open_is_not_forgotten(
     source.execute("UPDATE saf.route_choice SET used_at = now() - interval '9 days'")
     assert forget(source, 0) == 1
     assert fetch(source, "SELECT key FROM saf.route_choice") == [(str(conversation),)]
+
+
+def test_a_moment_without_a_time_zone_is_refused_also_if_it_has_one_that_says_nothing(
+    source: psycopg.Connection[Any],
+) -> None:
+    for zone in (None, Nowhere()):
+        with pytest.raises(UsageError, match="says no time zone"):
+            add_route(source, "a", expires_at=datetime(2026, 1, 2, tzinfo=zone))

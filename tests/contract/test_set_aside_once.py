@@ -132,6 +132,23 @@ def test_a_message_too_large_to_read_is_set_aside_before_a_watermark_passes_it(
     assert {"a", "b"} <= set(bodies(mom))
 
 
+def test_what_is_a_dead_letter_already_is_not_delivered_as_well_after_a_crash(
+    app: Dsn, mom: Dsn, source: psycopg.Connection[Any]
+) -> None:
+    """At least once: no watermark says that it is done with."""
+    for body in ("a", "x" * 2_000_000, "b"):
+        send(source, body, key="k")
+    arm("mark_forwarded", die)
+    rules = policy("at_least_once", mom=mom)
+    with pytest.raises(Crash), Cycle(app, replace(rules, max_bytes=1_000_000)) as cycle:
+        cycle.run()
+    arm("")
+    assert count(app, "dead_letter") == 1
+    run(app, "at_least_once", mom=mom)
+    assert count(app, "dead_letter") == 1
+    assert set(bodies(mom)) == {"a", "b"}
+
+
 def test_an_attempt_that_was_not_due_does_not_count(source: psycopg.Connection[Any]) -> None:
     lane, number = Lane(destination="other"), subscription(source)
     state = "SELECT attempts, next_attempt_at, error FROM saf.backoff"

@@ -13,6 +13,7 @@ from tests.mutants.listed import (
     operating,
     receiving,
     routing,
+    sending,
     setaside,
 )
 from tests.mutants.mutant import Mutant
@@ -26,5 +27,6 @@ PARTS: Mapping[str, Sequence[Mutant]] = {
     "operating": operating.MUTANTS,
     "receiving": receiving.MUTANTS,
     "routing": routing.MUTANTS,
+    "sending": sending.MUTANTS,
     "setaside": setaside.MUTANTS,
 }

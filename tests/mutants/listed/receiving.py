@@ -39,13 +39,6 @@ MUTANTS: list[Mutant] = [
         f"{RECEIVED}::test_a_delivery_of_many_keys_is_in_the_order_of_their_ids",
     ),
     mutant(
-        "a receiver waits for another one's shards",
-        CLAIM,
-        "        ORDER BY random()\n        FOR UPDATE OF f SKIP LOCKED",
-        "        ORDER BY random()\n        FOR UPDATE OF f",
-        f"{RECEIVED}::test_a_slow_key_does_not_delay_others",
-    ),
-    mutant(
         "two receivers have a shard in hand",
         CLAIM,
         "        ORDER BY random()\n        FOR UPDATE OF f SKIP LOCKED",

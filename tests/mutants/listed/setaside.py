@@ -176,7 +176,7 @@ MUTANTS: list[Mutant] = [
         "saf/spark/delivery.py",
         "            self._find_set_aside()\n",
         "",
-        f"{CRASH}::test_a_service_made_known_after_a_crash_gets_what_was_about_to_be_parked",
+        f"{ONCE}::test_what_is_a_dead_letter_already_is_not_delivered_as_well_after_a_crash",
     ),
     mutant(
         "a message leaves its lane after it was sent at most once",
