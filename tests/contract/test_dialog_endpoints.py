@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -66,6 +67,29 @@ def test_an_endpoint_and_its_group_are_in_one_hand_until_its_delivery_ends(
             with pytest.raises(psycopg.errors.LockNotAvailable):
                 dialog.send(other, "a reply")
     assert not is_locked(mom, "conversation")
+
+
+def test_a_receiver_waits_for_who_is_ending_the_dialog_and_then_drops_what_came(
+    app: Dsn, mom: Dsn
+) -> None:
+    begin(app, "1")
+    forward(app, mom)
+    (first,) = receive(mom, WAREHOUSE)
+    assert first.dialog is not None
+    put(mom, begin_again(app, first), 2, "2")
+    waits = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() \
+        AND wait_event_type = 'Lock'"
+    with (
+        ThreadPoolExecutor() as pool,
+        connect(mom) as watcher,
+        mom.connect(role="test") as ending,
+    ):
+        first.dialog.end(ending)
+        received = pool.submit(receive, mom, WAREHOUSE)
+        while fetch(watcher, waits) == [(0,)]:
+            assert not received.done()
+        ending.commit()
+        assert received.result(60) == []
 
 
 def begin_again(app: Dsn, there: Any) -> saf.Dialog:

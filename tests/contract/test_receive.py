@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
@@ -265,6 +266,21 @@ def test_a_shard_that_a_member_owns_is_nobody_elses_to_receive_from(inbox: Dsn) 
         member.leave(connection)
         with receiver.delivery() as delivery:
             assert [message.text() for message in delivery] == ["1"]
+
+
+def test_a_shard_that_a_member_owns_is_nobody_elses_to_try(inbox: Dsn) -> None:
+    """It was chosen because it failed, and found its owner before it was claimed."""
+    put(inbox, "1", key="k")
+    with connect(inbox) as connection, connected(inbox) as link:
+        ((shard,),) = fetch(connection, "SELECT shard FROM saf.inbox")
+        number = services.subscription(connection, SUBSCRIPTION).subscription_id
+        member = Member(subscription_id=number, lease_seconds=30)
+        member.join(connection)
+        member.balance(connection)
+        reader = claim.Reader(subscription_id=number, name=SUBSCRIPTION, service=SUBSCRIPTION)
+        with link.transaction():
+            assert claim.claim_shard(link.raw, reader, shard, 1) is None
+            assert claim.claim_shard(link.raw, replace(reader, owner=member.member_id), shard, 1)
 
 
 def test_the_inbox_says_what_is_left_of_a_batch_in_hand(inbox: Dsn) -> None:

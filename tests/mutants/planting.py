@@ -32,7 +32,7 @@ LEFT_OUT = shutil.ignore_patterns(
     *("build", "dist", "spark-warehouse"),
 )
 
-LONGEST_SECONDS = 300.0
+LONGEST_SECONDS = 240.0
 """A bug that makes its tests hang has been noticed after so long."""
 
 # One server version is enough: what differs between them is not what is planted

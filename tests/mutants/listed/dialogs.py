@@ -102,7 +102,7 @@ MUTANTS: list[Mutant] = [
         ENDPOINTS,
         "FROM {OF_THESE} ORDER BY handle FOR NO KEY UPDATE OF c",
         "FROM {OF_THESE} ORDER BY handle",
-        f"{ENDS}::test_an_endpoint_and_its_group_are_in_one_hand_until_its_delivery_ends",
+        f"{ENDS}::test_a_receiver_waits_for_who_is_ending_the_dialog_and_then_drops_what_came",
     ),
     mutant(
         "a group is not locked",

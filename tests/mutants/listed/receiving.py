@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import Mutant, mutant
+from tests.mutants.mutant import Mutant, harmless, mutant
 
 CLAIM, RECEIVE, DELIVERY, LANES = (
     "saf/claim.py",
@@ -80,12 +80,19 @@ MUTANTS: list[Mutant] = [
         "WHEN deliver_at < 'epoch' THEN {LATE}",
         f"{RECEIVED}::test_deliver_at_is_honoured_and_nobody_waits_for_it",
     ),
-    mutant(
-        "a member's shards are anybody's",
+    harmless(
+        "shards that a member owns are looked at",
         CLAIM,
         "WHERE allowance IS NULL AND owner IS NOT DISTINCT FROM %(owner)s",
         "WHERE allowance IS NULL AND (owner IS NOT DISTINCT FROM %(owner)s OR true)",
-        f"{RECEIVED}::test_a_shard_that_a_member_owns_is_nobody_elses_to_receive_from",
+        "whose a shard is, is asked again of the row as it is locked",
+    ),
+    mutant(
+        "a member's shards are anybody's to try alone",
+        CLAIM,
+        "    WHERE f.owner IS NOT DISTINCT FROM %(owner)s\n",
+        "    WHERE f.owner IS NOT DISTINCT FROM %(owner)s OR true\n",
+        f"{RECEIVED}::test_a_shard_that_a_member_owns_is_nobody_elses_to_try",
     ),
     mutant(
         "a shard whose delivery failed is handed out as any other",
@@ -100,13 +107,6 @@ MUTANTS: list[Mutant] = [
         RECEIVE,
         "if number >= self.policy.max_attempts:",
         "if number > self.policy.max_attempts:",
-        KILLS,
-    ),
-    mutant(
-        "an attempt is not counted before it is made",
-        RECEIVE,
-        '            lanes.count(raw, reader, suspect.lane or "", suspect.attempts, self.policy)\n',
-        "",
         KILLS,
     ),
     mutant(
