@@ -16,6 +16,7 @@ from saf.dialogs.statements import Code
 from saf.testing.clock import let_time_pass
 from tests.dialogs import (
     END,
+    ERROR,
     WAREHOUSE,
     begin,
     end,
@@ -206,3 +207,18 @@ def test_a_conversation_that_is_open_is_not_forgotten_and_neither_is_a_group_in_
         groups = "SELECT group_id = (SELECT group_id FROM saf.conversation) \
             FROM saf.conversation_group"
         assert fetch(connection, groups) == [(True,)]
+
+
+def test_what_waited_for_a_message_that_is_missing_goes_when_the_dialog_is_over(
+    app: Dsn, mom: Dsn
+) -> None:
+    dialog = begin(app, "1", contract=None, lifetime=60)
+    forward(app, mom)
+    assert said(receive(mom, WAREHOUSE)) == ["1"]
+    put(mom, dialog, 3, "3")
+    assert receive(mom, WAREHOUSE) == []
+    let_time_pass(mom, timedelta(minutes=2))
+    assert said(receive(mom, WAREHOUSE)) == [ERROR]
+    with connect(mom) as connection:
+        assert fetch(connection, "SELECT FROM saf.parked") == []
+        assert fetch(connection, "SELECT FROM saf.backoff") == []

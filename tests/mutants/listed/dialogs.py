@@ -176,18 +176,11 @@ MUTANTS: list[Mutant] = [
         f"{OF_GROUPS}::test_a_group_has_a_place_for_the_applications_state",
     ),
     mutant(
-        "what is ahead goes on though one before it is missing",
-        ARRIVAL,
-        "- dense_rank() OVER (PARTITION BY lane, from_initiator ORDER BY sequence) AS due",
-        "- 100 AS due",
-        ANY_ORDER,
-    ),
-    mutant(
         "what waited for a dialog that has ended stays",
         ARRIVAL,
         "SELECT parked_id, ended OR message_type",
         "SELECT parked_id, message_type",
-        NOT_WAITED_FOR,
+        f"{ENDS}::test_what_waited_for_a_message_that_is_missing_goes_when_the_dialog_is_over",
     ),
     mutant(
         "a message that is given up ends nothing",
