@@ -45,18 +45,20 @@ def settings(app: Dsn, mom: Dsn, tmp_path: Path) -> Callable[..., Settings]:
 
 
 def test_a_drain_goes_on_while_a_task_has_left_some_of_its_work(
-    app: Dsn, mom: Dsn, settings: Callable[..., Settings]
+    app: Dsn, mom: Dsn, settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two tasks ends before its last chunk; the cycle has forwarded little."""
+    monkeypatch.setattr("saf.spark.source.BATCH_BYTES", 20_000)
     send_many(app, LITTLE + 1000)
     context = InProcess(defaultParallelism=2)
-    drained = forwarder(settings(chunk_bytes=64 * 1024), context)
+    drained = forwarder(settings(chunk_bytes=20_000), context)
 
     def stop_the_second_task(job: int, task: int) -> None:
         broker = drained.roster.brokers["app"]
         if (job, task) == (0, 1):
             broker.stop()
         elif job == 1:
+            assert 0 < len(bodies(mom)) < LITTLE + 1000
             broker.go_on()
 
     context.before_task = stop_the_second_task

@@ -388,7 +388,10 @@ def test_what_was_delayed_comes_in_the_order_of_its_times_and_before_the_rest(in
     now = datetime.now(UTC)
     for body, hours in (("third", 3), ("first", 1), ("second", 2)):
         put(inbox, body, key="k", deliver_at=now + timedelta(hours=hours))
+    put(inbox, "soon", key="k", deliver_at=now + timedelta(minutes=30))
     assert receive_all(inbox) == []
+    let_time_pass(inbox, timedelta(minutes=40))
+    assert receive_all(inbox) == ["soon"]
     let_time_pass(inbox, timedelta(hours=4))
     put(inbox, "now", key="k")
     assert receive_all(inbox) == ["first", "second", "third", "now"]
@@ -400,6 +403,15 @@ def test_a_delivery_of_many_keys_is_in_the_order_of_their_ids(inbox: Dsn) -> Non
         put(inbox, body, key=f"k{body}")
     with saf.receive(inbox, SUBSCRIPTION) as delivery:
         assert [message.text() for message in delivery] == sent
+
+
+def test_neither_what_is_set_aside_nor_what_is_behind_it_counts_as_handled(inbox: Dsn) -> None:
+    put(inbox, "1", "2", key="k")
+    put(inbox, "other", key="other")
+    with saf.receive(inbox, SUBSCRIPTION) as delivery:
+        assert delivery.handled == 3
+        delivery.park(delivery[0], "not now")
+        assert delivery.handled == 1
 
 
 def test_an_expired_message_is_a_dead_letter(inbox: Dsn) -> None:
