@@ -97,8 +97,7 @@ MUTANTS: list[Mutant] = [
         BROKER,
         "            batches = cursor.in_hand(connection, LOG, member)\n            self.resumed",
         "            batches: list[cursor.Batch] = []\n            self.resumed",
-        "contract/test_2_no_loss.py::"
-        "test_a_message_committed_while_a_batch_is_open_is_in_the_next_one",
+        f"{FORWARDER}::test_a_brief_visit_finds_what_an_earlier_run_has_left_in_hand",
     ),
     mutant(
         "a restored source is forwarded",
