@@ -274,6 +274,7 @@ def test_a_forgotten_forwarder_comes_back_as_a_new_member_at_once(
     other.leave(source)
     broker.tend()
     assert broker.shards == SHARDS
+    assert fetch(source, "SELECT count(owner) FROM saf.cursor") == [(SHARDS,)]
     broker.leave()
 
 

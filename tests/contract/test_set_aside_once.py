@@ -200,6 +200,30 @@ def test_a_parked_message_leaves_its_lane_before_it_is_sent_at_most_once(
     assert bodies(other) == ["once"]
 
 
+# In order
+
+
+def test_a_new_message_does_not_overtake_what_waits_for_a_route_that_has_come(
+    app: Dsn, mom: Dsn, source: psycopg.Connection[Any]
+) -> None:
+    add_route(source, "mom", service="billing")
+
+    def run_without_default() -> None:
+        with Cycle(app, policy(mom=mom)) as cycle:
+            cycle.default = None
+            cycle.run()
+
+    send_to(source, "shipping", "first")
+    run_without_default()
+    add_route(source, "mom", service="shipping")
+    send_to(source, "shipping", "second")
+    run_without_default()
+    for _ in range(2):
+        let_time_pass(app)
+        run_without_default()
+    assert bodies(mom) == ["first", "second"]
+
+
 # By when the batch was opened
 
 

@@ -62,3 +62,12 @@ def test_a_password_from_the_environment_is_only_that(
         parts = load(file).brokers["app"].dsn.parts
         assert parts["password"] == "x host=elsewhere ' @/?"
         assert parts.get("host") in (None, "db")
+
+
+def test_the_environment_wins_over_what_the_file_says(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text(WHOLE + "[forwarder]\nchunk_rows = 5\nattempts = 2\n")
+    monkeypatch.setenv("SAF_FORWARDER__CHUNK_ROWS", "7")
+    settings = load(file).forwarder
+    assert (settings.chunk_rows, settings.attempts) == (7, 2)

@@ -204,15 +204,8 @@ MUTANTS: list[Mutant] = [
         SORTING,
         "    rows = _behind(rows, {lane for lane in held if lane.unrouted})\n",
         "",
-        "contract/test_lanes_in_order.py",
-    ),
-    mutant(
-        "new messages overtake those that wait for their service",
-        SORTING,
-        "if lane.lane.startswith((FOUND, SERVICE))}",
-        "if lane.lane.startswith(FOUND)}",
-        "contract/test_lanes_in_order.py",
-        UNKNOWN,
+        "contract/test_set_aside_once.py::"
+        "test_a_new_message_does_not_overtake_what_waits_for_a_route_that_has_come",
     ),
     mutant(
         "a problem that a person has to mend is to be tried again",

@@ -192,7 +192,7 @@ MUTANTS: list[Mutant] = [
         CONFIG,
         "return env_settings, init_settings",
         "return init_settings, env_settings",
-        f"{CLI}::test_the_environment_overrides_single_settings",
+        f"{SETTINGS}::test_the_environment_wins_over_what_the_file_says",
     ),
     mutant(
         "what is misspelt is ignored",
@@ -270,7 +270,7 @@ MUTANTS: list[Mutant] = [
         FLEETS,
         "WHERE datallowconn AND NOT datistemplate",
         "WHERE datallowconn",
-        f"{OF_FLEETS}::test_a_pattern_finds_the_databases_of_the_server_with_such_names",
+        f"{OF_FLEETS}::test_a_pattern_finds_no_templates",
     ),
     mutant(
         "two purges are at work",
