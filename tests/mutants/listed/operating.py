@@ -329,7 +329,7 @@ MUTANTS: list[Mutant] = [
         "saf/cli/__init__.py",
         "        sys.exit(error.exit_code)\n",
         "        sys.exit(0)\n",
-        f"{CLI}::test_forward_ends_with_2_on_a_database_without_the_schema",
+        f"{CLI}::test_migrate_ends_with_2_on_a_number_of_shards_that_cannot_be",
     ),
     mutant(
         "what is unavailable is to be mended by a person",
