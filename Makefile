@@ -3,13 +3,14 @@
 
 SHELL := /bin/bash
 VENV := .venv
+WORKERS ?= 2
 PY := $(VENV)/bin/python
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	"$$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
 	2>/dev/null && echo "$$python" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-routing demo-dialog test check crash stateful bench bench-peers wheel clean
+.PHONY: help demo demo-routing demo-dialog test check crash stateful mutants bench bench-peers wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,11 +27,11 @@ demo-dialog: $(VENV)/.installed ## a shop and a warehouse talk: in parts, refuse
 test: $(VENV)/.installed ## the tests; some of them: make test T="tests/unit -k shard"
 	$(PY) -m pytest $(T)
 
-check: $(VENV)/.installed ## the gate: format, lint, types, tests; warnings are errors
+check: $(VENV)/.installed ## the gate: format, lint, types, tests two at a time; warnings are errors
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 bench: $(VENV)/.installed ## the benchmarks, under 10 minutes; keep the machine quiet
 	$(PY) -m benchmarks.bench
@@ -45,6 +46,10 @@ crash: $(VENV)/.installed ## rounds of faults, checked: make crash ROUNDS=20 SEE
 stateful: $(VENV)/.installed ## steps that lose a message, looked for: make stateful SECONDS=600 SEED=7
 	@$(PY) -m tests.stateful $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) \
 	$(if $(ONLY),--only $(ONLY))
+
+mutants: $(VENV)/.installed ## bugs are planted, tests must notice: make mutants SAMPLE=10 SEED=7, K=cursor
+	@$(PY) -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) \
+	$(if $(K),-k "$(K)")
 
 wheel: $(VENV)/.installed ## dist/saf_outbox-….whl
 	$(PY) -m build --wheel --outdir dist .

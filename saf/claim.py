@@ -71,7 +71,8 @@ FAILED = failed("touched")
 
 # In random order, so that receivers seldom meet and no shard is always the last. The rows are
 # locked as the join asks for them, one by one, until enough messages are counted: the others stay
-# for other receivers. A shard without any for this service counts as one, and is passed by.
+# for other receivers. A shard without any for this service counts as one, and is passed by. Whose
+# it is, and whether it is handed out with care, is asked again of the row as it is locked.
 CLAIM = f"""
 SELECT shard, bool_or(failed), count(*) FROM (
     SELECT c.shard, {FAILED} AS failed

@@ -247,7 +247,7 @@ def add_route(
     for what, name in (("service", service), ("destination", destination)):
         if name is not None:
             check_name(what, name)
-    if expires_at is not None and expires_at.tzinfo is None:
+    if expires_at is not None and expires_at.utcoffset() is None:
         raise UsageError(f"expires_at {expires_at.isoformat()} says no time zone")
     params = {
         "service": service,

@@ -33,6 +33,10 @@ from saf.testing.databases import Copies, Database, Databases, embedded_server
 VERSIONS = (15, 16, 18)
 SETTINGS = {"max_prepared_transactions": 20, "max_connections": 200}
 
+LENT = "SAF_TESTS_TEMPLATE"
+"""The environment variable that names a migrated template on a server that is running already, for
+who runs tests many times; see `tests.mutants`."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # a shell lets what it runs in the background ignore Ctrl-C, and so would what the tests start
@@ -81,6 +85,8 @@ class Servers:
         self._servers: dict[int, Prepared] = {}
 
     def __getitem__(self, version: int) -> Prepared:
+        if version == DEFAULT_VERSION and LENT in os.environ and version not in self._servers:
+            self._servers[version] = _lent(Database(Dsn(os.environ[LENT])))
         if version not in self._servers:
             server = self._running.enter_context(embedded_server(version))
             databases = Databases(server.dsn("postgres"))
@@ -88,6 +94,11 @@ class Servers:
             migrate(template.dsn)
             self._servers[version] = Prepared(server=server, databases=databases, template=template)
         return self._servers[version]
+
+
+def _lent(template: Database) -> Prepared:
+    server = EmbeddedServer(template.dsn.parts["host"])
+    return Prepared(server=server, databases=Databases(server.dsn("postgres")), template=template)
 
 
 @pytest.fixture(scope="session")

@@ -211,7 +211,8 @@ def _malformed(message: Received) -> str | None:
         return None
     if message.conversation_id is None:
         return "it is of a dialog, and has no conversation_id"
-    if message.sequence is not None and message.sequence < 1:
+    counted = message.message_type != COMPARE  # an end that has said nothing compares at 0
+    if message.sequence is not None and message.sequence < counted:
         return f"its number in the dialog is {message.sequence}"
     if message.sequence == 1 and message.from_initiator and not message.from_service:
         return "it begins a dialog, and has no from_service to answer to"

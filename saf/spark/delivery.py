@@ -153,7 +153,8 @@ class Delivery:
         """Step 3; return whether the task should stop."""
 
         def settle(source: psycopg.Connection[Any]) -> bool:
-            # once, also where the answer to the commit before got lost
+            # once, also where the answer to the commit before got lost; not only here is that seen
+            # to, because `Aside.write` leaves out what is there already, and `advance` fences
             new = bool(aside) and hold(source, self.work.batch) < position
             stop = advance(source, self.work.batch, position)
             self.storing.acknowledge(source)

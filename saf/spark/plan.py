@@ -25,8 +25,8 @@ PER_DRIVER = 1
 def tasks_within(max_connections: int) -> int:
     """How many tasks a source's limit leaves room for; one at least.
 
-    >>> tasks_within(4), tasks_within(10), tasks_within(31)
-    (1, 3, 10)
+    >>> tasks_within(4), tasks_within(6), tasks_within(10), tasks_within(31)
+    (1, 1, 3, 10)
     """
     return max(1, (max_connections - PER_DRIVER) // PER_TASK)
 

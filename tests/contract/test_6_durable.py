@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from saf import cursor
+from saf.choices import Asker, choose
 from saf.database import Dsn
 from saf.embedded import EmbeddedServer
 from saf.migrate import migrate
-from tests.pipeline import Cycle, bodies, connect, policy, send
+from saf.resolutions import Resolved, keep
+from tests.pipeline import Cycle, bodies, connect, new_member, policy, send
 
 
 @pytest.fixture
@@ -110,3 +115,44 @@ def test_nothing_is_marked_while_the_destination_has_not_committed(app: Dsn, mom
         positions = connection.execute("SELECT DISTINCT position FROM saf.cursor").fetchall()
         assert positions == [(0,)]
     assert bodies(mom) == []
+
+
+@pytest.mark.parametrize("default", ["off", "local"])
+def test_what_has_to_be_known_before_anything_is_sent_is_durable_whatever_the_default(
+    app: Dsn, default: str
+) -> None:
+    """The open, an attempt, a choice, a resolution; a mark need not be, and is not waited for."""
+    with connect(app) as connection:
+        connection.execute(f"ALTER DATABASE {app.database} SET synchronous_commit = {default}")
+        connection.execute("CREATE TABLE seen (step text, setting text)")
+        connection.execute(
+            "CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN INSERT INTO seen "
+            "VALUES (current_setting('test.step'), current_setting('synchronous_commit')); "
+            "RETURN NULL; END $$"
+        )
+        for table in ("cursor", "route_choice", "resolved_conversation"):
+            connection.execute(
+                f"CREATE TRIGGER note AFTER INSERT OR UPDATE ON saf.{table} FOR EACH STATEMENT "
+                "EXECUTE FUNCTION note()"
+            )
+    with connect(app) as connection:
+        send(connection, "x", key="k")
+        connection.execute("SET test.step = 'balance'")
+        member = new_member(connection)
+        member.balance(connection)
+        connection.execute("SET test.step = 'open'")
+        cursor.open_batch(connection, member)
+        (batch,) = cursor.in_hand(connection, "outbox", member)
+        steps: dict[str, Callable[[], object]] = {
+            "attempt": lambda: cursor.attempt(connection, batch, 1),
+            "choice": lambda: choose(connection, {Asker("billing", None, "k"): ["a", "b"]}),
+            "resolution": lambda: keep(connection, "router", {"k": Resolved(service="billing")}),
+            "mark": lambda: cursor.advance(connection, batch, 1),
+        }
+        for step, write in steps.items():
+            connection.execute(f"SET test.step = '{step}'")
+            with connection.transaction():
+                write()
+        rows = connection.execute("SELECT DISTINCT step, setting FROM seen").fetchall()
+    durable = dict.fromkeys(("open", "attempt", "choice", "resolution"), "on")
+    assert dict(rows) == {"balance": default, **durable, "mark": "off"}

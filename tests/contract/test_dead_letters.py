@@ -7,9 +7,11 @@ from typing import Any
 import psycopg
 import pytest
 
+import saf
 from saf import dead
 from saf.database import Dsn, fetch
 from saf.dead import Filter
+from saf.services import create_service
 from tests.pipeline import Cycle, bodies, connect, policy, send
 
 REFUSE = "ALTER TABLE saf.inbox ADD CONSTRAINT polite CHECK (convert_from(body, 'UTF8') !~ 'bad')"
@@ -111,3 +113,34 @@ def test_a_filter_chooses_and_a_discarded_message_is_gone_and_remembered(
         assert dead.body(connection, first.dead_letter_id) is None
         assert len(dead.dead_letters(connection, Filter())) == 4
         assert audit(connection) == [("postgres", "discard", 1, "a test order")]
+
+
+def test_what_had_expired_is_delivered_all_the_same_when_a_person_retries_it(
+    app: Dsn, mom: Dsn
+) -> None:
+    with connect(mom) as connection:
+        create_service(connection, "billing")
+    with connect(app) as connection:
+        connection.execute(
+            "INSERT INTO saf.outbox (to_service, body, expires_at) "
+            "VALUES ('billing', 'late', now() - interval '1 s')"
+        )
+        run(app, mom)
+        assert [one.reason for one in dead.dead_letters(connection, Filter())] == ["expired"]
+        dead.retry(connection, Filter(), "better late")
+        run(app, mom)
+    with saf.receive(mom, "billing") as delivery:
+        assert [message.text() for message in delivery] == ["late"]
+
+
+def test_retries_are_numbered_one_at_a_time(app: Dsn, rejected: list[str]) -> None:
+    """One that commits late must not come after a higher one was delivered."""
+    with connect(app) as one, app.connect(role="test") as two:
+        two.execute("SET lock_timeout = '200ms'")
+        two.commit()
+        with one.transaction():
+            one.execute(dead.ONE_AT_A_TIME)
+            with pytest.raises(psycopg.errors.LockNotAvailable):
+                dead.retry(two, Filter(), "")
+        two.rollback()
+        assert len(dead.retry(two, Filter(), "")) == len(rejected)

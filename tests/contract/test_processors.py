@@ -150,6 +150,22 @@ def test_a_message_without_key_has_an_instance_of_its_own(inbox: Dsn) -> None:
 
 
 @every_postgresql
+def test_an_instance_of_a_message_without_key_is_passivated_once(inbox: Dsn) -> None:
+    passivated: list[saf.Processor] = []
+
+    class Alone(saf.Processor):
+        @saf.handles()
+        def handle(self, message: saf.Received, connection: psycopg.Connection[Any]) -> None:
+            """Nothing to do."""
+
+        def passivate(self, connection: psycopg.Connection[Any]) -> None:  # noqa: ARG002
+            passivated.append(self)
+
+    put(inbox, "1", "2")
+    assert saf.Processors(inbox, SUBSCRIPTION, Alone).drain() == 2
+    assert len(passivated) == len({id(one) for one in passivated}) == 2
+
+
 def test_what_an_instance_remembers_of_a_handler_that_failed_is_thrown_away(inbox: Dsn) -> None:
     put(inbox, "1", "2", "3", key="k")
     put(inbox, "1", "2", "3", key="other")

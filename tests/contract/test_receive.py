@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
@@ -16,11 +17,15 @@ import psycopg
 import pytest
 
 import saf
-from saf import claim
+from saf import claim, services
 from saf.database import Dsn, fetch
 from saf.errors import Unavailable, UnreadableBody, UsageError
+from saf.inbox import inbox_status, peek
 from saf.maintenance import purge_broker
+from saf.receive import Receiver, connected
 from saf.services import create_subscription
+from saf.shards import Member
+from saf.testing.clock import let_time_pass
 from tests.pipeline import connect
 from tests.processes import run, start, wait
 from tests.receivers import (
@@ -247,6 +252,47 @@ def test_a_key_is_never_in_two_hands_and_other_shards_stay_free(inbox: Dsn) -> N
     assert sum(map(len, keys)) == len(set.union(*keys))
 
 
+def test_a_shard_that_a_member_owns_is_nobody_elses_to_receive_from(inbox: Dsn) -> None:
+    """Also for a receiver that was there before the member came."""
+    put(inbox, "1", key="k")
+    with connect(inbox) as connection, connected(inbox) as link:
+        number = services.subscription(connection, SUBSCRIPTION).subscription_id
+        receiver = Receiver(link, SUBSCRIPTION, saf.Policy(), 10)
+        member = Member(subscription_id=number, lease_seconds=30)
+        member.join(connection)
+        member.balance(connection)
+        with receiver.delivery() as delivery:
+            assert not delivery
+        member.leave(connection)
+        with receiver.delivery() as delivery:
+            assert [message.text() for message in delivery] == ["1"]
+
+
+def test_a_shard_that_a_member_owns_is_nobody_elses_to_try(inbox: Dsn) -> None:
+    """It was chosen because it failed, and found its owner before it was claimed."""
+    put(inbox, "1", key="k")
+    with connect(inbox) as connection, connected(inbox) as link:
+        ((shard,),) = fetch(connection, "SELECT shard FROM saf.inbox")
+        number = services.subscription(connection, SUBSCRIPTION).subscription_id
+        member = Member(subscription_id=number, lease_seconds=30)
+        member.join(connection)
+        member.balance(connection)
+        reader = claim.Reader(subscription_id=number, name=SUBSCRIPTION, service=SUBSCRIPTION)
+        with link.transaction():
+            assert claim.claim_shard(link.raw, reader, shard, 1) is None
+            assert claim.claim_shard(link.raw, replace(reader, owner=member.member_id), shard, 1)
+
+
+def test_the_inbox_says_what_is_left_of_a_batch_in_hand(inbox: Dsn) -> None:
+    store(inbox, 1, 10)
+    with saf.receive(inbox, SUBSCRIPTION, max_messages=3) as delivery:
+        assert len(delivery) == 3
+    with connect(inbox) as connection:
+        (status,) = inbox_status(connection)
+        assert status.unread == 7
+        assert [one.id for one in peek(connection, SUBSCRIPTION, 2)] == [4, 5]
+
+
 def test_a_slow_key_does_not_delay_others(inbox: Dsn) -> None:
     put(inbox, "slow", key="slow")
     with saf.receive(inbox, SUBSCRIPTION) as slow:
@@ -338,6 +384,36 @@ def test_deliver_at_is_honoured_and_nobody_waits_for_it(inbox: Dsn) -> None:
         assert fetch(connection, "SELECT FROM saf.backoff") == []
 
 
+def test_what_was_delayed_comes_in_the_order_of_its_times_and_before_the_rest(inbox: Dsn) -> None:
+    now = datetime.now(UTC)
+    for body, hours in (("third", 3), ("first", 1), ("second", 2)):
+        put(inbox, body, key="k", deliver_at=now + timedelta(hours=hours))
+    put(inbox, "soon", key="k", deliver_at=now + timedelta(minutes=30))
+    assert receive_all(inbox) == []
+    let_time_pass(inbox, timedelta(minutes=40))
+    assert receive_all(inbox) == ["soon"]
+    let_time_pass(inbox, timedelta(hours=4))
+    put(inbox, "now", key="k")
+    assert receive_all(inbox) == ["first", "second", "third", "now"]
+
+
+def test_a_delivery_of_many_keys_is_in_the_order_of_their_ids(inbox: Dsn) -> None:
+    sent = [str(number) for number in range(30)]
+    for body in sent:
+        put(inbox, body, key=f"k{body}")
+    with saf.receive(inbox, SUBSCRIPTION) as delivery:
+        assert [message.text() for message in delivery] == sent
+
+
+def test_neither_what_is_set_aside_nor_what_is_behind_it_counts_as_handled(inbox: Dsn) -> None:
+    put(inbox, "1", "2", key="k")
+    put(inbox, "other", key="other")
+    with saf.receive(inbox, SUBSCRIPTION) as delivery:
+        assert delivery.handled == 3
+        delivery.park(delivery[0], "not now")
+        assert delivery.handled == 1
+
+
 def test_an_expired_message_is_a_dead_letter(inbox: Dsn) -> None:
     put(inbox, "too late", key="k", expires_at=datetime.now(UTC) - timedelta(seconds=1))
     put(inbox, "in time", key="k", expires_at=datetime.now(UTC) + timedelta(hours=1))
@@ -385,6 +461,26 @@ def test_a_message_that_kills_whoever_handles_it_is_found_among_others_and_set_a
         "k3": 4,
     }
     assert kills <= 10
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_message_that_kills_its_receiver_is_handed_out_as_often_as_the_policy_says(
+    inbox: Dsn, most: int
+) -> None:
+    """The attempt is counted before it is made, also the last one."""
+    put(inbox, "poison", key="k")
+    policy = saf.Policy(max_attempts=most)
+    handed_out = 0
+    for _ in range(20):
+        let_keys_be_due(inbox)
+        with suppress(psycopg.Error), saf.receive(inbox, SUBSCRIPTION, policy=policy) as delivery:
+            handed_out += len(delivery)
+            if delivery:
+                delivery.connection.close()  # as if the process had died
+        let_the_server_notice(inbox)
+    # that of a delivery with others is not known to be its own, so there is one more at least
+    assert dead(inbox) == [("poison", "failed")]
+    assert handed_out == max(most, 2)
 
 
 def test_what_rolls_back_once_comes_again_in_order_and_is_soon_handed_out_in_full(

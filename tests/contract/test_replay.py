@@ -93,3 +93,14 @@ def test_the_command_sends_again_what_reconcile_says_is_lost_and_nothing_else(
     run(app, mom)
     assert bodies(mom) == [str(number) for number in range(10)]
     assert saf("reconcile", cwd=tmp_path).returncode == 0
+
+
+def test_a_dry_run_of_a_replay_changes_nothing(app: Dsn) -> None:
+    shared = Routes(routes=(Route(destination="a"), Route(destination="b")))
+    with connect(app) as connection:
+        send(connection, "x", key="k")
+        lost = fetch(connection, "SELECT shard, id FROM saf.outbox")
+        (chosen,) = replay(connection, lost, shared, "", dry_run=True)
+        assert chosen in ("a", "b")
+        for table in ("parked", "backoff", "audit", "route_choice", "route_share"):
+            assert fetch(connection, f"SELECT FROM saf.{table}") == []

@@ -16,10 +16,13 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from saf.archive import ParquetArchive
+from saf.choices import Asker, choose
 from saf.database import Dsn
 from saf.errors import UsageError
 from saf.maintenance import Outcome, purge_broker
 from saf.ring import SLOT_ROWS, SLOTS, Contents, Slot, purge, rotate
+from saf.routes import add_route, add_topic, current_routes, freeze
+from tests.dialogs import begin
 from tests.pipeline import Cycle, bodies, connect, forward, policy, send
 from tests.processes import start, wait
 
@@ -111,6 +114,20 @@ def test_a_slot_goes_once_every_subscription_has_completed_it(app: Dsn, mom: Dsn
         assert size.fetchone() == (True,)
         forward(app, mom=mom)
     assert bodies(mom) == ["a", "b", "c", "later"]
+
+
+@pytest.mark.parametrize("slow", ["a", "b", "forwarder", "z"])
+def test_a_slot_stays_whichever_subscription_it_is_that_needs_it(app: Dsn, slow: str) -> None:
+    with connect(app) as connection:
+        for name in ("a", "b", "z"):
+            subscribe(connection, name)
+        send(connection, "x")
+        leave_slot(connection)
+        for name in {"a", "b", "forwarder", "z"} - {slow}:
+            catch_up(connection, name)
+        kept = purge_now(connection)
+        assert (kept.state, kept.subscription) == ("needed", slow)
+        assert in_slot(connection, "outbox_0") == ["x"]
 
 
 def test_a_batch_in_hand_keeps_its_rows_whatever_its_position(app: Dsn, mom: Dsn) -> None:
@@ -522,6 +539,33 @@ def test_a_dry_run_says_what_would_be_done_and_changes_nothing(app: Dsn, mom: Ds
     first, second = outcome.slots[:2]
     assert (first.state, first.messages) == ("purgeable", 1)
     assert second.state == "rotatable"
+
+
+def test_a_dry_run_forgets_nothing(app: Dsn) -> None:
+    with connect(app) as connection:
+        add_route(connection, "a")
+        for name in ("t", "u"):
+            freeze(connection, current_routes(connection))
+            add_topic(connection, name)
+        with connection.transaction():
+            choose(connection, {Asker("s", None, "k"): ["a"]})
+        dialog = begin(app, from_service="s", to_service="s")
+        with connection.transaction():
+            dialog.end(connection)
+        connection.execute("UPDATE saf.route_choice SET used_at = now() - interval '9 days'")
+        connection.execute("UPDATE saf.route_version SET created_at = now() - interval '9 days'")
+        connection.execute("UPDATE saf.conversation SET changed_at = now() - interval '9 days'")
+        tables = ("route_version", "route_choice", "conversation")
+
+        def rows() -> list[int]:
+            found = [connection.execute(f"SELECT count(*) FROM saf.{table}") for table in tables]
+            return [row[0] for cursor in found if (row := cursor.fetchone())]
+
+        before = rows()
+        purge_all(app, dry_run=True)
+        assert rows() == before == [2, 1, 1]
+        purge_all(app)
+        assert rows() == [1, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -528,3 +528,23 @@ def test_a_router_that_cannot_be_is_refused(source: psycopg.Connection[Any]) -> 
             add_router(source, **values)
     with pytest.raises(ConfigurationError, match="no 'arrivals', only 'departures'"):
         remove_router(source, "arrivals")
+
+
+def test_to_a_router_that_forwards_messages_go_as_to_any_service(
+    source: psycopg.Connection[Any],
+) -> None:
+    add_router(source, "departures", "python", BY_ORIGIN, mode="forward")
+    assert current_routes(source).routers == ()
+    add_router(source, "departures", "python", BY_ORIGIN, mode="redirect")
+    assert [one.service for one in current_routes(source).routers] == ["departures"]
+
+
+def test_dead_letters_of_several_reasons_die_in_the_order_in_which_they_were_sent(
+    app: Dsn, source: psycopg.Connection[Any], ewr: Dsn, jfk: Dsn
+) -> None:
+    """And so they are retried in it."""
+    add_router(source, "departures", "python", BY_ORIGIN)
+    send(source, *flights("XXX", None, "XXX", None, "YYY"), key="k")
+    run(app, ewr=ewr, jfk=jfk)
+    died = fetch(source, "SELECT id FROM saf.dead_letter ORDER BY dead_letter_id")
+    assert died == fetch(source, "SELECT id FROM saf.outbox ORDER BY id")

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import psycopg
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from saf import Outbox, dead
 from saf.choices import NOTED_SECONDS, Asker, choose, forget
 from saf.database import Dsn, fetch
+from saf.errors import UsageError
 from saf.failpoints import arm
 from saf.routes import (
     Configured,
@@ -21,13 +22,17 @@ from saf.routes import (
     add_route,
     add_topic,
     configuration,
+    current_routes,
     enable_route,
+    freeze,
+    frozen_routes,
     remove_route,
     remove_topic,
 )
 from saf.ways import Route
 from tests.contract.test_7_isolated import NOWHERE, count
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
+from tests.unit.test_message import Nowhere
 
 Broker = Callable[[str], Dsn]
 
@@ -532,3 +537,48 @@ def test_a_route_for_one_broker_is_no_route_for_another(
     run(app, a=a)
     assert bodies(a) == ["mine"]
     assert count(app, "parked") == 2
+
+
+def test_a_route_is_over_at_the_moment_that_it_names() -> None:
+    moment = datetime(2026, 1, 2, tzinfo=UTC)
+    one = Configured(route=Route(destination="mom"), origin="saf.route", expires_at=moment)
+    assert one.in_force(moment - timedelta(microseconds=1))
+    assert not one.in_force(moment)
+
+
+def test_routes_are_written_anew_only_if_they_have_changed(
+    source: psycopg.Connection[Any],
+) -> None:
+    add_route(source, "a")
+    versions = [freeze(source, current_routes(source)) for _ in range(2)]
+    add_topic(source, "t")
+    versions += [freeze(source, current_routes(source)) for _ in range(2)]
+    assert versions == [versions[0], versions[0], versions[2], versions[2]]
+    assert versions[2] > versions[0]
+    assert frozen_routes(source, versions[2]) == current_routes(source)
+
+
+def test_the_choice_of_a_conversation_that_is_open_is_not_forgotten(
+    source: psycopg.Connection[Any],
+) -> None:
+    conversation = uuid4()
+    with source.transaction():
+        for key in (str(conversation), "k"):
+            choose(source, {Asker("s", None, key): ["a"]})
+        source.execute("INSERT INTO saf.conversation_group (group_id) VALUES (%s)", [conversation])
+        source.execute(
+            "INSERT INTO saf.conversation (conversation_id, is_initiator, service, far_service, "
+            "group_id) VALUES (%s, true, 'shop', 's', %s)",
+            [conversation, conversation],
+        )
+    source.execute("UPDATE saf.route_choice SET used_at = now() - interval '9 days'")
+    assert forget(source, 0) == 1
+    assert fetch(source, "SELECT key FROM saf.route_choice") == [(str(conversation),)]
+
+
+def test_a_moment_without_a_time_zone_is_refused_also_if_it_has_one_that_says_nothing(
+    source: psycopg.Connection[Any],
+) -> None:
+    for zone in (None, Nowhere()):
+        with pytest.raises(UsageError, match="says no time zone"):
+            add_route(source, "a", expires_at=datetime(2026, 1, 2, tzinfo=zone))

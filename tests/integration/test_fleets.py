@@ -180,3 +180,8 @@ def test_the_doctor_examines_a_fleet_and_names_what_is_wrong_with_it(
     wrong = {(one.where, one.check) for one in found if one.severity == "error"}
     assert {("fleet 'shops'", "fleet"), ("fleet 'gone'", "reachable")} <= wrong
     assert ("broker 'shops/acme'", "schema") in {(one.where, one.check) for one in found}
+
+
+def test_a_pattern_finds_no_templates(server: EmbeddedServer) -> None:
+    found = ask("all", Fleet(dsn=server.dsn("postgres"), databases="template*"))
+    assert (found.brokers, found.problems) == ({}, [])

@@ -379,7 +379,7 @@ def test_nobody_can_pass_a_right_on(app: Dsn, granted: Callable[..., Dsn]) -> No
     """The server ignores it, with a warning."""
     with connect(granted(app, "operator")) as connection:
         connection.execute("GRANT SELECT ON saf.outbox TO PUBLIC")
-    with connect(granted(app)) as connection:
+    with connect(granted(app, "writer")) as connection:
         assert _denied(connection, "SELECT FROM saf.outbox")
 
 

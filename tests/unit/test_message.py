@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from datetime import UTC, date, datetime, timedelta, timezone
+from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
 from typing import Any
 from uuid import UUID
 
@@ -14,6 +14,20 @@ from hypothesis import strategies as st
 
 from saf.errors import InvalidMessage, UsageError
 from saf.message import MAX_KEY, MAX_NAME, Message, Row, encode, encode_body
+
+
+class Nowhere(tzinfo):
+    """A time zone that does not know how far it is from UTC."""
+
+    def utcoffset(self, _moment: datetime | None) -> None:
+        return None
+
+    def dst(self, _moment: datetime | None) -> None:
+        return None
+
+    def tzname(self, _moment: datetime | None) -> str:
+        return "nowhere"
+
 
 NAIVE = datetime(2026, 1, 2, 3, 4)
 ZURICH = datetime(2026, 1, 2, 3, 4, tzinfo=timezone(timedelta(hours=1)))
@@ -135,6 +149,7 @@ def test_a_body_of_exactly_max_bytes_is_accepted() -> None:
         ({"to_broker": "not-a-uuid"}, "to_broker", "not a uuid.UUID"),
         ({"deliver_at": NAIVE}, "deliver_at", "2026-01-02T03:04:00 has no time zone"),
         ({"expires_at": NAIVE}, "expires_at", "2026-01-02T03:04:00 has no time zone"),
+        ({"deliver_at": NAIVE.replace(tzinfo=Nowhere())}, "deliver_at", "has no time zone"),
         ({"deliver_at": date(2026, 1, 2)}, "deliver_at", "expected datetime, got date"),
         ({"expires_at": 600}, "expires_at", "expected datetime, got int"),
         ({"body": object()}, "body", "neither bytes, str nor JSON"),

@@ -1,0 +1,207 @@
+"""The forwarder's driver: what it closes, goes on with, gives way to, and reports."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from saf.config import Settings, load
+from saf.database import Dsn, fetch
+from saf.routes import add_route
+from saf.spark.broker import LITTLE, SourceBroker
+from saf.spark.summary import Summary
+from saf.spark.work import Work
+from tests.contract.test_7_isolated import NOWHERE
+from tests.contract.test_connections import _nothing_stays
+from tests.driver import InProcess, forwarder
+from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, send
+from tests.programs import configuration
+from tests.programs import send as send_many
+
+__all__ = ["_nothing_stays"]
+
+GIANT = 2000
+PAST = datetime(2020, 1, 1, tzinfo=UTC)
+
+NewBroker = Callable[[str], Dsn]
+
+OPEN = "SELECT count(*) FROM saf.cursor WHERE open IS NOT NULL"
+
+
+@pytest.fixture
+def settings(app: Dsn, mom: Dsn, tmp_path: Path) -> Callable[..., Settings]:
+    def made(brokers: dict[str, Dsn] | None = None, **options: object) -> Settings:
+        file = configuration(
+            tmp_path / "saf.toml", brokers or {"app": app}, {"mom": mom}, **options
+        )
+        return load(file)
+
+    return made
+
+
+def test_a_drain_goes_on_while_a_task_has_left_some_of_its_work(
+    app: Dsn, mom: Dsn, settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two tasks ends before its last chunk; the cycle has forwarded little."""
+    monkeypatch.setattr("saf.spark.source.BATCH_BYTES", 20_000)
+    send_many(app, LITTLE + 1000)
+    context = InProcess(defaultParallelism=2)
+    drained = forwarder(settings(chunk_bytes=20_000), context)
+
+    def stop_the_second_task(job: int, task: int) -> None:
+        broker = drained.roster.brokers["app"]
+        if (job, task) == (0, 1):
+            broker.stop()
+        elif job == 1:
+            assert 0 < len(bodies(mom)) < LITTLE + 1000
+            broker.go_on()
+
+    context.before_task = stop_the_second_task
+    drained.drain()
+    assert context.jobs[0] == 2
+    assert len(bodies(mom)) == LITTLE + 1000
+    with connect(app) as connection:
+        assert fetch(connection, OPEN) == [(0,)]
+
+
+def test_each_item_of_work_is_a_task_of_its_own(
+    app: Dsn, new_broker: NewBroker, settings: Callable[..., Settings]
+) -> None:
+    """What fails in one, or takes long, is another one's in no slice."""
+    brokers = {"app": app, "two": new_broker("two"), "three": new_broker("three")}
+    for dsn in brokers.values():
+        send_many(dsn, 3)
+    context = InProcess(defaultParallelism=3)
+    assert forwarder(settings(brokers), context).drain().forwarded == 9
+    assert context.jobs == [3]
+
+
+def test_a_giant_that_has_given_way_goes_on_whole_in_the_next_cycle(
+    app: Dsn,
+    new_broker: NewBroker,
+    settings: Callable[..., Settings],
+    mom: Dsn,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("saf.spark.broker.LITTLE", 100)
+    small = new_broker("small")
+    send_many(app, GIANT, "giant")
+    looping = forwarder(
+        settings(
+            {"app": app, "small": small},
+            chunk_rows=20,
+            turn_seconds=0.01,
+            interval_seconds=0.05,
+        ),
+        InProcess(),
+    )
+    summaries: list[Summary] = []
+    thread = threading.Thread(target=looping.loop, args=[summaries.append])
+    thread.start()
+    try:
+        while not bodies(mom):
+            pass
+        with connect(small) as connection:
+            send(connection, "small")
+        while len(bodies(mom)) <= GIANT:
+            assert thread.is_alive()
+    finally:
+        looping.stop()
+        thread.join()
+    arrived = bodies(mom)
+    assert arrived.index("small") < len(arrived) - 1, "the giant gave way"
+    assert sum(one.cycles for one in summaries) < 20
+
+
+def test_what_became_of_messages_is_reported_by_number(
+    app: Dsn, settings: Callable[..., Settings]
+) -> None:
+    with connect(app) as connection:
+        add_route(connection, "nowhere", service="shipping")
+        for service, expires in (("shipping", None), ("billing", PAST), ("billing", None)):
+            connection.execute(
+                "INSERT INTO saf.outbox (to_service, body, expires_at) VALUES (%s, '', %s)",
+                [service, expires],
+            )
+    summary = forwarder(settings(), InProcess()).drain()
+    assert (summary.forwarded, summary.parked, summary.dead) == (1, 1, 1)
+    assert [one["broker"] for one in summary.waiting] == ["app"]
+    assert (summary.problems, summary.exit_code) == ([], 75)
+
+
+def test_what_a_task_met_is_a_problem_and_decides_the_exit_code(
+    app: Dsn, mom: Dsn, settings: Callable[..., Settings]
+) -> None:
+    with connect(app) as connection:
+        send(connection, "x")
+    with connect(mom) as connection:
+        connection.execute("UPDATE saf.alembic_version SET version_num = '0001'")
+    summary = forwarder(settings(attempts=1), InProcess()).drain()
+    assert [one["kind"] for one in summary.problems] == ["SchemaMismatch"]
+    assert summary.exit_code == 2
+
+
+def test_a_destination_under_two_names_is_refused(app: Dsn, mom: Dsn, tmp_path: Path) -> None:
+    """One watermark cannot serve both."""
+    with connect(app) as connection:
+        add_route(connection, "again", service="shipping")
+        for service in ("shipping", "billing"):
+            connection.execute(
+                "INSERT INTO saf.outbox (to_service, body) VALUES (%s, '')", [service]
+            )
+    file = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom, "again": mom})
+    summary = forwarder(load(file), InProcess()).drain()
+    assert [one["kind"] for one in summary.problems] == ["ConfigurationError"]
+    assert "are the same broker" in summary.problems[0]["error"]
+
+
+# Brief visits: with more sources than it may stay connected to
+
+
+def brief(app: Dsn) -> list[Work]:
+    broker = SourceBroker("app", app, lease_seconds=30)
+    try:
+        return broker.visit("mom", brief=True)
+    finally:
+        broker.leave()
+
+
+def test_who_has_nothing_to_do_in_a_brief_visit_ends_with_its_session(app: Dsn) -> None:
+    broker = SourceBroker("app", app, lease_seconds=30)
+    assert broker.visit("mom", brief=True) == []
+    assert not broker.connected
+    sessions = "SELECT FROM pg_stat_activity WHERE application_name = 'saf forward' \
+        AND datname = current_database()"
+    with connect(app) as connection:
+        until = time.monotonic() + 10
+        while fetch(connection, sessions):
+            assert time.monotonic() < until
+        assert fetch(connection, "SELECT FROM saf.member") == []
+
+
+def test_a_brief_visit_finds_what_an_earlier_run_has_left_in_hand(app: Dsn, mom: Dsn) -> None:
+    with connect(app) as connection:
+        send(connection, "x")
+    with Cycle(app, policy(mom=mom)) as cycle:
+        cycle.open()
+        # what the batch holds is marked, and the batch is not closed
+        cycle.deliver()
+        with connect(app) as connection:
+            connection.execute("UPDATE saf.cursor SET done = open WHERE open IS NOT NULL")
+    assert len(brief(app)) == 1
+
+
+def test_a_brief_visit_finds_lanes_whose_time_has_come(app: Dsn, mom: Dsn) -> None:
+    with connect(app) as connection:
+        add_route(connection, "other", service="billing")
+        send(connection, "x")
+    with Cycle(app, policy(mom=mom, other=NOWHERE)) as cycle:
+        cycle.run()
+    assert brief(app) == []
+    let_time_pass(app)
+    assert len(brief(app)) == 1

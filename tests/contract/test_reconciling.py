@@ -1,0 +1,85 @@
+"""What reconciling counts as complete: to the position, up to a moment, of one source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+
+from saf import dead
+from saf.database import Dsn
+from saf.dead import Filter
+from saf.reconcile import Outcome, reconcile
+from tests.pipeline import Cycle, connect, forward, policy, send
+
+Broker = Callable[[str], Dsn]
+
+NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
+
+
+def compare(
+    app: Dsn, mom: Dsn, since: datetime | None = None, until: datetime | None = None
+) -> Outcome:
+    return reconcile("app", app, {"mom": mom}, since=since, until=until, retention_seconds=86400)
+
+
+def counts(outcome: Outcome) -> dict[str, int]:
+    return {kind: count for kind, count in outcome.counts.items() if count}
+
+
+def total(outcome: Outcome, figure: str) -> int:
+    return sum(getattr(shard, figure) for shard in outcome.shards)
+
+
+def test_what_is_marked_of_a_batch_in_hand_is_complete_to_the_last_message(
+    app: Dsn, mom: Dsn
+) -> None:
+    with connect(app) as connection:
+        for number in range(10):
+            send(connection, str(number), key=str(number))
+        with Cycle(app, policy(mom=mom)) as cycle:
+            cycle.open()
+            cycle.deliver()  # and not closed
+            outcome = compare(app, mom)
+    assert (total(outcome, "complete"), total(outcome, "pending")) == (10, 0)
+    assert counts(outcome) == {}
+
+
+def test_since_is_included_and_until_is_not(app: Dsn, mom: Dsn) -> None:
+    with connect(app) as connection:
+        for minutes in (0, 1, 2):
+            connection.execute(
+                "INSERT INTO saf.outbox (to_service, body, created_at) VALUES ('billing', '', %s)",
+                [NOON + timedelta(minutes=minutes)],
+            )
+    forward(app, mom=mom)
+    outcome = compare(app, mom, since=NOON, until=NOON + timedelta(minutes=2))
+    assert (total(outcome, "complete"), total(outcome, "stored")) == (2, 2)
+    outcome = compare(app, mom, since=NOON + timedelta(minutes=1))
+    assert (total(outcome, "complete"), total(outcome, "stored")) == (2, 2)
+
+
+def test_what_was_retried_is_not_given_up_and_so_may_be_lost(app: Dsn, mom: Dsn) -> None:
+    with connect(app) as connection, connect(mom) as store:
+        connection.execute(
+            "INSERT INTO saf.outbox (to_service, body, expires_at) "
+            "VALUES ('billing', 'late', now() - interval '1 s')"
+        )
+        forward(app, mom=mom)
+        dead.retry(connection, Filter(), "better late")
+        forward(app, mom=mom)
+        assert counts(compare(app, mom)) == {}
+        store.execute("DELETE FROM saf.inbox")
+        assert counts(compare(app, mom)) == {"lost": 1}
+
+
+def test_what_other_sources_have_stored_there_is_theirs(
+    app: Dsn, mom: Dsn, new_broker: Broker
+) -> None:
+    other = new_broker("other")
+    for dsn in (app, other):
+        with connect(dsn) as connection:
+            send(connection, "x")
+        forward(dsn, mom=mom)
+    outcome = compare(app, mom)
+    assert counts(outcome) == {}
+    assert total(outcome, "stored") == 1

@@ -1,0 +1,323 @@
+"""What is set aside is so once, with the position, and only by the owner of its shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import psycopg
+import pytest
+
+from saf import backoff
+from saf.database import Dsn, fetch
+from saf.failpoints import arm
+from saf.parking import Lane
+from saf.routers import add_router
+from saf.routes import add_route
+from saf.spark.at_source import AtSource
+from saf.spark.work import Receipt
+from saf.ways import KEY, PYTHON
+from tests.contract.test_5_fenced import outlive_lease
+from tests.contract.test_7_isolated import NOWHERE, Broker, count, route, send_to
+from tests.contract.test_set_aside_crash import Crash, die, know
+from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, send
+
+
+@pytest.fixture
+def other(new_broker: Broker) -> Dsn:
+    return new_broker("other")
+
+
+@pytest.fixture
+def source(app: Dsn) -> Iterator[psycopg.Connection[Any]]:
+    with connect(app) as connection:
+        yield connection
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    arm("")
+
+
+def run(app: Dsn, quality: str = "exactly_once", **destinations: Dsn) -> list[Receipt]:
+    with Cycle(app, policy(quality, 100, **destinations)) as cycle:
+        return cycle.run()
+
+
+def crash(app: Dsn, point: str, quality: str = "exactly_once", **destinations: Dsn) -> None:
+    arm(point, die)
+    with pytest.raises(Crash), Cycle(app, policy(quality, 100, **destinations)) as cycle:
+        cycle.run()
+    arm("")
+
+
+def subscription(source: psycopg.Connection[Any]) -> int:
+    ((number,),) = fetch(
+        source, "SELECT subscription_id FROM saf.subscription WHERE name = 'forwarder'"
+    )
+    return int(number)
+
+
+def errors(receipts: list[Receipt]) -> set[str | None]:
+    return {receipt.error_kind for receipt in receipts} - {None}
+
+
+# With the position
+
+
+def test_what_is_parked_commits_with_the_position_that_passes_it(
+    app: Dsn, mom: Dsn, source: psycopg.Connection[Any]
+) -> None:
+    route(source, "shipping", "other")
+    send_to(source, "shipping", "parked")
+    with Cycle(app, policy(mom=mom, other=NOWHERE)) as cycle:
+        cycle.open()
+        cycle.deliver()
+        transactions = fetch(
+            source,
+            "SELECT xmin::text FROM saf.parked UNION "
+            "SELECT xmin::text FROM saf.cursor WHERE position > 0",
+        )
+    assert count(app, "parked") == 1
+    assert len(transactions) == 1
+
+
+# Once
+
+
+def test_what_is_written_ahead_of_a_watermark_is_parked_once_although_the_answer_got_lost(
+    app: Dsn, mom: Dsn, source: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    know(mom, "billing")
+    for number in range(3):
+        send_to(source, "shipping", f"s{number}")
+        send_to(source, "billing", f"b{number}")
+    at_source = AtSource.__call__
+    lost: list[str] = []
+
+    def answer_lost(self, write):  # type: ignore[no-untyped-def]
+        result = at_source(self, write)
+        if write.__qualname__.startswith("Aside.write_ahead"):
+            lost.append(write.__qualname__)
+            return at_source(self, write)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AtSource, "__call__", answer_lost)
+        run(app, mom=mom)
+    assert lost
+    assert count(app, "parked") == 3
+    know(mom, "shipping")
+    let_time_pass(app)
+    run(app, mom=mom)
+    assert [body for body in bodies(mom) if body[0] == "s"] == ["s0", "s1", "s2"]
+
+
+def test_a_message_too_large_to_read_is_set_aside_before_a_watermark_passes_it(
+    app: Dsn, mom: Dsn, source: psycopg.Connection[Any]
+) -> None:
+    """Read again with a higher limit, it would look stored."""
+    send(source, "a", key="k")
+    send(source, "x" * 2_000_000, key="k")
+    send(source, "b", key="k")
+    arm("mark_forwarded", die)
+    small = replace(policy(mom=mom), max_bytes=1_000_000)
+    with pytest.raises(Crash), Cycle(app, small) as cycle:
+        cycle.run()
+    arm("")
+    run(app, mom=mom)
+    assert len(bodies(mom)) + count(app, "dead_letter") == 3
+    assert {"a", "b"} <= set(bodies(mom))
+
+
+def test_what_is_a_dead_letter_already_is_not_delivered_as_well_after_a_crash(
+    app: Dsn, mom: Dsn, source: psycopg.Connection[Any]
+) -> None:
+    """At least once: no watermark says that it is done with."""
+    for body in ("a", "x" * 2_000_000, "b"):
+        send(source, body, key="k")
+    arm("mark_forwarded", die)
+    rules = policy("at_least_once", mom=mom)
+    with pytest.raises(Crash), Cycle(app, replace(rules, max_bytes=1_000_000)) as cycle:
+        cycle.run()
+    arm("")
+    assert count(app, "dead_letter") == 1
+    run(app, "at_least_once", mom=mom)
+    assert count(app, "dead_letter") == 1
+    assert set(bodies(mom)) == {"a", "b"}
+
+
+def test_an_attempt_that_was_not_due_does_not_count(source: psycopg.Connection[Any]) -> None:
+    lane, number = Lane(destination="other"), subscription(source)
+    state = "SELECT attempts, next_attempt_at, error FROM saf.backoff"
+    with source.transaction():
+        backoff.postpone(source, number, {lane: "first"})
+    before = fetch(source, state)
+    with source.transaction():
+        backoff.postpone(source, number, {lane: "second"})
+    assert fetch(source, state) == before
+    assert (before[0][0], before[0][2]) == (1, "first")
+
+
+# At most once
+
+
+def test_at_most_once_messages_that_wait_are_not_attempted_and_so_are_not_lost_by_a_crash(
+    app: Dsn, mom: Dsn, other: Dsn, source: psycopg.Connection[Any]
+) -> None:
+    route(source, "shipping", "other")
+    source.execute("UPDATE saf.route SET quality = 'at_most_once'")
+    with source.transaction():
+        lane = Lane(destination="other")
+        backoff.postpone(source, subscription(source), {lane: "down"})
+    send_to(source, "shipping", "waits")
+    crash(app, "mark_forwarded", mom=mom, other=other)
+    run(app, mom=mom, other=other)
+    assert count(app, "parked") == 1
+    let_time_pass(app)
+    run(app, mom=mom, other=other)
+    assert bodies(other) == ["waits"]
+
+
+def test_a_parked_message_leaves_its_lane_before_it_is_sent_at_most_once(
+    app: Dsn, mom: Dsn, other: Dsn, source: psycopg.Connection[Any]
+) -> None:
+    route(source, "shipping", "other")
+    source.execute("UPDATE saf.route SET quality = 'at_most_once'")
+    with source.transaction():
+        lane = Lane(destination="other")
+        backoff.postpone(source, subscription(source), {lane: "down"})
+    send_to(source, "shipping", "once")
+    run(app, mom=mom, other=other)
+    assert count(app, "parked") == 1
+    let_time_pass(app)
+    crash(app, "mom_commit", mom=mom, other=other)
+    for _ in range(2):
+        let_time_pass(app)
+        run(app, mom=mom, other=other)
+    assert bodies(other) == ["once"]
+
+
+# In order
+
+
+def test_a_new_message_does_not_overtake_what_waits_for_a_route_that_has_come(
+    app: Dsn, mom: Dsn, source: psycopg.Connection[Any]
+) -> None:
+    add_route(source, "mom", service="billing")
+
+    def run_without_default() -> None:
+        with Cycle(app, policy(mom=mom)) as cycle:
+            cycle.default = None
+            cycle.run()
+
+    send_to(source, "shipping", "first")
+    run_without_default()
+    add_route(source, "mom", service="shipping")
+    send_to(source, "shipping", "second")
+    run_without_default()
+    for _ in range(2):
+        let_time_pass(app)
+        run_without_default()
+    assert bodies(mom) == ["first", "second"]
+
+
+# By when the batch was opened
+
+
+def test_what_had_not_expired_when_its_batch_was_opened_is_delivered_however_late(
+    app: Dsn, mom: Dsn, source: psycopg.Connection[Any]
+) -> None:
+    """Read again after a crash, a batch has to give the same messages."""
+    with Cycle(app, policy(mom=mom)) as cycle:
+        cycle.broker.tend()
+        ((soon,),) = fetch(source, "SELECT clock_timestamp() + interval '500 ms'")
+        send_to(source, "billing", "in time", expires_at=soon)
+        (work,) = cycle.open()
+        assert work.batch.opened_at < soon
+        while fetch(source, "SELECT clock_timestamp() <= %(soon)s", {"soon": soon}) == [(True,)]:
+            pass
+        cycle.deliver()
+    assert bodies(mom) == ["in time"]
+    assert count(app, "dead_letter") == 0
+
+
+# By the owner
+
+
+def taken_over(app: Dsn, zombie: Cycle, owner: Cycle) -> None:
+    """The zombie has its work in hand, and its lease is over."""
+    zombie.open()
+    outlive_lease(app)
+    owner.broker.tend()
+
+
+def test_a_zombie_takes_nothing_out_of_a_lane(
+    app: Dsn, mom: Dsn, other: Dsn, source: psycopg.Connection[Any]
+) -> None:
+    route(source, "shipping", "other")
+    send_to(source, "shipping", "s")
+    run(app, mom=mom, other=NOWHERE)
+    let_time_pass(app)
+    rules = policy(mom=mom, other=other)
+    with Cycle(app, rules) as zombie, Cycle(app, rules) as owner:
+        taken_over(app, zombie, owner)
+        assert errors(zombie.deliver()) == {"Fenced"}
+        assert count(app, "parked") == 1
+        owner.run()
+    assert bodies(other) == ["s"]
+    assert count(app, "parked") == 0
+
+
+def test_a_zombie_leads_nothing_to_a_route_that_has_come(
+    app: Dsn, mom: Dsn, source: psycopg.Connection[Any]
+) -> None:
+    route(source, "billing", "mom")
+    send_to(source, "shipping", "s")
+
+    def cycle() -> Cycle:
+        one = Cycle(app, policy(mom=mom))
+        one.default = None
+        return one
+
+    with cycle() as first:
+        first.run()
+    assert count(app, "parked") == 1
+    add_route(source, "mom", service="shipping")
+    let_time_pass(app)
+    parked = "SELECT parked_id, destination, lane FROM saf.parked"
+    before = fetch(source, parked)
+    with cycle() as zombie, cycle() as owner:
+        taken_over(app, zombie, owner)
+        assert errors(zombie.deliver()) == {"Fenced"}
+        assert fetch(source, parked) == before
+        owner.run()
+    assert bodies(mom) == ["s"]
+
+
+@pytest.mark.parametrize(
+    ("service", "remembered"),
+    [("billing", "route_choice"), ("departures", "resolved_conversation")],
+)
+def test_a_zombie_neither_chooses_for_a_key_nor_resolves_it(  # noqa: PLR0917 - fixtures
+    app: Dsn,
+    mom: Dsn,
+    other: Dsn,
+    source: psycopg.Connection[Any],
+    service: str,
+    remembered: str,
+) -> None:
+    for destination in ("mom", "other"):
+        add_route(source, destination, service="billing")
+    add_route(source, "mom", service="EWR")
+    add_router(source, "departures", PYTHON, "tests.classifiers:by_origin", once_per=KEY)
+    send_to(source, service, '{"origin": "EWR"}')
+    rules = policy(mom=mom, other=other)
+    with Cycle(app, rules) as zombie, Cycle(app, rules) as owner:
+        taken_over(app, zombie, owner)
+        assert errors(zombie.deliver()) == {"Fenced"}
+        assert count(app, remembered) == 0
+        owner.run()
+    assert count(app, remembered) == 1

@@ -1,0 +1,181 @@
+"""A destination's watermarks: taken in turn, moved with every chunk, the same moment everywhere."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC
+
+import pyarrow as pa
+import pytest
+
+from saf.bounds import Bounds
+from saf.database import Dsn, fetch
+from saf.destinations import Chunk, Stored
+from saf.destinations.postgresql import PostgresInbox
+from saf.errors import Fenced, Unavailable
+from saf.failpoints import arm
+from saf.spark.chunks import mark
+from saf.spark.source import messages, read
+from saf.spark.work import Work
+from tests.contract.test_5_fenced import outlive_lease
+from tests.pipeline import Cycle, bodies, connect, policy, send
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    arm("")
+
+
+def chunk_of(work: Work, rows: int | None = None) -> Chunk:
+    """All that is left of a batch, or only its first rows, for the destination's own lane."""
+    whole = pa.Table.from_batches(list(messages(work, 1 << 20)))
+    some = whole if rows is None else whole.slice(0, rows)
+    number, position = mark(some, work.batch.number)
+    return Chunk(
+        source=work.source,
+        batch=work.batch,
+        rows=some,
+        number=number,
+        position=position,
+    )
+
+
+def test_of_two_that_store_the_same_chunk_at_the_same_time_the_second_stores_nothing(
+    app: Dsn, mom: Dsn
+) -> None:
+    """A task that Spark runs twice: neither has committed when the other one looks."""
+    with connect(app) as connection:
+        for number in range(5):
+            send(connection, str(number), key="k")
+    first_is_in, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        first_is_in.set()
+        go_on.wait(30)
+
+    outcomes: list[Stored] = []
+
+    def store(chunk: Chunk) -> None:
+        inbox = PostgresInbox("mom", mom)
+        outcomes.append(inbox.store(chunk, exactly_once=True))
+        inbox.close()
+
+    with Cycle(app, policy(mom=mom)) as cycle, connect(mom) as connection:
+        (work,) = cycle.open()
+        store(chunk_of(work, rows=1))
+        arm("mom_insert", wait)
+        threads = [threading.Thread(target=store, args=[chunk_of(work)]) for _ in range(2)]
+        threads[0].start()
+        first_is_in.wait(30)
+        threads[1].start()
+        waits = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() \
+            AND wait_event_type = 'Lock'"
+        while fetch(connection, waits) == [(0,)]:
+            pass
+        go_on.set()
+        for thread in threads:
+            thread.join()
+    assert bodies(mom) == ["0", "1", "2", "3", "4"]
+    assert sorted(one.messages for one in outcomes) == [0, 1, 4]
+    assert sorted(one.dropped for one in outcomes) == [0, 1, 5]
+
+
+def test_first_watermarks_are_made_by_one_delivery_at_a_time(app: Dsn, mom: Dsn) -> None:
+    """Nothing else forbids two of one shard."""
+    with connect(app) as connection, connect(mom) as holder:
+        send(connection, "x")
+        impatient = Dsn(mom.conninfo, bounds=Bounds(lock_seconds=0.2))
+        with Cycle(app, policy(mom=mom)) as cycle:
+            (work,) = cycle.open()
+            inbox = PostgresInbox("mom", impatient)
+            with holder.transaction():
+                holder.execute("SELECT pg_advisory_xact_lock(hashtextextended('saf.watermark', 0))")
+                with pytest.raises(Unavailable, match="lock timeout"):
+                    inbox.store(chunk_of(work), exactly_once=True)
+            assert inbox.store(chunk_of(work), exactly_once=True).messages == 1
+            inbox.close()
+
+
+def test_the_owner_before_is_fenced_also_where_the_new_one_found_everything_stored(
+    app: Dsn, mom: Dsn
+) -> None:
+    with connect(app) as connection:
+        for number in range(10):
+            send(connection, str(number), key="k")
+    with Cycle(app, policy(mom=mom)) as zombie, Cycle(app, policy(mom=mom)) as owner:
+        (old,) = zombie.open()
+        chunk = chunk_of(old)
+        zombie.deliver()
+        with connect(app) as connection:
+            connection.execute("UPDATE saf.cursor SET position = 0")
+        outlive_lease(app)
+        owner.open()
+        assert sum(receipt.dropped for receipt in owner.deliver()) == 10
+        inbox = PostgresInbox("mom", mom)
+        with pytest.raises(Fenced):
+            inbox.store(replace(chunk, position=chunk.position + 1), exactly_once=True)
+        inbox.close()
+
+
+def test_at_least_once_raises_the_epoch_and_leaves_the_position(app: Dsn, mom: Dsn) -> None:
+    """A route that becomes exactly_once must not find its messages stored already."""
+    with connect(app) as connection:
+        send(connection, "x", key="k")
+    with Cycle(app, policy("at_least_once", mom=mom)) as cycle:
+        cycle.run()
+    with connect(mom) as connection:
+        marks = fetch(connection, "SELECT DISTINCT epoch, batch, position FROM saf.watermark")
+    assert marks == [(1, 0, 0)]
+
+
+def test_a_batch_is_the_same_one_whatever_the_time_zones_of_its_databases(
+    app: Dsn, mom: Dsn
+) -> None:
+    """Its number and the moment at which it was opened tell a source that was set back."""
+    for dsn, zone in ((app, "Asia/Tokyo"), (mom, "America/New_York")):
+        with connect(dsn) as connection:
+            connection.execute(f"ALTER DATABASE {dsn.database} SET timezone = '{zone}'")
+    with connect(app) as connection:
+        send(connection, "x")
+        with Cycle(app, policy(mom=mom)) as cycle:
+            cycle.run()
+        ((opened,),) = fetch(
+            connection, "SELECT DISTINCT opened_at FROM saf.cursor WHERE batch > 0"
+        )
+    with connect(mom) as connection:
+        ((stored,),) = fetch(connection, "SELECT DISTINCT opened_at FROM saf.watermark")
+    assert stored.astimezone(UTC) == opened.astimezone(UTC)
+
+
+# What a driver says
+
+
+@pytest.fixture
+def quoted(mom: Dsn) -> Dsn:
+    """A database that is not there, whose name is the password too; the server quotes the name."""
+    parts = {name: value for name, value in mom.parts.items() if name != "dbname"}
+    rest = " ".join(f"{name}={value}" for name, value in parts.items())
+    return Dsn(f"{rest} dbname=hunter2 password=hunter2")
+
+
+def test_what_a_destination_says_is_shown_without_the_password(quoted: Dsn) -> None:
+    with pytest.raises(Unavailable) as caught:
+        PostgresInbox("mom", quoted).connect()
+    assert "does not exist" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_what_a_source_says_to_its_reader_is_shown_without_the_password(
+    app: Dsn, mom: Dsn, quoted: Dsn
+) -> None:
+    with connect(app) as connection:
+        send(connection, "x")
+    with Cycle(app, policy(mom=mom)) as cycle:
+        (work,) = cycle.open()
+        with pytest.raises(Unavailable) as caught:
+            list(read(replace(work, dsn=quoted), "SELECT 1"))
+    assert "does not exist" in str(caught.value)
+    assert "hunter2" not in str(caught.value)

@@ -1,0 +1,32 @@
+"""The list, a module per part of the code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tests.mutants.listed import (
+    broker,
+    destinations,
+    dialogs,
+    forwarding,
+    log,
+    operating,
+    receiving,
+    routing,
+    sending,
+    setaside,
+)
+from tests.mutants.mutant import Mutant
+
+PARTS: Mapping[str, Sequence[Mutant]] = {
+    "broker": broker.MUTANTS,
+    "destinations": destinations.MUTANTS,
+    "dialogs": dialogs.MUTANTS,
+    "forwarding": forwarding.MUTANTS,
+    "log": log.MUTANTS,
+    "operating": operating.MUTANTS,
+    "receiving": receiving.MUTANTS,
+    "routing": routing.MUTANTS,
+    "sending": sending.MUTANTS,
+    "setaside": setaside.MUTANTS,
+}

@@ -1,0 +1,71 @@
+"""The broker itself: its repair, rights, schema, connections, and what is written of its errors."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, mutant
+
+REBASE = "saf/rebase.py"
+REBASED, HONEST = "contract/test_rebase.py", "contract/test_10_honest.py"
+
+MUTANTS: list[Mutant] = [
+    mutant(
+        "a rebase misses transactions in progress",
+        REBASE,
+        'listed = [*mine, *filter(None, in_progress.split(","))]',
+        "listed = mine",
+        f"{REBASED}::test_what_is_in_progress_is_not_lost_though_younger_transactions_have_ended",
+    ),
+    mutant(
+        "a rebase keeps its epoch",
+        REBASE,
+        "epoch = greatest(epoch, %(epoch)s) + 1",
+        "epoch = epoch + 1 + 0 * %(epoch)s",
+        f"{REBASED}::"
+        "test_the_restored_source_is_newer_than_any_owner_that_the_destination_has_heard_of",
+    ),
+    mutant(
+        "what is pending joins the batch in hand",
+        REBASE,
+        '"open": snapshot("p"),',
+        '"open": snapshot(""),',
+        f"{REBASED}::"
+        "test_what_was_not_in_the_batch_in_hand_is_not_taken_for_complete_by_its_position",
+    ),
+    mutant(
+        "the inbox is not rebased",
+        REBASE,
+        'for log in ("outbox", "inbox"))',
+        'for log in ("outbox",))',
+        f"{REBASED}::test_of_a_restored_inbox_the_unread_is_received_and_the_read_is_not",
+    ),
+    mutant(
+        "what is in hand counts as complete",
+        REBASE,
+        '"done": snapshot("hp"),',
+        '"done": snapshot("p"),',
+        f"{REBASED}::test_a_batch_in_hand_of_which_nothing_was_delivered_is_delivered",
+    ),
+    mutant(
+        "a rebase goes on with the old batches' numbers",
+        REBASE,
+        "batch = greatest(batch, %(batch)s)",
+        "batch = greatest(batch, 0 * %(batch)s)",
+        f"{HONEST}::"
+        "test_a_source_set_back_to_an_older_backup_is_refused_by_the_destination_until_rebased",
+    ),
+    mutant(
+        "a restored database is not refused",
+        REBASE,
+        "system_identifier <> (SELECT",
+        "system_identifier < 0 * (SELECT",
+        f"{REBASED}::"
+        "test_a_dump_is_refused_also_where_transaction_ids_have_got_farther_than_its_own",
+    ),
+    mutant(
+        "a rebase does not wait for members at work",
+        REBASE,
+        "        if alive:\n",
+        "        if not alive and force:\n",
+        f"{HONEST}::test_a_rebase_beside_a_member_at_work_is_refused",
+    ),
+]

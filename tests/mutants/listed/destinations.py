@@ -1,0 +1,144 @@
+"""Destinations: another broker's inbox, and what it says of what it takes."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, mutant
+
+INBOX = "saf/destinations/postgresql.py"
+WATERMARKS, ISOLATED, CRASH = (
+    "contract/test_watermarks.py",
+    "contract/test_7_isolated.py",
+    "contract/test_set_aside_crash.py",
+)
+HONEST = "contract/test_10_honest.py"
+
+MUTANTS: list[Mutant] = [
+    mutant(
+        "watermarks are read without a lock",
+        INBOX,
+        "batch DESC LIMIT 1 FOR UPDATE",
+        "batch DESC LIMIT 1",
+        f"{WATERMARKS}::"
+        "test_of_two_that_store_the_same_chunk_at_the_same_time_the_second_stores_nothing",
+    ),
+    mutant(
+        "first watermarks are made side by side",
+        INBOX,
+        "            _query(cursor, TAKE_TURN)\n",
+        "",
+        f"{WATERMARKS}::test_first_watermarks_are_made_by_one_delivery_at_a_time",
+    ),
+    mutant(
+        "the moment of a batch loses its time zone",
+        INBOX,
+        "sql.Literal(chunk.batch.opened_at.isoformat())",
+        "sql.Literal(chunk.batch.opened_at.replace(tzinfo=None).isoformat())",
+        f"{WATERMARKS}::test_a_batch_is_the_same_one_whatever_the_time_zones_of_its_databases",
+    ),
+    mutant(
+        "the watermark does not move where everything was stored before",
+        INBOX,
+        "            self._move_watermarks(cursor, chunk, marks, epoch_only=epoch_only)\n",
+        "            if rows.num_rows:\n"
+        "                self._move_watermarks(cursor, chunk, marks, epoch_only=epoch_only)\n",
+        f"{WATERMARKS}::"
+        "test_the_owner_before_is_fenced_also_where_the_new_one_found_everything_stored",
+    ),
+    mutant(
+        "an older epoch is not refused",
+        INBOX,
+        "if epoch > epochs[shard]]",
+        "if epoch > epochs[shard] + 1000]",
+        "contract/test_5_fenced.py::"
+        "test_a_zombie_cannot_write_at_the_destination_after_the_new_owner_did",
+    ),
+    mutant(
+        "what is stored is stored again",
+        INBOX,
+        "beyond(chunk.rows, chunk.number, marks) if exactly_once else chunk.rows",
+        "chunk.rows",
+        "contract/test_5_fenced.py::"
+        "test_a_zombie_that_is_first_at_the_destination_still_duplicates_nothing",
+    ),
+    mutant(
+        "a row at the watermark is stored again",
+        INBOX,
+        "(ids > position)",
+        "(ids >= position)",
+        f"{WATERMARKS}::"
+        "test_of_two_that_store_the_same_chunk_at_the_same_time_the_second_stores_nothing",
+    ),
+    mutant(
+        "at least once moves the position",
+        INBOX,
+        "epoch_only = bool(unknown) or not exactly_once",
+        "epoch_only = bool(unknown)",
+        f"{WATERMARKS}::test_at_least_once_raises_the_epoch_and_leaves_the_position",
+    ),
+    mutant(
+        "a chunk with an unknown service moves the position",
+        INBOX,
+        "epoch_only = bool(unknown) or not exactly_once",
+        "epoch_only = not exactly_once",
+        f"{ISOLATED}::test_messages_for_a_service_that_the_destination_does_not_know_wait_for_it",
+    ),
+    mutant(
+        "a chunk with an unknown service is stored",
+        INBOX,
+        "if rows.num_rows and not unknown:",
+        "if rows.num_rows:",
+        f"{ISOLATED}::test_messages_for_a_service_that_the_destination_does_not_know_wait_for_it",
+    ),
+    mutant(
+        "a source that was set back is not noticed",
+        INBOX,
+        "if ahead and chunk.lane == MAIN:",
+        "if ahead and chunk.lane != MAIN:",
+        f"{HONEST}::"
+        "test_a_source_set_back_to_an_older_backup_is_refused_by_the_destination_until_rebased",
+    ),
+    mutant(
+        "a batch of the same number is the same batch",
+        INBOX,
+        "batch = {{current}} AND opened_at <> {{opened_at}}::timestamptz",
+        "batch = {{current}} AND opened_at < {{opened_at}}::timestamptz - interval '1 year'",
+        f"{HONEST}::"
+        "test_a_source_set_back_to_an_older_backup_is_refused_by_the_destination_until_rebased",
+    ),
+    mutant(
+        "the destination acknowledges what it may lose",
+        INBOX,
+        "            _query(cursor, DURABLE)\n",
+        "",
+        "contract/test_6_durable.py::test_a_destination_commits_durably_whatever_its_default",
+    ),
+    mutant(
+        "what is wrong with the server makes dead letters",
+        INBOX,
+        '"44", "54", "P0")',
+        '"44", "54", "P0", "25", "42", "55", "XX")',
+        f"{CRASH}::"
+        "test_what_is_wrong_with_the_destination_and_not_with_a_message_makes_no_dead_letters",
+    ),
+    mutant(
+        "what is wrong with a message is taken for the server's fault",
+        INBOX,
+        '("09", "22", "23",',
+        '("09", "22",',
+        f"{ISOLATED}::test_a_rejected_message_becomes_a_dead_letter_and_its_neighbours_are_delivered",
+    ),
+    mutant(
+        "a destination's error shows the password",
+        INBOX,
+        "reason = self.dsn.redact(str(error))",
+        "reason = str(error)",
+        f"{WATERMARKS}::test_what_a_destination_says_is_shown_without_the_password",
+    ),
+    mutant(
+        "a destination of another schema is written to",
+        INBOX,
+        "            require_revision(self.dsn.database, found[0][0] if found else None)\n",
+        "",
+        "contract/test_connections.py::test_a_schema_that_has_changed_meanwhile_is_noticed",
+    ),
+]

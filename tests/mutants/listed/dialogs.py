@@ -1,0 +1,222 @@
+"""Dialogs: what an end takes, knows, says, forgets."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, mutant
+
+FACTS, ASSEMBLY, ENDPOINTS, CONVERSATIONS = (
+    "saf/dialogs/facts.py",
+    "saf/dialogs/assembly.py",
+    "saf/dialogs/endpoints.py",
+    "saf/dialogs/conversations.py",
+)
+GROUPS, ARRIVAL, STATEMENTS = (
+    "saf/dialogs/groups.py",
+    "saf/dialogs/arrival.py",
+    "saf/dialogs/statements.py",
+)
+ENDS, DIALOGS, ERRORS, FRAGMENTS = (
+    "contract/test_dialog_endpoints.py",
+    "contract/test_dialogs.py",
+    "contract/test_dialog_errors.py",
+    "contract/test_dialog_fragments.py",
+)
+OF_GROUPS = "contract/test_dialog_groups.py"
+PARTS = f"{ENDS}::test_a_body_whose_parts_do_not_come_to_what_the_last_one_says_is_an_error"
+ANY_ORDER = f"{DIALOGS}::test_a_repeat_is_dropped_and_what_is_ahead_waits_for_what_is_missing"
+NOT_WAITED_FOR = f"{DIALOGS}::test_an_error_does_not_wait_for_what_is_missing"
+SAID_AFTER = (
+    f"{DIALOGS}::test_after_this_end_has_ended_nothing_can_be_sent_and_what_comes_is_dropped"
+)
+LIFETIME = (
+    f"{ERRORS}::"
+    "test_at_the_end_of_its_lifetime_both_ends_get_an_error_and_operations_fail_until_it_is_ended"
+)
+
+MUTANTS: list[Mutant] = [
+    mutant(
+        "an end comes before what was said earlier",
+        FACTS,
+        "if message.sequence > facts.receive_sequence + 1:",
+        "if message.sequence > facts.receive_sequence + 1 and message.message_type != END:",
+        f"{ENDS}::test_an_end_waits_for_what_was_said_before_it",
+    ),
+    mutant(
+        "a repeat is taken",
+        FACTS,
+        "message.sequence <= facts.receive_sequence:",
+        "message.sequence < facts.receive_sequence:",
+        ANY_ORDER,
+    ),
+    mutant(
+        "an error waits for what is missing",
+        FACTS,
+        "    if message.message_type == ERROR:\n        return wanted",
+        "    if message.message_type == ERROR and message.sequence == 1:\n        return wanted",
+        NOT_WAITED_FOR,
+    ),
+    mutant(
+        "what comes after the end here is handed out",
+        FACTS,
+        "    wanted = Verdict.DROP if ended_here else Verdict.TAKE\n    received",
+        "    wanted = Verdict.TAKE\n    received",
+        SAID_AFTER,
+    ),
+    mutant(
+        "what comes after the lifetime is handed out",
+        FACTS,
+        "    if over:\n",
+        "    if over and ended_here:\n",
+        f"{ERRORS}::test_a_dialog_that_arrives_after_its_lifetime_is_an_error_there",
+    ),
+    mutant(
+        "a timer that was replaced rings",
+        FACTS,
+        "if facts.timer != message.message_id or facts.error_code is not None:",
+        "if facts.timer is None or facts.error_code is not None:",
+        f"{ERRORS}::test_a_timer_is_a_message_to_oneself_and_a_newer_one_replaces_it",
+    ),
+    mutant(
+        "fragments are told by their size only",
+        ASSEMBLY,
+        "(fragments + 1, size + super().size) == (self.fragments, self.size)",
+        "size + super().size == self.size",
+        PARTS,
+    ),
+    mutant(
+        "fragments are told by their number only",
+        ASSEMBLY,
+        "(fragments + 1, size + super().size) == (self.fragments, self.size)",
+        "fragments + 1 == self.fragments",
+        PARTS,
+    ),
+    mutant(
+        "handled fragments stay",
+        ASSEMBLY,
+        "        self._raw.execute(FORGET, self._others)\n",
+        "        pass\n",
+        f"{FRAGMENTS}::test_large_and_small_messages_are_received_in_the_order_of_sending",
+    ),
+    mutant(
+        "an endpoint is not locked",
+        ENDPOINTS,
+        "FROM {OF_THESE} ORDER BY handle FOR NO KEY UPDATE OF c",
+        "FROM {OF_THESE} ORDER BY handle",
+        f"{ENDS}::test_a_receiver_waits_for_who_is_ending_the_dialog_and_then_drops_what_came",
+    ),
+    mutant(
+        "a group is not locked",
+        ENDPOINTS,
+        "ORDER BY group_id FOR NO KEY UPDATE\n",
+        "ORDER BY group_id\n",
+        f"{ENDS}::test_an_endpoint_and_its_group_are_in_one_hand_until_its_delivery_ends",
+    ),
+    mutant(
+        "an end that was ended here is taken back",
+        ENDPOINTS,
+        'f"{RECEIVE} AND NOT c.ended_here"',
+        'f"{RECEIVE} AND true"',
+        f"{ENDS}::"
+        "test_an_end_that_was_ended_here_stays_closed_though_its_last_message_is_tried_again",
+    ),
+    mutant(
+        "a timer that was started is taken back",
+        ENDPOINTS,
+        '"timer = coalesce(c.timer, r.timer)"',
+        '"timer = r.timer"',
+        f"{ERRORS}::test_a_timer_that_was_started_stays_when_a_later_message_is_set_aside",
+    ),
+    mutant(
+        "a closed conversation is forgotten as its messages are",
+        CONVERSATIONS,
+        "seconds = max(retention_seconds, KEPT_SECONDS)",
+        "seconds = retention_seconds",
+        f"{ENDS}::test_a_closed_conversation_is_remembered_for_a_day_whatever_the_retention",
+    ),
+    mutant(
+        "an open conversation is forgotten",
+        CONVERSATIONS,
+        "WHERE state = 'closed' AND extract",
+        "WHERE state IS NOT NULL AND extract",
+        f"{ENDS}::test_a_conversation_that_is_open_is_not_forgotten_and_neither_is_a_group_in_use",
+    ),
+    mutant(
+        "fragments of ends that go on are dropped",
+        CONVERSATIONS,
+        "AND (c.ended_here OR c.error_code IS NOT NULL)",
+        "AND (c.ended_here OR true)",
+        f"{FRAGMENTS}::test_what_has_come_of_a_body_goes_when_the_conversation_is_over",
+    ),
+    mutant(
+        "conversations are listed whatever their state",
+        CONVERSATIONS,
+        "OR c.state = ANY (CAST(%(states)s AS text[])))",
+        "OR c.state <> ALL (CAST(%(states)s AS text[])))",
+        f"{OF_GROUPS}::test_conversations_are_listed_as_they_stand",
+    ),
+    mutant(
+        "two have the state of a group at a time",
+        GROUPS,
+        "WHERE handle = CAST(%(handle)s AS uuid))\nFOR NO KEY UPDATE",
+        "WHERE handle = CAST(%(handle)s AS uuid))",
+        f"{ENDS}::test_the_state_of_a_group_is_one_transactions_at_a_time",
+    ),
+    mutant(
+        "a dialog is moved while another one has its group in hand",
+        GROUPS,
+        "ORDER BY group_id FOR NO KEY UPDATE",
+        "ORDER BY group_id",
+        f"{ENDS}::test_a_dialog_leaves_a_group_only_when_nobody_has_it_in_hand",
+    ),
+    mutant(
+        "a dialog that is moved to nobody stays where it is",
+        GROUPS,
+        '"group_id": None if related else uuid4(),',
+        '"group_id": None,',
+        f"{OF_GROUPS}::test_a_group_has_a_place_for_the_applications_state",
+    ),
+    mutant(
+        "what waited for a dialog that has ended stays",
+        ARRIVAL,
+        "SELECT parked_id, ended OR message_type",
+        "SELECT parked_id, message_type",
+        f"{ENDS}::test_what_waited_for_a_message_that_is_missing_goes_when_the_dialog_is_over",
+    ),
+    mutant(
+        "a message that is given up ends nothing",
+        ARRIVAL,
+        "message.dialog.fail(enter(self.raw), Code.QUARANTINED, text)",
+        "text.strip()",
+        f"{FRAGMENTS}::test_a_body_that_is_given_up_ends_the_dialog_with_an_error",
+    ),
+    mutant(
+        "a dialog speaks after its lifetime",
+        STATEMENTS,
+        '\'conversing\') AND NOT {OVER}"""',
+        '\'conversing\')"""',
+        LIFETIME,
+    ),
+    mutant(
+        "an end is said twice",
+        STATEMENTS,
+        """    when="NOT ended_here",
+    said="send_sequence > 0 AND error_code IS NULL",""",
+        """    when="true",
+    said="send_sequence > 0 AND error_code IS NULL",""",
+        SAID_AFTER,
+    ),
+    mutant(
+        "a dialog without a word said bothers the other end",
+        STATEMENTS,
+        'HEARD_OF = "(send_sequence > 0 OR NOT is_initiator)"',
+        'HEARD_OF = "(true)"',
+        f"{DIALOGS}::test_a_dialog_that_ends_before_it_has_sent_anything_bothers_nobody",
+    ),
+    mutant(
+        "a closed end is in another state",
+        "saf/dialogs/states.py",
+        "WHEN ended_here AND (ended_there OR error_code IS NOT NULL) THEN 'closed'",
+        "WHEN ended_here AND ended_there THEN 'closed'",
+        "migration/test_migrations.py",
+    ),
+]

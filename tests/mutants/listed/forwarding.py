@@ -1,0 +1,273 @@
+"""Forwarding: the driver, its sources and tasks, what it reads and reports."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, mutant
+
+FORWARD, BROKER, PLAN = "saf/spark/forward.py", "saf/spark/broker.py", "saf/spark/plan.py"
+STORING, SORTING, SUMMARY = (
+    "saf/spark/storing.py",
+    "saf/spark/sorting.py",
+    "saf/spark/summary.py",
+)
+FORWARDER, OWNERS, ISOLATED = (
+    "contract/test_forwarder.py",
+    "contract/test_owners.py",
+    "contract/test_7_isolated.py",
+)
+PLANNED, SUMMED = "unit/test_plan.py", "unit/test_summary.py"
+REJECTED = (
+    f"{ISOLATED}::test_a_rejected_message_becomes_a_dead_letter_and_its_neighbours_are_delivered"
+)
+UNKNOWN = f"{ISOLATED}::test_messages_for_a_service_that_the_destination_does_not_know_wait_for_it"
+
+MUTANTS: list[Mutant] = [
+    mutant(
+        "a giant that has given way goes on chunk by chunk",
+        FORWARD,
+        "        if gave_way:\n            self.roster.each(SourceBroker.go_on, deep)\n",
+        "",
+        f"{FORWARDER}::test_a_giant_that_has_given_way_goes_on_whole_in_the_next_cycle",
+    ),
+    mutant(
+        "a drain ends while a task has left some of its work",
+        FORWARD,
+        "unfinished = done[name] < shards",
+        "unfinished = done[name] <= 0",
+        f"{FORWARDER}::test_a_drain_goes_on_while_a_task_has_left_some_of_its_work",
+    ),
+    mutant(
+        "items of work share a task",
+        FORWARD,
+        "spark.parallelize(range(len(work)), len(work))",
+        "spark.parallelize(range(len(work)), max(1, len(work) - 1))",
+        f"{FORWARDER}::test_each_item_of_work_is_a_task_of_its_own",
+    ),
+    mutant(
+        "a batch is closed though its task has not come to its end",
+        FORWARD,
+        "            if receipt.complete:\n                complete",
+        "            if receipt:\n                complete",
+        f"{FORWARDER}::test_a_drain_goes_on_while_a_task_has_left_some_of_its_work",
+    ),
+    mutant(
+        "what is parked is not reported",
+        FORWARD,
+        "            self.summary.parked += receipt.parked\n",
+        "",
+        f"{FORWARDER}::test_what_became_of_messages_is_reported_by_number",
+    ),
+    mutant(
+        "what became a dead letter is not reported",
+        FORWARD,
+        "            self.summary.dead += receipt.dead\n",
+        "",
+        f"{FORWARDER}::test_what_became_of_messages_is_reported_by_number",
+    ),
+    mutant(
+        "an error of a task is not reported",
+        FORWARD,
+        "                self._note(name, receipt.error_kind, receipt.error)\n",
+        "                pass\n",
+        f"{FORWARDER}::test_what_a_task_met_is_a_problem_and_decides_the_exit_code",
+    ),
+    mutant(
+        "lanes that wait are not reported",
+        FORWARD,
+        "            self._note_waiting()\n            if not self._stop:",
+        "            if not self._stop:",
+        f"{FORWARDER}::test_what_became_of_messages_is_reported_by_number",
+    ),
+    mutant(
+        "a forgotten member does not come back at once",
+        BROKER,
+        "                self._member = None\n                self._balance(connection)",
+        "                self._member = None\n                return",
+        f"{OWNERS}::test_a_forgotten_forwarder_comes_back_as_a_new_member_at_once",
+    ),
+    mutant(
+        "a forwarder's lease is renewed at its end",
+        BROKER,
+        "> self.lease_seconds / 3",
+        "> self.lease_seconds",
+        f"{OWNERS}::test_a_forwarder_renews_its_lease_well_before_it_is_over",
+    ),
+    mutant(
+        "a batch in hand is not taken up again",
+        BROKER,
+        "            batches = cursor.in_hand(connection, LOG, member)\n            self.resumed",
+        "            batches: list[cursor.Batch] = []\n            self.resumed",
+        f"{FORWARDER}::test_a_brief_visit_finds_what_an_earlier_run_has_left_in_hand",
+    ),
+    mutant(
+        "a restored source is forwarded",
+        BROKER,
+        "            rebase.refuse(connection)\n",
+        "",
+        "contract/test_rebase.py::"
+        "test_a_dump_is_refused_also_where_transaction_ids_have_got_farther_than_its_own",
+    ),
+    mutant(
+        "a brief visit leaves what is in hand",
+        BROKER,
+        "taken or cursor.any_since(",
+        "cursor.any_since(",
+        f"{FORWARDER}::test_a_brief_visit_finds_what_an_earlier_run_has_left_in_hand",
+    ),
+    mutant(
+        "a brief visit leaves lanes whose time has come",
+        BROKER,
+        "            ) or any(lane.due for lane in self.waiting)\n",
+        "            )\n",
+        f"{FORWARDER}::test_a_brief_visit_finds_lanes_whose_time_has_come",
+    ),
+    mutant(
+        "a source that leaves keeps its session",
+        BROKER,
+        "            connection.close()\n\n    def forget_connection",
+        "            pass\n\n    def forget_connection",
+        f"{FORWARDER}::test_who_has_nothing_to_do_in_a_brief_visit_ends_with_its_session",
+    ),
+    mutant(
+        "a source's reader shows the password",
+        "saf/spark/source.py",
+        "reason = dsn.redact(str(error))",
+        "reason = str(error)",
+        "contract/test_watermarks.py::"
+        "test_what_a_source_says_to_its_reader_is_shown_without_the_password",
+    ),
+    mutant(
+        "a limit of connections leaves no room for the driver's own",
+        PLAN,
+        "(max_connections - PER_DRIVER) // PER_TASK",
+        "max_connections // PER_TASK",
+        "unit/test_doctests.py",
+    ),
+    mutant(
+        "who was left out has to wait again",
+        PLAN,
+        "return (size, since) if cap is None else (since, size)",
+        "return (size, since)",
+        PLANNED,
+    ),
+    mutant(
+        "deep backlogs start first",
+        PLAN,
+        "        in_turns.sort(key=lambda task: task.much)\n",
+        "        in_turns.sort(key=lambda task: not task.much)\n",
+        PLANNED,
+    ),
+    mutant(
+        "a limit of tasks is passed",
+        PLAN,
+        "    return tasks[:limit]",
+        "    return tasks",
+        PLANNED,
+    ),
+    mutant(
+        "a shard is in no task",
+        "saf/cursor.py",
+        "self.epochs[part::parts]",
+        "self.epochs[part + 1 :: parts]",
+        PLANNED,
+    ),
+    mutant(
+        "the second half of what was rejected in part is not stored",
+        STORING,
+        "            self.store(second, end, aside)\n",
+        "            pass\n",
+        REJECTED,
+    ),
+    mutant(
+        "the first half takes the watermark of the whole",
+        STORING,
+        "self.store(first, mark(first.rows, end[0]), aside)",
+        "self.store(first, end, aside)",
+        REJECTED,
+    ),
+    mutant(
+        "neighbours of an unknown service wait with it",
+        STORING,
+        "        if rest.rows.num_rows:\n            self.store(rest, end, aside)\n",
+        "",
+        UNKNOWN,
+    ),
+    mutant(
+        "two names of one broker share its watermark",
+        STORING,
+        "if known == identity:",
+        "if known is identity and other == name:",
+        f"{FORWARDER}::test_a_destination_under_two_names_is_refused",
+    ),
+    mutant(
+        "new messages overtake those that wait for a route",
+        SORTING,
+        "    rows = _behind(rows, {lane for lane in held if lane.unrouted})\n",
+        "",
+        "contract/test_set_aside_once.py::"
+        "test_a_new_message_does_not_overtake_what_waits_for_a_route_that_has_come",
+    ),
+    mutant(
+        "a problem that a person has to mend is to be tried again",
+        SUMMARY,
+        '"ConfigurationError", "Ahead"}',
+        '"ConfigurationError"}',
+        SUMMED,
+    ),
+    mutant(
+        "what waits is done",
+        SUMMARY,
+        "EXIT_TRY_AGAIN if kinds or self.waiting else EXIT_DONE",
+        "EXIT_TRY_AGAIN if kinds else EXIT_DONE",
+        SUMMED,
+    ),
+    mutant(
+        "a rejection is to be tried again",
+        SUMMARY,
+        "            return EXIT_OTHER\n",
+        "            return EXIT_TRY_AGAIN\n",
+        SUMMED,
+    ),
+    mutant(
+        "a sum leaves out what was dropped",
+        SUMMARY,
+        "        self.dropped += cycle.dropped\n",
+        "",
+        SUMMED,
+    ),
+    mutant(
+        "chunks are larger than they may be",
+        "saf/spark/chunks.py",
+        "batch.slice(start, max_rows - rows)",
+        "batch.slice(start, max_rows)",
+        "unit/test_chunks.py",
+    ),
+    mutant(
+        "the last chunk is lost",
+        "saf/spark/chunks.py",
+        "    if held:\n",
+        "    if held and rows >= max_rows:\n",
+        "unit/test_chunks.py",
+    ),
+    mutant(
+        "what is kept grows with every connection",
+        "saf/connections.py",
+        "if before is None and len(_kept) > MOST:",
+        "if before is None and len(_kept) > MOST + 1000:",
+        "contract/test_connections.py::test_those_that_were_used_last_are_kept",
+    ),
+    mutant(
+        "a reader that was left in the middle is kept",
+        "saf/spark/source.py",
+        "            connections.drop(connection)\n            raise\n",
+        '            connections.put(work.keep, "read", dsn, connection)\n            raise\n',
+        "contract/test_connections.py::test_a_reader_that_was_left_in_the_middle_is_not_kept",
+    ),
+    mutant(
+        "in Spark, a task does nothing",
+        "saf/spark/task.py",
+        "        for number in numbers:\n",
+        "        for number in list(numbers)[:0]:\n",
+        "spark/test_forward.py::test_a_second_run_has_nothing_to_do",
+    ),
+]

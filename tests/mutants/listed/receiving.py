@@ -1,0 +1,262 @@
+"""Receiving: what is claimed, in which order it comes, and what becomes of what fails."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, harmless, mutant
+
+CLAIM, RECEIVE, DELIVERY, LANES = (
+    "saf/claim.py",
+    "saf/receive.py",
+    "saf/delivery.py",
+    "saf/lanes.py",
+)
+PROCESSORS, LOOP, INBOX = "saf/processors.py", "saf/loop.py", "saf/inbox.py"
+RECEIVED, WORKER, OF_PROCESSORS = (
+    "contract/test_receive.py",
+    "contract/test_worker.py",
+    "contract/test_processors.py",
+)
+BLOCKED = (
+    f"{WORKER}::test_a_key_stays_blocked_by_its_dead_letter_if_so_configured_until_it_is_decided"
+)
+KILLS = (
+    f"{RECEIVED}::test_a_message_that_kills_its_receiver_is_handed_out_as_often_as_the_policy_says"
+)
+
+MUTANTS: list[Mutant] = [
+    mutant(
+        "what was delayed comes in the order of its ids",
+        CLAIM,
+        "ORDER BY deliver_at, id LIMIT",
+        "ORDER BY id LIMIT",
+        f"{RECEIVED}::test_what_was_delayed_comes_in_the_order_of_its_times_and_before_the_rest",
+    ),
+    mutant(
+        "a delivery is not in the order of its ids",
+        CLAIM,
+        "    hand.messages.sort(key=_order)\n",
+        "",
+        f"{RECEIVED}::test_a_delivery_of_many_keys_is_in_the_order_of_their_ids",
+    ),
+    mutant(
+        "two receivers have a shard in hand",
+        CLAIM,
+        "        ORDER BY random()\n        FOR UPDATE OF f SKIP LOCKED",
+        "        ORDER BY random()",
+        f"{RECEIVED}::test_a_key_is_never_in_two_hands_and_other_shards_stay_free",
+    ),
+    mutant(
+        "the block's own transaction counts as complete",
+        CLAIM,
+        "    now = without(now, int(transaction))\n",
+        "",
+        f"{RECEIVED}::test_what_the_block_sends_to_the_inbox_it_reads_is_received_next",
+    ),
+    mutant(
+        "a cut that is not clean is taken",
+        CLAIM,
+        "WHERE clean AND part >= 1",
+        "WHERE part >= 1",
+        f"{RECEIVED}::test_a_deep_backlog_of_transactions_that_overlap_is_read_in_the_order_of_ids",
+    ),
+    mutant(
+        "a transaction that was committed inside of the block goes unnoticed",
+        CLAIM,
+        "AND pg_current_xact_id() = %(transaction)s::xid8",
+        "AND %(transaction)s::xid8 IS NOT NULL",
+        f"{RECEIVED}::test_a_block_that_commits_by_itself_is_refused_and_its_messages_come_again",
+    ),
+    mutant(
+        "what has expired is handed out",
+        CLAIM,
+        "CASE WHEN expires_at <= now() THEN {EXPIRED} WHEN",
+        "CASE WHEN expires_at < 'epoch' THEN {EXPIRED} WHEN",
+        f"{RECEIVED}::test_an_expired_message_is_a_dead_letter",
+    ),
+    mutant(
+        "what is delayed is handed out",
+        CLAIM,
+        "WHEN deliver_at > now() THEN {LATE}",
+        "WHEN deliver_at < 'epoch' THEN {LATE}",
+        f"{RECEIVED}::test_deliver_at_is_honoured_and_nobody_waits_for_it",
+    ),
+    harmless(
+        "shards that a member owns are looked at",
+        CLAIM,
+        "WHERE allowance IS NULL AND owner IS NOT DISTINCT FROM %(owner)s",
+        "WHERE allowance IS NULL AND (owner IS NOT DISTINCT FROM %(owner)s OR true)",
+        "whose a shard is, is asked again of the row as it is locked",
+    ),
+    mutant(
+        "a member's shards are anybody's to try alone",
+        CLAIM,
+        "    WHERE f.owner IS NOT DISTINCT FROM %(owner)s\n",
+        "    WHERE f.owner IS NOT DISTINCT FROM %(owner)s OR true\n",
+        f"{RECEIVED}::test_a_shard_that_a_member_owns_is_nobody_elses_to_try",
+    ),
+    mutant(
+        "a shard whose delivery failed is handed out as any other",
+        CLAIM,
+        "failed=frozenset(shard for shard, failed, _ in locked if failed)",
+        "failed=frozenset()",
+        f"{RECEIVED}::"
+        "test_what_rolls_back_once_comes_again_in_order_and_is_soon_handed_out_in_full",
+    ),
+    mutant(
+        "an attempt more than the policy says is made",
+        RECEIVE,
+        "if number >= self.policy.max_attempts:",
+        "if number > self.policy.max_attempts:",
+        KILLS,
+    ),
+    mutant(
+        "who receives beside processors is let in",
+        RECEIVE,
+        "        if members:\n",
+        "        if members and not members:\n",
+        f"{OF_PROCESSORS}::test_who_receives_from_what_processors_own_is_refused_or_gets_nothing",
+    ),
+    mutant(
+        "a restored inbox is received from",
+        RECEIVE,
+        "            rebase.refuse(link.raw)\n",
+        "",
+        "contract/test_rebase.py::test_a_restored_inbox_is_not_received_from",
+    ),
+    mutant(
+        "autocommit is let in",
+        RECEIVE,
+        "if self._status() != TransactionStatus.INTRANS:",
+        "if self._status() == TransactionStatus.UNKNOWN:",
+        f"{RECEIVED}::test_an_engine_that_commits_each_statement_is_refused",
+    ),
+    mutant(
+        "a permanent exception is tried again",
+        DELIVERY,
+        "if permanent or message.attempt >= policy.max_attempts:",
+        "if message.attempt >= policy.max_attempts:",
+        f"{WORKER}::test_a_permanent_exception_is_not_tried_again",
+    ),
+    mutant(
+        "the last attempt is followed by another one",
+        DELIVERY,
+        "message.attempt >= policy.max_attempts:",
+        "message.attempt > policy.max_attempts:",
+        f"{WORKER}::test_after_its_attempts_a_message_is_dead_and_its_key_goes_on",
+    ),
+    mutant(
+        "a key overtakes its message that was set aside in the same delivery",
+        DELIVERY,
+        "if not self._stopped or message.lane not in self._stopped:",
+        "if message:",
+        f"{WORKER}::test_a_message_that_fails_waits_with_its_key_and_others_go_on",
+    ),
+    mutant(
+        "a key overtakes its messages that wait",
+        DELIVERY,
+        "self._messages = [one for one in self._messages if one.lane not in waiting]",
+        "self._messages = list(self._messages)",
+        f"{WORKER}::test_a_message_that_fails_waits_with_its_key_and_others_go_on",
+    ),
+    mutant(
+        "a key that should be blocked goes on",
+        DELIVERY,
+        "elif self._policy.block:",
+        "elif not self._policy:",
+        BLOCKED,
+    ),
+    mutant(
+        "a blocked key is due after a while",
+        LANES,
+        "coalesce(clock_timestamp() + make_interval(secs => wait), timestamptz '{BLOCKED}')",
+        "coalesce(clock_timestamp() + make_interval(secs => wait), now())",
+        BLOCKED,
+    ),
+    mutant(
+        "what is handled counts though it was set aside",
+        DELIVERY,
+        "place not in self._dead and place < self._stopped.get(one.lane, len(self._messages))",
+        "place not in self._dead",
+        f"{RECEIVED}::test_neither_what_is_set_aside_nor_what_is_behind_it_counts_as_handled",
+    ),
+    mutant(
+        "an error is kept with its NUL",
+        DELIVERY,
+        'text.replace("\\0", "\\ufffd")',
+        "text",
+        "unit/test_doctests.py",
+    ),
+    mutant(
+        "a lane is read in no order",
+        LANES,
+        "WHERE {THIS_LANE} ORDER BY id LIMIT %(limit)s",
+        "WHERE {THIS_LANE} ORDER BY id DESC LIMIT %(limit)s",
+        f"{WORKER}::test_after_its_attempts_a_message_is_dead_and_its_key_goes_on",
+    ),
+    mutant(
+        "delayed messages of a shard are due when the last one is",
+        LANES,
+        "SELECT subscription_id, '', lane, min(deliver_at), 'deliver_at'",
+        "SELECT subscription_id, '', lane, max(deliver_at), 'deliver_at'",
+        f"{RECEIVED}::test_what_was_delayed_comes_in_the_order_of_its_times_and_before_the_rest",
+    ),
+    mutant(
+        "a failed handler's work stays",
+        LOOP,
+        "                self.raw.execute(UNDO)\n",
+        "                pass\n",
+        f"{WORKER}::test_a_message_that_fails_waits_with_its_key_and_others_go_on",
+    ),
+    mutant(
+        "what an instance remembers of a handler that failed stays",
+        PROCESSORS,
+        "if not self._one(delivery, work, message, call) or message.key is None:",
+        "if self._one(delivery, work, message, call) and message.key is None:",
+        f"{OF_PROCESSORS}::test_what_an_instance_remembers_of_a_handler_that_failed_is_thrown_away",
+    ),
+    mutant(
+        "instances of a lost transaction stay",
+        PROCESSORS,
+        "            self._live.throw_away(self._live.used_since(began))\n",
+        "            pass\n",
+        f"{OF_PROCESSORS}::"
+        "test_a_transaction_that_is_lost_takes_along_the_instances_that_were_called_in_it",
+    ),
+    mutant(
+        "a message without a key leaves its instance behind",
+        PROCESSORS,
+        "(delivery, work, message, call) or message.key is None:",
+        "(delivery, work, message, call):",
+        f"{OF_PROCESSORS}::test_an_instance_of_a_message_without_key_is_passivated_once",
+    ),
+    mutant(
+        "an instance of a shard that was lost is passivated",
+        PROCESSORS,
+        "if (one.shard, one.epoch) not in held",
+        "if one.shard < 0",
+        f"{OF_PROCESSORS}::"
+        "test_one_who_does_not_know_yet_that_it_was_taken_over_calls_nothing_on_its_instances",
+    ),
+    mutant(
+        "instances of shards that go are not passivated",
+        PROCESSORS,
+        "member.balance(link.raw, partial(self._pass_on, link))",
+        "member.balance(link.raw)",
+        f"{OF_PROCESSORS}::"
+        "test_a_sixth_member_takes_sixteen_of_a_hundred_shards_and_gives_them_back",
+    ),
+    mutant(
+        "what is set aside counts as unread",
+        INBOX,
+        "since.id > c.position\n",
+        "since.id > 0\n",
+        f"{RECEIVED}::test_the_inbox_says_what_is_left_of_a_batch_in_hand",
+    ),
+    mutant(
+        "a message is handled for the first time each time",
+        INBOX,
+        ".rowcount == 1",
+        ".rowcount >= 0",
+        "integration/test_receiving_page.py",
+    ),
+]

@@ -1,0 +1,230 @@
+"""Routing: ways, choices, resolutions, routes, what is explained and replayed."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, mutant
+
+WAYS, ROUTES, CHOICES = "saf/ways.py", "saf/routes.py", "saf/choices.py"
+SOURCE = "saf/spark/at_source.py"
+OF_ROUTES, OF_ROUTERS, OF_WAYS = (
+    "contract/test_routes.py",
+    "contract/test_routers.py",
+    "unit/test_ways.py",
+)
+DURABLE = (
+    "contract/test_6_durable.py::"
+    "test_what_has_to_be_known_before_anything_is_sent_is_durable_whatever_the_default"
+)
+ZOMBIE = "contract/test_set_aside_once.py::test_a_zombie_neither_chooses_for_a_key_nor_resolves_it"
+EXPLAINED = "contract/test_explained.py"
+
+MUTANTS: list[Mutant] = [
+    mutant(
+        "a choice is not durable",
+        CHOICES,
+        'connection.execute("SET LOCAL synchronous_commit = on")',
+        'connection.execute("SET LOCAL synchronous_commit = off")',
+        DURABLE,
+    ),
+    mutant(
+        "a resolution is not durable",
+        "saf/resolutions.py",
+        'connection.execute("SET LOCAL synchronous_commit = on")',
+        'connection.execute("SET LOCAL synchronous_commit = off")',
+        DURABLE,
+    ),
+    mutant(
+        "a zombie chooses",
+        SOURCE,
+        "            hold(source, self._work.batch)\n            return choose(source, among)",
+        "            return choose(source, among)",
+        ZOMBIE,
+    ),
+    mutant(
+        "a zombie resolves",
+        SOURCE,
+        "            hold(source, self._work.batch)\n            return keep(source, router, new)",
+        "            return keep(source, router, new)",
+        ZOMBIE,
+    ),
+    mutant(
+        "a key keeps a route that is not in force any more",
+        CHOICES,
+        "if destination not in among[asker]]",
+        "if not destination]",
+        f"{OF_ROUTES}::test_a_key_whose_route_has_gone_chooses_anew",
+    ),
+    mutant(
+        "keys take no turns",
+        CHOICES,
+        "among[asker][turns[asker] % len(among[asker])]",
+        "among[asker][0 * turns[asker]]",
+        f"{OF_ROUTES}::"
+        "test_two_matching_routes_share_a_hundred_keys_evenly_and_each_sticks_for_life",
+    ),
+    mutant(
+        "choices are forgotten though a batch is in hand that was delivered by them",
+        CHOICES,
+        "(SELECT min(opened_at) FROM saf.cursor WHERE open IS NOT NULL)",
+        "(SELECT max(now()) FROM saf.cursor WHERE open IS NOT NULL)",
+        f"{OF_ROUTES}::test_a_batch_in_hand_keeps_the_choices_it_was_delivered_by",
+    ),
+    mutant(
+        "choices of open conversations are forgotten",
+        CHOICES,
+        "AND c.state <> 'closed')",
+        "AND c.state = 'none')",
+        f"{OF_ROUTES}::test_the_choice_of_a_conversation_that_is_open_is_not_forgotten",
+    ),
+    mutant(
+        "that a choice is used is not noted",
+        CHOICES,
+        "        connection.execute(USED, _columns(unnoted))\n",
+        "        pass\n",
+        f"{OF_ROUTES}::test_a_choice_that_is_not_used_is_forgotten_and_one_that_is_stays",
+    ),
+    mutant(
+        "the broker counts more than the service",
+        WAYS,
+        "return (service, broker), (service, None), (None, broker), (None, None)",
+        "return (service, broker), (None, broker), (service, None), (None, None)",
+        OF_WAYS,
+    ),
+    mutant(
+        "the default destination is a route like others",
+        WAYS,
+        "if not (route.fallback and each):",
+        "if route:",
+        f"{OF_ROUTES}::test_a_topic_goes_to_the_default_destination_only_if_no_route_matches",
+    ),
+    mutant(
+        "a topic's message goes to a destination by its least specific route",
+        WAYS,
+        "each.setdefault(route.destination, route)",
+        "each[route.destination] = route",
+        OF_WAYS,
+    ),
+    mutant(
+        "an expired route counts for a moment longer",
+        ROUTES,
+        "self.expires_at <= now",
+        "self.expires_at < now",
+        f"{OF_ROUTES}::test_a_route_is_over_at_the_moment_that_it_names",
+    ),
+    mutant(
+        "a disabled route counts",
+        ROUTES,
+        "return self.enabled and not self.expired(now)",
+        "return not self.expired(now)",
+        f"{OF_ROUTES}::test_the_most_specific_route_wins_and_an_expired_one_is_not_used",
+    ),
+    mutant(
+        "a row does not stand in for a route of the file",
+        ROUTES,
+        "routes += [one for one in declared.routes if one.named not in rows]",
+        "routes += [one for one in declared.routes if one.named not in rows or one]",
+        f"{OF_ROUTES}::test_routes_of_the_file_count_like_rows_and_a_row_stands_in_for_one",
+    ),
+    mutant(
+        "a router that forwards redirects",
+        ROUTES,
+        "if one.enabled and one.mode == REDIRECT)",
+        "if one.enabled)",
+        f"{OF_ROUTERS}::test_to_a_router_that_forwards_messages_go_as_to_any_service",
+    ),
+    mutant(
+        "a disabled router counts",
+        ROUTES,
+        "if one.enabled and one.mode == REDIRECT)",
+        "if one.mode == REDIRECT)",
+        f"{OF_ROUTERS}::test_a_router_that_is_disabled_or_removed_is_an_ordinary_service",
+    ),
+    mutant(
+        "each batch freezes a version of its own",
+        ROUTES,
+        "if latest and latest[0][1:] == frozen:",
+        "if latest and latest[0][1:] is frozen:",
+        f"{OF_ROUTES}::test_routes_are_written_anew_only_if_they_have_changed",
+    ),
+    mutant(
+        "topics are not frozen",
+        ROUTES,
+        '"topics": frozen[1],',
+        '"topics": [],',
+        f"{OF_ROUTES}::test_a_topic_goes_to_every_destination_and_one_down_delays_only_its_copies",
+    ),
+    mutant(
+        "circles of routers go round",
+        "saf/spark/resolving.py",
+        "        if service in trail:\n",
+        "        if service in trail[:0]:\n",
+        f"{OF_ROUTERS}::"
+        "test_routers_in_a_row_are_followed_and_a_loop_or_more_than_sixteen_is_refused",
+    ),
+    mutant(
+        "a classifier may name what no route leads to",
+        "saf/spark/resolving.py",
+        "            (pa.array(lost),",
+        "            (pa.array(lost & ~lost),",
+        f"{OF_ROUTERS}::"
+        "test_a_classifier_that_raises_says_nothing_or_names_an_unknown_service_makes_a_dead_letter",
+    ),
+    mutant(
+        "of a dialog later messages are classified too",
+        "saf/spark/resolving.py",
+        'pc.greater(rows["sequence"], 1)',
+        'pc.greater(rows["sequence"], 1000)',
+        "contract/test_routers_of_dialogs.py",
+    ),
+    mutant(
+        "a classifier is asked for a key again",
+        "saf/spark/resolving.py",
+        "        asked &= np.array([name not in known for name in names])[which]\n",
+        "",
+        f"{OF_ROUTERS}::"
+        "test_a_router_classifies_the_first_message_of_a_key_and_later_ones_bypass_it",
+    ),
+    mutant(
+        "what waits for a router is explained as lost",
+        "saf/explain.py",
+        "return not self.router and not self.destinations",
+        "return not self.destinations",
+        f"{EXPLAINED}::test_a_routers_message_is_not_lost_and_one_without_a_route_is",
+    ),
+    mutant(
+        "a key's choice is not explained",
+        "saf/explain.py",
+        "    elif choice == one.route.destination:",
+        "    elif choice != one.route.destination:",
+        f"{EXPLAINED}::test_of_routes_that_share_a_key_takes_the_one_that_it_has_chosen",
+    ),
+    mutant(
+        "a route for another broker is explained as taken",
+        "saf/explain.py",
+        "if one.route.broker not in (None, broker):",
+        "if one.route.broker not in (None, broker) and broker:",
+        f"{EXPLAINED}::test_why_a_route_is_not_taken_is_said",
+    ),
+    mutant(
+        "why a route is out of force is not said",
+        "saf/explain.py",
+        "why = _out_of_force(one, there) or _elsewhere(one, service, broker)",
+        "why = _elsewhere(one, service, broker)",
+        f"{EXPLAINED}::test_why_a_route_is_not_taken_is_said",
+    ),
+    mutant(
+        "what is replayed comes in any order",
+        "saf/replay.py",
+        "row_number() OVER (ORDER BY o.id)",
+        "row_number() OVER (ORDER BY o.id DESC)",
+        "contract/test_replay.py::"
+        "test_what_a_restored_store_lost_arrives_before_what_was_sent_since",
+    ),
+    mutant(
+        "a dry run of a replay lets keys choose",
+        "saf/replay.py",
+        "connection.transaction(force_rollback=dry_run)",
+        "connection.transaction()",
+        "contract/test_replay.py::test_a_dry_run_of_a_replay_changes_nothing",
+    ),
+]

@@ -1,0 +1,138 @@
+"""Sending: what a message may be, whose transaction it is in, how a database is spoken of."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, mutant
+
+MESSAGE, TRANSACTION, DATABASE, OUTBOX = (
+    "saf/message.py",
+    "saf/transaction.py",
+    "saf/database.py",
+    "saf/outbox.py",
+)
+MESSAGES, DSN = "unit/test_message.py", "unit/test_dsn.py"
+ENTRANCE, SENT = "integration/test_entrance.py", "integration/test_outbox.py"
+
+MUTANTS: list[Mutant] = [
+    mutant(
+        "a moment may have a zone that says nothing",
+        MESSAGE,
+        "if moment.utcoffset() is None:",
+        "if moment.tzinfo is None:",
+        MESSAGES,
+    ),
+    mutant(
+        "a body of exactly the most bytes is refused",
+        MESSAGE,
+        "if len(body) > max_bytes:",
+        "if len(body) >= max_bytes:",
+        MESSAGES,
+    ),
+    mutant(
+        "headers may be of any size",
+        MESSAGE,
+        "if len(headers) > MAX_HEADERS:",
+        "if len(headers) > 2 * MAX_HEADERS:",
+        MESSAGES,
+    ),
+    mutant(
+        "a name may be empty",
+        MESSAGE,
+        "    if not text:\n        raise InvalidMessage(field",
+        "    if text is None:\n        raise InvalidMessage(field",
+        MESSAGES,
+    ),
+    mutant(
+        "headers may hold a NUL deep inside",
+        MESSAGE,
+        "return any(_holds_nul(item) for item in value)",
+        "return False",
+        MESSAGES,
+    ),
+    mutant(
+        "a number that is none is JSON",
+        MESSAGE,
+        'separators=(",", ":"), allow_nan=False)',
+        'separators=(",", ":"), allow_nan=True)',
+        MESSAGES,
+    ),
+    mutant(
+        "a database that was refused is accepted the next time",
+        TRANSACTION,
+        """            require_revision(str(name), found[0][0] if found else None)
+            self._checked.add(database)""",
+        """            self._checked.add(database)
+            require_revision(str(name), found[0][0] if found else None)""",
+        f"{ENTRANCE}::test_a_database_that_was_refused_is_refused_again",
+    ),
+    mutant(
+        "databases are told by their names alone",
+        TRANSACTION,
+        "return (info.host, info.port, info.dbname)",
+        "return info.dbname",
+        f"{ENTRANCE}::test_databases_of_the_same_name_on_two_servers_are_two",
+    ),
+    mutant(
+        "an engine is told by its address",
+        TRANSACTION,
+        "return weakref.ref(self.connection.engine)",
+        "return id(self.connection.engine)",
+        f"{ENTRANCE}::test_an_engine_is_not_taken_for_one_that_was_there_before_it",
+    ),
+    mutant(
+        "a send commits by itself",
+        TRANSACTION,
+        "if not allow_autocommit and transaction.commits_by_itself():",
+        "if allow_autocommit and transaction.commits_by_itself():",
+        f"{SENT}::test_a_psycopg_connection_in_autocommit_is_refused",
+    ),
+    mutant(
+        "each send checks the schema",
+        TRANSACTION,
+        "            self._checked.add(database)\n",
+        "",
+        f"{SENT}::test_the_first_send_checks_the_schema_and_later_ones_do_not",
+    ),
+    mutant(
+        "the outbox's own service wins over a message's",
+        OUTBOX,
+        "row._replace(from_service=row.from_service or self.from_service)",
+        "row._replace(from_service=self.from_service or row.from_service)",
+        f"{SENT}::test_many_messages_keep_their_optional_fields_apart",
+    ),
+    mutant(
+        "options are shown",
+        DATABASE,
+        'for secret in (*SECRETS, "options"):',
+        "for secret in SECRETS:",
+        DSN,
+    ),
+    mutant(
+        "a host that does not answer is waited for",
+        DATABASE,
+        '            "tcp_user_timeout": UNANSWERED_SECONDS * 1000,\n',
+        "",
+        DSN,
+    ),
+    mutant(
+        "what the dsn says of time-outs is overruled",
+        DATABASE,
+        "{**defaults, **self.parts}",
+        "{**self.parts, **defaults}",
+        DSN,
+    ),
+    mutant(
+        "a driver's message is shown as it is",
+        DATABASE,
+        'text = text.replace(str(secret), "***")',
+        "text = str(text)",
+        DSN,
+    ),
+    mutant(
+        "an older schema will do",
+        DATABASE,
+        "if found != REVISION:",
+        "if found > REVISION:",
+        f"{SENT}::test_an_older_or_newer_schema_is_refused_and_the_transaction_survives",
+    ),
+]

@@ -1,0 +1,204 @@
+"""What is set aside: lanes, dead letters, what a chunk writes beside its position."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, harmless, mutant
+
+PARKING, DEAD, ASIDE = "saf/parking.py", "saf/dead.py", "saf/spark/aside.py"
+ONCE, ISOLATED, LETTERS = (
+    "contract/test_set_aside_once.py",
+    "contract/test_7_isolated.py",
+    "contract/test_dead_letters.py",
+)
+CRASH = "contract/test_set_aside_crash.py"
+SCHEDULE = (
+    f"{ISOLATED}::test_attempts_follow_service_brokers_schedule_over_restarts_and_success_resets_it"
+)
+
+MUTANTS: list[Mutant] = [
+    mutant(
+        "an attempt that was not due counts",
+        PARKING,
+        "    if due:\n        params |= {",
+        "    if due or True:\n        params |= {",
+        f"{ONCE}::test_an_attempt_that_was_not_due_does_not_count",
+    ),
+    mutant(
+        "the waits are twice as long",
+        PARKING,
+        "min(attempts - 1, 30)",
+        "min(attempts, 30)",
+        "unit/test_doctests.py",
+        SCHEDULE,
+    ),
+    mutant(
+        "an attempt is not counted",
+        PARKING,
+        'params |= {"attempts": attempts + 1,',
+        'params |= {"attempts": attempts,',
+        SCHEDULE,
+    ),
+    mutant(
+        "what is to be tried now is made due for one destination at most",
+        PARKING,
+        "AND (%(destination)s::text IS NULL OR destination = %(destination)s)",
+        "AND destination = %(destination)s",
+        "integration/test_set_aside.py::test_parked_lists_the_lanes_and_retry_now_makes_them_due",
+    ),
+    mutant(
+        "what is written ahead is parked twice",
+        ASIDE,
+        'if row["id"] not in here])\n        self._bury',
+        "])\n        self._bury",
+        f"{ONCE}::"
+        "test_what_is_written_ahead_of_a_watermark_is_parked_once_although_the_answer_got_lost",
+    ),
+    mutant(
+        "what is too large is not written ahead of the watermark",
+        ASIDE,
+        "return bool(here or self.dead or self.unread)",
+        "return bool(here or self.dead)",
+        f"{ONCE}::test_a_message_too_large_to_read_is_set_aside_before_a_watermark_passes_it",
+    ),
+    mutant(
+        "what is parked is not written ahead of the watermark",
+        ASIDE,
+        "return bool(here or self.dead or self.unread)",
+        "return bool(self.dead or self.unread)",
+        f"{CRASH}::test_a_service_made_known_after_a_crash_gets_what_was_about_to_be_parked",
+    ),
+    mutant(
+        "what expires does so by the clock of the task",
+        ASIDE,
+        "now = pa.scalar(self.work.batch.opened_at, expiry.type)",
+        "import datetime\n"
+        "            now = pa.scalar(datetime.datetime.now(datetime.UTC), expiry.type)",
+        f"{ONCE}::test_what_had_not_expired_when_its_batch_was_opened_is_delivered_however_late",
+    ),
+    mutant(
+        "what expires at this moment lives on",
+        ASIDE,
+        "pc.less_equal(expiry, now)",
+        "pc.less(expiry, pc.subtract(now, 10**9))",
+        f"{ISOLATED}::test_an_expired_message_becomes_a_dead_letter",
+    ),
+    mutant(
+        "dead letters of the same chunk die in any order",
+        ASIDE,
+        'dead.bury(source, sorted(new, key=itemgetter("id")))',
+        'dead.bury(source, sorted(new, key=itemgetter("id"), reverse=True))',
+        "contract/test_routers.py::"
+        "test_dead_letters_of_several_reasons_die_in_the_order_in_which_they_were_sent",
+    ),
+    mutant(
+        "a dead letter that is retried is still one",
+        DEAD,
+        """            connection.execute(PARK, params)
+            connection.execute(DELETE, params)""",
+        """            connection.execute(PARK, params)""",
+        f"{LETTERS}::test_retrying_again_retries_nothing_and_what_is_rejected_again_is_dead_again",
+    ),
+    mutant(
+        "what is retried expires again",
+        DEAD,
+        '"NULL" if c == "expires_at" else f"d.{c}"',
+        'f"d.{c}"',
+        f"{LETTERS}::test_what_had_expired_is_delivered_all_the_same_when_a_person_retries_it",
+    ),
+    mutant(
+        "what is retried keeps no order",
+        DEAD,
+        "row_number() OVER (ORDER BY dead_letter_id)",
+        "row_number() OVER (ORDER BY dead_letter_id DESC)",
+        f"{LETTERS}::test_retried_messages_arrive_in_order_and_with_their_ids",
+    ),
+    mutant(
+        "retries take no turn",
+        DEAD,
+        "        connection.execute(ONE_AT_A_TIME)\n",
+        "",
+        f"{LETTERS}::test_retries_are_numbered_one_at_a_time",
+    ),
+    mutant(
+        "a filter by reason chooses all",
+        DEAD,
+        "AND (%(reason)s::text IS NULL OR reason = %(reason)s)",
+        "AND (%(reason)s::text IS NULL OR reason IS NOT NULL)",
+        f"{LETTERS}::test_a_filter_chooses_and_a_discarded_message_is_gone_and_remembered",
+    ),
+    mutant(
+        "what is discarded is not remembered",
+        DEAD,
+        '            audit(connection, "discard", message_ids, why)\n',
+        "",
+        f"{LETTERS}::test_a_filter_chooses_and_a_discarded_message_is_gone_and_remembered",
+    ),
+    mutant(
+        "a key goes on waiting though its dead letter was discarded",
+        DEAD,
+        "            connection.execute(GO_ON, params)\n",
+        "",
+        "contract/test_worker.py::"
+        "test_a_key_stays_blocked_by_its_dead_letter_if_so_configured_until_it_is_decided",
+    ),
+    harmless(
+        "what a chunk sets aside is written without asking for the position",
+        "saf/spark/delivery.py",
+        "new = bool(aside) and hold(source, self.work.batch) < position",
+        "new = bool(aside)",
+        "what is there already is not written again (parking.known, dead.known), and advance() in "
+        "the same transaction fences who is not the owner",
+    ),
+    mutant(
+        "what is parked commits without the position",
+        "saf/spark/delivery.py",
+        "                aside.write(source)\n",
+        "                AtSource(self.work, 1)(aside.write)\n",
+        f"{ONCE}::test_what_is_parked_commits_with_the_position_that_passes_it",
+    ),
+    mutant(
+        "messages that wait count as attempted",
+        "saf/spark/delivery.py",
+        "            position = 0  # nothing",
+        "            position = int(position)  # nothing",
+        f"{ONCE}::"
+        "test_at_most_once_messages_that_wait_are_not_attempted_and_so_are_not_lost_by_a_crash",
+    ),
+    mutant(
+        "the only destination's messages are parked one by one",
+        "saf/spark/delivery.py",
+        "        self._stay_open(aside)\n",
+        "",
+        f"{ISOLATED}::test_the_only_destination_down_leaves_the_batch_open_until_its_time",
+    ),
+    mutant(
+        "what was set aside before a crash is sent as well",
+        "saf/spark/delivery.py",
+        "            self._find_set_aside()\n",
+        "",
+        f"{ONCE}::test_what_is_a_dead_letter_already_is_not_delivered_as_well_after_a_crash",
+    ),
+    mutant(
+        "a message leaves its lane after it was sent at most once",
+        "saf/spark/releasing.py",
+        """                    self._settle(part.rows, Aside(work=self.work, lane=lane.key))
+                    self.storing.store_once(part, aside)""",
+        """                    self.storing.store_once(part, aside)
+                    self._settle(part.rows, Aside(work=self.work, lane=lane.key))""",
+        f"{ONCE}::test_a_parked_message_leaves_its_lane_before_it_is_sent_at_most_once",
+    ),
+    mutant(
+        "a zombie takes messages out of a lane",
+        "saf/spark/releasing.py",
+        "            hold(source, self.work.batch)\n            aside.write_from_lane(",
+        "            aside.write_from_lane(",
+        f"{ONCE}::test_a_zombie_takes_nothing_out_of_a_lane",
+    ),
+    mutant(
+        "a zombie leads messages to their routes",
+        "saf/spark/releasing.py",
+        "            hold(source, self.work.batch)\n            for route, found, some in to:",
+        "            for route, found, some in to:",
+        f"{ONCE}::test_a_zombie_leads_nothing_to_a_route_that_has_come",
+    ),
+]

@@ -1,0 +1,26 @@
+"""Chunks: every row once, in order, in tables that are no larger than they may be."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saf.spark.chunks import chunks
+
+
+@given(st.lists(st.integers(0, 9), max_size=8), st.integers(1, 7), st.integers(8, 100))
+def test_batches_of_any_size_are_cut_into_chunks_without_loss(
+    sizes: list[int], max_rows: int, max_bytes: int
+) -> None:
+    number = 0
+    batches = []
+    for size in sizes:
+        ids = pa.array(range(number, number + size), pa.int64())
+        batches.append(pa.RecordBatch.from_arrays([ids], names=["id"]))
+        number += size
+    found = list(chunks(batches, max_rows, max_bytes))
+    assert [id_ for table in found for id_ in table["id"].to_pylist()] == list(range(number))
+    assert all(0 < table.num_rows <= max_rows for table in found)
+    # a table ends with the batch that reaches the bytes: so without its last part, it had not
+    assert all(table.slice(0, table.num_rows - 9).nbytes < max_bytes for table in found)

@@ -1,0 +1,45 @@
+"""What a run came to: its exit code, and the sum of cycles."""
+
+from __future__ import annotations
+
+import pytest
+
+from saf.spark.summary import EXIT_DONE, EXIT_OTHER, EXIT_TRY_AGAIN, EXIT_USAGE, Summary
+
+
+def met(*kinds: str) -> Summary:
+    return Summary(problems=[{"broker": "app", "kind": kind, "error": ""} for kind in kinds])
+
+
+@pytest.mark.parametrize(
+    ("kinds", "code"),
+    [
+        ((), EXIT_DONE),
+        (("Unavailable",), EXIT_TRY_AGAIN),
+        *(
+            ((kind,), EXIT_USAGE)
+            for kind in (
+                *("SchemaMissing", "SchemaMismatch", "Restored", "ConfigurationError", "Ahead"),
+            )
+        ),
+        (("Unavailable", "Ahead"), EXIT_USAGE),
+        (("Rejected",), EXIT_OTHER),
+        (("Ahead", "Rejected"), EXIT_OTHER),
+    ],
+)
+def test_the_exit_code_says_who_has_to_act(kinds: tuple[str, ...], code: int) -> None:
+    assert met(*kinds).exit_code == code
+
+
+def test_what_waits_is_to_be_tried_again() -> None:
+    assert Summary(waiting=[{"lane": "destination 'mom'"}]).exit_code == EXIT_TRY_AGAIN
+
+
+def test_a_sum_has_every_count_of_its_cycles() -> None:
+    counts = ("forwarded", "dropped", "parked", "dead", "batches", "cycles")
+    whole = Summary()
+    for _ in range(2):
+        cycle = Summary(by_destination={"mom": 3}, **dict.fromkeys(counts, 5))  # type: ignore[arg-type]
+        whole.add(cycle)
+    assert {name: getattr(whole, name) for name in counts} == dict.fromkeys(counts, 10)
+    assert whole.by_destination == {"mom": 6}
