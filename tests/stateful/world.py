@@ -205,12 +205,16 @@ class World:
         """A whole run of a new process; how many messages have moved."""
         forwarder = self.process()
         moved, error = 0, False
-        for _ in range(MOST_ROUNDS):
-            receipts = forwarder.run(frozenset(self.down))
-            moved += sum(r.messages + r.dropped + r.parked + r.dead for r in receipts)
-            error = any(receipt.error for receipt in receipts)
-            if error or not forwarder.cycle.work:
-                break
+        try:
+            for _ in range(MOST_ROUNDS):
+                receipts = forwarder.run(frozenset(self.down))
+                moved += sum(r.messages + r.dropped + r.parked + r.dead for r in receipts)
+                error = any(receipt.error for receipt in receipts)
+                if error or not forwarder.cycle.work:
+                    break
+        except BaseException:
+            forwarder.die()  # members of the next example have the same ids
+            raise
         forwarder.leave()
         if not error and not self.forwarders and not self.refusals:
             self.settled = {name for names in self.seen().stored.values() for name in names}
