@@ -85,7 +85,8 @@ class Dsn:
             raise ConfigurationError(f"a dsn's host holds an '@': {ESCAPES}")
         if not PORTS.fullmatch(str(parts.get("port") or "")):
             raise ConfigurationError(f"a dsn's port is no number: {ESCAPES}")
-        if "://" in str(parts.get("dbname") or ""):
+        name = str(parts.get("dbname") or "")
+        if "://" in name and "@" in name:  # which may hold a password, and would be shown
             raise ConfigurationError("a dsn names a URL as its database: give the URL alone")
         if not any(parts.get(name) for name in ("dbname", "service")):
             raise ConfigurationError(f"a dsn names no database: {self}")

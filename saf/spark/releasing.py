@@ -289,7 +289,9 @@ class Releasing:
             once = []
         sent_once = [number for part in once for number in part.rows["parked_id"].to_pylist()]
         later = pc.is_in(rows["parked_id"], pa.array(sent_once, pa.int64()))
-        self._settle(rows.filter(pc.invert(later)), aside)
+        others = rows.filter(pc.invert(later))
+        if others.num_rows or aside:
+            self._settle(others, aside)
         for lane, error in aside.failed.items():
             self._hold([lane], str(error))
         left.difference_update(aside.failed)

@@ -125,7 +125,7 @@ def test_settings_say_what_options_do_not(tmp_path: Path, app: Dsn, mom: Dsn) ->
     send(app, 5)
     folder = tmp_path / "archive"
     file.write_text(
-        file.read_text() + "[purge]\nretention_seconds = 0\nrotate_after_seconds = 0.001\n"
+        file.read_text() + "[purge]\nretention_seconds = 0\nrotate_after_seconds = 0.01\n"
         f"archive = {json.dumps(str(folder))}\n"
     )
     said = slots(saf("purge", "--json", cwd=tmp_path))
