@@ -19,7 +19,8 @@ def met(*kinds: str) -> Summary:
         *(
             ((kind,), EXIT_USAGE)
             for kind in (
-                *("SchemaMissing", "SchemaMismatch", "Restored", "ConfigurationError", "Ahead"),
+                *("SchemaMissing", "SchemaMismatch", "Restored", "ConfigurationError"),
+                *("Ahead", "Behind"),
             )
         ),
         (("Unavailable", "Ahead"), EXIT_USAGE),
