@@ -14,7 +14,7 @@ from saf.bounds import Bounds
 from saf.database import Dsn, fetch
 from saf.destinations import Chunk, Stored
 from saf.destinations.postgresql import PostgresInbox
-from saf.errors import Fenced, Unavailable
+from saf.errors import Fenced, Rejected, Unavailable
 from saf.failpoints import arm
 from saf.marks import AGAIN
 from saf.spark.chunks import mark
@@ -170,6 +170,21 @@ def test_what_a_destination_says_is_shown_without_the_password(quoted: Dsn) -> N
     with pytest.raises(Unavailable) as caught:
         PostgresInbox("mom", quoted).connect()
     assert "does not exist" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_what_a_destination_says_of_messages_is_shown_without_the_password(
+    app: Dsn, mom: Dsn
+) -> None:
+    with connect(app) as connection, connect(mom) as store:
+        send(connection, "x")
+        store.execute("ALTER TABLE saf.inbox ADD CONSTRAINT hunter2 CHECK (body IS NULL)")
+    inbox = PostgresInbox("mom", Dsn(f"{mom.conninfo} password=hunter2"))
+    with Cycle(app, policy(mom=mom)) as cycle:
+        (work,) = cycle.open()
+        with pytest.raises(Rejected) as caught:
+            inbox.store(chunk_of(work), exactly_once=True)
+    assert "violates check constraint" in str(caught.value)
     assert "hunter2" not in str(caught.value)
 
 

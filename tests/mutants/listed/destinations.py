@@ -132,7 +132,7 @@ MUTANTS: list[Mutant] = [
         INBOX,
         "reason = self.dsn.redact(str(error))",
         "reason = str(error)",
-        f"{WATERMARKS}::test_what_a_destination_says_is_shown_without_the_password",
+        f"{WATERMARKS}::test_what_a_destination_says_of_messages_is_shown_without_the_password",
     ),
     mutant(
         "a destination of another schema is written to",

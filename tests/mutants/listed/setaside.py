@@ -178,7 +178,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what was set aside before a crash is sent as well",
         "saf/spark/delivery.py",
-        "            self._find_set_aside()\n",
+        "                self._find_set_aside()\n",
         "",
         f"{ONCE}::test_what_is_a_dead_letter_already_is_not_delivered_as_well_after_a_crash",
     ),
