@@ -28,6 +28,9 @@ class InProcess:
     jobs: list[int] = field(default_factory=list)
     """How many tasks each had."""
 
+    def setJobGroup(self, group: str, description: str, *, interruptOnCancel: bool) -> None:  # noqa: N802, N803 - Spark's
+        """By which a job is cancelled: here there is none that hangs."""
+
     def parallelize(self, numbers: range, slices: int) -> _Slices:
         """In so many parts, as Spark cuts them."""
         cuts = [len(numbers) * part // slices for part in range(slices + 1)]

@@ -14,8 +14,9 @@ from saf.bounds import Bounds
 from saf.database import Dsn, fetch
 from saf.destinations import Chunk, Stored
 from saf.destinations.postgresql import PostgresInbox
-from saf.errors import Fenced, Unavailable
+from saf.errors import Fenced, Rejected, Unavailable
 from saf.failpoints import arm
+from saf.marks import AGAIN
 from saf.spark.chunks import mark
 from saf.spark.source import messages, read
 from saf.spark.work import Work
@@ -126,9 +127,13 @@ def test_at_least_once_raises_the_epoch_and_leaves_the_position(app: Dsn, mom: D
         send(connection, "x", key="k")
     with Cycle(app, policy("at_least_once", mom=mom)) as cycle:
         cycle.run()
+    own = f"SELECT DISTINCT epoch FROM saf.watermark WHERE lane = '{AGAIN}' AND position > 0"
+    moved = (
+        f"SELECT lane FROM saf.watermark WHERE position > 0 AND NOT starts_with(lane, '{AGAIN}')"
+    )
     with connect(mom) as connection:
-        marks = fetch(connection, "SELECT DISTINCT epoch, batch, position FROM saf.watermark")
-    assert marks == [(1, 0, 0)]
+        assert fetch(connection, own) == [(1,)]
+        assert fetch(connection, moved) == []
 
 
 def test_a_batch_is_the_same_one_whatever_the_time_zones_of_its_databases(
@@ -146,7 +151,7 @@ def test_a_batch_is_the_same_one_whatever_the_time_zones_of_its_databases(
             connection, "SELECT DISTINCT opened_at FROM saf.cursor WHERE batch > 0"
         )
     with connect(mom) as connection:
-        ((stored,),) = fetch(connection, "SELECT DISTINCT opened_at FROM saf.watermark")
+        ((stored,),) = fetch(connection, "SELECT opened_at FROM saf.watermark WHERE position > 0")
     assert stored.astimezone(UTC) == opened.astimezone(UTC)
 
 
@@ -168,14 +173,28 @@ def test_what_a_destination_says_is_shown_without_the_password(quoted: Dsn) -> N
     assert "hunter2" not in str(caught.value)
 
 
-def test_what_a_source_says_to_its_reader_is_shown_without_the_password(
-    app: Dsn, mom: Dsn, quoted: Dsn
+def test_what_a_destination_says_of_messages_is_shown_without_the_password(
+    app: Dsn, mom: Dsn
 ) -> None:
+    with connect(app) as connection, connect(mom) as store:
+        send(connection, "x")
+        store.execute("ALTER TABLE saf.inbox ADD CONSTRAINT hunter2 CHECK (body IS NULL)")
+    inbox = PostgresInbox("mom", Dsn(f"{mom.conninfo} password=hunter2"))
+    with Cycle(app, policy(mom=mom)) as cycle:
+        (work,) = cycle.open()
+        with pytest.raises(Rejected) as caught:
+            inbox.store(chunk_of(work), exactly_once=True)
+    assert "violates check constraint" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_what_a_source_says_to_its_reader_is_shown_without_the_password(app: Dsn, mom: Dsn) -> None:
     with connect(app) as connection:
         send(connection, "x")
+    secret = Dsn(f"{app.conninfo} password=hunter2")
     with Cycle(app, policy(mom=mom)) as cycle:
         (work,) = cycle.open()
         with pytest.raises(Unavailable) as caught:
-            list(read(replace(work, dsn=quoted), "SELECT 1"))
-    assert "does not exist" in str(caught.value)
+            list(read(replace(work, dsn=secret), "SELECT CAST('hunter2' AS integer)"))
+    assert "invalid input syntax" in str(caught.value)
     assert "hunter2" not in str(caught.value)

@@ -19,7 +19,8 @@ def met(*kinds: str) -> Summary:
         *(
             ((kind,), EXIT_USAGE)
             for kind in (
-                *("SchemaMissing", "SchemaMismatch", "Restored", "ConfigurationError", "Ahead"),
+                *("SchemaMissing", "SchemaMismatch", "Restored", "ConfigurationError"),
+                *("Ahead", "Behind"),
             )
         ),
         (("Unavailable", "Ahead"), EXIT_USAGE),
@@ -32,7 +33,7 @@ def test_the_exit_code_says_who_has_to_act(kinds: tuple[str, ...], code: int) ->
 
 
 def test_what_waits_is_to_be_tried_again() -> None:
-    assert Summary(waiting=[{"lane": "destination 'mom'"}]).exit_code == EXIT_TRY_AGAIN
+    assert Summary(waiting_lanes=1).exit_code == EXIT_TRY_AGAIN
 
 
 def test_a_sum_has_every_count_of_its_cycles() -> None:

@@ -11,7 +11,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a rebase misses transactions in progress",
         REBASE,
-        'listed = [*mine, *filter(None, in_progress.split(","))]',
+        "listed = [*mine, *in_progress]",
         "listed = mine",
         f"{REBASED}::test_what_is_in_progress_is_not_lost_though_younger_transactions_have_ended",
     ),
@@ -48,8 +48,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a rebase goes on with the old batches' numbers",
         REBASE,
-        "batch = greatest(batch, %(batch)s)",
-        "batch = greatest(batch, 0 * %(batch)s)",
+        "batch = batch + %(batches)s FROM",
+        "batch = batch + 0 * %(batches)s FROM",
         f"{HONEST}::"
         "test_a_source_set_back_to_an_older_backup_is_refused_by_the_destination_until_rebased",
     ),

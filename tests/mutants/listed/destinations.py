@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
-INBOX = "saf/destinations/postgresql.py"
+INBOX, PLACES = "saf/destinations/postgresql.py", "saf/destinations/places.py"
+ISOLATION = "saf/isolation.py"
 WATERMARKS, ISOLATED, CRASH = (
     "contract/test_watermarks.py",
     "contract/test_7_isolated.py",
@@ -31,38 +32,37 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the moment of a batch loses its time zone",
         INBOX,
-        "sql.Literal(chunk.batch.opened_at.isoformat())",
-        "sql.Literal(chunk.batch.opened_at.replace(tzinfo=None).isoformat())",
+        "mark.opened_at and mark.opened_at.isoformat()",
+        "mark.opened_at and mark.opened_at.replace(tzinfo=None).isoformat()",
         f"{WATERMARKS}::test_a_batch_is_the_same_one_whatever_the_time_zones_of_its_databases",
     ),
     mutant(
         "the watermark does not move where everything was stored before",
         INBOX,
-        "            self._move_watermarks(cursor, chunk, marks, epoch_only=epoch_only)\n",
-        "            if rows.num_rows:\n"
-        "                self._move_watermarks(cursor, chunk, marks, epoch_only=epoch_only)\n",
+        "            self._move_watermarks(cursor",
+        "            if rows.num_rows:\n                self._move_watermarks(cursor",
         f"{WATERMARKS}::"
         "test_the_owner_before_is_fenced_also_where_the_new_one_found_everything_stored",
     ),
     mutant(
         "an older epoch is not refused",
         INBOX,
-        "if epoch > epochs[shard]]",
-        "if epoch > epochs[shard] + 1000]",
+        "if epoch > mine[shard]]",
+        "if epoch > mine[shard] + 1000]",
         "contract/test_5_fenced.py::"
         "test_a_zombie_cannot_write_at_the_destination_after_the_new_owner_did",
     ),
     mutant(
         "what is stored is stored again",
         INBOX,
-        "beyond(chunk.rows, chunk.number, marks) if exactly_once else chunk.rows",
-        "chunk.rows",
+        "rows = beyond(rows, chunk.number, stored, chunk.prefix)",
+        "rows = chunk.rows",
         "contract/test_5_fenced.py::"
         "test_a_zombie_that_is_first_at_the_destination_still_duplicates_nothing",
     ),
     mutant(
         "a row at the watermark is stored again",
-        INBOX,
+        PLACES,
         "(ids > position)",
         "(ids >= position)",
         f"{WATERMARKS}::"
@@ -70,38 +70,38 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "at least once moves the position",
-        INBOX,
-        "epoch_only = bool(unknown) or not exactly_once",
-        "epoch_only = bool(unknown)",
+        "saf/spark/storing.py",
+        "else AGAIN",
+        'else ""',
         f"{WATERMARKS}::test_at_least_once_raises_the_epoch_and_leaves_the_position",
     ),
     mutant(
         "a chunk with an unknown service moves the position",
         INBOX,
-        "epoch_only = bool(unknown) or not exactly_once",
-        "epoch_only = not exactly_once",
+        "moved = {} if others or unknown else",
+        "moved = {} if others else",
         f"{ISOLATED}::test_messages_for_a_service_that_the_destination_does_not_know_wait_for_it",
     ),
     mutant(
         "a chunk with an unknown service is stored",
         INBOX,
-        "if rows.num_rows and not unknown:",
-        "if rows.num_rows:",
+        "if rows.num_rows and not (others or unknown):",
+        "if rows.num_rows and not others:",
         f"{ISOLATED}::test_messages_for_a_service_that_the_destination_does_not_know_wait_for_it",
     ),
     mutant(
         "a source that was set back is not noticed",
         INBOX,
-        "if ahead and chunk.lane == MAIN:",
-        "if ahead and chunk.lane != MAIN:",
+        "if differ.ahead:",
+        "if differ.ahead and not chunk.rows.num_rows:",
         f"{HONEST}::"
         "test_a_source_set_back_to_an_older_backup_is_refused_by_the_destination_until_rebased",
     ),
     mutant(
         "a batch of the same number is the same batch",
-        INBOX,
-        "batch = {{current}} AND opened_at <> {{opened_at}}::timestamptz",
-        "batch = {{current}} AND opened_at < {{opened_at}}::timestamptz - interval '1 year'",
+        "saf/marks.py",
+        "if mark.opened_at is not None and mark.opened_at == in_hand.opened_at:",
+        "if mark.batch == in_hand.batch:",
         f"{HONEST}::"
         "test_a_source_set_back_to_an_older_backup_is_refused_by_the_destination_until_rebased",
     ),
@@ -114,7 +114,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what is wrong with the server makes dead letters",
-        INBOX,
+        ISOLATION,
         '"44", "54", "P0")',
         '"44", "54", "P0", "25", "42", "55", "XX")',
         f"{CRASH}::"
@@ -122,7 +122,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what is wrong with a message is taken for the server's fault",
-        INBOX,
+        ISOLATION,
         '("09", "22", "23",',
         '("09", "22",',
         f"{ISOLATED}::test_a_rejected_message_becomes_a_dead_letter_and_its_neighbours_are_delivered",
@@ -132,7 +132,7 @@ MUTANTS: list[Mutant] = [
         INBOX,
         "reason = self.dsn.redact(str(error))",
         "reason = str(error)",
-        f"{WATERMARKS}::test_what_a_destination_says_is_shown_without_the_password",
+        f"{WATERMARKS}::test_what_a_destination_says_of_messages_is_shown_without_the_password",
     ),
     mutant(
         "a destination of another schema is written to",

@@ -37,8 +37,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an end comes before what was said earlier",
         FACTS,
-        "if message.sequence > facts.receive_sequence + 1:",
-        "if message.sequence > facts.receive_sequence + 1 and message.message_type != END:",
+        "message.sequence > facts.receive_sequence + 1:",
+        "message.sequence > facts.receive_sequence + 1 and message.message_type != END:",
         f"{ENDS}::test_an_end_waits_for_what_was_said_before_it",
     ),
     mutant(

@@ -117,7 +117,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a brief visit leaves lanes whose time has come",
         BROKER,
-        "            ) or any(lane.due for lane in self.waiting)\n",
+        "            ) or backoff.any_due(connection, subscription_id)\n",
         "            )\n",
         f"{FORWARDER}::test_a_brief_visit_finds_lanes_whose_time_has_come",
     ),
@@ -188,7 +188,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "neighbours of an unknown service wait with it",
         STORING,
-        "        if rest.rows.num_rows:\n            self.store(rest, end, aside)\n",
+        "        if rest.num_rows:\n            self.store(replace(part, rows=rest), end, aside)\n",
         "",
         UNKNOWN,
     ),
@@ -210,14 +210,14 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a problem that a person has to mend is to be tried again",
         SUMMARY,
-        '"ConfigurationError", "Ahead"}',
-        '"ConfigurationError"}',
+        '            "Ahead",\n',
+        "",
         SUMMED,
     ),
     mutant(
         "what waits is done",
         SUMMARY,
-        "EXIT_TRY_AGAIN if kinds or self.waiting else EXIT_DONE",
+        "EXIT_TRY_AGAIN if kinds or self.waiting_lanes else EXIT_DONE",
         "EXIT_TRY_AGAIN if kinds else EXIT_DONE",
         SUMMED,
     ),

@@ -201,8 +201,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a forgotten member renews its lease all the same",
         SHARDS,
-        "if connection.execute(RENEW, self._params).fetchone() is None:",
-        "if connection.execute(RENEW, self._params).rowcount < 0:",
+        "if connection.execute(RENEW, params).fetchone() is None:",
+        "if connection.execute(RENEW, params).rowcount < 0:",
         f"{FENCED}::test_a_zombie_cannot_advance_attempt_hold_or_close_at_the_source",
     ),
     mutant(

@@ -182,7 +182,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "shards are shown as other ones",
-        STATUS,
+        "saf/errors.py",
         "number == found[-1][-1] + 1",
         "number >= found[-1][-1] + 1",
         "unit/test_doctests.py",

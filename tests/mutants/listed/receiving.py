@@ -69,8 +69,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what has expired is handed out",
         CLAIM,
-        "CASE WHEN expires_at <= now() THEN {EXPIRED} WHEN",
-        "CASE WHEN expires_at < 'epoch' THEN {EXPIRED} WHEN",
+        "WHEN expires_at <= now() THEN {EXPIRED} WHEN",
+        "WHEN expires_at < 'epoch' THEN {EXPIRED} WHEN",
         f"{RECEIVED}::test_an_expired_message_is_a_dead_letter",
     ),
     mutant(
@@ -181,7 +181,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "an error is kept with its NUL",
-        DELIVERY,
+        "saf/isolation.py",
         'text.replace("\\0", "\\ufffd")',
         "text",
         "unit/test_doctests.py",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, harmless, mutant
 
-PARKING, DEAD, ASIDE = "saf/parking.py", "saf/dead.py", "saf/spark/aside.py"
+PARKING, BACKOFF = "saf/parking.py", "saf/backoff.py"
+DEAD, ASIDE, RELEASING = "saf/dead.py", "saf/spark/aside.py", "saf/spark/releasing.py"
 ONCE, ISOLATED, LETTERS = (
     "contract/test_set_aside_once.py",
     "contract/test_7_isolated.py",
@@ -18,9 +19,9 @@ SCHEDULE = (
 MUTANTS: list[Mutant] = [
     mutant(
         "an attempt that was not due counts",
-        PARKING,
-        "    if due:\n        params |= {",
-        "    if due or True:\n        params |= {",
+        BACKOFF,
+        "WHERE b.next_attempt_at <= now()",
+        "WHERE b.next_attempt_at IS NOT NULL",
         f"{ONCE}::test_an_attempt_that_was_not_due_does_not_count",
     ),
     mutant(
@@ -33,9 +34,9 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "an attempt is not counted",
-        PARKING,
-        'params |= {"attempts": attempts + 1,',
-        'params |= {"attempts": attempts,',
+        BACKOFF,
+        "attempts = b.attempts + 1,",
+        "attempts = b.attempts,",
         SCHEDULE,
     ),
     mutant(
@@ -48,22 +49,22 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is written ahead is parked twice",
         ASIDE,
-        'if row["id"] not in here])\n        self._bury',
-        "])\n        self._bury",
+        'rows += [row for row in dicts if row["id"] not in here]',
+        "rows += dicts",
         f"{ONCE}::"
         "test_what_is_written_ahead_of_a_watermark_is_parked_once_although_the_answer_got_lost",
     ),
     mutant(
         "what is too large is not written ahead of the watermark",
         ASIDE,
-        "return bool(here or self.dead or self.unread)",
-        "return bool(here or self.dead)",
+        "return bool(self.parked or self.dead or self.unread)",
+        "return bool(self.parked or self.dead)",
         f"{ONCE}::test_a_message_too_large_to_read_is_set_aside_before_a_watermark_passes_it",
     ),
     mutant(
         "what is parked is not written ahead of the watermark",
         ASIDE,
-        "return bool(here or self.dead or self.unread)",
+        "return bool(self.parked or self.dead or self.unread)",
         "return bool(self.dead or self.unread)",
         f"{CRASH}::test_a_service_made_known_after_a_crash_gets_what_was_about_to_be_parked",
     ),
@@ -159,8 +160,11 @@ MUTANTS: list[Mutant] = [
     mutant(
         "messages that wait count as attempted",
         "saf/spark/delivery.py",
-        "            position = 0  # nothing",
-        "            position = int(position)  # nothing",
+        """        if not parts:
+            return
+        aside.write_ahead(""",
+        """        if parts:
+            aside.write_ahead(""",
         f"{ONCE}::"
         "test_at_most_once_messages_that_wait_are_not_attempted_and_so_are_not_lost_by_a_crash",
     ),
@@ -174,31 +178,30 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what was set aside before a crash is sent as well",
         "saf/spark/delivery.py",
-        "            self._find_set_aside()\n",
+        "                self._find_set_aside()\n",
         "",
         f"{ONCE}::test_what_is_a_dead_letter_already_is_not_delivered_as_well_after_a_crash",
     ),
     mutant(
         "a message leaves its lane after it was sent at most once",
-        "saf/spark/releasing.py",
-        """                    self._settle(part.rows, Aside(work=self.work, lane=lane.key))
-                    self.storing.store_once(part, aside)""",
-        """                    self.storing.store_once(part, aside)
-                    self._settle(part.rows, Aside(work=self.work, lane=lane.key))""",
+        RELEASING,
+        "        self._doubt(part)\n",
+        "",
         f"{ONCE}::test_a_parked_message_leaves_its_lane_before_it_is_sent_at_most_once",
     ),
     mutant(
         "a zombie takes messages out of a lane",
-        "saf/spark/releasing.py",
-        "            hold(source, self.work.batch)\n            aside.write_from_lane(",
-        "            aside.write_from_lane(",
+        RELEASING,
+        "            hold(source, self.work.batch)\n            aside.write_from_lanes(",
+        "            aside.write_from_lanes(",
         f"{ONCE}::test_a_zombie_takes_nothing_out_of_a_lane",
     ),
     mutant(
         "a zombie leads messages to their routes",
-        "saf/spark/releasing.py",
-        "            hold(source, self.work.batch)\n            for route, found, some in to:",
-        "            for route, found, some in to:",
+        RELEASING,
+        """            hold(source, self.work.batch)
+            parking.touch(source, subscription_id, lanes, "has""",
+        """            parking.touch(source, subscription_id, lanes, "has""",
         f"{ONCE}::test_a_zombie_leads_nothing_to_a_route_that_has_come",
     ),
 ]
