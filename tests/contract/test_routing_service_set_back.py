@@ -11,11 +11,15 @@ from saf.database import Dsn, fetch
 from saf.dialogs.comparing import compare
 from saf.dialogs.statements import Code
 from saf.rebase import known_at, rebase
+from saf.reconcile import missing
+from saf.repair import send_again
+from saf.routes import current_routes
 from saf.testing.databases import Database
 from tests.conftest import Prepared
 from tests.dialogs import ERROR, SHOP, begin, receive, said, say
 from tests.hub import Hub
 from tests.pipeline import connect
+from tests.set_backs import FORGET
 
 GoBack = Callable[[Hub, str, Dsn], Hub]
 
@@ -40,7 +44,7 @@ def copied(migrated: Prepared) -> Iterator[Callable[[Dsn], Dsn]]:
 
 
 def repair(hub: Hub, name: str) -> None:
-    """The one that was set back, and then the others compare."""
+    """The one that was set back, and then the others: what it has lost is purged there."""
     places = {"app": hub.app, "hub": hub.hub, "ewr": hub.ewr, "jfk": hub.jfk}
     with connect(places.pop(name)) as broken:
         ((source,),) = fetch(broken, "SELECT broker_id FROM saf.broker")
@@ -49,7 +53,17 @@ def repair(hub: Hub, name: str) -> None:
             with connect(dsn) as connection:
                 known[other] = known_at(connection, source)
         assert rebase(broken, known, force=True)
-    for dsn in places.values():
+    for other, dsn in hub.places.items():
+        if dsn not in places.values():
+            continue
+        there = {one: to for one, to in hub.places.items() if one != other}
+        with connect(dsn) as connection:
+            for shard, number in missing(other, dsn, there, retention_seconds=86400.0):
+                connection.execute(FORGET, {"shard": shard, "id": number})
+        send_again(
+            other, dsn, there, lambda connection: current_routes(connection, None),
+            retention_seconds=86400.0, why="set back",
+        )  # fmt: skip
         with connect(dsn) as connection, connection.transaction():
             compare(connection)
 
