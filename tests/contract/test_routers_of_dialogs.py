@@ -133,6 +133,7 @@ def test_the_far_end_is_where_all_routers_in_a_row_have_led_with_the_broker_that
         add_router(connection, "second", "python", "tests.classifiers:to_ewr")
         add_route(connection, "jfk", service="EWR", broker=there)
     with connect(places["jfk"]) as connection:
+        connection.execute("UPDATE saf.broker SET broker_id = %s", [there])
         create_service(connection, "EWR")
     ask(places, "1", to_service="first")
     forward(places)
@@ -149,6 +150,7 @@ def test_a_dialog_whose_router_names_another_key_goes_on_by_the_router(
         add_router(connection, DEPARTURES, "python", "tests.classifiers:one_by_one")
         add_route(connection, "jfk", service="s")
     with connect(places["jfk"]) as connection:
+        connection.execute("UPDATE saf.broker SET broker_id = %s", [UUID(int=7)])
         create_service(connection, "s")
     dialog = ask(places, "k1")
     forward(places)
