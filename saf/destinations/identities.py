@@ -19,7 +19,7 @@ from threading import Condition, Thread
 import psycopg
 
 from saf.database import Dsn, fetch
-from saf.errors import Unavailable
+from saf.errors import SafError
 
 WAIT_SECONDS = 1.0
 ASK_AGAIN_SECONDS = 60.0
@@ -75,5 +75,5 @@ def _broker_id(dsn: Dsn) -> str | None:
             connection.execute(BOUND)
             ((broker_id,),) = fetch(connection, BROKER_ID)
             return str(broker_id)
-    except (Unavailable, psycopg.Error, ValueError):
+    except (SafError, psycopg.Error, ValueError):
         return None
