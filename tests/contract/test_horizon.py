@@ -44,7 +44,7 @@ def _lock(source: str) -> str:
     values = {
         "source": source,
         "shards": list(range(SHARDS)),
-        "lane": "",
+        "lanes": [""] * SHARDS,
     }
     literals = {name: psycopg.sql.Literal(value) for name, value in values.items()}
     return psycopg.sql.SQL(postgresql.LOCK).format(**literals).as_string(None)
