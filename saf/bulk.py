@@ -39,7 +39,7 @@ def connect(dsn: Dsn, role: str) -> Connection:
     assert limits is not None  # noqa: S101 - all bulk is saf's own
     if dsn not in _direct:
         # only libpq itself knows which process the server has named
-        dsn.connect(role=role, autocommit=True).close()
+        dsn.connect(role="identify", autocommit=True).close()
         _direct.add(dsn)
     before = sockets()
     with _answered(limits.answer, lambda: shut(sockets() - before)):
