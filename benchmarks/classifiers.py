@@ -16,7 +16,7 @@ import saf
 from benchmarks.drain import forward
 from benchmarks.stage import Stage, execute, median
 from saf.config import load
-from saf.routers import add_router, remove_router
+from saf.routing.routers import add_router, remove_router
 
 MESSAGES = 300_000
 ROUNDS = 3

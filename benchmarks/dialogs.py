@@ -24,10 +24,10 @@ from pathlib import Path
 import saf
 from benchmarks.memory import peak_mib
 from benchmarks.stage import RESULTS, Stage, execute, median
+from saf.broker.services import create_service
 from saf.database import Dsn
 from saf.dialogs.fragments import FRAGMENT_BYTES
-from saf.receive import Receiver, connected
-from saf.services import create_service
+from saf.receiving.receive import Receiver, connected
 from saf.testing.cycle import Cycle, policy
 
 SHOP, WAREHOUSE = "shop", "warehouse"

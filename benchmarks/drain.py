@@ -12,9 +12,10 @@ import time
 from pyspark import SparkContext
 
 from benchmarks.stage import Stage, median
+from saf.columns import COLUMNS
 from saf.config import Settings, load
-from saf.message import COLUMNS
-from saf.spark.forward import Forwarder
+from saf.forwarding.forwarder import Forwarder
+from saf.spark.runner import SparkRunner
 
 MESSAGES = 1_000_000
 ROUNDS = 4
@@ -49,7 +50,7 @@ def ceiling(stage: Stage) -> float:
 def forward(spark: SparkContext, settings: Settings, messages: int = MESSAGES) -> float:
     """Seconds for one drain of so many messages."""
     started = time.monotonic()
-    summary = Forwarder(settings, lambda _: spark).drain()
+    summary = Forwarder(settings, SparkRunner(lambda _: spark)).drain()
     seconds = time.monotonic() - started
     if summary.forwarded != messages or summary.problems:
         raise RuntimeError(f"expected {messages} messages: {summary}")

@@ -15,7 +15,8 @@ from benchmarks.send import ACCOUNTS, BUSINESS, TABLES, pgbench, send_statement
 from benchmarks.stage import FILL, Stage, execute, median
 from saf.config import Settings, load
 from saf.database import Dsn
-from saf.spark.forward import Forwarder
+from saf.forwarding.forwarder import Forwarder
+from saf.spark.runner import SparkRunner
 
 ROUNDS = 2
 WARM_UP_SECONDS = 5
@@ -73,7 +74,7 @@ def cycles(spark: SparkContext, stage: Stage, settings: Settings) -> float:
         with stage.app.connect(role="bench") as connection:
             connection.execute(FILL, [200, MESSAGES_A_CYCLE])
         started = time.monotonic()
-        summary = Forwarder(settings, lambda _: spark).drain()
+        summary = Forwarder(settings, SparkRunner(lambda _: spark)).drain()
         seconds += time.monotonic() - started
         if summary.forwarded != MESSAGES_A_CYCLE:
             raise RuntimeError(f"expected {MESSAGES_A_CYCLE} messages: {summary}")

@@ -12,8 +12,8 @@ from typing import Any
 import saf
 from benchmarks.receive import READ_AGAIN
 from benchmarks.stage import Stage, execute, median
-from saf.loop import Loop
-from saf.services import create_service
+from saf.broker.services import create_service
+from saf.receiving.loop import Loop
 
 KEYS, MESSAGES, ROUNDS = 10_000, 30_000, 2
 

@@ -23,11 +23,12 @@ from pyspark import SparkContext
 
 import saf
 from benchmarks.stage import Stage, execute, median, percentile
+from saf.broker.services import create_service
 from saf.config import load
 from saf.database import Dsn
-from saf.receive import Receiver, connected
-from saf.services import create_service
-from saf.spark.forward import Forwarder
+from saf.forwarding.forwarder import Forwarder
+from saf.receiving.receive import Receiver, connected
+from saf.spark.runner import SparkRunner
 
 BACKLOG, CHUNK = 400_000, 50_000
 SECONDS = 1.0
@@ -159,16 +160,16 @@ def end_to_end(stage: Stage, spark: SparkContext) -> None:
         Path(stage.server.data_dir).parent / "loop.toml", interval_seconds=0.05
     )
     settings = load(file)
-    with running(stage, Forwarder(settings, lambda _: spark)):
+    with running(stage, Forwarder(settings, SparkRunner(lambda _: spark))):
         _handled(stage, _send(stage, BURST, None))  # Java compiles what is hot
-    with running(stage, Forwarder(settings, lambda _: spark)):
+    with running(stage, Forwarder(settings, SparkRunner(lambda _: spark))):
         started = time.monotonic()
         _handled(stage, _send(stage, BURST, None))
         capacity = BURST / (time.monotonic() - started)
     stage.note("end_to_end_capacity_per_second", capacity, "1/s")
     rates = {"": RATE} | {f"_at_{share:.0%}": capacity * share for share in SHARES}
     for where, rate in rates.items():
-        with running(stage, Forwarder(settings, lambda _: spark)):
+        with running(stage, Forwarder(settings, SparkRunner(lambda _: spark))):
             waits = _handled(stage, _send(stage, int(rate * OPEN_LOOP_SECONDS), rate))
         waits = waits[int(rate * WARM_UP_SECONDS) :]
         suffix = where.replace("%", "_percent")

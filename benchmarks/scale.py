@@ -24,13 +24,14 @@ from pyspark import SparkContext
 from benchmarks.stage import FILL, READ_AGAIN, Stage, execute, median
 from saf.config import Broker, Destination, Settings
 from saf.config import Forwarder as Options
-from saf.cursor import Batch
 from saf.database import Dsn
+from saf.engine.work import Work
+from saf.forwarding.forwarder import Forwarder
+from saf.forwarding.plan import plan
+from saf.log.cursor import Batch
+from saf.routing.ways import Route, Routes
 from saf.spark import session
-from saf.spark.forward import Forwarder
-from saf.spark.plan import plan
-from saf.spark.work import Work
-from saf.ways import Route, Routes
+from saf.spark.runner import SparkRunner
 
 SOURCES = (50, 100, 200)
 BUSY = (10, 30)
@@ -84,7 +85,8 @@ def poll(stage: Stage) -> None:
     for count in SOURCES:
         made = sources(stage, count)
         for name, sessions in (("connected", 1000), ("in_turn", 10)):
-            forwarder = Forwarder(settings(made, stage.mom, max_sessions=sessions), no_spark)
+            options = settings(made, stage.mom, max_sessions=sessions)
+            forwarder = Forwarder(options, SparkRunner(no_spark))
             forwarder.roster.once = False
             first = seconds(forwarder.cycle)
             again = median(seconds(forwarder.cycle) for _ in range(5))
@@ -98,7 +100,7 @@ def tasks(stage: Stage, spark: SparkContext) -> None:
     made = sources(stage, max(BUSY))
     for count in BUSY:
         some = dict(list(made.items())[:count])
-        forwarder = Forwarder(settings(some, stage.mom), lambda _: spark)
+        forwarder = Forwarder(settings(some, stage.mom), SparkRunner(lambda _: spark))
         forwarder.roster.once = False
         taken = []
         for _ in range(ROUNDS + 1):
@@ -154,7 +156,7 @@ def giant(stage: Stage, spark: SparkContext) -> None:
     both = {"app": stage.app, **tenants}
     for _ in range(2):  # until the JVM has compiled what is hot
         stage.rewind()
-        Forwarder(settings(both, stage.mom), lambda _: spark).drain()
+        Forwarder(settings(both, stage.mom), SparkRunner(lambda _: spark)).drain()
     beside, in_loop, waits = [], [], []
     only = settings({"app": stage.app}, stage.mom, tasks=2)
     for _ in range(ROUNDS):
@@ -179,7 +181,7 @@ def giant(stage: Stage, spark: SparkContext) -> None:
 
 def _drain(spark: SparkContext, chosen: Settings, expected: int) -> float:
     started = time.monotonic()
-    summary = Forwarder(chosen, lambda _: spark).drain()
+    summary = Forwarder(chosen, SparkRunner(lambda _: spark)).drain()
     if summary.forwarded != expected or summary.problems:
         raise RuntimeError(f"expected {expected}: {summary}")
     return time.monotonic() - started
@@ -189,7 +191,7 @@ def _in_loop(
     stage: Stage, spark: SparkContext, chosen: Settings, tenants: dict[str, Dsn]
 ) -> tuple[float, list[float]]:
     """Seconds for the giant; and beside it, for a message of a tenant every second."""
-    forwarder = Forwarder(chosen, lambda _: spark)
+    forwarder = Forwarder(chosen, SparkRunner(lambda _: spark))
     thread = threading.Thread(target=forwarder.loop, args=[lambda _: None])
     started = time.monotonic()
     thread.start()

@@ -11,9 +11,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from saf.broker.embedded import EmbeddedServer, programs
+from saf.broker.migrate import migrate
 from saf.database import Dsn
-from saf.embedded import EmbeddedServer, programs
-from saf.migrate import migrate
 
 VERSION = 18
 SETTINGS = {

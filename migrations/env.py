@@ -8,11 +8,11 @@ import sqlalchemy as sa
 from alembic import context
 from alembic.util import CommandError
 
+from saf.broker.migrate import checked_shards, settle
 from saf.database import Dsn
 from saf.errors import ConfigurationError, SafError
-from saf.migrate import checked_shards, settle
+from saf.log.shards import DEFAULT_SHARDS
 from saf.schema import SCHEMA
-from saf.shards import DEFAULT_SHARDS
 
 ASKED = context.get_x_argument(as_dictionary=True)
 

@@ -12,7 +12,7 @@ The forwarder lives in `saf.spark` and is imported by nothing here: an applicati
 sends needs neither Spark nor Arrow.
 """
 
-from saf.delivery import Delivery
+from saf.dialogs.arrival import Dialogs
 from saf.dialogs.contracts import create_contract, create_message_type
 from saf.dialogs.conversations import Conversation, conversations
 from saf.dialogs.dialog import Dialog, begin_dialog, begin_monolog, open_dialog
@@ -49,16 +49,20 @@ from saf.errors import (
     UsageError,
     WrongDirection,
 )
-from saf.inbox import inbox_once
-from saf.lanes import Policy
 from saf.message import Message
 from saf.outbox import Outbox
-from saf.processor import Processor, handles
-from saf.processors import Processors
-from saf.receive import receive
 from saf.received import Received
-from saf.resolutions import Resolved
-from saf.worker import Worker
+from saf.receiving.arrival import install
+from saf.receiving.delivery import Delivery
+from saf.receiving.inbox import inbox_once
+from saf.receiving.lanes import Policy
+from saf.receiving.processor import Processor, handles
+from saf.receiving.processors import Processors
+from saf.receiving.receive import receive
+from saf.receiving.worker import Worker
+from saf.routing.resolutions import Resolved
+
+install(Dialogs())
 
 __all__ = [
     "Ahead",

@@ -55,14 +55,14 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from saf.bounds import Bounds
 from saf.database import Dsn, refuse_unescaped
+from saf.database.bounds import Bounds
 from saf.errors import ConfigurationError, UsageError
 from saf.message import DEFAULT_MAX_BYTES, MAX_NAME, fits
-from saf.routers import check as check_router
-from saf.routes import Configured, ConfiguredRouter, Declared
-from saf.ways import Route as Leads
-from saf.ways import Router as Stands
+from saf.routing.routers import check as check_router
+from saf.routing.routes import Configured, ConfiguredRouter, Declared
+from saf.routing.ways import Route as Leads
+from saf.routing.ways import Router as Stands
 
 DEFAULT_FILE = Path("saf.toml")
 DAY = 86400
@@ -155,7 +155,7 @@ class Destination(_Table):
 
 
 class Route(_Table):
-    """Which messages go where; see `saf.ways`."""
+    """Which messages go where; see `saf.routing.ways`."""
 
     service: Name | None = None
     broker: UUID | None = None
@@ -167,7 +167,7 @@ class Route(_Table):
     comment: str | None = None
 
     def as_configured(self) -> Configured:
-        """The same in the words of `saf.routes`."""
+        """The same in the words of `saf.routing.routes`."""
         leads = Leads(
             service=self.service,
             broker=str(self.broker) if self.broker else None,
@@ -186,7 +186,7 @@ class Topic(_Table):
 
 
 class Router(_Table):
-    """A service that stands for others; see `saf.routers`."""
+    """A service that stands for others; see `saf.routing.routers`."""
 
     kind: Literal["sql", "arrow", "python"]
     expression: str
@@ -198,7 +198,7 @@ class Router(_Table):
     comment: str | None = None
 
     def as_configured(self, service: str) -> ConfiguredRouter:
-        """The same in the words of `saf.routes`."""
+        """The same in the words of `saf.routing.routes`."""
         router = Stands(
             service=service, kind=self.kind, expression=self.expression, once_per=self.once_per
         )
@@ -242,7 +242,7 @@ class Forwarder(_Table):
 
 
 class Purge(_Table):
-    """When a log's old messages go, a slot at a time; see `saf.ring`."""
+    """When a log's old messages go, a slot at a time; see `saf.log.ring`."""
 
     retention_seconds: Age = 7.0 * DAY
     """How long a message is kept at least, forwarded or not."""
@@ -253,7 +253,7 @@ class Purge(_Table):
 
 
 class Waits(_Table):
-    """How long anybody waits; see `saf.bounds`."""
+    """How long anybody waits; see `saf.database.bounds`."""
 
     network_seconds: float = Field(default=Bounds.network_seconds, ge=1, le=LONGEST_BOUND)
     lock_seconds: float = Field(default=Bounds.lock_seconds, gt=0, le=LONGEST_BOUND)

@@ -29,27 +29,13 @@ MAX_BODY = 500 * 1024 * 1024
 PostgreSQL's protocol has less than 1 GB."""
 
 CONTENT_TYPE = "content-type"
+RESERVED_HEADER = "saf-"
+"""What the headers begin with that are saf's own."""
+FRAGMENT, WHOLE = f"{RESERVED_HEADER}fragment", f"{RESERVED_HEADER}whole"
+"""Headers of a large body's parts: of one that others follow, and of the last."""
 
 EXPONENT = re.compile(r"\de[+-](\d{1,3})(?!\d)")
 """Of a number as `json.dumps` writes it."""
-
-COLUMNS = (
-    "message_id",
-    "from_service",
-    "to_service",
-    "to_broker",
-    "key",
-    "conversation_id",
-    "from_initiator",
-    "sequence",
-    "message_type",
-    "headers",
-    "body",
-    "created_at",
-    "deliver_at",
-    "expires_at",
-)
-"""The columns of a message in every table that holds messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

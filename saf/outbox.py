@@ -21,32 +21,21 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+from saf.columns import SENT
 from saf.message import DEFAULT_MAX_BYTES, Message, encode
 from saf.transaction import Entrance
 
 if TYPE_CHECKING:
     from saf.transaction import Conn
 
-TYPES = {
-    "message_id": "uuid",
-    "from_service": "text",
-    "to_service": "text",
-    "to_broker": "uuid",
-    "key": "text",
-    "message_type": "text",
-    "headers": "jsonb",
-    "body": "bytea",
-    "deliver_at": "timestamptz",
-    "expires_at": "timestamptz",
-}
-COLUMNS = ", ".join(TYPES)
+COLUMNS = ", ".join(SENT)
 INSERT = f"INSERT INTO saf.outbox ({COLUMNS}) VALUES ({{}})".format(
-    ", ".join(f"CAST(%({name})s AS {type_})" for name, type_ in TYPES.items())
+    ", ".join(f"CAST(%({name})s AS {type_})" for name, type_ in SENT.items())
 )
 # One statement and one round trip for any number of messages. unnest keeps the arrays' order, so
 # ids rise in the order of the messages.
 INSERT_MANY = f"INSERT INTO saf.outbox ({COLUMNS}) SELECT * FROM unnest({{}})".format(
-    ", ".join(f"CAST(%({name})s AS {type_}[])" for name, type_ in TYPES.items())
+    ", ".join(f"CAST(%({name})s AS {type_}[])" for name, type_ in SENT.items())
 )
 
 
@@ -137,5 +126,5 @@ class Outbox:
         transaction = self._enter(conn, allow_autocommit=self.allow_autocommit)
         if rows:
             columns = [list(column) for column in zip(*rows, strict=True)]
-            transaction.execute(INSERT_MANY, dict(zip(TYPES, columns, strict=True)))
+            transaction.execute(INSERT_MANY, dict(zip(SENT, columns, strict=True)))
         return [row.message_id for row in rows]

@@ -8,10 +8,11 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+from saf.columns import COLUMNS
 from saf.errors import UnreadableBody, UnreadableHeaders
 from saf.limits import HEADERS_READABLE, LONG_NAMES, READABLE
-from saf.message import COLUMNS, CONTENT_TYPE
-from saf.parking import KEY
+from saf.message import CONTENT_TYPE
+from saf.setaside.parking import KEY
 
 if TYPE_CHECKING:
     from saf.dialogs.dialog import Dialog
@@ -165,7 +166,7 @@ class Received:
 
     @property
     def lane(self) -> str:
-        """Where the messages of its key wait; one without key is alone. See `saf.parking`."""
+        """Where the messages of its key wait; one without a key waits alone."""
         return f"{KEY}{self.message_id if self._row[_KEY] is None else self._row[_KEY]}"
 
     def stored(self) -> dict[str, Any]:

@@ -34,35 +34,35 @@ from uuid import UUID, uuid5
 
 import psycopg
 
-from saf.delivery import Delivery
+from saf.columns import SENT
 from saf.dialogs.endpoints import columns
 from saf.dialogs.passing import go_on, partner, pass_on
 from saf.dialogs.statements import END, ERROR, TIMER, Code
-from saf.dropped import Reason
+from saf.engine.classifying import as_table
+from saf.engine.resolving import MAX_HOPS, Resolver
+from saf.engine.wayfinder import Wayfinder
 from saf.errors import ConfigurationError, Unavailable, UnreadableHeaders
-from saf.lanes import Policy
-from saf.loop import Loop, Savepoints
 from saf.message import DEFAULT_MAX_BYTES
-from saf.outbox import TYPES
-from saf.parking import ADDRESS
-from saf.receive import connected
 from saf.received import Received
-from saf.resolutions import Resolved, keep, resolved
-from saf.routers import load
-from saf.routes import NOTHING, Declared, configuration, forwarding
-from saf.spark.classifying import as_table
-from saf.spark.resolving import MAX_HOPS, Resolver
-from saf.spark.wayfinder import Wayfinder
+from saf.receiving.delivery import Delivery
+from saf.receiving.lanes import Policy
+from saf.receiving.loop import Loop, Savepoints
+from saf.receiving.receive import connected
+from saf.routing.resolutions import Resolved, keep, resolved
+from saf.routing.routers import load
+from saf.routing.routes import NOTHING, Declared, configuration, forwarding
+from saf.setaside.dropped import Reason
+from saf.setaside.parking import ADDRESS
 from saf.transaction import enter
 
 if TYPE_CHECKING:
-    from saf.receive import Engine
+    from saf.receiving.receive import Engine
 
 HOPS = "saf-hops"
 """The header that counts the routing services that a message has come by."""
 
 SENT_ON = {
-    **{name: type_ for name, type_ in TYPES.items() if name != "deliver_at"},
+    **{name: type_ for name, type_ in SENT.items() if name != "deliver_at"},
     "conversation_id": "uuid",
     "sequence": "bigint",
 }
@@ -97,7 +97,7 @@ class RoutingService(Loop):
         max_messages: how many at most in one transaction.
         threads: how many deliveries at a time in this process.
         policy: what happens to messages that cannot be sent on.
-        listen: be notified of what arrives; see `saf.notify`.
+        listen: be notified of what arrives; see `saf.receiving.notify`.
 
     Raises:
         UsageError: a number is out of range.

@@ -9,13 +9,16 @@ slots by themselves, no DDL happens at run time, and old rows go by TRUNCATE of 
 
 from __future__ import annotations
 
+from typing import Any
+
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql as pg
 
+from saf.columns import MESSAGE
 from saf.dialogs.schema import add_tables
 from saf.limits import BOUNDED
-from saf.ring import SLOT_ROWS, SLOTS
-from saf.shards import DEFAULT_SHARDS, MAX_SHARDS, shard_expression
+from saf.log.ring import SLOT_ROWS, SLOTS
+from saf.log.shards import DEFAULT_SHARDS, MAX_SHARDS, shard_expression
 
 SCHEMA = "saf"
 QUALITIES = ("at_most_once", "at_least_once", "exactly_once")
@@ -50,39 +53,38 @@ IN_CALENDAR = " AND ".join(
 
 
 # A later one than now is no transaction's either, but what is now differs between clusters, and a
-# dump has to go into any: `saf.doctor` finds those.
+# dump has to go into any: `saf.operating.doctor` finds those.
 POSSIBLE = "txid < '9223372036854775808'::xid8"
 
 
-def message_columns() -> list[sa.Column[object]]:
+TYPES: dict[str, sa.types.TypeEngine[Any]] = {
+    "uuid": pg.UUID(),
+    "text": sa.Text(),
+    "boolean": sa.Boolean(),
+    "bigint": sa.BigInteger(),
+    "jsonb": pg.JSONB(),
+    "bytea": sa.LargeBinary(),
+    "timestamptz": sa.DateTime(timezone=True),
+}
+COLLATED = {"key": sa.Text(collation="C")}
+"""Compared byte by byte, so that an index holds the same order on every server."""
+
+
+def message_columns() -> list[sa.Column[Any]]:
     """The columns of one message, the same in every table that holds messages."""
     return [
         sa.Column(
-            "message_id", pg.UUID, nullable=False, server_default=sa.text("gen_random_uuid()")
-        ),
-        sa.Column("from_service", sa.Text),
-        sa.Column("to_service", sa.Text, nullable=False),
-        sa.Column("to_broker", pg.UUID),
-        sa.Column("key", sa.Text(collation="C")),
-        sa.Column("conversation_id", pg.UUID),
-        sa.Column("from_initiator", sa.Boolean),
-        sa.Column("sequence", sa.BigInteger),
-        sa.Column("message_type", sa.Text),
-        sa.Column("headers", pg.JSONB),
-        sa.Column("body", sa.LargeBinary, nullable=False),
-        sa.Column(
-            "created_at",
-            sa.DateTime(timezone=True),
-            nullable=False,
-            server_default=sa.text("now()"),
-        ),
-        sa.Column("deliver_at", sa.DateTime(timezone=True)),
-        sa.Column("expires_at", sa.DateTime(timezone=True)),
+            column.name,
+            COLLATED.get(column.name, TYPES[column.type]),
+            nullable=not column.needed,
+            server_default=sa.text(column.default) if column.default else None,
+        )
+        for column in MESSAGE
     ]
 
 
 def _log(
-    metadata: sa.MetaData, name: str, shards: int, comment: str, *extra: sa.Column[object]
+    metadata: sa.MetaData, name: str, shards: int, comment: str, *extra: sa.Column[Any]
 ) -> sa.Table:
     table = sa.Table(
         name,

@@ -20,8 +20,8 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
 from saf.database import HAS_SCHEMA, SCHEMA_REVISION, require_revision
+from saf.database.poolers import unprepared
 from saf.errors import AutocommitError, UsageError
-from saf.poolers import unprepared
 
 if TYPE_CHECKING:
     import sqlalchemy as sa

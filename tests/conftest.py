@@ -24,10 +24,10 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from saf.broker.embedded import DEFAULT_VERSION, EmbeddedServer, programs
+from saf.broker.migrate import migrate
 from saf.database import Dsn
-from saf.embedded import DEFAULT_VERSION, EmbeddedServer, programs
 from saf.errors import UsageError
-from saf.migrate import migrate
 from saf.testing.databases import Copies, Database, Databases, embedded_server
 
 VERSIONS = (15, 16, 18)

@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 
 import saf
-from saf import services
+from saf.broker import services
 from saf.database import Dsn, fetch
 from tests.pipeline import Cycle, connect, policy
 

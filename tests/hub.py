@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from saf.broker.services import create_service
 from saf.database import Dsn
-from saf.lanes import Policy
-from saf.routers import add_router
-from saf.routes import add_route
+from saf.receiving.lanes import Policy
+from saf.routing.routers import add_router
+from saf.routing.routes import add_route
 from saf.routing_service import RoutingService
-from saf.services import create_service
 from tests.contract.test_routes import without_default
 from tests.dialogs import SHOP, know_contract
 from tests.pipeline import connect

@@ -12,8 +12,8 @@ from typing import Any
 import psycopg
 
 from saf.database import Dsn
-from saf.shards import Member
-from saf.spark.work import Receipt
+from saf.engine.work import Receipt
+from saf.log.shards import Member
 from saf.testing import clock
 from saf.testing.cycle import LEASE_SECONDS, Cycle, policy
 

@@ -14,10 +14,10 @@ from typing import Any
 import psycopg
 
 import saf
-from saf import services
+from saf.broker import services
 from saf.database import Dsn, fetch
-from saf.loop import Loop
-from saf.parking import KEY
+from saf.receiving.loop import Loop
+from saf.setaside.parking import KEY
 from tests.pipeline import connect, let_time_pass
 
 SUBSCRIPTION = "billing"

@@ -16,15 +16,15 @@ from uuid import UUID
 import psycopg
 
 import saf
+from saf.broker.embedded import DEFAULT_VERSION, EmbeddedServer, programs
 from saf.database import Dsn, fetch
 from saf.dialogs.comparing import compare
 from saf.dialogs.statements import Code
-from saf.embedded import DEFAULT_VERSION, EmbeddedServer, programs
-from saf.rebase import known_at, rebase
-from saf.reconcile import missing
-from saf.repair import send_again
+from saf.repair.rebase import known_at, rebase
+from saf.repair.reconcile import missing
+from saf.repair.send_again import send_again
+from saf.routing.ways import Route, Routes
 from saf.testing.databases import Database, Databases
-from saf.ways import Route, Routes
 from tests.dialogs import END, ERROR, SHOP, WAREHOUSE, begin, forward, prepare, receive
 from tests.pipeline import connect
 

@@ -13,7 +13,7 @@ from benchmarks.peers.relays import Failed
 from benchmarks.peers.report import Report
 from benchmarks.peers.stage import Peer
 from benchmarks.stage import Stage, execute
-from saf.services import create_service
+from saf.broker.services import create_service
 
 MESSAGES, SIZE = 100_000, 200
 ONE_BY_ONE = 0.02

@@ -19,9 +19,9 @@ from benchmarks.peers import BODY
 from benchmarks.scale import settings
 from benchmarks.send import send_statement
 from benchmarks.stage import READ_AGAIN
-from saf import cursor
 from saf.database import Dsn
-from saf.shards import Member
+from saf.log import cursor
+from saf.log.shards import Member
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -86,10 +86,11 @@ def mark(connection: psycopg.Connection) -> Callable[[], None]:
 
 
 def relay(app: str, mom: str, number: int, go_on: Callable[[], bool]) -> None:  # noqa: ARG001 - one
-    from saf.spark.forward import Forwarder
+    from saf.forwarding.forwarder import Forwarder
+    from saf.spark.runner import SparkRunner
 
     chosen = settings({"app": Dsn(app)}, Dsn(mom), interval_seconds=0.05)
-    forwarder = Forwarder(chosen, lambda _: _session())
+    forwarder = Forwarder(chosen, SparkRunner(lambda _: _session()))
     if not go_on():
         if problems := forwarder.drain().problems:
             raise RuntimeError(str(problems))

@@ -12,12 +12,12 @@ import psycopg
 import typer
 from rich.table import Table
 
-from saf import dead
 from saf.cli.brokers import AsJson, Config, DryRun, Name, Round, Why, chosen, moment
 from saf.cli.console import echo, plain_console, write
 from saf.config import load
-from saf.dead import REASONS, DeadLetter, Filter
 from saf.errors import UsageError
+from saf.setaside import dead
+from saf.setaside.dead import REASONS, DeadLetter, Filter
 
 app = typer.Typer(no_args_is_help=True, help="Messages that a person has to decide about.")
 

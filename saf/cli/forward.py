@@ -20,8 +20,8 @@ from saf.signals import stop_on_signals
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-    from saf.spark.forward import Progress
-    from saf.spark.summary import Summary
+    from saf.forwarding.forwarder import Progress
+    from saf.forwarding.summary import Summary
 
 
 def command(
@@ -54,8 +54,9 @@ def command(
 
 def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
     """Forward, with a Spark session of its own if there is work; return the exit code."""
-    from saf.spark import java, session  # needs the extra, and says so
-    from saf.spark.forward import Forwarder
+    from saf.forwarding.forwarder import Forwarder
+    from saf.spark import java, session  # need the extra, and say so
+    from saf.spark.runner import SparkRunner
 
     session.require_packages()
     options = settings.forwarder
@@ -76,7 +77,7 @@ def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
         show(summary, as_json=as_json)
 
     with progress_bar(console) as progress:
-        forwarder = Forwarder(settings, spark, progress=progress)
+        forwarder = Forwarder(settings, SparkRunner(spark), progress=progress)
         with stop_on_signals(forwarder.stop):
             summary = forwarder.loop(report) if loop else forwarder.drain()
     report(summary)

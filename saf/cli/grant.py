@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
+from saf.broker.grants import Kind, check, grant, statements
 from saf.cli.console import echo
 from saf.database import Dsn, unavailable_if_lost
 from saf.errors import ConfigurationError
-from saf.grants import Kind, check, grant, statements
 
 
 def command(

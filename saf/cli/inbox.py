@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from saf import inbox
 from saf.cli.brokers import AsJson, Config, Round, Store, store, stores
 from saf.cli.console import echo, plain_console
 from saf.cli.status import show_dropped
 from saf.config import load
-from saf.dropped import dropped
-from saf.notify import switch
+from saf.receiving import inbox
+from saf.receiving.notify import switch
+from saf.setaside.dropped import dropped
 
 app = typer.Typer(no_args_is_help=True, help="What is stored, and not handled yet.")
 

@@ -27,7 +27,7 @@ def command(
     ] = None,
 ) -> None:
     """Create the saf schema in a database, or bring it up to date. Safe to repeat."""
-    from saf.migrate import migrate  # alembic is slow to import, and only needed here
+    from saf.broker.migrate import migrate  # alembic is slow to import, and only needed here
 
     database = Dsn(dsn)
     migrate(database, shards=shards)

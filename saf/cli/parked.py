@@ -11,14 +11,14 @@ import typer
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.cli.console import echo
 from saf.config import load
-from saf.parking import AHEAD, Waiting, parked, retry_now
+from saf.setaside.parking import AHEAD, Waiting, parked, retry_now
 
 app = typer.Typer(no_args_is_help=True, help="Messages that wait, and when they are tried next.")
 
 LIMIT = 100
 
 FOR_EVER = 9999
-"""The year of what is not tried again by itself; see `saf.lanes`."""
+"""The year of what is not tried again by itself; see `saf.receiving.lanes`."""
 
 Destination = Annotated[str | None, typer.Option(help="Only what waits for this one.")]
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.cli.console import echo, plain_console
 from saf.config import load, with_options
-from saf.maintenance import Outcome, purge_by_rules
+from saf.operating.maintenance import Outcome, purge_by_rules
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 

@@ -14,9 +14,9 @@ from saf.cli.console import echo
 from saf.cli.replay import in_words, texts
 from saf.config import Broker, Destination, Settings, load
 from saf.database import check_schema, fetch, unavailable_if_lost
-from saf.rebase import Known, Rebased, known_at, rebase
-from saf.repair import Sent, send_again
-from saf.routes import current_routes
+from saf.repair.rebase import Known, Rebased, known_at, rebase
+from saf.repair.send_again import Sent, send_again
+from saf.routing.routes import current_routes
 
 
 def command(

@@ -13,7 +13,7 @@ from rich.table import Table
 from saf.cli.brokers import AsJson, Config, Name, Round, Since, Until, chosen
 from saf.cli.console import echo, plain_console
 from saf.config import load
-from saf.reconcile import Outcome, Range, reconcile
+from saf.repair.reconcile import Outcome, Range, reconcile
 
 DIFFERENT = 1
 

@@ -17,8 +17,8 @@ from saf.cli.brokers import (
 )
 from saf.cli.console import echo
 from saf.config import Broker, load
-from saf.repair import Sent, send_again
-from saf.routes import current_routes
+from saf.repair.send_again import Sent, send_again
+from saf.routing.routes import current_routes
 
 
 def command(

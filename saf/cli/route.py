@@ -12,15 +12,15 @@ from uuid import UUID
 import psycopg
 import typer
 
-from saf import routes
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen, moment
 from saf.cli.console import echo
 from saf.config import Quality, Settings, did_you_mean, load
 from saf.destinations.identities import Identities
 from saf.errors import ConfigurationError, Unroutable
-from saf.explain import Explanation, as_dict, explain
-from saf.routes import Configuration, Configured, describe
-from saf.ways import Route
+from saf.routing import routes
+from saf.routing.explain import Explanation, as_dict, explain
+from saf.routing.routes import Configuration, Configured, describe
+from saf.routing.ways import Route
 
 app = typer.Typer(no_args_is_help=True, help="Routes: which messages go where.")
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from saf import routers, routes
 from saf.cli.brokers import AsJson, Config, Name, Round, Store, chosen, store
 from saf.cli.console import echo
 from saf.cli.route import show_explanation
@@ -17,11 +16,12 @@ from saf.cli.worker import supervise
 from saf.config import load
 from saf.errors import ConfigurationError, UsageError
 from saf.message import Message
-from saf.routes import ConfiguredRouter
-from saf.ways import ARROW, FORWARD, PYTHON, SQL, Router
+from saf.routing import routers, routes
+from saf.routing.routes import ConfiguredRouter
+from saf.routing.ways import ARROW, FORWARD, PYTHON, SQL, Router
 
 if TYPE_CHECKING:
-    from saf.spark.trial import Trial
+    from saf.operating.trial import Trial
 
 app = typer.Typer(no_args_is_help=True, help="Routers: services that a classifier resolves.")
 
@@ -187,7 +187,7 @@ def explain(
     Exit codes: 75 if the message would wait at some broker, as it does for one in SQL, which only
     Spark evaluates; 1 if it would become a dead letter.
     """
-    from saf.spark.trial import try_out  # Arrow takes a while to import
+    from saf.operating.trial import try_out  # Arrow takes a while to import
 
     settings = load(config)
     message = Message(service=service, body=body, key=key, message_type=message_type)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from saf import services
+from saf.broker import services
 from saf.cli.brokers import AsJson, Config, Round, Store, store, stores
 from saf.cli.console import echo, plain_console
 from saf.config import load

@@ -9,14 +9,14 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from saf.backoff import SHOWN
 from saf.cli import parked
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.cli.console import echo, plain_console
 from saf.config import load
-from saf.dropped import Dropped
 from saf.errors import ranges
-from saf.status import BrokerStatus, broker_status
+from saf.operating.status import BrokerStatus, broker_status
+from saf.setaside.backoff import SHOWN
+from saf.setaside.dropped import Dropped
 
 
 def command(

@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from saf import services
+from saf.broker import services
+from saf.broker.services import Start
 from saf.cli.brokers import AsJson, Config, Round, Store, store, stores
 from saf.cli.console import echo, plain_console
 from saf.cli.service import Discard
 from saf.config import load
 from saf.errors import UsageError
-from saf.services import Start
 
 app = typer.Typer(no_args_is_help=True, help="Subscriptions: named readers of an inbox.")
 

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from saf import routes
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.cli.console import echo, plain_console
 from saf.cli.route import configured
 from saf.config import load
+from saf.routing import routes
 
 app = typer.Typer(no_args_is_help=True, help="Topics: services that go to every destination.")
 

@@ -13,7 +13,7 @@ import typer
 
 from saf.cli.console import echo
 from saf.errors import UsageError
-from saf.loop import Loop
+from saf.receiving.loop import Loop
 from saf.signals import stop_on_signals
 
 AGAIN_SECONDS = 1.0

@@ -15,8 +15,8 @@ from saf.demo.flights import SERVICE
 from saf.errors import SafError
 
 if TYPE_CHECKING:
-    from saf.spark.forward import Progress
-    from saf.spark.summary import Summary
+    from saf.forwarding.forwarder import Progress
+    from saf.forwarding.summary import Summary
 
 WRITERS = 2
 CLASSIFIER = "saf.demo.classifier:by_origin"
@@ -98,8 +98,9 @@ def forward(configuration: Settings, progress: Callable[[Progress], None] | None
 
     spark = session.start(configuration.forwarder.master, app_name="saf demo")
     try:
-        from saf.spark.forward import Forwarder as Forwarding
+        from saf.forwarding.forwarder import Forwarder as Forwarding
+        from saf.spark.runner import SparkRunner
 
-        return Forwarding(configuration, lambda _: spark, progress=progress).drain()
+        return Forwarding(configuration, SparkRunner(lambda _: spark), progress=progress).drain()
     finally:
         session.stop(spark)

@@ -22,10 +22,10 @@ from uuid import UUID
 import psycopg
 
 import saf
+from saf.broker.services import create_service
 from saf.database import Dsn
 from saf.dialogs.statements import END, ERROR, TIMER, Code
-from saf.routers import add_router
-from saf.services import create_service
+from saf.routing.routers import add_router
 
 SHOP, TRADE, WAREHOUSE, CONTRACT = "shop", "trade", "warehouse", "ordering"
 NAME = "talk"

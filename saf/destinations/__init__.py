@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 from uuid import UUID
 
-from saf.cursor import Batch
-from saf.marks import Mark, Place
+from saf.destinations.marks import Mark, Place
+from saf.log.cursor import Batch
 
 if TYPE_CHECKING:
     import pyarrow as pa

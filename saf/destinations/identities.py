@@ -2,8 +2,8 @@
 
 Whoever drives a forwarder asks them, side by side and each by a connection of its own, when there
 is something to forward and not before; and again from time to time, because a name may come to
-stand for another database. What is known is frozen with each batch (`saf.routes.freeze`), so a task
-asks nobody.
+stand for another database. What is known is frozen with each batch (`saf.routing.routes.freeze`),
+so a task asks nobody.
 
 One that does not answer holds nobody up: it is waited for once, and shortly. Until it answers,
 what was known of it before counts; if nothing was, it is left to the destination itself to refuse

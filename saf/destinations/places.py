@@ -13,8 +13,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from saf.destinations import Chunk
-from saf.marks import NOTHING, Mark, Place
-from saf.parking import MAIN
+from saf.destinations.marks import NOTHING, Mark, Place
+from saf.setaside.parking import MAIN
 
 LANE = "lane"
 """The column of a chunk that says which lane each message is of, unless all are of the main one."""

@@ -1,11 +1,11 @@
 """Another broker's inbox, filled by COPY, exactly once.
 
 One transaction per chunk: lock the watermarks of the chunk's source shards, refuse an older
-epoch and marks that are not what the source remembers (`saf.marks`), drop the rows at or below
-(batch, position), COPY the rest, move the watermarks, commit. What is addressed to another broker
-is refused, before anything is stored.
-Because a batch never changes, a chunk that was stored before its acknowledgement got lost is
-recognised by that mark alone: no index over message ids, no table that grows.
+epoch and marks that are not what the source remembers (`saf.destinations.marks`), drop the rows at
+or below (batch, position), COPY the rest, move the watermarks, commit. What is addressed to another
+broker is refused, before anything is stored. Because a batch never changes, a chunk that was stored
+before its acknowledgement got lost is recognised by that mark alone: no index over message ids, no
+table that grows.
 
 Arrow goes in as it came: the ADBC driver writes it as COPY binary, inside the transaction.
 """
@@ -24,9 +24,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import sql
 
-from saf import bulk, connections
-from saf.database import HAS_SCHEMA, SCHEMA_REVISION, Dsn, lacks_right, require_revision
+from saf.broker.restored import IS_RESTORED
+from saf.columns import COLUMNS, JSON, UUIDS
+from saf.database import (
+    HAS_SCHEMA,
+    SCHEMA_REVISION,
+    Dsn,
+    bulk,
+    connections,
+    lacks_right,
+    require_revision,
+)
 from saf.destinations import Chunk, Stored
+from saf.destinations.marks import InHand, Mark, Place, compare, shards_of
 from saf.destinations.places import beyond, last_of, touched
 from saf.errors import (
     Ahead,
@@ -39,15 +49,8 @@ from saf.errors import (
     UnknownService,
 )
 from saf.failpoints import fail_point
-from saf.isolation import of_the_rows
-from saf.marks import InHand, Mark, Place, compare, shards_of
-from saf.message import COLUMNS
-from saf.rebase import IS_RESTORED
-from saf.shards import LAST
-
-# COPY needs Arrow types that say which PostgreSQL type is meant
-UUIDS = ("message_id", "to_broker", "conversation_id")
-JSON = ("headers",)
+from saf.log.shards import LAST
+from saf.setaside.isolation import of_the_rows
 
 # A server whose default is off would acknowledge what a crash could still lose. A stricter
 # default (remote_apply) stays.
@@ -101,7 +104,7 @@ WHERE w.source = {source}::uuid AND w.shard = mine.shard AND w.lane = mine.lane
 class PostgresInbox:
     """A broker's inbox as a `Destination`. Connects at the first chunk.
 
-    ``keep``: stays connected for the next one; see `saf.connections`.
+    ``keep``: stays connected for the next one; see `saf.database.connections`.
     """
 
     def __init__(self, name: str, dsn: Dsn, *, keep: bool = False) -> None:
@@ -303,7 +306,10 @@ def for_others(rows: pa.Table, broker: UUID) -> list[str]:
 
 
 def inbox_rows(rows: pa.Table, source: UUID) -> pa.Table:
-    """``rows`` as columns that `saf.inbox` takes; those that hold nothing are left out."""
+    """``rows`` as columns that `saf.inbox` takes; those that hold nothing are left out.
+
+    COPY needs Arrow types that say which PostgreSQL type is meant.
+    """
     columns: dict[str, Any] = {}
     for name in COLUMNS:
         column = rows[name]

@@ -6,8 +6,8 @@ made if the message is the first; `saf.dialogs.facts` says which messages are ta
 endpoints then know is written. So the application finds the state that its messages have led to,
 and what it does on them commits together with their having been received.
 
-What is dropped is counted (`saf.dropped`). An answer to a dialog that has no end here is left for a
-person: nothing that goes right sends one.
+What is dropped is counted (`saf.setaside.dropped`). An answer to a dialog that has no end here is
+left for a person: nothing that goes right sends one.
 
 A message that is set aside has not been received: `take_back` undoes that. One that is given up
 fails its conversation, and so does one that the contract does not allow: both ends get an Error.
@@ -24,15 +24,13 @@ until it ends. Who wants it waits.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import UUID
 
 import psycopg
 
-from saf import lanes
-from saf.claim import Reader
 from saf.database import fetch
 from saf.dialogs import set_back
 from saf.dialogs.assembly import Assembled, set_aside
@@ -51,13 +49,16 @@ from saf.dialogs.endpoints import (
 from saf.dialogs.facts import Facts, Verdict, judge
 from saf.dialogs.fragments import is_fragment, whole
 from saf.dialogs.set_back import compare, hear
-from saf.dialogs.statements import COMPARE, ERROR, Code
-from saf.dropped import Reason
+from saf.dialogs.statements import COMPARE, END, ERROR, TIMER, Code
 from saf.errors import ContractViolation, SchemaViolation, UsageError
-from saf.isolation import of_messages
 from saf.message import DEFAULT_MAX_BYTES
-from saf.parking import AHEAD, LATER
 from saf.received import Received
+from saf.receiving import lanes
+from saf.receiving.arrival import Arrival, Hook
+from saf.receiving.claim import Reader
+from saf.setaside.dropped import Reason
+from saf.setaside.isolation import of_messages
+from saf.setaside.parking import AHEAD, LATER
 from saf.transaction import enter
 
 # What follows without a gap, and what waits for nothing: an Error, or what will be dropped
@@ -83,23 +84,9 @@ WHERE conversation_id = %(conversation_id)s AND is_initiator = NOT %(from_initia
 
 
 @dataclass(kw_only=True)
-class Arrival:
-    """What became of the messages of a delivery."""
+class DialogArrival(Arrival):
+    """What became of the messages of a delivery, and of the endpoints that they are for."""
 
-    raw: psycopg.Connection[Any]
-    messages: list[Received] = field(default_factory=list)
-    """To be handed out."""
-    ahead: list[Received] = field(default_factory=list)
-    """To wait for others."""
-    dropped: list[tuple[Received, Reason]] = field(default_factory=list)
-    stray: list[tuple[Received, str]] = field(default_factory=list)
-    """What answers a dialog that was not begun here, and what is wrong with it."""
-    done: list[Received] = field(default_factory=list)
-    """saf's own, which was for the end alone."""
-    refused: list[tuple[Received, str]] = field(default_factory=list)
-    """What is not as the contract says, and why."""
-    fragments: list[tuple[int, Received]] = field(default_factory=list)
-    """What is received without being handed out, after how many messages that are."""
     not_copied: list[Received] = field(default_factory=list)
     """Of the fragments, those that are not where they wait."""
     assembled: list[Assembled] = field(default_factory=list)
@@ -139,12 +126,12 @@ def arrive(
     reader: Reader,
     messages: list[Received],
     behind: list[Received],
-) -> Arrival:
+) -> DialogArrival:
     """Let messages arrive at their endpoints; those that are of no dialog pass.
 
     What is ``behind`` others that wait does so as well.
     """
-    arrival = Arrival(raw=raw)
+    arrival = DialogArrival(raw=raw)
     arrival.refused = [(one, problem) for one in messages if (problem := _malformed(one))]
     if arrival.refused:
         messages = [one for one in messages if not _malformed(one)]
@@ -179,7 +166,7 @@ def arrive(
 
 
 def _come_to(
-    arrival: Arrival, reader: Reader, endpoint: Endpoint, message: Received, last: int
+    arrival: DialogArrival, reader: Reader, endpoint: Endpoint, message: Received, last: int
 ) -> None:
     """A message comes to its end; before the number ``last``, an Error has overtaken it."""
     if endpoint.failure and message.sequence == 1 and message.from_initiator:
@@ -195,7 +182,7 @@ def _come_to(
         _meet(arrival, reader, endpoint, message)
 
 
-def _meet_nobody(arrival: Arrival, message: Received) -> None:
+def _meet_nobody(arrival: DialogArrival, message: Received) -> None:
     """There is no such end here: it is not begun yet, or forgotten, or somewhere else."""
     if message.sequence is None:
         arrival.dropped.append((message, Reason.OUTDATED))
@@ -219,6 +206,31 @@ def _malformed(message: Received) -> str | None:
     return None
 
 
+class Dialogs(Hook):
+    """What dialogs add to receiving."""
+
+    def arrive(
+        self,
+        raw: psycopg.Connection[Any],
+        reader: Reader,
+        messages: list[Received],
+        behind: list[Received],
+    ) -> Arrival:
+        """Let messages arrive at their endpoints."""
+        return arrive(raw, reader, messages, behind)
+
+    def fail_unseen(self, raw: psycopg.Connection[Any], message: Received) -> None:
+        """End the conversation of a message that cannot be received."""
+        fail_unseen(raw, message)
+
+    def by_itself(self, message: Received) -> Callable[[Any], object] | None:
+        """End a dialog that the other end has ended, or that has failed; forget a timer."""
+        dialog = message.dialog
+        if dialog is None or message.message_type not in (END, ERROR, TIMER):
+            return None
+        return (lambda _: None) if message.message_type == TIMER else dialog.end
+
+
 def fail_unseen(raw: psycopg.Connection[Any], message: Received) -> None:
     """A message cannot be received: its conversation, if it is known, ends with an error."""
     if message.from_initiator is None or message.conversation_id is None:
@@ -235,7 +247,7 @@ def fail_unseen(raw: psycopg.Connection[Any], message: Received) -> None:
             raise
 
 
-def _meet(arrival: Arrival, reader: Reader, endpoint: Endpoint, message: Received) -> None:
+def _meet(arrival: DialogArrival, reader: Reader, endpoint: Endpoint, message: Received) -> None:
     before, dialog, fresh = endpoint.facts, endpoint.dialog, message.parked_id is None
     verdict, after = judge(before, message, ended_here=endpoint.ended_here, over=endpoint.over)
     application = after.ended_there == before.ended_there and after.error_code is None
@@ -264,7 +276,7 @@ def _meet(arrival: Arrival, reader: Reader, endpoint: Endpoint, message: Receive
         arrival.messages.append(message)
 
 
-def _checked(arrival: Arrival, reader: Reader, dialog: Dialog, message: Received) -> Received:
+def _checked(arrival: DialogArrival, reader: Reader, dialog: Dialog, message: Received) -> Received:
     """An application's message, as it is handed out; raise a `ContractViolation` if it must not."""
     known = None
     if dialog.contract:

@@ -18,11 +18,11 @@ from typing import Any
 import psycopg
 from psycopg.rows import tuple_row
 
-from saf.claim import IN_HAND, SINCE, Reader
 from saf.database import fetch
 from saf.errors import UsageError
 from saf.message import DEFAULT_MAX_BYTES
 from saf.received import Received
+from saf.receiving.claim import IN_HAND, SINCE, Reader
 
 # A fragment that has come before is there already
 SET_ASIDE = f"""

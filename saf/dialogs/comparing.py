@@ -140,9 +140,9 @@ def say_these(raw: psycopg.Connection[Any], handles: Iterable[UUID], *, answer: 
 def announce(connection: psycopg.Connection[Any], since: datetime | None) -> int:
     """Let all ends know that their broker is a new incarnation; return how many dialogs compare.
 
-    It is part of `saf.incarnation.raise_incarnation`; nobody else may send in a dialog meanwhile.
-    ``since`` is when the newest batch was opened that a destination knows and this broker does not,
-    if there is one.
+    It is part of `saf.repair.incarnation.raise_incarnation`; nobody else may send in a dialog
+    meanwhile. ``since`` is when the newest batch was opened that a destination knows and this
+    broker does not, if there is one.
     """
     connection.execute(NEW_LINEAGE, {"since": since})
     if since is not None:

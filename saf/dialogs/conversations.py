@@ -13,7 +13,7 @@ import psycopg
 from saf.database import fetch
 from saf.dialogs.states import State
 from saf.errors import DialogNotFound, UsageError
-from saf.parking import AHEAD
+from saf.setaside.parking import AHEAD
 from saf.transaction import enter
 
 if TYPE_CHECKING:

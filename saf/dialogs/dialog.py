@@ -28,10 +28,8 @@ from uuid import UUID, uuid4
 
 from saf.dialogs.contracts import RESERVED, Contract
 from saf.dialogs.fragments import (
-    FRAGMENT,
     FRAGMENT_BYTES,
     LARGEST_BYTES,
-    RESERVED_HEADER,
     Readable,
     cut,
     is_file,
@@ -66,8 +64,8 @@ from saf.errors import (
     NoSuchContract,
     NoSuchService,
 )
-from saf.isolation import said
-from saf.message import DEFAULT_MAX_BYTES, Message, Row, encode
+from saf.message import DEFAULT_MAX_BYTES, FRAGMENT, RESERVED_HEADER, Message, Row, encode
+from saf.setaside.isolation import said
 from saf.transaction import Transaction, enter
 
 if TYPE_CHECKING:
@@ -353,8 +351,8 @@ def begin_dialog(
 def begin_monolog(conn: Conn, *, from_service: str, topic: str) -> Dialog:
     """Begin a monolog: what it sends goes to all who subscribe to the topic, in order.
 
-    A topic is a service that routes lead to several destinations (see `saf.routes`), and each may
-    have any number of subscriptions. Nobody answers; its end is the last message.
+    A topic is a service that routes lead to several destinations (see `saf.routing.routes`), and
+    each may have any number of subscriptions. Nobody answers; its end is the last message.
 
     Raises what `begin_dialog` raises.
     """

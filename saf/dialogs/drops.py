@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from saf.dialogs.facts import Facts
-from saf.dropped import Reason
 from saf.received import Received
+from saf.setaside.dropped import Reason
 
 
 def why_dropped(facts: Facts, message: Received, *, ended_here: bool, over: bool) -> Reason:

@@ -23,8 +23,8 @@ from saf.dialogs.dialog import Dialog
 from saf.dialogs.facts import Facts
 from saf.dialogs.lineage import Lineage, read
 from saf.dialogs.statements import COMPARE, ERROR, EXPIRE, FIELDS, HELLO, Code
-from saf.isolation import kept
 from saf.received import Received
+from saf.setaside.isolation import kept
 
 FIRST_DAY = datetime(1, 1, 2, tzinfo=UTC)
 LAST_DAY = datetime(9999, 12, 31, tzinfo=UTC)

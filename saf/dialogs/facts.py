@@ -13,8 +13,8 @@ from typing import Any
 from uuid import UUID
 
 from saf.dialogs.statements import END, ERROR, TIMER, Code
-from saf.isolation import MAX_ERROR, kept
 from saf.received import Received
+from saf.setaside.isolation import MAX_ERROR, kept
 
 
 class Verdict(Enum):

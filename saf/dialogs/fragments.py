@@ -14,16 +14,13 @@ from collections.abc import Iterator
 from typing import Any, Protocol, TypeGuard
 
 from saf.errors import InvalidMessage
+from saf.message import FRAGMENT, WHOLE
 from saf.received import Received
 
 FRAGMENT_BYTES = 1024 * 1024
 """Longest body that travels in one piece; docs/conversations.md says why."""
 LARGEST_BYTES = 2 * 1024 * 1024 * 1024
 """Longest body in fragments, as in Service Broker."""
-
-RESERVED_HEADER = "saf-"
-"""What the headers begin with that are saf's own."""
-FRAGMENT, WHOLE = f"{RESERVED_HEADER}fragment", f"{RESERVED_HEADER}whole"
 
 
 class Readable(Protocol):

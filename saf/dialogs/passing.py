@@ -18,15 +18,16 @@ from uuid import uuid4
 
 from saf.dialogs.dialog import Dialog, open_dialog
 from saf.dialogs.facts import Facts
-from saf.dialogs.fragments import FRAGMENT_BYTES, WHOLE
+from saf.dialogs.fragments import FRAGMENT_BYTES
 from saf.dialogs.lineage import HEADER as LINEAGE
 from saf.dialogs.statements import END, ERROR, EXPIRE, HELLO, TIMER
 from saf.errors import DialogEnded, DialogExpired, UnreadableBody
+from saf.message import WHOLE
 from saf.transaction import enter
 
 if TYPE_CHECKING:
     from saf.received import Received
-    from saf.resolutions import Resolved
+    from saf.routing.resolutions import Resolved
     from saf.transaction import Conn
 
 CONTINUE = f"""

@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from saf.engine.classifying import ANSWERS, as_answers
+from saf.engine.source import messages
+from saf.engine.work import Policy, Work
 from saf.errors import Unavailable
-from saf.resolutions import Resolved
-from saf.spark.classifying import ANSWERS, as_answers
+from saf.routing.resolutions import Resolved
+from saf.routing.ways import Router
 from saf.spark.expressions import Compiled
-from saf.spark.source import messages
-from saf.spark.work import Policy, Work
-from saf.ways import Router
 
 
 class Answers:
@@ -88,13 +88,13 @@ class Answers:
 def deliver(
     work: Sequence[Work], policy: Policy, compiled: Mapping[str, Compiled]
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """The function for mapInArrow: answers in, receipts out; else as `saf.spark.task`'s."""
+    """The function for mapInArrow: answers in, receipts out; else as `saf.spark.runner`'s."""
     pickled = [pickle.dumps(item) for item in work]
 
     def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext  # exists inside a task only
 
-        from saf.spark.delivery import Delivery
+        from saf.engine.delivery import Delivery
 
         context = TaskContext.get()
         assert context is not None  # noqa: S101 - for the type checker

@@ -83,7 +83,7 @@ def preload() -> None:
 
     import pyspark.worker  # noqa: F401
 
-    import saf.spark.delivery  # noqa: F401
+    import saf.engine.delivery  # noqa: F401
 
     gc.enable()
 

@@ -8,11 +8,11 @@ messages for routers alone, is read once more, before the task that delivers the
 and the answers stream into the delivery in the order of the ids, as batches never change. All steps
 are narrow: partition, task and item of work are one.
 
-An expression sees the columns of a message (`COLUMNS`), ``text``, the body as text, and ``json``,
-the body as a VARIANT, NULL if it is none. It sees them as the message was sent, also if another
-router came first. It gives the name of a service, or a struct with the fields service, and
-optionally broker and key. Where it fails it gives NULL, because Spark would otherwise fail the
-task for one message; an expression that cannot be is a problem of its router.
+An expression sees the columns of a message (`saf.columns`), ``text``, the body as text, and
+``json``, the body as a VARIANT, NULL if it is none. It sees them as the message was sent, also if
+another router came first. It gives the name of a service, or a struct with the fields service, and
+optionally broker and key. Where it fails it gives NULL, because Spark would otherwise fail the task
+for one message; an expression that cannot be is a problem of its router.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from typing import TYPE_CHECKING
 
-from saf.spark.questions import COLUMNS, OF_NONE, PLACE, questions
-from saf.spark.work import Policy, Receipt, Work
-from saf.ways import SQL
+from saf.columns import EXPRESSED
+from saf.engine.work import Policy, Receipt, Work
+from saf.routing.ways import SQL
+from saf.spark.questions import OF_NONE, PLACE, questions
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -89,7 +90,7 @@ def evaluated(
     from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 
     columns = frozenset[str]().union(*(one.columns for one in compiled.values()))
-    kinds = PLACE | {name: kind for name, kind in COLUMNS.items() if name in columns}
+    kinds = PLACE | {name: kind for name, kind in EXPRESSED.items() if name in columns}
     schema = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
     numbered = {expression: one.number for expression, one in compiled.items()}
     rows = numbers.mapInArrow(questions(work, numbered, kinds, max_bytes), schema)
@@ -132,7 +133,7 @@ def _compiled(spark: SparkSession, expression: str) -> Compiled | str:
     from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
     from pyspark.sql.types import StringType, StructType
 
-    schema = ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())
+    schema = ", ".join(f"{name} {kind}" for name, kind in EXPRESSED.items())
     rows = spark.createDataFrame([], schema)
     rows = rows.withColumns({name: F.expr(text) for name, text in DERIVED.items()})
     try:
@@ -149,7 +150,7 @@ def _compiled(spark: SparkSession, expression: str) -> Compiled | str:
     if re.search(r"^\W*Window ", plan, re.MULTILINE):
         return f"{expression!r} looks at other messages, of which a task has only some"
     words = set(re.findall(r"\w+", expression.lower()))
-    columns = set(COLUMNS) if "*" in expression else words & set(COLUMNS)
+    columns = set(EXPRESSED) if "*" in expression else words & set(EXPRESSED)
     if words & set(DERIVED):
         columns.add("body")
     return Compiled(

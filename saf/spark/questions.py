@@ -13,36 +13,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import sql
 
-from saf import parking
+from saf.columns import EXPRESSED
+from saf.engine.source import read
+from saf.engine.work import Work
 from saf.errors import Unavailable
-from saf.spark.columns import bounded
-from saf.spark.source import read
-from saf.spark.work import Work
+from saf.log.arrow import OF_SPARK
+from saf.log.columns import bounded
+from saf.setaside import parking
 
-COLUMNS = {
-    "message_id": "string",
-    "from_service": "string",
-    "to_service": "string",
-    "to_broker": "string",
-    "key": "string",
-    "conversation_id": "string",
-    "from_initiator": "boolean",
-    "sequence": "long",
-    "message_type": "string",
-    "headers": "string",
-    "body": "binary",
-    "created_at": "timestamp",
-    "deliver_at": "timestamp",
-    "expires_at": "timestamp",
-}
-ARROW = {
-    "string": pa.string(),
-    "boolean": pa.bool_(),
-    "long": pa.int64(),
-    "int": pa.int32(),
-    "binary": pa.binary(),
-    "timestamp": pa.timestamp("us", tz="UTC"),
-}
 PLACE = {"id": "long", "parked_id": "long", "asked": "int"}
 """Which message a question is about, and which expression its own router has."""
 OF_NONE = -1
@@ -59,11 +37,11 @@ def questions(
     Args:
         work: the items.
         numbers: of the expressions.
-        kinds: the columns that come out, `PLACE` and some of `COLUMNS`.
+        kinds: the columns that come out, `PLACE` and some of `EXPRESSED`.
         max_bytes: larger bodies are left out.
     """
     pickled = [pickle.dumps(item) for item in work]
-    schema = pa.schema([(name, ARROW[kind]) for name, kind in kinds.items()])
+    schema = pa.schema([(name, OF_SPARK[kind]) for name, kind in kinds.items()])
 
     def task(partition: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in partition:
@@ -105,7 +83,7 @@ def _queries(
 def _as_text(name: str, max_bytes: int) -> str | sql.Composable:
     if (column := bounded(name, max_bytes)) != name:
         return column
-    if COLUMNS[name] == "string":
+    if EXPRESSED[name] == "string":
         return sql.SQL("{0}::text AS {0}").format(sql.Identifier(name))
     return name
 

@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from saf.database.patience import shut, sockets_to
 from saf.errors import ConfigurationError, MissingExtra
-from saf.patience import shut, sockets_to
 from saf.spark import java
 from saf.spark.daemon import AHEAD, start_ahead
 from saf.spark.jvm import Jvm, environment, launch

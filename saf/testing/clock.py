@@ -25,7 +25,7 @@ from psycopg import sql
 
 from saf.database import Dsn
 from saf.errors import UsageError
-from saf.parking import BLOCKED
+from saf.setaside.parking import BLOCKED
 from saf.testing.databases import Database
 
 MESSAGE = ("created_at", "deliver_at", "expires_at")

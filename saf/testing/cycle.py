@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from saf.database import Dsn
 from saf.destinations.identities import Identities
-from saf.spark.broker import SourceBroker
-from saf.spark.delivery import Delivery
-from saf.spark.source import messages
-from saf.spark.work import Policy, Receipt, Work
+from saf.engine.work import Policy, Receipt, Work
+from saf.forwarding.broker import SourceBroker
+from saf.forwarding.runner import InProcess
 
 LEASE_SECONDS = 30.0
 
@@ -45,11 +44,7 @@ class Cycle:
 
     def deliver(self) -> list[Receipt]:
         """Run the tasks, one after the other."""
-        receipts = []
-        for number, work in enumerate(self.work):
-            rows = messages(work, self.rules.max_bytes)
-            receipts += Delivery(number, work, self.rules).run(rows)
-        return receipts
+        return InProcess().run(self.work, self.rules, group="")
 
     def close(self, receipts: list[Receipt]) -> None:
         """Close the batches that are complete."""

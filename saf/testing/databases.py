@@ -21,8 +21,8 @@ import psycopg
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
+from saf.broker.embedded import DEFAULT_VERSION, EmbeddedServer, programs
 from saf.database import Dsn
-from saf.embedded import DEFAULT_VERSION, EmbeddedServer, programs
 from saf.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from saf.database import fetch
 from saf.errors import MissingExtra, UsageError
-from saf.parking import LATER
-from saf.receive import connected
+from saf.receiving.receive import connected
+from saf.setaside.parking import LATER
 from saf.testing.databases import Database
 
 if TYPE_CHECKING:
-    from saf.loop import Loop
-    from saf.spark.work import Receipt
+    from saf.engine.work import Receipt
+    from saf.receiving.loop import Loop
     from saf.testing.cycle import Cycle
 
 ROUNDS = 100

@@ -42,7 +42,7 @@ def saf_server(pytestconfig: pytest.Config) -> Iterator[Databases]:
 @pytest.fixture(scope="session")
 def saf_template(saf_server: Databases) -> Iterator[Database]:
     """What each test's database is a copy of: migrated. Override it to add an application's own."""
-    from saf.migrate import migrate  # and with it Alembic
+    from saf.broker.migrate import migrate  # and with it Alembic
 
     template = saf_server.create("template")
     migrate(template.dsn)

@@ -12,11 +12,11 @@ import psycopg
 import pytest
 
 from saf import Ahead, Restored, receive
+from saf.broker.embedded import EmbeddedServer, programs
+from saf.broker.services import create_subscription
 from saf.database import Dsn, fetch
-from saf.embedded import EmbeddedServer, programs
 from saf.errors import UsageError
-from saf.rebase import known_at, rebase
-from saf.services import create_subscription
+from saf.repair.rebase import known_at, rebase
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, send
 
 VERSION = 18

@@ -5,10 +5,10 @@ from __future__ import annotations
 import psycopg
 import pytest
 
-from saf import cursor
 from saf.database import Dsn
+from saf.engine.work import Receipt
 from saf.errors import Fenced
-from saf.spark.work import Receipt
+from saf.log import cursor
 from tests.pipeline import Cycle, bodies, connect, new_member, policy, send
 
 pytestmark = pytest.mark.every_postgresql

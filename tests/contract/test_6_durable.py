@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from saf import cursor
-from saf.choices import Asker, choose
+from saf.broker.embedded import EmbeddedServer
+from saf.broker.migrate import migrate
 from saf.database import Dsn
-from saf.embedded import EmbeddedServer
-from saf.migrate import migrate
-from saf.resolutions import Resolved, keep
+from saf.log import cursor
+from saf.routing.choices import Asker, choose
+from saf.routing.resolutions import Resolved, keep
 from tests.pipeline import Cycle, bodies, connect, new_member, policy, send
 
 

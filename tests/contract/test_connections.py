@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from saf import connections
-from saf.database import REVISION, Dsn
-from saf.spark.work import Policy, Receipt
+from saf.database import REVISION, Dsn, connections
+from saf.engine.work import Policy, Receipt
 from tests.pipeline import Cycle, bodies, connect, policy, send
 
 SESSIONS = """

@@ -8,10 +8,10 @@ import psycopg
 import pytest
 
 import saf
-from saf import dead
+from saf.broker.services import create_service
 from saf.database import Dsn, fetch
-from saf.dead import Filter
-from saf.services import create_service
+from saf.setaside import dead
+from saf.setaside.dead import Filter
 from tests.pipeline import Cycle, bodies, connect, policy, send
 
 REFUSE = "ALTER TABLE saf.inbox ADD CONSTRAINT polite CHECK (convert_from(body, 'UTF8') !~ 'bad')"

@@ -15,12 +15,12 @@ from uuid import UUID
 import pytest
 
 import saf
+from saf.broker.services import create_subscription
 from saf.database import Dsn, fetch
 from saf.dialogs.conversations import clean_up, forget
 from saf.dialogs.fragments import FRAGMENT_BYTES, count
 from saf.dialogs.statements import Code
 from saf.errors import InvalidMessage, SchemaViolation, TypeNotInContract, UsageError
-from saf.services import create_subscription
 from tests.dialog_programs import TABLES, target
 from tests.dialogs import (
     ERROR,

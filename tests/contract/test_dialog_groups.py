@@ -9,12 +9,12 @@ from datetime import timedelta
 import pytest
 
 import saf
+from saf.broker.services import create_service, create_subscription
 from saf.database import Dsn, fetch
 from saf.dialogs.conversations import clean_up
 from saf.errors import DialogEnded, DialogNotFound, UsageError
-from saf.maintenance import purge_broker
-from saf.services import create_service, create_subscription
-from saf.shards import shard_of
+from saf.log.shards import shard_of
+from saf.operating.maintenance import purge_broker
 from saf.testing.clock import let_time_pass
 from tests.dialogs import (
     END,

@@ -9,6 +9,7 @@ import psycopg
 import pytest
 
 import saf
+from saf.broker.services import create_subscription
 from saf.database import Dsn, fetch
 from saf.errors import (
     DialogElsewhere,
@@ -19,7 +20,6 @@ from saf.errors import (
     NoSuchContract,
     NoSuchService,
 )
-from saf.services import create_subscription
 from tests.dialogs import (
     END,
     ERROR,

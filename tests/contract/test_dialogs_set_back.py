@@ -10,11 +10,11 @@ from datetime import timedelta
 import pytest
 
 import saf
+from saf.broker.embedded import EmbeddedServer
+from saf.broker.migrate import migrate
 from saf.database import Dsn, fetch
 from saf.dialogs.statements import Code
-from saf.embedded import EmbeddedServer
 from saf.errors import DialogEnded
-from saf.migrate import migrate
 from saf.testing.clock import let_time_pass
 from tests.conftest import Prepared
 from tests.dialogs import ERROR, SHOP, TIMER, WAREHOUSE, end, receive, said

@@ -10,12 +10,12 @@ from uuid import UUID, uuid4
 import psycopg
 import pytest
 
-from saf.choices import Asker, choose
 from saf.database import Dsn
-from saf.explain import Explanation, explain
-from saf.routers import add_router
-from saf.routes import add_route, add_topic, enable_route
-from saf.ways import PYTHON
+from saf.routing.choices import Asker, choose
+from saf.routing.explain import Explanation, explain
+from saf.routing.routers import add_router
+from saf.routing.routes import add_route, add_topic, enable_route
+from saf.routing.ways import PYTHON
 from tests.pipeline import connect
 
 

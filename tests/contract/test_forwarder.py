@@ -12,10 +12,10 @@ import pytest
 
 from saf.config import Settings, load
 from saf.database import Dsn, fetch
-from saf.routes import add_route
-from saf.spark.broker import LITTLE, SourceBroker
-from saf.spark.summary import Summary
-from saf.spark.work import Work
+from saf.engine.work import Work
+from saf.forwarding.broker import LITTLE, SourceBroker
+from saf.forwarding.summary import Summary
+from saf.routing.routes import add_route
 from tests.contract.test_7_isolated import NOWHERE
 from tests.contract.test_connections import _nothing_stays
 from tests.driver import InProcess, forwarder
@@ -48,9 +48,9 @@ def test_a_drain_goes_on_while_a_task_has_left_some_of_its_work(
     app: Dsn, mom: Dsn, settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two tasks ends before its last chunk; the cycle has forwarded little."""
-    monkeypatch.setattr("saf.spark.source.BATCH_BYTES", 20_000)
+    monkeypatch.setattr("saf.engine.source.BATCH_BYTES", 20_000)
     send_many(app, LITTLE + 1000)
-    context = InProcess(defaultParallelism=2)
+    context = InProcess(parallel=2)
     drained = forwarder(settings(chunk_bytes=20_000), context)
 
     def stop_the_second_task(job: int, task: int) -> None:
@@ -76,7 +76,7 @@ def test_each_item_of_work_is_a_task_of_its_own(
     brokers = {"app": app, "two": new_broker("two"), "three": new_broker("three")}
     for dsn in brokers.values():
         send_many(dsn, 3)
-    context = InProcess(defaultParallelism=3)
+    context = InProcess(parallel=3)
     assert forwarder(settings(brokers), context).drain().forwarded == 9
     assert context.jobs == [3]
 
@@ -88,7 +88,7 @@ def test_a_giant_that_has_given_way_goes_on_whole_in_the_next_cycle(
     mom: Dsn,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("saf.spark.broker.LITTLE", 100)
+    monkeypatch.setattr("saf.forwarding.broker.LITTLE", 100)
     small = new_broker("small")
     send_many(app, GIANT, "giant")
     looping = forwarder(

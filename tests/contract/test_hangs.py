@@ -18,8 +18,8 @@ import psycopg
 import pytest
 
 from saf import Unavailable
-from saf.bounds import Bounds
 from saf.database import Dsn, fetch, unavailable_if_lost
+from saf.database.bounds import Bounds
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, send
 from tests.silence import Silence
 

@@ -10,7 +10,7 @@ import pytest
 
 from saf.database import Dsn
 from saf.destinations import postgresql
-from saf.shards import NEWEST
+from saf.log.shards import NEWEST
 from tests.pipeline import Cycle, connect, policy, send
 
 CYCLES = 40

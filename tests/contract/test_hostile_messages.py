@@ -16,10 +16,10 @@ import pytest
 
 import saf
 from saf.database import Dsn, fetch
+from saf.engine.work import Receipt
 from saf.errors import InvalidMessage
 from saf.message import MAX_HEADERS, MAX_KEY, MAX_NAME
-from saf.routers import add_router
-from saf.spark.work import Receipt
+from saf.routing.routers import add_router
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
 
 # At random, because indexes compress

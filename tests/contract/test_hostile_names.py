@@ -20,13 +20,13 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from saf import Message, Outbox
+from saf.broker.embedded import EmbeddedServer
+from saf.broker.grants import Kind, grant
+from saf.broker.migrate import migrate
 from saf.config import load
 from saf.database import Dsn, fetch
-from saf.embedded import EmbeddedServer
-from saf.grants import Kind, grant
+from saf.log.shards import Member
 from saf.message import MAX_KEY, MAX_NAME
-from saf.migrate import migrate
-from saf.shards import Member
 from tests.pipeline import Cycle, bodies, connect, forward, policy, send
 from tests.programs import saf
 

@@ -15,11 +15,11 @@ import psycopg
 import pytest
 
 import saf
-from saf import dead as dead_letters
 from saf.database import Dsn, fetch
-from saf.dead import Filter
 from saf.dialogs.statements import Code
-from saf.shards import shard_of
+from saf.log.shards import shard_of
+from saf.setaside import dead as dead_letters
+from saf.setaside.dead import Filter
 from tests import dialogs
 from tests.contract.test_hostile_messages import LONG_KEY, error_of, unbounded
 from tests.pipeline import connect

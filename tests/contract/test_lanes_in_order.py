@@ -6,15 +6,15 @@ from datetime import UTC, datetime
 
 import pytest
 
-from saf import dead
 from saf.database import Dsn
-from saf.dead import Filter
 from saf.destinations import Chunk, Stored
 from saf.destinations.postgresql import PostgresInbox
 from saf.errors import Unavailable
 from saf.failpoints import arm
-from saf.routers import add_router
-from saf.shards import shard_of
+from saf.log.shards import shard_of
+from saf.routing.routers import add_router
+from saf.setaside import dead
+from saf.setaside.dead import Filter
 from tests.contract.test_7_isolated import NOWHERE, AnswerLost, Broker, count, route, run, send_to
 from tests.contract.test_routes import Crash, crash, without_default
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
@@ -102,7 +102,7 @@ def test_what_waits_for_its_destination_goes_after_what_waits_for_its_service_si
         run(app, mom=mom, other=NOWHERE)
         let_time_pass(app)
         with monkeypatch.context() as patch:
-            patch.setattr("saf.spark.storing.PostgresInbox", DownAfterTheFirst)
+            patch.setattr("saf.engine.storing.PostgresInbox", DownAfterTheFirst)
             with Cycle(app, policy("exactly_once", 1, mom=mom, other=other)) as cycle:
                 cycle.run()
         lanes = connection.execute("SELECT lane FROM saf.parked ORDER BY id").fetchall()
@@ -170,7 +170,7 @@ def test_what_was_stored_before_its_service_went_is_not_parked_for_it(
         route(connection, "billing", "other")
         send_to(connection, "shipping", "stored", key="k")
         with monkeypatch.context() as patch:
-            patch.setattr("saf.spark.storing.PostgresInbox", AnswerLost)
+            patch.setattr("saf.engine.storing.PostgresInbox", AnswerLost)
             run(app, mom=mom, other=other)
         assert bodies(other) == ["stored"]
         send_to(connection, "shipping", "not yet", key="k")

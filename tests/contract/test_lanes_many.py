@@ -10,12 +10,12 @@ import adbc_driver_manager.dbapi as adbc
 import psycopg
 import pytest
 
-from saf import backoff, dead
-from saf.backoff import rank
 from saf.database import Dsn, fetch
-from saf.dead import Filter
-from saf.parking import Lane
-from saf.spark import releasing
+from saf.engine import releasing
+from saf.setaside import backoff, dead
+from saf.setaside.backoff import rank
+from saf.setaside.dead import Filter
+from saf.setaside.parking import Lane
 from tests.contract.test_7_isolated import NOWHERE, Broker, count, route, send_to
 from tests.contract.test_routes import without_default
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy

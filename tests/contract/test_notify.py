@@ -10,9 +10,9 @@ import pytest
 import sqlalchemy as sa
 
 import saf
-from saf import notify
 from saf.database import Dsn, fetch
 from saf.errors import ConfigurationError
+from saf.receiving import notify
 from saf.testing.databases import Database
 from tests.pipeline import connect, forward, send
 from tests.programs import configuration

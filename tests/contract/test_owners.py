@@ -12,16 +12,18 @@ from typing import Any
 import psycopg
 import pytest
 
-from saf import claim, cursor, services
-from saf.cursor import Batch
+from saf.broker import services
+from saf.broker.embedded import EmbeddedServer, programs
+from saf.broker.migrate import migrate
 from saf.database import Dsn, fetch
-from saf.embedded import EmbeddedServer, programs
 from saf.errors import Fenced
-from saf.membership import Membership
-from saf.migrate import migrate
-from saf.receive import connected
-from saf.shards import TAKE_TURN, Member, living
-from saf.spark.broker import SourceBroker
+from saf.forwarding.broker import SourceBroker
+from saf.log import cursor
+from saf.log.cursor import Batch
+from saf.log.shards import TAKE_TURN, Member, living
+from saf.receiving import claim
+from saf.receiving.membership import Membership
+from saf.receiving.receive import connected
 from tests.pipeline import connect, new_member, send
 from tests.receivers import put
 

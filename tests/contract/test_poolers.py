@@ -14,9 +14,9 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 import saf
 from saf import Outbox
+from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.errors import ConfigurationError
-from saf.services import create_service
 from tests.pipeline import Cycle, bodies, connect, policy, send
 from tests.poolers import PgBouncer, prepared_by_name
 

@@ -19,10 +19,10 @@ import pytest
 import sqlalchemy as sa
 
 import saf
-from saf import loop, processors
+from saf.broker.migrate import migrate
 from saf.database import Dsn, fetch
 from saf.errors import UsageError
-from saf.migrate import migrate
+from saf.receiving import loop, processors
 from tests.pipeline import connect
 from tests.processes import start, wait
 from tests.processors import Counter, Poisoned, Unlucky, lives, member, prepare_processors, stale

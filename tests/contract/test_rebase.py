@@ -6,10 +6,10 @@ import psycopg
 import pytest
 
 import saf
+from saf.broker.embedded import EmbeddedServer
 from saf.database import Dsn, fetch
-from saf.embedded import EmbeddedServer
 from saf.errors import Restored
-from saf.rebase import known_at, rebase
+from saf.repair.rebase import known_at, rebase
 from tests.contract.test_10_honest import (
     burn_transaction_ids,
     elsewhere,

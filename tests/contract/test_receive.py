@@ -17,14 +17,15 @@ import psycopg
 import pytest
 
 import saf
-from saf import claim, services
+from saf.broker import services
+from saf.broker.services import create_subscription
 from saf.database import Dsn, fetch
 from saf.errors import Unavailable, UnreadableBody, UsageError
-from saf.inbox import inbox_status, peek
-from saf.maintenance import purge_broker
-from saf.receive import Receiver, connected
-from saf.services import create_subscription
-from saf.shards import Member
+from saf.log.shards import Member
+from saf.operating.maintenance import purge_broker
+from saf.receiving import claim
+from saf.receiving.inbox import inbox_status, peek
+from saf.receiving.receive import Receiver, connected
 from saf.testing.clock import let_time_pass
 from tests.pipeline import connect
 from tests.processes import run, start, wait

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
-from saf import dead
 from saf.database import Dsn
-from saf.dead import Filter
-from saf.reconcile import Outcome, reconcile
+from saf.repair.reconcile import Outcome, reconcile
+from saf.setaside import dead
+from saf.setaside.dead import Filter
 from tests.pipeline import Cycle, connect, forward, policy, send
 
 Broker = Callable[[str], Dsn]

@@ -6,11 +6,11 @@ import json
 import subprocess
 from pathlib import Path
 
+from saf.broker.embedded import EmbeddedServer, programs
 from saf.database import Dsn, fetch
-from saf.embedded import EmbeddedServer, programs
-from saf.repair import send_again
-from saf.replay import replay
-from saf.ways import Route, Routes
+from saf.repair.replay import replay
+from saf.repair.send_again import send_again
+from saf.routing.ways import Route, Routes
 from tests.pipeline import Cycle, bodies, connect, policy, send
 from tests.programs import configuration, saf
 

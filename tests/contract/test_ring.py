@@ -15,13 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from saf.archive import ParquetArchive
-from saf.choices import Asker, choose
 from saf.database import Dsn
 from saf.errors import UsageError
-from saf.maintenance import Outcome, purge_broker
-from saf.ring import SLOT_ROWS, SLOTS, Contents, Slot, purge, rotate
-from saf.routes import add_route, add_topic, current_routes, freeze
+from saf.log.archive import ParquetArchive
+from saf.log.ring import SLOT_ROWS, SLOTS, Contents, Slot, purge, rotate
+from saf.operating.maintenance import Outcome, purge_broker
+from saf.routing.choices import Asker, choose
+from saf.routing.routes import add_route, add_topic, current_routes, freeze
 from tests.dialogs import begin
 from tests.pipeline import Cycle, bodies, connect, forward, policy, send
 from tests.processes import start, wait

@@ -12,17 +12,16 @@ from uuid import UUID
 import psycopg
 import pytest
 
-from saf import Outbox, dead
-from saf.choices import forget
+from saf import Outbox
 from saf.database import Dsn, fetch
-from saf.dead import Filter, dead_letters
+from saf.engine.work import Receipt
 from saf.errors import ConfigurationError, UsageError
 from saf.failpoints import arm
-from saf.parking import parked
-from saf.reconcile import reconcile
-from saf.replay import replay
-from saf.routers import add_router, enable_router, remove_router
-from saf.routes import (
+from saf.repair.reconcile import reconcile
+from saf.repair.replay import replay
+from saf.routing.choices import forget
+from saf.routing.routers import add_router, enable_router, remove_router
+from saf.routing.routes import (
     ConfiguredRouter,
     Declared,
     add_route,
@@ -30,8 +29,10 @@ from saf.routes import (
     configuration,
     current_routes,
 )
-from saf.spark.work import Receipt
-from saf.ways import Router
+from saf.routing.ways import Router
+from saf.setaside import dead
+from saf.setaside.dead import Filter, dead_letters
+from saf.setaside.parking import parked
 from tests import classifiers
 from tests.contract.test_routes import Broker, Crash, crash, without_default
 from tests.pipeline import bodies, connect, let_time_pass

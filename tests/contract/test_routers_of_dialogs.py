@@ -11,13 +11,13 @@ import psycopg
 import pytest
 
 import saf
-from saf.choices import forget
+from saf.broker.services import create_service
 from saf.database import Dsn, fetch
-from saf.dead import Filter, retry
 from saf.dialogs.statements import Code
-from saf.routers import add_router, remove_router
-from saf.routes import add_route
-from saf.services import create_service
+from saf.routing.choices import forget
+from saf.routing.routers import add_router, remove_router
+from saf.routing.routes import add_route
+from saf.setaside.dead import Filter, retry
 from tests import classifiers
 from tests.contract.test_routes import without_default
 from tests.dialogs import END, ERROR, SHOP, begin, end, receive, said, say, states

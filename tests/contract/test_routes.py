@@ -11,12 +11,12 @@ from uuid import UUID, uuid4
 import psycopg
 import pytest
 
-from saf import Outbox, dead
-from saf.choices import NOTED_SECONDS, Asker, choose, forget
+from saf import Outbox
 from saf.database import Dsn, fetch
 from saf.errors import UsageError
 from saf.failpoints import arm
-from saf.routes import (
+from saf.routing.choices import NOTED_SECONDS, Asker, choose, forget
+from saf.routing.routes import (
     Configured,
     Declared,
     add_route,
@@ -29,7 +29,8 @@ from saf.routes import (
     remove_route,
     remove_topic,
 )
-from saf.ways import Route
+from saf.routing.ways import Route
+from saf.setaside import dead
 from tests.contract.test_7_isolated import NOWHERE, count
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
 from tests.unit.test_message import Nowhere

@@ -10,15 +10,15 @@ import psycopg
 import pytest
 
 import saf
+from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.dialogs.fragments import FRAGMENT_BYTES
 from saf.dialogs.statements import Code
+from saf.engine.resolving import MAX_HOPS
 from saf.errors import ConfigurationError, UsageError
-from saf.routers import add_router, enable_router
-from saf.routes import add_route, remove_route
+from saf.routing.routers import add_router, enable_router
+from saf.routing.routes import add_route, remove_route
 from saf.routing_service import RoutingService
-from saf.services import create_service
-from saf.spark.resolving import MAX_HOPS
 from saf.testing.clock import let_time_pass
 from tests import classifiers
 from tests.dialogs import END, ERROR, SHOP, begin, end, receive, said, say, states
@@ -224,7 +224,7 @@ def test_what_is_said_after_the_other_side_has_ended_is_dropped_as_it_would_be_t
 
 
 def test_a_dialog_that_was_silent_for_long_goes_on_where_it_was(hub: Hub) -> None:
-    from saf.choices import forget
+    from saf.routing.choices import forget
 
     dialog = ask(hub, "EWR")
     hub.carry()

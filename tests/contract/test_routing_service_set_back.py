@@ -10,10 +10,10 @@ import pytest
 from saf.database import Dsn, fetch
 from saf.dialogs.comparing import compare
 from saf.dialogs.statements import Code
-from saf.rebase import known_at, rebase
-from saf.reconcile import missing
-from saf.repair import send_again
-from saf.routes import current_routes
+from saf.repair.rebase import known_at, rebase
+from saf.repair.reconcile import missing
+from saf.repair.send_again import send_again
+from saf.routing.routes import current_routes
 from saf.testing.databases import Database
 from tests.conftest import Prepared
 from tests.dialogs import ERROR, SHOP, begin, receive, said, say

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from saf.database import Dsn
+from saf.engine.at_source import AtSource
 from saf.failpoints import arm
-from saf.spark.at_source import AtSource
 from tests.contract.test_7_isolated import NOWHERE, Broker, count, route, send_to
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
 

@@ -9,15 +9,15 @@ from typing import Any
 import psycopg
 import pytest
 
-from saf import backoff
 from saf.database import Dsn, fetch
+from saf.engine.at_source import AtSource
+from saf.engine.work import Receipt
 from saf.failpoints import arm
-from saf.parking import Lane
-from saf.routers import add_router
-from saf.routes import add_route
-from saf.spark.at_source import AtSource
-from saf.spark.work import Receipt
-from saf.ways import KEY, PYTHON
+from saf.routing.routers import add_router
+from saf.routing.routes import add_route
+from saf.routing.ways import KEY, PYTHON
+from saf.setaside import backoff
+from saf.setaside.parking import Lane
 from tests.contract.test_5_fenced import outlive_lease
 from tests.contract.test_7_isolated import NOWHERE, Broker, count, route, send_to
 from tests.contract.test_set_aside_crash import Crash, die, know

@@ -12,12 +12,12 @@ import pytest
 
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql import PostgresInbox
+from saf.engine.work import Receipt
 from saf.errors import Unavailable
 from saf.failpoints import arm
-from saf.rebase import known_at, rebase
-from saf.repair import Sent, send_again
-from saf.routes import current_routes
-from saf.spark.work import Receipt
+from saf.repair.rebase import known_at, rebase
+from saf.repair.send_again import Sent, send_again
+from saf.routing.routes import current_routes
 from saf.testing.databases import Database
 from tests.conftest import Prepared
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, send
@@ -291,7 +291,7 @@ def test_what_had_waited_for_a_route_is_not_dropped_after_the_source_was_set_bac
 def test_what_is_retried_is_not_dropped_after_the_source_was_set_back(
     app: Dsn, mom: Dsn, backup: Backup
 ) -> None:
-    from saf.dead import Filter, retry
+    from saf.setaside.dead import Filter, retry
 
     late = """
         INSERT INTO saf.outbox (to_service, key, body, expires_at)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from saf.broker.migrate import migrate
 from saf.database import Dsn
-from saf.migrate import migrate
 from tests import processes
 from tests.crash.forwarders import forwarder
 from tests.pipeline import connect

@@ -14,10 +14,10 @@ import psycopg
 import pytest
 
 import saf
+from saf.broker.services import create_service
 from saf.database import Dsn, fetch
-from saf.routers import add_router
-from saf.routes import add_route
-from saf.services import create_service
+from saf.routing.routers import add_router
+from saf.routing.routes import add_route
 from tests.contract.test_routes import without_default
 from tests.dialogs import receive
 from tests.hub import BY_TEXT, DEPARTURES, replica

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pyarrow as pa
 
 from saf.database import Dsn
-from saf.spark.delivery import Delivery
-from saf.spark.source import messages
+from saf.engine.delivery import Delivery
+from saf.engine.source import messages
 from tests.pipeline import Cycle, bodies, connect, policy
 
 MANY = 60_000

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from saf.database import Dsn
-from saf.status import broker_status
+from saf.operating.status import broker_status
 from tests.pipeline import Cycle, connect, forward, policy, send
 
 

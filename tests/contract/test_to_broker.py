@@ -13,10 +13,10 @@ import pytest
 
 from saf.database import Dsn
 from saf.destinations.identities import WAIT_SECONDS, Identities
-from saf.explain import explain
 from saf.failpoints import arm
-from saf.parking import parked
-from saf.routes import add_route, add_topic
+from saf.routing.explain import explain
+from saf.routing.routes import add_route, add_topic
+from saf.setaside.parking import parked
 from tests.contract.test_7_isolated import NOWHERE, count
 from tests.contract.test_routes import Crash, broker_id, crash, run, send, without_default
 from tests.pipeline import bodies, connect, let_time_pass

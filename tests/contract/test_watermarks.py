@@ -10,16 +10,16 @@ from datetime import UTC
 import pyarrow as pa
 import pytest
 
-from saf.bounds import Bounds
 from saf.database import Dsn, fetch
+from saf.database.bounds import Bounds
 from saf.destinations import Chunk, Stored
+from saf.destinations.marks import AGAIN
 from saf.destinations.postgresql import PostgresInbox
+from saf.engine.chunks import mark
+from saf.engine.source import messages, read
+from saf.engine.work import Work
 from saf.errors import Fenced, Rejected, Unavailable
 from saf.failpoints import arm
-from saf.marks import AGAIN
-from saf.spark.chunks import mark
-from saf.spark.source import messages, read
-from saf.spark.work import Work
 from tests.contract.test_5_fenced import outlive_lease
 from tests.pipeline import Cycle, bodies, connect, policy, send
 

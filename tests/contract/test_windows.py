@@ -12,14 +12,15 @@ from uuid import uuid4
 import pyarrow as pa
 import pytest
 
-from saf.cursor import Batch
 from saf.database import Dsn
+from saf.engine import windows
+from saf.engine.source import messages
+from saf.engine.work import Work
 from saf.errors import Unavailable
-from saf.ring import SLOT_ROWS
-from saf.spark import broker, windows
-from saf.spark.columns import UNCOMMON
-from saf.spark.source import messages
-from saf.spark.work import Work
+from saf.forwarding import broker
+from saf.log.columns import UNCOMMON
+from saf.log.cursor import Batch
+from saf.log.ring import SLOT_ROWS
 from tests.pipeline import Cycle, bodies, connect, policy, send
 
 INSERT = "INSERT INTO saf.outbox (to_service, key, body) VALUES ('billing', %s, %s)"
@@ -114,7 +115,7 @@ def test_where_too_much_would_be_held_back_the_rest_is_sorted(
                     raise
 
             in_order = windows.in_order
-            monkeypatch.setattr("saf.spark.source.in_order", noted)
+            monkeypatch.setattr("saf.engine.source.in_order", noted)
             rows = read(work)
             assert scattered
             assert rows.equals(read(replace(work, deep=False)))
@@ -164,7 +165,7 @@ def test_a_row_that_is_moved_while_the_log_is_read_is_read_once(app: Dsn, mom: D
 def test_without_a_snapshot_to_rely_on_the_source_sorts(
     app: Dsn, mom: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("saf.spark.source.ONE_SNAPSHOT", "SELECT 1")
+    monkeypatch.setattr("saf.engine.source.ONE_SNAPSHOT", "SELECT 1")
     with connect(app) as connection:
         connection.execute(FILL, [300])
         with Cycle(app, policy(mom=mom)) as cycle, app.connect(role="test") as one:
@@ -252,7 +253,7 @@ def test_the_forwarder_reads_what_is_deep_in_windows_and_delivers_it_in_order(
         return found
 
     survey = windows.survey
-    monkeypatch.setattr("saf.spark.source.survey", counted)
+    monkeypatch.setattr("saf.engine.source.survey", counted)
     with connect(app) as connection:
         connection.execute(FILL, [2000])
     with Cycle(app, policy(mom=mom, chunk_rows=300)) as cycle:

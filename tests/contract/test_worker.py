@@ -14,10 +14,10 @@ import psycopg
 import pytest
 
 import saf
-from saf import dead as dead_letters
 from saf.database import Dsn, fetch
-from saf.dead import Filter
 from saf.errors import ConfigurationError, UsageError
+from saf.setaside import dead as dead_letters
+from saf.setaside.dead import Filter
 from tests.pipeline import connect
 from tests.programs import ROOT, environment, run
 from tests.receivers import (

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 
+from saf.broker.embedded import EmbeddedServer
 from saf.database import Dsn
-from saf.embedded import EmbeddedServer
 from tests.crash.forwarders import LEASE_SECONDS
 from tests.crash.plan import QUALITIES, Fault
 

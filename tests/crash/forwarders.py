@@ -12,11 +12,11 @@ from typing import Any
 
 import psycopg
 
-from saf import parking
 from saf.database import Dsn
+from saf.engine.work import Receipt, Work
 from saf.errors import Fenced, Unavailable
-from saf.maintenance import purge_broker
-from saf.spark.work import Receipt, Work
+from saf.operating.maintenance import purge_broker
+from saf.setaside import parking
 from tests.pipeline import Cycle, policy
 from tests.programs import BIN, configuration, environment
 

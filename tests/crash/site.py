@@ -12,9 +12,9 @@ from typing import Self
 
 from psycopg import sql
 
+from saf.broker.embedded import EmbeddedServer
+from saf.broker.migrate import migrate
 from saf.database import Dsn
-from saf.embedded import EmbeddedServer
-from saf.migrate import migrate
 from tests.crash.plan import QUALITIES, Plan
 from tests.crash.proxy import Proxy
 from tests.crash.talks import introduce

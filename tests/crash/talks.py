@@ -16,7 +16,7 @@ from typing import Any
 import psycopg
 
 import saf
-from saf import services
+from saf.broker import services
 from saf.database import Dsn
 from tests.dialogs import END
 from tests.pipeline import connect

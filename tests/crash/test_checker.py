@@ -16,20 +16,22 @@ import pytest
 from psycopg import sql
 
 import saf
-import saf.spark.delivery
-from saf import Outbox, cursor, dead, parking, ring
-from saf.cursor import Batch
+import saf.engine.delivery
+from saf import Outbox
 from saf.database import Dsn
 from saf.destinations import Chunk, postgresql
 from saf.destinations.postgresql import PostgresInbox
 from saf.dialogs import arrival
 from saf.dialogs.facts import Facts, Verdict, judge
+from saf.engine.aside import Aside
+from saf.engine.at_source import AtSource
+from saf.engine.storing import Storing
 from saf.errors import Fenced, Rejected
 from saf.failpoints import arm
-from saf.maintenance import purge_broker
-from saf.spark.aside import Aside
-from saf.spark.at_source import AtSource
-from saf.spark.storing import Storing
+from saf.log import cursor, ring
+from saf.log.cursor import Batch
+from saf.operating.maintenance import purge_broker
+from saf.setaside import dead, parking
 from tests.crash.checker import check, left, listen
 from tests.crash.plan import QUALITIES
 from tests.crash.site import POLITE
@@ -392,7 +394,7 @@ def set_aside_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def attempts_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(saf.spark.delivery, "attempt", lambda *_: {})
+    patch.setattr(saf.engine.delivery, "attempt", lambda *_: {})
 
 
 def sent_outside_of_the_transaction(patch: pytest.MonkeyPatch) -> None:

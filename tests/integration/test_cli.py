@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from psycopg.conninfo import make_conninfo
 
+from saf.broker.embedded import EmbeddedServer
 from saf.config import Forwarder
 from saf.database import REVISION, Dsn
-from saf.embedded import EmbeddedServer
 from tests.programs import BIN, configuration, last_json, run, saf, send
 
 NOWHERE = "postgresql://saf@127.0.0.1:1/nowhere"

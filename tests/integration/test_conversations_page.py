@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 import saf
+from saf.broker.services import create_service
 from saf.cli.contract import _read
 from saf.database import Dsn, fetch
 from saf.dialogs.statements import Code
 from saf.dialogs.states import TRANSITIONS
 from saf.errors import ConfigurationError
-from saf.services import create_service
 from tests.dialogs import SHOP, WAREHOUSE, forward, receive, said, states
 from tests.pipeline import connect
 from tests.programs import BIN, ROOT, configuration, environment, run

@@ -18,11 +18,11 @@ from uuid import uuid4
 import psycopg
 import pytest
 
+from saf.broker.embedded import EmbeddedServer
 from saf.database import Dsn
 from saf.demo.flights import read
 from saf.demo.proof import prove
 from saf.demo.run import WRITERS
-from saf.embedded import EmbeddedServer
 from saf.errors import Unavailable
 from tests import programs
 from tests.programs import BIN, environment

@@ -20,9 +20,9 @@ import jsonschema
 import pytest
 import yaml
 
+from saf.broker.embedded import DEFAULT_VERSION, programs
 from saf.config import load
 from saf.database import Dsn
-from saf.embedded import DEFAULT_VERSION, programs
 from tests.programs import BIN, ROOT, environment, run
 
 DOCKER = ROOT / "docker"

@@ -16,13 +16,13 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
+from saf.broker.embedded import EmbeddedServer
+from saf.broker.grants import Kind, grant
+from saf.broker.migrate import migrate
 from saf.config import Broker, Destination, Settings
 from saf.database import Dsn, fetch
-from saf.doctor import Finding, Limits, examine
-from saf.doctor.examination import BROKER
-from saf.embedded import EmbeddedServer
-from saf.grants import Kind, grant
-from saf.migrate import migrate
+from saf.operating.doctor import Finding, Limits, examine
+from saf.operating.doctor.examination import BROKER
 from tests.pipeline import connect, forward, send
 from tests.poolers import PgBouncer
 from tests.programs import configuration, saf

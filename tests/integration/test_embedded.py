@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from saf.embedded import EmbeddedServer
+from saf.broker.embedded import EmbeddedServer
 from saf.errors import ConfigurationError, MissingExtra
 
 

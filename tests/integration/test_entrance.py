@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
+from saf.broker.embedded import EmbeddedServer
 from saf.database import Dsn
-from saf.embedded import EmbeddedServer
 from saf.errors import SchemaMissing
 from saf.transaction import Entrance
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from saf.broker.embedded import EmbeddedServer
 from saf.config import Destination, Fleet, Settings, load
 from saf.database import Dsn
-from saf.doctor import examine
-from saf.embedded import EmbeddedServer
 from saf.errors import ConfigurationError, Unavailable
 from saf.fleets import ask, ask_all
+from saf.operating.doctor import examine
 from tests.pipeline import connect
 from tests.programs import last_json, saf, send
 

@@ -9,10 +9,10 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from saf import Outbox
+from saf.broker.grants import Kind, grant
 from saf.config import Broker, Destination, Settings
 from saf.database import Dsn
-from saf.doctor import Finding, examine
-from saf.grants import Kind, grant
+from saf.operating.doctor import Finding, examine
 from tests.pipeline import bodies, connect, forward, let_time_pass, send
 
 LATER = "pg_snapshot_xmax(pg_current_snapshot())::text::numeric + 1000000"

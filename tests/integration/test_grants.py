@@ -16,17 +16,20 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 import saf
-from saf import Message, Outbox, cursor, dead, services
+from saf import Message, Outbox
+from saf.broker import services
+from saf.broker.embedded import EmbeddedServer
+from saf.broker.grants import Kind, grant
 from saf.database import Dsn, fetch
-from saf.embedded import EmbeddedServer
 from saf.errors import ConfigurationError
-from saf.grants import Kind, grant
-from saf.inbox import inbox_status
-from saf.routers import add_router
-from saf.routes import add_route, add_topic, enable_route, remove_route, remove_topic
+from saf.log import cursor
+from saf.log.shards import Member
+from saf.operating.status import broker_status
+from saf.receiving.inbox import inbox_status
+from saf.routing.routers import add_router
+from saf.routing.routes import add_route, add_topic, enable_route, remove_route, remove_topic
 from saf.routing_service import RoutingService
-from saf.shards import Member
-from saf.status import broker_status
+from saf.setaside import dead
 from tests import dialogs
 from tests.hub import DEPARTURES, Hub
 from tests.pipeline import Cycle, bodies, connect, policy, send

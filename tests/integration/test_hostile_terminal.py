@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from saf.broker.services import create_service
 from saf.cli.console import shown
 from saf.database import Dsn
-from saf.services import create_service
 from tests.contract.test_hostile_messages import unbounded
 from tests.pipeline import connect, forward
 from tests.programs import BIN, ROOT, configuration, environment, saf

@@ -29,8 +29,8 @@ from saf import (
     SchemaMissing,
     UsageError,
 )
+from saf.broker.embedded import EmbeddedServer, programs
 from saf.database import Dsn
-from saf.embedded import EmbeddedServer, programs
 from saf.message import MAX_KEY, MAX_NAME
 
 SOON = datetime.now(UTC) + timedelta(hours=1)

@@ -14,10 +14,10 @@ import psycopg
 import pyarrow.parquet as pq
 import pytest
 
-from saf.archive import ParquetArchive
 from saf.database import Dsn
-from saf.maintenance import purge_broker
-from saf.ring import SLOT_ROWS, SLOTS, Contents, Slot
+from saf.log.archive import ParquetArchive
+from saf.log.ring import SLOT_ROWS, SLOTS, Contents, Slot
+from saf.operating.maintenance import purge_broker
 from tests.pipeline import connect, forward
 from tests.processes import start, wait
 from tests.programs import configuration, last_json, run, saf, send

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from saf.bounds import Bounds
+from saf.broker.embedded import programs
 from saf.config import load
 from saf.database import Dsn
-from saf.embedded import programs
+from saf.database.bounds import Bounds
 from tests.pipeline import connect
 from tests.programs import BIN, ROOT, configuration, environment, run
 

@@ -13,7 +13,7 @@ import pytest
 import saf
 from saf.database import Dsn, fetch
 from saf.errors import ConfigurationError
-from saf.inbox import GUARD, inbox_once, inbox_status, peek
+from saf.receiving.inbox import GUARD, inbox_once, inbox_status, peek
 from tests.integration.test_readme import url
 from tests.pipeline import connect
 from tests.programs import BIN, ROOT, configuration, run

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from saf import dead
+from saf.broker.grants import Kind, grant
+from saf.broker.migrate import migrate
 from saf.database import Dsn, fetch
 from saf.errors import ConfigurationError, Restored, Unavailable
-from saf.grants import Kind, grant
-from saf.migrate import migrate
-from saf.reconcile import Outcome, missing, reconcile
-from saf.reconcile.sides import read_both
-from saf.ring import SLOT_ROWS, purge
-from saf.routes import add_route, add_topic, remove_topic
+from saf.log.ring import SLOT_ROWS, purge
+from saf.repair.reconcile import Outcome, missing, reconcile
+from saf.repair.reconcile.sides import read_both
+from saf.routing.routes import add_route, add_topic, remove_topic
+from saf.setaside import dead
 from tests.pipeline import Cycle, connect, forward, policy
 from tests.programs import configuration, saf, send
 

@@ -9,12 +9,12 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
+from saf.broker.embedded import EmbeddedServer
 from saf.config import Broker, Destination, Settings
 from saf.database import Dsn
-from saf.doctor import examine
-from saf.doctor.refusal import CURES, SAID, SILENT, sqlstate
-from saf.embedded import EmbeddedServer
 from saf.errors import Unavailable
+from saf.operating.doctor import examine
+from saf.operating.doctor.refusal import CURES, SAID, SILENT, sqlstate
 from tests.pipeline import connect
 
 PASSWORD = "not-the-canary"

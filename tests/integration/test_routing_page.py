@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from saf import Outbox, Received, begin_dialog
+from saf.broker.services import create_service
 from saf.config import load
 from saf.database import Dsn
-from saf.doctor import Finding, examine
 from saf.errors import ConfigurationError
-from saf.routes import configuration
+from saf.operating.doctor import Finding, examine
+from saf.routing.routes import configuration
 from saf.routing_service import RoutingService
-from saf.services import create_service
 from tests.contract.test_routes import broker_id, without_default
 from tests.dialogs import receive
 from tests.pipeline import bodies, connect

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import saf
-from saf import services
+from saf.broker import services
 from saf.database import Dsn
 from saf.errors import ConfigurationError, UsageError
 from tests.pipeline import bodies, connect, forward, let_time_pass, send

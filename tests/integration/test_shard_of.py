@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from saf import Message, Outbox
 from saf.database import Dsn
-from saf.shards import hash64, shard_expression, shard_of
+from saf.log.shards import hash64, shard_expression, shard_of
 
 KEYS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 ALL_LENGTHS = ["x" * length for length in range(40)] + ["ü" * length for length in range(40)]
@@ -98,7 +98,7 @@ def test_a_key_has_the_same_shard_in_every_process() -> None:
 
 IN_ANOTHER_PROCESS = """
 import sys
-from saf.shards import shard_of
+from saf.log.shards import shard_of
 print(*(shard_of(key, 64) for key in sys.argv[1:]))
 """
 

@@ -15,9 +15,9 @@ import psycopg
 import pytest
 
 import saf
-from saf import services
+from saf.broker import services
+from saf.broker.embedded import EmbeddedServer
 from saf.database import Dsn, fetch
-from saf.embedded import EmbeddedServer
 from saf.errors import MissingExtra, UsageError
 from saf.testing import Clock, Copies, Database, Drain, DrainFailed, Sent
 from saf.testing.clock import MOVED, let_time_pass

@@ -16,11 +16,11 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from saf import Outbox
+from saf.broker.embedded import EmbeddedServer
+from saf.broker.grants import Kind, grant
+from saf.broker.migrate import migrate
 from saf.database import Dsn, fetch
-from saf.embedded import EmbeddedServer
 from saf.errors import Unavailable
-from saf.grants import Kind, grant
-from saf.migrate import migrate
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
 from tests.programs import saf
 

@@ -15,13 +15,14 @@ from uuid import uuid4
 import pytest
 
 import saf as library
-from saf import Outbox, dead
+from saf import Outbox
+from saf.broker.services import create_service, create_subscription, remove_subscription
 from saf.database import Dsn
-from saf.dropped import Reason
 from saf.failpoints import arm
-from saf.routers import add_router
-from saf.routes import add_route
-from saf.services import create_service, create_subscription, remove_subscription
+from saf.routing.routers import add_router
+from saf.routing.routes import add_route
+from saf.setaside import dead
+from saf.setaside.dropped import Reason
 from tests.contract.test_7_isolated import NOWHERE
 from tests.contract.test_routes import Crash, crash
 from tests.dialogs import SHOP, WAREHOUSE, begin, prepare, put, receive

@@ -20,10 +20,10 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from saf import Outbox
+from saf.broker.migrate import config, migrate
 from saf.database import REVISION, Dsn
 from saf.errors import ConfigurationError, SafError, SchemaMismatch, Unavailable
 from saf.message import Row
-from saf.migrate import config, migrate
 from saf.schema import build_metadata, message_columns
 
 NewDatabase = Callable[[str], Dsn]
@@ -305,7 +305,7 @@ def test_two_migrations_at_once_wait_for_each_other(new_database: NewDatabase) -
 MIGRATE = """
 import os
 from saf.database import Dsn
-from saf.migrate import migrate
+from saf.broker.migrate import migrate
 migrate(Dsn(os.environ["SAF_DSN"]))
 """
 

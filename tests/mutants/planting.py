@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from saf.migrate import migrate
+from saf.broker.migrate import migrate
 from saf.testing.databases import Database, Databases, embedded_server
 from tests.conftest import LENT
 from tests.mutants.mutant import ROOT, Mutant

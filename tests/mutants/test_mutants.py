@@ -21,7 +21,7 @@ QUICK = ("unit/", "contract/test_owners", "contract/test_set_aside_once", "contr
 
 VISIBLE = Mutant(
     "the doubled waits",
-    "saf/parking.py",
+    "saf/setaside/parking.py",
     "min(attempts - 1, 30)",
     "min(attempts, 30)",
     ("unit/test_doctests.py",),

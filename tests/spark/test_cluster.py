@@ -23,8 +23,8 @@ import pyspark
 import pytest
 
 from saf.database import Dsn
-from saf.routers import add_router
-from saf.routes import add_route
+from saf.routing.routers import add_router
+from saf.routing.routes import add_route
 from saf.spark import java
 from tests.programs import ROOT, configuration, environment, last_json, received, send
 

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 from pyspark import SparkContext
 
+from saf.broker.embedded import EmbeddedServer
 from saf.config import Settings, load
 from saf.database import Dsn
-from saf.embedded import EmbeddedServer
+from saf.forwarding.forwarder import Forwarder
+from saf.forwarding.summary import Summary
 from saf.spark import session
-from saf.spark.forward import Forwarder
-from saf.spark.summary import Summary
+from saf.spark.runner import SparkRunner
 from tests.pipeline import bodies, connect
 from tests.programs import configuration, received, send
 
@@ -43,13 +44,13 @@ def settings(
 
 
 def drained(spark: SparkContext, chosen: Settings) -> Summary:
-    return Forwarder(chosen, lambda _: spark).drain()
+    return Forwarder(chosen, SparkRunner(lambda _: spark)).drain()
 
 
 @contextmanager
 def looping(spark: SparkContext, chosen: Settings) -> Iterator[list[Summary]]:
     """A forwarder in a loop; its summaries."""
-    forwarder = Forwarder(chosen, lambda _: spark)
+    forwarder = Forwarder(chosen, SparkRunner(lambda _: spark))
     summaries: list[Summary] = []
     thread = threading.Thread(target=forwarder.loop, args=[summaries.append])
     thread.start()

@@ -14,7 +14,7 @@ import pytest
 from pyspark import SparkContext
 
 from saf.database import Dsn
-from saf.shards import shard_of
+from saf.log.shards import shard_of
 from saf.spark import session
 from tests.pipeline import bodies, connect, let_time_pass
 from tests.programs import BIN, environment

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from saf.database import Dsn
-from saf.routes import add_route
+from saf.routing.routes import add_route
 from tests.contract.test_7_isolated import NOWHERE
 from tests.pipeline import connect, let_time_pass
 from tests.programs import BIN, environment

@@ -10,12 +10,12 @@ from typing import Any
 import psycopg
 import pytest
 
-from saf import dead
 from saf.database import Dsn
-from saf.dead import Filter, dead_letters
-from saf.parking import parked
-from saf.routers import add_router
-from saf.routes import add_route
+from saf.routing.routers import add_router
+from saf.routing.routes import add_route
+from saf.setaside import dead
+from saf.setaside.dead import Filter, dead_letters
+from saf.setaside.parking import parked
 from tests.contract.test_routes import broker_id
 from tests.pipeline import connect, let_time_pass
 from tests.programs import BIN, ROOT, configuration, run

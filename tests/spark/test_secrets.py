@@ -28,16 +28,18 @@ from psycopg import pq, sql
 from psycopg.conninfo import make_conninfo
 from pyspark import SparkContext
 
+from saf.broker.embedded import EmbeddedServer
+from saf.broker.grants import Kind, grant
+from saf.broker.migrate import migrate
 from saf.config import load
-from saf.database import SECRETS, Dsn, fetch
+from saf.database import Dsn, fetch
+from saf.database.dsn import SECRETS
 from saf.destinations.postgresql import PostgresInbox
-from saf.embedded import EmbeddedServer
+from saf.engine.delivery import Delivery
+from saf.engine.source import messages
 from saf.errors import ConfigurationError, SafError, Unavailable
-from saf.grants import Kind, grant
-from saf.migrate import migrate
-from saf.spark.delivery import Delivery
-from saf.spark.forward import Forwarder
-from saf.spark.source import messages
+from saf.forwarding.forwarder import Forwarder
+from saf.spark.runner import SparkRunner
 from tests.pipeline import Cycle, connect, policy
 from tests.programs import BIN, environment, last_json, run, send
 
@@ -392,7 +394,7 @@ def test_nothing_that_holds_the_password_shows_it_when_printed(
         things: list[Any] = [
             *(app, mom, settings, settings.brokers, settings.model_dump()),
             *(work, rules, delivery, cycle.broker, cycle.deliver()),
-            Forwarder(settings, _no_spark),
+            Forwarder(settings, SparkRunner(_no_spark)),
             PostgresInbox("mom", mom),
             settings.model_dump_json(),
             failure.value,

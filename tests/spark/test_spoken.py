@@ -13,7 +13,7 @@ import psycopg
 
 import saf
 from saf.database import Dsn
-from saf.routes import add_route
+from saf.routing.routes import add_route
 from tests.dialogs import END, SHOP, WAREHOUSE, begin, prepare, receive, said, states
 from tests.hub import DEPARTURES, Hub
 from tests.pipeline import connect

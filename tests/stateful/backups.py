@@ -11,7 +11,7 @@ import subprocess
 
 from psycopg import sql
 
-from saf.embedded import DEFAULT_VERSION, programs
+from saf.broker.embedded import DEFAULT_VERSION, programs
 from saf.testing.databases import Database, Databases, embedded_server
 from tests.stateful.site import OTHERS, Place, Site, bound_waiting
 

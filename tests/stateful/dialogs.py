@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import saf
-from saf import services
+from saf.broker import services
 from saf.errors import DialogEnded, DialogError, DialogExpired
-from saf.maintenance import purge_broker
+from saf.operating.maintenance import purge_broker
 from saf.testing import clock
 from tests.dialogs import END, ERROR
 from tests.stateful.forwarder import AN_HOUR, UNHEARD, Died, Forwarder, at, die

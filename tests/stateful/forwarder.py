@@ -18,13 +18,13 @@ import pytest
 
 from saf.database import Dsn
 from saf.destinations.postgresql import PostgresInbox
+from saf.engine.at_source import AtSource
+from saf.engine.delivery import Delivery
+from saf.engine.source import messages
+from saf.engine.work import Receipt
 from saf.errors import Fenced, SafError, Unavailable
 from saf.failpoints import arm
-from saf.shards import Member
-from saf.spark.at_source import AtSource
-from saf.spark.delivery import Delivery
-from saf.spark.source import messages
-from saf.spark.work import Receipt
+from saf.log.shards import Member
 from saf.testing.cycle import Cycle, policy
 
 EXPECTED = (None, Fenced.__name__, Unavailable.__name__)
@@ -96,7 +96,7 @@ class Forwarder:
         self.cycle.broker._renewed = 0.0
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("saf.spark.broker.Member", self._member)
+                patch.setattr("saf.forwarding.broker.Member", self._member)
                 self.cycle.open(tasks)
         except SafError as error:
             if self.refusals is None:

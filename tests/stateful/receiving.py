@@ -22,9 +22,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import saf
-from saf import dead, services
-from saf.delivery import Delivery
-from saf.maintenance import purge_broker
+from saf.broker import services
+from saf.operating.maintenance import purge_broker
+from saf.receiving.delivery import Delivery
+from saf.setaside import dead
 from saf.testing import clock
 from tests.stateful.forwarder import AN_HOUR, Died, at, die
 from tests.stateful.site import Place, Site

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 import saf
-from saf import services
+from saf.broker import services
 from saf.errors import SafError
 from tests.stateful.aside import SettingAside
 from tests.stateful.backups import Backups

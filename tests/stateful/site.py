@@ -16,9 +16,8 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from saf import connections
-from saf.database import Dsn
-from saf.migrate import migrate
+from saf.broker.migrate import migrate
+from saf.database import Dsn, connections
 from saf.testing.databases import Database, Databases, embedded_server
 
 SHARDS = 4

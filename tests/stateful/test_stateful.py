@@ -12,9 +12,9 @@ from typing import Any
 import psycopg
 import pytest
 
-from saf import claim
-from saf.claim import Hand
-from saf.embedded import DEFAULT_VERSION
+from saf.broker.embedded import DEFAULT_VERSION
+from saf.receiving import claim
+from saf.receiving.claim import Hand
 from tests.conftest import Servers
 from tests.crash import test_checker
 from tests.stateful.machines import MACHINES

@@ -14,10 +14,11 @@ from typing import Any
 import psycopg
 import pytest
 
-from saf import Outbox, dead, parking
+from saf import Outbox
 from saf.database import Dsn
 from saf.errors import SafError
-from saf.maintenance import purge_broker
+from saf.operating.maintenance import purge_broker
+from saf.setaside import dead, parking
 from saf.testing import clock
 from tests.stateful.forwarder import AN_HOUR, Forwarder
 from tests.stateful.model import AT_MOST_ONCE, Seen, Sent, Truth

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
-from saf.bounds import Bounds
-from saf.database import CONNECT_TIMEOUT_SECONDS, SECRETS, Dsn
+from saf.database import CONNECT_TIMEOUT_SECONDS, Dsn
+from saf.database.bounds import Bounds
+from saf.database.dsn import SECRETS
 
 
 @pytest.mark.parametrize("secret", [*SECRETS, "options"])

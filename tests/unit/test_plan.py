@@ -9,11 +9,11 @@ from uuid import UUID
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saf.cursor import Batch
 from saf.database import Dsn
-from saf.spark.plan import plan
-from saf.spark.work import Work
-from saf.ways import Routes
+from saf.engine.work import Work
+from saf.forwarding.plan import plan
+from saf.log.cursor import Batch
+from saf.routing.ways import Routes
 
 NOBODY = UUID(int=0)
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saf.resolutions import Resolved
-from saf.spark.classifying import as_answers
-from saf.spark.resolving import MAX_HOPS, Resolver
-from saf.spark.wayfinder import Wayfinder
-from saf.ways import KEY, MESSAGE, PYTHON, Route, Router, Routes
+from saf.engine.classifying import as_answers
+from saf.engine.resolving import MAX_HOPS, Resolver
+from saf.engine.wayfinder import Wayfinder
+from saf.routing.resolutions import Resolved
+from saf.routing.ways import KEY, MESSAGE, PYTHON, Route, Router, Routes
 
 ROUTERS = ["a", "b", "c"]
 SERVICES = ["x", "y"]

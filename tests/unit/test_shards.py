@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saf.shards import MAX_SHARDS, fair_share, hash64, shard_of
+from saf.log.shards import MAX_SHARDS, fair_share, hash64, shard_of
 
 MEMBERS = st.integers(1, 64)
 SHARDS = st.integers(1, MAX_SHARDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from saf.spark.summary import EXIT_DONE, EXIT_OTHER, EXIT_TRY_AGAIN, EXIT_USAGE, Summary
+from saf.forwarding.summary import EXIT_DONE, EXIT_OTHER, EXIT_TRY_AGAIN, EXIT_USAGE, Summary
 
 
 def met(*kinds: str) -> Summary:

@@ -8,10 +8,10 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saf.choices import Asker
-from saf.spark.sharing import share
-from saf.spark.wayfinder import Wayfinder
-from saf.ways import Route, Routes, Way, by_precedence
+from saf.engine.sharing import share
+from saf.engine.wayfinder import Wayfinder
+from saf.routing.choices import Asker
+from saf.routing.ways import Route, Routes, Way, by_precedence
 
 SERVICES = ["billing", "shipping", "é", ""]
 BROKERS = [str(UUID(int=number)) for number in range(3)]

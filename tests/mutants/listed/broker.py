@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
-REBASE = "saf/rebase.py"
+REBASE = "saf/repair/rebase.py"
 REBASED, HONEST = "contract/test_rebase.py", "contract/test_10_honest.py"
 
 MUTANTS: list[Mutant] = [

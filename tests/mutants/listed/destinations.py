@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, mutant
 
 INBOX, PLACES = "saf/destinations/postgresql.py", "saf/destinations/places.py"
-ISOLATION = "saf/isolation.py"
+ISOLATION = "saf/setaside/isolation.py"
 WATERMARKS, ISOLATED, CRASH = (
     "contract/test_watermarks.py",
     "contract/test_7_isolated.py",
@@ -70,7 +70,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "at least once moves the position",
-        "saf/spark/storing.py",
+        "saf/engine/storing.py",
         "else AGAIN",
         'else ""',
         f"{WATERMARKS}::test_at_least_once_raises_the_epoch_and_leaves_the_position",
@@ -99,7 +99,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a batch of the same number is the same batch",
-        "saf/marks.py",
+        "saf/destinations/marks.py",
         "if mark.opened_at is not None and mark.opened_at == in_hand.opened_at:",
         "if mark.batch == in_hand.batch:",
         f"{HONEST}::"

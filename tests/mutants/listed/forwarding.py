@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
-FORWARD, BROKER, PLAN = "saf/spark/forward.py", "saf/spark/broker.py", "saf/spark/plan.py"
+FORWARD, BROKER, PLAN = (
+    "saf/forwarding/forwarder.py",
+    "saf/forwarding/broker.py",
+    "saf/forwarding/plan.py",
+)
 STORING, SORTING, SUMMARY = (
-    "saf/spark/storing.py",
-    "saf/spark/sorting.py",
-    "saf/spark/summary.py",
+    "saf/engine/storing.py",
+    "saf/engine/sorting.py",
+    "saf/forwarding/summary.py",
 )
 FORWARDER, OWNERS, ISOLATED = (
     "contract/test_forwarder.py",
@@ -102,7 +106,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a restored source is forwarded",
         BROKER,
-        "            rebase.refuse(connection)\n",
+        "            restored.refuse(connection)\n",
         "",
         "contract/test_rebase.py::"
         "test_a_dump_is_refused_also_where_transaction_ids_have_got_farther_than_its_own",
@@ -130,7 +134,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a source's reader shows the password",
-        "saf/spark/source.py",
+        "saf/engine/source.py",
         "reason = dsn.redact(str(error))",
         "reason = str(error)",
         "contract/test_watermarks.py::"
@@ -166,7 +170,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a shard is in no task",
-        "saf/cursor.py",
+        "saf/log/cursor.py",
         "self.epochs[part::parts]",
         "self.epochs[part + 1 :: parts]",
         PLANNED,
@@ -237,35 +241,35 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "chunks are larger than they may be",
-        "saf/spark/chunks.py",
+        "saf/engine/chunks.py",
         "batch.slice(start, max_rows - rows)",
         "batch.slice(start, max_rows)",
         "unit/test_chunks.py",
     ),
     mutant(
         "the last chunk is lost",
-        "saf/spark/chunks.py",
+        "saf/engine/chunks.py",
         "    if held:\n",
         "    if held and rows >= max_rows:\n",
         "unit/test_chunks.py",
     ),
     mutant(
         "what is kept grows with every connection",
-        "saf/connections.py",
+        "saf/database/connections.py",
         "if before is None and len(_kept) > MOST:",
         "if before is None and len(_kept) > MOST + 1000:",
         "contract/test_connections.py::test_those_that_were_used_last_are_kept",
     ),
     mutant(
         "a reader that was left in the middle is kept",
-        "saf/spark/source.py",
+        "saf/engine/source.py",
         "            connections.drop(connection)\n            raise\n",
         '            connections.put(work.keep, "read", dsn, connection)\n            raise\n',
         "contract/test_connections.py::test_a_reader_that_was_left_in_the_middle_is_not_kept",
     ),
     mutant(
         "in Spark, a task does nothing",
-        "saf/spark/task.py",
+        "saf/spark/runner.py",
         "        for number in numbers:\n",
         "        for number in list(numbers)[:0]:\n",
         "spark/test_forward.py::test_a_second_run_has_nothing_to_do",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
-CURSOR, SHARDS, RING = "saf/cursor.py", "saf/shards.py", "saf/ring.py"
+CURSOR, SHARDS, RING = "saf/log/cursor.py", "saf/log/shards.py", "saf/log/ring.py"
 OWNERS, NO_LOSS, FENCED = (
     "contract/test_owners.py",
     "contract/test_2_no_loss.py",
@@ -257,7 +257,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a lease is renewed at its end",
-        "saf/membership.py",
+        "saf/receiving/membership.py",
         "self.member.lease_seconds / 3",
         "self.member.lease_seconds",
         f"{OWNERS}::test_a_membership_is_renewed_well_before_its_lease_is_over",

@@ -5,17 +5,21 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, mutant
 
 COMPARING, SIDES, OUTCOME = (
-    "saf/reconcile/comparing.py",
-    "saf/reconcile/sides.py",
-    "saf/reconcile/outcome.py",
+    "saf/repair/reconcile/comparing.py",
+    "saf/repair/reconcile/sides.py",
+    "saf/repair/reconcile/outcome.py",
 )
 GRANTS, STATUS, CONFIG, FLEETS = (
-    "saf/grants.py",
-    "saf/status.py",
+    "saf/broker/grants.py",
+    "saf/operating/status.py",
     "saf/config.py",
     "saf/fleets.py",
 )
-MAINTENANCE, BROKERS, ARCHIVE = "saf/maintenance.py", "saf/cli/brokers.py", "saf/archive.py"
+MAINTENANCE, BROKERS, ARCHIVE = (
+    "saf/operating/maintenance.py",
+    "saf/cli/brokers.py",
+    "saf/log/archive.py",
+)
 RECONCILING, RECONCILED = "contract/test_reconciling.py", "integration/test_reconcile.py"
 GRANTED, OF_FLEETS, CLI = (
     "integration/test_grants.py",
@@ -134,14 +138,14 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a writer reads the messages",
         GRANTS,
-        '{"outbox": {"INSERT": tuple(TYPES)}}',
-        '{"outbox": {"INSERT": tuple(TYPES), "SELECT": WHOLE}}',
+        '{"outbox": {"INSERT": tuple(SENT)}}',
+        '{"outbox": {"INSERT": tuple(SENT), "SELECT": WHOLE}}',
         f"{GRANTED}::test_a_writer_reads_no_message_and_says_nothing_that_is_the_brokers_to_say",
     ),
     mutant(
         "a writer says the transaction of its message",
         GRANTS,
-        '{"outbox": {"INSERT": tuple(TYPES)}}',
+        '{"outbox": {"INSERT": tuple(SENT)}}',
         '{"outbox": {"INSERT": WHOLE}}',
         f"{GRANTED}::test_a_writer_reads_no_message_and_says_nothing_that_is_the_brokers_to_say",
     ),
@@ -289,7 +293,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a restored broker is purged",
         MAINTENANCE,
-        "        rebase.refuse(connection)\n",
+        "        restored.refuse(connection)\n",
         "",
         "contract/test_ring.py::"
         "test_nothing_is_purged_where_transaction_ids_are_those_of_another_cluster",

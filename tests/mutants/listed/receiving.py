@@ -5,12 +5,16 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, harmless, mutant
 
 CLAIM, RECEIVE, DELIVERY, LANES = (
-    "saf/claim.py",
-    "saf/receive.py",
-    "saf/delivery.py",
-    "saf/lanes.py",
+    "saf/receiving/claim.py",
+    "saf/receiving/receive.py",
+    "saf/receiving/delivery.py",
+    "saf/receiving/lanes.py",
 )
-PROCESSORS, LOOP, INBOX = "saf/processors.py", "saf/loop.py", "saf/inbox.py"
+PROCESSORS, LOOP, INBOX = (
+    "saf/receiving/processors.py",
+    "saf/receiving/loop.py",
+    "saf/receiving/inbox.py",
+)
 RECEIVED, WORKER, OF_PROCESSORS = (
     "contract/test_receive.py",
     "contract/test_worker.py",
@@ -119,7 +123,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a restored inbox is received from",
         RECEIVE,
-        "            rebase.refuse(link.raw)\n",
+        "            restored.refuse(link.raw)\n",
         "",
         "contract/test_rebase.py::test_a_restored_inbox_is_not_received_from",
     ),
@@ -181,7 +185,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "an error is kept with its NUL",
-        "saf/isolation.py",
+        "saf/setaside/isolation.py",
         'text.replace("\\0", "\\ufffd")',
         "text",
         "unit/test_doctests.py",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
-WAYS, ROUTES, CHOICES = "saf/ways.py", "saf/routes.py", "saf/choices.py"
-SOURCE = "saf/spark/at_source.py"
+WAYS, ROUTES, CHOICES = "saf/routing/ways.py", "saf/routing/routes.py", "saf/routing/choices.py"
+SOURCE = "saf/engine/at_source.py"
 OF_ROUTES, OF_ROUTERS, OF_WAYS = (
     "contract/test_routes.py",
     "contract/test_routers.py",
@@ -28,7 +28,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a resolution is not durable",
-        "saf/resolutions.py",
+        "saf/routing/resolutions.py",
         'connection.execute("SET LOCAL synchronous_commit = on")',
         'connection.execute("SET LOCAL synchronous_commit = off")',
         DURABLE,
@@ -155,7 +155,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "circles of routers go round",
-        "saf/spark/resolving.py",
+        "saf/engine/resolving.py",
         "        if service in trail:\n",
         "        if service in trail[:0]:\n",
         f"{OF_ROUTERS}::"
@@ -163,7 +163,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a classifier may name what no route leads to",
-        "saf/spark/resolving.py",
+        "saf/engine/resolving.py",
         "            (pa.array(lost),",
         "            (pa.array(lost & ~lost),",
         f"{OF_ROUTERS}::"
@@ -171,14 +171,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "of a dialog later messages are classified too",
-        "saf/spark/resolving.py",
+        "saf/engine/resolving.py",
         'pc.greater(rows["sequence"], 1)',
         'pc.greater(rows["sequence"], 1000)',
         "contract/test_routers_of_dialogs.py",
     ),
     mutant(
         "a classifier is asked for a key again",
-        "saf/spark/resolving.py",
+        "saf/engine/resolving.py",
         "        asked &= np.array([name not in known for name in names])[which]\n",
         "",
         f"{OF_ROUTERS}::"
@@ -186,35 +186,35 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what waits for a router is explained as lost",
-        "saf/explain.py",
+        "saf/routing/explain.py",
         "return not self.router and not self.destinations",
         "return not self.destinations",
         f"{EXPLAINED}::test_a_routers_message_is_not_lost_and_one_without_a_route_is",
     ),
     mutant(
         "a key's choice is not explained",
-        "saf/explain.py",
+        "saf/routing/explain.py",
         "    elif choice == one.route.destination:",
         "    elif choice != one.route.destination:",
         f"{EXPLAINED}::test_of_routes_that_share_a_key_takes_the_one_that_it_has_chosen",
     ),
     mutant(
         "a route for another broker is explained as taken",
-        "saf/explain.py",
+        "saf/routing/explain.py",
         "if one.route.broker not in (None, broker):",
         "if one.route.broker not in (None, broker) and broker:",
         f"{EXPLAINED}::test_why_a_route_is_not_taken_is_said",
     ),
     mutant(
         "why a route is out of force is not said",
-        "saf/explain.py",
+        "saf/routing/explain.py",
         "why = _out_of_force(one, there) or _elsewhere(",
         "why = _elsewhere(",
         f"{EXPLAINED}::test_why_a_route_is_not_taken_is_said",
     ),
     mutant(
         "what is replayed comes in any order",
-        "saf/replay.py",
+        "saf/repair/replay.py",
         "row_number() OVER (ORDER BY o.id)",
         "row_number() OVER (ORDER BY o.id DESC)",
         "contract/test_replay.py::"
@@ -222,7 +222,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a dry run of a replay lets keys choose",
-        "saf/replay.py",
+        "saf/repair/replay.py",
         "connection.transaction(force_rollback=dry_run)",
         "connection.transaction()",
         "contract/test_replay.py::test_a_dry_run_of_a_replay_changes_nothing",

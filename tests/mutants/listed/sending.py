@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant, mutant
 MESSAGE, TRANSACTION, DATABASE, OUTBOX = (
     "saf/message.py",
     "saf/transaction.py",
-    "saf/database.py",
+    "saf/database/dsn.py",
     "saf/outbox.py",
 )
 MESSAGES, DSN = "unit/test_message.py", "unit/test_dsn.py"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, harmless, mutant
 
-PARKING, BACKOFF = "saf/parking.py", "saf/backoff.py"
-DEAD, ASIDE, RELEASING = "saf/dead.py", "saf/spark/aside.py", "saf/spark/releasing.py"
+PARKING, BACKOFF = "saf/setaside/parking.py", "saf/setaside/backoff.py"
+DEAD, ASIDE, RELEASING = "saf/setaside/dead.py", "saf/engine/aside.py", "saf/engine/releasing.py"
 ONCE, ISOLATED, LETTERS = (
     "contract/test_set_aside_once.py",
     "contract/test_7_isolated.py",
@@ -144,7 +144,7 @@ MUTANTS: list[Mutant] = [
     ),
     harmless(
         "what a chunk sets aside is written without asking for the position",
-        "saf/spark/delivery.py",
+        "saf/engine/delivery.py",
         "new = bool(aside) and hold(source, self.work.batch) < position",
         "new = bool(aside)",
         "what is there already is not written again (parking.known, dead.known), and advance() in "
@@ -152,14 +152,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what is parked commits without the position",
-        "saf/spark/delivery.py",
+        "saf/engine/delivery.py",
         "                aside.write(source)\n",
         "                AtSource(self.work, 1)(aside.write)\n",
         f"{ONCE}::test_what_is_parked_commits_with_the_position_that_passes_it",
     ),
     mutant(
         "messages that wait count as attempted",
-        "saf/spark/delivery.py",
+        "saf/engine/delivery.py",
         """        if not parts:
             return
         aside.write_ahead(""",
@@ -170,14 +170,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "the only destination's messages are parked one by one",
-        "saf/spark/delivery.py",
+        "saf/engine/delivery.py",
         "        self._stay_open(aside)\n",
         "",
         f"{ISOLATED}::test_the_only_destination_down_leaves_the_batch_open_until_its_time",
     ),
     mutant(
         "what was set aside before a crash is sent as well",
-        "saf/spark/delivery.py",
+        "saf/engine/delivery.py",
         "                self._find_set_aside()\n",
         "",
         f"{ONCE}::test_what_is_a_dead_letter_already_is_not_delivered_as_well_after_a_crash",

@@ -1,0 +1,380 @@
+"""Rights: what a PostgreSQL role may do in a broker, no more than its duty needs.
+
+A login that sends, forwards or receives is not the owner of the schema: `grant` gives an existing
+role exactly the rights of the kinds that it is of, and takes away whatever else it had in the
+schema ``saf``, in one transaction. Granting again changes nothing, and a role that changes its
+duty keeps nothing of the old one. `RIGHTS` says what each kind may do; it is all there is.
+
+    writer      sends: inserts messages, and reads none, not even its own
+    forwarder   at a source, reads the outbox and moves its cursors; at a destination, fills the
+                inbox. A broker is both, so one kind serves both
+    receiver    reads the inbox and moves its cursors. One that replies is a writer as well
+    dialog      begins, speaks and ends dialogs; one that is spoken to is a receiver as well. Unlike
+                a writer, it puts messages into the inbox: those to itself
+    router      serves routers that forward; it is a receiver and a dialog as well
+    purger      empties slots of the logs, and forgets old routes. Not part of the forwarder, which
+                runs on many machines: that every reader has completed a slot is checked by the
+                program and not by the server, so whoever may TRUNCATE may destroy messages. A
+                forwarder that purges at the end of its runs is a purger as well
+    operator    reads everything, and looks after routes, services, messages set aside and slots
+
+Nobody may create, alter or drop: that is the owner's, who migrates. Rights on the parent of a
+partitioned table are enough to read and write through it, and identity columns need none on their
+sequences.
+
+What it does not do: it creates no role, and touches no right outside of the schema, such as
+CONNECT. Rows are not told apart: a receiver could move the cursors of other subscriptions too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from enum import StrEnum
+from typing import Any
+
+import psycopg
+from psycopg import sql
+
+from saf.columns import COLUMNS, SENT
+from saf.database import check_schema, fetch
+from saf.errors import ConfigurationError
+from saf.log.ring import SLOTS
+
+
+class Kind(StrEnum):
+    """A duty that a role has. A role may have several."""
+
+    WRITER = "writer"
+    FORWARDER = "forwarder"
+    RECEIVER = "receiver"
+    DIALOG = "dialog"
+    ROUTER = "router"
+    PURGER = "purger"
+    OPERATOR = "operator"
+
+
+Columns = tuple[str, ...]
+Rights = Mapping[str, Mapping[str, Columns]]
+"""By table and privilege: the columns that it holds for."""
+
+
+WHOLE: Columns = ()
+"""The privilege holds for the table, whatever columns it gets."""
+
+# What every program asks first: is this the schema that I was written for?
+VERSION: Rights = {"alembic_version": {"SELECT": ("version_num",)}}
+
+# To be a member of a subscription and to move its cursors. Locking a subscription's row asks for
+# the right to update some column: the one that nobody reads.
+MEMBERSHIP: Rights = {
+    "broker": {"SELECT": WHOLE},
+    "subscription": {"SELECT": WHOLE, "UPDATE": ("created_at",)},
+    "member": {
+        "SELECT": WHOLE,
+        "INSERT": ("member_id", "subscription_id", "name", "lease_until"),
+        "UPDATE": ("lease_until", "stopping"),
+        "DELETE": WHOLE,
+    },
+    "cursor": {
+        "SELECT": WHOLE,
+        "UPDATE": (
+            "owner",
+            "epoch",
+            "batch",
+            "done",
+            "open",
+            "position",
+            "attempted",
+            "route_version",
+            "opened_at",
+            "allowance",
+            "until",
+            "cuts",
+        ),
+    },
+}
+
+# To set messages aside and to take parked ones up again; dead ones are a person's.
+SETTING_ASIDE: Rights = {
+    "parked": {
+        "SELECT": WHOLE,
+        "INSERT": WHOLE,
+        "UPDATE": ("destination", "lane", "deliver_at"),
+        "DELETE": WHOLE,
+    },
+    "backoff": {
+        "SELECT": WHOLE,
+        "INSERT": WHOLE,
+        "UPDATE": ("attempts", "next_attempt_at", "error"),
+        "DELETE": WHOLE,
+    },
+    # no bodies: only which are there already
+    "dead_letter": {
+        "SELECT": ("subscription_id", "destination", "shard", "id", "dead_letter_at"),
+        "INSERT": WHOLE,
+    },
+}
+
+# TRUNCATE, and the lock before it, is of a slot itself. Ids are drawn to leave a slot, and not set:
+# whoever may set a sequence may have ids given twice.
+PURGING: Rights = {
+    "broker": {"SELECT": WHOLE},
+    "subscription": {"SELECT": WHOLE},
+    "cursor": {"SELECT": WHOLE},
+    **{
+        f"{log}_{slot}": {"SELECT": WHOLE, "TRUNCATE": WHOLE}
+        for log in ("outbox", "inbox")
+        for slot in range(SLOTS)
+    },
+    "outbox_id_seq": {"SELECT": WHOLE, "USAGE": WHOLE},
+    "inbox_id_seq": {"SELECT": WHOLE, "USAGE": WHOLE},
+    "route_version": {"SELECT": WHOLE, "DELETE": WHOLE},
+    "route_choice": {"SELECT": ("used_at", "key"), "DELETE": WHOLE},
+    "resolved_conversation": {"SELECT": ("used_at", "key"), "DELETE": WHOLE},
+    "conversation": {
+        "SELECT": (
+            *("handle", "conversation_id", "is_initiator", "state", "group_id", "ended_here"),
+            *("error_code", "changed_at"),
+        ),
+        "DELETE": WHOLE,
+    },
+    "fragment": {"SELECT": ("conversation_id", "from_initiator"), "DELETE": WHOLE},
+    "conversation_group": {"SELECT": ("group_id",), "DELETE": WHOLE},
+}
+
+ROUTE = ("service", "broker", "destination", "quality", "enabled", "expires_at", "comment")
+ROUTER = ("service", "kind", "expression", "once_per", "mode", "enabled", "comment")
+
+# To let keys choose among the routes that share, and to remember what routers have resolved
+CHOOSING: Rights = {
+    "route_choice": {
+        "SELECT": WHOLE,
+        "INSERT": ("service", "broker", "key", "destination"),
+        "UPDATE": ("used_at",),
+        "DELETE": WHOLE,
+    },
+    "route_share": {
+        "SELECT": WHOLE,
+        "INSERT": ("service", "broker", "keys"),
+        "UPDATE": ("keys",),
+    },
+    "resolved_conversation": {
+        "SELECT": WHOLE,
+        "INSERT": ("router", "key", "service", "broker", "to_key"),
+        "UPDATE": ("used_at",),
+    },
+}
+
+# An end's facts, and what it says, to the other end and to itself
+SPOKEN = (*SENT, "conversation_id", "from_initiator", "sequence")
+ENDPOINT = (
+    *("handle", "conversation_id", "is_initiator", "monolog", "service", "far_service"),
+    *("far_broker", "contract", "contract_version", "group_id", "expires_at", "lineage"),
+)
+FACTS = (
+    *("send_sequence", "receive_sequence", "ended_here", "ended_there", "error_code"),
+    *("error_text", "timer", "group_id", "changed_at", "far_service", "far_broker", "far_lineage"),
+)
+# Which end here is told of an error; and how many have failed
+TOLD = ("conversation_id", "is_initiator", "service", "ended_here", "error_code")
+CONVERSING: Rights = {
+    "broker": {"SELECT": WHOLE},
+    "service": {"SELECT": WHOLE},
+    "contract": {"SELECT": WHOLE},
+    "contract_message": {"SELECT": WHOLE},
+    "message_type": {"SELECT": WHOLE},
+    "conversation": {"SELECT": WHOLE, "INSERT": ENDPOINT, "UPDATE": FACTS},
+    "resolved_conversation": {"SELECT": WHOLE},
+    "conversation_group": {"SELECT": WHOLE, "INSERT": ("group_id",), "UPDATE": ("state",)},
+    "fragment": {"SELECT": WHOLE, "INSERT": WHOLE, "DELETE": WHOLE},
+    "outbox": {"INSERT": SPOKEN},
+    "inbox": {"INSERT": (*COLUMNS, "source")},
+}
+
+RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
+    Kind.WRITER: (VERSION, {"outbox": {"INSERT": tuple(SENT)}}),
+    Kind.FORWARDER: (
+        VERSION,
+        MEMBERSHIP,
+        SETTING_ASIDE,
+        CHOOSING,
+        {
+            "outbox": {"SELECT": WHOLE},
+            "route": {"SELECT": WHOLE},
+            "topic": {"SELECT": WHOLE},
+            "router": {"SELECT": WHOLE},
+            "route_version": {
+                "SELECT": WHOLE,
+                "INSERT": ("routes", "topics", "routers", "brokers"),
+            },
+            "inbox": {"INSERT": (*COLUMNS, "source")},
+            "watermark": {
+                "SELECT": WHOLE,
+                "INSERT": WHOLE,
+                "UPDATE": ("epoch", "batch", "position", "opened_at", "acknowledged"),
+            },
+            "acknowledged": {
+                "SELECT": WHOLE,
+                "INSERT": WHOLE,
+                "UPDATE": ("batch", "position", "opened_at"),
+            },
+            "service": {"SELECT": WHOLE},
+            "conversation": {"SELECT": TOLD},
+        },
+    ),
+    Kind.RECEIVER: (
+        VERSION,
+        MEMBERSHIP,
+        SETTING_ASIDE,
+        {
+            "inbox": {"SELECT": WHOLE},
+            "dropped": {
+                "SELECT": WHOLE,
+                "INSERT": ("subscription_id", "shard", "reason", "messages", "last_message_id"),
+                "UPDATE": ("messages", "last_message_id", "last_at"),
+            },
+        },
+    ),
+    Kind.DIALOG: (VERSION, CONVERSING),
+    Kind.ROUTER: (
+        VERSION,
+        {
+            "route": {"SELECT": WHOLE},
+            "topic": {"SELECT": WHOLE},
+            "router": {"SELECT": WHOLE},
+            "route_version": {"SELECT": ("version", "brokers")},
+            "resolved_conversation": {
+                "SELECT": WHOLE,
+                "INSERT": ("router", "key", "service", "broker", "to_key", "handle"),
+                "UPDATE": ("used_at", "handle"),
+                "DELETE": WHOLE,
+            },
+        },
+    ),
+    Kind.PURGER: (VERSION, PURGING),
+    Kind.OPERATOR: (
+        VERSION,
+        PURGING,
+        SETTING_ASIDE,
+        CHOOSING,
+        CONVERSING,
+        {
+            "contract": {"INSERT": WHOLE},
+            "contract_message": {"INSERT": WHOLE},
+            "message_type": {"INSERT": WHOLE},
+            "outbox": {"SELECT": WHOLE},
+            "outbox_status": {"SELECT": WHOLE},
+            "inbox": {"SELECT": WHOLE},
+            "member": {"SELECT": WHOLE},
+            "watermark": {"SELECT": WHOLE},
+            # to repair a destination that was set back
+            "acknowledged": {"SELECT": WHOLE, "INSERT": WHOLE, "DELETE": WHOLE},
+            "broker": {"UPDATE": ("incarnation",)},
+            "conversation": {"UPDATE": ("lineage",)},
+            "route": {"SELECT": WHOLE, "INSERT": ROUTE, "UPDATE": ROUTE, "DELETE": WHOLE},
+            "topic": {"SELECT": WHOLE, "INSERT": ("name",), "DELETE": WHOLE},
+            "router": {"SELECT": WHOLE, "INSERT": ROUTER, "UPDATE": ROUTER, "DELETE": WHOLE},
+            # locking a row asks for the right to update some column
+            "dead_letter": {"SELECT": WHOLE, "UPDATE": ("error",), "DELETE": WHOLE},
+            "service": {"SELECT": WHOLE, "INSERT": ("name",), "DELETE": WHOLE},
+            "subscription": {
+                "SELECT": WHOLE,
+                "INSERT": ("name", "log", "service"),
+                "DELETE": WHOLE,
+            },
+            "cursor": {"SELECT": WHOLE, "INSERT": ("subscription_id", "shard", "done")},
+            "audit": {"SELECT": WHOLE, "INSERT": ("action", "message_ids", "why")},
+            "dropped": {"SELECT": WHOLE},
+        },
+    ),
+}
+
+REVOKE = (
+    "REVOKE ALL ON ALL TABLES IN SCHEMA saf FROM {role}",
+    "REVOKE ALL ON ALL SEQUENCES IN SCHEMA saf FROM {role}",
+    "REVOKE ALL ON SCHEMA saf FROM {role}",
+)
+USE = "GRANT USAGE ON SCHEMA saf TO {role}"
+GRANT = "GRANT {privileges} ON {table} TO {role}"
+
+# Two at a time would update the same rows of the catalog; migrations take the same turn.
+TAKE_TURN = "SELECT pg_advisory_xact_lock(hashtextextended('saf migrate', 0))"
+
+# As text, because a longer name would be cut to the length of another role's.
+STANDING = """
+SELECT pg_get_userbyid(owner), pg_has_role(owner, 'USAGE'), pg_has_role(r.oid, owner, 'MEMBER')
+FROM pg_roles r, (SELECT nspowner FROM pg_namespace WHERE nspname = 'saf'
+                  UNION SELECT relowner FROM pg_class c JOIN pg_namespace n
+                        ON n.oid = c.relnamespace WHERE nspname = 'saf') AS owners (owner)
+WHERE r.rolname = %(role)s::text
+"""
+
+
+def statements(role: str, kinds: Iterable[Kind]) -> Iterator[sql.Composed]:
+    """The SQL that gives ``role`` the rights of ``kinds`` and no others; of none, none."""
+    grantee = sql.Identifier(role)
+    for statement in REVOKE:
+        yield sql.SQL(statement).format(role=grantee)
+    parts = [part for kind in kinds for part in RIGHTS[kind]]
+    if parts:
+        yield sql.SQL(USE).format(role=grantee)
+    for part in parts:
+        for table, privileges in part.items():
+            yield sql.SQL(GRANT).format(
+                privileges=sql.SQL(", ").join(map(_privilege, privileges, privileges.values())),
+                table=sql.Identifier("saf", table),
+                role=grantee,
+            )
+
+
+def grant(connection: psycopg.Connection[Any], role: str, kinds: Iterable[Kind]) -> None:
+    """Give ``role`` the rights of ``kinds`` and no others in this broker, in one transaction.
+
+    Raises:
+        ConfigurationError: there is no such role, it owns the schema, it has passed rights on, or
+            the connection's user does not own the schema.
+        SchemaMissing, SchemaMismatch: the database is not a broker of this version.
+    """
+    try:
+        with connection.transaction():
+            connection.execute(TAKE_TURN)
+            check(connection, role)
+            for statement in statements(role, kinds):
+                connection.execute(statement)
+    except psycopg.errors.DependentObjectsStillExist as error:
+        raise ConfigurationError(
+            f"role {role!r} has passed rights in schema saf of database "
+            f"{connection.info.dbname!r} on to others ({error.diag.message_detail}): "
+            "let it REVOKE them first"
+        ) from error
+
+
+def check(connection: psycopg.Connection[Any], role: str) -> None:
+    """Raise what `grant` would; changes nothing."""
+    check_schema(connection)
+    database = connection.info.dbname
+    owners = fetch(connection, STANDING, {"role": role})
+    if not owners:
+        create = sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(role)).as_string(connection)
+        raise ConfigurationError(
+            f"the server of database {database!r} has no role {role!r}: create it first, with "
+            f"{create}"
+        )
+    for owner, is_mine, is_its in owners:
+        if is_its:
+            raise ConfigurationError(
+                f"role {role!r} may do everything in database {database!r}, as superuser or as "
+                f"{owner!r}, who owns schema saf: grant to a role of its own"
+            )
+        if not is_mine:
+            raise ConfigurationError(
+                f"user {connection.info.user!r} may not grant in database {database!r}: "
+                f"let {owner!r}, who owns schema saf, do it"
+            )
+
+
+def _privilege(privilege: str, columns: Columns) -> sql.Composable:
+    if not columns:
+        return sql.SQL(privilege)
+    names = sql.SQL(", ").join(map(sql.Identifier, columns))
+    return sql.SQL(privilege + " ({})").format(names)

@@ -1,0 +1,148 @@
+"""Bring a database's ``saf`` schema to this library's revision.
+
+The migrations are Alembic's, in ``migrations/`` of a checkout or inside the installed package.
+They keep their version in ``saf.alembic_version``, so they live beside an application's own
+Alembic. A migration is one transaction: it happens whole or not at all, and two at the same time
+wait for each other.
+
+The number of shards is chosen by a database's first migration and fixed for life, because keys
+would otherwise change shards between two batches and lose their order.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psycopg
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
+from alembic.script import ScriptDirectory
+from alembic.util import CommandError
+
+from saf.database import REVISION, Dsn
+from saf.errors import ConfigurationError, SafError, SchemaMismatch, Unavailable
+from saf.log.shards import DEFAULT_SHARDS, MAX_SHARDS
+
+OLDEST_SERVER = 150000
+
+SERVER = """
+SELECT current_setting('server_version_num')::int, current_setting('server_version'),
+       current_setting('server_encoding'), current_database()
+"""
+
+
+def migrate(dsn: Dsn, shards: int | None = None, revision: str = "head") -> None:
+    """Upgrade a database to ``revision``, creating the schema if it is not there.
+
+    Args:
+        dsn: the database; its user needs CREATE on it for the first migration, and to own the
+            schema for later ones.
+        shards: 1 to 1024, for the first migration (default 64); later the same number or None.
+        revision: of the migrations; only tests need another than the newest.
+
+    Raises:
+        ConfigurationError: the number of shards, the user's rights, or the server will not do.
+        SchemaMismatch: the database is newer than this library.
+        Unavailable: the server does not answer, or ended the migration; nothing has changed.
+    """
+    if shards is not None:
+        shards = checked_shards(shards)
+    settings = config(dsn, shards)
+    try:
+        command.upgrade(settings, revision)
+    except CommandError as error:
+        if isinstance(error.__cause__, SafError):
+            raise error.__cause__ from None
+        _refuse_newer(settings, dsn)
+        raise ConfigurationError(f"no such revision: {revision} ({error})") from None
+    except sa.exc.DBAPIError as error:
+        raise _explained(error, dsn) from error
+
+
+def config(dsn: Dsn, shards: int | None = None) -> Config:
+    """What Alembic's commands take, for this database; see ``migrations/env.py``."""
+    settings = Config()
+    settings.set_main_option("script_location", str(_scripts()).replace("%", "%%"))
+    settings.set_main_option("path_separator", "os")
+    settings.attributes.update(dsn=dsn, shards=shards)
+    return settings
+
+
+def checked_shards(asked: object) -> int:
+    """``asked``, from a call or a command line, as a number of shards.
+
+    >>> checked_shards("128")
+    128
+    >>> checked_shards(0)
+    Traceback (most recent call last):
+    saf.errors.ConfigurationError: shards: expected a number from 1 to 1024, got 0
+    """
+    try:
+        number = int(str(asked))
+    except ValueError:
+        number = 0
+    if not 1 <= number <= MAX_SHARDS:
+        raise ConfigurationError(f"shards: expected a number from 1 to {MAX_SHARDS}, got {asked!r}")
+    return number
+
+
+def settle(connection: sa.Connection, asked: int | None) -> int:
+    """The database's number of shards: its own if it is migrated, else the one asked for.
+
+    Raises:
+        ConfigurationError: the server will not do, or ``asked`` is not the number it has.
+    """
+    number, version, encoding, database = connection.exec_driver_sql(SERVER).one()
+    if number < OLDEST_SERVER:
+        raise ConfigurationError(f"database {database!r} is on PostgreSQL {version}: saf needs 15+")
+    if encoding != "UTF8":
+        # the hash that makes the shard is of a key's bytes, and must be the same everywhere
+        raise ConfigurationError(
+            f"database {database!r} is encoded in {encoding}: saf needs one with ENCODING 'UTF8'"
+        )
+    found = None
+    if connection.exec_driver_sql("SELECT to_regclass('saf.broker')").scalar():
+        found = connection.exec_driver_sql("SELECT shards FROM saf.broker").scalar()
+    if found and asked and found != asked:
+        raise ConfigurationError(
+            f"database {database!r} has {found} shards, fixed by its first migration: "
+            f"leave shards={asked} away, or migrate a new database"
+        )
+    return int(found or asked or DEFAULT_SHARDS)
+
+
+def _scripts() -> Path:
+    package = Path(__file__).parent
+    in_wheel = package / "migrations"
+    return in_wheel if in_wheel.is_dir() else package.parent / "migrations"
+
+
+def _refuse_newer(settings: Config, dsn: Dsn) -> None:
+    with dsn.connect(role="migrate") as connection:
+        row = connection.execute("SELECT to_regclass('saf.alembic_version')::text").fetchone()
+        if not row or not row[0]:
+            return
+        row = connection.execute("SELECT version_num FROM saf.alembic_version").fetchone()
+    known = {script.revision for script in ScriptDirectory.from_config(settings).walk_revisions()}
+    if row and row[0] not in known:
+        raise SchemaMismatch(dsn.database, row[0], REVISION)
+
+
+def _explained(error: sa.exc.DBAPIError, dsn: Dsn) -> Exception:
+    cause = error.orig
+    said = dsn.redact(str(cause))
+    if isinstance(cause, psycopg.errors.InsufficientPrivilege):
+        return ConfigurationError(
+            f"this user may not migrate database {dsn.database!r}: {said}. Let the owner of the "
+            "database migrate, or GRANT CREATE ON DATABASE to the user that does"
+        )
+    if isinstance(cause, psycopg.errors.ReadOnlySqlTransaction):
+        return ConfigurationError(f"database {dsn} is read-only: migrate on the primary ({said})")
+    if isinstance(cause, (psycopg.errors.DuplicateTable, psycopg.errors.DuplicateObject)):
+        return ConfigurationError(
+            f"database {dsn.database!r} has a schema saf that these migrations did not make: {said}"
+        )
+    if isinstance(cause, (psycopg.OperationalError, psycopg.InterfaceError)):
+        return Unavailable(f"database {dsn}", said)
+    return error

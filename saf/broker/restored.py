@@ -1,0 +1,30 @@
+"""A broker that came into another cluster, by a dump, is noticed and refused.
+
+Its logs name transactions of the cluster that they were written in; see `saf.repair.rebase`, which
+mends it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+
+from saf.database import fetch
+from saf.errors import Restored
+
+# The cursors' snapshots are ahead of the cluster where its transaction ids went back but the
+# cursors did not, as after pg_resetwal or into a database of the same cluster.
+IS_RESTORED = """
+SELECT system_identifier <> (SELECT system_identifier FROM pg_control_system())
+    OR EXISTS (
+        SELECT FROM saf.cursor
+        WHERE pg_snapshot_xmax(coalesce(open, done)) > pg_snapshot_xmax(pg_current_snapshot()))
+FROM saf.broker
+"""
+
+
+def refuse(connection: psycopg.Connection[Any]) -> None:
+    """Raise Restored if the logs' transaction ids are not this cluster's."""
+    if (True,) in fetch(connection, IS_RESTORED):
+        raise Restored(connection.info.dbname)

@@ -1,0 +1,225 @@
+"""Services, and the subscriptions that read their messages.
+
+A *service* is what messages are addressed to. It is created with a subscription of its own, of the
+same name; that is all an ordinary service needs. A topic-like one has more subscriptions, and each
+reads everything that is addressed to the service, with cursors, parked messages and dead letters
+of its own. A subscription of no service reads the whole inbox.
+
+While no service is known to a broker, it stores messages for any. From the first one on, messages
+for others are refused: they wait at their source, with that reason, until their service is created.
+
+Functions take a psycopg connection and write in a transaction of their own, or in the caller's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+import psycopg
+from psycopg.rows import class_row
+
+from saf.database import fetch
+from saf.errors import ConfigurationError, UsageError
+from saf.message import MAX_NAME, fits
+from saf.setaside.dead import audit
+
+Start = Literal["beginning", "now"]
+"""The first message that a new subscription reads: the oldest still stored, or the next."""
+
+SERVICES = """
+SELECT v.name, v.created_at,
+       ARRAY(SELECT s.name FROM saf.subscription s WHERE s.service = v.name ORDER BY s.name)
+           AS subscriptions
+FROM saf.service v ORDER BY v.name
+"""
+CREATE_SERVICE = """
+INSERT INTO saf.service (name) VALUES (%(name)s) ON CONFLICT DO NOTHING RETURNING name
+"""
+REMOVE_SERVICE = "DELETE FROM saf.service WHERE name = %(name)s RETURNING name"
+
+SUBSCRIPTIONS = """
+SELECT subscription_id, name, service, created_at FROM saf.subscription WHERE log = 'inbox'
+"""
+NAMED = f"{SUBSCRIPTIONS} AND name = %(name)s"
+LIST = f"{SUBSCRIPTIONS} ORDER BY name"
+KNOWS_SERVICE = "SELECT FROM saf.service WHERE name = %(name)s"
+CREATE_SUBSCRIPTION = """
+INSERT INTO saf.subscription (name, log, service) VALUES (%(name)s, 'inbox', %(service)s)
+ON CONFLICT DO NOTHING RETURNING subscription_id
+"""
+CREATE_CURSORS = """
+INSERT INTO saf.cursor (subscription_id, shard, done)
+SELECT %(subscription_id)s, generate_series(0, shards - 1),
+       CASE WHEN %(start)s = 'now' THEN pg_current_snapshot() ELSE '1:1:' END
+FROM saf.broker
+"""
+
+LEFT_OVER = """
+SELECT EXISTS (
+           SELECT FROM saf.cursor c JOIN saf.inbox i ON i.shard = c.shard
+           WHERE c.subscription_id = %(subscription_id)s
+             AND NOT pg_visible_in_snapshot(i.txid, c.done) AND i.id > c.position
+             AND (%(service)s::text IS NULL OR i.to_service = %(service)s)),
+       EXISTS (SELECT FROM saf.parked WHERE subscription_id = %(subscription_id)s),
+       EXISTS (SELECT FROM saf.dead_letter WHERE subscription_id = %(subscription_id)s)
+"""
+GIVEN_UP = """
+SELECT message_id FROM saf.parked WHERE subscription_id = %(subscription_id)s
+UNION ALL SELECT message_id FROM saf.dead_letter WHERE subscription_id = %(subscription_id)s
+"""
+REMOVE_SUBSCRIPTION = "DELETE FROM saf.subscription WHERE subscription_id = %(subscription_id)s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """A service that lives at a broker."""
+
+    name: str
+    created_at: datetime
+    subscriptions: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subscription:
+    """A named reader of the inbox."""
+
+    subscription_id: int
+    name: str
+    service: str | None
+    """Whose messages it reads; None for everybody's."""
+    created_at: datetime
+
+
+def services(connection: psycopg.Connection[Any]) -> list[Service]:
+    """The services of a broker, by name."""
+    with psycopg.Cursor(connection, row_factory=class_row(Service)) as cursor:
+        return cursor.execute(SERVICES).fetchall()
+
+
+def lives_here(connection: psycopg.Connection[Any], name: str) -> bool:
+    """Whether this broker has a service of that name."""
+    return bool(fetch(connection, KNOWS_SERVICE, {"name": name}))
+
+
+def create_service(connection: psycopg.Connection[Any], name: str) -> bool:
+    """Let a service live at this broker, with a subscription of its own; False if it does already.
+
+    Its subscription also reads what was stored for it before it was known.
+    """
+    _check("service", name)
+    with connection.transaction():
+        if not fetch(connection, CREATE_SERVICE, {"name": name}):
+            return False
+        create_subscription(connection, name, service=name)
+        return True
+
+
+def remove_service(
+    connection: psycopg.Connection[Any], name: str, *, discard: bool = False
+) -> None:
+    """Forget a service and its subscriptions; messages for it are not stored here any more.
+
+    Raises:
+        ConfigurationError: there is no such service.
+        UsageError: a subscription of it has messages left, and ``discard`` does not say so.
+    """
+    with connection.transaction():
+        for one in subscriptions(connection):
+            if one.service == name:
+                remove_subscription(connection, one.name, discard=discard)
+        if not fetch(connection, REMOVE_SERVICE, {"name": name}):
+            known = [service.name for service in services(connection)]
+            raise ConfigurationError(_unknown("service", name, known))
+
+
+def subscriptions(connection: psycopg.Connection[Any]) -> list[Subscription]:
+    """The subscriptions of a broker's inbox, by name."""
+    with psycopg.Cursor(connection, row_factory=class_row(Subscription)) as cursor:
+        return cursor.execute(LIST).fetchall()
+
+
+def subscription(connection: psycopg.Connection[Any], name: str) -> Subscription:
+    """The subscription of that name.
+
+    Raises:
+        ConfigurationError: there is none; it names those there are.
+    """
+    with psycopg.Cursor(connection, row_factory=class_row(Subscription)) as cursor:
+        found = cursor.execute(NAMED, {"name": name}).fetchone()
+    if found is None:
+        known = [one.name for one in subscriptions(connection)]
+        raise ConfigurationError(_unknown("subscription", name, known))
+    return found
+
+
+def create_subscription(
+    connection: psycopg.Connection[Any],
+    name: str,
+    *,
+    service: str | None,
+    start: Start = "beginning",
+) -> bool:
+    """Add a reader of what is addressed to a service, or of all; False if it is there already.
+
+    Raises:
+        ConfigurationError: the service does not live here, or the name is another's.
+    """
+    _check("subscription", name)
+    with connection.transaction():
+        if service is not None and not lives_here(connection, service):
+            known = [one.name for one in services(connection)]
+            raise ConfigurationError(_unknown("service", service, known))
+        made = fetch(connection, CREATE_SUBSCRIPTION, {"name": name, "service": service})
+        if not made:
+            there = subscription(connection, name)
+            if there.service != service:
+                raise ConfigurationError(
+                    f"subscription {name!r} is there already, and reads "
+                    + (f"service {there.service!r}" if there.service else "all services")
+                )
+            return False
+        connection.execute(CREATE_CURSORS, {"subscription_id": made[0][0], "start": start})
+        return True
+
+
+def remove_subscription(
+    connection: psycopg.Connection[Any], name: str, *, discard: bool = False
+) -> None:
+    """Forget a reader, with what it has parked and its dead letters. Stop its receivers before.
+
+    What is given up by that is noted in the audit.
+
+    Raises:
+        ConfigurationError: there is no such subscription.
+        UsageError: it has messages left, and ``discard`` does not say so.
+    """
+    with connection.transaction():
+        found = subscription(connection, name)
+        params = {"subscription_id": found.subscription_id, "service": found.service}
+        ((unread, parked, dead),) = fetch(connection, LEFT_OVER, params)
+        kinds = {"messages to be read": unread, "parked messages": parked, "dead letters": dead}
+        left = [kind for kind, there in kinds.items() if there]
+        if left and not discard:
+            raise UsageError(
+                f"subscription {name!r} has {' and '.join(left)}: let them be handled first, or "
+                "give them up with --discard"
+            )
+        if left:
+            given_up = [message_id for (message_id,) in fetch(connection, GIVEN_UP, params)]
+            why = f"subscription {name!r} is removed, and has {' and '.join(left)}"
+            audit(connection, "discard", given_up, why)
+        connection.execute(REMOVE_SUBSCRIPTION, params)
+
+
+def _check(what: str, name: str) -> None:
+    if not isinstance(name, str) or not name or not fits(name, MAX_NAME) or not name.isprintable():
+        raise UsageError(
+            f"{what} {name!r}: a name has 1 to {MAX_NAME} bytes of printable characters"
+        )
+
+
+def _unknown(what: str, name: str, known: list[str]) -> str:
+    there = ", ".join(map(repr, known)) or "none"
+    return f"there is no {what} {name!r} here, only {there}: create it with `saf {what} create`"

@@ -1,0 +1,41 @@
+"""Databases as the rest of the library meets them: where they are, how long they are waited for.
+
+Here belongs whatever opens, bounds, keeps or repeats a connection, whichever driver it is of. What
+is asked over it, and any table of the schema but its revision, belongs to those who ask.
+"""
+
+from saf.database.asking import (
+    HANGING,
+    HANGS,
+    LOST,
+    NoAnswer,
+    fetch,
+    lacks_right,
+    unavailable_if_lost,
+)
+from saf.database.dsn import CONNECT_TIMEOUT_SECONDS, Dsn, refuse_unescaped
+from saf.database.revision import (
+    HAS_SCHEMA,
+    REVISION,
+    SCHEMA_REVISION,
+    check_schema,
+    require_revision,
+)
+
+__all__ = [
+    "CONNECT_TIMEOUT_SECONDS",
+    "HANGING",
+    "HANGS",
+    "HAS_SCHEMA",
+    "LOST",
+    "REVISION",
+    "SCHEMA_REVISION",
+    "Dsn",
+    "NoAnswer",
+    "check_schema",
+    "fetch",
+    "lacks_right",
+    "refuse_unescaped",
+    "require_revision",
+    "unavailable_if_lost",
+]

@@ -1,0 +1,173 @@
+"""How long anybody waits: the bounds of all sessions that are saf's own.
+
+A machine that vanishes, a lock that nobody gives back, a server process that is stopped: none of
+them may stop anybody for longer than he would have waited anyway. Each session of saf's own has, by
+what it is for,
+
+    lock        how long a statement waits for a lock
+    statement   how long one takes altogether
+    idle        how long a transaction may stand still between two statements, so that a client that
+                is stopped in mid-transaction gives its locks back; from PostgreSQL 17 on, it also
+                ends after one such time and one statement's
+    answer      how long the client waits for a server that says nothing, a little longer than the
+                server would need to speak of the bounds above itself; see `saf.database.patience`
+
+and both ends notice within ``network_seconds`` that the other one's machine is not there any more.
+What is bounded is a statement, and never a backlog: a large one is many statements.
+
+Sessions in which others' statements run (`THEIRS`) are theirs to bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from psycopg import sql
+
+GRACE_SECONDS = 5.0
+"""So much longer than the server's own bound, at most, is waited for it to speak of that."""
+
+PROBES = 3
+"""Keepalives that may go unanswered."""
+
+DOCTORS_LOCK_SECONDS = 2.0
+"""The doctor's many questions do not each wait for the same lock as long as anybody."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What the table ``[bounds]`` of saf.toml says, in seconds."""
+
+    network_seconds: float = 30.0
+    """How long a host may not even acknowledge what it is sent, before its connection is lost."""
+    lock_seconds: float = 10.0
+    """How long a statement waits for a lock."""
+    statement_seconds: float = 60.0
+    """How long a statement takes that reads or writes little."""
+    chunk_seconds: float = 300.0
+    """How long storing or reading one chunk of messages takes."""
+    long_seconds: float = 3600.0
+    """How long a statement takes that looks at a whole log."""
+
+    def of(self, role: str) -> Limits | None:
+        """What holds in the sessions of a role; None for those of others."""
+        if role in THEIRS:
+            return None
+        lock, brief, long = self.lock_seconds, self.statement_seconds, self.long_seconds
+        limits = self._limits(lock, brief, idle=brief)
+        if role == "doctor":
+            limits = self._limits(min(lock, DOCTORS_LOCK_SECONDS), brief, idle=brief)
+        elif role == "deliver":
+            limits = self._limits(lock, self.chunk_seconds, idle=brief)
+        elif role == "read":
+            # a batch is one statement, which waits while its messages are delivered
+            limits = self._limits(lock, long, idle=long, answer=self.chunk_seconds)
+        elif role in LONG:
+            limits = self._limits(lock, long, idle=long)
+        elif role in ENDLESS:
+            # rolled back after an hour, all of it would have been in vain
+            limits = self._limits(max(lock, brief), None, idle=long)
+        return limits
+
+    def _limits(
+        self, lock: float, statement: float | None, *, idle: float, answer: float | None = None
+    ) -> Limits:
+        longest = answer or statement
+        return Limits(
+            network=self.network_seconds,
+            lock=lock,
+            statement=statement,
+            idle=idle,
+            answer=None if longest is None else longest + min(longest, GRACE_SECONDS),
+            transaction=None if answer or statement is None else statement + idle,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The bounds of one session, in seconds."""
+
+    network: float
+    lock: float
+    statement: float | None
+    """None: as long as it takes."""
+    idle: float
+    answer: float | None
+    """None: for ever, while the server's machine is there."""
+    transaction: float | None
+
+    def setting(self, of_process: int | None = None) -> str:
+        """The statement that sets them at the server, until the session ends.
+
+        With a process of the server given, only if it is the one that answers: it gives no row
+        where another one does.
+        """
+        query = SET if of_process is None else SET + HERE
+        values = {name: sql.Literal(str(value)) for name, value in self._settings().items()}
+        return sql.SQL(query).format(pid=sql.Literal(of_process), **values).as_string(None)
+
+    def conninfo(self) -> dict[str, int]:
+        """libpq's parameters for the client's end."""
+        return network(self.network)
+
+    def _settings(self) -> dict[str, int]:
+        there = network(self.network)
+        return {
+            "lock": _milliseconds(self.lock),
+            "statement": _milliseconds(self.statement),
+            "idle": _milliseconds(self.idle),
+            "transaction": _milliseconds(self.transaction),
+            "user_timeout": there["tcp_user_timeout"],
+            "keepalives_idle": there["keepalives_idle"],
+            "keepalives_interval": there["keepalives_interval"],
+            "keepalives_count": there["keepalives_count"],
+            "check": _milliseconds(self.network / PROBES),
+        }
+
+
+THEIRS = frozenset({"receive", "engine", "test", "demo", "application"})
+"""Their transactions are an application's, a consumer's or a test's."""
+
+LONG = frozenset({"purge", "archive", "reconcile", "replay", "dead"})
+"""Statements over a whole log, or all that was set aside."""
+
+ENDLESS = frozenset({"rebase", "migrate"})
+"""Each is one transaction over everything there is, and a person waits for it."""
+
+# Each holds until the session ends. What a server does not have, it is not asked for: before 17
+# there is no transaction_timeout, and on Windows nothing tells a server at work that its client has
+# gone.
+SET = """
+SELECT set_config('lock_timeout', {lock}, false),
+       set_config('statement_timeout', {statement}, false),
+       set_config('idle_in_transaction_session_timeout', {idle}, false),
+       set_config('tcp_user_timeout', {user_timeout}, false),
+       set_config('tcp_keepalives_idle', {keepalives_idle}, false),
+       set_config('tcp_keepalives_interval', {keepalives_interval}, false),
+       set_config('tcp_keepalives_count', {keepalives_count}, false),
+       CASE WHEN current_setting('server_version_num')::int >= 170000
+            THEN set_config('transaction_timeout', {transaction}, false) END,
+       CASE WHEN version() !~* 'windows|mingw|visual'
+            THEN set_config('client_connection_check_interval', {check}, false) END
+"""
+HERE = "WHERE pg_backend_pid() = {pid}"
+
+
+def network(seconds: float) -> dict[str, int]:
+    """libpq's parameters for noticing within so many seconds that a host has vanished."""
+    every = max(1, round(seconds / (PROBES + 1)))
+    return {
+        "tcp_user_timeout": _milliseconds(seconds),
+        "keepalives_idle": every,
+        "keepalives_interval": every,
+        "keepalives_count": PROBES,
+    }
+
+
+def _milliseconds(seconds: float | None) -> int:
+    """For the server; 0 is no bound at all.
+
+    >>> _milliseconds(None), _milliseconds(0.0001), _milliseconds(2)
+    (0, 1, 2000)
+    """
+    return 0 if seconds is None else max(1, round(seconds * 1000))

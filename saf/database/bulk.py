@@ -1,0 +1,148 @@
+"""Connections for Arrow in bulk, by ADBC: bounded as all sessions of saf's own are.
+
+The driver's calls wait inside a C library, without a word on for how long and without a way to
+tell them. So each is watched from outside, see `saf.database.patience`, by the socket that the
+driver has opened while it connected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import adbc_driver_manager
+import adbc_driver_manager.dbapi as adbc
+import adbc_driver_postgresql
+import psycopg.errors
+import pyarrow as pa
+
+from saf.database import HANGING, Dsn
+from saf.database.bounds import Limits
+from saf.database.patience import Waiting, answer_within, shut, sockets
+
+NOT_ANSWERED = psycopg.errors.QueryCanceled.sqlstate
+"""What the server would have said, had it been able to."""
+
+_direct: set[Dsn] = set()
+"""Databases that this process has met without a pooler in between."""
+
+
+def connect(dsn: Dsn, role: str) -> Connection:
+    """A connection in a transaction, that shows up as ``saf ROLE`` in pg_stat_activity.
+
+    Raises:
+        adbc.Error: the server does not answer, or refuses the login.
+        Unavailable, ConfigurationError: the same, and that it is a pooler.
+    """
+    limits = dsn.bounds.of(role)
+    assert limits is not None  # noqa: S101 - all bulk is saf's own
+    if dsn not in _direct:
+        # only libpq itself knows which process the server has named
+        dsn.connect(role="identify", autocommit=True).close()
+        _direct.add(dsn)
+    before = sockets()
+    with _answered(limits.answer, lambda: shut(sockets() - before)):
+        database = adbc_driver_postgresql.connect(dsn.for_role(role))
+        try:
+            handle = adbc_driver_manager.AdbcConnection(database)
+        except BaseException:
+            database.close()
+            raise
+    connection = Connection(database, handle, limits, sockets() - before)
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute(limits.setting())
+            cursor.fetchall()
+        connection.commit()
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def hangs(error: adbc.Error) -> bool:
+    """The database is there, and something holds up what was asked of it."""
+    return error.sqlstate in HANGING
+
+
+class Connection(adbc.Connection):
+    """An ADBC connection that is cut when its server says nothing for too long."""
+
+    def __init__(self, database: Any, handle: Any, limits: Limits, descriptors: set[int]) -> None:
+        self._limits = limits
+        self._descriptors = descriptors
+        with self.answered():
+            super().__init__(database, handle)
+
+    def cursor(self, **_: Any) -> Cursor:
+        """A cursor in the connection's transaction."""
+        cursor = Cursor(self)
+        self._cursors.add(cursor)
+        return cursor
+
+    def commit(self) -> None:
+        """As the driver's."""
+        with self.answered():
+            super().commit()
+
+    def rollback(self) -> None:
+        """As the driver's."""
+        with self.answered():
+            super().rollback()
+
+    @contextmanager
+    def answered(self) -> Iterator[None]:
+        """Calls of the driver that wait for the server."""
+        with _answered(self._limits.answer, lambda: shut(self._descriptors)):
+            yield
+
+
+class Cursor(adbc.Cursor):
+    """A cursor of a bounded connection."""
+
+    def execute(self, *arguments: Any, **options: Any) -> Any:
+        """As the driver's."""
+        with self._answered():
+            return super().execute(*arguments, **options)
+
+    def fetchall(self) -> list[tuple[Any, ...]]:
+        """As the driver's."""
+        with self._answered():
+            return super().fetchall()
+
+    def adbc_ingest(self, *arguments: Any, **options: Any) -> int:
+        """As the driver's."""
+        with self._answered():
+            return super().adbc_ingest(*arguments, **options)
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """What a query gives, each batch within the bound."""
+        reader = self.fetch_record_batch()
+        while True:
+            with self._answered():
+                try:
+                    rows = reader.read_next_batch()
+                except StopIteration:
+                    return
+            yield rows
+
+    def _answered(self) -> Any:
+        connection: Any = self._conn
+        return connection.answered()
+
+
+@contextmanager
+def _answered(seconds: float | None, cut: Callable[[], None]) -> Iterator[Waiting | None]:
+    with answer_within(seconds, cut) as waiting:
+        try:
+            yield waiting
+        # of a stream that breaks off Arrow itself says so
+        except (adbc.Error, OSError) as error:
+            if waiting is None or not waiting.given_up:
+                raise
+            raise adbc.OperationalError(
+                str(waiting),
+                status_code=adbc_driver_manager.AdbcStatusCode.TIMEOUT,
+                sqlstate=NOT_ANSWERED,
+            ) from error

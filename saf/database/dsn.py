@@ -1,0 +1,185 @@
+"""DSNs that cannot leak their password, and the connections that they open.
+
+A `Dsn` is what libpq accepts (``postgresql://…`` or ``host=… dbname=…``). Its ``repr`` and ``str``
+never show the password, so it may appear in logs, plans and exceptions; only `Dsn.conninfo`
+reveals it, to the drivers.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import psycopg
+from psycopg.abc import PQGen
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from saf.database.asking import HANGS, NoAnswer, fetch
+from saf.database.bounds import Bounds, network
+from saf.database.patience import answer_within, shut
+from saf.database.poolers import pooled
+from saf.errors import ConfigurationError, Unavailable
+
+if TYPE_CHECKING:
+    import sqlalchemy as sa
+
+T = TypeVar("T")
+
+CONNECT_TIMEOUT_SECONDS = 10
+
+SECRETS = (
+    "password",
+    "sslpassword",
+    "oauth_client_secret",
+    "scram_client_key",
+    "scram_server_key",
+)
+"""The connection parameters that nobody may see."""
+
+ESCAPES = (
+    "in a URL, a password's '@' is written %40, and ':', '/', '?', '#', '%' as %3A, %2F, %3F, %23, "
+    "%25; or give host=… user=… password=…"
+)
+"""The way out where a part of a dsn may hold a part of the password, so that it is not shown."""
+PORTS = re.compile(r"[0-9,]*")
+
+
+@dataclass(frozen=True)
+class Dsn:
+    """Where a database is, and how to log in there.
+
+    Raises:
+        ConfigurationError: the text is not something that libpq accepts.
+    """
+
+    conninfo: str = field(repr=False)
+    bounds: Bounds = Bounds()  # noqa: RUF009 - frozen
+    """How long saf's own sessions wait there."""
+
+    def __post_init__(self) -> None:
+        refuse_unescaped(self.conninfo)
+        try:
+            parts = conninfo_to_dict(self.conninfo)
+        except (psycopg.ProgrammingError, ValueError):  # a password's % is no UTF-8, say
+            # libpq's own message quotes the text, password and all
+            raise ConfigurationError(
+                "a dsn is not a PostgreSQL connection string; "
+                "expected postgresql://user@host:5432/database or 'host=… dbname=…'"
+            ) from None
+        if "@" in str(parts.get("host") or "")[1:]:  # an abstract socket's name begins with one
+            raise ConfigurationError(f"a dsn's host holds an '@': {ESCAPES}")
+        if not PORTS.fullmatch(str(parts.get("port") or "")):
+            raise ConfigurationError(f"a dsn's port is no number: {ESCAPES}")
+        name = str(parts.get("dbname") or "")
+        if "://" in name and "@" in name:  # which may hold a password, and would be shown
+            raise ConfigurationError("a dsn names a URL as its database: give the URL alone")
+        if not any(parts.get(name) for name in ("dbname", "service")):
+            raise ConfigurationError(f"a dsn names no database: {self}")
+
+    @cached_property
+    def parts(self) -> dict[str, Any]:
+        """The connection parameters, password included."""
+        return dict(conninfo_to_dict(self.conninfo))
+
+    @property
+    def database(self) -> str:
+        """The name of the database, for messages to people."""
+        return str(self.parts.get("dbname") or self.parts.get("service"))
+
+    def __str__(self) -> str:
+        try:
+            public = {k: v for k, v in conninfo_to_dict(self.conninfo).items() if v is not None}
+        except (psycopg.ProgrammingError, ValueError):  # a password's % is no UTF-8, say
+            return "<invalid dsn>"
+        for secret in (*SECRETS, "options"):
+            public.pop(secret, None)
+        return make_conninfo("", **public)
+
+    def __repr__(self) -> str:
+        return f"Dsn({str(self)!r})"
+
+    def connect(self, *, role: str, autocommit: bool = False) -> psycopg.Connection[Any]:
+        """Open a psycopg connection that shows up as ``saf ROLE`` in pg_stat_activity.
+
+        A session of saf's own has its `saf.database.bounds`, which a pooler would not keep for it.
+
+        Raises:
+            Unavailable: the server does not answer, or refuses the login.
+            ConfigurationError: it is a pooler that answers.
+        """
+        limits = self.bounds.of(role)
+        try:
+            if limits is None:
+                return psycopg.connect(self.for_role(role), autocommit=autocommit)
+            connection = _Bounded.connect(self.for_role(role), autocommit=True)
+            connection.answer_seconds = limits.answer
+            setting = limits.setting(of_process=connection.info.backend_pid)
+            try:
+                direct = bool(fetch(connection, setting.encode()))
+                connection.autocommit = autocommit
+            except BaseException:
+                connection.close()
+                raise
+        except psycopg.OperationalError as error:
+            reason = self.redact(str(error))
+            raise Unavailable(f"database {self}", reason, hangs=isinstance(error, HANGS)) from None
+        if not direct:
+            connection.close()
+            raise pooled(f"database {self}")
+        return connection
+
+    def for_role(self, role: str) -> str:
+        """The full connection string for a driver; it holds the password."""
+        defaults = {
+            "application_name": f"saf {role}",
+            "connect_timeout": CONNECT_TIMEOUT_SECONDS,
+            **network(self.bounds.network_seconds),
+        }
+        return make_conninfo("", **{**defaults, **self.parts})
+
+    def engine(self, *, role: str = "engine", **options: Any) -> sa.Engine:
+        """A SQLAlchemy engine on this database."""
+        import sqlalchemy as sa  # not needed by those who bring their own connection
+
+        return sa.create_engine(
+            "postgresql+psycopg://", creator=lambda: self.connect(role=role), **options
+        )
+
+    def redact(self, text: str) -> str:
+        """``text`` without this DSN's secrets, should a driver have quoted them."""
+        for name in SECRETS:
+            if secret := self.parts.get(name):
+                text = text.replace(str(secret), "***")
+        return " ".join(text.split())
+
+
+def refuse_unescaped(text: str) -> None:
+    """Raise for a URL in which a password ends too soon, so that the rest looks like a name.
+
+    libpq takes what is before the first '/' for the host, so what follows would be the database.
+
+    Raises:
+        ConfigurationError
+    """
+    scheme, _, rest = text.strip().partition("://")
+    path = rest.partition("?")[0].partition("/")[2]
+    if scheme in ("postgresql", "postgres") and ("@" in path or "/" in path):
+        raise ConfigurationError(f"a dsn has more than a database's name behind a '/': {ESCAPES}")
+
+
+class _Bounded(psycopg.Connection[Any]):
+    """A connection that is cut when its server says nothing for too long."""
+
+    answer_seconds: float | None = None
+
+    def wait(self, gen: PQGen[T], *args: Any, **kwargs: Any) -> T:
+        descriptor = self.pgconn.socket
+        with answer_within(self.answer_seconds, lambda: shut([descriptor])) as waiting:
+            try:
+                return super().wait(gen, *args, **kwargs)
+            except psycopg.OperationalError as error:
+                if waiting is None or not waiting.given_up:
+                    raise
+                raise NoAnswer(str(waiting)) from error

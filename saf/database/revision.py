@@ -1,0 +1,43 @@
+"""The schema's revision: library and database must speak of the same tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+
+from saf.database.asking import fetch
+from saf.errors import SchemaMismatch, SchemaMissing
+
+REVISION = "0016"
+"""The Alembic revision of the schema that this library reads and writes."""
+
+SCHEMA_REVISION = "SELECT version_num FROM saf.alembic_version"
+# Not to_regclass: for a user without USAGE on the schema it fails, and with it the transaction.
+HAS_SCHEMA = """
+SELECT EXISTS (
+    SELECT FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+    WHERE n.nspname = 'saf' AND c.relname = 'alembic_version')
+"""
+
+
+def check_schema(connection: psycopg.Connection[Any]) -> None:
+    """Make sure that the library and the database speak of the same schema.
+
+    Asks for the table's existence first, because a failed query would abort the caller's
+    transaction.
+
+    Raises:
+        SchemaMissing, SchemaMismatch: with the command that mends it.
+    """
+    ((exists,),) = fetch(connection, HAS_SCHEMA)
+    found = fetch(connection, SCHEMA_REVISION) if exists else []
+    require_revision(connection.info.dbname, found[0][0] if found else None)
+
+
+def require_revision(database: str, found: str | None) -> None:
+    """Raise unless ``found``, the revision read from ``database``, is the library's own."""
+    if found is None:
+        raise SchemaMissing(database)
+    if found != REVISION:
+        raise SchemaMismatch(database, found, REVISION)

@@ -1,0 +1,244 @@
+"""Marks: how far a destination has got, as it knows itself and as its source remembers.
+
+A destination keeps a mark per (source, shard, lane), which moves in the transaction that stores
+messages: saf.watermark. When it has answered, the source writes the same mark into
+saf.acknowledged, in the transaction that moves its own position. So at each contact the two are the
+same; or the mark is of messages whose answer never came, and then the source has these in hand
+still, or has parked them. Everything else says that one of the two was set back, by a backup or a
+failover that had not got everything:
+
+    the destination's mark is lower       the destination was (`saf.errors.Behind`)
+    it is higher, or of another batch     the source was (`saf.errors.Ahead`)
+
+A number alone would not do: after a set-back the same are given again. So a mark says as well when
+its batch was opened; of messages that a person sends again, or that have found a route, when that
+was (saf.parked.opened_at).
+
+A mark is moved, and remembered, only for shards that the chunk has messages of. So a quiet shard or
+destination costs nothing, and a busy one a row per shard and chunk at either side.
+
+Marks that were moved before sources remembered them are taken for right, if they are of no later
+batch than the source's own. So are those of at_most_once, whose answers nobody waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+import psycopg
+
+from saf.database import fetch
+from saf.log.shards import LAST
+from saf.setaside.parking import MAIN
+
+Place = tuple[str, int]
+"""A lane and a shard: what has a mark."""
+
+# Of each place the newest version; see saf.shards.newest
+ACKNOWLEDGED = f"""
+SELECT a.lane, a.shard, a.batch, a.position, a.opened_at
+FROM unnest(%(lanes)s::text[], %(shards)s::smallint[]) AS s (lane, shard)
+CROSS JOIN LATERAL (
+    SELECT * FROM saf.acknowledged
+    WHERE (destination, lane, shard, batch) <= (%(destination)s, s.lane, s.shard, {LAST})
+    ORDER BY destination DESC, lane DESC, shard DESC, batch DESC LIMIT 1
+) AS a
+WHERE a.destination = %(destination)s AND a.lane = s.lane AND a.shard = s.shard
+"""
+
+# ``known`` is the batch of the version that is there. Said again, because the answer to a commit
+# got lost, it changes nothing.
+ACKNOWLEDGE = """
+WITH marks AS (
+    SELECT * FROM unnest(
+        %(lanes)s::text[], %(shards)s::smallint[], %(known)s::bigint[], %(batches)s::bigint[],
+        %(positions)s::bigint[], %(opened_at)s::timestamptz[])
+        AS m (lane, shard, known, batch, position, opened_at)
+), moved AS (
+    UPDATE saf.acknowledged a
+    SET batch = m.batch, position = m.position, opened_at = m.opened_at
+    FROM marks m
+    WHERE a.destination = %(destination)s AND a.lane = m.lane
+      AND a.shard = m.shard AND a.batch = m.known
+)
+INSERT INTO saf.acknowledged (destination, lane, shard, batch, position, opened_at)
+SELECT %(destination)s, lane, shard, batch, position, opened_at FROM marks WHERE known IS NULL
+ON CONFLICT (destination, lane, shard, batch) DO NOTHING
+"""
+
+FORGET = """
+DELETE FROM saf.acknowledged a
+USING unnest(%(lanes)s::text[], %(shards)s::smallint[]) AS m (lane, shard)
+WHERE a.destination = %(destination)s AND a.lane = m.lane AND a.shard = m.shard
+"""
+
+# Messages that have not left their lane: what is stored of them nobody has answered
+PARKED = """
+SELECT m.place FROM unnest(%(lanes)s::text[], %(shards)s::smallint[], %(opened_at)s::timestamptz[])
+    WITH ORDINALITY AS m (lane, shard, opened_at, place)
+WHERE EXISTS (
+    SELECT FROM saf.parked p
+    WHERE p.subscription_id = %(subscription_id)s AND p.destination = %(name)s
+      AND p.lane = m.lane AND p.shard = m.shard AND p.opened_at = m.opened_at)
+"""
+
+AGAIN, ONCE = "again:", "once:"
+"""Lanes whose marks nothing is dropped by begin so: of at_least_once, and of at_most_once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """What is stored of a shard, in a lane: everything up to (batch, position)."""
+
+    batch: int = 0
+    position: int = 0
+    opened_at: datetime | None = None
+    """Of the batch in hand when it was moved."""
+    acknowledged: bool = False
+    """The source remembers it."""
+
+    @property
+    def number(self) -> tuple[int, int]:
+        """What is compared."""
+        return self.batch, self.position
+
+
+NOTHING = Mark()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InHand:
+    """The batch of a shard that its source has open, or had open last."""
+
+    batch: int
+    opened_at: datetime | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Places in which the two sides do not agree."""
+
+    ahead: Sequence[Place] = ()
+    """The source was set back."""
+    behind: Sequence[Place] = ()
+    """The destination was."""
+    since: datetime | None = field(default=None, compare=False, repr=False)
+    """When the oldest batch was opened that the destination still has, of those behind."""
+
+
+def shards_of(places: Iterable[Place]) -> list[int]:
+    """The shards of some places."""
+    return sorted({shard for _, shard in places})
+
+
+def compare(
+    theirs: Mapping[Place, Mark], ours: Mapping[Place, Mark], in_hand: Mapping[int, InHand]
+) -> Difference:
+    """Whether a destination's marks are what a source remembers; ``in_hand`` is by shard.
+
+    Those of messages that are parked still look as if the source was set back; see `not_parked`.
+
+    >>> one, two = Mark(batch=1, acknowledged=True), Mark(batch=2, acknowledged=True)
+    >>> here, of = ("", 7), {7: InHand(batch=5, opened_at=None)}
+    >>> compare({here: one}, {here: one}, of)
+    Difference(ahead=[], behind=[])
+    >>> compare({here: two}, {here: one}, of), compare({here: one}, {here: two}, of)
+    (Difference(ahead=[('', 7)], behind=[]), Difference(ahead=[], behind=[('', 7)]))
+    """
+    ahead, behind = [], []
+    for place in sorted(theirs.keys() | ours.keys()):
+        mark, known = theirs.get(place, NOTHING), ours.get(place, NOTHING)
+        lane, shard = place
+        if mark.number < known.number:
+            behind.append(place)
+        elif _is_ahead(lane, mark, known, in_hand.get(shard)):
+            ahead.append(place)
+    kept = [theirs[place].opened_at for place in behind if place in theirs]
+    return Difference(ahead=ahead, behind=behind, since=min(filter(None, kept), default=None))
+
+
+def _is_ahead(lane: str, mark: Mark, known: Mark, in_hand: InHand | None) -> bool:
+    """Whether a mark that is not lower is one that the source knows nothing of."""
+    if mark.number == (0, 0) or (mark.number, mark.opened_at) == (known.number, known.opened_at):
+        return False
+    if in_hand is None:
+        return True
+    if mark.opened_at is not None and mark.opened_at == in_hand.opened_at:
+        return False
+    if mark.acknowledged and not lane.startswith(ONCE):
+        return True
+    return lane in (MAIN, AGAIN, ONCE) and mark.batch >= in_hand.batch
+
+
+def acknowledged(
+    connection: psycopg.Connection[Any], destination: UUID, places: Collection[Place]
+) -> dict[Place, Mark]:
+    """What a source remembers of a destination."""
+    params = {"destination": destination, **_columns(places)}
+    return {
+        (lane, shard): Mark(batch=batch, position=position, opened_at=opened_at, acknowledged=True)
+        for lane, shard, batch, position, opened_at in fetch(connection, ACKNOWLEDGED, params)
+    }
+
+
+def acknowledge(
+    connection: psycopg.Connection[Any],
+    destination: UUID,
+    marks: Mapping[Place, Mark],
+    known: Mapping[Place, Mark],
+) -> None:
+    """Remember marks instead of those ``known`` before. Call it in a transaction."""
+    places = sorted(marks)
+    connection.execute(
+        ACKNOWLEDGE,
+        {
+            "destination": destination,
+            **_columns(places),
+            "known": [known[place].batch if place in known else None for place in places],
+            "batches": [marks[place].batch for place in places],
+            "positions": [marks[place].position for place in places],
+            "opened_at": [marks[place].opened_at for place in places],
+        },
+    )
+
+
+def adopt(
+    connection: psycopg.Connection[Any],
+    destination: UUID,
+    theirs: Mapping[Place, Mark],
+    which: Collection[Place],
+) -> None:
+    """Remember a destination's own marks of some places. Call it in a transaction."""
+    connection.execute(FORGET, {"destination": destination, **_columns(which)})
+    new = {place: theirs[place] for place in which if place in theirs}
+    acknowledge(connection, destination, {p: m for p, m in new.items() if m.number > (0, 0)}, {})
+
+
+def not_parked(
+    connection: psycopg.Connection[Any],
+    subscription_id: int,
+    name: str,
+    marks: Mapping[Place, Mark],
+) -> list[Place]:
+    """Of which marks no message is parked still, for a destination by name."""
+    if not marks:
+        return []
+    lanes = [lane.removeprefix(AGAIN).removeprefix(ONCE) for lane, _ in marks]
+    params = {
+        "subscription_id": subscription_id,
+        "name": name,
+        "lanes": lanes,
+        "shards": [shard for _, shard in marks],
+        "opened_at": [mark.opened_at for mark in marks.values()],
+    }
+    parked = {place for (place,) in fetch(connection, PARKED, params)}
+    return sorted(place for number, place in enumerate(marks, 1) if number not in parked)
+
+
+def _columns(places: Collection[Place]) -> dict[str, list[Any]]:
+    """Places as two columns for a statement."""
+    return {"lanes": [lane for lane, _ in places], "shards": [shard for _, shard in places]}

@@ -1,0 +1,251 @@
+"""What one chunk sets aside, gathered while it is delivered and written with its position.
+
+Or before, where a watermark is about to pass it (`Aside.write_ahead`). What is there already is not
+written again: the answer to a commit may have got lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+from uuid import UUID
+
+import psycopg
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from saf.columns import COLUMNS
+from saf.destinations.places import LANE
+from saf.dialogs.statements import TELL
+from saf.engine.at_source import AtSource
+from saf.engine.sorting import Part
+from saf.engine.work import Work
+from saf.errors import SafError
+from saf.failpoints import fail_point
+from saf.log.cursor import hold
+from saf.message import MAX_BODY
+from saf.setaside import backoff, dead, parking
+from saf.setaside.dead import AsStored
+from saf.setaside.parking import ADDRESS, FOUND, Lane
+
+MAY_HAVE_LEFT = (
+    "unavailable",
+    "a forwarder ended while it sent this at most once: it may have arrived, or not",
+)
+"""Reason and error of what is not sent again."""
+
+_UUIDS = ("message_id", "to_broker", "conversation_id")
+
+
+@dataclass
+class Aside:
+    """Of one chunk: lanes that failed or are open again, parked messages, dead letters."""
+
+    work: Work
+    from_lanes: bool = False
+    """The chunk was parked already, and its rows say in which lanes; else it is of new messages."""
+    destination: str = ""
+    """Whose lanes these are; empty for none's."""
+    failed: dict[Lane, SafError] = field(default_factory=dict)
+    down: set[str] = field(default_factory=set)
+    """Destinations that do not answer."""
+    opened: set[Lane] = field(default_factory=set)
+    parked: list[Part] = field(default_factory=list)
+    dead: list[tuple[pa.Table, str, str, str]] = field(default_factory=list)
+    """Messages, the destination, the reason, the error."""
+    unread: list[AsStored] = field(default_factory=list)
+    """Messages that become dead letters as they are stored: too large to be read, or isolated."""
+    max_bytes: int = MAX_BODY
+    """Of a body that is read."""
+    dead_letters: int = 0
+    """How many messages have become dead letters."""
+    parked_messages: int = 0
+    _staying: set[int] = field(default_factory=set)
+    """Of the messages that were parked already, those that stay so."""
+
+    @property
+    def ahead(self) -> bool:
+        """There is something that a watermark must not pass unwritten."""
+        return bool(self.parked or self.dead or self.unread)
+
+    def __bool__(self) -> bool:
+        return bool(self.failed or self.opened or self.parked or self.dead or self.unread)
+
+    def wait(self, part: Part) -> None:
+        """These are parked in their lanes, or stay there."""
+        if self.from_lanes:
+            self._staying |= set(part.rows["parked_id"].to_pylist())
+        else:
+            self.parked.append(part)
+
+    def move(self, part: Part) -> None:
+        """These are parked in lanes that they were not in before."""
+        self.parked.append(part)
+        if self.from_lanes:
+            self._staying |= set(part.rows["parked_id"].to_pylist())
+
+    def bury(self, rows: pa.Table, destination: str, reason: str, error: str) -> None:
+        """These become dead letters."""
+        if rows.num_rows:
+            self.dead.append((rows, destination, reason, error))
+            self.dead_letters += rows.num_rows
+
+    def bury_unread(self, rows: pa.Table) -> pa.Table:
+        """Messages that are too large to be read become dead letters; return the others."""
+        if not rows["body"].null_count:
+            return rows
+        large = rows.filter(pc.is_null(rows["body"]))
+        self.unread += [AsStored(shard=shard, id=id_) for shard, id_ in self._places(large)]
+        self.dead_letters += large.num_rows
+        return rows.filter(pc.is_valid(rows["body"]))
+
+    def bury_as_stored(self, rows: pa.Table, error: str) -> None:
+        """These become dead letters by what is stored of them: nobody knows what can be read."""
+        for shard, id_ in self._places(rows):
+            self.unread.append(AsStored(shard=shard, id=id_, reason="rejected", error=error))
+        self.dead_letters += rows.num_rows
+
+    def bury_unfit(self, rows: pa.Table, max_bytes: int) -> pa.Table:
+        """Messages that have expired or are too large become dead letters; return the others.
+
+        By the time at which the batch was opened: read again, it gives the same.
+        """
+        self.max_bytes = max_bytes
+        rows = self.bury_unread(rows)
+        expiry = rows["expires_at"]
+        if expiry.null_count < len(expiry):
+            now = pa.scalar(self.work.batch.opened_at, expiry.type)
+            expired = pc.fill_null(pc.less_equal(expiry, now), False)
+            self.bury(rows.filter(expired), "", "expired", "expires_at has passed")
+            rows = rows.filter(pc.invert(expired))
+        return rows
+
+    def write(self, source: psycopg.Connection[Any]) -> None:
+        """Write it all, in the caller's transaction."""
+        subscription_id = self.work.batch.subscription_id
+        rows: list[dict[str, Any]] = []
+        for destination in {part.waits_at for part in self.parked}:
+            mine = [part for part in self.parked if part.waits_at == destination]
+            dicts = [row for part in mine for row in self._parked(part)]
+            ids = [row["id"] for row in dicts]
+            here = parking.known(source, subscription_id, destination, ids)
+            rows += [row for row in dicts if row["id"] not in here]
+        if rows:
+            parking.park(source, rows)
+        self._postpone(source)
+        self._bury(source)
+        backoff.succeeded(source, subscription_id, self.opened)
+
+    def write_ahead(self, at_source: AtSource) -> None:
+        """Write what there is so far, if a watermark must not pass it unwritten."""
+        if not self.ahead:
+            return
+
+        def write(source: psycopg.Connection[Any]) -> None:
+            hold(source, self.work.batch)
+            if self.from_lanes:
+                buried = [one.id for one in self.unread]
+                for rows, *_ in self.dead:
+                    buried += rows["parked_id"].to_pylist()
+                self.write_from_lanes(source, buried)
+            else:
+                self.write(source)
+
+        at_source(write)
+        self.written()
+        fail_point("set_aside")
+
+    def written(self) -> None:
+        """What there is so far needs no writing any more."""
+        self.parked_messages += sum(part.rows.num_rows for part in self.parked)
+        self.opened.clear()
+        self.parked.clear()
+        self.dead.clear()
+        self.unread.clear()
+
+    def write_from_lanes(self, source: psycopg.Connection[Any], parked_ids: Sequence[int]) -> None:
+        """The same for messages that were parked already: what has gone leaves its lane."""
+        subscription_id = self.work.batch.subscription_id
+        gone = [number for number in parked_ids if number not in self._staying]
+        if self.parked:
+            lanes = {lane for part in self.parked for lane in part.lanes}
+            parking.touch(source, subscription_id, lanes.union(self.failed), "behind others")
+        self._postpone(source)
+        for part in self.parked:
+            found = pc.starts_with(part.rows[LANE], FOUND)
+            copied, moved = part.rows.filter(found), part.rows.filter(pc.invert(found))
+            if moved.num_rows:
+                names, ids = moved[LANE].to_pylist(), moved["parked_id"].to_pylist()
+                parking.move(source, part.waits_at, names, ids)
+            if copied.num_rows:
+                rows = copied.select(["parked_id", LANE, *ADDRESS]).to_pylist()
+                parking.copy(source, part.waits_at, part.quality, rows)
+                gone += copied["parked_id"].to_pylist()
+        self._bury(source)
+        parking.unpark(source, gone)
+
+    def _postpone(self, source: psycopg.Connection[Any]) -> None:
+        failed = {lane: str(error) for lane, error in self.failed.items()}
+        backoff.postpone(source, self.work.batch.subscription_id, failed)
+
+    def _bury(self, source: psycopg.Connection[Any]) -> None:
+        subscription_id = self.work.batch.subscription_id
+        for destination in {destination for _, destination, _, _ in self.dead}:
+            dicts = [
+                row
+                for rows, there, reason, error in self.dead
+                if there == destination
+                for row in self._dicts(rows, destination=there, reason=reason, error=error)
+            ]
+            here = dead.known(source, subscription_id, destination, [row["id"] for row in dicts])
+            new = [row for row in dicts if row["id"] not in here]
+            dead.bury(source, sorted(new, key=itemgetter("id")))  # retried in the order they died
+            _tell(source, [row for row in new if row["reason"] == "unresolved"])
+        dead.bury_as_stored(
+            source,
+            subscription_id,
+            "parked" if self.from_lanes else "outbox",
+            self.unread,
+            destination=self.destination,
+            max_bytes=self.max_bytes,
+            setting="forwarder.max_bytes",
+        )
+
+    def _places(self, rows: pa.Table) -> Iterator[tuple[int, int]]:
+        number = "parked_id" if self.from_lanes else "id"
+        return zip(rows["shard"].to_pylist(), rows[number].to_pylist(), strict=True)
+
+    def _parked(self, part: Part) -> Iterator[dict[str, Any]]:
+        more = {
+            "destination": part.waits_at,
+            "quality": part.quality,
+            "batch": self.work.batch.number,
+            "opened_at": self.work.batch.opened_at,
+        }
+        dicts = self._dicts(part.rows, **more)
+        for row, lane in zip(dicts, part.by_row.to_pylist(), strict=True):
+            yield {**row, "lane": lane, "position": row["id"]}
+
+    def _dicts(self, rows: pa.Table, **more: object) -> Iterator[dict[str, Any]]:
+        more = {**more, "subscription_id": self.work.batch.subscription_id}
+        if "log_id" in rows.column_names:
+            rows = rows.drop_columns(["id"]).rename_columns({"log_id": "id"})
+        for row in rows.select(["shard", "id", *COLUMNS]).to_pylist():
+            uuids = {name: UUID(bytes=row[name]) for name in _UUIDS if row[name] is not None}
+            yield {**row, **uuids, **more}
+
+
+def _tell(source: psycopg.Connection[Any], rows: Iterable[dict[str, Any]]) -> None:
+    """Whoever has said these in a dialog, here at the source, gets an Error."""
+    said = [row for row in rows if row["from_initiator"] is not None]
+    if said:
+        source.execute(
+            TELL,
+            {
+                "conversation_id": [row["conversation_id"] for row in said],
+                "is_initiator": [row["from_initiator"] for row in said],
+                "error": [row["error"] for row in said],
+            },
+        )

@@ -1,0 +1,105 @@
+"""What a task writes at its source: the connection, and one transaction per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg.pq import TransactionStatus
+
+from saf.database import connections, unavailable_if_lost
+from saf.database.retry import while_unavailable
+from saf.engine import pulse
+from saf.engine.work import Work
+from saf.failpoints import fail_point
+from saf.log.cursor import hold
+from saf.routing.choices import Asker, choose
+from saf.routing.resolutions import Resolved, keep, resolved
+
+T = TypeVar("T")
+
+
+class AtSource:
+    """Writes at the source, each in a transaction of its own; tried again, so it has to bear that.
+
+    Connects at the first write.
+    """
+
+    def __init__(self, work: Work, attempts: int) -> None:
+        self._work = work
+        self._attempts = attempts
+        self._connection: psycopg.Connection[Any] | None = None
+
+    def __call__(self, write: Callable[[psycopg.Connection[Any]], T]) -> T:
+        """What ``write`` returns, committed.
+
+        Raises:
+            Unavailable: the source does not answer; it may have committed.
+        """
+
+        def transaction() -> T:
+            with unavailable_if_lost(f"broker {self._work.broker!r}"):
+                if self._connection is None or self._connection.closed:
+                    self._connection = self._connect()
+                with self._connection.transaction():
+                    return write(self._connection)
+
+        return while_unavailable(self._attempts, transaction)
+
+    def choose(self, among: Mapping[Asker, Sequence[str]]) -> Mapping[Asker, str]:
+        """The destinations of keys that several routes share, committed."""
+
+        def write(source: psycopg.Connection[Any]) -> Mapping[Asker, str]:
+            hold(source, self._work.batch)
+            return choose(source, among)
+
+        chosen = self(write)
+        fail_point("chosen")
+        return chosen
+
+    def resolved(self, router: str, keys: Collection[str]) -> Mapping[str, Resolved]:
+        """What a router has resolved once; see `saf.routing.resolutions`."""
+        return self(lambda source: resolved(source, router, keys))
+
+    def keep(self, router: str, new: Mapping[str, Resolved]) -> Mapping[str, Resolved]:
+        """What a router has resolved now, or another task before it, committed."""
+
+        def write(source: psycopg.Connection[Any]) -> Mapping[str, Resolved]:
+            hold(source, self._work.batch)
+            return keep(source, router, new)
+
+        kept = self(write)
+        fail_point("resolved")
+        return kept
+
+    def beat(self) -> None:
+        """Let the session be heard of, from any thread; a lost one has nothing to say."""
+        connection = self._connection
+        if connection is not None:
+            with suppress(psycopg.Error):
+                connection.execute("SELECT 1")
+
+    def close(self) -> None:
+        """Give up the connection."""
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        keep = self._work.keep
+        keep = keep and connection.info.transaction_status == TransactionStatus.IDLE
+        if keep:
+            try:
+                connection.execute(pulse.END)
+            except psycopg.Error:
+                keep = False
+        connections.put(keep, "mark", self._work.dsn, connection)
+
+    def _connect(self) -> psycopg.Connection[Any]:
+        dsn = self._work.dsn
+        return connections.take(
+            "mark",
+            dsn,
+            lambda: dsn.connect(role="mark", autocommit=True),
+            lambda connection: connection.execute(pulse.BEGIN, {"life": self._work.life}),
+        )

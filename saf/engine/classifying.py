@@ -1,0 +1,166 @@
+"""Classifying: what a router's function answers to messages, as Arrow.
+
+A table of answers has a row for each message: the service, the broker and the key that it is really
+addressed to, or in the column ``error`` why nobody can say. One message that a function fails for
+is found among its neighbours by halving, and theirs are answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC
+from itertools import repeat
+from typing import Any
+from uuid import UUID
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from saf.columns import COLUMNS
+from saf.log.arrow import MESSAGES
+from saf.received import READ, Received
+from saf.routing.resolutions import Resolved
+
+ANSWERS = pa.schema(
+    [
+        ("service", pa.string()),
+        ("broker", pa.binary()),
+        ("key", pa.string()),
+        ("error", pa.string()),
+    ]
+)
+
+Function = Callable[[Any], Any]
+
+
+def by_arrow(function: Function, rows: pa.Table) -> pa.Table:
+    """The answers of a function of record batches with the columns of a message."""
+    batches = rows.select(COLUMNS).to_batches()
+    answers = [answer for batch in batches for answer in _by_batch(function, batch)]
+    return pa.Table.from_batches(answers, ANSWERS)
+
+
+def by_python(function: Function, rows: pa.Table) -> pa.Table:
+    """The answers of a function of single messages."""
+    return as_answers([_by_message(function, message) for message in received(rows)])
+
+
+def as_answers(answers: Sequence[Resolved | str]) -> pa.Table:
+    """A table of these; a text is the error of a message that could not be resolved."""
+    found = [one if isinstance(one, Resolved) else None for one in answers]
+    return pa.table(
+        [
+            [one and one.service for one in found],
+            [one and one.broker and one.broker.bytes for one in found],
+            [one and one.key for one in found],
+            [one if isinstance(one, str) else None for one in answers],
+        ],
+        schema=ANSWERS,
+    )
+
+
+def from_columns(said: pa.RecordBatch | pa.Table, count: int) -> pa.RecordBatch:
+    """Answers in the columns service, and optionally broker and key.
+
+    Raises:
+        ValueError, TypeError: they are none.
+    """
+    if said.num_rows != count:
+        raise ValueError(f"{said.num_rows} answers to {count} messages")
+    if "service" not in said.column_names:
+        raise ValueError(f"no column service, only {', '.join(said.column_names)}")
+    columns = {
+        name: _plain(said[name]) if name in said.column_names else pa.nulls(count)
+        for name in ANSWERS.names
+    }
+    columns["broker"] = _brokers(columns["broker"])
+    return pa.RecordBatch.from_arrays(
+        [columns[field.name].cast(field.type) for field in ANSWERS], schema=ANSWERS
+    )
+
+
+def as_table(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
+    """Messages as a task reads them; what a row does not say is null."""
+    binary = [
+        {name: one.bytes if isinstance(one, UUID) else one for name, one in row.items()}
+        for row in rows
+    ]
+    return pa.Table.from_pylist(binary, MESSAGES)
+
+
+def received(rows: pa.Table) -> Iterator[Received]:
+    """The messages one by one, as consumers see them."""
+    ids = [one and UUID(bytes=one) for one in _values(rows["conversation_id"])]
+    columns = [ids if name == "conversation_id" else _values(rows[name]) for name in READ]
+    for row in zip(*columns, strict=True):
+        yield Received(row)
+
+
+def _by_batch(function: Function, batch: pa.RecordBatch) -> list[pa.RecordBatch]:
+    try:
+        return [_answered(function(batch), batch.num_rows)]
+    except Exception as error:
+        if batch.num_rows == 1:
+            return [pa.RecordBatch.from_pylist([{"error": _raised(error)}], ANSWERS)]
+    half = batch.num_rows // 2
+    first, second = batch.slice(0, half), batch.slice(half)
+    return [*_by_batch(function, first), *_by_batch(function, second)]
+
+
+def _by_message(function: Function, message: Received) -> Resolved | str:
+    try:
+        said = function(message)
+    except Exception as error:
+        return _raised(error)
+    if said is None:
+        return "its classifier says nothing"
+    if isinstance(said, str):
+        return Resolved(service=said)
+    if isinstance(said, Resolved) and isinstance(said.broker, (UUID, type(None))):
+        return said
+    return f"its classifier returned {said!r:.200}, and no name, saf.Resolved or None"
+
+
+def _answered(said: Any, count: int) -> pa.RecordBatch:
+    if isinstance(said, (pa.RecordBatch, pa.Table)):
+        return from_columns(said, count)
+    if isinstance(said, pa.ChunkedArray):
+        said = said.combine_chunks()
+    if not isinstance(said, pa.Array):
+        raise TypeError(f"returned a {type(said).__name__}, and no Arrow array of services")
+    if pa.types.is_struct(said.type):
+        return from_columns(pa.RecordBatch.from_struct_array(said), count)
+    return from_columns(pa.RecordBatch.from_arrays([said], names=["service"]), count)
+
+
+def _plain(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    return column.storage if isinstance(column, pa.ExtensionArray) else column
+
+
+def _brokers(column: pa.Array) -> pa.Array:
+    """Uuids, or their texts, as their 16 bytes."""
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        texts = column.dictionary_encode()
+        bytes_ = [
+            None if text is None else UUID(text).bytes for text in texts.dictionary.to_pylist()
+        ]
+        return pa.array(bytes_, pa.binary()).take(texts.indices)
+    wrong = pc.not_equal(pc.binary_length(column.cast(pa.binary())), 16)
+    if pc.any(wrong).as_py():
+        raise ValueError("a broker is a uuid: 16 bytes, or its text")
+    return column
+
+
+def _values(column: pa.ChunkedArray) -> Iterable[Any]:
+    """What is empty for all costs nothing, and a moment not the microseconds that Arrow takes."""
+    if column.null_count == len(column):
+        return repeat(None, len(column))
+    if pa.types.is_timestamp(column.type):
+        moments = column.to_numpy().tolist()
+        return [moment and moment.replace(tzinfo=UTC) for moment in moments]
+    return column.to_pylist()  # type: ignore[no-any-return] # pyarrow has no types
+
+
+def _raised(error: Exception) -> str:
+    return f"its classifier raised {type(error).__name__}: {error!s:.1000}"

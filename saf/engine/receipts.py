@@ -1,0 +1,24 @@
+"""Receipts, one per task and destination: all that reaches the driver of a message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from saf.engine.work import Receipt
+
+
+class Receipts:
+    """Those of one task."""
+
+    def __init__(self, work: int) -> None:
+        self._work = work
+        self._by_destination: dict[str | None, Receipt] = {}
+
+    def of(self, destination: str | None) -> Receipt:
+        """The one for a destination, or for what concerns no single one."""
+        return self._by_destination.setdefault(
+            destination, Receipt(work=self._work, destination=destination)
+        )
+
+    def __iter__(self) -> Iterator[Receipt]:
+        return iter(self._by_destination.values())

@@ -1,0 +1,433 @@
+"""Releasing: parked messages whose time has come, before the new ones.
+
+Those that have waited for a route, or for their router, first move to lanes of the destinations
+that routes lead to now, a topic's as a copy for each, in one transaction and with the place in the
+order that they had. From then on each waits for its destination alone.
+
+Lanes are released together, those of a destination by their rank (`saf.setaside.backoff.rank`): one
+ordered read, and chunks that go to the destination in one transaction each, whatever lanes they are
+of. What stands in the way of one lane keeps only that one's messages back.
+
+Messages of healthy lanes do not wait for long until it is their turn: after `RELEASE_SECONDS`, and
+one chunk at least, the task goes on with what is new. What is left goes on in the next cycle,
+behind the lanes that had no turn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
+from typing import Any
+from uuid import UUID
+
+import psycopg
+import pyarrow as pa
+import pyarrow.compute as pc
+from psycopg import sql
+
+from saf.destinations.places import LANE
+from saf.engine.aside import MAY_HAVE_LEFT, Aside
+from saf.engine.at_source import AtSource
+from saf.engine.chunks import chunks, mark
+from saf.engine.lanes import Lanes
+from saf.engine.receipts import Receipts
+from saf.engine.resolving import Resolver
+from saf.engine.sharing import share
+from saf.engine.sorting import (
+    Part,
+    found_lanes,
+    in_lanes,
+    of_route_lane,
+    route_lanes,
+    service_lane,
+)
+from saf.engine.source import read
+from saf.engine.storing import Storing, nowhere
+from saf.engine.wayfinder import Wayfinder
+from saf.engine.work import Policy, Work
+from saf.errors import SafError, Unavailable
+from saf.failpoints import fail_point
+from saf.log.columns import selected
+from saf.log.cursor import hold
+from saf.routing.ways import AT_MOST_ONCE
+from saf.setaside import backoff, parking
+from saf.setaside.isolation import isolate
+from saf.setaside.parking import ADDRESS, DOUBT, FOUND, MAIN, ROUTE, SERVICE, Backoff, Lane
+
+RELEASE_SECONDS = 5.0
+"""After that, no more is begun; a chunk in hand is finished."""
+
+
+@dataclass
+class Releasing:
+    """The parked messages of one task's shards."""
+
+    work: Work
+    resolver: Resolver
+    wayfinder: Wayfinder
+    policy: Policy
+    at_source: AtSource
+    lanes: Lanes
+    receipts: Receipts
+    storing: Storing
+    _until: float = field(init=False, default=0.0)
+
+    def release_all(self) -> None:
+        """Deliver what the lanes of the work hold of these shards, if their time has come."""
+        self._until = time.monotonic() + RELEASE_SECONDS
+        for lane in self.work.waiting:
+            if not lane.due:
+                self.lanes.hold(lane.key, lane.error)
+        due = {lane.key: lane for lane in self.work.waiting if lane.due}
+        found = self._route([lane for lane in due if not lane.destination])
+        if found:
+            subscription_id = self.work.batch.subscription_id
+            now = self.at_source(lambda source: backoff.named(source, subscription_id, found))
+            due |= {lane.key: lane for lane in now if lane.due}
+        routed = backoff.in_turn(lane for lane in due.values() if lane.destination)
+        for number, ((destination, _), group) in enumerate(groupby(routed, _group)):
+            lanes = [lane.key for lane in group]
+            if number and self._over:
+                self._hold(lanes, "others had their turn")
+            else:
+                self._release(destination, lanes)
+
+    def forget_untried(self) -> None:
+        """Lanes that had nothing here, and to which nothing new went either."""
+        if self.lanes.untried:
+            subscription_id, untried = self.work.batch.subscription_id, self.lanes.untried
+            self.at_source(lambda source: backoff.forget(source, subscription_id, untried))
+
+    @property
+    def _over(self) -> bool:
+        return time.monotonic() > self._until
+
+    def _hold(self, lanes: Collection[Lane], why: str) -> None:
+        """New messages wait behind these. Of lanes of services that is looked up."""
+        for lane in lanes:
+            if not lane.of_service:
+                self.lanes.hold(lane, why)
+
+    # Routing
+
+    def _route(self, lanes: Sequence[Lane]) -> set[Lane]:
+        """Move what has waited for a route to where routes lead now; return to which lanes."""
+        if not lanes:
+            return set()
+        found: set[Lane] = set()
+        led = {lane.lane for lane in lanes} & self._led(lanes)
+        in_time = True
+        needed = [*selected(None)] if self.resolver else ["id", "shard", *ADDRESS]
+        columns = ["parked_id", LANE, sql.SQL("id AS log_id"), *parking.as_log(needed, found=False)]
+        for rows in self._read("", led, columns, found=False):
+            self._isolate("", rows, partial(self._find_routes, found))
+            if self._over:
+                in_time = False
+                break
+        self._stay(lanes if in_time else [lane for lane in lanes if lane.lane not in led])
+        if not in_time:
+            self._succeed([lane for lane in lanes if lane.lane in led])
+        return found
+
+    def _led(self, lanes: Sequence[Lane]) -> set[str]:
+        """The names of those in which something may have a way out.
+
+        The name of a lane says the service; so what has none need not be read to find that out.
+        """
+        names = [lane.lane for lane in lanes if lane.unrouted]
+        asked = [(name, *of_route_lane(Lane(lane=name))) for name in names]
+        # a service may be called what looks like one with a broker
+        asked += [(name, name.removeprefix(ROUTE), None) for name in names]
+        brokers = [broker and UUID(broker).bytes for _, _, broker in asked]
+        rows = self.wayfinder.route(
+            pa.table(
+                {
+                    LANE: pa.array([name for name, _, _ in asked], pa.string()),
+                    "to_service": pa.array([service for _, service, _ in asked], pa.string()),
+                    "to_broker": pa.array(brokers, pa.binary()),
+                }
+            )
+        )
+        routers = pa.array([one.service for one in self.work.routes.routers], pa.string())
+        led = pc.or_(rows["route"].is_valid(), pc.is_in(rows["to_service"], routers))
+        others = {lane.lane for lane in lanes if not lane.unrouted}
+        return others.union(rows.filter(led)[LANE].to_pylist())
+
+    def _stay(self, lanes: Sequence[Lane]) -> None:
+        """What is left in these has no way out."""
+        here = self.at_source(lambda s: parking.occupied(s, self.work.batch, lanes))
+        self._postpone({lane: self.resolver.obstacle(lane) for lane in lanes if lane in here})
+        self.lanes.untried.update(lane for lane in lanes if lane not in here)
+
+    def _find_routes(self, found: set[Lane], rows: pa.Table) -> None:
+        """Move messages to where routes lead now, and note in ``found`` to which lanes."""
+        if "body" in rows.column_names and rows["body"].null_count:
+            aside = Aside(work=self.work, from_lanes=True)
+            readable = aside.bury_unread(rows)
+            self._settle(rows.filter(pc.is_null(rows["body"])), aside)
+            rows = readable
+        resolution = self.resolver.resolve(rows)
+        for some, error in resolution.dead:
+            # what its router does not know where to send to leaves its lane
+            aside = Aside(work=self.work, from_lanes=True)
+            aside.bury(some, "", "unresolved", error)
+            self._settle(some, aside)
+        routed = self.wayfinder.route(resolution.rows)
+        routed = routed.filter(routed["route"].is_valid())
+        found |= self._move(share(routed, self.wayfinder.ways, self.at_source.choose))
+
+    def _move(self, rows: pa.Table) -> set[Lane]:
+        to = list(self._copies(rows))
+        lanes = {Lane(destination=there, lane=row[LANE]) for there, _, some in to for row in some}
+        gone = {row["parked_id"] for _, _, some in to for row in some}
+        subscription_id = self.work.batch.subscription_id
+
+        def move(source: psycopg.Connection[Any]) -> None:
+            hold(source, self.work.batch)
+            parking.touch(source, subscription_id, lanes, "has found a route")
+            for destination, quality, some in to:
+                parking.copy(source, destination, quality, some)
+            parking.unpark(source, sorted(gone))
+            fail_point("routed")
+
+        if to:
+            self.at_source(move)
+        return lanes
+
+    def _copies(self, rows: pa.Table) -> Iterator[tuple[str, str | None, list[dict[str, Any]]]]:
+        """By destination and quality, the messages that go there, with their lanes there."""
+        waited_for_route = pc.starts_with(rows[LANE], ROUTE)
+        names = pc.if_else(waited_for_route, route_lanes(rows), rows[LANE])
+        rows = in_lanes(rows, found_lanes(names))
+        there: dict[tuple[str, str | None], list[int]] = {}
+        for number in pc.unique(rows["route"]).to_pylist():
+            way = self.wayfinder.ways[number]
+            for route in way.routes:
+                if way.to_all or route.destination in self.policy.qualities:
+                    there.setdefault((route.destination, route.quality), []).append(number)
+        for (destination, quality), numbers in there.items():
+            mine = rows.filter(pc.is_in(rows["route"], pa.array(numbers, pa.int32())))
+            yield destination, quality, mine.select(["parked_id", LANE, *ADDRESS]).to_pylist()
+
+    # Releasing
+
+    def _release(self, destination: str, lanes: Sequence[Lane]) -> None:
+        """Deliver what some lanes of a destination hold of these shards."""
+        blocked = self._blocked(destination, lanes)
+        self._postpone(blocked)
+        left, tried = set(lanes) - blocked.keys(), set[Lane]()
+        for rows in self._parked(destination, left):
+            if tried and self._over:
+                self._succeed(tried & left)
+                self._hold(left, "others had their turn")
+                return
+            here = pc.unique(rows[LANE]).to_pylist()
+            tried |= {Lane(destination=destination, lane=name) for name in here}
+            self._isolate(destination, rows, partial(self._deliver, destination, left))
+            if not left:
+                return
+        for lane in left & tried:
+            self.lanes.open(lane)
+        self._succeed(left & tried)
+        self.lanes.untried |= left - tried
+
+    def _blocked(self, destination: str, lanes: Sequence[Lane]) -> dict[Lane, SafError]:
+        """Which cannot leave, and why: no way, or older messages that wait in another lane."""
+        if destination not in self.policy.qualities:
+            return dict.fromkeys(lanes, nowhere(destination))
+        main = Lane(destination=destination)
+        of_services = [lane for lane in lanes if lane.lane.startswith((SERVICE, FOUND + ROUTE))]
+        if main in self.lanes.held:
+            return {lane: _behind(lane, main, self.lanes.held[main]) for lane in of_services}
+        known_by = {
+            lane: service_lane(destination, of_route_lane(lane)[0])
+            for lane in of_services
+            if lane.found
+        }
+        held = self._held([older.lane for older in known_by.values()])
+        return {
+            lane: _behind(lane, older, held[older])
+            for lane, older in known_by.items()
+            if older in held
+        }
+
+    def _held(self, names: Collection[str]) -> Mapping[Lane, str]:
+        batch = self.work.batch
+        if not names:
+            return {}
+        return self.at_source(
+            lambda source: backoff.held(source, batch.subscription_id, batch.shards, names)
+        )
+
+    def _deliver(self, destination: str, left: set[Lane], rows: pa.Table) -> None:
+        """Deliver a chunk, and take what has gone out of its lane.
+
+        Of the lanes ``left`` only; those that fail are not any more.
+        """
+        rows = rows.filter(pc.is_in(rows[LANE], pa.array([one.lane for one in left], pa.string())))
+        if not rows.num_rows:
+            return
+        aside = Aside(work=self.work, from_lanes=True, destination=destination)
+        once: list[Part] = []
+        fit = aside.bury_unread(rows)
+        if rows[LANE][0].as_py() == DOUBT:
+            aside.bury(fit, destination, *MAY_HAVE_LEFT)
+            fit = fit.slice(0, 0)
+        for part in self._qualities(destination, fit):
+            if part.quality == AT_MOST_ONCE:
+                once.append(part)
+            elif destination in aside.down:
+                aside.wait(part)
+            else:
+                self.storing.store(part, mark(part.rows), aside)
+        if destination in aside.down:
+            for part in once:
+                aside.wait(part)
+            once = []
+        sent_once = [number for part in once for number in part.rows["parked_id"].to_pylist()]
+        later = pc.is_in(rows["parked_id"], pa.array(sent_once, pa.int64()))
+        others = rows.filter(pc.invert(later))
+        if others.num_rows or aside:
+            self._settle(others, aside)
+        for lane, error in aside.failed.items():
+            self._hold([lane], str(error))
+        left.difference_update(aside.failed)
+        if aside.down:
+            self._postpone(dict.fromkeys(left, next(iter(aside.failed.values()))))
+            left.clear()
+        for part in once:
+            self._deliver_once(part)
+
+    def _deliver_once(self, part: Part) -> None:
+        """Deliver at most once, after all else that could raise."""
+        self._doubt(part)
+        aside = Aside(work=self.work, from_lanes=True)
+        isolate(
+            part.rows,
+            lambda some: self.storing.store_once(replace(part, rows=some), aside),
+            lambda one, error: aside.bury(one, part.waits_at, "rejected", error),
+        )
+        self._settle(part.rows, aside)
+
+    def _qualities(self, destination: str, rows: pa.Table) -> Iterator[Part]:
+        """Messages by their quality of service."""
+        if rows.num_rows and rows[LANE][0].as_py() == MAIN:
+            self.lanes.look(self.at_source, self.work.batch, rows)
+            rows = rows.drop_columns([LANE])
+        qualities = pc.fill_null(rows["quality"], self.policy.qualities[destination])
+        for quality in pc.unique(qualities).to_pylist():
+            mine = rows.filter(pc.equal(qualities, quality))
+            yield Part(destination=destination, quality=quality, rows=mine, waits_at=destination)
+
+    def _parked(self, destination: str, lanes: Collection[Lane]) -> Iterator[pa.Table]:
+        found = any(lane.found for lane in lanes)
+        log = parking.as_log([*selected(None), "batch"], found=found)
+        columns = [*log, "opened_at", "parked_id", LANE, "quality", sql.SQL("id AS log_id")]
+        return self._read(destination, {lane.lane for lane in lanes}, columns, found=found)
+
+    # What both do
+
+    def _isolate(self, destination: str, rows: pa.Table, step: Callable[[pa.Table], None]) -> None:
+        """Make a step for messages of lanes; one that it raises for alone becomes a dead letter."""
+        numbers, names = rows["parked_id"], rows[LANE]
+        gone: set[int] = set()
+        """What an attempt before has written durably: it is in that lane no more."""
+
+        def undo() -> None:
+            ids = numbers.to_pylist()
+            here = self.at_source(
+                lambda source: parking.still(source, destination, names.to_pylist(), ids)
+            )
+            gone.update(number for number in ids if number not in here)
+
+        def remaining(some: pa.Table) -> pa.Table:
+            if not gone:
+                return some
+            out = pc.is_in(some["parked_id"], pa.array(list(gone), pa.int64()))
+            return some.filter(pc.invert(out))
+
+        def bury(message: pa.Table, error: str) -> None:
+            if message["parked_id"][0].as_py() not in gone:
+                aside = Aside(work=self.work, from_lanes=True, destination=destination)
+                aside.bury_as_stored(message, error)
+                self._settle(message, aside)
+
+        def make(some: pa.Table) -> None:
+            left = remaining(some)
+            if left.num_rows:
+                step(left)
+
+        isolate(rows, make, bury, undo)
+
+    def _read(
+        self,
+        destination: str,
+        names: Collection[str],
+        columns: Sequence[str | sql.Composable],
+        *,
+        found: bool,
+    ) -> Iterator[pa.Table]:
+        """What lanes hold of these shards, each in order, in chunks."""
+        if names:
+            query = parking.in_lanes(self.work.batch, destination, names, columns, found=found)
+            yield from chunks(
+                read(self.work, query), self.policy.chunk_rows, self.policy.chunk_bytes
+            )
+
+    def _doubt(self, part: Part) -> None:
+        """Note, durably, that messages are about to be sent that must not be sent again.
+
+        They wait in a lane of which nothing is sent: where they stay there, because this process
+        ends meanwhile, they become dead letters.
+        """
+        lane = Lane(destination=part.waits_at, lane=DOUBT)
+        subscription_id = self.work.batch.subscription_id
+        ids = part.rows["parked_id"].to_pylist()
+
+        def doubt(source: psycopg.Connection[Any]) -> None:
+            hold(source, self.work.batch)
+            parking.touch(source, subscription_id, [lane], "sent at most once")
+            parking.move(source, lane.destination, [lane.lane] * len(ids), ids)
+            fail_point("unpark")
+
+        self.at_source(doubt)
+        self.lanes.untried.add(lane)  # empty again soon, unless others' are there too
+        fail_point("unpark_commit")
+
+    def _settle(self, rows: pa.Table, aside: Aside) -> None:
+        """Take what has gone out of its lane."""
+
+        def settle(source: psycopg.Connection[Any]) -> None:
+            hold(source, self.work.batch)
+            aside.write_from_lanes(source, rows["parked_id"].to_pylist())
+            self.storing.acknowledge(source)
+            fail_point("unpark")
+
+        self.at_source(settle)
+        self.storing.settled()
+        self.receipts.of(None).dead += aside.dead_letters
+        fail_point("unpark_commit")
+
+    def _postpone(self, failed: Mapping[Lane, SafError]) -> None:
+        if failed:
+            subscription_id = self.work.batch.subscription_id
+            errors = {lane: str(error) for lane, error in failed.items()}
+            for lane, why in errors.items():
+                self._hold([lane], why)
+            self.at_source(lambda source: backoff.postpone(source, subscription_id, errors))
+
+    def _succeed(self, lanes: Collection[Lane]) -> None:
+        if lanes:
+            subscription_id = self.work.batch.subscription_id
+            self.at_source(lambda source: backoff.succeeded(source, subscription_id, lanes))
+
+
+def _group(lane: Backoff) -> tuple[str, tuple[int, str]]:
+    return lane.destination, backoff.rank(lane)
+
+
+def _behind(lane: Lane, older: Lane, why: str) -> Unavailable:
+    return Unavailable(str(lane), f"behind {older}: {why}")

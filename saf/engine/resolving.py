@@ -1,0 +1,340 @@
+"""Resolving: which services the messages for routers are really addressed to.
+
+Before routing, inside the task that delivers: the target sees the true sender, and there is nothing
+in between that could be a bottleneck. A router may resolve to a router; `MAX_HOPS` of them at most,
+and none twice. What is classified once only is remembered at the source
+(`saf.routing.resolutions`), durably before anything is sent.
+
+A message that cannot be resolved becomes a dead letter, as it was sent: its classifier raises, says
+nothing, or names what cannot be a service or what no route leads to. Its neighbours go on. Messages
+of a router with a problem (`saf.routing.routers`) wait in the lane of their service, and what else
+is addressed to it behind them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+from uuid import UUID
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from saf.dialogs.statements import COMPARE
+from saf.engine.classifying import ANSWERS, Function, as_answers, by_arrow, by_python
+from saf.engine.sorting import of_route_lane
+from saf.engine.wayfinder import Wayfinder
+from saf.errors import ConfigurationError, SafError, Unroutable
+from saf.message import MAX_KEY, MAX_NAME
+from saf.routing.resolutions import Resolved
+from saf.routing.routers import load
+from saf.routing.ways import ARROW, KEY, SQL, Router
+from saf.setaside.parking import ADDRESS, Lane
+
+MAX_HOPS = 16
+LATER = "of its dialog, the first message was not resolved"
+
+Mask = npt.NDArray[np.bool_]
+Places = npt.NDArray[np.int64]
+
+
+class Memory(Protocol):
+    """What was resolved once; see `saf.routing.resolutions`."""
+
+    def resolved(self, router: str, keys: Collection[str]) -> Mapping[str, Resolved]:
+        """What is known of these keys."""
+
+    def keep(self, router: str, new: Mapping[str, Resolved]) -> Mapping[str, Resolved]:
+        """What counts of these keys from now on, committed."""
+
+
+class Answers(Protocol):
+    """What expressions in SQL say to messages, evaluated by others in step with the delivery."""
+
+    def about(self, rows: pa.Table) -> Mask:
+        """From now on it is about these messages; which of them have answers."""
+
+    def to(self, router: Router, rows: pa.Table) -> pa.Table:
+        """The answers of a router to some of these messages, as `saf.engine.classifying` has them.
+
+        Raises:
+            Unavailable: there are none, because the source could not be read to the end.
+        """
+
+
+@dataclass(kw_only=True)
+class Resolution:
+    """What became of some messages."""
+
+    rows: pa.Table
+    """Those that go on, with the addresses that they really have."""
+    dead: list[tuple[pa.Table, str]] = field(default_factory=list)
+    """As they were sent, and why nobody can say where to."""
+    waiting: pa.Table | None = None
+    """As they were sent: their router cannot be asked."""
+
+
+class Resolver:
+    """The routers of one batch."""
+
+    def __init__(
+        self,
+        routers: Collection[Router],
+        wayfinder: Wayfinder,
+        memory: Memory,
+        answers: Answers | None = None,
+        *,
+        further: Collection[str] = (),
+    ) -> None:
+        """Those that others resolve ``further`` on need no route here."""
+        routers = [_usable(router, answers) for router in routers]
+        self._routers = {router.service: router for router in routers}
+        self._by_spark = answers
+        self._led_on = {*self._routers, *further}
+        self._wayfinder = wayfinder
+        self._memory = memory
+        self._functions: dict[str, Function] = {}
+        self.problems: dict[str, str] = {}
+        """Why the messages for some services wait."""
+
+    def __bool__(self) -> bool:
+        return bool(self._routers)
+
+    def obstacle(self, lane: Lane) -> SafError:
+        """Why messages wait in a lane for a route."""
+        service, broker = of_route_lane(lane)
+        if problem := self.problems.get(service):
+            return ConfigurationError(problem)
+        elsewhere = self._wayfinder.routes.elsewhere(service, broker)
+        return Unroutable(service, broker, elsewhere)
+
+    def resolve(self, rows: pa.Table, held: Iterable[Lane] = ()) -> Resolution:
+        """The rows with their real addresses; those behind a lane that is ``held`` wait.
+
+        Raises:
+            ConfigurationError: a classifier cannot be loaded here, though it could at the driver.
+        """
+        if not self._routers:
+            return Resolution(rows=rows)
+        sent = rows["to_service"]
+        left = _is_in(sent, self._routers)
+        if not left.any():
+            return Resolution(rows=rows)
+        waiting = left & _is_in(sent, [of_route_lane(one)[0] for one in held if one.unrouted])
+        if self._by_spark is not None:
+            unasked = ~self._by_spark.about(rows)
+            if "parked_id" in rows.column_names:
+                waiting |= left & unasked  # parked since
+        left &= ~waiting
+        addressed, errors, trails = rows, dict[int, str](), dict[int, list[str]]()
+        for _ in range(MAX_HOPS):
+            now = addressed["to_service"]
+            for service in _distinct(now, left):
+                router = self._routers[service]
+                mine = left & _is_in(now, [service])
+                if router.problem is not None:
+                    self.problems |= dict.fromkeys(_distinct(sent, mine), router.problem)
+                    waiting |= mine
+                    left &= ~mine
+                    continue
+                answers = self._answers(router, _filtered(addressed, mine))
+                errors |= _errors(np.flatnonzero(mine), answers["error"])
+                addressed = _readdressed(addressed, mine, answers)
+            left &= _is_in(addressed["to_service"], self._routers)
+            left[list(errors)] = False
+            if not left.any():
+                break
+            errors |= _circles(trails, sent, addressed["to_service"], left)
+            left[list(errors)] = False
+        for row in np.flatnonzero(left):
+            errors[int(row)] = f"more than {MAX_HOPS} routers in a row: {_chain(trails[int(row)])}"
+        if waiting.any():
+            waiting |= _is_in(sent, _distinct(sent, waiting))
+        away = waiting.copy()
+        away[list(errors)] = True
+        return Resolution(
+            rows=_filtered(addressed, ~away),
+            dead=_dead(rows, errors, waiting),
+            waiting=_filtered(rows, waiting) if waiting.any() else None,
+        )
+
+    def _answers(self, router: Router, rows: pa.Table) -> pa.Table:
+        """The answers to the rows; where one counts for a key, that of the first to have one."""
+        keys = _once(router, rows)
+        if keys.null_count == len(keys):
+            return self._classified(router, rows)
+        encoded = keys.dictionary_encode()
+        names = [*encoded.dictionary.to_pylist(), None]  # the last one is of rows without a key
+        which = pc.fill_null(encoded.indices, -1).to_numpy()
+        known = dict(self._memory.resolved(router.service, names[:-1]))
+        since = dict.fromkeys(known, 0)
+        asked = which < 0
+        asked[np.unique(which, return_index=True)[1]] = True
+        asked &= np.array([name not in known for name in names])[which]
+        places, own = np.flatnonzero(asked), self._classified(router, _filtered(rows, asked))
+        failed = which[places[own["error"].is_valid().to_numpy()]]
+        again = np.isin(which, failed[failed >= 0]) & ~asked
+        if again.any():  # after a dead letter, the key's others are asked as well
+            places = np.concatenate([places, np.flatnonzero(again)])
+            own = pa.concat_tables([own, self._classified(router, _filtered(rows, again))])
+        new: dict[str, Resolved] = {}
+        for place, answer in _resolved(places, own, which >= 0):
+            name = names[which[place]]
+            if name not in new:
+                new[name], since[name] = answer, place
+        if new:
+            known |= self._memory.keep(router.service, new)
+        of_keys = as_answers([known.get(name, "") for name in names])
+        take = np.zeros(len(which), np.int64)
+        take[places] = np.arange(len(places))
+        beginning = np.array([since.get(name, len(which)) for name in names])
+        follows = np.arange(len(which)) >= beginning[which]
+        take[follows] = len(places) + which[follows]
+        return pa.concat_tables([own, of_keys]).take(take)
+
+    def _classified(self, router: Router, rows: pa.Table) -> pa.Table:
+        """What the classifier answers; of a dialog it is asked for the first message only."""
+        later = _later(rows)
+        if not later.any():
+            return self._judged(router, rows)
+        begun = self._judged(router, _filtered(rows, ~later))
+        answers = pa.concat_tables([begun, as_answers([LATER] * int(later.sum()))])
+        return answers.take(np.argsort(np.argsort(later, kind="stable")))
+
+    def _judged(self, router: Router, rows: pa.Table) -> pa.Table:
+        """What the classifier answers; an error where that is nothing, or leads nowhere."""
+        answers = self._asked(router, rows)
+        services, keys, error = answers["service"], answers["key"], answers["error"]
+        addresses = {
+            "to_service": services,
+            "to_broker": pc.coalesce(answers["broker"], rows["to_broker"]),
+        }
+        lost = self._wayfinder.route(pa.table(addresses))["route"].is_null().to_numpy()
+        # a broker that nobody knows yet is waited for
+        lost &= addresses["to_broker"].is_null().to_numpy() & ~_is_in(services, self._led_on)
+        named = pc.binary_join_element_wise("it names '", services, "', ", "")
+        for wrong, why in (
+            (pc.is_null(services), pa.scalar("its classifier says nothing")),
+            (
+                _unfit(services, MAX_NAME),
+                pc.binary_join_element_wise(named, "no service's name", ""),
+            ),
+            (_unfit(keys, MAX_KEY), pa.scalar("it names a key that no message can have")),
+            (pa.array(lost), pc.binary_join_element_wise(named, "which no route leads to", "")),
+        ):
+            error = pc.coalesce(error, pc.if_else(wrong, why, pa.scalar(None, pa.string())))
+        services = pc.if_else(pc.is_null(error), services, pa.scalar(None, pa.string()))
+        return answers.set_column(0, "service", services).set_column(3, "error", error)
+
+    def _asked(self, router: Router, rows: pa.Table) -> pa.Table:
+        if router.kind == SQL and self._by_spark is not None:
+            return self._by_spark.to(router, rows)
+        if router.service not in self._functions:
+            self._functions[router.service] = load(router)
+        classify = by_arrow if router.kind == ARROW else by_python
+        return classify(self._functions[router.service], rows)
+
+
+def _usable(router: Router, answers: Answers | None) -> Router:
+    if router.kind != SQL or router.problem or answers:
+        return router
+    problem = f"router {router.service!r} is in SQL, which needs Spark"
+    return replace(router, problem=problem)
+
+
+def _once(router: Router, rows: pa.Table) -> pa.Array:
+    """By what each message is classified once: its conversation, or its key, or not at all."""
+    conversations = rows["conversation_id"]
+    keys = rows["key"] if router.once_per == KEY else pa.nulls(len(rows), pa.string())
+    if conversations.null_count < len(conversations):
+        ids = [one and str(UUID(bytes=one)) for one in conversations.to_pylist()]
+        keys = pc.coalesce(pa.array(ids, pa.string()), keys)
+    return keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
+
+
+def _later(rows: pa.Table) -> Mask:
+    """Which are of a dialog, and not its first message."""
+    said = rows["from_initiator"]
+    if said.null_count == len(said):
+        return np.zeros(len(said), np.bool_)
+    # what compares has the number of the last message, and says nothing that could be classified
+    compares = pc.equal(rows["message_type"], COMPARE)
+    follows = pc.or_kleene(pc.greater(rows["sequence"], 1), compares)
+    later = pc.and_(said.is_valid(), pc.fill_null(follows, False))
+    return later.to_numpy()  # type: ignore[no-any-return] # pyarrow has no types
+
+
+def _resolved(places: Places, answers: pa.Table, keyed: Mask) -> Iterable[tuple[int, Resolved]]:
+    """The answers that are to be remembered, with the rows that they are for."""
+    for place, row in zip(places.tolist(), answers.to_pylist(), strict=True):
+        if keyed[place] and row["error"] is None:
+            broker = UUID(bytes=row["broker"]) if row["broker"] else None
+            yield place, Resolved(service=row["service"], broker=broker, key=row["key"])
+
+
+def _readdressed(rows: pa.Table, mine: Mask, answers: pa.Table) -> pa.Table:
+    """The rows with the answers, as far as they say something, as the addresses of ``mine``."""
+    for name, answer in zip(ADDRESS, ANSWERS.names[:-1], strict=True):
+        new = answers[answer].combine_chunks()
+        if new.null_count < len(new):
+            old = rows[name].combine_chunks()
+            if not mine.all():
+                new = pc.replace_with_mask(pa.nulls(len(old), new.type), pa.array(mine), new)
+            place = rows.column_names.index(name)
+            rows = rows.set_column(place, name, pc.coalesce(new, old))
+    return rows
+
+
+def _circles(
+    trails: dict[int, list[str]], sent: pa.ChunkedArray, now: pa.ChunkedArray, left: Mask
+) -> dict[int, str]:
+    """Go one further on the trail of each row that is left; what closes a circle is an error."""
+    found = {}
+    for row in np.flatnonzero(left).tolist():
+        trail, service = trails.setdefault(row, [sent[row].as_py()]), now[row].as_py()
+        if service in trail:
+            found[row] = f"a loop of routers: {_chain([*trail, service])}"
+        trail.append(service)
+    return found
+
+
+def _dead(rows: pa.Table, errors: Mapping[int, str], waiting: Mask) -> list[tuple[pa.Table, str]]:
+    places: dict[str, list[int]] = defaultdict(list)
+    for row, error in errors.items():
+        if not waiting[row]:
+            places[f"router {rows['to_service'][row].as_py()!r}: {error}"].append(row)
+    return [(rows.take(sorted(mine)), error) for error, mine in places.items()]
+
+
+def _errors(places: Places, errors: pa.ChunkedArray) -> dict[int, str]:
+    if errors.null_count == len(errors):
+        return {}
+    texts = zip(places.tolist(), errors.to_pylist(), strict=True)
+    return {place: text for place, text in texts if text is not None}
+
+
+def _unfit(names: pa.ChunkedArray, longest: int) -> pa.ChunkedArray:
+    """Which cannot be a name, or a key, of so many bytes at most."""
+    length = pc.binary_length(names)
+    bad = pc.or_(pc.equal(length, 0), pc.greater(length, longest))
+    return pc.fill_null(pc.or_(bad, pc.match_substring(names, "\0")), False)
+
+
+def _chain(services: Iterable[str]) -> str:
+    return " -> ".join(services)
+
+
+def _is_in(column: pa.ChunkedArray, values: Collection[str]) -> Mask:
+    return pc.is_in(column, pa.array(values, pa.string())).to_numpy()  # type: ignore[no-any-return]
+
+
+def _distinct(column: pa.ChunkedArray, of: Mask) -> list[Any]:
+    return pc.unique(column.filter(pa.array(of))).to_pylist()  # type: ignore[no-any-return]
+
+
+def _filtered(rows: pa.Table, mask: Mask) -> pa.Table:
+    return rows if mask.all() else rows.filter(pa.array(mask))

@@ -1,0 +1,75 @@
+"""Sharing: which of several routes each message takes, where its way is one of several.
+
+Messages without a key take them in turn by their ids, so those of a batch go the same way again.
+Those with a key go where their key has chosen to (`saf.routing.choices`), which is asked once a
+chunk and of each key once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from uuid import UUID
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from saf.routing.choices import Asker
+from saf.routing.ways import Way
+
+Choose = Callable[[Mapping[Asker, Sequence[str]]], Mapping[Asker, str]]
+"""`saf.routing.choices.choose`, committed."""
+
+
+def share(rows: pa.Table, ways: Sequence[Way], choose: Choose) -> pa.Table:
+    """The rows with one route each in the column ``route``, instead of several that share."""
+    shared = [n for n in pc.unique(rows["route"]).to_pylist() if n is not None and ways[n].shared]
+    if not shared:
+        return rows
+    alone = {way.routes[0]: number for number, way in enumerate(ways) if len(way.routes) == 1}
+    route = rows["route"].to_numpy(zero_copy_only=False)
+    taken = pc.fill_null(rows["route"], -1).to_numpy().copy()
+    keyed = pc.is_valid(rows["key"]).to_numpy()
+    first, which = _distinct(rows.select(["to_service", "to_broker", "key"]))
+    among = {
+        place: ways[int(route[row])]
+        for place, row in enumerate(first)
+        if keyed[row] and route[row] in shared
+    }
+    askers = dict(zip(among, _askers(rows.take(first[list(among)])), strict=True))
+    chosen = choose({askers[p]: way.destinations for p, way in among.items()}) if among else {}
+    numbers = np.full(len(first), -1)
+    for place, way in among.items():
+        member = way.destinations.index(chosen[askers[place]])
+        numbers[place] = alone[way.routes[member]]
+    for number in shared:
+        mine = taken == number
+        members = np.array([alone[one] for one in ways[number].routes])
+        taken = np.where(mine & ~keyed, members[rows["id"].to_numpy() % len(members)], taken)
+        taken = np.where(mine & keyed, numbers[which], taken)
+    column = pa.array(taken.astype(np.int32), mask=taken < 0)
+    return rows.set_column(rows.column_names.index("route"), "route", column)
+
+
+def _distinct(columns: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Of the distinct rows, in order of appearance, where each is first; and which each row is."""
+    codes = np.zeros(columns.num_rows, np.int64)
+    for column in columns.columns:
+        if column.null_count < len(column):
+            encoded = column.combine_chunks().dictionary_encode()
+            numbers = pc.fill_null(encoded.indices, -1).to_numpy() + 1
+            codes = np.unique(codes * (len(encoded.dictionary) + 1) + numbers, return_inverse=True)[
+                1
+            ]
+    _, first, which = np.unique(codes, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    return first[order], place[which]
+
+
+def _askers(rows: pa.Table) -> list[Asker]:
+    brokers = [str(UUID(bytes=one)) if one else None for one in rows["to_broker"].to_pylist()]
+    named = zip(rows["to_service"].to_pylist(), brokers, rows["key"].to_pylist(), strict=True)
+    return [Asker(*one) for one in named]

@@ -1,0 +1,120 @@
+"""The source: the open batch of a broker (a group of its shards), inside the Spark task.
+
+Read by COPY into Arrow: no Python runs per message. Reading claims nothing and changes nothing, so
+a task may run twice; the batch gives the same rows each time.
+
+The columns are those of `saf.log.columns`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import adbc_driver_manager.dbapi as adbc
+import pyarrow as pa
+from psycopg import sql
+
+from saf.database import bulk, connections
+from saf.engine.windows import (
+    BATCH_BYTES,
+    ISOLATION,
+    NotInWindows,
+    Window,
+    bounded,
+    in_order,
+    survey,
+)
+from saf.engine.work import Work
+from saf.errors import Unavailable
+from saf.log.columns import common, completed, plain, selected
+
+# One snapshot for all that one reader asks. Before any query of the transaction.
+ONE_SNAPSHOT = f"SET TRANSACTION ISOLATION LEVEL {ISOLATION}, READ ONLY"
+
+# Tasks are the parallelism: workers of PostgreSQL's own would hand each row from one to the other,
+# and compiling the query takes longer than most batches.
+ALONE = "SELECT set_config('max_parallel_workers_per_gather', '0', false), \
+set_config('jit', 'off', false)"
+
+
+def messages(work: Work, max_bytes: int) -> Iterator[pa.RecordBatch]:
+    """What is left of one item of work, in `saf.log.columns`, in the order of the ids.
+
+    Raises as `read` does.
+    """
+    rest, columns = work.batch, selected(max_bytes, work.batch.log)
+    if work.deep:
+        try:
+            for rows in _in_windows(work, columns):
+                yield rows
+                rest = replace(rest, position=int(rows["id"][-1].as_py()))
+        except NotInWindows:
+            pass
+        else:
+            return
+    yield from read(work, rest.select(columns))
+
+
+def _in_windows(work: Work, columns: list[str | sql.Composable]) -> Iterator[pa.RecordBatch]:
+    batch = work.batch
+    asked = common(columns)
+    with _cursor(work) as cursor:
+
+        def within(window: Window) -> Iterable[pa.RecordBatch]:
+            nonlocal asked
+            if asked is not columns:
+                rows = bounded(_rows(cursor, window.rows(batch, asked)))
+                whole = [complete for some in rows if (complete := completed(some)) is not None]
+                if len(whole) == len(rows):
+                    return whole
+                asked = columns  # others will have what these have
+            return _rows(cursor, window.rows(batch, columns))
+
+        yield from in_order(survey(cursor, batch), within)
+
+
+def read(work: Work, query: str) -> Iterator[pa.RecordBatch]:
+    """What a query gives at the source, about 4 MiB at a time, in types that Arrow computes with.
+
+    Raises:
+        Unavailable: the source does not answer, or not to the end.
+    """
+    with _cursor(work) as cursor:
+        yield from _rows(cursor, query)
+
+
+def _rows(cursor: bulk.Cursor, query: str) -> Iterator[pa.RecordBatch]:
+    cursor.adbc_statement.set_options(**{"adbc.postgresql.batch_size_hint_bytes": str(BATCH_BYTES)})
+    cursor.execute(query)
+    for rows in cursor.batches():
+        if rows.num_rows:
+            yield plain(rows)
+
+
+@contextmanager
+def _cursor(work: Work) -> Iterator[bulk.Cursor]:
+    """Of a connection that is kept only if what it was for came to its end."""
+    dsn = work.dsn
+    try:
+        connection = connections.take("read", dsn, lambda: bulk.connect(dsn, "read"), _fit)
+        try:
+            with connection.cursor() as cursor:
+                yield cursor
+            connection.rollback()  # not to hold on to its snapshot
+        except BaseException:  # also a reader that is left before the end
+            connections.drop(connection)
+            raise
+        connections.put(work.keep, "read", dsn, connection)
+    # of a stream that breaks off Arrow itself says so
+    except (adbc.Error, OSError) as error:
+        reason = dsn.redact(str(error))
+        hangs = isinstance(error, adbc.Error) and bulk.hangs(error)
+        raise Unavailable(f"broker {work.broker!r}", reason, hangs=hangs) from None
+
+
+def _fit(connection: bulk.Connection) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(ONE_SNAPSHOT)
+        cursor.execute(ALONE)

@@ -1,0 +1,291 @@
+"""Storing: the step of a delivery in which messages reach their destinations.
+
+What stands in the way of some messages delays only those. What a destination rejects is found by
+halving, and its neighbours are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from uuid import UUID
+
+import psycopg
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from saf.database.retry import while_unavailable
+from saf.destinations import Chunk, Destination, Stored
+from saf.destinations.marks import AGAIN, ONCE, Mark, Place, acknowledge, acknowledged, not_parked
+from saf.destinations.places import LANE, touched
+from saf.destinations.postgresql import PostgresInbox
+from saf.engine.aside import Aside
+from saf.engine.at_source import AtSource
+from saf.engine.chunks import mark
+from saf.engine.lanes import Lanes
+from saf.engine.receipts import Receipts
+from saf.engine.sorting import (
+    Part,
+    found_lanes,
+    in_lanes,
+    route_lanes,
+    service_lanes,
+    unroutable,
+)
+from saf.engine.work import Policy, Work
+from saf.errors import (
+    Ahead,
+    AnotherBroker,
+    Behind,
+    ConfigurationError,
+    Fenced,
+    Rejected,
+    Restored,
+    SafError,
+    Unavailable,
+    UnknownService,
+)
+from saf.log.cursor import hold
+from saf.routing.ways import AT_MOST_ONCE, EXACTLY_ONCE
+from saf.setaside.parking import Lane
+
+REFUSES = (Unavailable, Behind, Restored)
+"""Nothing can be stored there now; by itself, or before a person has repaired it."""
+
+
+def nowhere(name: str) -> Unavailable:
+    """The error for a destination that is not configured."""
+    return Unavailable(f"destination {name!r}", f"saf.toml has no [destinations.{name}]")
+
+
+@dataclass
+class Storing:
+    """The destinations of one task, each connected when something first goes there."""
+
+    work: Work
+    policy: Policy
+    at_source: AtSource
+    lanes: Lanes
+    receipts: Receipts
+    to_repair: SafError | None = None
+    """A destination was refused until a person has repaired it."""
+    _open: dict[str, Destination] = field(default_factory=dict)
+    _identities: dict[str, str] = field(default_factory=dict)
+    _known: dict[str, dict[Place, Mark | None]] = field(default_factory=dict)
+    """The marks of destinations, by their names, as far as they were asked for."""
+    _stored: list[tuple[UUID, Mapping[Place, Mark], Mapping[Place, Mark]]] = field(
+        default_factory=list
+    )
+    """What is to be acknowledged: destination, marks, and those before them."""
+
+    def store(self, part: Part, end: tuple[int, int], aside: Aside) -> None:
+        """Store a part, which completes its lane up to (batch, position) ``end``.
+
+        What does not go is in ``aside``.
+        """
+        assert part.destination is not None  # noqa: S101 - the caller's to see to
+        aside.write_ahead(self.at_source)
+        name = part.destination
+        behind = self.lanes.services(name) if part.main else frozenset()
+        chunk = replace(self._chunk(part, end), behind=behind)
+        try:
+            stored = while_unavailable(self.policy.attempts, lambda: self._store(part, chunk))
+        except REFUSES as error:
+            if not isinstance(error, Unavailable):
+                self.to_repair = error
+            aside.failed |= dict.fromkeys(part.lanes, error)
+            aside.down.add(name)
+            aside.wait(part)
+            if part.main:
+                self.lanes.hold(Lane(destination=name), str(error))
+        except AnotherBroker as error:
+            self._store_own(part, end, aside, error)
+        except UnknownService as error:
+            self._store_known(part, end, aside, error)
+        except Fenced as error:
+            # a newer owner than the source itself knows of: raises Fenced, or is not so
+            self.at_source(lambda source: hold(source, self.work.batch))
+            raise Ahead(f"destination {name!r}", error.shards) from None
+        except Rejected as error:
+            self._store_halves(part, end, aside, error)
+        else:
+            self.receipts.of(name).messages += stored.messages
+            self.receipts.of(name).dropped += stored.dropped
+            lane = Lane(destination=name)
+            if part.main and lane in self.lanes.untried:
+                self.lanes.untried.discard(lane)
+                aside.opened.add(lane)
+
+    def store_once(self, part: Part, aside: Aside) -> None:
+        """Store a part at most once: what may have left is not sent again, and said to be dead."""
+        assert part.destination is not None  # noqa: S101 - the caller's to see to
+        if not part.rows.num_rows:
+            return
+        chunk = self._chunk(part, mark(part.rows, self.work.batch.number))
+        try:
+            stored = self._store(part, chunk)
+        except AnotherBroker as error:
+            mine, others = _told_apart(error)
+            self._let_wait(others, aside, error)
+            self.store_once(replace(part, rows=mine), aside)
+        except (*REFUSES, UnknownService, Rejected) as error:
+            if isinstance(error, (Behind, Restored)):
+                self.to_repair = error
+            aside.bury(part.rows, part.destination, "unavailable", str(error))
+        else:
+            self.receipts.of(part.destination).messages += stored.messages
+
+    def acknowledge(self, source: psycopg.Connection[Any]) -> None:
+        """Remember what destinations have stored, with the position that moves past it."""
+        for there, marks, before in self._stored:
+            acknowledge(source, there, marks, before)
+
+    def settled(self) -> None:
+        """What was to be acknowledged is."""
+        self._stored.clear()
+
+    def close(self) -> None:
+        """Give up all connections."""
+        for destination in self._open.values():
+            destination.close()
+
+    def _store_halves(
+        self, part: Part, end: tuple[int, int], aside: Aside, error: Rejected
+    ) -> None:
+        """Store what can be of a part with something that the destination rejects."""
+        if part.rows.num_rows == 1:
+            aside.bury(part.rows, part.destination or "", "rejected", str(error))
+            return
+        half = part.rows.num_rows // 2
+        first = replace(part, rows=part.rows.slice(0, half))
+        self.store(first, mark(first.rows, end[0]), aside)
+        second = replace(part, rows=part.rows.slice(half))
+        if part.destination in aside.down:
+            aside.wait(second)
+        else:
+            self.store(second, end, aside)
+
+    def _store_own(
+        self, part: Part, end: tuple[int, int], aside: Aside, error: AnotherBroker
+    ) -> None:
+        """Store the rest of a part, some of which is for other brokers: that waits for a route."""
+        assert part.destination is not None  # noqa: S101 - the caller's to see to
+        mine, others = _told_apart(error)
+        self._let_wait(others, aside, error)
+        self._store_rest(part, mine, end, aside, error.rows)
+
+    def _let_wait(self, rows: pa.Table, aside: Aside, error: AnotherBroker) -> None:
+        """Let messages wait for a route, as those do that have none."""
+        waiting = unroutable(rows)
+        for lane in waiting.lanes:
+            aside.failed[lane] = error
+            self.lanes.hold(lane, str(error))
+        aside.move(waiting)
+
+    def _store_known(
+        self, part: Part, end: tuple[int, int], aside: Aside, error: UnknownService
+    ) -> None:
+        """Store the rest of a part, some of whose services the destination does not know.
+
+        Those wait in lanes of their services, so that the rest need not. In lanes that messages
+        come to when they have found a route, unless they wait there already or are in the order
+        that they were sent in: what was stored before the service went, or is sent again, must not
+        meet another lane's watermark.
+        """
+        assert part.destination is not None  # noqa: S101 - the caller's to see to
+        unknown = pc.is_in(error.rows["to_service"], pa.array(error.services, pa.string()))
+        rows = error.rows.filter(unknown)
+        by_service = service_lanes(rows)
+        if part.main:
+            here, names = pc.equal(by_service, ""), by_service  # none
+        else:
+            by_route = found_lanes(route_lanes(rows))
+            here = pc.or_(pc.equal(rows[LANE], by_service), pc.equal(rows[LANE], by_route))
+            names = pc.if_else(here, rows[LANE], by_route)
+        waiting = replace(part, rows=in_lanes(rows, names))
+        staying = replace(waiting, rows=waiting.rows.filter(here))
+        going = replace(waiting, rows=waiting.rows.filter(pc.invert(here)))
+        services = dict(zip(names.to_pylist(), rows["to_service"].to_pylist(), strict=True))
+        for lane in waiting.lanes:
+            why = error.of(services[lane.lane])
+            if not part.main or lane not in self.lanes.held:
+                aside.failed[lane] = why
+            self.lanes.hold(lane, str(why))
+        if staying.rows.num_rows:
+            aside.wait(staying)
+        if going.rows.num_rows:
+            aside.move(going)
+        self._store_rest(part, error.rows.filter(pc.invert(unknown)), end, aside, error.rows)
+
+    def _store_rest(
+        self, part: Part, rest: pa.Table, end: tuple[int, int], aside: Aside, fresh: pa.Table
+    ) -> None:
+        """Store what a destination has not refused of the ``fresh`` rows of a part."""
+        assert part.destination is not None  # noqa: S101 - the caller's to see to
+        self.receipts.of(part.destination).dropped += part.rows.num_rows - fresh.num_rows
+        if rest.num_rows:
+            self.store(replace(part, rows=rest), end, aside)
+
+    def _store(self, part: Part, chunk: Chunk) -> Stored:
+        """Store a chunk where its part goes, if the marks there are those that are known."""
+        assert part.destination is not None  # noqa: S101 - the caller's to see to
+        name, exactly_once = part.destination, part.quality == EXACTLY_ONCE
+        destination = self._destination(name)
+        prefix = "" if exactly_once else ONCE if part.quality == AT_MOST_ONCE else AGAIN
+        known = self._known_of(name, touched(replace(chunk, prefix=prefix)))
+        chunk = replace(chunk, prefix=prefix, known=known)
+        try:
+            stored = destination.store(chunk, exactly_once=exactly_once)
+        except Ahead as error:
+            # or it was stored, nobody heard the answer, and it waits to be stored again
+            subscription_id, marks = self.work.batch.subscription_id, error.marks
+            if self.at_source(lambda s: not_parked(s, subscription_id, name, marks)):
+                raise
+            chunk = replace(chunk, known={**known, **marks})
+            stored = destination.store(chunk, exactly_once=exactly_once)
+        new = {place: mark for place, mark in stored.marks.items() if known.get(place) != mark}
+        if new:
+            self._stored.append((UUID(self._identities[name]), new, known))
+            self._known[name] |= new
+        return stored
+
+    def _known_of(self, name: str, places: Sequence[Place]) -> dict[Place, Mark]:
+        """What the source remembers of some of a destination's marks; asked for once."""
+        known = self._known.setdefault(name, {})
+        if missing := [place for place in places if place not in known]:
+            there = UUID(self._identities[name])
+            found = self.at_source(lambda source: acknowledged(source, there, missing))
+            known |= {place: found.get(place) for place in missing}
+        return {place: mark for place in places if (mark := known[place]) is not None}
+
+    def _chunk(self, part: Part, end: tuple[int, int]) -> Chunk:
+        return Chunk(
+            source=self.work.source,
+            batch=self.work.batch,
+            rows=part.rows,
+            number=end[0],
+            position=end[1],
+        )
+
+    def _destination(self, name: str) -> Destination:
+        destination = self._open.setdefault(
+            name, PostgresInbox(name, self.policy.destinations[name][0], keep=self.work.keep)
+        )
+        if name not in self._identities:
+            identity = destination.identity()
+            for other, known in self._identities.items():
+                if known == identity:
+                    raise ConfigurationError(
+                        f"destinations {other!r} and {name!r} are the same broker: one watermark "
+                        "cannot serve both, so keep one of them in saf.toml"
+                    )
+            self._identities[name] = identity
+        return destination
+
+
+def _told_apart(error: AnotherBroker) -> tuple[pa.Table, pa.Table]:
+    """Of the rows that were refused, those that are for the destination, and the others."""
+    others = pa.array([UUID(one).bytes for one in error.others], pa.binary())
+    away = pc.is_in(error.rows["to_broker"], value_set=others, skip_nulls=True)
+    return error.rows.filter(pc.invert(away)), error.rows.filter(away)

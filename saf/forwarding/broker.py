@@ -1,0 +1,350 @@
+"""One source broker during a run: its connection, membership and open batches, at the driver."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+import psycopg
+
+from saf.broker import restored
+from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
+from saf.destinations.identities import Identities
+from saf.engine.work import Work
+from saf.errors import ConfigurationError, Fenced
+from saf.forwarding.vigil import Vigil
+from saf.log import cursor
+from saf.log.shards import NEWEST, Member
+from saf.routing.routers import with_problems
+from saf.routing.routes import NOTHING, Declared, current_routes, freeze, frozen_routes
+from saf.routing.ways import Routes
+from saf.setaside import backoff
+from saf.setaside.backoff import Summary
+from saf.setaside.parking import MAIN, Backoff
+
+LOG = "outbox"
+SUBSCRIPTION = "forwarder"
+
+LITTLE = 5000
+"""Messages that one task forwards sooner than two tasks have connected."""
+
+DEEP = 300_000
+"""About so many messages, by what a few shards hold: sooner surveyed and read than sorted."""
+SAMPLE = 4
+"""So many shards are counted for that."""
+
+# What anybody would find, for those who own no shard
+PENDING = f"""
+SELECT done::text, array_agg(shard), bool_or(open IS NOT NULL) FROM {NEWEST} AS c
+GROUP BY done::text
+"""
+
+IDENTITY = """
+SELECT b.broker_id, s.subscription_id
+FROM saf.broker b, saf.subscription s WHERE s.log = %(log)s AND s.name = %(subscription)s
+"""
+
+
+class SourceBroker:
+    """A broker whose outbox this process forwards as a member of the forwarder subscription.
+
+    Methods raise `Unavailable` when the database does not answer; the next call connects again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dsn: Dsn,
+        *,
+        lease_seconds: float,
+        max_connections: int | None = None,
+        declared: Declared = NOTHING,
+        identities: Identities | None = None,
+    ) -> None:
+        self.name = name
+        self.dsn = dsn
+        self.declared = declared
+        self.identities = identities
+        self.lease_seconds = lease_seconds
+        self.max_connections = max_connections
+        self.shards = 0
+        """How many shards this member owns."""
+        self.idle = False
+        """It is a member, and the others own all shards."""
+        self.resumed = False
+        """The work in hand holds batches that an earlier cycle opened, so more may be pending."""
+        self.last_turn = 0
+        """The cycle in which it last had tasks."""
+        self.unfinished = False
+        """The last cycle left some of its work open, for the next one."""
+        self.vigil: Vigil | None = None
+        """Over the tasks at work."""
+        self._connection: psycopg.Connection[Any] | None = None
+        self._member: Member | None = None
+        self._broker_id: UUID | None = None
+        self._renewed = 0.0
+        self._routes: dict[int, Routes] = {}
+        self.waiting = Summary()
+        """Lanes of parked messages, and destinations that are left alone until their time."""
+        self.lanes_left = False
+        """The last cycle had no time for some lanes that were due when this run began."""
+        self._lanes: tuple[Backoff, ...] = ()
+        self._of_services = False
+        self._began: datetime | None = None
+
+    @property
+    def connected(self) -> bool:
+        """It holds a connection, and with it shards."""
+        return self._connection is not None
+
+    def visit(self, default_destination: str | None, *, brief: bool) -> list[Work]:
+        """Between cycles: what there is to forward now.
+
+        A ``brief`` visit that finds nothing writes nothing, and ends with the connection.
+
+        Raises:
+            Unavailable, UsageError
+        """
+        if brief and self._member is None and not self._pending():
+            self.idle = False
+            self.leave()
+            return []
+        self.tend()
+        self.idle = not self.shards
+        work = self.open_work(default_destination)
+        if brief and not work:
+            self.leave()
+        return work
+
+    def tend(self) -> None:
+        """Between cycles: be connected, be a member, keep the lease and the fair share.
+
+        Raises:
+            Unavailable, SchemaMissing, SchemaMismatch
+        """
+        with unavailable_if_lost(f"broker {self.name!r}"):
+            connection = self._connect()
+            if self._member is not None and not self._due():
+                return
+            try:
+                self._balance(connection)
+            except Fenced:
+                # slept past the lease and was forgotten: come back as a new member
+                self._member = None
+                self._balance(connection)
+
+    @property
+    def renewal_due(self) -> bool:
+        """It is time to `renew`."""
+        return self._member is not None and self._due()
+
+    def renew(self) -> None:
+        """During a cycle: keep the lease, if it is time to, for tasks that are heard of."""
+        if self._member is None or not self._due():
+            return
+        with unavailable_if_lost(f"broker {self.name!r}"):
+            connection = self._connect()
+            silent = 0.0
+            if self.vigil is not None:
+                silent = self.vigil.look(self.name, connection)
+            self._renewed = time.monotonic()
+            if self._member is None or silent >= self.lease_seconds:
+                return
+            try:
+                self._member.renew(connection, silent)
+            except Fenced:
+                return  # the tasks learn it from their own writes, and `tend` joins again
+
+    def open_work(self, default_destination: str | None) -> list[Work]:
+        """What there is to forward now.
+
+        Batches in hand, and a new one if there is anything new or a lane's time has come; nothing
+        while the only destination is down and its time has not.
+        """
+        member = self._member
+        self.resumed = False
+        if member is None:
+            return []
+        with unavailable_if_lost(f"broker {self.name!r}"):
+            connection = self._connect()
+            self._look_at_lanes(connection, member)
+            if not self.shards:
+                return []
+            batches = cursor.in_hand(connection, LOG, member)
+            self.resumed = bool(batches)
+            due = any(lane.due for lane in self._lanes) and backoff.due_here(
+                connection, member.subscription_id, member.member_id
+            )
+            if due or cursor.anything_new(connection, LOG, member):
+                known = self.identities.known() if self.identities else None
+                routes = current_routes(connection, default_destination, self.declared, known)
+                version = freeze(connection, with_problems(routes))
+                cursor.open_batch(connection, member, version)
+                batches = cursor.in_hand(connection, LOG, member)
+            work = [self._work(connection, batch) for batch in batches]
+            work = [item for item in work if not self._in_vain(item)]
+            return [self._sized(connection, item) for item in work]
+
+    def _sized(self, connection: psycopg.Connection[Any], work: Work) -> Work:
+        if not cursor.has_more_than(connection, work.batch, LITTLE):
+            return work
+        some = replace(work.batch, epochs=work.batch.epochs[:SAMPLE])
+        share = DEEP * len(some.epochs) // len(work.batch.epochs)
+        return replace(work, much=True, deep=cursor.has_more_than(connection, some, share))
+
+    def _in_vain(self, work: Work) -> bool:
+        down = {lane.destination for lane in self._lanes if lane.lane == MAIN and not lane.due}
+        return work.alone in down
+
+    def close(self, complete: Iterable[Work]) -> None:
+        """Close the batches of completed work.
+
+        Raises:
+            Fenced: another member has taken shards over; theirs to close.
+        """
+        batches = cursor.join_splits(work.batch for work in complete)
+        if batches:
+            with unavailable_if_lost(f"broker {self.name!r}"):
+                cursor.close(self._connect(), batches)
+        self.look_at_waiting()
+
+    def look_at_waiting(self) -> None:
+        """After a cycle: the lanes that wait now."""
+        if self._member is not None:
+            with unavailable_if_lost(f"broker {self.name!r}"):
+                connection, member = self._connect(), self._member
+                self.waiting = backoff.summary(connection, member.subscription_id)
+                self.lanes_left = self._began is not None and backoff.had_no_turn(
+                    connection, member.subscription_id, member.member_id, self._began
+                )
+
+    def _look_at_lanes(self, connection: psycopg.Connection[Any], member: Member) -> None:
+        """Before a cycle: the lanes that it has to know."""
+        if self._began is None:
+            ((self._began,),) = fetch(connection, "SELECT now()")
+        self._lanes = backoff.waiting(connection, member.subscription_id, member.member_id)
+        self._of_services = backoff.any_of_services(connection, member.subscription_id)
+        self.waiting = backoff.summary(connection, member.subscription_id)
+
+    def stop(self) -> None:
+        """Ask the tasks to finish the chunk in hand and end."""
+        if self._member is not None and self._connection is not None:
+            with unavailable_if_lost(f"broker {self.name!r}"):
+                self._member.stop(self._connection)
+
+    def go_on(self) -> None:
+        """After `stop` and the end of the cycle: there will be another."""
+        if self._member is not None and self._connection is not None:
+            with unavailable_if_lost(f"broker {self.name!r}"):
+                self._member.go_on(self._connection)
+
+    def leave(self) -> None:
+        """Free the shards and disconnect; a server that is gone frees them by itself."""
+        connection, self._connection = self._connection, None
+        member, self._member = self._member, None
+        if connection is None:
+            return
+        try:
+            if member is not None:
+                member.leave(connection)
+        except psycopg.Error:
+            return
+        finally:
+            connection.close()
+
+    def forget_connection(self) -> None:
+        """After `Unavailable`: start afresh at the next `tend`."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = self._member = None
+        self.shards = 0
+
+    def count(self, work: Iterable[Work]) -> tuple[int, int, int]:
+        """Messages left, and their lowest and highest id. Reads them all: for people who watch."""
+        total, lowest, highest = 0, 0, 0
+        with unavailable_if_lost(f"broker {self.name!r}"):
+            for batch in cursor.join_splits(item.batch for item in work):
+                query = f"SELECT count(*), min(id), max(id) FROM ({batch.rows(['id'])}) AS batch"
+                ((count, first, last),) = fetch(self._connect(), query)
+                if count:
+                    total += count
+                    lowest = min(lowest or first, first)
+                    highest = max(highest, last)
+        return total, lowest, highest
+
+    def position(self) -> float:
+        """How far the open batches are, as the mean id: for a progress bar."""
+        assert self._member is not None  # noqa: S101 - asked during a cycle only
+        with unavailable_if_lost(f"broker {self.name!r}"):
+            batches = cursor.in_hand(self._connect(), LOG, self._member)
+        shards = sum(len(batch.epochs) for batch in batches)
+        return sum(batch.position * len(batch.epochs) for batch in batches) / max(shards, 1)
+
+    def _connect(self) -> psycopg.Connection[Any]:
+        if self._connection is None or self._connection.closed:
+            self._member = None
+            self._connection = self.dsn.connect(role="forward", autocommit=True)
+            check_schema(self._connection)
+        return self._connection
+
+    def _identify(self, connection: psycopg.Connection[Any]) -> int:
+        """Learn the broker's id; return the subscription's."""
+        known = fetch(connection, IDENTITY, {"log": LOG, "subscription": SUBSCRIPTION})
+        if not known:
+            raise ConfigurationError(
+                f"broker {self.name!r}: saf.broker or the subscription {SUBSCRIPTION!r} of the "
+                "outbox is missing; `saf migrate` had created both"
+            )
+        ((self._broker_id, subscription_id),) = known
+        return int(subscription_id)
+
+    def _balance(self, connection: psycopg.Connection[Any]) -> None:
+        if self._member is None:
+            restored.refuse(connection)
+            self._member = Member(
+                subscription_id=self._identify(connection), lease_seconds=self.lease_seconds
+            )
+            self._member.join(connection)
+        self._member.renew(connection)
+        self._renewed = time.monotonic()
+        self.shards = self._member.balance(connection)
+
+    def _frozen(self, connection: psycopg.Connection[Any], batch: cursor.Batch) -> Routes:
+        version = batch.route_version
+        assert version is not None  # noqa: S101 - set at open
+        if version not in self._routes:
+            self._routes = {version: frozen_routes(connection, version)}
+        return self._routes[version]
+
+    def _pending(self) -> bool:
+        """Whether anybody would find something to forward. Reads only."""
+        with unavailable_if_lost(f"broker {self.name!r}"):
+            connection = self._connect()
+            subscription_id = self._identify(connection)
+            found = fetch(connection, PENDING, {"subscription_id": subscription_id})
+            self.waiting = backoff.summary(connection, subscription_id)
+            return any(
+                taken or cursor.any_since(connection, LOG, shards, done)
+                for done, shards, taken in found
+            ) or backoff.any_due(connection, subscription_id)
+
+    def _due(self) -> bool:
+        """A third of the lease: two renewals may fail before it is over."""
+        return time.monotonic() - self._renewed > self.lease_seconds / 3
+
+    def _work(self, connection: psycopg.Connection[Any], batch: cursor.Batch) -> Work:
+        assert self._broker_id is not None  # noqa: S101 - known since joining
+        return Work(
+            broker=self.name,
+            source=self._broker_id,
+            dsn=self.dsn,
+            batch=batch,
+            routes=self._frozen(connection, batch),
+            waiting=self._lanes,
+            of_services=self._of_services,
+            lease_seconds=self.lease_seconds,
+        )

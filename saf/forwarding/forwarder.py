@@ -1,0 +1,419 @@
+"""The forwarder: cycles of open, read, route, deliver, close, over any number of source brokers.
+
+The driver holds leases and opens and closes batches; messages never pass through it. Tasks, run by
+a `saf.forwarding.runner`, read,
+deliver and mark (`saf.engine.source`, `saf.engine.delivery`). Whatever goes wrong for one broker
+or one destination is noted in the `Summary`, and the others go on.
+
+*Little and deep.* A cycle is one job of the runner, and ends when its last task does. So that
+nobody waits for another one's deep backlog, deep backlogs leave one slot free, and while they are
+worked on the driver goes on with cycles of little work beside them. If another backlog turns out to
+be deep, or there is only one slot, it asks the tasks in hand after ``turn_seconds``, as in `stop`,
+to end with their chunk: their batches stay open, and the next cycle goes on from their positions
+with all of them. While nobody waits, nothing is interrupted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, replace
+from threading import Thread
+
+from saf.config import Settings
+from saf.engine.work import Policy, Receipt, Work
+from saf.errors import Fenced, JobFailed, SafError, Unavailable
+from saf.forwarding.broker import SourceBroker
+from saf.forwarding.plan import plan, tasks_within
+from saf.forwarding.purging import Purging
+from saf.forwarding.roster import Roster
+from saf.forwarding.runner import Runner
+from saf.forwarding.summary import Summary
+from saf.forwarding.vigil import Vigil
+from saf.logger import Log
+from saf.setaside.backoff import SHOWN
+
+log = Log("saf.forward")
+
+TICK_SECONDS = 0.2
+CANCEL_SECONDS = 10.0
+"""How long a runner may take to end a job that was given up."""
+PURGES_IN_A_PAUSE = 50
+"""So many brokers, so that forwarding goes on soon."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the cycle in hand is, in messages; shown to people."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Little work that is done beside a job of deep backlogs, and the cap of its tasks."""
+
+    little: Sequence[Work]
+    cap: int | None
+
+
+class Forwarder:
+    """Forwards the outboxes of all configured brokers.
+
+    ``runner`` runs the work. It is started when there is some, and not before.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        runner: Runner,
+        *,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        options = settings.forwarder
+        self.options = options
+        self.runner = runner
+        self.progress = progress
+        self.summary = Summary()
+        self.roster = Roster(settings, self._problem)
+        limits = [d.max_connections for d in settings.destinations.values() if d.max_connections]
+        self.most = min(limits, default=None)
+        """Tasks at a time, for the destinations' sake."""
+        self.cycles = 0
+        self.policy = Policy(
+            destinations={n: (d.dsn, d.quality) for n, d in settings.destinations.items()},
+            chunk_rows=options.chunk_rows,
+            chunk_bytes=options.chunk_bytes,
+            max_bytes=options.max_bytes,
+            attempts=options.attempts,
+        )
+        self.purging = Purging(settings.purge)
+        self._failed_job: JobFailed | None = None
+        """Of this cycle; and the brokers whose work it was:"""
+        self._failed_at: set[str] = set()
+        self._stop = False
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="saf-runner")
+
+    def stop(self) -> None:
+        """Finish the chunks in hand and end. Safe to call from a signal handler."""
+        self._stop = self.roster.stopped = True
+
+    def drain(self) -> Summary:
+        """Forward everything that was committed before the call, and end.
+
+        What is committed meanwhile goes along as long as the cycles stay full, so a run under
+        steady load ends too.
+        """
+        started = time.monotonic()
+        failed_jobs = 0
+        try:
+            while not self._stop:
+                before = self.summary.forwarded
+                worked = self.cycle()
+                failed_jobs = failed_jobs + 1 if self._failed_job else 0
+                if 0 < failed_jobs < self.options.attempts:
+                    self._pause(self.options.interval_seconds)
+                    continue
+                full = self.summary.forwarded - before >= self.options.chunk_rows
+                brokers = self.roster.well()
+                more = full or any(b.resumed or b.unfinished or b.lanes_left for b in brokers)
+                if not (worked and more) and not self.roster.waiting:
+                    break
+            self._note_failed_job()
+            brokers = list(self.roster.brokers.values())
+            self.summary.idle = bool(brokers) and all(broker.idle for broker in brokers)
+            self._note_waiting()
+            if not self._stop:
+                self.purging.purge(self.roster.well(), self._renew)
+        finally:
+            self._leave()
+        self.summary.seconds = time.monotonic() - started
+        return self.summary
+
+    def loop(self, report: Callable[[Summary], None]) -> Summary:
+        """Cycle until `stop`, with a pause after a cycle that found nothing or met a problem.
+
+        ``report`` gets a summary of each cycle that did something.
+        """
+        whole = Summary()
+        started = time.monotonic()
+        self.roster.once = False
+        try:
+            while not self._stop:
+                self.summary = Summary()
+                began = time.monotonic()
+                worked = self.cycle()
+                self._note_failed_job()
+                self._note_waiting()
+                self.summary.seconds = time.monotonic() - began
+                if worked or self.summary.problems:
+                    report(self.summary)
+                whole.add(self.summary)
+                if not worked and not self._stop:
+                    self.purging.purge(self.roster.well(), self._renew, most=PURGES_IN_A_PAUSE)
+                if not worked or self.summary.problems:
+                    self._pause(self.options.interval_seconds)
+        finally:
+            self._leave()
+        whole.stopped = True
+        whole.seconds = time.monotonic() - started
+        return whole
+
+    def cycle(self) -> bool:
+        """Forward what is pending now, once; return whether there was anything to do."""
+        self._failed_job = None
+        self._failed_at.clear()
+        found = self.roster.visit(self.options.default_destination)
+        if not found:
+            return False
+        self._start(much=any(item.much for item in found))
+        # asked anew each time: a cluster's executors come and go
+        slots = self.options.tasks or self.runner.slots()
+        room = slots if self.most is None else min(slots, self.most)
+        limited = room < slots
+        many = {item.broker for item in found if item.much}
+        if many and len(self.roster.brokers) > 1 and room > 1:
+            deep = [item for item in found if item.broker in many]
+            little = [item for item in found if item.broker not in many]
+            beside = Beside(little, cap=1 if limited else None)
+            self._work(deep, room - 1, cap=room - 1, beside=beside)
+        else:
+            self._work(found, room, cap=room if limited else None)
+        self.roster.rest()
+        return True
+
+    def _work(
+        self,
+        found: Sequence[Work],
+        slots: int,
+        *,
+        cap: int | None,
+        beside: Beside | None = None,
+    ) -> None:
+        """One job, and what it leaves behind; with cycles of little work ``beside`` it."""
+        self.summary.cycles += 1
+        self.cycles += 1
+        last_turn = {name: broker.last_turn for name, broker in self.roster.brokers.items()}
+        limits = self._limits()
+        work = plan(found, slots, limits=limits, cap=cap, last_turn=last_turn)
+        if not self.roster.once and self.most is None and not limits:
+            # in a loop; where connections are counted, those that wait would count too
+            work = [replace(item, keep=True) for item in work]
+        for broker in self._at_work(work):
+            broker.last_turn = self.cycles
+        vigil = Vigil(work)
+        for broker in self._at_work(work):
+            broker.vigil = vigil
+        job = self._pool.submit(self.runner.run, work, self.policy, vigil.group)
+        left_out = len(self._at_work(found)) > len(self._at_work(work))
+        try:
+            receipts = self._run(work, job, vigil, beside, left_out=left_out)
+        except JobFailed as error:
+            log.warning("job_failed", error=error.reason)
+            self._failed_job = error
+            self._failed_at |= {item.broker for item in work}
+            receipts = None
+        finally:
+            for broker in self._at_work(work):
+                broker.vigil = None
+        if receipts is not None:
+            self._settle(work, receipts, _shards(found))
+
+    def _limits(self) -> dict[str, int]:
+        return {
+            name: tasks_within(broker.max_connections)
+            for name, broker in self.roster.brokers.items()
+            if broker.max_connections
+        }
+
+    def _start(self, *, much: bool) -> None:
+        """Let the runner be ready; meanwhile, the leases are kept."""
+        started = self._pool.submit(self.runner.start, much=much)
+        while not wait_for([started], timeout=TICK_SECONDS).done:
+            self._renew()
+        started.result()
+
+    def _run(
+        self,
+        work: Sequence[Work],
+        job: Future[list[Receipt]],
+        vigil: Vigil,
+        beside: Beside | None,
+        *,
+        left_out: bool,
+    ) -> list[Receipt]:
+        """Wait for a job; meanwhile, leases are renewed and a wish to stop is passed on."""
+        show = self._start_progress(work)
+        working = self._at_work(work)
+        deep = self._at_work(item for item in work if item.much)
+        began = looked = time.monotonic()
+        stopped = gave_way = False
+        if beside and beside.little:
+            self._work(beside.little, 1, cap=beside.cap)
+        while not wait_for([job], timeout=TICK_SECONDS).done:
+            now = time.monotonic()
+            if self._stop and not stopped:
+                stopped = True
+                self.roster.each(SourceBroker.stop, working, quiet=True)
+            elif deep and not gave_way and now - looked > self.options.interval_seconds:
+                waits = self._look_beside(working, beside) or left_out
+                if waits and now - began > self.options.turn_seconds:
+                    gave_way = True
+                    self.roster.each(SourceBroker.stop, deep, quiet=True)
+                looked = time.monotonic()
+            self._renew()
+            if show:
+                show()
+            if error := vigil.given_up:
+                return self._give_up(job, vigil, error)
+        if gave_way:
+            self.roster.each(SourceBroker.go_on, deep)
+        return job.result()
+
+    def _give_up(
+        self, job: Future[list[Receipt]], vigil: Vigil, error: Unavailable
+    ) -> list[Receipt]:
+        """End a job that hangs: its batches stay open, and its brokers are left alone.
+
+        Raises:
+            Unavailable: the runner itself does not answer any more.
+        """
+        Thread(target=self.runner.cancel, args=[vigil.group], daemon=True).start()
+        if not wait_for([job], timeout=CANCEL_SECONDS).done:
+            self.runner.cut_off()
+            raise error
+        if job.exception() is None:
+            return job.result()  # it has come to its end after all
+        for name in vigil.brokers:
+            self._note(name, type(error).__name__, str(error))
+            self.roster.failed(name)
+        return []
+
+    def _look_beside(self, working: Sequence[SourceBroker], beside: Beside | None) -> bool:
+        """Forward the little work of others; return whether anybody has to wait."""
+        if len(self.roster.brokers) == 1:
+            return False
+        others = self.roster.visit(self.options.default_destination, but=working)
+        little = [item for item in others if not item.much]
+        if beside is None or not little:
+            return bool(others)
+        self._work(little, 1, cap=beside.cap)
+        self.roster.rest(but=working)
+        return len(others) > len(little)
+
+    def _at_work(self, work: Iterable[Work]) -> list[SourceBroker]:
+        names = dict.fromkeys(item.broker for item in work)
+        return [self.roster.brokers[name] for name in names]
+
+    def _renew(self) -> None:
+        due = [broker for broker in self.roster.brokers.values() if broker.renewal_due]
+        if due:
+            self.roster.each(SourceBroker.renew, due, quiet=True)
+
+    def _settle(
+        self, work: Sequence[Work], receipts: Sequence[Receipt], whole: Mapping[str, int]
+    ) -> None:
+        complete: dict[str, list[Work]] = {item.broker: [] for item in work}
+        failed: set[str] = set()
+        for receipt in receipts:
+            if receipt.destination is not None:
+                self._count(receipt)
+                continue
+            name = work[receipt.work].broker
+            if receipt.complete:
+                complete[name].append(work[receipt.work])
+            self.summary.stopped |= receipt.stopped and self._stop
+            self.summary.parked += receipt.parked
+            self.summary.dead += receipt.dead
+            if receipt.error_kind == Fenced.__name__:
+                log.info("taken_over", broker=name, detail=receipt.error)
+            elif receipt.error_kind is not None and receipt.error is not None:
+                self._note(name, receipt.error_kind, receipt.error)
+                if not receipt.complete:
+                    failed.add(name)
+        done = _shards(item for mine in complete.values() for item in mine)
+        for name, shards in whole.items():
+            self.roster.brokers[name].unfinished = done[name] < shards
+        self.roster.each(lambda broker: broker.close(complete[broker.name]), self._at_work(work))
+        self.summary.batches += sum(
+            len({item.batch.number for item in mine}) for mine in complete.values()
+        )
+        if self.roster.once:
+            for name in failed:
+                self.roster.failed(name)
+
+    def _count(self, receipt: Receipt) -> None:
+        assert receipt.destination is not None  # noqa: S101 - for the type checker
+        counts = self.summary.by_destination
+        counts[receipt.destination] = counts.get(receipt.destination, 0) + receipt.messages
+        self.summary.forwarded += receipt.messages
+        self.summary.dropped += receipt.dropped
+
+    def _start_progress(self, work: Sequence[Work]) -> Callable[[], None] | None:
+        """A function that reports how far the work is; None if nobody watches."""
+        if self.progress is None:
+            return None
+        report = self.progress
+        spans: list[tuple[SourceBroker, int, int, int]] = []
+        for broker in self._at_work(work):
+            mine = [item for item in work if item.broker == broker.name]
+            spans.append((broker, *broker.count(mine)))
+        total = sum(count for _, count, _, _ in spans)
+
+        def show() -> None:
+            done = 0.0
+            for broker, count, lowest, highest in spans:
+                share = (broker.position() - lowest) / max(highest - lowest, 1)
+                done += count * min(max(share, 0.0), 1.0)
+            report(Progress(int(done), total))
+
+        return show
+
+    def _note_waiting(self) -> None:
+        """The lanes that wait: how many, and some of them by name."""
+        for broker in self.roster.brokers.values():
+            self.summary.waiting_lanes += broker.waiting.lanes
+            self.summary.waiting += [
+                {
+                    "broker": broker.name,
+                    "lane": str(lane.key),
+                    "attempts": lane.attempts,
+                    "next_attempt_at": lane.next_attempt_at.isoformat(),
+                    "error": lane.error,
+                }
+                for lane in broker.waiting.shown[: SHOWN - len(self.summary.waiting)]
+            ]
+
+    def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not self._stop and time.monotonic() < until:
+            time.sleep(min(TICK_SECONDS, max(0.0, until - time.monotonic())))
+
+    def _note_failed_job(self) -> None:
+        if self._failed_job is not None:
+            for name in sorted(self._failed_at):
+                self._problem(name, self._failed_job)
+
+    def _problem(self, broker: str, error: SafError) -> None:
+        self._note(broker, type(error).__name__, str(error))
+
+    def _note(self, broker: str, kind: str, error: str) -> None:
+        problem = {"broker": broker, "kind": kind, "error": error}
+        if problem not in self.summary.problems:
+            self.summary.problems.append(problem)
+
+    def _leave(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.roster.leave()
+
+
+def _shards(work: Iterable[Work]) -> Counter[str]:
+    """Of how many shards by broker."""
+    counts: Counter[str] = Counter()
+    for item in work:
+        counts[item.broker] += len(item.batch.epochs)
+    return counts

@@ -1,0 +1,77 @@
+"""Planning: which work of a cycle becomes which tasks, and in which order. Pure.
+
+Spark starts tasks in order, as many at a time as it has slots. Little work goes first: it ends
+soon, and then everything else may take the time it takes. Deep backlogs share the slots, each
+broker as many as another, and are split among them by shards.
+
+Connections: a task has up to `PER_TASK` to its source (one that reads the batch, one that reads
+what is parked, one that marks), besides the driver's own, and one to each destination that it
+delivers to. So a broker's limit is kept by giving it few tasks, and a destination's by planning no
+more tasks than that. What a cap leaves out stays open, and those who have waited longest go first
+in the next cycle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain, zip_longest
+
+from saf.engine.work import Work
+
+PER_TASK = 3
+PER_DRIVER = 1
+
+
+def tasks_within(max_connections: int) -> int:
+    """How many tasks a source's limit leaves room for; one at least.
+
+    >>> tasks_within(4), tasks_within(6), tasks_within(10), tasks_within(31)
+    (1, 1, 3, 10)
+    """
+    return max(1, (max_connections - PER_DRIVER) // PER_TASK)
+
+
+def plan(
+    work: Sequence[Work],
+    slots: int,
+    *,
+    limits: Mapping[str, int],
+    cap: int | None = None,
+    last_turn: Mapping[str, int],
+) -> list[Work]:
+    """The tasks of a cycle, in the order in which they start.
+
+    Args:
+        work: what is open, by broker oldest first.
+        slots: how many tasks run at a time.
+        limits: for brokers that have one, how many tasks they may have.
+        cap: how many tasks there may be at most.
+        last_turn: by broker, the cycle in which it last had a task.
+    """
+    by_broker: dict[str, list[Work]] = {}
+    for item in work:
+        by_broker.setdefault(item.broker, []).append(item)
+    deep = {name for name, items in by_broker.items() if any(item.much for item in items)}
+    share = max(1, slots // max(1, len(deep)))
+
+    def turn(name: str) -> tuple[int, int]:
+        since, size = last_turn.get(name, -1), int(name in deep)
+        return (size, since) if cap is None else (since, size)
+
+    tasks = [
+        _split(by_broker[name], share if name in deep else 1, limits.get(name))
+        for name in sorted(by_broker, key=turn)
+    ]
+    # the first of each before the second of any
+    in_turns = [task for task in chain.from_iterable(zip_longest(*tasks)) if task is not None]
+    if cap is None:
+        in_turns.sort(key=lambda task: task.much)
+    return in_turns[:cap]
+
+
+def _split(items: Sequence[Work], share: int, limit: int | None) -> list[Work]:
+    """One broker's work as about ``share`` tasks, and no more than its limit."""
+    share = share if limit is None else min(share, limit)
+    parts = max(1, share // len(items))
+    tasks = [part for item in items for part in (item.split(parts) if item.much else [item])]
+    return tasks[:limit]

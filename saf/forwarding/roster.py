@@ -1,0 +1,242 @@
+"""The roster: the source brokers of a run, each dealt with in a thread of a `Crew`.
+
+A broker that fails is a problem of this cycle, and is tried again after 1, 2, 4, … 32 times
+``interval_seconds``; in a run that only drains, not again. Fleets are asked anew as `saf.fleets`
+says.
+
+*Connections.* The driver stays connected to a broker, because a member of a subscription is a
+session. With more brokers than ``max_sessions``, it connects to each in turn, and stays only for
+the cycle in which there is something to forward: it is never connected to more than
+``max_sessions`` of them at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from typing import Any
+
+from saf.config import Broker, Settings
+from saf.destinations.identities import Identities
+from saf.engine.work import Work
+from saf.errors import Fenced, SafError, SchemaMissing
+from saf.fleets import Candidate, Listing, ask
+from saf.forwarding.broker import SourceBroker
+from saf.forwarding.crew import Crew
+from saf.logger import Log
+from saf.setaside.parking import wait_seconds
+
+log = Log("saf.forward")
+
+THREADS = 64
+"""Brokers that are dealt with at a time."""
+LONGEST_WAIT = 32
+NEVER = float("inf")
+
+
+class Roster:
+    """All source brokers, those of fleets included.
+
+    ``problem`` is told what fails, and where. ``once``: in a run that ends when everything is
+    drained, who has nothing more or has failed is not visited again.
+    """
+
+    def __init__(self, settings: Settings, problem: Callable[[str, SafError], None]) -> None:
+        self.options = settings.forwarder
+        self.once = True
+        self.stopped = False
+        """Nobody is waited for any more."""
+        self.skipped = False
+        """Some were not visited, because ``max_sessions`` or all threads were taken."""
+        self.brokers: dict[str, SourceBroker] = {}
+        self._problem = problem
+        self._crew = Crew(min(THREADS, self.options.max_sessions))
+        self._fleets = settings.fleets
+        self._declared = settings.declared
+        self._identities = Identities({n: d.dsn for n, d in settings.destinations.items()})
+        self._ask_at = dict.fromkeys(settings.fleets, 0.0)
+        self._listed: dict[str, dict[str, Broker]] = {"": dict(settings.brokers)}
+        self._visit_at: dict[str, float] = {}
+        self._failures: dict[str, int] = {}
+        self._sessions: set[str] = set()
+        """Those that may be connected."""
+        self._enlist()
+
+    @property
+    def brief(self) -> bool:
+        """There are too many to stay connected to all."""
+        return len(self.brokers) > self.options.max_sessions
+
+    @property
+    def waiting(self) -> bool:
+        """Somebody has not been asked, or has not answered yet."""
+        return self.skipped or bool(self._crew.busy)
+
+    def visit(
+        self, default_destination: str | None, but: Collection[SourceBroker] = ()
+    ) -> list[Work]:
+        """What there is to forward now, at those who say so in time; ``but`` some at work."""
+        if not but:
+            self._refresh()
+        found: list[Work] = []
+        now, brief = time.monotonic(), self.brief
+
+        def heard(broker: SourceBroker, work: list[Work]) -> None:
+            self._failures.pop(broker.name, None)
+            if self.once and not work:
+                self._visit_at[broker.name] = NEVER
+            found.extend(work)
+
+        left = [
+            broker
+            for name, broker in self.brokers.items()
+            if self._visit_at.get(name, 0.0) <= now
+            and name not in self._crew.busy
+            and broker not in but
+        ]
+        # from the end: those that had no turn for longest first, those that fail last
+        left.sort(key=lambda b: (-self._failures.get(b.name, 0), -b.last_turn))
+        while left and (self._may_connect(left[-1]) or self._crew.hear()):
+            if self._may_connect(left[-1]):
+                broker = left.pop()
+                look = partial(broker.visit, default_destination, brief=brief)
+                self._start(broker, look, partial(heard, broker))
+        self.skipped = bool(left)
+        self._crew.finish(set(self.brokers))
+        while self.once and not (found or but or self.stopped) and self._crew.busy:
+            self._crew.hear()  # there is nothing else to do
+        return found
+
+    def each(
+        self,
+        action: Callable[[SourceBroker], Any],
+        brokers: Iterable[SourceBroker],
+        *,
+        quiet: bool = False,
+    ) -> None:
+        """Do something with those of the brokers that are free, and wait until most have done it.
+
+        What fails is a problem, or with ``quiet`` a line in the log.
+        """
+        names = set()
+        for broker in brokers:
+            if broker.name not in self._crew.busy:
+                names.add(broker.name)
+                self._start(broker, partial(action, broker), lambda _: None, quiet=quiet)
+        self._crew.finish(names)
+
+    def well(self) -> list[SourceBroker]:
+        """Those that answered when they were last asked."""
+        return [broker for broker in self.brokers.values() if self._is_well(broker)]
+
+    def failed(self, name: str) -> None:
+        """Nothing more can be done for this broker now: leave it alone for a while."""
+        failures = self._failures[name] = self._failures.get(name, 0) + 1
+        seconds = wait_seconds(failures, 1, LONGEST_WAIT) * self.options.interval_seconds
+        self._visit_at[name] = NEVER if self.once else time.monotonic() + seconds
+
+    def rest(self, but: Collection[SourceBroker] = ()) -> None:
+        """If there are too many to stay connected, make room for others; ``but`` some at work."""
+        if self.brief:
+            done = [b for b in self.brokers.values() if b.connected and b not in but]
+            self.each(SourceBroker.leave, done)
+
+    def leave(self) -> None:
+        """Leave all brokers. Who does not answer is not waited for."""
+        self.each(SourceBroker.leave, [b for b in self.brokers.values() if b.connected], quiet=True)
+        self._crew.dismiss(
+            lambda name: self.brokers[name].leave() if name in self.brokers else None
+        )
+
+    def _refresh(self) -> None:
+        """Ask the fleets whose time has come who belongs to them."""
+        for name, fleet in self._fleets.items():
+            key = f"fleet {name}"
+            if key in self._crew.busy or time.monotonic() < self._ask_at[name]:
+                continue
+            self._ask_at[name] = NEVER if self.once else time.monotonic() + fleet.refresh_seconds
+            failed = partial(self._problem, name)
+            self._crew.start(key, partial(ask, name, fleet), partial(self._hears, name), failed)
+        asked = {f"fleet {name}" for name in self._fleets}
+        while not self._crew.finish(asked) and self.once and not self.stopped:
+            pass
+
+    def _hears(self, fleet: str, listing: Listing) -> None:
+        for name, error in listing.problems:
+            self._problem(name, error)
+        self._listed[fleet] = listing.brokers
+        self._enlist()
+
+    def _enlist(self) -> None:
+        """New brokers come, those that are gone or elsewhere now go."""
+        wanted = {name: one for listed in self._listed.values() for name, one in listed.items()}
+        for name, broker in list(self.brokers.items()):
+            there = wanted.get(name)
+            if (there is None or there.dsn != broker.dsn) and name not in self._crew.busy:
+                broker.leave()
+                self._count(broker)
+                del self.brokers[name]
+                self._failures.pop(name, None)
+            if isinstance(there, Candidate) and self._visit_at.get(name) == NEVER:
+                del self._visit_at[name]
+        for name, one in wanted.items():
+            if name not in self.brokers:
+                limit = one.max_connections or self.options.max_connections
+                self.brokers[name] = SourceBroker(
+                    name,
+                    one.dsn,
+                    lease_seconds=self.options.lease_seconds,
+                    max_connections=limit,
+                    declared=self._declared,
+                    identities=self._identities,
+                )
+
+    def _start(
+        self,
+        broker: SourceBroker,
+        action: Callable[[], Any],
+        heard: Callable[[Any], None],
+        *,
+        quiet: bool = False,
+    ) -> None:
+        def answered(result: Any) -> None:
+            self._count(broker)
+            heard(result)
+
+        def failed(error: SafError) -> None:
+            self._count(broker)
+            self._fails(broker, error, quiet=quiet)
+
+        self._sessions.add(broker.name)
+        self._crew.start(broker.name, action, answered, failed)
+
+    def _count(self, broker: SourceBroker) -> None:
+        if not broker.connected:
+            self._sessions.discard(broker.name)
+
+    def _may_connect(self, broker: SourceBroker) -> bool:
+        """There is a thread, and the number of connections stays within ``max_sessions``."""
+        if self._crew.full or broker.name in self._crew.busy:
+            return False
+        room = not self.brief or len(self._sessions) < self.options.max_sessions
+        return room or broker.name in self._sessions
+
+    def _is_well(self, broker: SourceBroker) -> bool:
+        return broker.name not in self._crew.busy and not self._failures.get(broker.name)
+
+    def _fails(self, broker: SourceBroker, error: SafError, *, quiet: bool) -> None:
+        if isinstance(error, Fenced):
+            log.info("taken_over", broker=broker.name, detail=str(error))
+            return
+        if quiet:
+            log.warning("unavailable", broker=broker.name, error=str(error))
+            return
+        broker.forget_connection()
+        self._count(broker)
+        self.failed(broker.name)
+        fleet = self._listed.get(broker.name.partition("/")[0], {})
+        if isinstance(error, SchemaMissing) and isinstance(fleet.get(broker.name), Candidate):
+            self._visit_at[broker.name] = NEVER  # no broker, or not yet
+            return
+        self._problem(broker.name, error)

@@ -1,0 +1,80 @@
+"""Runners: what maps the engine over items of work, and hands back their receipts.
+
+A forwarder plans its work and has it run: by Spark (`saf.spark.runner`) where there is much of it
+or executors are elsewhere, or in this process (`InProcess`). What comes of an item is the same
+everywhere, because the engine is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from saf.engine.work import Policy, Receipt, Work
+
+
+class Runner(Protocol):
+    """Runs items of work, some at a time. Called from threads of the forwarder, one at a time."""
+
+    def start(self, *, much: bool) -> None:
+        """Be ready, which may take seconds; called before all else, and again for each cycle.
+
+        A run that finds nothing to do never calls it. ``much`` says what the first work is.
+        """
+
+    def slots(self) -> int:
+        """How many items run at a time now.
+
+        Raises:
+            SparkGone: what runs them has ended.
+        """
+
+    def run(self, work: Sequence[Work], policy: Policy, group: str) -> list[Receipt]:
+        """Run each item to its end; ``group`` tells this call apart from others.
+
+        Raises:
+            JobFailed: it ended without receipts, and may go better another time.
+            SparkGone: what runs them has ended.
+        """
+
+    def cancel(self, group: str) -> None:
+        """Have a call that hangs come to its end; raises nothing, and may be in vain."""
+
+    def cut_off(self) -> None:
+        """Let go of what does not answer any more: `run` raises SparkGone."""
+
+
+def run_item(number: int, item: Work, policy: Policy) -> list[Receipt]:
+    """One item of work, in this process; ``number`` is its place among those of a call."""
+    from saf.engine.delivery import Delivery  # needs Arrow, which a driver of Spark does not
+    from saf.engine.source import messages
+
+    return Delivery(number, item, policy).run(messages(item, policy.max_bytes))
+
+
+class InProcess:
+    """Runs items one after the other, here: for little work, for tests, without Spark.
+
+    Classifiers in SQL need Spark; messages for them wait.
+    """
+
+    def start(self, *, much: bool) -> None:
+        """Nothing has to start."""
+
+    def slots(self) -> int:
+        """One."""
+        return 1
+
+    def run(self, work: Sequence[Work], policy: Policy, group: str) -> list[Receipt]:  # noqa: ARG002
+        """Run each item to its end."""
+        return [
+            receipt
+            for number, item in enumerate(work)
+            for receipt in run_item(number, item, policy)
+        ]
+
+    def cancel(self, group: str) -> None:
+        """Nobody can: it is this process that hangs."""
+
+    def cut_off(self) -> None:
+        """There is nothing to let go of."""

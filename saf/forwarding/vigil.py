@@ -1,0 +1,72 @@
+"""A vigil: whether the tasks of a job are heard of; see `saf.engine.pulse`.
+
+The driver renews a lease for as long only as its tasks live. A task that has a session at its
+source and is silent for a lease is given up, and the job with it: Spark kills the process, the
+batch stays open, and whoever forwards next goes on from its position. So is a job none of whose
+tasks is heard of any more, as when Spark itself hangs. One that has not begun yet waits for Spark,
+and has longer; its shards are the others' meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+import psycopg
+
+from saf.engine.pulse import silent
+from saf.engine.work import Work
+from saf.errors import Unavailable
+
+BEGIN_SECONDS = 600.0
+"""How long a job may wait for its first task: executors may have to be started."""
+
+
+class Vigil:
+    """Over one job."""
+
+    def __init__(self, work: Sequence[Work]) -> None:
+        self.group = f"saf {uuid4()}"
+        """What Spark knows the job by."""
+        self._lives: dict[str, list[str]] = {}
+        for item in work:
+            self._lives.setdefault(item.broker, []).append(item.life)
+        self._lease = max(item.lease_seconds for item in work)
+        self._began = self._heard_at = time.monotonic()
+        self._heard = False
+        self._lost: dict[str, float] = {}
+
+    @property
+    def brokers(self) -> list[str]:
+        """Whose tasks they are."""
+        return list(self._lives)
+
+    def look(self, broker: str, connection: psycopg.Connection[Any]) -> float:
+        """For how many seconds some task of a broker, or the job, was not heard of."""
+        seconds = silent(connection, self._lives.get(broker, []))
+        now = time.monotonic()
+        if not seconds:
+            self._lost.pop(broker, None)
+            return now - self._heard_at
+        self._heard = True
+        self._heard_at = max(self._heard_at, now - min(seconds))
+        self._lost[broker] = max(seconds)
+        return max(seconds)
+
+    @property
+    def given_up(self) -> Unavailable | None:
+        """Why the job is not waited for any longer."""
+        lost = sorted(name for name, seconds in self._lost.items() if seconds >= self._lease)
+        quiet = time.monotonic() - self._heard_at
+        if lost:
+            what = f"a task for {', '.join(map(repr, lost))}"
+            reason = f"it was not heard of for {self._lease:g} s: its process hangs"
+        elif self._heard and quiet >= 2 * self._lease:
+            what, reason = "Spark", f"no task was heard of for {quiet:.0f} s"
+        elif not self._heard and quiet >= max(self._lease, BEGIN_SECONDS):
+            what, reason = "Spark", f"no task has begun for {quiet:.0f} s"
+        else:
+            return None
+        return Unavailable(what, f"{reason}. What it had in hand is forwarded by the next run")

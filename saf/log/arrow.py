@@ -1,0 +1,33 @@
+"""The types of a message's columns in Arrow: as they are read, and as Spark hands them on."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from saf.columns import MESSAGE
+
+MOMENT = pa.timestamp("us", "UTC")
+READ = {
+    "uuid": pa.binary(),
+    "text": pa.string(),
+    "boolean": pa.bool_(),
+    "bigint": pa.int64(),
+    "jsonb": pa.string(),
+    "bytea": pa.binary(),
+    "timestamptz": MOMENT,
+}
+"""By the type in PostgreSQL, once `saf.log.columns.plain` has made it one to compute with."""
+TYPES = {column.name: READ[column.type] for column in MESSAGE}
+
+OF_SPARK = {
+    "string": pa.string(),
+    "boolean": pa.bool_(),
+    "long": pa.int64(),
+    "int": pa.int32(),
+    "binary": pa.binary(),
+    "timestamp": MOMENT,
+}
+"""By what Spark calls it."""
+
+MESSAGES = pa.schema([("id", pa.int64()), ("shard", pa.int16()), *TYPES.items()])
+"""Messages as the engine reads them."""

@@ -1,0 +1,360 @@
+"""The one mechanism: a log read in batches between two snapshots of a cursor.
+
+Everything that reads a log, the forwarder or a consumer, reads it like this. Each row of a log
+carries the id of the transaction that wrote it (``txid``). A cursor, one per subscription and
+shard, holds two snapshots of which transactions were complete:
+
+    done        every row visible in it is complete
+    open        the batch in hand is the rows visible in ``open`` and not in ``done``
+    position    within the batch, the rows with ``id <= position`` are complete
+
+and moves in three steps:
+
+    open        open = the snapshot of now, batch = batch + 1
+    advance     position = the last id completed, as often as one likes
+    close       done = open, open = NULL
+
+What this gives, where simpler schemes fail (the idea is PgQ's, here per shard):
+
+- *Nothing is skipped.* Ids are drawn before the commit, so reading ``id > last`` loses the row
+  that commits late with a lower id. A row that commits after the snapshot ``open`` is not visible
+  in it, so it belongs to the next batch, whatever its id.
+- *A batch never changes.* Two snapshots name the same set of rows for ever. Read again by a
+  retried task or another process after a crash, it gives the same rows in the same order, and
+  (batch, position) is a mark that a destination can compare: that is what exactly once rests on.
+- *Order.* Rows written one after the other under one lock have rising ids, and the later is
+  never in an earlier batch: if its transaction was complete at a snapshot, so was the one that
+  had to release the lock first.
+- *One long transaction delays only itself.* Its id stays listed as in progress in ``done``, and
+  its rows are found by that id when it ends. The cost of a batch follows its new rows.
+- *Nothing is forwarded that the source could still lose.* ``open`` commits with
+  synchronous_commit = on; the log is written in order, so everything visible before is durable.
+
+Every write names owner and epoch (see `saf.log.shards`) and the batch; one that finds them changed
+writes nothing and raises `Fenced`.
+
+What it does not do: it never reads from a standby, never deletes, and does not order messages of
+different shards among each other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import dict_row
+
+from saf.database import fetch
+from saf.errors import Fenced
+from saf.log.shards import NEWEST, THIS_ROW, Member
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Rows of some shards of a log, between two snapshots. Picklable; holds no connection."""
+
+    log: str
+    subscription_id: int
+    owner: UUID
+    number: int
+    done: str
+    """pg_snapshot as text: rows visible in it are not in the batch."""
+    open: str
+    """pg_snapshot as text: rows visible in it are in the batch."""
+    position: int
+    """Rows up to this id are complete already."""
+    route_version: int | None
+    opened_at: datetime
+    """By the log's database; what expires in the batch has expired by then."""
+    epochs: tuple[tuple[int, int], ...]
+    """(shard, epoch) of each shard, by shard."""
+
+    @property
+    def shards(self) -> list[int]:
+        """The shards whose rows these are."""
+        return [shard for shard, _ in self.epochs]
+
+    def split(self, parts: int) -> list[Batch]:
+        """The same rows as at most ``parts`` batches of about as many shards each."""
+        parts = min(parts, len(self.epochs))
+        return [replace(self, epochs=self.epochs[part::parts]) for part in range(parts)]
+
+    def select(self, columns: Iterable[str | sql.Composable]) -> str:
+        """The query for the batch's remaining rows, in the order of their ids.
+
+        Columns are names, or expressions over them.
+        """
+        return f"{self.rows(columns)} ORDER BY id"
+
+    def rows(
+        self,
+        columns: Iterable[str | sql.Composable],
+        found: sql.Composable | None = None,
+    ) -> str:
+        """The query for the batch's remaining rows, in no order.
+
+        Or for those that are among what another query has ``found``, as `since` does. A complete
+        text without parameters, because COPY takes none; each part is quoted by psycopg.
+        """
+        return (
+            sql.SQL(ROWS)
+            .format(
+                columns=sql.SQL(", ").join(
+                    sql.Identifier(column) if isinstance(column, str) else column
+                    for column in columns
+                ),
+                since=found or since(self.log, self.shards, self.done),
+                open=sql.Literal(self.open),
+                position=sql.Literal(self.position),
+            )
+            .as_string(None)
+        )
+
+    @property
+    def _params(self) -> dict[str, Any]:
+        return {
+            "subscription_id": self.subscription_id,
+            "owner": self.owner,
+            "batch": self.number,
+            "shards": self.shards,
+            "epochs": [epoch for _, epoch in self.epochs],
+        }
+
+
+ROWS = """
+SELECT {columns} FROM ({since}) AS since
+WHERE txid < pg_snapshot_xmax({open}::pg_snapshot)
+  AND pg_visible_in_snapshot(txid, {open}::pg_snapshot)
+  AND id > {position}
+"""
+
+BEGUN_SINCE = """
+SELECT * FROM {log} WHERE shard = ANY ({shards}::smallint[]) AND txid >= {xmax}::xid8
+"""
+
+# Rows of transactions that were in progress at the snapshot: looked up one transaction at a
+# time. UNION ALL and not OR, so that each half is a plain range or list on the index; they are
+# disjoint, because what was in progress is below xmax.
+ENDED_SINCE = """
+UNION ALL
+SELECT * FROM {log} WHERE shard = ANY ({shards}::smallint[]) AND txid = ANY ({xip}::xid8[])
+"""
+
+# Shards with the same two snapshots are one batch, read by one query.
+IN_HAND = f"""
+SELECT batch, done::text AS done, open::text AS open, position, route_version, opened_at,
+       array_agg(shard ORDER BY shard) AS shards, array_agg(epoch ORDER BY shard) AS epochs
+FROM {NEWEST} AS c
+WHERE owner = %(owner)s AND open IS NOT NULL
+GROUP BY 1, 2, 3, 4, 5, 6
+ORDER BY batch, position
+"""
+
+IDLE = f"""
+SELECT done::text, array_agg(shard) FROM {NEWEST} AS c
+WHERE owner = %(owner)s AND open IS NULL
+GROUP BY done::text
+"""
+
+# Most polls find nothing, which only the index can say quickly. With stale statistics the planner
+# may hope to meet a row early on in a scan of the whole table.
+BY_INDEX = "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off"
+
+# All shards that are opened together get the same number, above any they had, so that they stay
+# one batch. The number only has to rise per shard.
+OPEN = f"""
+WITH n AS (SELECT shard, batch FROM {NEWEST} AS c WHERE owner = %(owner)s)
+UPDATE saf.cursor c SET
+    open = pg_current_snapshot(),
+    batch = (SELECT max(batch) + 1 FROM n),
+    opened_at = now(),
+    route_version = %(route_version)s
+FROM n
+WHERE {THIS_ROW} AND c.owner = %(owner)s AND c.open IS NULL
+"""
+
+# The rows of a batch's shards, as long as owner, epoch and batch are still what they were.
+MINE = """
+unnest(%(shards)s::smallint[], %(epochs)s::bigint[]) AS mine (shard, epoch)
+WHERE c.subscription_id = %(subscription_id)s AND c.shard = mine.shard
+  AND c.owner = %(owner)s AND c.epoch = mine.epoch AND c.batch = %(batch)s
+  AND c.open IS NOT NULL
+"""
+
+ADVANCE = f"""
+UPDATE saf.cursor c SET position = greatest(c.position, %(position)s) FROM {MINE}
+RETURNING c.shard, (SELECT stopping FROM saf.member WHERE member_id = c.owner)
+"""
+
+# Two statements in one transaction: what was attempted before is read under the row locks that
+# the update needs anyway.
+ATTEMPTED = f"SELECT c.shard, c.attempted FROM saf.cursor c, {MINE} FOR UPDATE OF c"
+ATTEMPT = f"""
+UPDATE saf.cursor c SET attempted = greatest(c.attempted, %(position)s) FROM {MINE}
+RETURNING c.shard
+"""
+
+# What is written beside a position, such as parked messages, is written once: a commit whose answer
+# got lost is recognised by the position.
+HOLD = f"SELECT c.shard, c.position FROM saf.cursor c, {MINE} FOR UPDATE OF c"
+
+CLOSE = f"""
+UPDATE saf.cursor c SET done = c.open, open = NULL, position = 0, attempted = 0 FROM {MINE}
+RETURNING c.shard
+"""
+
+
+def in_hand(connection: psycopg.Connection[Any], log: str, member: Member) -> list[Batch]:
+    """The open batches of the shards that a member owns, oldest first."""
+    with psycopg.Cursor[Any](connection, row_factory=dict_row) as cursor:
+        rows = cursor.execute(
+            IN_HAND, {"subscription_id": member.subscription_id, "owner": member.member_id}
+        ).fetchall()
+    return [
+        Batch(
+            log=log,
+            subscription_id=member.subscription_id,
+            owner=member.member_id,
+            number=row["batch"],
+            done=row["done"],
+            open=row["open"],
+            position=row["position"],
+            route_version=row["route_version"],
+            opened_at=row["opened_at"],
+            epochs=tuple(zip(row["shards"], row["epochs"], strict=True)),
+        )
+        for row in rows
+    ]
+
+
+def anything_new(connection: psycopg.Connection[Any], log: str, member: Member) -> bool:
+    """Whether opening a batch now would find rows. Reads only."""
+    params = {"subscription_id": member.subscription_id, "owner": member.member_id}
+    idle = fetch(connection, IDLE, params)
+    return any(any_since(connection, log, shards, done) for done, shards in idle)
+
+
+def any_since(connection: psycopg.Connection[Any], log: str, shards: list[int], done: str) -> bool:
+    """Whether shards have rows that are not visible in a snapshot. Reads only."""
+    query = sql.SQL("SELECT EXISTS ({})").format(since(log, shards, done))
+    with connection.transaction():
+        connection.execute(BY_INDEX)
+        ((new,),) = fetch(connection, query)
+    return bool(new)
+
+
+def has_more_than(connection: psycopg.Connection[Any], batch: Batch, rows: int) -> bool:
+    """Whether the batch has more than so many rows left; reads no more than that."""
+    query = f"SELECT count(*) FROM ({batch.rows(['id'])} LIMIT {int(rows) + 1}) AS few"
+    with connection.transaction():
+        connection.execute(BY_INDEX)
+        ((count,),) = fetch(connection, query)
+    return bool(count > rows)
+
+
+def open_batch(
+    connection: psycopg.Connection[Any], member: Member, route_version: int | None = None
+) -> None:
+    """Open a batch of everything committed so far, for the member's shards that have none.
+
+    The commit is durable, and with it everything that the batch holds.
+    """
+    with connection.transaction():
+        connection.execute("SET LOCAL synchronous_commit = on")
+        connection.execute(
+            OPEN,
+            {
+                "subscription_id": member.subscription_id,
+                "owner": member.member_id,
+                "route_version": route_version,
+            },
+        )
+
+
+def advance(connection: psycopg.Connection[Any], batch: Batch, position: int) -> bool:
+    """Mark the batch's rows up to ``position`` complete; return whether the member should stop.
+
+    Does not wait for the disk: a mark lost in a crash is made again, and the watermark drops
+    what is then sent twice. Call it in a transaction.
+    """
+    connection.execute("SET LOCAL synchronous_commit = off")
+    rows = _write(connection, ADVANCE, batch, position=position)
+    return any(stopping for _, stopping in rows)
+
+
+def attempt(connection: psycopg.Connection[Any], batch: Batch, position: int) -> dict[int, int]:
+    """Record, durably, that at_most_once rows up to ``position`` are about to be sent.
+
+    Returns, by shard, up to which id they had been attempted before: those are not sent again.
+    Call it in a transaction, and send after its commit.
+    """
+    connection.execute("SET LOCAL synchronous_commit = on")
+    before = _write(connection, ATTEMPTED, batch)
+    _write(connection, ATTEMPT, batch, position=position)
+    return dict(before)
+
+
+def hold(connection: psycopg.Connection[Any], batch: Batch) -> int:
+    """Lock the batch's cursors until the transaction ends; return their position.
+
+    What is written meanwhile on behalf of the batch cannot be an older owner's.
+    """
+    return min(int(position) for _, position in _write(connection, HOLD, batch))
+
+
+def close(connection: psycopg.Connection[Any], batches: Iterable[Batch]) -> None:
+    """Mark every row of the batches complete, all or none."""
+    with connection.transaction():
+        for batch in batches:
+            _write(connection, CLOSE, batch)
+
+
+def join_splits(batches: Iterable[Batch]) -> list[Batch]:
+    """Put splits of the same batch together again, to close them in one write."""
+    parts: dict[Batch, list[tuple[int, int]]] = defaultdict(list)
+    for batch in batches:
+        parts[replace(batch, epochs=())].extend(batch.epochs)
+    return [replace(whole, epochs=tuple(sorted(epochs))) for whole, epochs in parts.items()]
+
+
+def _write(
+    connection: psycopg.Connection[Any], statement: str, batch: Batch, **params: Any
+) -> list[tuple[Any, ...]]:
+    rows = fetch(connection, statement, {**batch._params, **params})
+    if len(rows) < len(batch.epochs):
+        lost = set(batch.shards) - {row[0] for row in rows}
+        raise Fenced("the source", sorted(lost))
+    return rows
+
+
+def since(log: str | sql.Composable, shards: list[int], done: str) -> sql.Composed:
+    """The query for all rows that are not visible in a snapshot, whether committed or not.
+
+    ``log`` is one, or a slot of its ring, by name; or a part of it as it stands in FROM. What is
+    visible in a snapshot is what began before its xmax, and was not in progress.
+    """
+    xmax, in_progress = begun_since(done)
+    parts = {
+        "log": sql.Identifier("saf", log) if isinstance(log, str) else log,
+        "shards": sql.Literal(shards),
+        "xmax": sql.Literal(xmax),
+        "xip": sql.Literal(in_progress),
+    }
+    query = sql.SQL(BEGUN_SINCE).format(**parts)
+    return query + sql.SQL(ENDED_SINCE).format(**parts) if in_progress else query
+
+
+def begun_since(done: str) -> tuple[str, list[str]]:
+    """The first transaction that began after a snapshot, and those that were in progress then.
+
+    >>> begun_since("10:20:10,14"), begun_since("10:20:")
+    (('20', ['10', '14']), ('20', []))
+    """
+    _, xmax, in_progress = done.split(":")
+    return xmax, in_progress.split(",") if in_progress else []

@@ -1,0 +1,364 @@
+"""The ring: how old messages leave a log, a whole slot at a time, and never row by row.
+
+A log is partitioned into eight slots, and its ids walk through them. A slot that they have left
+is purged by TRUNCATE, once every subscription of the log has completed each of its rows and the
+newest of them is older than the retention. Nothing is deleted, so there are no dead rows to
+vacuum, and a long transaction that holds the xmin horizon holds nothing up.
+
+Why no message is lost, whoever writes and reads meanwhile:
+
+- A row that is not committed has its transaction's lock on the slot, a prepared transaction's
+  too. ACCESS EXCLUSIVE is had only when all of them have ended, and nobody writes while it is
+  held. An id that was drawn and not inserted yet is a row that comes after the TRUNCATE.
+- Under that lock, with a snapshot taken after it, each row is looked for that some cursor has not
+  in ``done``. A batch in hand counts as not done, so it never loses a row. A subscription that is
+  created meanwhile reads nothing of the slot before the TRUNCATE, so its batches never change.
+- What was found out before the lock, because it takes reading the whole slot (its age, its copy in
+  an archive), is true of one snapshot. That snapshot is checked in the same way as a cursor's
+  ``done``: if it does not show every row, the slot is kept.
+
+Both checks are look-ups in the index (shard, txid), so the lock is held for milliseconds. It is
+waited for no longer than a short lock_timeout, and not at all for a slot that is empty or needed.
+A slot that is kept is kept for this time, and reported; the next purge tries again.
+
+A quiet application never leaves its slot by itself. It *rotates*: the rest of the slot's ids are
+drawn and thrown away (0.4 s, 3 MB of WAL). Drawing is what nextval is for, so no id is given twice
+and none falls, whoever else draws. ALTER SEQUENCE … RESTART would do it in one write, but it needs
+the sequence's owner, and waits for every open transaction that has sent something, while all
+other senders wait behind it.
+
+TRUNCATE is not MVCC: a transaction with an older snapshot that comes to the slot only afterwards
+finds it empty. One that has read the log holds a lock on each slot, which keeps them.
+
+What it does not do: it never purges the slot that ids are drawn from, nor an inbox that has no
+subscription, because nobody knows then what is still wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import psycopg
+from psycopg import sql
+
+from saf.database import fetch
+from saf.log.cursor import BY_INDEX, since
+
+SLOTS = 8
+SLOT_ROWS = 1 << 20
+
+LOCK_TIMEOUT_SECONDS = 0.2
+"""Readers of the log queue behind a lock that is waited for, so it is not waited for long."""
+
+AGE_COLUMN = {"outbox": "created_at", "inbox": "received_at"}
+"""By log: the column that says how old a row is."""
+
+State = Literal[
+    "empty",  # holds nothing; was not locked
+    "current",  # ids are drawn from it
+    "rotated",  # ids were, and now they are drawn from the next one
+    "retained",  # holds a message that is younger than the retention
+    "unread",  # the log has no subscription, so nobody knows what is still wanted
+    "needed",  # a subscription has not completed all of its messages
+    "locked",  # a transaction has written or read it, and did not end in time
+    "changed",  # a message came in while the slot was read
+    "purged",
+    "purgeable",  # a dry run's "purged"
+    "rotatable",  # a dry run's "rotated"
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """One slot of a log's ring, and what a purge did with it."""
+
+    log: str
+    number: int
+    state: State
+    subscription: str | None = None
+    """Which one needs it; there may be more."""
+    messages: int | None = None
+    """How many were purged, or would be."""
+    archive: Path | None = None
+    """The file that they are in now."""
+
+    @property
+    def table(self) -> str:
+        """The partition's name, in the schema saf."""
+        return f"{self.log}_{self.number}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What was in a slot at one moment."""
+
+    slot: Slot
+    snapshot: str
+    """pg_snapshot as text: the moment."""
+    messages: int
+    first_id: int | None
+    last_id: int | None
+    age_seconds: float | None
+    """Of the newest message."""
+
+
+Archive = Callable[[Contents], Path | None]
+"""Writes a slot's messages to a file, durably, and names it; None if they are not the same any
+more. See `saf.log.archive`."""
+
+NEXT_ID = "SELECT last_value + is_called::int FROM {sequence}"
+SEQUENCE = "SELECT pg_get_serial_sequence('saf.' || %(log)s, 'id')"
+
+# TRUNCATE leaves a file of no length, and the first row, committed or not, makes it longer: so
+# whether a slot is empty takes no look at its rows.
+SIZES = """
+SELECT slot, pg_relation_size(('saf.' || %(log)s || '_' || slot)::regclass) = 0
+FROM generate_series(0, %(slots)s - 1) AS slot ORDER BY slot
+"""
+
+# A shard that lacks its cursor has completed nothing.
+READERS = """
+SELECT s.name, coalesce(c.done, '1:1:')::text AS done, array_agg(shard)
+FROM saf.subscription s CROSS JOIN saf.broker b CROSS JOIN generate_series(0, b.shards - 1) AS shard
+LEFT JOIN saf.cursor c USING (subscription_id, shard)
+WHERE s.log = %(log)s
+GROUP BY 1, 2 ORDER BY 1, 2
+"""
+
+BEHIND = "(SELECT {name} WHERE EXISTS ({since}))"
+
+# The age of each shard's newest (or oldest) transaction, by the index. Another row may be younger
+# (or older) still, where a transaction was long or a sender gave the time itself.
+AGE = """
+SELECT extract(epoch FROM clock_timestamp() - {pick}(one.written))::float
+FROM saf.broker b CROSS JOIN generate_series(0, b.shards - 1) AS number
+CROSS JOIN LATERAL (
+    SELECT {written} AS written FROM {slot} AS slot WHERE slot.shard = number::smallint
+    ORDER BY txid {order} LIMIT 1) AS one
+"""
+NEWEST = {"pick": sql.SQL("max"), "order": sql.SQL("DESC")}
+OLDEST = {"pick": sql.SQL("min"), "order": sql.SQL("ASC")}
+
+SURVEY = """
+SELECT pg_current_snapshot()::text, count(*), min(id), max(id),
+       extract(epoch FROM clock_timestamp() - max({written}))::float
+FROM {slot}
+"""
+
+# READ COMMITTED, so that each statement after the lock sees what was committed before it
+BEGIN_TO_LOCK = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED"
+LOCK_TIMEOUT = "SELECT set_config('lock_timeout', %(milliseconds)s, true)"
+LOCK = "LOCK TABLE ONLY {slot} IN ACCESS EXCLUSIVE MODE"
+TRUNCATE = "TRUNCATE ONLY {slot}"
+
+DRAW = "SELECT max(nextval(%(sequence)s::regclass)) FROM generate_series(1, %(ids)s)"
+
+
+def purge(
+    connection: psycopg.Connection[Any],
+    log: str,
+    *,
+    retention_seconds: float,
+    archive: Archive | None = None,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+    dry_run: bool = False,
+) -> list[Slot]:
+    """Empty each slot of a log that may go; return all of them, with what was done or why not."""
+    current = _slot_of(_next_id(connection, log))
+    slots = []
+    for number, empty in fetch(connection, SIZES, {"log": log, "slots": SLOTS}):
+        state: State = "current" if number == current else "empty"
+        slot = Slot(log=log, number=number, state=state)
+        if number != current and not empty:
+            slot = _purge_slot(
+                connection,
+                slot,
+                retention_seconds=retention_seconds,
+                archive=archive,
+                lock_timeout_seconds=lock_timeout_seconds,
+                dry_run=dry_run,
+            )
+        slots.append(slot)
+    return slots
+
+
+def rotate(
+    connection: psycopg.Connection[Any],
+    log: str,
+    *,
+    rotate_after_seconds: float,
+    dry_run: bool = False,
+) -> bool:
+    """Leave the current slot if it holds a message of that age, and the next slot is empty.
+
+    Blocks no writer, and is safe however many rotate or write at once.
+    """
+    next_id = _next_id(connection, log)
+    current = _slot_of(next_id)
+    sizes = dict(fetch(connection, SIZES, {"log": log, "slots": SLOTS}))
+    if sizes[current] or not sizes[(current + 1) % SLOTS]:
+        return False
+    age = _age(connection, Slot(log=log, number=current, state="current"), OLDEST)
+    if age is None or age < rotate_after_seconds:
+        return False
+    if not dry_run:
+        left = SLOT_ROWS - next_id % SLOT_ROWS
+        fetch(connection, DRAW, {"sequence": _sequence(connection, log), "ids": left})
+    return True
+
+
+def _purge_slot(
+    connection: psycopg.Connection[Any],
+    slot: Slot,
+    *,
+    retention_seconds: float,
+    archive: Archive | None,
+    lock_timeout_seconds: float,
+    dry_run: bool,
+) -> Slot:
+    youngest = _age(connection, slot, NEWEST)
+    if youngest is not None and youngest < retention_seconds:
+        return replace(slot, state="retained")
+    with connection.transaction():
+        obstacle = _obstacle(connection, slot)
+    if obstacle:
+        return obstacle
+    try:
+        if not dry_run:
+            # Who holds the slot for long is met here, before all of it is read in vain.
+            with _exclusively(connection, slot, lock_timeout_seconds):
+                pass
+        contents = _survey(connection, slot)
+        if contents.age_seconds is not None and contents.age_seconds < retention_seconds:
+            return replace(slot, state="retained")
+        if dry_run:
+            return replace(slot, state="purgeable", messages=contents.messages)
+        return _truncate(connection, contents, archive, lock_timeout_seconds)
+    except psycopg.errors.LockNotAvailable:
+        return replace(slot, state="locked")
+
+
+def _truncate(
+    connection: psycopg.Connection[Any],
+    contents: Contents,
+    archive: Archive | None,
+    lock_timeout_seconds: float,
+) -> Slot:
+    """Empty a slot that holds nothing but ``contents``, which is archived first."""
+    slot, file = contents.slot, None
+    if archive and contents.messages:
+        file = archive(contents)
+        if file is None:
+            return replace(slot, state="changed")
+    with _exclusively(connection, slot, lock_timeout_seconds):
+        obstacle = _obstacle(connection, slot, contents)
+        if obstacle:
+            return obstacle
+        connection.execute(_compose(TRUNCATE, slot))
+    return replace(slot, state="purged", messages=contents.messages, archive=file)
+
+
+def _obstacle(
+    connection: psycopg.Connection[Any], slot: Slot, contents: Contents | None = None
+) -> Slot | None:
+    """Why a slot has to stay, as of now, or None. Call it in a transaction.
+
+    A row that ``contents`` does not show is a reason too.
+    """
+    connection.execute(BY_INDEX)
+    readers = fetch(connection, READERS, {"log": slot.log})
+    if not readers:
+        return replace(slot, state="unread")
+    behind = _behind(connection, slot, readers)
+    if behind:
+        return replace(slot, state="needed", subscription=behind)
+    shards = [shard for _, _, some in readers for shard in some]
+    if contents and _behind(connection, slot, [("", contents.snapshot, shards)]) is not None:
+        return replace(slot, state="changed")
+    return None
+
+
+def _behind(
+    connection: psycopg.Connection[Any], slot: Slot, readers: Sequence[tuple[str, str, list[int]]]
+) -> str | None:
+    """A reader whose snapshot does not show every row of the slot; in one round trip."""
+    query = sql.SQL(" UNION ALL ").join(
+        sql.SQL(BEHIND).format(name=sql.Literal(name), since=since(slot.table, shards, done))
+        for name, done, shards in readers
+    )
+    found = fetch(connection, query + sql.SQL(" LIMIT 1"))
+    return found[0][0] if found else None
+
+
+@contextmanager
+def _exclusively(
+    connection: psycopg.Connection[Any], slot: Slot, lock_timeout_seconds: float
+) -> Iterator[None]:
+    """A transaction that alone has the slot: nobody else reads it or has written to it.
+
+    Raises:
+        psycopg.errors.LockNotAvailable: not within the timeout.
+    """
+    with connection.transaction():
+        connection.execute(BEGIN_TO_LOCK)
+        # 0 would be no timeout
+        milliseconds = max(1, round(lock_timeout_seconds * 1000))
+        connection.execute(LOCK_TIMEOUT, {"milliseconds": str(milliseconds)})
+        connection.execute(_compose(LOCK, slot))
+        yield
+
+
+def _survey(connection: psycopg.Connection[Any], slot: Slot) -> Contents:
+    """Read the whole slot, without a lock."""
+    ((snapshot, messages, first_id, last_id, age),) = fetch(connection, _compose(SURVEY, slot))
+    return Contents(
+        slot=slot,
+        snapshot=snapshot,
+        messages=messages,
+        first_id=first_id,
+        last_id=last_id,
+        age_seconds=age,
+    )
+
+
+def _age(
+    connection: psycopg.Connection[Any], slot: Slot, which: dict[str, sql.SQL]
+) -> float | None:
+    """About the age of the slot's newest or oldest message, in seconds; None if it holds none."""
+    with connection.transaction():
+        connection.execute(BY_INDEX)
+        ((age,),) = fetch(connection, _compose(AGE, slot, **which))
+    return None if age is None else float(age)
+
+
+def _compose(statement: str, slot: Slot, **parts: sql.Composable) -> sql.Composed:
+    return sql.SQL(statement).format(
+        slot=sql.Identifier("saf", slot.table),
+        written=sql.Identifier(AGE_COLUMN[slot.log]),
+        **parts,
+    )
+
+
+def _slot_of(id_: int) -> int:
+    """The slot of an id, as the tables are partitioned.
+
+    >>> _slot_of(1), _slot_of((1 << 20) - 1), _slot_of(1 << 20), _slot_of(8 << 20)
+    (0, 0, 1, 0)
+    """
+    return id_ // SLOT_ROWS % SLOTS
+
+
+def _next_id(connection: psycopg.Connection[Any], log: str) -> int:
+    """The id that the next message gets."""
+    sequence = sql.SQL(_sequence(connection, log))  # quoted by the server
+    ((next_id,),) = fetch(connection, sql.SQL(NEXT_ID).format(sequence=sequence))
+    return int(next_id)
+
+
+def _sequence(connection: psycopg.Connection[Any], log: str) -> str:
+    ((sequence,),) = fetch(connection, SEQUENCE, {"log": log})
+    return str(sequence)

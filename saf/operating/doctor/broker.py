@@ -1,0 +1,227 @@
+"""Checks that need the schema: rights, restores, what is left lying, what waits."""
+
+from __future__ import annotations
+
+from psycopg import sql
+
+from saf.broker.grants import RIGHTS, Kind
+from saf.broker.restored import IS_RESTORED
+from saf.database import check_schema
+from saf.dialogs.statements import Code
+from saf.errors import SchemaError
+from saf.operating.doctor.patient import Found, Patient
+from saf.setaside.backoff import SHOWN
+from saf.setaside.parking import OF_SERVICE
+
+
+def schema(patient: Patient) -> Found:
+    """Whether the schema is the one that this library was written for."""
+    try:
+        check_schema(patient.connection)
+    except SchemaError as error:
+        text, _, cure = str(error).partition(": ")
+        yield "error", text, cure
+
+
+MISSING_RIGHTS = """
+SELECT wanted.name, wanted.privilege, wanted.part
+FROM unnest(%(tables)s::text[], %(privileges)s::text[], %(parts)s::text[])
+    AS wanted (name, privilege, part)
+JOIN pg_class c ON c.relnamespace = 'saf'::regnamespace AND c.relname = wanted.name
+WHERE NOT CASE WHEN part = '' THEN has_table_privilege(c.oid, privilege)
+               ELSE has_column_privilege(c.oid, part, privilege) END
+ORDER BY 1, 2, 3
+"""
+
+
+def rights(patient: Patient) -> Found:
+    """Whether the role may do what a forwarder does."""
+    wanted = [
+        (table, privilege, column)
+        for part in RIGHTS[Kind.FORWARDER]
+        for table, privileges in part.items()
+        for privilege, columns in privileges.items()
+        for column in columns or ("",)
+    ]
+    tables, privileges, parts = map(list, zip(*wanted, strict=True))
+    found = patient.ask(MISSING_RIGHTS, tables=tables, privileges=privileges, parts=parts)
+    if found:
+        lacking = sorted({f"{privilege} on saf.{table}" for table, privilege, _ in found})
+        user = patient.connection.info.user
+        yield (
+            "error",
+            f"role {user!r} lacks what a forwarder needs: {', '.join(lacking)}",
+            f"as the owner, saf grant --role forwarder {user}, and --role for whatever else it is",
+        )
+
+
+def restored(patient: Patient) -> Found:
+    """Whether its cursors speak of transactions of another cluster, or of ones undone."""
+    if patient.ask(IS_RESTORED) == [(True,)]:
+        yield (
+            "error",
+            "the database was restored into another cluster, or its transaction ids went back: "
+            "its cursors do not say any more what was read",
+            "saf rebase",
+        )
+
+
+# By the index, which needs to be told each shard
+FORGED = """
+SELECT count(*), min(f.id)
+FROM saf.broker b CROSS JOIN LATERAL generate_series(0, b.shards - 1) AS s (shard)
+CROSS JOIN LATERAL (
+    SELECT id FROM {log} l
+    WHERE l.shard = s.shard AND l.txid >= pg_snapshot_xmax(pg_current_snapshot())) AS f
+"""
+
+
+def forged(patient: Patient) -> Found:
+    """Messages of transactions that this cluster has not begun: they would wait for ever."""
+    if patient.ask(IS_RESTORED) == [(True,)]:
+        return  # they are another cluster's
+    for log in ("outbox", "inbox"):
+        query = sql.SQL(FORGED).format(log=sql.Identifier("saf", log))
+        for count, first in patient.ask(query):
+            if count:
+                yield (
+                    "error",
+                    f"{count} messages of the {log}, the first with id {first}, say that they are "
+                    "of transactions that are still to come, as somebody wrote who may write any "
+                    "column: nobody gets them, and their slots are not purged",
+                    f"as the owner, UPDATE saf.{log} SET txid = DEFAULT WHERE txid >= "
+                    "pg_snapshot_xmax(pg_current_snapshot()), and take INSERT on the table from "
+                    "whoever sends: saf grant --role writer …",
+                )
+
+
+# Rows that are not visible in done, by the index, less those complete in the batch in hand
+LEFT_LYING = """
+SELECT s.name, count(*), extract(epoch FROM now() - min(lying.written))::float,
+       EXISTS (SELECT FROM saf.member m
+               WHERE m.subscription_id = s.subscription_id AND m.lease_until > now())
+FROM saf.subscription s JOIN saf.cursor c USING (subscription_id)
+CROSS JOIN LATERAL (
+    SELECT id, txid, {written} AS written FROM {log} o
+    WHERE o.shard = c.shard AND o.txid >= pg_snapshot_xmax(c.done)
+    UNION ALL
+    SELECT id, txid, {written} FROM {log} o
+    WHERE o.shard = c.shard AND o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done)))
+) AS lying
+WHERE s.log = {name} AND (c.open IS NOT NULL AND pg_visible_in_snapshot(lying.txid, c.open)
+                          AND lying.id <= c.position) IS NOT TRUE
+GROUP BY s.subscription_id, s.name
+HAVING min(lying.written) < now() - make_interval(secs => %(seconds)s)
+"""
+
+
+def outbox_left_lying(patient: Patient) -> Found:
+    """Subscriptions of the outbox that do not take up its messages."""
+    return _left_lying(patient, "outbox", "created_at", "run `saf forward`: look at cron, the DAG")
+
+
+def inbox_left_lying(patient: Patient) -> Found:
+    """The same of the inbox."""
+    return _left_lying(patient, "inbox", "received_at", "start its consumer")
+
+
+def _left_lying(patient: Patient, log: str, written: str, start: str) -> Found:
+    query = sql.SQL(LEFT_LYING).format(
+        log=sql.Identifier("saf", log), written=sql.Identifier(written), name=sql.Literal(log)
+    )
+    for name, count, age, alive in patient.ask(query, seconds=patient.limits.stuck_seconds):
+        yield (
+            "warning" if alive else "error",
+            f"subscription {name!r} of the {log} has {count} messages to read, the oldest for "
+            f"{age:.0f} s, and {'is slow or stuck' if alive else 'no live member'}; the slots that "
+            "they are in cannot be purged",
+            "look at its log and at `saf status`" if alive else start,
+        )
+
+
+LANES = """
+SELECT destination, lane, attempts, next_attempt_at::text, b.error, lanes,
+       (SELECT count(*) FROM saf.parked p
+        WHERE (p.subscription_id, p.destination, p.lane)
+            = (b.subscription_id, b.destination, b.lane))
+FROM (SELECT *, count(*) OVER () AS lanes FROM saf.backoff
+      WHERE attempts >= %(attempts)s
+      ORDER BY lane ^@ ANY (%(of_service)s), attempts DESC, destination, lane
+      LIMIT %(shown)s) AS b
+ORDER BY lane ^@ ANY (%(of_service)s), attempts DESC, destination, lane
+"""
+
+
+def parked(patient: Patient) -> Found:
+    """Lanes that were tried in vain again and again."""
+    found = patient.ask(
+        LANES,
+        attempts=patient.limits.many_attempts,
+        of_service=list(OF_SERVICE),
+        shown=SHOWN,
+    )
+    for destination, lane, attempts, next_at, error, _, count in found:
+        name = " ".join(filter(None, [destination, lane]))
+        yield (
+            "error",
+            f"lane {name!r} has failed {attempts} times, {count} messages are parked in it, the "
+            f"next attempt is at {next_at}: {error}",
+            "mend what the error says; nothing is lost meanwhile",
+        )
+    if found and (more := found[0][5] - len(found)):
+        yield (
+            "error",
+            f"{more} more lanes have failed {patient.limits.many_attempts} times or more",
+            "saf parked list, with a --limit, names them",
+        )
+
+
+# While no service lives here, messages for any are stored, and read by whoever reads everything
+UNHEARD = """
+SELECT name FROM saf.service AS lives
+WHERE NOT EXISTS (SELECT FROM saf.subscription s
+                  WHERE s.log = 'inbox' AND (s.service IS NULL OR s.service = lives.name))
+ORDER BY name
+"""
+
+
+def unheard(patient: Patient) -> Found:
+    """Services that live here and that no subscription reads."""
+    for (name,) in patient.ask(UNHEARD):
+        yield (
+            "warning",
+            f"service {name!r} has no subscription: its messages are stored, nobody receives them, "
+            "and a purge takes them with the others",
+            f"saf subscription create {name} --service {name}, or saf service remove {name}",
+        )
+
+
+DEAD = "SELECT reason, count(*), min(error) FROM saf.dead_letter GROUP BY 1 ORDER BY 1"
+
+
+def dead_letters(patient: Patient) -> Found:
+    """Messages that wait for a person."""
+    for reason, count, error in patient.ask(DEAD):
+        yield (
+            "warning",
+            f"{count} dead letters, {reason}, such as: {error}",
+            "retry or discard them: saf dead list",
+        )
+
+
+FAILED_DIALOGS = """
+SELECT service, count(*) FROM saf.conversation
+WHERE error_code = %(code)s AND NOT ended_here GROUP BY service ORDER BY service
+"""
+
+
+def dialogs_set_back(patient: Patient) -> Found:
+    """Dialogs that have failed because one end has no memory of what the other one knows."""
+    for service, count in patient.ask(FAILED_DIALOGS, code=Code.SET_BACK):
+        yield (
+            "warning",
+            f"{count} dialogs of service {service!r} have failed, because one of their ends was "
+            "set back: messages may be lost",
+            "which ones, and which messages: saf dialog list --state error; their applications end "
+            "them",
+        )

@@ -1,0 +1,213 @@
+"""The examination: every check, of every broker and destination."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import combinations
+
+import psycopg
+
+from saf.config import Settings
+from saf.database import HAS_SCHEMA, Dsn
+from saf.errors import ConfigurationError, Unavailable
+from saf.fleets import Candidate, ask_all
+from saf.operating.doctor.broker import (
+    dead_letters,
+    dialogs_set_back,
+    forged,
+    inbox_left_lying,
+    outbox_left_lying,
+    parked,
+    restored,
+    rights,
+    schema,
+    unheard,
+)
+from saf.operating.doctor.locks import locks
+from saf.operating.doctor.patient import REACHABLE, Check, Finding, Limits, Patient
+from saf.operating.doctor.refusal import SILENT, cure
+from saf.operating.doctor.routing import routes_by
+from saf.operating.doctor.server import (
+    clock_skew,
+    connections,
+    encryption,
+    primary,
+    settings,
+    skew_of,
+    synchronous_commit,
+)
+from saf.operating.doctor.set_back import set_back_by
+from saf.operating.doctor.transactions import long_transactions, prepared_transactions, sight
+
+SERVER: tuple[Check, ...] = (
+    locks,
+    primary,
+    settings,
+    synchronous_commit,
+    connections,
+    encryption,
+    clock_skew,
+    sight,
+)
+"""Checks of any database."""
+
+BROKER: tuple[Check, ...] = (
+    rights,
+    restored,
+    forged,
+    long_transactions,
+    prepared_transactions,
+    outbox_left_lying,
+    inbox_left_lying,
+    unheard,
+    parked,
+    dead_letters,
+    dialogs_set_back,
+)
+"""Checks that need the schema."""
+
+
+def examine(
+    config: Settings,
+    *,
+    limits: Limits = Limits(),  # noqa: B008 - frozen
+    clock: Callable[[], float] = time.time,
+) -> list[Finding]:
+    """Make every check of every broker and destination. Reads only.
+
+    A database that does not answer is a finding, check `REACHABLE`.
+    """
+    of_source = (*BROKER, routes_by(config), set_back_by(config))
+    databases = [(f"broker {name!r}", one.dsn, of_source) for name, one in config.brokers.items()]
+    databases += [
+        (f"destination {name!r}", one.dsn, BROKER) for name, one in config.destinations.items()
+    ]
+    found: list[Finding] = []
+    patients: list[Patient] = []
+    with ExitStack() as stack:
+        for where, dsn, checks in databases:
+            try:
+                connection = stack.enter_context(dsn.connect(role="doctor", autocommit=True))
+            except Unavailable as error:
+                found.append(_unreachable(where, error.reason, cure(dsn)))
+                continue
+            except ConfigurationError as error:
+                found.append(_pooled(where, error))
+                continue
+            found.append(Finding(check=REACHABLE, where=where, severity="ok"))
+            patients.append(Patient(where=where, connection=connection, limits=limits, clock=clock))
+            found += _examined(patients[-1], dsn, checks)
+        found += _disagreements(patients)
+    return found + list(_fleets(config, limits, clock))
+
+
+def _fleets(config: Settings, limits: Limits, clock: Callable[[], float]) -> Iterator[Finding]:
+    """The same for brokers of fleets, which may be too many to be connected to at once."""
+    listing = ask_all(config.fleets)
+    for name, error in listing.problems:
+        where = f"fleet {name!r}"
+        if isinstance(error, Unavailable):
+            yield _unreachable(where, error.reason, cure(config.fleets[name].dsn))
+        else:
+            to_do = "mend its row or its query; the others are forwarded meanwhile"
+            yield Finding(check="fleet", where=where, severity="error", what=str(error), cure=to_do)
+    for name, broker in listing.brokers.items():
+        where = f"broker {name!r}"
+        try:
+            with broker.dsn.connect(role="doctor", autocommit=True) as connection:
+                patient = Patient(where=where, connection=connection, limits=limits, clock=clock)
+                if isinstance(broker, Candidate) and patient.ask(HAS_SCHEMA) == [(False,)]:
+                    continue
+                yield Finding(check=REACHABLE, where=where, severity="ok")
+                checks = (*BROKER, routes_by(config), set_back_by(config))
+                yield from _examined(patient, broker.dsn, checks)
+        except Unavailable as error:
+            yield _unreachable(where, error.reason, cure(broker.dsn))
+        except ConfigurationError as error:
+            yield _pooled(where, error)
+
+
+def _pooled(where: str, error: ConfigurationError) -> Finding:
+    to_do = "name the server itself in saf.toml, and the pooler where messages are sent or received"
+    return Finding(check="direct", where=where, severity="error", what=str(error), cure=to_do)
+
+
+def _unreachable(where: str, reason: str, to_do: str = SILENT) -> Finding:
+    return Finding(
+        check=REACHABLE,
+        where=where,
+        severity="error",
+        what=reason,
+        cure=to_do,
+    )
+
+
+def _examined(patient: Patient, dsn: Dsn, checks: tuple[Check, ...]) -> Iterator[Finding]:
+    try:
+        for check in SERVER:
+            yield from _made(check, patient)
+        fit = list(_made(schema, patient))
+        yield from fit
+        if all(finding.severity == "ok" for finding in fit):
+            for check in checks:
+                yield from _made(check, patient)
+    except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+        yield _unreachable(patient.where, dsn.redact(str(error)))
+
+
+def _made(check: Check, patient: Patient) -> Iterator[Finding]:
+    name, where = check.__name__, patient.where
+    quiet = True
+    try:
+        for severity, what, to_do in check(patient):
+            quiet = False
+            yield Finding(check=name, where=where, severity=severity, what=what, cure=to_do)
+    except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
+        yield Finding(
+            check=name,
+            where=where,
+            severity="error",
+            what="; ".join([f"could not look: {error.diag.message_primary}", *_holders(patient)]),
+            cure="let it commit or roll back, as the check locks says; then run the doctor again",
+        )
+    except psycopg.errors.InsufficientPrivilege as error:
+        yield Finding(
+            check=name,
+            where=where,
+            severity="warning",
+            what=f"could not look: {error.diag.message_primary}",
+            cure="run the doctor as an operator: as the owner, saf grant --role operator …",
+        )
+    else:
+        if quiet:
+            yield Finding(check=name, where=where, severity="ok")
+
+
+def _holders(patient: Patient) -> Iterator[str]:
+    """Who holds any lock at this moment, for however short a time."""
+    at_once = replace(patient.limits, held_seconds=0.0, waited_seconds=0.0)
+    for _, what, _ in locks(replace(patient, limits=at_once)):
+        yield what
+
+
+def _disagreements(patients: list[Patient]) -> Iterator[Finding]:
+    """What no database can know by itself: whether any two of them agree on the time."""
+    clocks = []
+    for patient in patients:
+        try:
+            clocks.append((patient, *skew_of(patient)))
+        except psycopg.Error:
+            continue  # it has gone meanwhile, and its own examination says so
+    for (one, ahead, blur), (other, behind, more_blur) in combinations(clocks, 2):
+        seconds = abs(ahead - behind)
+        if seconds - blur - more_blur > one.limits.skew_seconds:
+            yield Finding(
+                check="clocks_agree",
+                where=f"{one.where} and {other.where}",
+                severity="warning",
+                what=f"their clocks differ by {seconds:.0f} s: a range of time is not the same",
+                cure="let both follow the same time servers (NTP)",
+            )

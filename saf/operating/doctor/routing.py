@@ -1,0 +1,57 @@
+"""The check of a source's routes, by what saf.toml says of destinations."""
+
+from __future__ import annotations
+
+from saf.config import Settings, did_you_mean
+from saf.operating.doctor.patient import Check, Found, Patient
+from saf.routing.routers import with_problems
+from saf.routing.routes import configuration, describe
+
+
+def routes_by(config: Settings) -> Check:
+    """The check for one saf.toml."""
+
+    def routes(patient: Patient) -> Found:
+        """Whether routes in force lead somewhere, topics have a route, routers a function."""
+        default = config.forwarder.default_destination
+        in_force = configuration(patient.connection, default, config.declared).in_force
+        for route in in_force.routes:
+            if route.destination not in config.destinations:
+                meant = did_you_mean(route.destination, config.destinations)
+                yield (
+                    "error",
+                    f"the route of {describe(route)} leads to a destination that saf.toml does not "
+                    "know: its messages are parked",
+                    f"add [destinations.{route.destination}] to saf.toml{meant}, or saf route "
+                    "remove",
+                )
+            instead = in_force.brokers.get(route.destination)
+            if route.broker is not None and instead not in (None, route.broker):
+                yield (
+                    "warning",
+                    f"the route of {describe(route)} never counts: that destination is broker "
+                    f"{instead}",
+                    f"saf route remove {route.destination} --to-broker {route.broker}",
+                )
+        led = {route.service for route in in_force.routes}
+        for topic in sorted(() if None in led else in_force.topics - led):
+            yield (
+                "warning",
+                f"topic {topic!r} has no destination: its messages are parked",
+                f"saf route add DESTINATION --service {topic}, or saf topic remove {topic}",
+            )
+        for router in with_problems(in_force).routers:
+            if router.problem is not None:
+                yield (
+                    "warning",
+                    f"{router.problem}. Where it cannot, its messages are parked",
+                    f"mend its module or PYTHONPATH, or saf router remove {router.service}",
+                )
+            if router.service in in_force.topics:
+                yield (
+                    "warning",
+                    f"{router.service!r} is a router and a topic: it counts as a router",
+                    f"saf topic remove {router.service}, or saf router remove {router.service}",
+                )
+
+    return routes

@@ -1,0 +1,63 @@
+"""The check of both sides: whether a source or one of its destinations was set back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psycopg
+
+from saf.config import Settings
+from saf.database import check_schema
+from saf.destinations.marks import shards_of
+from saf.errors import SafError, in_words
+from saf.operating.doctor.patient import Check, Found, Patient
+from saf.repair.set_back import IDENTITY, SetBack, known_at, remembered
+from saf.repair.set_back import set_back as who_was
+
+ONE_SNAPSHOT = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
+REPAIR = "saf rebase"
+
+
+def set_back_by(config: Settings) -> Check:
+    """The check of a source with the destinations of a saf.toml."""
+
+    def set_back(patient: Patient) -> Found:
+        """Whether forwarding would refuse it, or a destination of it."""
+        for name, found in _met(patient, config):
+            if found.ahead:
+                yield (
+                    "error",
+                    f"destination {name!r} has stored more of "
+                    f"{in_words(shards_of(found.ahead))} than is known here: it seems to be "
+                    "restored from a backup, and is not forwarded",
+                    REPAIR,
+                )
+            if found.behind:
+                since = found.since and f"since a batch of {found.since.isoformat()}"
+                yield (
+                    "error",
+                    f"destination {name!r} does not have any more what it has acknowledged of "
+                    f"{in_words(shards_of(found.behind))}, {since or 'or any of it'}: that one "
+                    "seems to be restored from a backup, and gets nothing",
+                    REPAIR,
+                )
+
+    return set_back
+
+
+def _met(patient: Patient, config: Settings) -> Iterator[tuple[str, SetBack]]:
+    """What the forwarder would meet at each destination that answers."""
+    source = patient.connection
+    ((broker_id,),) = patient.ask(IDENTITY)
+    for name, destination in config.destinations.items():
+        try:
+            with destination.dsn.connect(role="doctor", autocommit=True) as there:
+                check_schema(there)
+                ((store,),) = there.execute(IDENTITY).fetchall()
+                before = remembered(source, store)
+                known = known_at(there, broker_id)
+        except (psycopg.OperationalError, SafError):
+            continue  # its own examination says so
+        with source.transaction():
+            source.execute(ONE_SNAPSHOT)
+            yield name, who_was(source, name, known, before)

@@ -1,0 +1,140 @@
+"""What a broker needs from time to time: old messages purged, quiet logs rotated.
+
+Call `purge_broker` as often as you like, such as after each run of the forwarder: when there is
+nothing to do, it asks some twenty quick questions and writes nothing. Of several that run at once,
+one works and the others do nothing.
+
+Old versions of the routes go too, once no cursor refers to them, and choices of routes by keys that
+nobody has used for as long as messages are kept, and conversations that were closed that long ago.
+Members that are gone need no
+care here: those who live forget them (`saf.log.shards`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psycopg
+
+from saf.broker import restored
+from saf.config import Purge
+from saf.database import Dsn, fetch
+from saf.dialogs import conversations
+from saf.errors import UsageError
+from saf.log.ring import AGE_COLUMN, LOCK_TIMEOUT_SECONDS, Archive, Slot, purge, rotate
+from saf.routing.choices import forget
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a purge of a broker did."""
+
+    slots: tuple[Slot, ...]
+    route_versions: int
+    """Frozen routes that were forgotten."""
+    route_choices: int = 0
+    """Keys whose choice of a route was forgotten."""
+    conversations: int = 0
+    """Ends of conversations that were forgotten."""
+    busy: bool = False
+    """Another purge of this broker is at work, so this one did nothing."""
+
+
+TAKE_TURN = "SELECT pg_try_advisory_lock(hashtextextended('saf purge', 0))"
+END_TURN = "SELECT pg_advisory_unlock(hashtextextended('saf purge', 0))"
+
+# A version's age counts from when another became the latest. A forwarder that has just found it to
+# be the latest opens a batch with it soon after.
+FORGET_ROUTES = """
+WITH forgotten AS (
+    DELETE FROM saf.route_version v
+    WHERE NOT EXISTS (SELECT FROM saf.cursor c WHERE c.route_version = v.version)
+      AND EXISTS (SELECT FROM saf.route_version later
+                  WHERE later.version > v.version
+                    AND extract(epoch FROM now() - later.created_at) > %(seconds)s)
+    RETURNING version)
+SELECT count(*) FROM forgotten
+"""
+ROUTES_KEPT_SECONDS = 3600.0
+
+
+def purge_broker(
+    connection: psycopg.Connection[Any],
+    *,
+    retention_seconds: float,
+    rotate_after_seconds: float,
+    archive: Archive | None = None,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+    dry_run: bool = False,
+) -> Outcome:
+    """Purge both logs, rotate where they are quiet, and forget old versions of the routes.
+
+    The connection is in autocommit; each slot is a transaction of its own.
+
+    Raises:
+        UsageError: the role may not do it, or the database was restored into another cluster.
+        Unavailable: the archive cannot be written; its slot is kept.
+    """
+    ((mine,),) = fetch(connection, TAKE_TURN)
+    if not mine:
+        return Outcome(slots=(), route_versions=0, busy=True)
+    try:
+        restored.refuse(connection)
+        slots: list[Slot] = []
+        for log in AGE_COLUMN:
+            found = purge(
+                connection,
+                log,
+                retention_seconds=retention_seconds,
+                archive=archive,
+                lock_timeout_seconds=lock_timeout_seconds,
+                dry_run=dry_run,
+            )
+            if rotate(connection, log, rotate_after_seconds=rotate_after_seconds, dry_run=dry_run):
+                found = [_rotated(slot, dry_run) for slot in found]
+            slots += found
+        forgotten = 0 if dry_run else _forget_routes(connection, retention_seconds)
+        choices = 0 if dry_run else forget(connection, retention_seconds)
+        closed = 0 if dry_run else conversations.forget(connection, retention_seconds)
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise UsageError(
+            f"role {connection.info.user!r} may not purge database {connection.info.dbname!r}: "
+            f"{error.diag.message_primary}. As the owner, run `saf grant --role purger …`"
+        ) from None
+    finally:
+        if not connection.closed:
+            connection.execute(END_TURN)
+    return Outcome(
+        slots=tuple(slots), route_versions=forgotten, route_choices=choices, conversations=closed
+    )
+
+
+def purge_by_rules(
+    connection: psycopg.Connection[Any], dsn: Dsn, rules: Purge, *, dry_run: bool = False
+) -> Outcome:
+    """`purge_broker` as the configuration has it, with its archive."""
+    archive = None
+    if rules.archive is not None and not dry_run:
+        from saf.log.archive import ParquetArchive  # needs the extra, and says so
+
+        archive = ParquetArchive(dsn, rules.archive)
+    return purge_broker(
+        connection,
+        retention_seconds=rules.retention_seconds,
+        rotate_after_seconds=rules.rotate_after_seconds,
+        archive=archive,
+        dry_run=dry_run,
+    )
+
+
+def _forget_routes(connection: psycopg.Connection[Any], retention_seconds: float) -> int:
+    seconds = max(retention_seconds, ROUTES_KEPT_SECONDS)
+    ((count,),) = fetch(connection, FORGET_ROUTES, {"seconds": seconds})
+    return int(count)
+
+
+def _rotated(slot: Slot, dry_run: bool) -> Slot:
+    if slot.state != "current":
+        return slot
+    return replace(slot, state="rotatable" if dry_run else "rotated")

@@ -1,0 +1,153 @@
+"""What an operator asks of a broker: what is pending, how old it is, and who is at it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+
+import psycopg
+from psycopg.rows import class_row
+
+from saf.broker.restored import refuse
+from saf.database import fetch
+from saf.setaside.dropped import Dropped, dropped
+from saf.setaside.parking import Parked, Waiting, parked
+
+# Each shard's rows that are not complete: not visible in done, and not within the open batch at
+# or below its position. Two ranges of the index per shard, whatever the age of the table.
+SHARDS = """
+SELECT c.shard, m.name AS owner, c.epoch, c.batch, c.open IS NOT NULL AS open,
+       left_over.pending, left_over.oldest,
+       extract(epoch FROM now() - left_over.oldest)::float AS lag_seconds
+FROM saf.subscription s
+JOIN saf.cursor c USING (subscription_id)
+LEFT JOIN saf.member m ON m.member_id = c.owner
+CROSS JOIN LATERAL (
+    SELECT count(*) AS pending, min(created_at) AS oldest
+    FROM (
+        SELECT id, txid, created_at FROM saf.outbox o
+        WHERE o.shard = c.shard AND o.txid >= pg_snapshot_xmax(c.done)
+        UNION ALL
+        SELECT id, txid, created_at FROM saf.outbox o
+        WHERE o.shard = c.shard AND o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done)))
+    ) AS not_done
+    WHERE (c.open IS NOT NULL AND pg_visible_in_snapshot(txid, c.open) AND id <= c.position)
+          IS NOT TRUE
+) AS left_over
+WHERE s.log = 'outbox' AND s.name = 'forwarder'
+ORDER BY c.shard
+"""
+
+MEMBERS = """
+SELECT m.name, extract(epoch FROM m.lease_until - now())::float AS lease_seconds,
+       array(SELECT shard FROM saf.cursor c WHERE c.owner = m.member_id ORDER BY shard) AS shards
+FROM saf.member m JOIN saf.subscription s USING (subscription_id)
+WHERE s.log = 'outbox' AND s.name = 'forwarder'
+ORDER BY m.name, m.member_id
+"""
+
+DEAD = "SELECT count(*) FROM saf.dead_letter"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardStatus:
+    """One shard of the forwarder's subscription."""
+
+    shard: int
+    owner: str | None
+    """The member's name, host:pid; None if the shard is free."""
+    epoch: int
+    batch: int
+    open: bool
+    """A batch is in hand."""
+    pending: int
+    oldest: datetime | None
+    """When the oldest pending message was written."""
+    lag_seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberStatus:
+    """One forwarder, wherever it runs."""
+
+    name: str
+    """host:pid"""
+    lease_seconds: float
+    """Until others may take its shards over; below 0 if they may."""
+    shards: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokerStatus:
+    """One broker's outbox."""
+
+    shards: tuple[ShardStatus, ...]
+    members: tuple[MemberStatus, ...]
+    waiting: Waiting
+    """What waits for something, why, and when it is tried next."""
+    dead_letters: int
+    dropped: tuple[Dropped, ...] = ()
+    """What nobody misses, by subscription and reason."""
+
+    @property
+    def pending(self) -> int:
+        """Committed messages that are not forwarded yet."""
+        return sum(shard.pending for shard in self.shards)
+
+    @property
+    def parked(self) -> int:
+        """Messages that wait for something."""
+        return self.waiting.messages
+
+    @property
+    def lanes(self) -> tuple[Parked, ...]:
+        """Lanes that wait; of many, those that hold up most."""
+        return self.waiting.shown
+
+    @property
+    def oldest_pending_seconds(self) -> float | None:
+        """Age of the oldest pending message."""
+        return max((s.lag_seconds for s in self.shards if s.lag_seconds is not None), default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "pending": self.pending,
+            "oldest_pending_seconds": self.oldest_pending_seconds,
+            "parked": self.parked,
+            "lanes": [lane.as_dict() for lane in self.lanes],
+            "lanes_waiting": self.waiting.lanes,
+            "dead_letters": self.dead_letters,
+            "dropped": [one.as_dict() for one in self.dropped],
+            "members": [asdict(member) for member in self.members],
+            "shards": [
+                {**asdict(shard), "oldest": shard.oldest and shard.oldest.isoformat()}
+                for shard in self.shards
+            ],
+        }
+
+
+def broker_status(connection: psycopg.Connection[Any], limit: int | None = None) -> BrokerStatus:
+    """The state of one broker's outbox, with at most so many lanes, in one snapshot. Reads only.
+
+    Raises:
+        Restored: its cursors do not say what is pending.
+    """
+    refuse(connection)
+    with connection.transaction():
+        connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+        with psycopg.Cursor(connection, row_factory=class_row(ShardStatus)) as cursor:
+            shards = cursor.execute(SHARDS).fetchall()
+        with psycopg.Cursor(connection, row_factory=class_row(MemberStatus)) as cursor:
+            members = cursor.execute(MEMBERS).fetchall()
+        waiting = parked(connection, limit)
+        ((dead_letters,),) = fetch(connection, DEAD)
+        counted = dropped(connection)
+    return BrokerStatus(
+        shards=tuple(shards),
+        members=tuple(members),
+        waiting=waiting,
+        dead_letters=dead_letters,
+        dropped=tuple(counted),
+    )

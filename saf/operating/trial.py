@@ -1,0 +1,112 @@
+"""Trial: what the routers of a broker would make of one message. Nothing is sent or remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+from uuid import UUID
+
+import psycopg
+
+from saf.broker.services import lives_here
+from saf.engine.classifying import as_table
+from saf.engine.resolving import Resolver
+from saf.engine.wayfinder import Wayfinder
+from saf.errors import Unroutable
+from saf.message import Message, encode
+from saf.routing.explain import Explanation, explain
+from saf.routing.resolutions import Resolved, resolved
+from saf.routing.routers import with_problems
+from saf.routing.routes import Declared, configuration, forwarding
+
+DEAD = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What would become of a message."""
+
+    service: str
+    """As it is addressed."""
+    goes: Explanation
+    """For the service that it is really for, if it is neither dead nor waits."""
+    dead: str | None = None
+    """Why it would become a dead letter."""
+    waits: str | None = None
+    """Why its router could not be asked."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 if it goes somewhere."""
+        if self.dead is not None:
+            return DEAD
+        leads = self.waits is None and self.goes.destinations
+        return 0 if leads else Unroutable.exit_code
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        said: dict[str, Any] = {
+            "service": self.service,
+            "dead": self.dead,
+            "waits": self.waits,
+            "resolved": None,
+        }
+        if self.dead is None and self.waits is None:
+            said["resolved"] = self.goes.as_dict()
+        return said
+
+
+@dataclass
+class _Recall:
+    connection: psycopg.Connection[Any]
+
+    def resolved(self, router: str, keys: Collection[str]) -> Mapping[str, Resolved]:
+        return resolved(self.connection, router, keys)
+
+    def keep(self, router: str, new: Mapping[str, Resolved]) -> Mapping[str, Resolved]:  # noqa: ARG002 - forgets
+        return new
+
+
+def try_out(
+    connection: psycopg.Connection[Any],
+    message: Message,
+    default_destination: str | None,
+    declared: Declared,
+) -> Trial:
+    """What the next batch would make of a message; the classifier runs here.
+
+    Or the routing service, if the message is for a router that forwards and whose service lives at
+    this broker. Elsewhere it is a service like any other.
+    """
+    there = configuration(connection, default_destination, declared)
+    in_force, router = there.in_force, forwarding(there, message.service)
+    if router is not None and lives_here(connection, router.service):
+        routes = with_problems(replace(in_force, routers=(router,)))
+    else:
+        routes = with_problems(in_force)
+    resolver = Resolver(
+        routes.routers,
+        Wayfinder(routes),
+        _Recall(connection),
+        further=[one.service for one in in_force.routers],
+    )
+    created = {"id": 0, "shard": 0, "created_at": datetime.now(UTC)}
+    rows = as_table([encode(message)._asdict() | created])
+    resolution = resolver.resolve(rows)
+    (goes,) = (resolution.rows if len(resolution.rows) else rows).to_pylist()
+    broker = goes["to_broker"]
+    return Trial(
+        service=message.service,
+        goes=explain(
+            connection,
+            goes["to_service"],
+            str(UUID(bytes=broker)) if broker else None,
+            goes["key"],
+            default_destination=default_destination,
+            declared=declared,
+        ),
+        dead=next((error for _, error in resolution.dead), None),
+        waits=next(iter(resolver.problems.values()), None),
+    )

@@ -1,0 +1,443 @@
+"""Receivers of one subscription: which shards each has in hand, and what it reads of them.
+
+Receivers read the inbox by the mechanism of `saf.log.cursor`, with one difference. A consumer's
+work and its position commit together, in one transaction of one database; so that transaction can
+own the shards as well. It locks their cursors (FOR UPDATE SKIP LOCKED), reads, works, and moves
+them:
+
+    claim      lock the cursors of shards with something new, no more than it takes
+    read       the next messages of those shards, by one query
+    move       position, or done = open, for all of them
+
+Nobody else gets a message of these shards meanwhile, so a key is never in two hands. A receiver
+that dies takes its locks with it: its shards are free at once, at the position they had. There is
+no lease, owner or epoch, and nothing to fence: a transaction that is gone cannot write.
+
+*Members.* A reader may be a member as well (`saf.log.shards`), for what it keeps in memory between
+deliveries. It claims the shards that it owns, and the others those that nobody owns. Whose they are
+is asked by the same statement that locks them, so they stay so until its transaction ends.
+
+*Whose transaction died?* One that locks a row leaves its id in the row's xmax. So a cursor that can
+be locked, and whose xmax did not commit, tells that the last delivery from its shard was rolled
+back or died. That costs nothing, needs no second transaction, and survives any kill. The shard is
+then handed out more carefully (``allowance``; see `saf.receiving.lanes`).
+
+*Deep backlogs.* Rows are ordered by id, but only (shard, txid) is indexed, so a read sorts what is
+left of a shard's batch. A batch need not reach up to now: it may end at any transaction id X, if
+every message of the shard from X on has a higher id than every one below (a clean cut). Then it is
+as if the snapshot had been taken earlier, and the order by id is kept. A deep shard is looked
+through once for such cuts (``cuts``), and opened from one to the next, up to the snapshot that they
+are cuts of (``until``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import UUID
+
+import psycopg
+from psycopg.rows import tuple_row
+
+from saf.database import fetch
+from saf.errors import UsageError
+from saf.limits import READABLE
+from saf.log.shards import NEWEST, THIS_ROW, failed, newest
+from saf.message import FRAGMENT
+from saf.received import EXPRESSIONS, ID, READ, SHARD, Received, expressions
+from saf.setaside.parking import LATER
+
+CUT_ROWS, CUTS = 250, 64
+"""A batch of a deep backlog holds at least so many messages; so many batches are known ahead."""
+
+ALL_CLEAR = 256
+"""From this allowance on, a shard that had failed is handed out as any other."""
+
+# Each statement sees what was committed before it, as the cursors' snapshots have to. Estimates for
+# a ring's slots are rough, and compiling a query takes longer than running it.
+BEGIN = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; SET LOCAL jit = off"
+
+# ORDER BY txid, because for that the index is the only quick way: without it, the planner may hope
+# to meet a row early on in a scan of the whole table.
+NEW = """(
+    SELECT i.txid FROM saf.inbox i WHERE i.shard = c.shard AND i.txid >= pg_snapshot_xmax(c.done)
+    ORDER BY i.txid LIMIT 1) IS NOT NULL
+OR EXISTS (
+    SELECT FROM saf.inbox i
+    WHERE i.shard = c.shard AND i.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done))))"""
+
+# Outside of what locks: there the columns are as they were before
+FAILED = failed("touched")
+
+# In random order, so that receivers seldom meet and no shard is always the last. The rows are
+# locked as the join asks for them, one by one, until enough messages are counted: the others stay
+# for other receivers. A shard without any for this service counts as one, and is passed by. Whose
+# it is, and whether it is handed out with care, is asked again of the row as it is locked.
+CLAIM = f"""
+SELECT shard, bool_or(failed), count(*) FROM (
+    SELECT c.shard, {FAILED} AS failed
+    FROM (
+        SELECT f.shard, f.done, f.open, f.position, f.xmax AS touched
+        FROM (
+            SELECT subscription_id, shard, batch FROM {NEWEST} AS c
+            WHERE allowance IS NULL AND owner IS NOT DISTINCT FROM %(owner)s
+              AND (open IS NOT NULL OR {NEW} OR EXISTS (
+                  SELECT FROM saf.backoff b
+                  WHERE b.subscription_id = c.subscription_id AND b.destination = ''
+                    AND b.lane = '{LATER}' || c.shard AND b.next_attempt_at <= now()))
+        ) AS c
+        JOIN saf.cursor f USING (subscription_id, shard, batch)
+        WHERE f.allowance IS NULL AND f.owner IS NOT DISTINCT FROM %(owner)s
+        ORDER BY random()
+        FOR UPDATE OF f SKIP LOCKED
+    ) AS c
+    LEFT JOIN LATERAL (
+        SELECT FROM saf.inbox i
+        WHERE i.shard = c.shard AND i.txid >= pg_snapshot_xmax(c.done) AND i.id > c.position
+          AND i.txid < coalesce(pg_snapshot_xmax(c.open), '9223372036854775807')
+          AND (%(service)s::text IS NULL OR i.to_service = %(service)s)
+        ORDER BY i.txid LIMIT %(limit)s
+    ) AS one ON true
+    LIMIT %(limit)s
+) AS enough
+GROUP BY shard
+"""
+
+CLAIM_SHARD = f"""
+SELECT shard, {FAILED}, 0 FROM (
+    SELECT f.shard, f.xmax AS touched
+    FROM {newest("(VALUES (%(shard)s::smallint))")} AS c
+    JOIN saf.cursor f USING (subscription_id, shard, batch)
+    WHERE f.owner IS NOT DISTINCT FROM %(owner)s
+    FOR UPDATE OF f SKIP LOCKED
+) AS c
+"""
+
+# After the locks, so that no cursor's snapshot is later than this one
+STATE = f"""
+SELECT pg_current_snapshot()::text, pg_current_xact_id()::text,
+       ARRAY(SELECT lane FROM saf.backoff
+             WHERE subscription_id = %(subscription_id)s AND shard = ANY (%(shards)s)),
+       ARRAY(SELECT lane FROM saf.backoff
+             WHERE subscription_id = %(subscription_id)s AND destination = ''
+               AND lane = ANY (SELECT '{LATER}' || unnest(%(shards)s))
+               AND next_attempt_at <= now())
+"""
+IN_HAND = newest("unnest(%(shards)s::smallint[])")
+CURSORS = f"""
+SELECT shard, batch, done::text, open::text, position, allowance, until::text,
+       coalesce(cuts::text[], '{{}}'), epoch
+FROM {IN_HAND} AS c
+"""
+
+# Of a dialog: to be handed out now, if it is its turn
+NOW, LATE, EXPIRED, SPOKEN, UNREAD = 0, 1, 2, 3, 4
+FATE = f"""
+CASE WHEN NOT ({READABLE}) THEN {UNREAD}
+     WHEN expires_at <= now() THEN {EXPIRED} WHEN deliver_at > now() THEN {LATE}
+     WHEN from_initiator IS NOT NULL THEN {SPOKEN} ELSE {NOW} END
+"""
+
+# UNION ALL, as in saf.cursor: what was in progress at done, and what began after
+SINCE = """
+    SELECT * FROM saf.inbox i WHERE i.shard = c.shard AND i.txid >= pg_snapshot_xmax(c.done)
+    UNION ALL
+    SELECT * FROM saf.inbox i
+    WHERE i.shard = c.shard AND i.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done)))
+"""
+IN_BATCH = """
+txid < pg_snapshot_xmax({open}) AND pg_visible_in_snapshot(txid, {open})
+AND (%(service)s::text IS NULL OR to_service = %(service)s)
+"""
+# A fragment's is copied to where it waits without passing by here; see saf.dialogs.assembly
+BODY = f"""
+CASE WHEN from_initiator IS NOT NULL AND sequence IS NOT NULL AND %(converses)s
+          AND headers -> '{FRAGMENT}' IS NOT NULL
+     THEN ''::bytea WHEN {READABLE} THEN body END
+"""
+READ_LOG = f"""
+SELECT m.* FROM unnest(%(shards)s::smallint[], %(open)s::pg_snapshot[]) AS h (shard, open)
+JOIN {IN_HAND} AS c USING (shard)
+CROSS JOIN LATERAL (
+    SELECT {expressions(body=BODY)}, {FATE} AS fate FROM ({SINCE}) AS since
+    WHERE {IN_BATCH.format(open="h.open")} AND id > c.position ORDER BY id LIMIT %(limit)s
+) AS m
+LIMIT %(limit)s
+"""
+READ_LATE = f"""
+SELECT {EXPRESSIONS}, {FATE} AS fate, parked_id FROM saf.parked
+WHERE subscription_id = %(subscription_id)s AND destination = '' AND lane = ANY (%(lanes)s)
+  AND deliver_at <= now()
+ORDER BY deliver_at, id LIMIT %(limit)s
+"""
+
+# By transaction: is every message before it lower than all from it on, and how many are before it?
+FIND_CUTS = f"""
+SELECT shard, array_agg(txid::text ORDER BY txid) FROM (
+    SELECT shard, min(txid) AS txid FROM (
+        SELECT c.shard, txid, max(max(id)) OVER before < min(min(id)) OVER after AS clean,
+               sum(count(*)) OVER before / %(rows)s AS part
+        FROM (SELECT *, %(now)s::pg_snapshot AS now FROM {IN_HAND} AS c) AS c
+        CROSS JOIN LATERAL ({SINCE}) AS since
+        WHERE {IN_BATCH.format(open="c.now")}
+        GROUP BY c.shard, txid
+        WINDOW before AS (PARTITION BY c.shard ORDER BY txid
+                          ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING),
+               after AS (PARTITION BY c.shard ORDER BY txid
+                         ROWS BETWEEN CURRENT ROW AND UNBOUNDED FOLLOWING)
+    ) AS one WHERE clean AND part >= 1 GROUP BY shard, part
+) AS cut GROUP BY shard
+"""
+
+MOVE = f"""
+UPDATE saf.cursor c SET
+    opened_at = CASE WHEN m.batch > c.batch THEN now() ELSE c.opened_at END,
+    batch = m.batch, done = m.done, open = m.open, position = m.position,
+    allowance = m.allowance, until = m.until, cuts = m.cuts::xid8[]
+FROM unnest(%(shard)s::smallint[], %(batch)s::bigint[], %(done)s::pg_snapshot[],
+            %(open)s::pg_snapshot[], %(position)s::bigint[], %(allowance)s::int[],
+            %(until)s::pg_snapshot[], %(cuts)s::text[])
+     AS m (shard, batch, done, open, position, allowance, until, cuts)
+JOIN {newest("unnest(%(shard)s::smallint[])")} AS n USING (shard)
+WHERE {THIS_ROW} AND pg_current_xact_id() = %(transaction)s::xid8
+"""
+
+
+FIELDS = ("shard", "batch", "done", "open", "position", "allowance", "until", "cuts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """Whose cursors these are: a subscription of the inbox."""
+
+    subscription_id: int
+    name: str
+    service: str | None
+    owner: UUID | None = None
+    """The member that this reader is: it gets its own shards, and others those that nobody owns."""
+
+    @property
+    def converses(self) -> bool:
+        """Whether it is an end of dialogs: a service's own subscription is; others listen in."""
+        return self.name == self.service
+
+
+@dataclass(kw_only=True)
+class Shard:
+    """A cursor in hand; `move` writes it. Snapshots are text."""
+
+    shard: int
+    batch: int
+    done: str
+    open: str | None
+    position: int
+    allowance: int | None
+    until: str | None
+    """What `cuts` are cuts of."""
+    cuts: list[str]
+    """Transaction ids at which the next batches may end, in order."""
+    epoch: int
+
+    def open_at(self, snapshot: str) -> None:
+        """Take a batch in hand: up to the next cut, or to the snapshot if there is none."""
+        self.batch += 1
+        if self.cuts:
+            self.until = self.until or snapshot
+            self.open = cut(self.until, int(self.cuts.pop(0)))
+        else:
+            self.until, self.open = None, snapshot
+
+    def close(self) -> None:
+        """The batch is complete."""
+        assert self.open is not None  # noqa: S101 - only what is open is closed
+        self.done, self.open, self.position = self.open, None, 0
+        if self.until is not None and self.cuts:
+            self.open_at(self.until)
+        else:
+            self.until = None
+
+
+@dataclass(kw_only=True)
+class Hand:
+    """The shards that this transaction has locked, and what was read of them."""
+
+    reader: Reader
+    transaction: str
+    """The id of the transaction that has locked them."""
+    shards: dict[int, Shard]
+    failed: frozenset[int]
+    """Whose last delivery did not come to its end."""
+    waiting: frozenset[str]
+    """The lanes of these shards in which keys wait."""
+    late: list[str]
+    """The lanes with delayed messages whose time has come."""
+    messages: list[Received] = field(default_factory=list)
+    """To be handed out, in order."""
+    aside: dict[int, list[Received]] = field(
+        default_factory=lambda: {LATE: [], EXPIRED: [], UNREAD: []}
+    )
+    """Not to be handed out now, by why."""
+    spoken: bool = False
+    """Whether there are messages of dialogs among them."""
+
+    @property
+    def all(self) -> list[Received]:
+        """Whatever was read."""
+        return [*self.messages, *(one for some in self.aside.values() for one in some)]
+
+    def take(self, message: Received, fate: int) -> None:
+        """Put a message to the others of its fate."""
+        self.spoken = self.spoken or fate == SPOKEN
+        self.aside.get(fate, self.messages).append(message)
+
+
+def claim(connection: psycopg.Connection[Any], reader: Reader, limit: int) -> Hand | None:
+    """Lock shards that have up to ``limit`` messages; None if no free one has any.
+
+    Call it in a transaction begun with `BEGIN`, and `move` what it returns in the same.
+    """
+    params = {
+        "subscription_id": reader.subscription_id,
+        "owner": reader.owner,
+        "service": reader.service,
+        "limit": limit,
+    }
+    return _hand(connection, reader, fetch(connection, CLAIM, params), limit)
+
+
+def claim_shard(
+    connection: psycopg.Connection[Any], reader: Reader, shard: int, limit: int
+) -> Hand | None:
+    """Lock one shard, whatever there is; None if it is in somebody's hand. Otherwise as `claim`."""
+    params = {
+        "subscription_id": reader.subscription_id,
+        "owner": reader.owner,
+        "shard": shard,
+    }
+    return _hand(connection, reader, fetch(connection, CLAIM_SHARD, params), limit)
+
+
+def _hand(
+    connection: psycopg.Connection[Any],
+    reader: Reader,
+    locked: list[tuple[Any, ...]],
+    limit: int,
+) -> Hand | None:
+    if not locked:
+        return None
+    params = {
+        "subscription_id": reader.subscription_id,
+        "service": reader.service,
+        "shards": [shard for shard, *_ in locked],
+    }
+    ((now, transaction, waiting, late),) = fetch(connection, STATE, params)
+    # PostgreSQL counts the asking transaction as complete, and the block may yet write messages
+    now = without(now, int(transaction))
+    shards = {
+        row[0]: Shard(**dict(zip((*FIELDS, "epoch"), row, strict=True)))
+        for row in fetch(connection, CURSORS, params)
+    }
+    closed = [shard for shard in shards.values() if shard.open is None]
+    if closed and sum(count for *_, count in locked) >= limit:
+        params |= {"shards": [shard.shard for shard in closed], "now": now}
+        params["rows"] = max(limit, CUT_ROWS)
+        for number, cuts in fetch(connection, FIND_CUTS, params):
+            shards[number].cuts = cuts[:CUTS]
+    for shard in closed:
+        shard.open_at(now)
+    return Hand(
+        reader=reader,
+        transaction=transaction,
+        shards=shards,
+        failed=frozenset(shard for shard, failed, _ in locked if failed),
+        waiting=frozenset(waiting),
+        late=late,
+    )
+
+
+def read(
+    connection: psycopg.Connection[Any], hand: Hand, shards: Iterable[int], limit: int
+) -> None:
+    """Take the next messages of shards in hand, up to ``limit``, and move the shards past them."""
+    numbers = list(shards)
+    params = {
+        "subscription_id": hand.reader.subscription_id,
+        "service": hand.reader.service,
+        "converses": hand.reader.converses,
+        "shards": numbers,
+        "open": [hand.shards[number].open for number in numbers],
+        "lanes": [lane for lane in hand.late if int(lane.removeprefix(LATER)) in numbers],
+    }
+    with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
+        if params["lanes"]:
+            cursor.execute(READ_LATE, {**params, "limit": limit}, binary=True)
+            for row in cursor.fetchall():
+                hand.take(Received(row, row[-1]), row[len(READ)])
+                limit -= 1
+        cursor.execute(READ_LOG, {**params, "limit": limit}, binary=True)
+        rows = cursor.fetchall()
+    # rows come shard by shard, each in order
+    last = {row[SHARD]: row[ID] for row in rows}
+    complete = set(numbers)
+    if len(rows) == limit:
+        # the shard that the limit was met in may have more, and those after it were not looked at
+        complete = set(list(last)[:-1])
+        for partly in list(last)[-1:]:
+            hand.shards[partly].position = last[partly]
+    for number in complete:
+        hand.shards[number].close()
+    if any(row[-1] for row in rows):
+        for row in rows:
+            hand.take(Received(row), row[-1])
+    else:
+        hand.messages += map(Received, rows)
+    hand.messages.sort(key=_order)
+
+
+def move(connection: psycopg.Connection[Any], hand: Hand) -> None:
+    """Write how far each shard in hand is.
+
+    Raises:
+        UsageError: the transaction that has locked them is over.
+    """
+    columns: dict[str, Any] = {
+        name: [getattr(shard, name) for shard in hand.shards.values()] for name in FIELDS
+    }
+    columns["cuts"] = [f"{{{','.join(cuts)}}}" for cuts in columns["cuts"]]
+    columns["subscription_id"] = hand.reader.subscription_id
+    columns["transaction"] = hand.transaction
+    if psycopg.Cursor(connection).execute(MOVE, columns).rowcount < len(hand.shards):
+        raise UsageError(
+            "the transaction of this delivery was committed or rolled back inside of its block: "
+            "leave that to saf.receive"
+        )
+
+
+def _order(message: Received) -> tuple[bool, int]:
+    """What was delayed comes first, as it was read; the rest by id."""
+    return (True, message.id) if message.parked_id is None else (False, 0)
+
+
+def cut(snapshot: str, txid: int) -> str:
+    """The part of a snapshot that lies before a transaction.
+
+    >>> cut("10:20:10,15", 12), cut("10:20:10,15", 17), cut("18:20:18", 17)
+    ('10:12:10', '10:17:10,15', '17:17:')
+    """
+    running = [number for number in snapshot.split(":")[2].split(",") if number]
+    before = [number for number in running if int(number) < txid]
+    return f"{before[0] if before else txid}:{txid}:{','.join(before)}"
+
+
+def without(snapshot: str, txid: int) -> str:
+    """A snapshot in which one transaction is in progress.
+
+    >>> without("10:20:10,15", 12), without("20:20:", 19), without("20:20:", 25)
+    ('10:20:10,12,15', '19:20:19', '20:20:')
+    """
+    first, end, running = snapshot.split(":")
+    if txid >= int(end):
+        return snapshot
+    numbers = sorted({int(number) for number in running.split(",") if number} | {txid})
+    return f"{min(int(first), txid)}:{end}:{','.join(map(str, numbers))}"

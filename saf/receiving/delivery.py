@@ -1,0 +1,282 @@
+"""A delivery: messages in hand, the transaction to work in, and what became of each message.
+
+Iterating over it gives the messages in order. One that cannot be handled is set aside with `park`
+(to be tried again) or `reject` (for a person); the later messages of its key in the same delivery
+are then skipped by the iteration, and wait behind it. What is not set aside is handled, as soon as
+the transaction commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar, overload
+
+import psycopg
+
+from saf.received import Received
+from saf.receiving import claim, lanes
+from saf.receiving.arrival import Arrival, hook
+from saf.receiving.claim import EXPIRED, LATE, UNREAD, Hand
+from saf.receiving.lanes import Policy, Suspect, Waiting
+from saf.setaside import backoff, dead, dropped, parking
+from saf.setaside.dropped import Reason
+from saf.setaside.isolation import said
+from saf.setaside.parking import AHEAD, LATER, Lane
+
+C = TypeVar("C")
+
+
+class Delivery(Sequence[Received], Generic[C]):
+    """Messages in order, and the connection to handle them on; false if there are none.
+
+    ``connection`` is of the kind that was given to `saf.receive`. Its transaction is the
+    delivery's: write on it, and neither commit nor roll back.
+    """
+
+    def __init__(
+        self,
+        connection: C,
+        raw: psycopg.Connection[Any],
+        hand: Hand | None,
+        policy: Policy,
+        tried: Suspect | None = None,
+    ) -> None:
+        self.connection = connection
+        self._raw = raw
+        self._hand = hand
+        self._policy = policy
+        self._tried = tried
+        self._messages: list[Received] = hand.messages if hand else []
+        self._behind: list[Received] = []
+        waiting = hand.waiting if hand else frozenset()
+        if waiting and (tried is None or tried.lane is None):
+            self._behind = [one for one in self._messages if one.lane in waiting]
+            self._messages = [one for one in self._messages if one.lane not in waiting]
+        self._arrival = Arrival(raw=raw)
+        if hand and hand.spoken and hand.reader.converses:
+            self._arrival = hook().arrive(raw, hand.reader, self._messages, self._behind)
+            self._messages = self._arrival.messages
+        self._stopped: dict[str, int] = {}
+        """By lane, from which place in the delivery on its messages are not handled."""
+        self._waiting: dict[str, Waiting] = {}
+        self._dead: dict[int, tuple[Received, str, str]] = {}
+        """By place in the delivery, with reason and error."""
+        self.errors: list[tuple[Received, BaseException | str]] = []
+        """What was set aside with `park` or `reject`, and why, in that order."""
+
+    @overload
+    def __getitem__(self, at: int) -> Received: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Received]: ...
+    def __getitem__(self, at: int | slice) -> Received | Sequence[Received]:
+        return self._messages[at]
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def __iter__(self) -> Iterator[Received]:
+        """The messages in order, without those whose key was set aside meanwhile."""
+        return self.still(self._messages)
+
+    def still(self, messages: Iterable[Received]) -> Iterator[Received]:
+        """Those of some messages whose key has not been set aside meanwhile."""
+        for message in messages:
+            if not self._stopped or message.lane not in self._stopped:
+                yield message
+
+    @property
+    def handled(self) -> int:
+        """How many messages are handled: neither set aside nor behind one of their key that is."""
+        if not self._stopped and not self._dead:
+            return len(self._messages)
+        return sum(
+            place not in self._dead and place < self._stopped.get(one.lane, len(self._messages))
+            for place, one in enumerate(self._messages)
+        )
+
+    def park(self, message: Received, error: BaseException | str) -> None:
+        """Try this message again later; its key waits. After the last attempt it is dead."""
+        policy = self._policy
+        permanent = isinstance(error, policy.permanent)
+        if permanent or message.attempt >= policy.max_attempts:
+            self.reject(message, error)
+            return
+        self.errors.append((message, error))
+        self._stop(message, error, policy.wait_seconds(message.attempt))
+
+    def reject(
+        self, message: Received, error: BaseException | str, *, reason: str = "failed"
+    ) -> None:
+        """Make a dead letter of this message; its key goes on, or waits if the policy says so.
+
+        A dialog does not go on: it ends with an error for both ends.
+        """
+        place = self._place(message)
+        self._dead[place] = (message, reason, said(error))
+        self.errors.append((message, error))
+        if message.dialog is not None:
+            self._stopped[message.lane] = place
+        elif self._policy.block:
+            self._stop(message, f"behind a dead letter: {said(error)}", None)
+
+    def drop(self, message: Received, reason: Reason) -> None:
+        """Count a message that was handed out as one that led to nothing."""
+        self._count([(message, reason)])
+
+    def presume(self, message: Received, error: str) -> None:
+        """Let the message wait in its lane, with its attempts, as if this one had failed."""
+        self._stop(message, error, self._policy.wait_seconds(message.attempt))
+
+    def epoch(self, message: Received) -> int:
+        """The epoch of the shard that the message is in."""
+        assert self._hand is not None  # noqa: S101 - there is a message
+        return self._hand.shards[message.shard].epoch
+
+    def settle(self) -> None:
+        """Write what became of the messages. Call it before the commit."""
+        hand = self._hand
+        if hand is None:
+            return
+        reader = hand.reader
+        keep: list[tuple[Received, str]] = [(one, one.lane) for one in self._behind]
+        keep += [(one, f"{LATER}{one.shard}") for one in hand.aside[LATE]]
+        keep += [(one, f"{AHEAD}{one.conversation_id}") for one in self._arrival.ahead]
+        bury = [(one, "expired", "expires_at has passed") for one in hand.aside[EXPIRED]]
+        bury += [(one, "no_dialog", error) for one, error in self._arrival.stray]
+        bury += self._dead.values()
+        gone = [one.parked_id for one, _ in self._arrival.dropped]
+        gone += [one.parked_id for one in self._arrival.done]
+        gone += bury_as_stored(self._raw, hand, self._arrival.refused)
+        gone += bury_as_stored(self._raw, hand, [(one, None) for one in hand.aside[UNREAD]])
+        for one in hand.aside[UNREAD]:
+            hook().fail_unseen(self._raw, one)
+        gone += [one.parked_id for one, *_ in bury]
+        not_received: list[Received] = []
+        if self._stopped or hand.late or self._tried:
+            for place, one in enumerate(self._messages):
+                stopped = self._stopped.get(one.lane) if self._stopped else None
+                if stopped is None or place < stopped or place in self._dead:
+                    gone.append(one.parked_id)
+                elif one.lane in self._waiting:
+                    keep.append((one, one.lane))
+                    not_received.append(one)
+                else:
+                    gone.append(one.parked_id)
+        behind = [one for place, one in self._arrival.fragments if self._waits(one, place)]
+        keep += [(one, one.lane) for one in behind]
+        gone += [one.parked_id for _, one in self._arrival.fragments if one not in behind]
+        self._arrival.take_back(not_received)
+        for one, *_ in self._dead.values():
+            self._arrival.give_up(one)
+        if keep or bury or self._waiting or any(gone):
+            self._set_aside(hand, keep, bury, [number for number in gone if number])
+        touched = {one.shard for one in hand.aside[LATE]}
+        touched.update(int(lane.removeprefix(LATER)) for lane in hand.late)
+        lanes.time_late(self._raw, reader, sorted(touched))
+        if self._tried and self._tried.lane and self._tried.lane not in self._waiting:
+            lane = Lane(lane=self._tried.lane)
+            backoff.succeeded(self._raw, reader.subscription_id, [lane])
+        self._count(self._arrival.dropped)
+        claim.move(self._raw, hand)
+
+    def _count(self, messages: Sequence[tuple[Received, Reason]]) -> None:
+        assert self._hand is not None  # noqa: S101 - there are messages, or settle found it
+        counted = [(one.shard, reason, one.message_id) for one, reason in messages]
+        dropped.count(self._raw, self._hand.reader.subscription_id, counted)
+
+    def _set_aside(
+        self,
+        hand: Hand,
+        keep: list[tuple[Received, str]],
+        bury: list[tuple[Received, str, str]],
+        gone: list[int],
+    ) -> None:
+        subscription_id = hand.reader.subscription_id
+        lanes.wait(self._raw, hand.reader, self._waiting)
+        fresh = [
+            {
+                **one.stored(),
+                "subscription_id": subscription_id,
+                "destination": "",
+                "lane": lane,
+                "quality": None,
+                "batch": hand.shards[one.shard].batch,
+                "position": one.id,
+                "opened_at": None,
+            }
+            for one, lane in keep
+            if one.parked_id is None
+        ]
+        if fresh:
+            parking.copy_in(self._raw, fresh)
+        parked = [(one.parked_id, lane) for one, lane in keep if one.parked_id is not None]
+        if parked:
+            lanes.move(self._raw, parked)
+        if gone:
+            parking.unpark(self._raw, gone)
+        if bury:
+            common = {"subscription_id": subscription_id, "destination": ""}
+            dead.bury(
+                self._raw,
+                [
+                    {**one.stored(), **common, "reason": reason, "error": error}
+                    for one, reason, error in bury
+                ],
+            )
+
+    def _stop(self, message: Received, error: BaseException | str, wait: float | None) -> None:
+        self._stopped[message.lane] = self._place(message)
+        self._waiting[message.lane] = Waiting(
+            lane=message.lane,
+            shard=message.shard,
+            attempts=message.attempt if wait is not None else 0,
+            error=said(error),
+            wait=wait,
+        )
+
+    def _waits(self, fragment: Received, place: int) -> bool:
+        """Whether a fragment comes after a message of its key that waits."""
+        return fragment.lane in self._waiting and place > self._stopped[fragment.lane]
+
+    def _place(self, message: Received) -> int:
+        for place, one in enumerate(self._messages):
+            if one is message:
+                return place
+        raise ValueError(f"{message} is not a message of this delivery")
+
+
+def bury_alone(raw: psycopg.Connection[Any], hand: Hand, error: Exception) -> None:
+    """Make a dead letter of the one message in hand, for which whatever is done raises.
+
+    Its conversation ends with an error, and the shard goes past it.
+    """
+    gone = bury_as_stored(raw, hand, [(one, said(error)) for one in hand.all])
+    parking.unpark(raw, [number for number in gone if number])
+    if hand.reader.converses:
+        for one in hand.all:
+            hook().fail_unseen(raw, one)
+    claim.move(raw, hand)
+
+
+def bury_as_stored(
+    raw: psycopg.Connection[Any], hand: Hand, some: Sequence[tuple[Received, str | None]]
+) -> list[int | None]:
+    """Make dead letters of messages by what is stored of them, not by what was read.
+
+    Each with its error; None: that it is too large to be read. Return where they were parked.
+    """
+    for table, places in (
+        ("inbox", [(one.id, one, error) for one, error in some if one.parked_id is None]),
+        ("parked", [(one.parked_id, one, error) for one, error in some if one.parked_id]),
+    ):
+        rows = [
+            dead.AsStored(
+                shard=one.shard,
+                id=place or 0,
+                reason="over_size" if error is None else "rejected",
+                error=error,
+            )
+            for place, one, error in places
+        ]
+        dead.bury_as_stored(raw, hand.reader.subscription_id, table, rows)
+    return [one.parked_id for one, _ in some]

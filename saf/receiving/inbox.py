@@ -1,0 +1,137 @@
+"""An inbox as people look at it, and the guard of consumers whose tables are elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+import psycopg
+from psycopg.rows import class_row
+
+from saf.broker import services
+from saf.broker.restored import refuse
+from saf.received import Received
+from saf.receiving.claim import SINCE
+from saf.setaside.dead import SHOWN
+
+# Each shard's rows that are not complete, by the index; as in saf.status for the outbox
+UNREAD = f"""
+saf.cursor c CROSS JOIN LATERAL ({SINCE}) AS since
+WHERE c.subscription_id = s.subscription_id AND since.id > c.position
+  AND (s.service IS NULL OR since.to_service = s.service)
+"""
+
+STATUS = f"""
+SELECT s.name AS subscription, s.service, unread.messages AS unread, unread.oldest,
+       extract(epoch FROM now() - unread.oldest)::float AS lag_seconds,
+       (SELECT count(*) FROM saf.parked p WHERE p.subscription_id = s.subscription_id) AS parked,
+       (SELECT count(*) FROM saf.backoff b
+        WHERE b.subscription_id = s.subscription_id AND b.shard IS NOT NULL) AS keys_waiting,
+       (SELECT count(*) FROM saf.dead_letter d
+        WHERE d.subscription_id = s.subscription_id) AS dead_letters
+FROM saf.subscription s
+CROSS JOIN LATERAL (
+    SELECT count(*) AS messages, min(since.received_at) AS oldest FROM {UNREAD}) AS unread
+WHERE s.log = 'inbox' ORDER BY s.name
+"""
+
+PEEK = f"""
+SELECT since.id, since.message_id, left(since.to_service, {SHOWN}) AS service,
+       left(since.key, {SHOWN}) AS key, left(since.message_type, {SHOWN}) AS message_type,
+       octet_length(since.body) AS bytes, since.created_at, since.received_at
+FROM saf.subscription s CROSS JOIN LATERAL (SELECT since.* FROM {UNREAD}) AS since
+WHERE s.log = 'inbox' AND s.name = %(name)s ORDER BY since.id LIMIT %(limit)s
+"""
+
+GUARD = """
+CREATE TABLE IF NOT EXISTS saf_inbox_once (
+    subscription text NOT NULL,
+    message_id uuid NOT NULL,
+    handled_at timestamptz NOT NULL DEFAULT now(),
+    PRIMARY KEY (subscription, message_id)
+)
+"""
+"""The table that `inbox_once` needs in the consumer's database."""
+
+ONCE = """
+INSERT INTO saf_inbox_once (subscription, message_id) VALUES (%(subscription)s, %(message_id)s)
+ON CONFLICT DO NOTHING
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubscriptionStatus:
+    """What one reader of the inbox has left."""
+
+    subscription: str
+    service: str | None
+    unread: int
+    """Committed messages that are neither handled nor set aside."""
+    oldest: datetime | None
+    """When the oldest of them came."""
+    lag_seconds: float | None
+    parked: int
+    keys_waiting: int
+    dead_letters: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"oldest": self.oldest and self.oldest.isoformat()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peeked:
+    """A message that waits to be received, without its body."""
+
+    id: int
+    message_id: UUID
+    service: str
+    key: str | None
+    message_type: str | None
+    bytes: int
+    created_at: datetime
+    received_at: datetime
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        moments = {name: getattr(self, name).isoformat() for name in ("created_at", "received_at")}
+        return asdict(self) | moments | {"message_id": str(self.message_id)}
+
+
+def inbox_status(connection: psycopg.Connection[Any]) -> list[SubscriptionStatus]:
+    """What each subscription of the inbox has left. Reads only.
+
+    Raises:
+        Restored: its cursors do not say what was read.
+    """
+    refuse(connection)
+    with psycopg.Cursor(connection, row_factory=class_row(SubscriptionStatus)) as cursor:
+        return cursor.execute(STATUS).fetchall()
+
+
+def peek(connection: psycopg.Connection[Any], subscription: str, limit: int = 20) -> list[Peeked]:
+    """The next messages of a subscription, in order; nothing is received by that.
+
+    Raises:
+        ConfigurationError: there is no such subscription.
+    """
+    services.subscription(connection, subscription)
+    with psycopg.Cursor(connection, row_factory=class_row(Peeked)) as cursor:
+        return cursor.execute(PEEK, {"name": subscription, "limit": limit}).fetchall()
+
+
+def inbox_once(connection: psycopg.Connection[Any], subscription: str, message: Received) -> bool:
+    """Whether a message is handled for the first time, in the consumer's own database.
+
+    For a consumer whose tables are not in the inbox's database: its work and the position are two
+    commits, so a message may come again after a crash between them. Call this in the transaction
+    that does the work, and do it only if the answer is True. The table is made by `GUARD`; rows
+    older than any message that may still come again can be deleted.
+
+    Better, where it can be: let the forwarder deliver into that database's inbox, and receive
+    there.
+    """
+    params = {"subscription": subscription, "message_id": message.message_id}
+    return psycopg.Cursor(connection).execute(ONCE, params).rowcount == 1

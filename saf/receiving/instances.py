@@ -1,0 +1,107 @@
+"""The instances of a member that are live: found by key, and let go by age."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from saf.received import Received
+from saf.receiving.processor import Processor
+
+
+@dataclass(kw_only=True, eq=False)
+class Instance:
+    """A processor, and the ownership that it lives by."""
+
+    processor: Processor
+    lane: str
+    shard: int
+    epoch: int
+    used_at: float = field(default_factory=time.monotonic)
+    active: bool = False
+    """It has been activated."""
+
+
+class Instances:
+    """Live instances, one for each key."""
+
+    def __init__(self) -> None:
+        self._by_lane: OrderedDict[str, Instance] = OrderedDict()
+        """The least recently used first."""
+        self._due: deque[Instance] = deque()
+
+    def __len__(self) -> int:
+        return len(self._by_lane)
+
+    def __iter__(self) -> Iterator[Instance]:
+        """The instances now, whatever is thrown away meanwhile."""
+        return iter(list(self._by_lane.values()))
+
+    def use(self, message: Received, epoch: int, processor: type[Processor]) -> Instance:
+        """The instance of a message's key; a new one, if there is none of this epoch."""
+        lane = message.lane
+        one = self._by_lane.get(lane)
+        if one is None or one.epoch != epoch:
+            made = processor()
+            made.key = str(message.message_id) if message.key is None else message.key
+            one = Instance(processor=made, lane=lane, shard=message.shard, epoch=epoch)
+            self._by_lane[lane] = one
+        self._by_lane.move_to_end(lane)
+        one.used_at = time.monotonic()
+        return one
+
+    def forget(self, lane: str) -> None:
+        """Throw away the instance of a lane, if there is one."""
+        self._by_lane.pop(lane, None)
+
+    def throw_away(self, ones: Iterable[Instance]) -> None:
+        """Have them no longer."""
+        for one in ones:
+            if self._by_lane.get(one.lane) is one:
+                del self._by_lane[one.lane]
+
+    def used_since(self, moment: float) -> list[Instance]:
+        """Those that were used at a moment of `time.monotonic`, or later."""
+        return [one for one in self if one.used_at >= moment]
+
+    def superfluous(self, most: int, idle_seconds: float, limit: int) -> list[Instance]:
+        """Those that are idle, or more than ``most``; the least recently used, up to a limit."""
+        found: list[Instance] = []
+        too_many = len(self) - most
+        idle_since = time.monotonic() - idle_seconds
+        for one in self._by_lane.values():
+            if len(found) == limit or (len(found) >= too_many and one.used_at > idle_since):
+                break
+            found.append(one)
+        return found
+
+    def oldest(self) -> Instance | None:
+        """The one that was used least recently."""
+        return next(iter(self._by_lane.values()), None)
+
+    # Those whose turn comes one after the other
+
+    @property
+    def due(self) -> bool:
+        """Whether there are any whose turn has not come."""
+        return bool(self._due)
+
+    def let_all_be_due(self) -> None:
+        """Give each one that is live now a turn."""
+        self._due = deque(self._by_lane.values())
+
+    def next_due(self, limit: int) -> list[Instance]:
+        """The next of those whose turn it is and that are live still."""
+        found: list[Instance] = []
+        while self._due and len(found) < limit:
+            one = self._due.popleft()
+            if self._by_lane.get(one.lane) is one:
+                found.append(one)
+        return found
+
+    def clear(self) -> None:
+        """Throw all away."""
+        self._by_lane.clear()
+        self._due.clear()

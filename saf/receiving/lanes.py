@@ -1,0 +1,224 @@
+"""The keys that wait for a receiver, and what is tried again with more care.
+
+A message whose handling fails is copied to saf.parked, into the lane of its key; see
+`saf.setaside.parking`. Later messages of the key park behind it, other keys go on. When the lane's
+time has come, its first message is tried again, *alone*: in a transaction of its own, so that
+whatever goes wrong is its doing. After `Policy.max_attempts` it is a dead letter.
+
+Attempts are counted before they are made, in a transaction that has committed by then (`count`). So
+an attempt that takes the process with it counts like one that raises, and a message that kills
+whoever touches it becomes a dead letter like any other.
+
+Who has not been tried alone is found by its shard: a cursor whose last delivery did not come to its
+end (see `saf.receiving.claim`) is handed out alone as well, with an ``allowance`` of one message
+first, which doubles with each success. That first message is parked and counted before it is tried.
+
+All that is written here is written by who has the shard in hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+from psycopg.rows import tuple_row
+
+from saf.database import fetch
+from saf.log.shards import NEWEST
+from saf.received import EXPRESSIONS
+from saf.receiving.claim import FATE, Reader
+from saf.setaside.parking import (
+    BLOCKED,
+    FIRST_WAIT_SECONDS,
+    LATER,
+    LONGEST_WAIT_SECONDS,
+    wait_seconds,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What happens to a message whose handling fails.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    max_attempts: int = 5
+    """After so many it is a dead letter."""
+    first_wait_seconds: float = FIRST_WAIT_SECONDS
+    """Before the second attempt; doubled before each further one."""
+    longest_wait_seconds: float = LONGEST_WAIT_SECONDS
+    permanent: tuple[type[Exception], ...] = ()
+    """Exceptions after which no further attempt is made."""
+    block: bool = False
+    """Whether the later messages of a key wait until a person has decided about its dead letter."""
+
+    def __post_init__(self) -> None:
+        if self.max_attempts < 1 or self.first_wait_seconds < 0 or self.longest_wait_seconds < 0:
+            raise ValueError(f"max_attempts is at least 1, and no wait is negative: {self}")
+
+    def wait_seconds(self, attempts: int) -> float:
+        """How long to wait after so many attempts."""
+        return wait_seconds(attempts, self.first_wait_seconds, self.longest_wait_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspect:
+    """What is to be tried alone: a lane, or a shard whose last delivery failed."""
+
+    shard: int
+    lane: str | None
+    attempts: int = 1
+
+
+# Of the shards that this reader may claim
+TROUBLED = f"""
+SELECT EXISTS (SELECT FROM {NEWEST} AS c
+               WHERE owner IS NOT DISTINCT FROM %(owner)s
+                 AND (allowance IS NOT NULL OR EXISTS (
+                     SELECT FROM saf.backoff b
+                     WHERE b.subscription_id = c.subscription_id AND b.shard = c.shard
+                       AND b.next_attempt_at <= now())))
+"""
+
+# At random among the oldest, so that receivers seldom choose the same
+CHOOSE = f"""
+SELECT shard, lane FROM (
+    (SELECT shard, lane FROM saf.backoff JOIN {NEWEST} AS c USING (subscription_id, shard)
+     WHERE next_attempt_at <= now() AND owner IS NOT DISTINCT FROM %(owner)s
+     ORDER BY next_attempt_at LIMIT 100)
+    UNION ALL
+    SELECT shard, NULL FROM {NEWEST} AS c
+    WHERE allowance IS NOT NULL AND owner IS NOT DISTINCT FROM %(owner)s
+) AS suspect ORDER BY random() LIMIT 1
+"""
+
+THIS_LANE = "subscription_id = %(subscription_id)s AND destination = '' AND lane = %(lane)s"
+
+ATTEMPTS = f"SELECT attempts, error FROM saf.backoff WHERE {THIS_LANE}"
+COUNT = f"""
+UPDATE saf.backoff SET attempts = %(attempts)s,
+       next_attempt_at = clock_timestamp() + make_interval(secs => %(wait)s)
+WHERE {THIS_LANE}
+"""
+READ_LANE = f"""
+SELECT {EXPRESSIONS}, {FATE} AS fate, parked_id FROM saf.parked
+WHERE {THIS_LANE} ORDER BY id LIMIT %(limit)s
+"""
+
+WAIT = f"""
+INSERT INTO saf.backoff
+    (subscription_id, destination, lane, shard, attempts, error, next_attempt_at)
+SELECT %(subscription_id)s, '', lane, shard, attempts, error,
+       coalesce(clock_timestamp() + make_interval(secs => wait), timestamptz '{BLOCKED}')
+FROM unnest(%(lane)s::text[], %(shard)s::smallint[], %(attempts)s::int[], %(error)s::text[],
+            %(wait)s::float[]) AS w (lane, shard, attempts, error, wait)
+ON CONFLICT (subscription_id, destination, lane) DO UPDATE SET
+    attempts = excluded.attempts, error = excluded.error,
+    next_attempt_at = excluded.next_attempt_at
+"""
+
+MOVE = """
+UPDATE saf.parked p SET lane = m.lane
+FROM unnest(%(parked_ids)s::bigint[], %(lanes)s::text[]) AS m (parked_id, lane)
+WHERE p.parked_id = m.parked_id AND p.lane <> m.lane
+"""
+
+# When the first of each lane's messages is due; the lane goes with the last
+TIME_LATE = """
+INSERT INTO saf.backoff (subscription_id, destination, lane, next_attempt_at, error)
+SELECT subscription_id, '', lane, min(deliver_at), 'deliver_at' FROM saf.parked
+WHERE subscription_id = %(subscription_id)s AND destination = '' AND lane = ANY (%(lanes)s)
+GROUP BY 1, 3
+ON CONFLICT (subscription_id, destination, lane) DO UPDATE SET
+    next_attempt_at = excluded.next_attempt_at
+"""
+FORGET_LATE = """
+DELETE FROM saf.backoff b
+WHERE subscription_id = %(subscription_id)s AND destination = '' AND lane = ANY (%(lanes)s)
+  AND NOT EXISTS (SELECT FROM saf.parked p
+                  WHERE (p.subscription_id, p.destination, p.lane)
+                      = (b.subscription_id, b.destination, b.lane))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """How a key's lane goes on."""
+
+    lane: str
+    shard: int
+    attempts: int
+    error: str
+    wait: float | None
+    """Seconds; None until a person says so."""
+
+
+def troubled(connection: psycopg.Connection[Any], reader: Reader) -> bool:
+    """Whether there may be anything to be tried alone now."""
+    params = {"subscription_id": reader.subscription_id, "owner": reader.owner}
+    ((there,),) = fetch(connection, TROUBLED, params)
+    return bool(there)
+
+
+def choose(connection: psycopg.Connection[Any], reader: Reader) -> Suspect | None:
+    """Something to be tried alone, if any is due; nothing is locked."""
+    params = {"subscription_id": reader.subscription_id, "owner": reader.owner}
+    found = fetch(connection, CHOOSE, params)
+    return Suspect(shard=found[0][0], lane=found[0][1]) if found else None
+
+
+def attempts(
+    connection: psycopg.Connection[Any], reader: Reader, lane: str
+) -> tuple[int, str] | None:
+    """How often a lane's first message was tried, and the last error; None if nothing waits."""
+    params = {"subscription_id": reader.subscription_id, "lane": lane}
+    found = fetch(connection, ATTEMPTS, params)
+    return (found[0][0], found[0][1]) if found else None
+
+
+def count(
+    connection: psycopg.Connection[Any], reader: Reader, lane: str, number: int, policy: Policy
+) -> None:
+    """Count an attempt that is about to be made, and say when the next one would be."""
+    params = {"subscription_id": reader.subscription_id, "lane": lane}
+    connection.execute(COUNT, params | {"attempts": number, "wait": policy.wait_seconds(number)})
+
+
+def read_lane(
+    connection: psycopg.Connection[Any], reader: Reader, lane: str, limit: int
+) -> list[tuple[Any, ...]]:
+    """The first messages that wait in a lane: `saf.received.READ`, fate and parked_id."""
+    params = {"subscription_id": reader.subscription_id, "lane": lane, "limit": limit}
+    with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
+        return cursor.execute(READ_LANE, params, binary=True).fetchall()
+
+
+def wait(connection: psycopg.Connection[Any], reader: Reader, lanes: Mapping[str, Waiting]) -> None:
+    """Let keys wait."""
+    if lanes:
+        columns: dict[str, Any] = {
+            name: [getattr(one, name) for one in lanes.values()]
+            for name in ("lane", "shard", "attempts", "error", "wait")
+        }
+        connection.execute(WAIT, columns | {"subscription_id": reader.subscription_id})
+
+
+def move(connection: psycopg.Connection[Any], parked: Sequence[tuple[int, str]]) -> None:
+    """Put parked messages, by id, into the lanes named."""
+    ids, names = zip(*parked, strict=True)
+    connection.execute(MOVE, {"parked_ids": list(ids), "lanes": list(names)})
+
+
+def time_late(connection: psycopg.Connection[Any], reader: Reader, shards: Sequence[int]) -> None:
+    """Note when the delayed messages of shards are due, after some came or went."""
+    if shards:
+        params = {
+            "subscription_id": reader.subscription_id,
+            "lanes": [f"{LATER}{shard}" for shard in shards],
+        }
+        connection.execute(TIME_LATE, params)
+        connection.execute(FORGET_LATE, params)

@@ -1,0 +1,68 @@
+"""A member whose lease is kept by a thread, for as long as its process lives and answers.
+
+The thread has a connection of its own: a delivery may take longer than a third of the lease, and
+the member ends with the session that joined. So that session must be a real one, and not one of a
+pooler.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from saf.database.poolers import refuse_pooler
+from saf.log.shards import Member
+from saf.logger import Log
+from saf.receiving.claim import BEGIN
+from saf.receiving.receive import connected
+
+if TYPE_CHECKING:
+    from saf.receiving.receive import Engine
+
+log = Log("saf.membership")
+
+
+class Membership:
+    """A member of a subscription, from now until `leave`, or until it is ``lost``.
+
+    Raises:
+        Unavailable: the database does not answer.
+        ConfigurationError: a pooler does.
+    """
+
+    def __init__(self, engine: Engine, subscription_id: int, lease_seconds: float) -> None:
+        self.member = Member(subscription_id=subscription_id, lease_seconds=lease_seconds)
+        self.lost = False
+        """The others have taken the shards over, or will: the lease could not be renewed."""
+        self._leaving = threading.Event()
+        # all of its transactions are ours, and in vain when the lease is over
+        milliseconds = max(1, round(lease_seconds * 1000))
+        first = f"{BEGIN}; SET LOCAL statement_timeout = {milliseconds}"
+        with ExitStack() as stack:
+            self._link = replace(stack.enter_context(connected(engine)), first=first)
+            with self._link.transaction():
+                refuse_pooler(self._link.raw)
+                self.member.join(self._link.raw)
+            self._open = stack.pop_all()
+        self._thread = threading.Thread(target=self._keep, name="saf lease", daemon=True)
+        self._thread.start()
+
+    def leave(self) -> None:
+        """Free the shards; a server that is gone frees them by itself."""
+        self._leaving.set()
+        self._thread.join(self.member.lease_seconds)
+        with suppress(Exception), self._open, self._link.transaction():
+            self.member.leave(self._link.raw)
+
+    def _keep(self) -> None:
+        # a third of the lease: two renewals may fail before it is over
+        while not self._leaving.wait(self.member.lease_seconds / 3):
+            try:
+                with self._link.transaction():
+                    self.member.renew(self._link.raw)
+            except Exception as error:
+                self.lost = True
+                log.warning("membership_lost", member=self.member.name, error=str(error))
+                return

@@ -1,0 +1,301 @@
+"""Processors: an instance per key, which handles its key's messages and may remember them.
+
+    runner = saf.Processors(engine, "billing", OrderTotals)      # see saf.processor
+    runner.run()                      # or, from a shell: saf worker module:runner
+
+The idea is Dempsy's message processor. Any number of processes share the keys: each is a member of
+the subscription, owns its fair share of the shards (`saf.log.shards`) and gets their messages only.
+When one comes or goes, the fewest shards move, and instances of all others stay where they are.
+
+What is promised:
+
+- *One at a time.* An instance is called only in a transaction that has found its shard's owner and
+  epoch unchanged, and holds the cursor's row until it ends. So two members never write for a key at
+  a time; and one who was taken over while it slept writes nothing more when it wakes: its
+  instances are thrown away, and nothing is called on them.
+- *In order, exactly once.* What an instance writes on ``connection`` commits together with the
+  position, as with any receiver.
+- *Memory is never ahead of the database.* When a call raises, its instance is thrown away; when a
+  transaction does not commit, so are all that were called in it. The next message of the key
+  activates a new one, from what did commit.
+
+What is not: that an instance is told before it goes. `Processor.passivate` is called on those that
+go in order, but a process that is killed or was taken over calls nothing. So a handler writes what
+must not be lost, in its transaction, and memory is a cache of that.
+
+A message without key has an instance of its own, which is passivated in the same transaction.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+
+from saf.errors import Fenced, UsageError
+from saf.failpoints import fail_point
+from saf.received import Received
+from saf.receiving import claim
+from saf.receiving.delivery import Delivery
+from saf.receiving.instances import Instance, Instances
+from saf.receiving.lanes import Policy
+from saf.receiving.loop import Loop, Savepoints, log
+from saf.receiving.membership import Membership
+from saf.receiving.processor import Handler, Processor
+from saf.receiving.receive import Link, Receiver
+
+if TYPE_CHECKING:
+    from saf.receiving.receive import Engine
+
+LOOK_SECONDS = 1.0
+"""How often a member looks whether others have come or gone."""
+
+# One who hangs in a transaction would keep its shards from the others beyond the lease
+FIRST = claim.BEGIN + "; SET LOCAL idle_in_transaction_session_timeout = {milliseconds}"
+
+# Until then, only the shards that move have to wait for it
+BRIEFLY = "SET LOCAL lock_timeout = '200ms'"
+PATIENTLY = "SET LOCAL lock_timeout TO DEFAULT"
+
+
+class Processors(Loop):
+    """Handles the messages of one subscription by instances of a class, one for each key.
+
+    Args:
+        engine: as for `saf.receive`; it takes two connections from it, for as long as it runs, and
+            not through a pooler.
+        subscription: whose messages. As long as it has processors, nobody else receives from it.
+        processor: the class; instances are made without arguments.
+        max_messages: how many messages at most in one transaction, and how many instances that are
+            passivated or put out.
+        max_instances: how many stay live between deliveries; more, and those that were used least
+            recently are passivated.
+        idle_seconds: an instance is passivated after so long without a message.
+        output_seconds: how often `Processor.output` is called on each live instance.
+        lease_seconds: after so long, a process that hangs is taken over. A call that is away from
+            the database for as long is taken to hang, and its transaction is ended.
+        policy: what happens to messages whose handling fails.
+        listen: be notified of what arrives; see `saf.receiving.notify`.
+
+    Raises:
+        UsageError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        subscription: str,
+        processor: type[Processor],
+        *,
+        max_messages: int = 100,
+        max_instances: int = 10_000,
+        idle_seconds: float = 60.0,
+        output_seconds: float = 10.0,
+        lease_seconds: float = 30.0,
+        policy: Policy | None = None,
+        listen: bool = False,
+    ) -> None:
+        super().__init__(
+            engine,
+            subscription,
+            max_messages=max_messages,
+            threads=1,
+            policy=policy,
+            listen=listen,
+        )
+        if max_instances < 0 or min(idle_seconds, output_seconds, lease_seconds) <= 0:
+            raise UsageError(
+                f"max_instances ({max_instances}) is not negative, and idle_seconds "
+                f"({idle_seconds}), output_seconds ({output_seconds}) and lease_seconds "
+                f"({lease_seconds}) are above 0"
+            )
+        self.processor = processor
+        self.max_instances = max_instances
+        self.idle_seconds = idle_seconds
+        self.output_seconds = output_seconds
+        self.lease_seconds = lease_seconds
+        self._live = Instances()
+        self._output_at = time.monotonic() + output_seconds
+        self._look_at = 0.0
+        self._membership: Membership | None = None
+
+    def deliveries(self) -> Iterator[Delivery[Any]]:
+        """As a loop's, and leave at the end."""
+        try:
+            yield from super().deliveries()
+        finally:
+            self._leave()
+
+    def _work(self) -> None:
+        try:
+            super()._work()
+        finally:
+            self._leave()
+
+    def _check(self) -> None:
+        if not self.processor.handlers:
+            raise UsageError(f"{self.processor.__qualname__} has no method with @saf.handles(…)")
+
+    @contextmanager
+    def _receiving(self, link: Link) -> Iterator[Receiver]:
+        milliseconds = max(1, round(self.lease_seconds * 1000))
+        link = replace(link, first=FIRST.format(milliseconds=milliseconds))
+        receiver = Receiver(
+            link,
+            self.subscription,
+            self.policy,
+            self.max_messages,
+            beside_members=True,
+            listen=self.listen,
+        )
+        yield receiver
+        while self._live:
+            self._passivate(receiver, list(self._live)[: self.max_messages])
+        receiver.forget()
+
+    def _deliver(self, receiver: Receiver, wait_seconds: float) -> Delivery[Any]:
+        self._be_member(receiver)
+        self._passivate(
+            receiver,
+            self._live.superfluous(self.max_instances, self.idle_seconds, self.max_messages),
+        )
+        self._put_out(receiver)
+        began = time.monotonic()
+        try:
+            return super()._deliver(receiver, min(wait_seconds, self._until_next_duty()))
+        except BaseException:
+            self._live.throw_away(self._live.used_since(began))
+            raise
+
+    def _handle(self, delivery: Delivery[Any], work: Savepoints) -> None:
+        handlers = self.processor.handlers
+        for message in delivery:
+            handler = handlers.get(message.message_type) or handlers.get(None)
+            if handler is None:
+                self._unhandled(delivery, work, message, handlers)
+                continue
+            call = partial(
+                self._call, handler, message, delivery.epoch(message), delivery.connection
+            )
+            if not self._one(delivery, work, message, call) or message.key is None:
+                self._live.forget(message.lane)
+
+    def _call(self, handler: Handler, message: Received, epoch: int, connection: Any) -> None:
+        one = self._live.use(message, epoch, self.processor)
+        if not one.active:
+            one.processor.activate(connection)
+            one.active = True
+        handler(one.processor, message, connection)
+        if message.key is None:
+            one.processor.passivate(connection)
+
+    # Between deliveries
+
+    def _be_member(self, receiver: Receiver) -> None:
+        """Join, or join again if forgotten; now and then, take up or pass on shards."""
+        if self._membership is not None and self._membership.lost:
+            self._leave()
+        if self._membership is None:
+            subscription_id = receiver.reader.subscription_id
+            self._membership = Membership(self.engine, subscription_id, self.lease_seconds)
+            self._look_at = 0.0
+        member = self._membership.member
+        receiver.reader = replace(receiver.reader, owner=member.member_id)
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + LOOK_SECONDS
+        link = receiver.link
+        try:
+            with link.transaction():
+                if not member.settled(link.raw):
+                    link.raw.execute(BRIEFLY)
+                    member.balance(link.raw, partial(self._pass_on, link))
+        except psycopg.errors.LockNotAvailable:
+            log.debug("not_balanced", subscription=self.subscription)
+        except Fenced as error:
+            log.warning("taken_over", subscription=self.subscription, detail=str(error))
+            self._leave()
+            self._be_member(receiver)
+
+    def _pass_on(self, link: Link, shards: Sequence[int]) -> None:
+        """Passivate what lives in shards that go, in the transaction that lets them go."""
+        link.raw.execute(PATIENTLY)
+        gone = set(shards)
+        ones = [one for one in self._live if one.shard in gone]
+        self._live.throw_away(ones)
+        with Savepoints(link.raw) as work:
+            for one in ones:
+                self._try(work, link.connection, one, "passivate")
+
+    def _passivate(self, receiver: Receiver, ones: Sequence[Instance]) -> None:
+        self._live.throw_away(ones)
+        self._visit(receiver.link, ones, "passivate")
+
+    def _put_out(self, receiver: Receiver) -> None:
+        """Call `Processor.output` on the next of those where it is due."""
+        if time.monotonic() >= self._output_at and not self._live.due:
+            self._live.let_all_be_due()
+            self._output_at = time.monotonic() + self.output_seconds
+        self._visit(receiver.link, self._live.next_due(self.max_messages), "output")
+
+    def _visit(self, link: Link, ones: Sequence[Instance], what: str) -> None:
+        """Call a method of some instances, in one transaction that holds their shards.
+
+        Those in shards that have been lost, and all if it does not commit, are thrown away.
+        """
+        if not ones or getattr(self.processor, what) is getattr(Processor, what):
+            return
+        assert self._membership is not None  # noqa: S101 - there are instances
+        member = self._membership.member
+        lost = list(ones)
+        try:
+            with link.transaction():
+                held = member.hold(link.raw, {(one.shard, one.epoch) for one in ones})
+                with Savepoints(link.raw) as work:
+                    failed = [
+                        one
+                        for one in ones
+                        if (one.shard, one.epoch) not in held
+                        or not self._try(work, link.connection, one, what)
+                    ]
+                fail_point(f"processors_{what}")
+            lost = failed
+        finally:
+            self._live.throw_away(lost)
+
+    def _try(self, work: Savepoints, connection: Any, one: Instance, what: str) -> bool:
+        try:
+            with work.piece():
+                getattr(one.processor, what)(connection)
+        except Exception as error:
+            if work.raw.broken:
+                raise
+            log.warning(
+                f"{what}_failed",
+                subscription=self.subscription,
+                key=one.processor.key,
+                error=str(error),
+            )
+            return False
+        return True
+
+    def _until_next_duty(self) -> float:
+        """How many seconds a delivery may be waited for."""
+        if self._live.due:
+            return 0.0
+        duties = [self._look_at]
+        if oldest := self._live.oldest():
+            duties += [self._output_at, oldest.used_at + self.idle_seconds]
+        return max(0.0, min(duties) - time.monotonic())
+
+    def _leave(self) -> None:
+        """Free the shards. What is live still is not written."""
+        self._live.clear()
+        membership, self._membership = self._membership, None
+        if membership is not None:
+            membership.leave()

@@ -1,0 +1,450 @@
+"""Receive: messages in order, exactly once, in the consumer's own transaction.
+
+    with saf.receive(engine, "billing", max_messages=100, wait_seconds=5) as delivery:
+        for message in delivery:
+            delivery.connection.execute(…)
+
+The position commits together with what the block writes on ``delivery.connection``: both or
+neither, whatever dies when. An exception rolls everything back and is raised; the messages come
+again, the first of them alone, until one that fails by itself is a dead letter (see
+`saf.receiving.lanes`).
+
+Any number of receivers, in any number of processes, share the work: a key is in one hand at a
+time, and in order. Work in the block runs in READ COMMITTED; other databases, files and calls to
+elsewhere are not part of the transaction, so what is done there is done at least once.
+
+``engine`` is one of
+
+    a SQLAlchemy Engine on psycopg     ``delivery.connection`` is a SQLAlchemy Connection
+    a dsn                              a psycopg Connection, opened for this block
+    a callable                         a psycopg Connection, from ``with engine() as connection``:
+                                       ``pool.connection`` of psycopg_pool, a partial of connect
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+from psycopg.pq import TransactionStatus
+
+from saf.broker import restored, services
+from saf.database import Dsn, check_schema, unavailable_if_lost
+from saf.database.poolers import is_pooled
+from saf.errors import UsageError
+from saf.failpoints import fail_point
+from saf.log import shards
+from saf.received import READ, Received
+from saf.receiving import claim, lanes, notify
+from saf.receiving.claim import Hand, Reader
+from saf.receiving.delivery import Delivery, bury_alone
+from saf.receiving.lanes import Policy, Suspect
+from saf.setaside.isolation import of_messages
+
+if TYPE_CHECKING:
+    import sqlalchemy as sa
+
+    Engine = sa.Engine | Dsn | str | Callable[[], AbstractContextManager[psycopg.Connection[Any]]]
+
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.5
+"""Between polls that find nothing, doubled each time until one finds something."""
+
+LISTENING_PAUSE_SECONDS = 5.0
+"""The longest for who is notified of what arrives: for what has become due meanwhile."""
+
+
+@contextmanager
+def receive(
+    engine: Engine,
+    subscription: str,
+    *,
+    max_messages: int = 100,
+    wait_seconds: float = 0.0,
+    policy: Policy | None = None,
+) -> Iterator[Delivery[Any]]:
+    """Messages for a subscription, as many as there are up to ``max_messages``.
+
+    Args:
+        engine: where the inbox is, and the consumer's tables; see above.
+        subscription: whose messages; a service has one of its own name.
+        max_messages: how many at most; they are one transaction.
+        wait_seconds: how long to wait for the first one; then the delivery is empty.
+        policy: what happens to messages whose handling fails.
+
+    Raises:
+        ConfigurationError: there is no such subscription.
+        UsageError: the subscription is read by processors.
+        SchemaMissing, SchemaMismatch, Restored: the database is not to be read from.
+        Unavailable: it does not answer.
+    """
+    if max_messages < 1:
+        raise UsageError(f"max_messages: {max_messages} is less than 1")
+    with connected(engine) as link:
+        receiver = Receiver(link, subscription, policy or Policy(), max_messages)
+        with receiver.delivery(wait_seconds) as delivery:
+            yield delivery
+        fail_point("receive_committed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A connection as its library has it, and the psycopg one below."""
+
+    connection: Any
+    raw: psycopg.Connection[Any]
+    begin: Callable[[], AbstractContextManager[Any]]
+    first: str = claim.BEGIN
+    """What each transaction begins with."""
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Work that commits at the end of the block, or is rolled back."""
+        if self._status() != TransactionStatus.IDLE:
+            raise UsageError("a transaction is open on this connection: receive begins its own")
+        with self.begin():
+            self.raw.execute(self.first)
+            if self._status() != TransactionStatus.INTRANS:
+                raise UsageError(
+                    "this engine is in AUTOCOMMIT: each statement would be committed by itself, "
+                    "and nothing rolled back. Receive with another isolation level"
+                )
+            yield
+
+    def _status(self) -> TransactionStatus:
+        return TransactionStatus(self.raw.info.transaction_status)
+
+
+@contextmanager
+def connected(engine: Engine) -> Iterator[Link]:
+    """A connection to receive on.
+
+    Raises:
+        UsageError: ``engine`` is none of the things that one can be had from.
+        Unavailable: the database does not answer.
+    """
+    if isinstance(engine, (str, Dsn)):
+        dsn = Dsn(engine) if isinstance(engine, str) else engine
+        with dsn.connect(role="receive", autocommit=True) as raw:
+            yield Link(connection=raw, raw=raw, begin=raw.transaction)
+        return
+    if "sqlalchemy" in sys.modules:
+        import sqlalchemy as sa
+
+        if isinstance(engine, sa.Engine):
+            with engine.connect() as connection:
+                below = _psycopg(connection.connection.driver_connection)
+                with _as_it_was(below):
+                    yield Link(connection=connection, raw=below, begin=connection.begin)
+                return
+    if not callable(engine):
+        raise UsageError(
+            f"cannot receive from a {type(engine).__module__}.{type(engine).__qualname__}: "
+            "expected a SQLAlchemy Engine, a dsn, or a callable that gives psycopg connections"
+        )
+    with engine() as raw, _as_it_was(_psycopg(raw)):
+        yield Link(connection=raw, raw=raw, begin=raw.transaction)
+
+
+@contextmanager
+def _as_it_was(raw: psycopg.Connection[Any]) -> Iterator[None]:
+    """A connection that is given back prepares statements as it did before."""
+    before = raw.prepare_threshold
+    try:
+        yield
+    finally:
+        raw.prepare_threshold = before
+
+
+def _psycopg(connection: object) -> psycopg.Connection[Any]:
+    if not isinstance(connection, psycopg.Connection):
+        raise UsageError(
+            f"receiving needs psycopg 3, and this connection is a "
+            f"{type(connection).__module__}.{type(connection).__qualname__}: "
+            "create the engine with postgresql+psycopg://"
+        )
+    return connection
+
+
+class Receiver:
+    """Gives one delivery after the other on one connection.
+
+    Raises what `receive` raises.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        subscription: str,
+        policy: Policy,
+        max_messages: int,
+        *,
+        beside_members: bool = False,
+        listen: bool = False,
+    ) -> None:
+        self.link = link
+        self.listens = listen
+        self.policy = policy
+        self.max_messages = max_messages
+        self._pause = FIRST_PAUSE_SECONDS
+        with unavailable_if_lost(f"database {link.raw.info.dbname!r}"), link.transaction():
+            if is_pooled(link.raw):
+                link.raw.prepare_threshold = None
+            check_schema(link.raw)
+            restored.refuse(link.raw)
+            found = services.subscription(link.raw, subscription)
+            members = [] if beside_members else shards.living(link.raw, found.subscription_id)
+            if listen:
+                notify.listen(link.raw)
+        if members:
+            raise UsageError(
+                f"processors own the shards of subscription {subscription!r}: "
+                f"{', '.join(members)}. Stop them, or receive from a subscription of your own"
+            )
+        self.reader = Reader(
+            subscription_id=found.subscription_id, name=found.name, service=found.service
+        )
+
+    @contextmanager
+    def delivery(  # noqa: PLR0912 - a context manager yields in one place or the other, not in two
+        self, wait_seconds: float = 0.0, stopping: Event | None = None
+    ) -> Iterator[Delivery[Any]]:
+        """The next messages; an empty delivery after ``wait_seconds``, or when told to stop."""
+        stopping = stopping or Event()
+        until = time.monotonic() + wait_seconds
+        # half of the time what failed before, so that neither holds the other up
+        careful_first, vain = _toss(), False
+        while True:
+            found = None
+            try:
+                with self.link.transaction():
+                    troubled = lanes.troubled(self.link.raw, self.reader)
+                    careful = troubled and careful_first and not vain
+                    if not careful:
+                        found = self._claim()
+                    if found is not None:
+                        if found:
+                            fail_point("receive_read")
+                            yield found
+                            fail_point("receive_handled")
+                        found.settle()
+                        fail_point("receive_settled")
+                if found:
+                    self._pause = FIRST_PAUSE_SECONDS
+                    return
+                if careful:
+                    suspect = self._count()
+                    if suspect is not None:
+                        fail_point("attempt_counted")
+                        with self._tried(suspect) as delivery:
+                            if delivery:
+                                fail_point("receive_read")
+                                yield delivery
+                                fail_point("receive_handled")
+                            delivery.settle()
+                            fail_point("receive_settled")
+                        if delivery:
+                            self._pause = FIRST_PAUSE_SECONDS
+                            return
+                    vain = suspect is None
+                elif found is None and troubled and not vain:
+                    careful_first = True
+                elif found is None:
+                    if not self._wait(until, stopping):
+                        with self.link.transaction():
+                            yield self._delivery(None)
+                        return
+                    vain = False
+            except _NotReceived:
+                # rolled back: what was in hand comes again, more carefully
+                careful_first = True
+
+    def _wait(self, until: float, stopping: Event) -> bool:
+        """Wait before the next poll, and longer before the one after it; False if it is over."""
+        left = until - time.monotonic()
+        if left <= 0:
+            return False
+        if self.listens:
+            notify.wait(self.link.raw, min(self._pause, left), stopping)
+        else:
+            stopping.wait(min(self._pause, left))
+        longest = LISTENING_PAUSE_SECONDS if self.listens else LONGEST_PAUSE_SECONDS
+        self._pause = min(self._pause * 2, longest)
+        return not stopping.is_set()
+
+    def forget(self) -> None:
+        """Listen no longer: the connection may go back to a pool."""
+        if self.listens and not self.link.raw.closed:
+            with self.link.transaction():
+                self.link.raw.execute(notify.UNLISTEN)
+
+    def _claim(self) -> Delivery[Any] | None:
+        """The next messages of any shards that nobody has in hand."""
+        raw = self.link.raw
+        hand = claim.claim(raw, self.reader, self.max_messages)
+        if hand is None:
+            return None
+        for shard in hand.failed:
+            hand.shards[shard].allowance = 1
+        claim.read(raw, hand, set(hand.shards) - hand.failed, self.max_messages)
+        with _receiving():
+            return self._delivery(hand)
+
+    def _count(self) -> Suspect | None:
+        """Choose what is to be tried alone, and count the attempt: a transaction of its own.
+
+        None if there is nothing, or somebody else has it in hand.
+        """
+        raw, reader = self.link.raw, self.reader
+        with self.link.transaction():
+            suspect = lanes.choose(raw, reader)
+            if suspect is None:
+                return None
+            hand = claim.claim_shard(raw, reader, suspect.shard, 1)
+            if hand is None:
+                return None
+            if suspect.lane is None:
+                return self._count_shard(hand, suspect)
+            known = lanes.attempts(raw, reader, suspect.lane)
+            if known is None:
+                claim.move(raw, hand)
+                return suspect
+            number, error = known
+            suspect = Suspect(shard=suspect.shard, lane=suspect.lane, attempts=number + 1)
+            if number >= self.policy.max_attempts:
+                # the last attempt took its process with it
+                with self._alone(hand):
+                    last = self._read_lane(hand, suspect, number, limit=1)
+                    for message in last:
+                        last.reject(message, error)
+                    last.settle()
+                return suspect
+            lanes.count(raw, reader, suspect.lane or "", suspect.attempts, self.policy)
+            claim.move(raw, hand)
+        return suspect
+
+    def _count_shard(self, hand: Hand, suspect: Suspect) -> Suspect:
+        shard = hand.shards[suspect.shard]
+        failed = suspect.shard in hand.failed
+        allowance = shard.allowance or 1
+        if allowance > 1 and not failed:
+            claim.move(self.link.raw, hand)
+            return suspect
+        shard.allowance = 1
+        claim.read(self.link.raw, hand, [suspect.shard], 1)
+        with self._alone(hand):
+            first = self._delivery(hand)
+            if not first:
+                if not hand.all:
+                    shard.allowance = None
+                first.settle()
+                return suspect
+            # unless it was another one's attempt that failed, it was among those that did
+            number = 1 if failed and allowance == 1 else 2
+            (message,) = first
+            message.attempt = number
+            first.presume(message, "the last delivery with this message did not come to its end")
+            first.settle()
+            return Suspect(shard=suspect.shard, lane=message.lane, attempts=number)
+        return suspect
+
+    @contextmanager
+    def _alone(self, hand: Hand) -> Iterator[None]:
+        """What is done here is about one message: what it raises for is that one's doing.
+
+        It becomes a dead letter, and its neighbours go on; see `saf.setaside.isolation`.
+        """
+        try:
+            with self.link.raw.transaction():
+                yield
+        except Exception as error:
+            if self.link.raw.broken or not of_messages(error) or not hand.all:
+                raise
+            bury_alone(self.link.raw, hand, error)
+
+    @contextmanager
+    def _tried(self, suspect: Suspect) -> Iterator[Delivery[Any]]:
+        """A delivery of a suspect alone. If its block fails, the error is noted afterwards."""
+        raw = self.link.raw
+        try:
+            with self.link.transaction():
+                hand = claim.claim_shard(raw, self.reader, suspect.shard, self.max_messages)
+                if hand is None:
+                    yield self._delivery(None)
+                    return
+                shard = hand.shards[suspect.shard]
+                if suspect.lane is None:
+                    allowance = min(shard.allowance or self.max_messages, self.max_messages)
+                    claim.read(raw, hand, [suspect.shard], allowance)
+                    with _receiving():
+                        delivery = self._delivery(hand, suspect)
+                else:
+                    with _receiving():
+                        delivery = self._read_lane(hand, suspect, suspect.attempts)
+                if shard.allowance is not None:
+                    doubled = shard.allowance * 2
+                    shard.allowance = doubled if doubled < claim.ALL_CLEAR else None
+                yield delivery
+        except Exception as error:
+            if suspect.lane is not None and not raw.closed:
+                self._note(suspect, error)
+            raise
+
+    def _note(self, suspect: Suspect, error: Exception) -> None:
+        """Keep what an attempt failed with; after the last one, make a dead letter at once."""
+        with self.link.transaction():
+            hand = claim.claim_shard(self.link.raw, self.reader, suspect.shard, 1)
+            if hand is None:
+                return
+            hand.shards[suspect.shard].allowance = (
+                2 if hand.shards[suspect.shard].allowance is not None else None
+            )
+            cause = (
+                error.__cause__ if isinstance(error, _NotReceived) and error.__cause__ else error
+            )
+            with self._alone(hand):
+                delivery = self._read_lane(hand, suspect, suspect.attempts, limit=1)
+                for message in delivery:
+                    delivery.park(message, cause)
+                delivery.settle()
+
+    def _read_lane(
+        self, hand: Hand, suspect: Suspect, number: int, limit: int | None = None
+    ) -> Delivery[Any]:
+        """What waits in a lane, if it was tried ``number`` times: only the first if it failed."""
+        raw, lane = self.link.raw, suspect.lane or ""
+        known = lanes.attempts(raw, self.reader, lane)
+        if known is None or known[0] != number:
+            return self._delivery(hand, Suspect(shard=suspect.shard, lane=None))
+        limit = limit or (self.max_messages if number == 1 else 1)
+        for row in lanes.read_lane(raw, self.reader, lane, limit):
+            message = Received(row, row[-1], number if not hand.messages else 1)
+            hand.take(message, row[len(READ)])
+        return self._delivery(hand, suspect)
+
+    def _delivery(self, hand: Hand | None, tried: Suspect | None = None) -> Delivery[Any]:
+        return Delivery(self.link.connection, self.link.raw, hand, self.policy, tried)
+
+
+class _NotReceived(Exception):
+    """Not what the application did has failed: the messages could not be handed to it."""
+
+
+@contextmanager
+def _receiving() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if not of_messages(error):
+            raise
+        raise _NotReceived from error
+
+
+def _toss() -> bool:
+    return random.choice((True, False))  # noqa: S311 - nobody gains by guessing it

@@ -1,0 +1,175 @@
+"""Workers: handlers by message type.
+
+    worker = saf.Worker(engine, "billing")
+
+    @worker.handler("OrderPlaced")
+    def placed(message, connection):
+        connection.execute(…)
+
+    worker.run()                      # or, from a shell: saf worker module:worker
+
+A handler is fed by a `saf.receiving.loop`. A batch handler gets all messages of its type in a
+delivery at once, in one savepoint, which is several times quicker; if it raises, its messages are
+handed to it one by one. The types of one key are kept in order: a batch ends where a message of
+another handler follows for one of its keys.
+
+Each thread has a connection and takes deliveries of its own. An idle thread asks twice a second, by
+two queries that write nothing.
+
+What no handler is for, and no handler for any type (``@worker.handler()``) takes, is a dead letter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from saf.errors import UsageError
+from saf.received import Received
+from saf.receiving.delivery import Delivery
+from saf.receiving.lanes import Policy
+from saf.receiving.loop import Loop, Savepoints, check_handler, described, log
+
+if TYPE_CHECKING:
+    from saf.receiving.receive import Engine
+
+Handler = Callable[[Received, Any], object]
+BatchHandler = Callable[[Sequence[Received], Any], object]
+H = TypeVar("H", bound=Callable[..., object])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Registered:
+    call: Callable[..., object]
+    batch: bool
+
+
+class Worker(Loop):
+    """Handles the messages of one subscription.
+
+    Args:
+        engine: as for `saf.receive`; each thread takes one connection from it.
+        subscription: whose messages; a service has one of its own name.
+        max_messages: how many at most in one transaction.
+        threads: how many deliveries at a time in this process.
+        policy: what happens to messages whose handling fails.
+        listen: be notified of what arrives; see `saf.receiving.notify`.
+
+    Raises:
+        UsageError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        subscription: str,
+        *,
+        max_messages: int = 100,
+        threads: int = 1,
+        policy: Policy | None = None,
+        listen: bool = False,
+    ) -> None:
+        super().__init__(
+            engine,
+            subscription,
+            max_messages=max_messages,
+            threads=threads,
+            policy=policy,
+            listen=listen,
+        )
+        self._handlers: dict[str | None, _Registered] = {}
+
+    def handler(self, message_type: str | None = None) -> Callable[[H], H]:
+        """Register a function of (message, connection) for a type; None for all that have none.
+
+        Raises:
+            UsageError: the type has a handler, or the function takes something else.
+        """
+        return self._register(message_type, batch=False)
+
+    def batch_handler(self, message_type: str | None = None) -> Callable[[H], H]:
+        """Register a function of (messages, connection), as `handler` does."""
+        return self._register(message_type, batch=True)
+
+    def _check(self) -> None:
+        if not self._handlers:
+            raise UsageError(f"the worker for {self.subscription!r} has no handler")
+
+    def _handle(self, delivery: Delivery[Any], work: Savepoints) -> None:
+        if not any(one.batch for one in self._handlers.values()):
+            for message in delivery:
+                self._single(delivery, work, message)
+            return
+        for handler, messages in _runs(delivery, self._handler_of):
+            if (
+                handler is not None
+                and handler.batch
+                and self._batch(delivery, work, handler, messages)
+            ):
+                continue
+            for message in delivery.still(messages):
+                self._single(delivery, work, message)
+
+    def _batch(
+        self,
+        delivery: Delivery[Any],
+        work: Savepoints,
+        handler: _Registered,
+        messages: list[Received],
+    ) -> bool:
+        """Hand over a run of messages at once; False if that has failed and is undone."""
+        still = list(delivery.still(messages))
+        try:
+            with work.piece():
+                handler.call(still, delivery.connection)
+        except Exception as error:
+            if work.raw.broken:
+                raise
+            log.info("batch_failed", messages=len(still), error=str(error))
+            return False
+        return True
+
+    def _single(self, delivery: Delivery[Any], work: Savepoints, message: Received) -> None:
+        handler = self._handler_of(message)
+        if handler is None:
+            self._unhandled(delivery, work, message, self._handlers)
+            return
+        what = [message] if handler.batch else message
+        self._one(delivery, work, message, lambda: handler.call(what, delivery.connection))
+
+    def _handler_of(self, message: Received) -> _Registered | None:
+        handlers = self._handlers
+        return handlers.get(message.message_type) or handlers.get(None)
+
+    def _register(self, message_type: str | None, *, batch: bool) -> Callable[[H], H]:
+        what = described(message_type)
+
+        def register(call: H) -> H:
+            if callable(message_type):
+                raise UsageError("write @worker.handler(), with parentheses")
+            if message_type in self._handlers:
+                there = self._handlers[message_type].call
+                raise UsageError(f"{what} has a handler already: {there.__qualname__}")
+            check_handler(call, what, "messages" if batch else "message", "connection")
+            self._handlers[message_type] = _Registered(call=call, batch=batch)
+            return call
+
+        return register
+
+
+def _runs(
+    messages: Iterable[Received], handler_of: Callable[[Received], _Registered | None]
+) -> Iterator[tuple[_Registered | None, list[Received]]]:
+    """Messages by handler, in as few runs as the order of each key allows."""
+    runs: dict[_Registered | None, list[Received]] = {}
+    last: dict[str, _Registered | None] = {}
+    for message in messages:
+        handler = handler_of(message)
+        if message.key is not None:
+            before = last.get(message.key, handler)
+            if before is not handler and before in runs:
+                yield before, runs.pop(before)
+            last[message.key] = handler
+        runs.setdefault(handler, []).append(message)
+    yield from runs.items()

@@ -1,0 +1,262 @@
+"""A restored broker: noticed, refused, and repaired.
+
+A log says which transaction wrote each row, and a cursor which transactions were complete. In
+another cluster, into which a dump was restored, those numbers mean nothing: new transactions
+would count as completed long ago, and their messages would never be forwarded. In a cluster that
+was set back to an older backup they are right, but batches, and the numbers of lanes, are given
+again that a destination has stored already under the same numbers.
+
+`saf.broker.restored` notices the first; the marks of a destination say the second
+(`saf.repair.set_back`, and `saf.errors.Ahead` chunk by chunk). Both stop before anything is
+written, and `rebase` repairs both, in one transaction:
+
+- every row gets a transaction id below all that this cluster will still give, one for each way in
+  which the subscriptions have or have not completed it, and the cursors' snapshots are written
+  anew in these ids. So each row stays completed, in hand or pending, for each subscription, as it
+  was; ids and positions stay. What was written since the dump was restored, by whatever INSERT, is
+  pending for all: a row's xmin is then the transaction that it names itself, while the rows of a
+  dump have the xmin of the transaction that brought them, as `saf.timeline` has;
+- where a destination is ahead, the batches and epochs of its shards, and the numbers of lanes, go
+  on after those that it knows. What the source had delivered after the backup was taken, and has
+  still, is then delivered a second time, and a batch in hand may be as well: that cannot be told
+  from new;
+- the ends of dialogs learn that they are of a new incarnation of this broker, and compare what they
+  know with the other ends (`saf.dialogs.comparing`).
+
+What the restored source does not have any more cannot be sent again; its messages that arrived
+are at the destination. A destination that was set back is repaired by `saf.repair.send_again`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import psycopg
+from psycopg import sql
+
+from saf.broker.restored import IS_RESTORED
+from saf.database import fetch
+from saf.destinations.marks import AGAIN, ONCE, adopt, shards_of
+from saf.errors import UsageError
+from saf.log.shards import IS_PRESENT, full
+from saf.repair.incarnation import raise_incarnation
+from saf.repair.set_back import Known, SetBack, known_at, set_back
+from saf.setaside.parking import FOUND, PARKED_COLUMNS, REPLAY, RETRY
+
+__all__ = ["Known", "Rebased", "known_at", "rebase"]
+
+# Waits for those who write, and keeps all out
+LOCK = """
+LOCK TABLE saf.outbox, saf.inbox, saf.cursor, saf.member, saf.parked IN ACCESS EXCLUSIVE MODE
+"""
+
+# The members came with the dump; only one of this cluster can be at work.
+ALIVE = f"SELECT m.name FROM saf.member m WHERE {IS_PRESENT}"
+FORGET_MEMBERS = "DELETE FROM saf.member"
+
+# The transaction of the dump that brought the logs here, if one did; everything of it was before
+BROUGHT_BY = f"""
+SELECT {full("t.xmin")} FROM saf.timeline t
+WHERE t.xmin::text::bigint <> t.written::text::bigint & 4294967295
+"""
+
+# For each row, one letter a subscription: c completed, h in hand, p pending
+STATES = """
+CREATE TEMPORARY TABLE saf_states ON COMMIT DROP AS
+SELECT l.id, string_agg(
+    CASE WHEN l.txid::text::bigint > {brought_by}
+              AND l.xmin::text::bigint = l.txid::text::bigint & 4294967295 THEN 'p'
+         WHEN pg_visible_in_snapshot(l.txid, c.done) THEN 'c'
+         WHEN c.open IS NOT NULL AND pg_visible_in_snapshot(l.txid, c.open) THEN 'h'
+         ELSE 'p' END, '' ORDER BY c.subscription_id) AS state
+FROM {log} l
+LEFT JOIN (saf.cursor c JOIN saf.subscription s ON s.subscription_id = c.subscription_id
+           AND s.log = {name}) ON c.shard = l.shard
+GROUP BY l.id
+"""
+DISTINCT = "SELECT DISTINCT coalesce(state, '') FROM saf_states ORDER BY 1"
+SUBSCRIPTIONS = "SELECT subscription_id FROM saf.subscription WHERE log = %(log)s ORDER BY 1"
+RENUMBER = """
+UPDATE {log} l SET txid = m.txid::text::xid8
+FROM saf_states s JOIN unnest({states}::text[], {txids}::bigint[]) AS m (state, txid)
+  ON m.state = coalesce(s.state, '')
+WHERE l.id = s.id
+"""
+DROP = "DROP TABLE saf_states"
+# What is in progress now may write when we are done, and so may this transaction
+NOW = "SELECT pg_current_snapshot()::text, pg_current_xact_id()::text::bigint"
+REWRITE = """
+UPDATE saf.cursor SET owner = NULL, epoch = greatest(epoch, %(epoch)s) + 1,
+       done = %(done)s::pg_snapshot,
+       open = CASE WHEN open IS NOT NULL THEN %(open)s::pg_snapshot END,
+       until = NULL, cuts = NULL
+WHERE subscription_id = %(subscription_id)s
+"""
+TIMELINE = "UPDATE saf.timeline SET written = pg_current_xact_id()"
+BELONG = """
+UPDATE saf.broker SET system_identifier = (SELECT system_identifier FROM pg_control_system())
+"""
+
+# All by the same number, so that what was before stays so
+SHIFT_BATCHES = """
+UPDATE saf.cursor c SET batch = batch + %(batches)s FROM saf.subscription s
+WHERE s.subscription_id = c.subscription_id AND s.log = 'outbox' AND s.name = 'forwarder'
+  AND shard = ANY (%(shards)s)
+"""
+OF_THESE = """
+shard = ANY (%(shards)s) AND subscription_id IN (
+    SELECT subscription_id FROM saf.subscription WHERE log = 'outbox' AND name = 'forwarder')
+"""
+SHIFT_PARKED = f"""
+UPDATE saf.parked SET batch = batch + CASE WHEN lane = ANY (%(sent_again)s) THEN %(audits)s
+                                           ELSE %(batches)s END
+WHERE {OF_THESE}
+"""
+# In the order that they had; what is never given again is the number that the identity gives
+MOVE_FOUND = f"""
+WITH found AS (DELETE FROM saf.parked WHERE {OF_THESE} AND starts_with(lane, %(found)s) RETURNING *)
+INSERT INTO saf.parked ({", ".join(PARKED_COLUMNS)}, parked_at)
+SELECT {", ".join(PARKED_COLUMNS)}, parked_at FROM found ORDER BY parked_id
+"""
+RAISE_SEQUENCE = """
+SELECT setval(pg_get_serial_sequence(%(table)s, %(column)s),
+              (SELECT last_value FROM {sequence}) + %(by)s)
+"""
+
+LOWEST_TXID = 10
+"""Given out while a cluster is created, so no row of ours has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rebased:
+    """What a rebase did."""
+
+    rows: int
+    destinations_ahead: tuple[str, ...]
+    """They knew later batches: messages may be delivered twice."""
+
+
+def rebase(
+    connection: psycopg.Connection[Any], known: Mapping[str, Known], *, force: bool = False
+) -> Rebased | None:
+    """Make the logs' transaction ids this cluster's; None where there is nothing to repair.
+
+    ``known`` is what each destination answers to `known_at`. All forwarders and receivers are
+    stopped; ``force`` rebases even if nothing looks restored.
+
+    Raises:
+        UsageError: a member is still at work, or the role may not do it.
+    """
+    if not (force or _wrong(connection, known)):
+        return None  # and nobody has waited
+    with connection.transaction():
+        connection.execute(LOCK)
+        wrong = _wrong(connection, known)
+        if not (force or wrong):
+            return None
+        alive = [name for (name,) in fetch(connection, ALIVE)]
+        if alive:
+            raise UsageError(f"stop all forwarders and receivers first: {', '.join(alive)}")
+        connection.execute(FORGET_MEMBERS)
+        ahead = {name: one for name, one in _ahead(connection, known).items() if one.ahead}
+        highest = max((e for one in known.values() for e in one.epochs.values()), default=0)
+        rows = sum(_rebase_log(connection, log, highest) for log in ("outbox", "inbox"))
+        if ahead:
+            _go_on_after(connection, [known[name] for name in ahead], list(ahead.values()))
+        connection.execute(BELONG)
+        connection.execute(TIMELINE)
+        raise_incarnation(connection, _newest(known, ahead))
+    return Rebased(rows=rows, destinations_ahead=tuple(ahead))
+
+
+def _wrong(connection: psycopg.Connection[Any], known: Mapping[str, Known]) -> bool:
+    restored = (True,) in fetch(connection, IS_RESTORED)
+    return restored or any(one.ahead for one in _ahead(connection, known).values())
+
+
+def _ahead(connection: psycopg.Connection[Any], known: Mapping[str, Known]) -> dict[str, SetBack]:
+    return {name: set_back(connection, name, there) for name, there in known.items()}
+
+
+def _newest(known: Mapping[str, Known], ahead: Mapping[str, SetBack]) -> datetime | None:
+    """When the newest batch was opened that a destination knows and its source does not."""
+    marks = (known[name].marks.get(place) for name, one in ahead.items() for place in one.ahead)
+    return max((m.opened_at for m in marks if m is not None and m.opened_at), default=None)
+
+
+def _go_on_after(
+    connection: psycopg.Connection[Any], known: Sequence[Known], ahead: Sequence[SetBack]
+) -> None:
+    """Let the numbers of shards go on after those that destinations know."""
+    batches = audits = found = 0
+    for there in known:
+        for (name, _), mark in there.marks.items():
+            lane = name.removeprefix(AGAIN).removeprefix(ONCE)
+            if lane.startswith(FOUND):
+                found = max(found, mark.position)
+            elif lane in (RETRY, REPLAY):
+                audits = max(audits, mark.batch)
+            else:
+                batches = max(batches, mark.batch)
+    params = {
+        "shards": shards_of(place for one in ahead for place in one.ahead),
+        "batches": batches,
+        "audits": audits,
+        "sent_again": [RETRY, REPLAY],
+        "found": FOUND,
+    }
+    for table, column, by in (("audit", "audit_id", audits), ("parked", "parked_id", found)):
+        query = sql.SQL(RAISE_SEQUENCE).format(
+            sequence=sql.Identifier("saf", f"{table}_{column}_seq")
+        )
+        fetch(connection, query, {"table": f"saf.{table}", "column": column, "by": by})
+    connection.execute(SHIFT_BATCHES, params)
+    connection.execute(SHIFT_PARKED, params)
+    connection.execute(MOVE_FOUND, params)
+    for there, one in zip(known, ahead, strict=True):
+        adopt(connection, there.destination, there.marks, one.ahead)
+
+
+def _rebase_log(connection: psycopg.Connection[Any], log: str, epoch: int) -> int:
+    brought_by = fetch(connection, BROUGHT_BY)
+    parts: dict[str, sql.Composable] = {
+        "log": sql.Identifier("saf", log),
+        "name": sql.Literal(log),
+        "brought_by": sql.Literal(brought_by[0][0] if brought_by else None),
+    }
+    connection.execute(sql.SQL(STATES).format(**parts))
+    states = [state for (state,) in fetch(connection, DISTINCT)]
+    txids = {state: LOWEST_TXID + number for number, state in enumerate(states)}
+    ((now, own),) = fetch(connection, NOW)
+    # beyond it, nothing that is complete has a row that keeps its transaction id
+    xmin, xmax = (min(int(limit), own) for limit in now.split(":")[:2])
+    in_progress = [one for one in now.split(":")[2].split(",") if one and int(one) < xmax]
+    if states and max(txids.values()) >= xmin:
+        raise UsageError(
+            f"saf.{log} has {len(states)} combinations of subscriptions and states, more than "
+            "this new cluster has transaction ids to tell them by: drop unused subscriptions"
+        )
+    parts |= {"states": sql.Literal(states), "txids": sql.Literal(list(txids.values()))}
+    rows = connection.execute(sql.SQL(RENUMBER).format(**parts)).rowcount if states else 0
+    connection.execute(DROP)
+    subscriptions = fetch(connection, SUBSCRIPTIONS, {"log": log})
+    for place, (subscription_id,) in enumerate(subscriptions):
+
+        def snapshot(unseen: str, place: int = place) -> str:
+            mine = [str(t) for state, t in txids.items() if state and state[place] in unseen]
+            listed = [*mine, *in_progress]
+            return f"{listed[0] if mine else xmin}:{xmax}:{','.join(listed)}"
+
+        connection.execute(
+            REWRITE,
+            {
+                "subscription_id": subscription_id,
+                "epoch": epoch,
+                "done": snapshot("hp"),
+                "open": snapshot("p"),
+            },
+        )
+    return rows

@@ -1,0 +1,150 @@
+"""The two figures of each shard; and where they differ, the messages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from heapq import merge
+from itertools import groupby
+from operator import itemgetter
+from uuid import UUID
+
+from psycopg import sql
+
+from saf.log.cursor import since as not_visible_in
+from saf.log.shards import shard_expression
+from saf.repair.reconcile.outcome import Difference, Kind, Shard
+from saf.repair.reconcile.sides import Both, Row, as_sql, open_side
+
+IN_RANGE = """
+created_at >= coalesce(%(since)s::timestamptz, '-infinity')
+AND created_at < coalesce(%(until)s::timestamptz, 'infinity')
+"""
+
+SENT = f"""
+SELECT o.message_id, o.shard, o.id, o.to_service, o.key, o.created_at,
+       CASE WHEN (pg_visible_in_snapshot(o.txid, c.done)
+                  OR pg_visible_in_snapshot(o.txid, c.open) AND o.id <= c.position) IS NOT TRUE
+                THEN 'pending'
+            WHEN aside.id IS NOT NULL OR given_up.message_id IS NOT NULL THEN 'aside'
+            ELSE 'complete' END AS state
+FROM saf.outbox o
+LEFT JOIN saf.cursor c ON c.subscription_id = %(subscription_id)s AND c.shard = o.shard
+LEFT JOIN (SELECT shard, id FROM saf.parked WHERE subscription_id = %(subscription_id)s
+           UNION SELECT shard, id FROM saf.dead_letter WHERE subscription_id = %(subscription_id)s
+          ) AS aside ON aside.shard = o.shard AND aside.id = o.id
+LEFT JOIN (SELECT DISTINCT unnest(message_ids) FROM saf.audit WHERE action = 'discard'
+          ) AS given_up (message_id) ON given_up.message_id = o.message_id
+WHERE {IN_RANGE}
+"""
+
+# The destination's own column is of its own number of shards
+STORED = f"""
+SELECT message_id, {{shard}} AS shard, id, to_service, key, created_at, 'stored' AS state
+FROM saf.inbox WHERE source = %(source)s AND {IN_RANGE}
+"""
+
+# What is no topic's is compared by its figures alone
+PLAIN = "to_service <> ALL (%(topics)s::text[])"
+FIGURES_SENT = f"""
+SELECT shard, count(*) FILTER (WHERE state = 'complete'),
+       count(*) FILTER (WHERE state = 'aside'), count(*) FILTER (WHERE state = 'pending'),
+       count(*) FILTER (WHERE state = 'complete' AND {PLAIN}),
+       coalesce(sum(uuid_hash_extended(message_id, 0))
+                FILTER (WHERE state = 'complete' AND {PLAIN}), 0)
+FROM ({SENT}) AS sent GROUP BY shard
+"""
+FIGURES_STORED = f"""
+SELECT shard, count(*), count(*) FILTER (WHERE {PLAIN}),
+       coalesce(sum(uuid_hash_extended(message_id, 0)) FILTER (WHERE {PLAIN}), 0)
+FROM ({STORED}) AS stored GROUP BY shard
+"""
+
+# uuid_send: bytes sort like uuids do, and need no object each
+SORTED = """
+SELECT uuid_send(message_id), %(where)s::text, shard, id, to_service, key, created_at, {state}
+FROM ({rows}) AS rows
+WHERE (shard = ANY ({shards}::smallint[]) OR to_service = ANY (%(topics)s::text[])) AND {in_range}
+ORDER BY message_id
+"""
+
+
+def figures(both: Both) -> list[Shard]:
+    """Count and sum of hashes of each shard, of both sides; the destinations' add up."""
+    found = {number: Shard(shard=number) for number in range(both.shards)}
+    for number, complete, aside, pending, *plain in both.source.fetch(FIGURES_SENT, both.params):
+        shard = found[number]
+        shard.complete, shard.aside, shard.pending = complete, aside, pending
+        shard.hashes = ((plain[0], int(plain[1])), (0, 0))
+    for side in both.destinations:
+        query = sql.SQL(FIGURES_STORED).format(shard=_shard(both.shards))
+        for number, stored, count, hashed in side.fetch(query, both.params):
+            shard = found[number]
+            shard.stored += stored
+            sent, (others, sum_of_others) = shard.hashes
+            shard.hashes = (sent, (others + count, sum_of_others + int(hashed)))
+    return list(found.values())
+
+
+def differences(both: Both, shards: list[int]) -> Iterator[Difference]:
+    """What the two sides say differently of some shards and of topics, in no order."""
+    if not shards and not both.topics:
+        return
+    stored = sql.SQL(STORED).format(shard=_shard(both.shards))
+    everywhere = list(range(both.shards)) if both.topics else shards
+    late = not_visible_in("outbox", everywhere, both.snapshot)
+    with open_side("", both.source.what, both.later, "outbox") as later:
+        streams = [
+            both.source.stream(_sorted(SENT, shards, state="state"), both.params),
+            later.stream(_sorted(late, shards, state="'pending'"), both.params),
+            *(
+                side.stream(_sorted(stored, shards, state="state"), both.params)
+                for side in both.destinations
+            ),
+        ]
+        for message_id, rows in groupby(merge(*streams, key=itemgetter(0)), key=itemgetter(0)):
+            yield from _judged(UUID(bytes=message_id), list(rows), both.topics)
+
+
+def _judged(message_id: UUID, rows: list[Row], topics: frozenset[str]) -> Iterator[Difference]:
+    """What is to be said of one message id, given every row that has it."""
+    complete = [row for row in rows if row[7] == "complete"]
+    known = complete + [row for row in rows if row[7] in ("aside", "pending")]
+    everywhere = stored = [row for row in rows if row[7] == "stored"]
+    if stored and stored[0][4] in topics:
+        # each destination has a copy: what counts is the one that has most
+        ((most, _),) = Counter(row[1] for row in stored).most_common(1)
+        stored = [row for row in stored if row[1] == most]
+    wrong: list[tuple[Kind, Row]] = []
+    if not known:
+        wrong = [("unexpected", stored[0])]
+    elif len(stored) > len(known):
+        wrong = [("duplicate", known[0])]
+    else:
+        wrong += [("lost", row) for row in complete[len(stored) :]]
+        wrong += [("in_flight", row) for row in known[len(complete) : len(stored)]]
+    for kind, (_, _, shard, id_, service, key, created_at, _) in wrong:
+        yield Difference(
+            kind=kind,
+            shard=shard,
+            id=id_ if known else None,
+            message_id=message_id,
+            service=service,
+            key=key,
+            created_at=created_at,
+            stored=tuple(row[1] for row in everywhere),
+        )
+
+
+def _sorted(rows: sql.Composed | str, shards: list[int], *, state: str) -> sql.Composed:
+    return sql.SQL(SORTED).format(
+        state=sql.SQL(state),
+        rows=as_sql(rows),
+        shards=sql.Literal(shards),
+        in_range=sql.SQL(IN_RANGE),
+    )
+
+
+def _shard(shards: int) -> sql.SQL:
+    """The shard that a row has at a source with so many; a percent sign begins a parameter."""
+    return sql.SQL(shard_expression(shards).replace("%", "%%"))

@@ -1,0 +1,171 @@
+"""Repair of a destination that was set back: what it has lost is sent again, and then it may go on.
+
+A destination that has less than it had acknowledged is refused by the forwarder
+(`saf.destinations.marks`). What it lacks is what `saf.repair.reconcile` finds: complete at the
+source, and in no destination. In one transaction at the source these messages are parked again
+(`saf.repair.replay`), and the destination's own marks are taken over as what is known of it. Before
+that its incarnation rises, so that its dialogs compare what both ends know; and so do those of the
+source, after what is sent again: of what the destination has forgotten altogether, only the other
+ends know.
+
+Everything may run meanwhile: a destination that is behind is stored in by nobody, and who repairs
+takes turns, so that two people who do it at once send each message once.
+
+What it does not see: what was purged from the outbox since, which is said with the range that was
+compared; and a topic's message that another destination still has, which is said as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+import psycopg
+
+from saf.broker.restored import refuse
+from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
+from saf.destinations.marks import adopt
+from saf.dialogs.comparing import compare
+from saf.repair.incarnation import raise_incarnation
+from saf.repair.reconcile import lost
+from saf.repair.reconcile.outcome import Range
+from saf.repair.replay import replay
+from saf.repair.set_back import IDENTITY, Known, SetBack, known_at, set_back
+from saf.routing.ways import Routes
+from saf.setaside.parking import retry_now
+
+# Held by the session and not in a transaction, because to find what is missing takes its time
+TAKE_TURN = "SELECT pg_advisory_lock(hashtextextended('saf replay', 0))"
+TOPICS = "SELECT DISTINCT unnest(topics) FROM saf.route_version ORDER BY 1"
+END_TURN = "SELECT pg_advisory_unlock(hashtextextended('saf replay', 0))"
+
+# Who has sent in a dialog, or has an end in hand, is waited for; all others wait
+SILENCE = "LOCK TABLE saf.conversation IN EXCLUSIVE MODE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """What is sent again."""
+
+    by_destination: Mapping[str, list[UUID]]
+    """The ids of messages; those of a router for no destination, the empty one."""
+    set_back: tuple[str, ...]
+    """The destinations that had been, and may go on."""
+    not_compared: tuple[datetime, datetime] | None = None
+    """Between these two times a destination has lost what the outbox may not have any more."""
+    topics: tuple[str, ...] = ()
+    """Of these a destination may lack messages that another one still has."""
+
+
+def send_again(
+    name: str,
+    source: Dsn,
+    destinations: Mapping[str, Dsn],
+    routes: Callable[[psycopg.Connection[Any]], Routes],
+    *,
+    retention_seconds: float,
+    since: datetime | None = None,
+    until: datetime | None = None,
+    why: str = "",
+    dry_run: bool = False,
+    only_if_set_back: bool = True,
+) -> Sent | None:
+    """Park again what destinations have lost of a source, and let those set back go on.
+
+    None if none was set back, and nothing else is asked for.
+
+    Args:
+        name: the source's, for people.
+        source: where it is.
+        destinations: where all of its destinations are, by name.
+        routes: what says where messages go now, asked of the source.
+        retention_seconds: as for `saf.repair.reconcile.reconcile`, and so are ``since`` and
+        ``until``. why: for the audit. dry_run: only say what would be sent again. only_if_set_back:
+        not what is missing for another reason.
+
+    Raises:
+        Unavailable: one of the databases does not answer.
+        Restored: one of them is to be rebased first.
+        UsageError: a role may not do it.
+    """
+    with ExitStack() as stack:
+        connection = stack.enter_context(_connected(f"broker {name!r}", source))
+        stores = {
+            one: stack.enter_context(_connected(f"destination {one!r}", dsn))
+            for one, dsn in destinations.items()
+        }
+        with _turn(connection):
+            known, behind = _behind(connection, stores)
+            if only_if_set_back and not behind:
+                return None
+            found, span = lost(
+                name, source, destinations,
+                since=since, until=until, retention_seconds=retention_seconds,
+            )  # fmt: skip
+            if not dry_run:
+                for one in behind:
+                    _raise_incarnation(stores[one])
+            with connection.transaction():
+                sent = replay(connection, found, routes(connection), why, dry_run=dry_run)
+                for one, differ in () if dry_run else behind.items():
+                    adopt(connection, known[one].destination, known[one].marks, differ.behind)
+                    retry_now(connection, one)
+                if behind and not dry_run:
+                    compare(connection)
+            topics = [topic for (topic,) in fetch(connection, TOPICS)] if behind else []
+    return Sent(
+        by_destination=sent,
+        set_back=tuple(behind),
+        not_compared=_gap(span, behind),
+        topics=tuple(topics),
+    )
+
+
+def _behind(
+    connection: psycopg.Connection[Any], stores: Mapping[str, psycopg.Connection[Any]]
+) -> tuple[dict[str, Known], dict[str, SetBack]]:
+    """What each destination knows, and which of them were set back."""
+    ((source,),) = fetch(connection, IDENTITY)
+    known: dict[str, Known] = {}
+    behind: dict[str, SetBack] = {}
+    for name, store in stores.items():
+        known[name] = known_at(store, source)
+        differ = set_back(connection, name, known[name])
+        if differ.behind:
+            behind[name] = differ
+    return known, behind
+
+
+def _raise_incarnation(store: psycopg.Connection[Any]) -> None:
+    with store.transaction():
+        store.execute(SILENCE)
+        raise_incarnation(store)
+
+
+def _gap(span: Range, behind: Mapping[str, SetBack]) -> tuple[datetime, datetime] | None:
+    if span.since is None or not span.purged:
+        return None
+    oldest = [differ.since for differ in behind.values() if differ.since]
+    return (min(oldest), span.since) if oldest and min(oldest) < span.since else None
+
+
+@contextmanager
+def _connected(what: str, dsn: Dsn) -> Iterator[psycopg.Connection[Any]]:
+    with unavailable_if_lost(what), dsn.connect(role="replay", autocommit=True) as connection:
+        check_schema(connection)
+        refuse(connection)
+        yield connection
+
+
+@contextmanager
+def _turn(connection: psycopg.Connection[Any]) -> Iterator[None]:
+    connection.execute(TAKE_TURN)
+    try:
+        yield
+    finally:
+        if not connection.closed:
+            connection.execute(END_TURN)

@@ -1,0 +1,123 @@
+"""Who was set back: a source or one of its destinations, by what each remembers of the other.
+
+It is what the forwarder finds out chunk by chunk (see `saf.destinations.marks`), here of all lanes
+and shards at once: for the doctor, before a forwarder meets it, and for the repair.
+
+Nothing needs to stand still. A source is looked at before and after its destination, each time in
+one snapshot: what it had remembered before must be there, and what is there it must know after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+import psycopg
+
+from saf.database import fetch
+from saf.destinations.marks import InHand, Mark, Place, compare, not_parked
+from saf.setaside.parking import MAIN
+
+IDENTITY = "SELECT broker_id FROM saf.broker"
+
+# Old versions of a mark may be there still; see saf.shards.newest
+KNOWN = """
+SELECT DISTINCT ON (lane, shard) lane, shard, epoch, batch, position, opened_at, acknowledged
+FROM saf.watermark WHERE source = %(source)s ORDER BY lane, shard, batch DESC
+"""
+ACKNOWLEDGED = """
+SELECT DISTINCT ON (lane, shard) lane, shard, batch, position, opened_at, true
+FROM saf.acknowledged WHERE destination = %(destination)s ORDER BY lane, shard, batch DESC
+"""
+CURSORS = """
+SELECT DISTINCT ON (shard) subscription_id, shard, epoch, batch, opened_at
+FROM saf.cursor JOIN saf.subscription s USING (subscription_id)
+WHERE s.log = 'outbox' AND s.name = 'forwarder' ORDER BY shard, batch DESC
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What a destination knows of a source."""
+
+    destination: UUID
+    marks: Mapping[Place, Mark] = field(default_factory=dict)
+    epochs: Mapping[int, int] = field(default_factory=dict)
+    """By shard, the highest of its lanes'."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remembered:
+    """What a source remembers of a destination, and what it has in hand itself."""
+
+    marks: Mapping[Place, Mark]
+    subscription_id: int
+    in_hand: Mapping[int, InHand]
+    epochs: Mapping[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetBack:
+    """What a source and a destination do not agree on."""
+
+    ahead: frozenset[Place] = frozenset()
+    """The source was set back."""
+    behind: frozenset[Place] = frozenset()
+    """The destination was."""
+    since: datetime | None = None
+    """When the oldest batch was opened that the destination still has, of those behind."""
+
+
+def known_at(connection: psycopg.Connection[Any], source: UUID) -> Known:
+    """What a destination knows of a source."""
+    ((destination,),) = fetch(connection, IDENTITY)
+    marks: dict[Place, Mark] = {}
+    epochs: dict[int, int] = {}
+    for lane, shard, epoch, *mark in fetch(connection, KNOWN, {"source": source}):
+        marks[lane, shard] = _mark(*mark)
+        epochs[shard] = max(epoch, epochs.get(shard, 0))
+    return Known(destination=destination, marks=marks, epochs=epochs)
+
+
+def remembered(connection: psycopg.Connection[Any], destination: UUID) -> Remembered:
+    """What a source remembers of a destination."""
+    found = fetch(connection, ACKNOWLEDGED, {"destination": destination})
+    cursors = fetch(connection, CURSORS)
+    return Remembered(
+        marks={(lane, shard): _mark(*mark) for lane, shard, *mark in found},
+        subscription_id=cursors[0][0] if cursors else 0,
+        in_hand={s: InHand(batch=batch, opened_at=at) for _, s, _, batch, at in cursors},
+        epochs={shard: epoch for _, shard, epoch, *_ in cursors},
+    )
+
+
+def set_back(
+    connection: psycopg.Connection[Any],
+    name: str,
+    known: Known,
+    before: Remembered | None = None,
+) -> SetBack:
+    """Who of a source and a destination, by name, was set back.
+
+    ``before`` is what the source remembered before the destination was asked, if it is at work.
+    The transaction is one of repeatable reads, or nobody is at work.
+    """
+    after = remembered(connection, known.destination)
+    differ = compare(known.marks, after.marks, after.in_hand)
+    unexplained = {place: known.marks[place] for place in differ.ahead}
+    ahead = set(not_parked(connection, after.subscription_id, name, unexplained))
+    if before is not None:
+        differ = compare(known.marks, before.marks, after.in_hand)
+    newer = {s for s, epoch in known.epochs.items() if epoch > after.epochs.get(s, epoch)}
+    return SetBack(
+        ahead=frozenset(ahead | {(MAIN, shard) for shard in newer}),
+        behind=frozenset(differ.behind),
+        since=differ.since,
+    )
+
+
+def _mark(batch: int, position: int, opened_at: datetime | None, acknowledged: bool) -> Mark:
+    return Mark(batch=batch, position=position, opened_at=opened_at, acknowledged=acknowledged)

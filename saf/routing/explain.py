@@ -1,0 +1,165 @@
+"""Explaining: which routes a message would take now, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psycopg
+
+from saf.routing.choices import Asker, chosen
+from saf.routing.routes import NOTHING, Configuration, Configured, Declared, configuration, describe
+from saf.routing.ways import Way
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a route comes to for one message."""
+
+    route: Configured
+    takes: bool
+    """The message goes, or may go, this way."""
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """Where a message would go with the next batch."""
+
+    service: str
+    broker: str | None
+    key: str | None
+    verdicts: tuple[Verdict, ...]
+    """One for each route that is configured, the most specific first."""
+    router: bool = False
+    """Its messages are really for other services, which its classifier names."""
+
+    @property
+    def destinations(self) -> tuple[str, ...]:
+        """Where it goes; several are all of a topic's, or one of those that share."""
+        return tuple(v.route.route.destination for v in self.verdicts if v.takes)
+
+    @property
+    def lost(self) -> bool:
+        """It would have to wait for a route."""
+        return not self.router and not self.destinations
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "service": self.service,
+            "to_broker": self.broker,
+            "key": self.key,
+            "router": self.router,
+            "destinations": list(self.destinations),
+            "routes": [
+                as_dict(verdict.route) | {"takes": verdict.takes, "why": verdict.why}
+                for verdict in self.verdicts
+            ],
+        }
+
+
+def as_dict(one: Configured) -> dict[str, Any]:
+    """A configured route, for JSON."""
+    named = {name: value for name, value in asdict(one.route).items() if name != "fallback"}
+    return {
+        **{("to_broker" if name == "broker" else name): value for name, value in named.items()},
+        "enabled": one.enabled,
+        "expires_at": one.expires_at and one.expires_at.isoformat(),
+        "comment": one.comment,
+        "origin": one.origin,
+    }
+
+
+def explain(
+    connection: psycopg.Connection[Any],
+    service: str,
+    broker: str | None = None,
+    key: str | None = None,
+    *,
+    default_destination: str | None = None,
+    declared: Declared = NOTHING,
+    identities: Mapping[str, str | None] | None = None,
+) -> Explanation:
+    """Where a message for a service (and broker) with a key would go now. Reads only.
+
+    ``identities`` as for `saf.routing.routes.configuration`.
+    """
+    there = configuration(connection, default_destination, declared, identities)
+    asker = Asker(service, broker, key or "")
+    choice = None if key is None else chosen(connection, [asker]).get(asker)
+    in_force = there.in_force
+    router = any(one.service == service for one in in_force.routers)
+    way = None if router else in_force.way(service, broker)
+    message = (service, broker, key)
+    verdicts = [_judged(one, there, way, message, choice) for one in there.routes]
+    if way is not None and broker is not None and not any(verdict.takes for verdict in verdicts):
+        by_itself = Configured(route=way.routes[0], origin="broker_id")
+        verdicts.append(Verdict(route=by_itself, takes=True, why="it is that broker"))
+    return Explanation(
+        service=service,
+        broker=broker,
+        key=key,
+        router=router,
+        verdicts=tuple(verdicts),
+    )
+
+
+def _judged(
+    one: Configured,
+    there: Configuration,
+    way: Way | None,
+    message: tuple[str, str | None, str | None],
+    choice: str | None,
+) -> Verdict:
+    service, broker, key = message
+    why = _out_of_force(one, there) or _elsewhere(one, there, service, broker)
+    if not why and way is None:
+        why = f"{service!r} is a router"
+        if broker is not None and service in there.topics:
+            why = f"a topic, and it is not known whether {one.route.destination!r} is that broker"
+    if why or way is None:
+        return Verdict(route=one, takes=False, why=why)
+    winner = way.routes[0]
+    if one.route not in way.routes:
+        by = next((r for r in way.routes if r.destination == one.route.destination), None)
+        if way.to_all and by and not one.route.fallback:
+            why = f"the topic goes there by a more specific route, {describe(by)}"
+        else:
+            why = f"less specific than {describe(winner)}"
+    elif way.to_all:
+        return Verdict(route=one, takes=True, why="a topic goes to every destination")
+    elif not way.shared:
+        return Verdict(route=one, takes=True, why="the most specific match")
+    elif choice not in way.destinations:
+        shared = f"shares with {len(way.routes) - 1} more"
+        turn = "messages without a key in turn" if key is None else "the key has not chosen yet"
+        return Verdict(route=one, takes=True, why=f"{shared}: {turn}")
+    elif choice == one.route.destination:
+        return Verdict(route=one, takes=True, why=f"shares, and key {key!r} has chosen it")
+    else:
+        why = f"shares, and key {key!r} has chosen {choice!r}"
+    return Verdict(route=one, takes=False, why=why)
+
+
+def _out_of_force(one: Configured, there: Configuration) -> str:
+    if not one.enabled:
+        return "disabled"
+    if one.expired(there.now):
+        return f"expired at {one.expires_at:%Y-%m-%d %H:%M:%S%z}"
+    return ""
+
+
+def _elsewhere(one: Configured, there: Configuration, service: str, broker: str | None) -> str:
+    if one.route.service not in (None, service):
+        return f"for another service, {one.route.service!r}"
+    if one.route.broker not in (None, broker):
+        return f"for another broker, {one.route.broker}"
+    if broker is None or (known := there.brokers.get(one.route.destination)) == broker:
+        return ""
+    if known is not None:
+        return f"destination {one.route.destination!r} is another broker, {known}"
+    if broker in there.brokers.values():
+        return f"it is not known which broker {one.route.destination!r} is, and another one is it"
+    return ""

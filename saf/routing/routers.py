@@ -1,0 +1,210 @@
+"""Routers: services that stand for others, and the classifiers that say for which.
+
+A router has a classifier of one of three kinds:
+
+    sql      a Spark SQL expression over the columns of a message
+    arrow    ``module:function``: takes a pyarrow.RecordBatch of messages, returns an array
+    python   ``module:function``: takes a `saf.Received`, returns one answer
+
+An answer is the name of a service, or a `saf.Resolved`, which may name a broker and a key as well;
+None says that the classifier does not know. Answers of an Arrow function are an array of names, or
+a record batch with the columns service, and optionally broker and key.
+
+A router works in one of two modes. It redirects: the forwarder runs its classifier inside its
+tasks, where it reads the messages (`saf.engine.resolving`). Or it forwards: its service lives at a
+broker of its own, where a `saf.routing_service` receives, classifies and sends on.
+
+An answer that is not remembered is asked for again when a batch is read again, so a classifier must
+give the same answer to the same message.
+
+A router whose function cannot be imported where a batch is opened is frozen with that problem, and
+the messages for it wait: a mistake in deployment makes no dead letters. A routing service ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from operator import attrgetter
+from typing import Any
+
+import psycopg
+
+from saf.database import fetch
+from saf.errors import ConfigurationError, UsageError
+from saf.routing.routes import NOTHING, ConfiguredRouter, Declared
+from saf.routing.ways import (
+    ARROW,
+    FORWARD,
+    KEY,
+    MESSAGE,
+    PYTHON,
+    REDIRECT,
+    SQL,
+    Router,
+    Routes,
+    check_name,
+)
+
+IS_TOPIC = "SELECT name FROM saf.topic WHERE name = %(service)s"
+
+# What is said again is changed, in one step: removed and added, it would be missing for a moment
+ADD = """
+INSERT INTO saf.router AS r (service, kind, expression, once_per, mode, comment)
+VALUES (%(service)s, %(kind)s, %(expression)s, %(once_per)s, %(mode)s, %(comment)s)
+ON CONFLICT (service) DO UPDATE SET
+    kind = excluded.kind, expression = excluded.expression, once_per = excluded.once_per,
+    mode = excluded.mode, comment = excluded.comment, enabled = true
+RETURNING xmax = 0
+"""
+STAND_IN = """
+INSERT INTO saf.router (service, kind, expression, once_per, mode, comment)
+VALUES (%(service)s, %(kind)s, %(expression)s, %(once_per)s, %(mode)s, %(comment)s)
+ON CONFLICT DO NOTHING
+"""
+REMOVE = "DELETE FROM saf.router WHERE service = %(service)s RETURNING service"
+ENABLE = """
+UPDATE saf.router SET enabled = %(enabled)s WHERE service = %(service)s RETURNING service
+"""
+NAMES = "SELECT service FROM saf.router ORDER BY service"
+
+
+def add_router(
+    connection: psycopg.Connection[Any],
+    service: str,
+    kind: str,
+    expression: str,
+    *,
+    once_per: str = MESSAGE,
+    mode: str = REDIRECT,
+    comment: str | None = None,
+) -> bool:
+    """Let a classifier say, of messages for ``service``, which service they are really for.
+
+    One that is there already gets the other values, and is enabled; then the answer is False.
+
+    Raises:
+        UsageError: a name that no message could have, or a topic's; no such kind or mode; a
+            function that is not said as ``module:function``; SQL, in a router that forwards.
+    """
+    router = Router(service=service, kind=kind, expression=expression, once_per=once_per)
+    one = ConfiguredRouter(router=router, origin="saf.router", mode=mode, comment=comment)
+    check(one)
+    params = _params(one)
+    if fetch(connection, IS_TOPIC, params):
+        raise UsageError(f"{service!r} is a topic: a router may resolve to it, but not be one")
+    ((added,),) = fetch(connection, ADD, params)
+    return bool(added)
+
+
+def remove_router(connection: psycopg.Connection[Any], service: str) -> None:
+    """Let a service be an ordinary one again.
+
+    Raises:
+        ConfigurationError: it is no router.
+    """
+    _change(connection, REMOVE, service)
+
+
+def enable_router(
+    connection: psycopg.Connection[Any],
+    service: str,
+    *,
+    enabled: bool = True,
+    declared: Declared = NOTHING,
+) -> None:
+    """Let a router count, or not; a row then stands in for a declared one.
+
+    Raises:
+        ConfigurationError: it is no router.
+    """
+    with connection.transaction():
+        for one in declared.routers:
+            if one.router.service == service:
+                connection.execute(STAND_IN, _params(one))
+        _change(connection, ENABLE, service, enabled=enabled)
+
+
+def check(one: ConfiguredRouter) -> None:
+    """Raise UsageError for a router that cannot be."""
+    router = one.router
+    check_name("router", router.service)
+    if one.mode not in (REDIRECT, FORWARD):
+        raise UsageError(f"mode {one.mode!r}: a router will {REDIRECT} or {FORWARD}")
+    if router.kind not in (SQL, ARROW, PYTHON):
+        raise UsageError(f"kind {router.kind!r}: a classifier is {SQL}, {ARROW} or {PYTHON}")
+    if router.once_per not in (MESSAGE, KEY):
+        raise UsageError(f"once_per {router.once_per!r}: once per {MESSAGE} or per {KEY}")
+    module, colon, function = router.expression.partition(":")
+    if router.kind != SQL and not (module and colon and function):
+        raise UsageError(f"router {router.service!r}: {router.expression!r} is no module:function")
+    if not router.expression.strip():
+        raise UsageError(f"router {router.service!r} has an empty expression")
+    if one.mode == FORWARD and router.kind == SQL:
+        raise UsageError(
+            f"router {router.service!r} is in SQL, which needs Spark: a router that forwards has a "
+            f"classifier in Python, {ARROW} or {PYTHON}"
+        )
+
+
+def load(router: Router) -> Callable[[Any], Any]:
+    """The function of a classifier.
+
+    Raises:
+        ConfigurationError: it cannot be imported here, or is none.
+    """
+    module, _, name = router.expression.partition(":")
+    try:
+        function = attrgetter(name)(import_module(module))
+    except Exception as error:
+        raise ConfigurationError(
+            f"router {router.service!r} cannot load {router.expression!r} "
+            f"({type(error).__name__}: {error}): its module has to be importable wherever the "
+            "forwarder and its tasks run, by PYTHONPATH or spark-submit's --py-files"
+        ) from error
+    if not callable(function):
+        raise ConfigurationError(
+            f"router {router.service!r}: {router.expression!r} is no function, but a "
+            f"{type(function).__name__}"
+        )
+    return function  # type: ignore[no-any-return] # whatever it takes
+
+
+def with_problems(routes: Routes) -> Routes:
+    """The same, each router whose function cannot be loaded here with that problem."""
+    return replace(routes, routers=tuple(_with_problem(one) for one in routes.routers))
+
+
+def _with_problem(router: Router) -> Router:
+    if router.kind == SQL:
+        return router  # only Spark can say
+    try:
+        load(router)
+    except ConfigurationError as error:
+        return replace(router, problem=str(error))
+    return router
+
+
+def as_dict(one: ConfiguredRouter) -> dict[str, Any]:
+    """A configured router, for JSON."""
+    return {**_params(one), "enabled": one.enabled, "origin": one.origin}
+
+
+def _params(one: ConfiguredRouter) -> dict[str, Any]:
+    return {
+        "service": one.router.service,
+        "kind": one.router.kind,
+        "expression": one.router.expression,
+        "once_per": one.router.once_per,
+        "mode": one.mode,
+        "comment": one.comment,
+    }
+
+
+def _change(
+    connection: psycopg.Connection[Any], statement: str, service: str, **more: object
+) -> None:
+    if not fetch(connection, statement, {"service": service, **more}):
+        there = ", ".join(repr(name) for (name,) in fetch(connection, NAMES)) or "none"
+        raise ConfigurationError(f"saf.router has no {service!r}, only {there}")

@@ -1,0 +1,403 @@
+"""Routes: what is configured of where messages go, and what of it a batch is frozen with.
+
+Routes, topics and routers are rows of the source broker, and may be declared in saf.toml as well,
+for all brokers that it names. A row stands in for a declared route of the same service, broker and
+destination, or a declared router of the same service, so what is declared can be disabled at run
+time. `saf.routing.ways` says what all of it means; `saf.routing.routers` looks after routers.
+
+A route is *in force* while it is enabled and its expires_at, by the broker's clock, is to come.
+What is in force is frozen with each batch (`freeze`), and with it which destination is known to be
+which broker: a batch read again is routed again in the same way, whatever has changed meanwhile. A
+change takes effect with the next batch. What no route matches is parked until one does.
+
+Functions take a psycopg connection and write in a transaction of their own, or in the caller's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any, Literal
+from uuid import UUID
+
+import psycopg
+
+from saf.database import fetch
+from saf.errors import ConfigurationError, UsageError
+from saf.routing.ways import FORWARD, REDIRECT, Route, Router, Routes, by_precedence, check_name
+
+Origin = Literal["saf.route", "saf.router", "saf.toml", "default", "broker_id"]
+
+CONFIGURED = """
+SELECT service, broker::text, destination, quality, enabled, expires_at, comment FROM saf.route
+"""
+TOPICS = "SELECT name FROM saf.topic ORDER BY name"
+ROUTERS = "SELECT service, kind, expression, once_per, mode, enabled, comment FROM saf.router"
+NOW = "SELECT now()"
+
+# What is said again is changed, in one step: removed and added, it would be missing for a moment
+ADD = """
+INSERT INTO saf.route AS r (service, broker, destination, quality, expires_at, comment)
+VALUES (%(service)s, %(broker)s, %(destination)s, %(quality)s, %(expires_at)s, %(comment)s)
+ON CONFLICT ON CONSTRAINT route_once DO UPDATE SET
+    quality = excluded.quality, expires_at = excluded.expires_at, comment = excluded.comment,
+    enabled = true
+RETURNING xmax = 0
+"""
+STAND_IN = """
+INSERT INTO saf.route (service, broker, destination, quality, expires_at, comment)
+VALUES (%(service)s, %(broker)s, %(destination)s, %(quality)s, %(expires_at)s, %(comment)s)
+ON CONFLICT DO NOTHING
+"""
+THIS = """
+service IS NOT DISTINCT FROM %(service)s AND broker IS NOT DISTINCT FROM %(broker)s::uuid
+AND destination = %(destination)s RETURNING destination
+"""
+REMOVE = f"DELETE FROM saf.route WHERE {THIS}"
+ENABLE = f"UPDATE saf.route SET enabled = %(enabled)s WHERE {THIS}"
+
+IS_ROUTER = "SELECT service FROM saf.router WHERE service = %(name)s"
+ADD_TOPIC = "INSERT INTO saf.topic (name) VALUES (%(name)s) ON CONFLICT DO NOTHING RETURNING name"
+REMOVE_TOPIC = "DELETE FROM saf.topic WHERE name = %(name)s RETURNING name"
+
+LATEST = """
+SELECT version, routes, topics, routers, brokers
+FROM saf.route_version ORDER BY version DESC LIMIT 1
+"""
+KNOWN = "SELECT brokers FROM saf.route_version ORDER BY version DESC LIMIT 1"
+FREEZE = """
+INSERT INTO saf.route_version (routes, topics, routers, brokers)
+VALUES (%(routes)s, %(topics)s, %(routers)s, %(brokers)s) RETURNING version
+"""
+FROZEN = """
+SELECT routes, topics, routers, brokers FROM saf.route_version WHERE version = %(version)s
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configured:
+    """A route as it is configured, in force or not."""
+
+    route: Route
+    origin: Origin
+    enabled: bool = True
+    expires_at: datetime | None = None
+    comment: str | None = None
+
+    def in_force(self, now: datetime) -> bool:
+        """Whether it counts."""
+        return self.enabled and not self.expired(now)
+
+    def expired(self, now: datetime) -> bool:
+        """Whether its lifetime is over."""
+        return self.expires_at is not None and self.expires_at <= now
+
+    @property
+    def named(self) -> tuple[str | None, str | None, str]:
+        """What tells it from others."""
+        return self.route.service, self.route.broker, self.route.destination
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfiguredRouter:
+    """A router as it is configured, in force or not."""
+
+    router: Router
+    origin: Origin
+    mode: str = REDIRECT
+    """At the source; or "forward", by a routing service (`saf.routing_service`)."""
+    enabled: bool = True
+    comment: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """What saf.toml says."""
+
+    routes: tuple[Configured, ...] = ()
+    topics: frozenset[str] = frozenset()
+    routers: tuple[ConfiguredRouter, ...] = ()
+
+
+NOTHING = Declared()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """All that is configured at a broker, rows and declarations together."""
+
+    routes: tuple[Configured, ...]
+    """The most specific first."""
+    topics: frozenset[str]
+    routers: tuple[ConfiguredRouter, ...]
+    """By service."""
+    brokers: Mapping[str, str]
+    """By destination: the broker that it is known to be."""
+    now: datetime
+    """By the broker's clock."""
+
+    @property
+    def in_force(self) -> Routes:
+        """What counts now; the default destination only where no wildcard does."""
+        routes = [one.route for one in self.routes if one.in_force(self.now)]
+        if any(route.specificity == 0 for route in routes):
+            routes = [route for route in routes if not route.fallback]
+        routers = tuple(one.router for one in self.routers if one.enabled and one.mode == REDIRECT)
+        return Routes(
+            routes=tuple(routes), topics=self.topics, routers=routers, brokers=self.brokers
+        )
+
+
+def configuration(
+    connection: psycopg.Connection[Any],
+    default_destination: str | None = None,
+    declared: Declared = NOTHING,
+    identities: Mapping[str, str | None] | None = None,
+) -> Configuration:
+    """What is configured at a broker, with what saf.toml adds to it.
+
+    ``identities`` are the destinations, each with the broker that it has said to be; of those that
+    do not answer, what the latest batch was opened with counts. By default it does of all.
+    """
+    ((now,),) = fetch(connection, NOW)
+    routes = [
+        Configured(
+            route=Route(service=service, broker=broker, destination=destination, quality=quality),
+            origin="saf.route",
+            enabled=enabled,
+            expires_at=expires_at,
+            comment=comment,
+        )
+        for service, broker, destination, quality, enabled, expires_at, comment in fetch(
+            connection, CONFIGURED
+        )
+    ]
+    rows = {one.named for one in routes}
+    routes += [one for one in declared.routes if one.named not in rows]
+    if default_destination:
+        fallback = Route(destination=default_destination, fallback=True)
+        routes.append(Configured(route=fallback, origin="default"))
+    place = {route: number for number, route in enumerate(by_precedence(r.route for r in routes))}
+    return Configuration(
+        routes=tuple(sorted(routes, key=lambda one: place[one.route])),
+        topics=declared.topics | set(topics(connection)),
+        routers=_routers(connection, declared),
+        brokers=_brokers(connection, identities),
+        now=now,
+    )
+
+
+def _brokers(
+    connection: psycopg.Connection[Any], identities: Mapping[str, str | None] | None
+) -> dict[str, str]:
+    latest: dict[str, str] = next((known for (known,) in fetch(connection, KNOWN)), {})
+    if identities is None:
+        return latest
+    brokers = {name: said or latest.get(name) for name, said in identities.items()}
+    return {name: broker for name, broker in brokers.items() if broker is not None}
+
+
+def _routers(
+    connection: psycopg.Connection[Any], declared: Declared
+) -> tuple[ConfiguredRouter, ...]:
+    routers = {one.router.service: one for one in declared.routers}
+    for service, kind, expression, once_per, mode, enabled, comment in fetch(connection, ROUTERS):
+        router = Router(service=service, kind=kind, expression=expression, once_per=once_per)
+        routers[service] = ConfiguredRouter(
+            router=router, origin="saf.router", mode=mode, enabled=enabled, comment=comment
+        )
+    return tuple(routers[service] for service in sorted(routers))
+
+
+def forwarding(there: Configuration, service: str) -> Router | None:
+    """The router of that service, if it is in force and forwards."""
+    found = (one for one in there.routers if one.router.service == service)
+    return next((one.router for one in found if one.enabled and one.mode == FORWARD), None)
+
+
+def current_routes(
+    connection: psycopg.Connection[Any],
+    default_destination: str | None = None,
+    declared: Declared = NOTHING,
+    identities: Mapping[str, str | None] | None = None,
+) -> Routes:
+    """What is in force at a broker now; see `configuration`."""
+    return configuration(connection, default_destination, declared, identities).in_force
+
+
+def add_route(
+    connection: psycopg.Connection[Any],
+    destination: str,
+    *,
+    service: str | None = None,
+    broker: UUID | None = None,
+    quality: str | None = None,
+    expires_at: datetime | None = None,
+    comment: str | None = None,
+) -> bool:
+    """Let messages for a service, or a broker, or any, go to a destination.
+
+    One that is there already gets the other values, and is enabled; then the answer is False.
+
+    Raises:
+        UsageError: a name that no message could have, or a moment without a time zone.
+    """
+    for what, name in (("service", service), ("destination", destination)):
+        if name is not None:
+            check_name(what, name)
+    if expires_at is not None and expires_at.utcoffset() is None:
+        raise UsageError(f"expires_at {expires_at.isoformat()} says no time zone")
+    params = {
+        "service": service,
+        "broker": broker,
+        "destination": destination,
+        "quality": quality,
+        "expires_at": expires_at,
+        "comment": comment,
+    }
+    ((added,),) = fetch(connection, ADD, params)
+    return bool(added)
+
+
+def remove_route(
+    connection: psycopg.Connection[Any],
+    destination: str,
+    *,
+    service: str | None = None,
+    broker: UUID | None = None,
+) -> None:
+    """Forget a route.
+
+    Raises:
+        ConfigurationError: there is none of that service, broker and destination.
+    """
+    _change(connection, REMOVE, destination, service, broker)
+
+
+def enable_route(
+    connection: psycopg.Connection[Any],
+    destination: str,
+    *,
+    service: str | None = None,
+    broker: UUID | None = None,
+    enabled: bool = True,
+    declared: Declared = NOTHING,
+) -> None:
+    """Let a route count, or not; a row then stands in for a declared one.
+
+    Raises:
+        ConfigurationError: there is none of that service, broker and destination.
+    """
+    named = (service, str(broker) if broker else None, destination)
+    with connection.transaction():
+        for one in declared.routes:
+            if one.named == named:
+                values = {
+                    "service": service,
+                    "broker": broker,
+                    "destination": destination,
+                    "quality": one.route.quality,
+                    "expires_at": one.expires_at,
+                    "comment": one.comment,
+                }
+                connection.execute(STAND_IN, values)
+        _change(connection, ENABLE, destination, service, broker, enabled=enabled)
+
+
+def topics(connection: psycopg.Connection[Any]) -> list[str]:
+    """The services that are topics at a broker, by its rows."""
+    return [name for (name,) in fetch(connection, TOPICS)]
+
+
+def add_topic(connection: psycopg.Connection[Any], name: str) -> bool:
+    """Let what is addressed to a service go to every destination that a route leads to.
+
+    False if it does already.
+
+    Raises:
+        UsageError: a name that no message could have, or a router's.
+    """
+    check_name("topic", name)
+    if fetch(connection, IS_ROUTER, {"name": name}):
+        raise UsageError(f"{name!r} is a router: a topic may be what it resolves to, not itself")
+    return bool(fetch(connection, ADD_TOPIC, {"name": name}))
+
+
+def remove_topic(connection: psycopg.Connection[Any], name: str) -> None:
+    """Let a service be an ordinary one again.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if not fetch(connection, REMOVE_TOPIC, {"name": name}):
+        there = ", ".join(map(repr, topics(connection))) or "none"
+        raise ConfigurationError(f"saf.topic has no {name!r}, only {there}")
+
+
+def freeze(connection: psycopg.Connection[Any], routes: Routes) -> int:
+    """The number of a version with these routes; a new one is written only if they changed."""
+    frozen = (
+        [asdict(route) for route in routes.routes],
+        sorted(routes.topics),
+        [asdict(router) for router in routes.routers],
+        dict(routes.brokers),
+    )
+    latest = fetch(connection, LATEST)
+    if latest and latest[0][1:] == frozen:
+        return int(latest[0][0])
+    params = {
+        "routes": json.dumps(frozen[0]),
+        "topics": frozen[1],
+        "routers": json.dumps(frozen[2]),
+        "brokers": json.dumps(frozen[3]),
+    }
+    ((version,),) = fetch(connection, FREEZE, params)
+    return int(version)
+
+
+def frozen_routes(connection: psycopg.Connection[Any], version: int) -> Routes:
+    """The routes of a version."""
+    found = fetch(connection, FROZEN, {"version": version})
+    if not found:
+        raise ConfigurationError(f"saf.route_version has no version {version}, which a batch needs")
+    ((routes, names, routers, brokers),) = found
+    return Routes(
+        routes=tuple(Route(**route) for route in routes),
+        topics=frozenset(names),
+        routers=tuple(Router(**router) for router in routers),
+        brokers=brokers,
+    )
+
+
+def describe(route: Route) -> str:
+    """A route in words.
+
+    >>> describe(Route(service="billing", destination="erp"))
+    "service 'billing' to 'erp'"
+    """
+    parts = [f"service {route.service!r}"] if route.service is not None else []
+    parts += [f"broker {route.broker}"] if route.broker is not None else []
+    return f"{', '.join(parts) or 'any service'} to {route.destination!r}"
+
+
+def _change(
+    connection: psycopg.Connection[Any],
+    statement: str,
+    destination: str,
+    service: str | None,
+    broker: UUID | None,
+    **more: object,
+) -> None:
+    params = {"service": service, "broker": broker, "destination": destination, **more}
+    if not fetch(connection, statement, params):
+        wanted = Route(
+            service=service, broker=str(broker) if broker else None, destination=destination
+        )
+        rows = _rows(configuration(connection).routes)
+        raise ConfigurationError(f"saf.route has no route {describe(wanted)}, only {rows}")
+
+
+def _rows(routes: Iterable[Configured]) -> str:
+    return "; ".join(describe(one.route) for one in routes) or "none"

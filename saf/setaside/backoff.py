@@ -1,0 +1,318 @@
+"""Backoff: which lanes are tried when, and what came of it (see `saf.setaside.parking`).
+
+There may be as many lanes as there are services. So whatever is asked of them, or written, is one
+statement for many of them; and what a cycle is told of is bounded. Of two kinds of lanes
+
+    of a destination   there are a few, and a cycle knows them all: new messages for the destination
+                       have to wait behind them
+    of a service       there may be any number. A cycle tries those whose turn came first, at most
+                       `AT_ONCE` of them; and of the services that new messages are addressed to, a
+                       task asks chunk by chunk which lanes they have to wait behind (`held`)
+
+A lane that has been tried goes to the end of the queue: its next attempt is later than that of all
+that have not. So none starves, however many there are.
+
+Statements take the rows of lanes in the order of their names, so that tasks that share lanes wait
+for each other instead of deadlocking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+import psycopg
+from psycopg.rows import class_row
+
+from saf.database import fetch
+from saf.log.shards import NEWEST
+from saf.setaside import parking
+from saf.setaside.parking import FOUND, OF_SERVICE, REPLAY, ROUTE, Backoff, Lane
+
+AT_ONCE = 2000
+"""So many lanes of services are tried by one cycle."""
+
+SHOWN = 20
+"""So many of a broker's lanes are named to people, where nobody has asked for all."""
+
+# The shards that a member owns, once per statement
+MY_SHARDS = f"ARRAY(SELECT c.shard FROM {NEWEST} AS c WHERE c.owner = %(member_id)s)"
+IN_THIS = "(p.subscription_id, p.destination, p.lane) = (b.subscription_id, b.destination, b.lane)"
+
+BACKOFF = """
+SELECT destination, lane, attempts, next_attempt_at, next_attempt_at <= now() AS due, error, since
+FROM saf.backoff b
+"""
+# Those of services that hold nothing at all are tried too: that makes them go
+WAITING = f"""
+({BACKOFF}
+ WHERE subscription_id = %(subscription_id)s AND NOT lane ^@ ANY (%(of_service)s))
+UNION ALL
+({BACKOFF}
+ WHERE subscription_id = %(subscription_id)s AND lane ^@ ANY (%(of_service)s)
+   AND next_attempt_at <= now()
+   AND (EXISTS (SELECT FROM saf.parked p WHERE {IN_THIS} AND p.shard = ANY ({MY_SHARDS}))
+        OR NOT EXISTS (SELECT FROM saf.parked p WHERE {IN_THIS}))
+ ORDER BY next_attempt_at LIMIT %(at_once)s)
+"""
+
+# Whether a member's shards have messages in a lane whose time has come
+DUE_HERE = f"""
+SELECT EXISTS (
+    SELECT FROM saf.backoff b
+    WHERE b.subscription_id = %(subscription_id)s AND b.next_attempt_at <= now()
+      AND EXISTS (SELECT FROM saf.parked p WHERE {IN_THIS} AND p.shard = ANY ({MY_SHARDS})))
+"""
+# … that had no turn yet: one that was tried since has attempts, and a later time
+NO_TURN_YET = f"""
+SELECT EXISTS (
+    SELECT FROM saf.backoff b
+    WHERE b.subscription_id = %(subscription_id)s AND b.next_attempt_at <= now()
+      AND (b.attempts = 0 OR b.next_attempt_at <= %(since)s)
+      AND EXISTS (SELECT FROM saf.parked p WHERE {IN_THIS} AND p.shard = ANY ({MY_SHARDS})))
+"""
+ANY_DUE = """
+SELECT EXISTS (SELECT FROM saf.backoff
+               WHERE subscription_id = %(subscription_id)s AND next_attempt_at <= now())
+"""
+
+ANY_OF_SERVICES = """
+SELECT EXISTS (SELECT FROM saf.backoff WHERE subscription_id = %(subscription_id)s
+               AND lane ^@ ANY (%(of_service)s))
+"""
+
+# What holds up most comes first
+SUMMARY = f"""
+SELECT backoff.*, count(*) OVER () AS lanes
+FROM ({BACKOFF} WHERE subscription_id = %(subscription_id)s) AS backoff
+ORDER BY lane ^@ ANY (%(of_service)s), attempts DESC, destination, lane LIMIT %(shown)s
+"""
+
+NAMED = "unnest(%(destinations)s::text[], %(lanes)s::text[]) AS w (destination, lane)"
+OF_NAMES = f"""
+{BACKOFF} JOIN {NAMED} USING (destination, lane)
+WHERE subscription_id = %(subscription_id)s
+"""
+
+HELD = f"""
+SELECT destination, lane, error FROM saf.backoff b
+WHERE subscription_id = %(subscription_id)s AND lane = ANY (%(lanes)s)
+  AND EXISTS (SELECT FROM saf.parked p WHERE {IN_THIS} AND p.shard = ANY (%(shards)s))
+"""
+
+# An attempt that was not due, because another member has just failed too, does not count
+POSTPONE = """
+INSERT INTO saf.backoff AS b (subscription_id, destination, lane, error, attempts, next_attempt_at)
+SELECT %(subscription_id)s, destination, lane, error, 1,
+       clock_timestamp() + make_interval(secs => (%(waits)s::float8[])[1])
+FROM unnest(%(destinations)s::text[], %(lanes)s::text[], %(errors)s::text[])
+    AS w (destination, lane, error)
+ORDER BY destination, lane
+ON CONFLICT (subscription_id, destination, lane) DO UPDATE SET
+    error = excluded.error,
+    attempts = b.attempts + 1,
+    next_attempt_at = clock_timestamp() + make_interval(
+        secs => (%(waits)s::float8[])[least(b.attempts + 1, cardinality(%(waits)s::float8[]))])
+WHERE b.next_attempt_at <= now()
+"""
+
+THESE = f"SELECT destination, lane FROM {NAMED}"
+# A statement of its own, so that the next one sees what was parked by those it has waited for
+LOCK = f"""
+SELECT FROM saf.backoff
+WHERE subscription_id = %(subscription_id)s AND (destination, lane) IN ({THESE})
+ORDER BY destination, lane FOR UPDATE
+"""
+FORGET = f"""
+DELETE FROM saf.backoff b
+WHERE subscription_id = %(subscription_id)s AND (destination, lane) IN ({THESE})
+  AND NOT EXISTS (SELECT FROM saf.parked p WHERE {IN_THIS})
+"""
+# Messages in the lane need not wait for their time any longer: others', or what is left
+RESET = f"""
+UPDATE saf.backoff b SET attempts = 0, next_attempt_at = clock_timestamp()
+WHERE subscription_id = %(subscription_id)s AND (destination, lane) IN ({THESE})
+  AND EXISTS (SELECT FROM saf.parked p WHERE {IN_THIS})
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What waits, for people: some of the lanes, and how many there are."""
+
+    shown: tuple[Backoff, ...] = ()
+    lanes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Counted(Backoff):
+    lanes: int
+
+
+def waiting(
+    connection: psycopg.Connection[Any], subscription_id: int, member_id: UUID
+) -> tuple[Backoff, ...]:
+    """What a member's cycle has to know: the lanes of destinations, and of services some due ones.
+
+    In the order in which they are to be tried.
+    """
+    params = {
+        "subscription_id": subscription_id,
+        "member_id": member_id,
+        "of_service": list(OF_SERVICE),
+        "at_once": AT_ONCE,
+    }
+    with psycopg.Cursor(connection, row_factory=class_row(Backoff)) as cursor:
+        return in_turn(cursor.execute(WAITING, params).fetchall())
+
+
+def in_turn(lanes: Iterable[Backoff]) -> tuple[Backoff, ...]:
+    """Lanes by destination, the one that waits for longest first; its own by `rank`."""
+    lanes = list(lanes)
+    since: dict[str, datetime] = {}
+    for lane in lanes:
+        known = since.get(lane.destination, lane.next_attempt_at)
+        since[lane.destination] = min(known, lane.next_attempt_at)
+    return tuple(
+        sorted(
+            lanes,
+            key=lambda one: (
+                since[one.destination],
+                one.destination,
+                rank(one),
+                one.next_attempt_at,
+                one.lane,
+            ),
+        )
+    )
+
+
+def rank(lane: Lane) -> tuple[int, str]:
+    """Lanes of a destination with the same are released together.
+
+    Those of a lower one before: a replay before everything else, and what has waited for a service,
+    or for a route, after what is older.
+
+    >>> names = ("found:route:a", "service:b", "service:a", "retry", "", "replay")
+    >>> ranks = [rank(Lane(destination="mom", lane=name)) for name in names]
+    >>> ranks == sorted(ranks, reverse=True), ranks[1] == ranks[2]
+    (True, True)
+    """
+    if lane.lane in (REPLAY, FOUND + REPLAY):
+        return 0, lane.lane
+    for number, kind in enumerate((ROUTE, FOUND), 2):
+        if lane.lane.startswith(kind):
+            return number, kind
+    kind = next((kind for kind in OF_SERVICE if lane.lane.startswith(kind)), lane.lane)
+    return 1, kind
+
+
+def due_here(connection: psycopg.Connection[Any], subscription_id: int, member_id: UUID) -> bool:
+    """Whether any parked messages of the member's shards are to be tried now."""
+    params = {"subscription_id": subscription_id, "member_id": member_id}
+    ((due,),) = fetch(connection, DUE_HERE, params)
+    return bool(due)
+
+
+def had_no_turn(
+    connection: psycopg.Connection[Any], subscription_id: int, member_id: UUID, since: datetime
+) -> bool:
+    """Whether any of them were to be tried ``since`` then, and were not, or not to their end."""
+    params = {"subscription_id": subscription_id, "member_id": member_id, "since": since}
+    ((left,),) = fetch(connection, NO_TURN_YET, params)
+    return bool(left)
+
+
+def any_due(connection: psycopg.Connection[Any], subscription_id: int) -> bool:
+    """Whether the time of any lane has come, whoever's its messages are."""
+    ((due,),) = fetch(connection, ANY_DUE, {"subscription_id": subscription_id})
+    return bool(due)
+
+
+def any_of_services(connection: psycopg.Connection[Any], subscription_id: int) -> bool:
+    """Whether lanes of services wait, due or not."""
+    params = {"subscription_id": subscription_id, "of_service": list(OF_SERVICE)}
+    ((there,),) = fetch(connection, ANY_OF_SERVICES, params)
+    return bool(there)
+
+
+def summary(connection: psycopg.Connection[Any], subscription_id: int) -> Summary:
+    """Which lanes wait, for people."""
+    params = {
+        "subscription_id": subscription_id,
+        "of_service": list(OF_SERVICE),
+        "shown": SHOWN,
+    }
+    with psycopg.Cursor(connection, row_factory=class_row(_Counted)) as cursor:
+        found = cursor.execute(SUMMARY, params).fetchall()
+    return Summary(shown=tuple(found), lanes=found[0].lanes if found else 0)
+
+
+def named(
+    connection: psycopg.Connection[Any], subscription_id: int, lanes: Collection[Lane]
+) -> tuple[Backoff, ...]:
+    """Some lanes, as far as they wait."""
+    with psycopg.Cursor(connection, row_factory=class_row(Backoff)) as cursor:
+        return tuple(cursor.execute(OF_NAMES, _params(subscription_id, lanes)).fetchall())
+
+
+def held(
+    connection: psycopg.Connection[Any],
+    subscription_id: int,
+    shards: Sequence[int],
+    lanes: Collection[str],
+) -> dict[Lane, str]:
+    """Of the lanes of these names, at whatever destination, those with messages of some shards.
+
+    With what they wait for.
+    """
+    params = {"subscription_id": subscription_id, "shards": list(shards), "lanes": list(lanes)}
+    return {
+        Lane(destination=destination, lane=lane): error
+        for destination, lane, error in fetch(connection, HELD, params)
+    }
+
+
+def postpone(
+    connection: psycopg.Connection[Any], subscription_id: int, failed: Mapping[Lane, str]
+) -> None:
+    """Attempts at these lanes have failed, with these errors. Call it in a transaction."""
+    if failed:
+        params = _params(subscription_id, failed) | {"errors": list(failed.values())}
+        connection.execute(POSTPONE, params | {"waits": _waits()})
+
+
+def succeeded(
+    connection: psycopg.Connection[Any], subscription_id: int, lanes: Collection[Lane]
+) -> None:
+    """The lanes are open again: forget their attempts, and those that are empty.
+
+    What is left in one has its next turn after all that wait for longer. Call it in a transaction.
+    """
+    if lanes:
+        forget(connection, subscription_id, lanes)
+        connection.execute(RESET, _params(subscription_id, lanes))
+
+
+def forget(
+    connection: psycopg.Connection[Any], subscription_id: int, lanes: Collection[Lane]
+) -> None:
+    """Nothing waits in the lanes any more, unless it does. Call it in a transaction."""
+    if lanes:
+        connection.execute(LOCK, _params(subscription_id, lanes))
+        connection.execute(FORGET, _params(subscription_id, lanes))
+
+
+def _params(subscription_id: int, lanes: Iterable[Lane]) -> dict[str, Any]:
+    return {"subscription_id": subscription_id, **parking.names(lanes)}
+
+
+def _waits() -> list[float]:
+    """How long to wait after each attempt, up to the longest."""
+    waits = [parking.wait_seconds(1)]
+    while (longer := parking.wait_seconds(len(waits) + 1)) > waits[-1]:
+        waits.append(longer)
+    return waits

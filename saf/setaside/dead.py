@@ -1,0 +1,323 @@
+"""Dead letters: messages set aside for a person, and what the person does with them.
+
+They are written in the transaction that moves the position past them. `retry` hands them to the
+forwarder again, in the order they had, in a lane of their own (see `saf.setaside.parking`), or to
+the receivers of their subscription, in the lane of their key and ahead of what waits there.
+`discard` gives them up. Both let a key go on that waited for the decision, and remember who did it,
+when and why in ``saf.audit``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import class_row
+
+from saf.columns import COLUMNS
+from saf.database import fetch
+from saf.limits import HEADERS_READABLE, WHY_NOT
+from saf.message import MAX_BODY
+from saf.setaside.parking import KEY, RETRY
+
+REASONS = (
+    *("rejected", "expired", "over_size", "unavailable", "failed", "unresolved", "no_dialog"),
+)
+
+SHOWN = 1024
+"""Characters of a name or a key that are shown; only rows of an older schema have more."""
+
+DEAD_COLUMNS = (
+    *("subscription_id", "destination", "shard", "id", "reason", "error"),
+    *COLUMNS,
+)
+BURY = sql.SQL("COPY saf.dead_letter ({}) FROM STDIN").format(
+    sql.SQL(", ").join(map(sql.Identifier, DEAD_COLUMNS))
+)
+
+# What cannot be read, or moved, does not leave the database
+BURY_AS_STORED = f"""
+INSERT INTO saf.dead_letter
+    (subscription_id, destination, shard, id, reason, error, {", ".join(COLUMNS)})
+SELECT %(subscription_id)s, %(destination)s, shard, id, u.reason, coalesce(u.error, {WHY_NOT}),
+       {", ".join(COLUMNS)}
+FROM saf.{{table}} JOIN unnest(%(shards)s::smallint[], %(ids)s::bigint[], %(reasons)s::text[],
+                              %(errors)s::text[]) AS u (shard, {{id}}, reason, error)
+    USING (shard, {{id}})
+WHERE NOT EXISTS (
+    SELECT FROM saf.dead_letter d
+    WHERE d.subscription_id = %(subscription_id)s AND d.destination = %(destination)s
+      AND d.shard = {{table}}.shard AND d.id = {{table}}.id)
+ORDER BY {{id}}
+"""
+
+KNOWN = """
+SELECT id FROM saf.dead_letter
+WHERE subscription_id = %(subscription_id)s AND destination = %(destination)s
+  AND id = ANY (%(ids)s)
+"""
+
+CHOSEN = """
+FROM saf.dead_letter d JOIN saf.subscription s USING (subscription_id)
+WHERE (%(dead_letter_ids)s::bigint[] IS NULL OR dead_letter_id = ANY (%(dead_letter_ids)s))
+  AND (%(reason)s::text IS NULL OR reason = %(reason)s)
+  AND (%(service)s::text IS NULL OR to_service = %(service)s)
+  AND (%(destination)s::text IS NULL OR destination = %(destination)s)
+  AND (%(key)s::text IS NULL OR key = %(key)s)
+  AND (%(before)s::timestamptz IS NULL OR dead_letter_at < %(before)s)
+"""
+
+LIST = f"""
+SELECT dead_letter_id, s.name AS subscription, destination, reason, error, dead_letter_at,
+       message_id, left(to_service, {SHOWN}) AS service, left(key, {SHOWN}) AS key,
+       left(message_type, {SHOWN}) AS message_type, octet_length(body) AS bytes,
+       CASE WHEN {HEADERS_READABLE} THEN headers::text END AS headers,
+       d.created_at, expires_at
+{CHOSEN} ORDER BY dead_letter_id LIMIT %(limit)s
+"""
+
+BODY = "SELECT body FROM saf.dead_letter WHERE dead_letter_id = %(dead_letter_id)s"
+
+LOCKED = f"SELECT dead_letter_id, message_id, destination {CHOSEN} ORDER BY 1 FOR UPDATE OF d"
+
+# The number of a retry, its audit_id, rises with each, and so does the lane's watermark; within it
+# the order is the one in which they died. What had expired goes all the same: a person says so.
+RETRIED = f"""
+saf.dead_letter d JOIN saf.subscription s USING (subscription_id)
+CROSS JOIN LATERAL (
+    SELECT CASE WHEN s.log = 'inbox' THEN '{KEY}' || coalesce(d.key, d.message_id::text)
+                ELSE %(lane)s END AS lane,
+           CASE WHEN s.log = 'inbox' THEN d.shard END AS of_key) AS l
+WHERE dead_letter_id = ANY (%(dead_letter_ids)s)
+"""
+PARK = f"""
+INSERT INTO saf.parked
+    (subscription_id, destination, lane, shard, id, batch, position, {", ".join(COLUMNS)})
+SELECT subscription_id, destination, lane, shard, id, %(number)s,
+       row_number() OVER (ORDER BY dead_letter_id),
+       {", ".join("NULL" if c == "expires_at" else f"d.{c}" for c in COLUMNS)}
+FROM {RETRIED}
+"""
+DUE = f"""
+INSERT INTO saf.backoff (subscription_id, destination, lane, shard, error)
+SELECT DISTINCT subscription_id, destination, lane, of_key, 'retried by ' || session_user
+FROM {RETRIED}
+ON CONFLICT (subscription_id, destination, lane)
+DO UPDATE SET attempts = 0, next_attempt_at = now()
+"""
+# Keys that waited for a person's word
+GO_ON = f"""
+UPDATE saf.backoff b SET next_attempt_at = now() FROM {RETRIED}
+  AND (b.subscription_id, b.destination, b.lane) = (d.subscription_id, d.destination, l.lane)
+  AND of_key IS NOT NULL AND b.attempts = 0
+"""
+# In the order of their numbers also across retries: one that commits late must not come after a
+# higher one was delivered.
+ONE_AT_A_TIME = "SELECT pg_advisory_xact_lock(hashtextextended('saf retry', 0))"
+DELETE = "DELETE FROM saf.dead_letter WHERE dead_letter_id = ANY (%(dead_letter_ids)s)"
+AUDITED = """
+SELECT audit_id, audit_at, who, action, cardinality(message_ids) AS messages,
+       message_ids[1:3] AS first_message_ids, why
+FROM saf.audit ORDER BY audit_id DESC LIMIT %(limit)s
+"""
+AUDIT = """
+INSERT INTO saf.audit (action, message_ids, why)
+VALUES (%(action)s, %(message_ids)s, %(why)s) RETURNING audit_id
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filter:
+    """Which dead letters; None means any."""
+
+    dead_letter_ids: Sequence[int] | None = None
+    reason: str | None = None
+    service: str | None = None
+    destination: str | None = None
+    key: str | None = None
+    before: datetime | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeadLetter:
+    """One of them, without its body."""
+
+    dead_letter_id: int
+    subscription: str
+    destination: str
+    reason: str
+    error: str
+    dead_letter_at: datetime
+    message_id: UUID
+    service: str
+    key: str | None
+    message_type: str | None
+    headers: str | None
+    """As JSON; None too if they are too large to be read."""
+    bytes: int
+    created_at: datetime
+    expires_at: datetime | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        plain = {name: value for name, value in asdict(self).items() if value is not None}
+        moments = {n: v.isoformat() for n, v in plain.items() if isinstance(v, datetime)}
+        if self.headers is not None:
+            # as text where Python cannot take them apart
+            with suppress(ValueError, RecursionError):
+                plain["headers"] = json.loads(self.headers)
+        return {**plain, **moments, "message_id": str(self.message_id)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audited:
+    """What somebody did with messages."""
+
+    audit_id: int
+    audit_at: datetime
+    who: str
+    action: str
+    messages: int
+    first_message_ids: list[UUID]
+    """Some of them; saf.audit has all."""
+    why: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        ids = [str(one) for one in self.first_message_ids]
+        return asdict(self) | {"audit_at": self.audit_at.isoformat(), "first_message_ids": ids}
+
+
+def known(
+    connection: psycopg.Connection[Any], subscription_id: int, destination: str, ids: Sequence[int]
+) -> set[int]:
+    """Which of some messages, by id, are dead letters of a destination."""
+    params = {"subscription_id": subscription_id, "destination": destination, "ids": list(ids)}
+    return {id_ for (id_,) in fetch(connection, KNOWN, params)}
+
+
+def bury(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) -> None:
+    """Set messages, as dicts of `DEAD_COLUMNS`, aside. Call it in a transaction."""
+    with psycopg.Cursor(connection) as cursor, cursor.copy(BURY) as copy:
+        for row in rows:
+            copy.write_row([row[column] for column in DEAD_COLUMNS])
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsStored:
+    """A message that becomes a dead letter without being read."""
+
+    shard: int
+    id: int
+    """Of a parked one, the parked_id."""
+    reason: str = "over_size"
+    error: str | None = None
+    """None: that it is too large to be read."""
+
+
+def bury_as_stored(
+    connection: psycopg.Connection[Any],
+    subscription_id: int,
+    table: str,
+    rows: Sequence[AsStored],
+    *,
+    destination: str = "",
+    max_bytes: int = MAX_BODY,
+    setting: str = "saf.message.MAX_BODY",
+) -> None:
+    """Set messages aside as they are, in the database. Call it in a transaction.
+
+    Args:
+        connection: to where they are.
+        subscription_id: who has them in hand.
+        table: "outbox", "inbox" or "parked".
+        rows: which.
+        destination: that they are not for any more; empty for all.
+        max_bytes: of a body that can be read.
+        setting: that says so.
+    """
+    if not rows:
+        return
+    params = {
+        "subscription_id": subscription_id,
+        "destination": destination,
+        "max_bytes": max_bytes,
+        "setting": setting,
+        "shards": [one.shard for one in rows],
+        "ids": [one.id for one in rows],
+        "reasons": [one.reason for one in rows],
+        "errors": [one.error for one in rows],
+    }
+    number = "parked_id" if table == "parked" else "id"
+    connection.execute(BURY_AS_STORED.format(table=table, id=number), params)
+
+
+def dead_letters(
+    connection: psycopg.Connection[Any], chosen: Filter, limit: int | None = 100
+) -> list[DeadLetter]:
+    """The dead letters that a filter matches, oldest first."""
+    with psycopg.Cursor(connection, row_factory=class_row(DeadLetter)) as cursor:
+        return cursor.execute(LIST, asdict(chosen) | {"limit": limit}).fetchall()
+
+
+def body(connection: psycopg.Connection[Any], dead_letter_id: int) -> bytes | None:
+    """The body of a dead letter; None if there is no such."""
+    found = fetch(connection, BODY, {"dead_letter_id": dead_letter_id})
+    return bytes(found[0][0]) if found else None
+
+
+def retry(connection: psycopg.Connection[Any], chosen: Filter, why: str) -> list[UUID]:
+    """Hand dead letters to who had them, again; return their message ids, in order.
+
+    One that is retried is no dead letter any more, so doing it twice does it once.
+    """
+    with connection.transaction():
+        connection.execute(ONE_AT_A_TIME)
+        ids, message_ids = _locked(connection, chosen)
+        if ids:
+            number = audit(connection, "retry", message_ids, why)
+            params = {"lane": RETRY, "number": number, "dead_letter_ids": ids}
+            connection.execute(DUE, params)
+            connection.execute(PARK, params)
+            connection.execute(DELETE, params)
+    return message_ids
+
+
+def discard(connection: psycopg.Connection[Any], chosen: Filter, why: str) -> list[UUID]:
+    """Give dead letters up for good; return their message ids."""
+    with connection.transaction():
+        ids, message_ids = _locked(connection, chosen)
+        if ids:
+            audit(connection, "discard", message_ids, why)
+            params = {"lane": RETRY, "dead_letter_ids": ids}
+            connection.execute(GO_ON, params)
+            connection.execute(DELETE, params)
+    return message_ids
+
+
+def _locked(connection: psycopg.Connection[Any], chosen: Filter) -> tuple[list[int], list[UUID]]:
+    rows = fetch(connection, LOCKED, asdict(chosen))
+    return [row[0] for row in rows], [row[1] for row in rows]
+
+
+def audit(
+    connection: psycopg.Connection[Any], action: str, message_ids: Sequence[UUID], why: str
+) -> int:
+    """Remember what somebody did with messages; return its number, which rises."""
+    ((number,),) = fetch(
+        connection, AUDIT, {"action": action, "message_ids": list(message_ids), "why": why}
+    )
+    return int(number)
+
+
+def audited(connection: psycopg.Connection[Any], limit: int = 100) -> list[Audited]:
+    """What people did with messages, the last first."""
+    with psycopg.Cursor(connection, row_factory=class_row(Audited)) as cursor:
+        return cursor.execute(AUDITED, {"limit": limit}).fetchall()

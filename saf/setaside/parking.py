@@ -1,0 +1,426 @@
+"""Parking: messages set aside in order, and when each is tried again.
+
+What cannot be delivered now is copied to ``saf.parked``, in the transaction that moves the
+position past it, so that the rest of its batch goes on. A *lane* is the messages that wait for the
+same thing; lanes are separate, and within one the order is kept:
+
+    destination  lane               waits until
+    mom          (empty)            the destination answers: everything for it, in order
+    mom          service:billing    the destination knows the service
+    (empty)      route:billing      a route leads somewhere
+    mom          retry, replay      nothing: sent again on an operator's word
+    mom          found:LANE         the destination: what was in LANE has found a route there
+    mom          doubt              nothing: sent at most once from another lane, or about to be;
+                                    what is found here becomes a dead letter
+    (empty)      key:A-1            a receiver's next attempt at the first message of the key
+    (empty)      later:7            each for its deliver_at: a receiver's messages of a shard
+    (empty)      ahead:CONVERSATION a message before them that is missing: those of a dialog
+
+While a lane has messages, new ones that belong in it park behind them, and when its time has come
+the parked go first. (While a destination does not answer, this is so for all shards; what waits for
+more than that concerns its own shards only.) Each keeps the (batch, position) that it had, and each
+lane has a watermark of its own at the destination: a parked message that was stored before its
+acknowledgement got lost is dropped there like any other. Who waited longest may find a route last,
+so in the lanes of what has found one the order, and the number, is that of coming there: parked_id.
+
+``saf.backoff`` has one row per lane that waits: the attempts so far and the next one's time, in
+the source's database and by its clock, so that they survive restarts and all forwarders share
+them; `saf.setaside.backoff` asks and changes it, for many lanes at once. The schedule is Service
+Broker's: 4, 8, 16, 32, 64, 64 … seconds.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import class_row
+
+from saf.columns import COLUMNS
+from saf.database import fetch
+from saf.log.cursor import Batch
+
+FIRST_WAIT_SECONDS = 4
+LONGEST_WAIT_SECONDS = 64
+
+MAIN, RETRY, REPLAY, SERVICE, ROUTE = "", "retry", "replay", "service:", "route:"
+FOUND = "found:"
+DOUBT = "doubt"
+KEY, LATER, AHEAD = "key:", "later:", "ahead:"
+
+OF_SERVICE = (ROUTE, FOUND, SERVICE)
+"""How the lanes begin whose messages wait for something that concerns their service alone."""
+
+# After every time that a clock of ours shows, and before the calendar of Python ends
+BLOCKED = "9999-01-01 00:00:00+00"
+
+
+def wait_seconds(
+    attempts: int, first: float = FIRST_WAIT_SECONDS, longest: float = LONGEST_WAIT_SECONDS
+) -> float:
+    """How long to wait after so many attempts in a row that failed.
+
+    >>> [wait_seconds(attempts) for attempts in (1, 2, 3, 4, 5, 6, 100)]
+    [4, 8, 16, 32, 64, 64, 64]
+    """
+    return min(first * (1 << min(attempts - 1, 30)), longest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """What messages wait for; see above."""
+
+    destination: str = ""
+    lane: str = MAIN
+
+    @property
+    def found(self) -> bool:
+        """Its messages have waited for a route, and found one."""
+        return self.lane.startswith(FOUND)
+
+    @property
+    def of_service(self) -> bool:
+        """They wait for something that concerns their service alone."""
+        return self.lane.startswith(OF_SERVICE)
+
+    @property
+    def unrouted(self) -> bool:
+        """Its messages wait for a route."""
+        return not self.destination and self.lane.startswith(ROUTE)
+
+    def __str__(self) -> str:
+        if self.lane.startswith((KEY, LATER, AHEAD)):
+            return self.lane
+        waiting = f"destination {self.destination!r}" if self.destination else "no route"
+        return f"{waiting}, {self.lane}" if self.lane else waiting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backoff(Lane):
+    """A lane that waits."""
+
+    attempts: int
+    next_attempt_at: datetime
+    due: bool
+    error: str
+    since: datetime
+
+    @property
+    def key(self) -> Lane:
+        """The lane."""
+        return Lane(destination=self.destination, lane=self.lane)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parked(Backoff):
+    """A lane that waits, and how many messages are in it."""
+
+    messages: int
+    subscription: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        moments = {
+            "next_attempt_at": self.next_attempt_at.isoformat(),
+            "since": self.since.isoformat(),
+        }
+        return asdict(self) | moments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """What waits in a broker: the lanes that are shown, how many there are, and their messages."""
+
+    shown: tuple[Parked, ...] = ()
+    lanes: int = 0
+    messages: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parked(Parked):
+    lanes: int
+
+
+# What holds up most comes first; counted are the messages of those that are shown. No time is set
+# for what is ahead of others, so it has no backoff.
+PARKED = f"""
+SELECT subscription, destination, lane, attempts, next_attempt_at, due, error, since, lanes,
+       (SELECT count(*) FROM saf.parked p
+        WHERE (p.subscription_id, p.destination, p.lane)
+            = (b.subscription_id, b.destination, b.lane)) AS messages
+FROM (SELECT w.*, s.name AS subscription, s.log, next_attempt_at <= now() AS due,
+             count(*) OVER () AS lanes
+      FROM (SELECT subscription_id, destination, lane, attempts, next_attempt_at, error, since
+            FROM saf.backoff
+            UNION ALL
+            SELECT subscription_id, destination, lane, 0, timestamptz '{BLOCKED}',
+                   'an earlier message of the dialog is missing', min(parked_at)
+            FROM saf.parked WHERE lane ^@ '{AHEAD}' GROUP BY 1, 2, 3) AS w
+      JOIN saf.subscription s USING (subscription_id)
+      ORDER BY s.log DESC, s.name, lane ^@ ANY (%(of_service)s), attempts DESC, destination, lane
+      LIMIT %(limit)s) AS b
+ORDER BY log DESC, subscription, lane ^@ ANY (%(of_service)s), attempts DESC, destination, lane
+"""
+PARKED_MESSAGES = "SELECT count(*) FROM saf.parked"
+
+RETRY_NOW = """
+UPDATE saf.backoff SET next_attempt_at = now()
+WHERE NOT lane LIKE 'later:%%'
+  AND (%(destination)s::text IS NULL OR destination = %(destination)s)
+"""
+
+# What parks messages holds the rows of their lanes until it commits, so that `backoff.forget`,
+# which looks whether any are left, cannot miss them.
+TOUCH = """
+INSERT INTO saf.backoff AS b (subscription_id, destination, lane, error)
+SELECT %(subscription_id)s, destination, lane, %(error)s
+FROM unnest(%(destinations)s::text[], %(lanes)s::text[]) AS w (destination, lane)
+ORDER BY destination, lane
+ON CONFLICT (subscription_id, destination, lane) DO UPDATE SET error = b.error
+"""
+
+PARKED_COLUMNS = (
+    *("subscription_id", "destination", "lane", "quality", "shard", "id", "batch", "position"),
+    "opened_at",
+    *COLUMNS,
+)
+PARK = sql.SQL("COPY saf.parked ({}) FROM STDIN").format(
+    sql.SQL(", ").join(map(sql.Identifier, PARKED_COLUMNS))
+)
+MOVE = """
+UPDATE saf.parked p SET destination = %(destination)s, lane = w.lane
+FROM unnest(%(parked_ids)s::bigint[], %(lanes)s::text[]) AS w (parked_id, lane)
+WHERE p.parked_id = w.parked_id
+"""
+# Under the address that has been found meanwhile
+ADDRESS = ("to_service", "to_broker", "key")
+COPY_TO = f"""
+INSERT INTO saf.parked (destination, lane, quality, parked_at, subscription_id, shard, id, batch,
+                        position, {", ".join(COLUMNS)})
+SELECT %(destination)s, w.lane, %(quality)s, parked_at, subscription_id, shard, id, batch,
+       position, {", ".join(f"{'w' if c in ADDRESS else 'p'}.{c}" for c in COLUMNS)}
+FROM unnest(%(parked_ids)s::bigint[], %(lanes)s::text[], %(to_services)s::text[],
+            %(to_brokers)s::uuid[], %(keys)s::text[])
+    WITH ORDINALITY AS w (parked_id, lane, {", ".join(ADDRESS)}, place)
+JOIN saf.parked p USING (parked_id)
+ORDER BY place
+"""
+STILL = """
+SELECT parked_id
+FROM saf.parked p JOIN unnest(%(parked_ids)s::bigint[], %(lanes)s::text[]) AS w (parked_id, lane)
+    USING (parked_id, lane)
+WHERE p.destination = %(destination)s
+"""
+UNPARK = "DELETE FROM saf.parked WHERE parked_id = ANY (%(parked_ids)s)"
+
+# What was parked ahead of the open batch's position stays until the position has passed it: only as
+# long as it is here is it known that the batch must not send it as well.
+IN_LANES = """
+SELECT {columns} FROM saf.parked
+WHERE subscription_id = {subscription_id} AND destination = {destination}
+  AND lane = ANY ({lanes}::text[])
+  AND shard = ANY ({shards}::smallint[])
+  AND NOT (id > {after} AND parked_at >= {opened_at}::timestamptz)
+ORDER BY {order}
+"""
+
+SET_ASIDE = """
+SELECT id, destination, lane FROM saf.parked
+WHERE subscription_id = %(subscription_id)s AND shard = ANY (%(shards)s)
+  AND id > %(position)s AND parked_at >= %(opened_at)s
+UNION ALL
+SELECT id, destination, NULL FROM saf.dead_letter
+WHERE subscription_id = %(subscription_id)s AND shard = ANY (%(shards)s)
+  AND id > %(position)s AND dead_letter_at >= %(opened_at)s
+"""
+OCCUPIED = """
+SELECT destination, lane FROM unnest(%(destinations)s::text[], %(lanes)s::text[])
+    AS w (destination, lane)
+WHERE EXISTS (
+    SELECT FROM saf.parked p
+    WHERE subscription_id = %(subscription_id)s
+      AND p.destination = w.destination AND p.lane = w.lane AND shard = ANY (%(shards)s))
+"""
+KNOWN = """
+SELECT id FROM saf.parked
+WHERE subscription_id = %(subscription_id)s AND destination = %(destination)s
+  AND id = ANY (%(ids)s)
+"""
+
+
+def parked(connection: psycopg.Connection[Any], limit: int | None = None) -> Waiting:
+    """The lanes that wait in a broker, for people; at most so many of them."""
+    with psycopg.Cursor(connection, row_factory=class_row(_Parked)) as cursor:
+        params = {"of_service": list(OF_SERVICE), "limit": limit}
+        found = cursor.execute(PARKED, params).fetchall()
+    ((messages,),) = fetch(connection, PARKED_MESSAGES)
+    shown = tuple(Parked(**{f.name: getattr(one, f.name) for f in fields(Parked)}) for one in found)
+    return Waiting(shown=shown, lanes=found[0].lanes if found else 0, messages=messages)
+
+
+def retry_now(connection: psycopg.Connection[Any], destination: str | None = None) -> int:
+    """Make the next attempts due; return how many lanes that are."""
+    return connection.execute(RETRY_NOW, {"destination": destination}).rowcount
+
+
+def names(lanes: Iterable[Lane]) -> dict[str, list[str]]:
+    """Lanes as two columns for a statement."""
+    lanes = list(lanes)
+    return {
+        "destinations": [lane.destination for lane in lanes],
+        "lanes": [lane.lane for lane in lanes],
+    }
+
+
+def touch(
+    connection: psycopg.Connection[Any], subscription_id: int, lanes: Iterable[Lane], error: str
+) -> None:
+    """Something is about to be parked in these lanes. Call it in that transaction."""
+    params = {"subscription_id": subscription_id, "error": error, **names(lanes)}
+    connection.execute(TOUCH, params)
+
+
+def park(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) -> None:
+    """Copy messages, as dicts of `PARKED_COLUMNS`, into their lanes. Call it in a transaction."""
+    lanes: dict[int, set[Lane]] = defaultdict(set)
+    for row in rows:
+        lane = Lane(destination=row["destination"], lane=row["lane"])
+        lanes[row["subscription_id"]].add(lane)
+    for subscription_id, some in lanes.items():
+        touch(connection, subscription_id, some, "behind others")
+    copy_in(connection, rows)
+
+
+def copy_in(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) -> None:
+    """Copy messages, as dicts of `PARKED_COLUMNS`, into lanes that are there, or will be."""
+    with psycopg.Cursor(connection) as cursor, cursor.copy(PARK) as copy:
+        for row in rows:
+            copy.write_row([row[column] for column in PARKED_COLUMNS])
+
+
+def move(
+    connection: psycopg.Connection[Any],
+    destination: str,
+    lanes: Sequence[str],
+    parked_ids: Sequence[int],
+) -> None:
+    """Put parked messages into other lanes, one for each of them.
+
+    `touch` the lanes, and call it in that transaction.
+    """
+    params = {"destination": destination, "lanes": list(lanes), "parked_ids": list(parked_ids)}
+    connection.execute(MOVE, params)
+
+
+def copy(
+    connection: psycopg.Connection[Any],
+    destination: str,
+    quality: str | None,
+    rows: Sequence[dict[str, Any]],
+) -> None:
+    """Copy parked messages into lanes, with their ``lane`` and `ADDRESS` by parked_id.
+
+    In the order given. `touch` the lanes; call it, and `unpark` those copied, in that transaction.
+    """
+    columns = {
+        "parked_ids": [row["parked_id"] for row in rows],
+        "lanes": [row["lane"] for row in rows],
+        "to_services": [row["to_service"] for row in rows],
+        "to_brokers": [row["to_broker"] and UUID(bytes=row["to_broker"]) for row in rows],
+        "keys": [row["key"] for row in rows],
+    }
+    connection.execute(COPY_TO, {"destination": destination, "quality": quality} | columns)
+
+
+def still(
+    connection: psycopg.Connection[Any],
+    destination: str,
+    lanes: Sequence[str],
+    parked_ids: Sequence[int],
+) -> set[int]:
+    """Which messages are still in the lanes, one for each of them, that they were read from."""
+    params = {"destination": destination, "lanes": list(lanes), "parked_ids": list(parked_ids)}
+    return {number for (number,) in fetch(connection, STILL, params)}
+
+
+def unpark(connection: psycopg.Connection[Any], parked_ids: Sequence[int]) -> None:
+    """Delivered, or gone elsewhere."""
+    connection.execute(UNPARK, {"parked_ids": list(parked_ids)})
+
+
+def as_log(columns: Sequence[str | sql.Composable], *, found: bool) -> list[str | sql.Composable]:
+    """Columns of a log, and ``batch``, as lanes have them: what the watermark knows as such."""
+    as_found = {"id": sql.SQL("parked_id AS id"), "batch": sql.SQL("0::bigint AS batch")}
+    there = as_found if found else {"id": sql.SQL("position AS id")}
+    return [there.get(one, one) if isinstance(one, str) else one for one in columns]
+
+
+def set_aside(
+    connection: psycopg.Connection[Any], batch: Batch
+) -> list[tuple[int, str, Lane | None]]:
+    """The messages of a batch that are set aside already, though its position is before them.
+
+    By id and destination (empty for all), with the lane that they are parked in; None for dead
+    letters.
+    """
+    params = {
+        "subscription_id": batch.subscription_id,
+        "shards": batch.shards,
+        "position": batch.position,
+        "opened_at": batch.opened_at,
+    }
+    return [
+        (id_, destination, None if lane is None else Lane(destination=destination, lane=lane))
+        for id_, destination, lane in fetch(connection, SET_ASIDE, params)
+    ]
+
+
+def known(
+    connection: psycopg.Connection[Any], subscription_id: int, destination: str, ids: Sequence[int]
+) -> set[int]:
+    """Which of some messages, by id, are parked for a destination."""
+    params = {"subscription_id": subscription_id, "destination": destination, "ids": list(ids)}
+    return {id_ for (id_,) in fetch(connection, KNOWN, params)}
+
+
+def occupied(connection: psycopg.Connection[Any], batch: Batch, lanes: Iterable[Lane]) -> set[Lane]:
+    """Which of some lanes have messages of a batch's shards."""
+    params = {"subscription_id": batch.subscription_id, "shards": batch.shards, **names(lanes)}
+    rows = fetch(connection, OCCUPIED, params)
+    return {Lane(destination=destination, lane=lane) for destination, lane in rows}
+
+
+def in_lanes(
+    batch: Batch,
+    destination: str,
+    lanes: Iterable[str],
+    columns: Sequence[str | sql.Composable],
+    *,
+    found: bool = False,
+) -> str:
+    """The query for messages of a batch's shards in lanes of one destination; complete, for COPY.
+
+    In the order of each lane. Those of what has ``found`` a route have one of their own.
+    """
+    return (
+        sql.SQL(IN_LANES)
+        .format(
+            columns=sql.SQL(", ").join(
+                sql.Identifier(column) if isinstance(column, str) else column for column in columns
+            ),
+            subscription_id=sql.Literal(batch.subscription_id),
+            destination=sql.Literal(destination),
+            lanes=sql.Literal(list(lanes)),
+            shards=sql.Literal(batch.shards),
+            after=sql.Literal(batch.position),
+            order=sql.SQL("parked_id" if found else "batch, position"),
+            opened_at=sql.Literal(batch.opened_at.isoformat()),
+        )
+        .as_string(None)
+    )
