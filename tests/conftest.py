@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from hypothesis import settings
 
 from saf.broker.embedded import DEFAULT_VERSION, EmbeddedServer, programs
 from saf.broker.migrate import migrate
@@ -36,6 +37,11 @@ SETTINGS = {"max_prepared_transactions": 20, "max_connections": 200}
 LENT = "SAF_TESTS_TEMPLATE"
 """The environment variable that names a migrated template on a server that is running already, for
 who runs tests many times; see `tests.mutants`."""
+
+
+# how long an example takes is the machine's, and another one may be at work on it
+settings.register_profile("saf", deadline=None)
+settings.load_profile("saf")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -63,8 +63,9 @@ def forward(app: Dsn, mom: Dsn) -> None:
     """What is pending at both brokers goes to the other one."""
     for source, destination in ((app, mom), (mom, app)):
         with Cycle(source, policy("exactly_once", 1000, there=destination)) as cycle:
-            while cycle.run():
-                pass
+            while receipts := cycle.run():
+                refused = [one.error for one in receipts if one.error and not one.complete]
+                assert not refused, refused
 
 
 def receive(

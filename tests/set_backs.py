@@ -35,6 +35,9 @@ CREATE TABLE memory (
     number bigint GENERATED ALWAYS AS IDENTITY, dialog uuid, said boolean, what text)
 """
 REMEMBERED = "SELECT what FROM memory WHERE (dialog, said) = (%(dialog)s, %(said)s) ORDER BY number"
+ROUNDS = 200
+"""More than any conversation of a test needs to come to its end."""
+
 OVER = "SELECT handle FROM saf.conversation WHERE state IN ('disconnected_inbound', 'error')"
 ENDS = """
 SELECT conversation_id, is_initiator, state, error_code, error_text, ended_here
@@ -143,10 +146,12 @@ class Two:
 
     def talk(self) -> None:
         """All that is under way is received, and what that leads to as well."""
-        while True:
+        for _ in range(ROUNDS):
             self.carry()
-            if not [*self.warehouse.hears(), *self.shop.hears(), *self._pending()]:
+            heard = [*self.warehouse.hears(), *self.shop.hears()]
+            if not heard and not self._pending():
                 return
+        raise AssertionError(f"the two never come to an end: {heard}, {self._pending()}")
 
     def repair(self, place: Place, *, bring_back: bool = True) -> None:
         """As docs/operations.md says it."""
@@ -158,10 +163,12 @@ class Two:
                 lost = missing("other", other.dsn, {"there": place.dsn}, retention_seconds=86400.0)
                 for shard, number in lost:
                     there.execute(FORGET, {"shard": shard, "id": number})
-            send_again(
-                "other", other.dsn, {"there": place.dsn}, lambda _: THERE,
-                retention_seconds=86400.0, why="set back",
-            )  # fmt: skip
+            # a backup may also remember what the other one has lost since, and was repaired for
+            for source, destination in ((other, place), (place, other)):
+                send_again(
+                    source.service, source.dsn, {"there": destination.dsn}, lambda _: THERE,
+                    retention_seconds=86400.0, why="set back",
+                )  # fmt: skip
             with there.transaction():
                 compare(there)
 

@@ -113,7 +113,7 @@ def settle(connection: sa.Connection, asked: int | None) -> int:
 
 
 def _scripts() -> Path:
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     in_wheel = package / "migrations"
     return in_wheel if in_wheel.is_dir() else package.parent / "migrations"
 
