@@ -13,6 +13,7 @@ from saf import connections
 from saf.choices import Asker, choose
 from saf.cursor import hold
 from saf.database import unavailable_if_lost
+from saf.errors import Unavailable
 from saf.failpoints import fail_point
 from saf.resolutions import Resolved, keep, resolved
 from saf.retry import while_unavailable
@@ -97,10 +98,15 @@ class AtSource:
         connections.put(keep, "mark", self._work.dsn, connection)
 
     def _connect(self) -> psycopg.Connection[Any]:
-        dsn = self._work.dsn
         return connections.take(
             "mark",
-            dsn,
-            lambda: dsn.connect(role="mark", autocommit=True),
+            self._work.dsn,
+            self._open,
             lambda connection: connection.execute(pulse.BEGIN, {"life": self._work.life}),
         )
+
+    def _open(self) -> psycopg.Connection[Any]:
+        try:
+            return self._work.dsn.connect(role="mark", autocommit=True)
+        except Unavailable as error:
+            raise error.of(f"broker {self._work.broker!r}") from None
