@@ -202,7 +202,8 @@ def _hear_of(
                 "lineage": json.dumps(lineage),
                 "conversation_id": message.conversation_id,
                 "from_initiator": message.from_initiator,
-                "after": after,
+                # what this end has received goes with it, as of any end that has failed
+                "after": max(after, received),
             }
         )
     if heard:
