@@ -133,8 +133,8 @@ SOME = {
         "u",
     ): "far_service far_broker group_id send_sequence receive_sequence ended_here ended_there "
     "error_code error_text timer changed_at far_lineage",
-    ("conversation", "s"): "handle conversation_id is_initiator state group_id ended_here "
-    "error_code changed_at service receive_sequence",
+    ("conversation", "s"): "handle conversation_id is_initiator state service group_id "
+    "receive_sequence ended_here error_code changed_at",
     ("fragment", "s"): "conversation_id from_initiator sequence",
     ("conversation_group", "i"): "group_id",
     ("conversation_group", "u"): "state",
