@@ -6,8 +6,8 @@ receivers of their subscription, in the lane of their key and ahead of what wait
 gives them up. Both let a key go on that waited for the decision, and remember who did it, when and
 why in ``saf.audit``.
 
-A dialog of which a message is a dead letter on its way to the other end waits for it there. Retried,
-it goes on in order; given up, it fails at both ends.
+A dialog of which a message is a dead letter on its way to the other end waits for it there. It goes
+on in order if that is retried, and fails at both ends if it is given up.
 """
 
 from __future__ import annotations

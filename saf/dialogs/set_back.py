@@ -37,9 +37,10 @@ from typing import Any
 import psycopg
 
 from saf.database import fetch
-from saf.dialogs.comparing import JSON, say_these
+from saf.dialogs.comparing import say_these
 from saf.dialogs.endpoints import End, Endpoint, columns, end_of
 from saf.dialogs.lineage import HEADER, Lineage, fork, incarnation, read, said_by
+from saf.dialogs.monologs import JSON
 from saf.dialogs.statements import COMPARE, ERROR, Code
 from saf.received import Received
 from saf.transaction import enter
