@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from saf import claim
+from saf import claim, rebase, repair
 from saf.claim import Hand
 from saf.embedded import DEFAULT_VERSION
 from tests.conftest import Servers
@@ -56,11 +56,17 @@ def position_of_a_receiver_not_moved(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(claim, "move", move)
 
 
+def incarnation_not_raised(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rebase, "raise_incarnation", lambda *_: None)
+    patch.setattr(repair, "_raise_incarnation", lambda *_: None)
+
+
 PLANTED = [
     ("forwarding", test_checker.watermark_moved_and_a_row_not_stored),
     ("aside", test_checker.watermark_not_moved),
     ("receiving", position_of_a_receiver_not_moved),
     ("dialogs", test_checker.repeats_in_a_dialog_taken),
+    ("dialogs_set_back", incarnation_not_raised),
 ]
 
 
