@@ -19,6 +19,7 @@ import saf
 from saf.broker.embedded import DEFAULT_VERSION, EmbeddedServer, programs
 from saf.database import Dsn, fetch
 from saf.dialogs.comparing import compare
+from saf.dialogs.monologs import heard
 from saf.dialogs.statements import Code
 from saf.repair.rebase import known_at, rebase
 from saf.repair.reconcile import missing
@@ -158,7 +159,12 @@ class Two:
         other = self.shop if place is self.warehouse else self.warehouse
         with connect(place.dsn) as here, connect(other.dsn) as there:
             ((source,),) = fetch(here, "SELECT broker_id FROM saf.broker")
-            assert rebase(here, {"there": known_at(there, source)}, force=True)
+            assert rebase(
+                here,
+                {"there": known_at(there, source)},
+                force=True,
+                monologs=lambda: heard(there, source),
+            )
             if not bring_back:
                 lost = missing("other", other.dsn, {"there": place.dsn}, retention_seconds=86400.0)
                 for shard, number in lost:

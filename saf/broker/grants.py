@@ -115,6 +115,15 @@ SETTING_ASIDE: Rights = {
     },
 }
 
+# What is handed to nobody
+COUNTING: Rights = {
+    "dropped": {
+        "SELECT": WHOLE,
+        "INSERT": ("subscription_id", "shard", "reason", "messages", "last_message_id"),
+        "UPDATE": ("messages", "last_message_id", "last_at"),
+    },
+}
+
 # TRUNCATE, and the lock before it, is of a slot itself. Ids are drawn to leave a slot, and not set:
 # whoever may set a sequence may have ids given twice.
 PURGING: Rights = {
@@ -134,11 +143,11 @@ PURGING: Rights = {
     "conversation": {
         "SELECT": (
             *("handle", "conversation_id", "is_initiator", "state", "group_id", "ended_here"),
-            *("error_code", "changed_at"),
+            *("error_code", "changed_at", "service", "receive_sequence"),
         ),
         "DELETE": WHOLE,
     },
-    "fragment": {"SELECT": ("conversation_id", "from_initiator"), "DELETE": WHOLE},
+    "fragment": {"SELECT": ("conversation_id", "from_initiator", "sequence"), "DELETE": WHOLE},
     "conversation_group": {"SELECT": ("group_id",), "DELETE": WHOLE},
 }
 
@@ -226,14 +235,8 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
         VERSION,
         MEMBERSHIP,
         SETTING_ASIDE,
-        {
-            "inbox": {"SELECT": WHOLE},
-            "dropped": {
-                "SELECT": WHOLE,
-                "INSERT": ("subscription_id", "shard", "reason", "messages", "last_message_id"),
-                "UPDATE": ("messages", "last_message_id", "last_at"),
-            },
-        },
+        COUNTING,
+        {"inbox": {"SELECT": WHOLE}},
     ),
     Kind.DIALOG: (VERSION, CONVERSING),
     Kind.ROUTER: (
@@ -251,10 +254,11 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             },
         },
     ),
-    Kind.PURGER: (VERSION, PURGING),
+    Kind.PURGER: (VERSION, PURGING, COUNTING),
     Kind.OPERATOR: (
         VERSION,
         PURGING,
+        COUNTING,
         SETTING_ASIDE,
         CHOOSING,
         CONVERSING,
@@ -284,7 +288,6 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             },
             "cursor": {"SELECT": WHOLE, "INSERT": ("subscription_id", "shard", "done")},
             "audit": {"SELECT": WHOLE, "INSERT": ("action", "message_ids", "why")},
-            "dropped": {"SELECT": WHOLE},
         },
     ),
 }

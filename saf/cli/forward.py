@@ -55,7 +55,10 @@ def command(
 def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
     """Forward, with a Spark session of its own if there is work; return the exit code."""
     from saf.forwarding.forwarder import Forwarder
-    from saf.spark import java, session  # need the extra, and say so
+    from saf.spark import (
+        java,  # need the extra, and say so
+        session,  # need the extra, and say so
+    )
     from saf.spark.runner import SparkRunner
 
     session.require_packages()

@@ -14,6 +14,7 @@ from saf.cli.console import echo
 from saf.cli.replay import in_words, texts
 from saf.config import Broker, Destination, Settings, load
 from saf.database import check_schema, fetch, unavailable_if_lost
+from saf.dialogs.monologs import Heard, heard
 from saf.repair.rebase import Known, Rebased, known_at, rebase
 from saf.repair.send_again import Sent, send_again
 from saf.routing.routes import current_routes
@@ -37,7 +38,12 @@ def command(
 
     def repair(connection: psycopg.Connection[Any], _: object) -> Rebased | None:
         ((source,),) = fetch(connection, "SELECT broker_id FROM saf.broker")
-        return rebase(connection, _known(settings, source), force=force)
+        return rebase(
+            connection,
+            _known(settings, source),
+            force=force,
+            monologs=lambda: _monologs(settings, source),
+        )
 
     done = round_.visit("rebase", repair)
     sources = Round(chosen(settings, broker))
@@ -89,6 +95,17 @@ def _known(settings: Settings, source: UUID) -> dict[str, Known]:
             check_schema(connection)
             known[name] = known_at(connection, source)
     return known
+
+
+def _monologs(settings: Settings, source: UUID) -> list[Heard]:
+    found = []
+    for name, destination in settings.destinations.items():
+        with (
+            unavailable_if_lost(f"destination {name!r}"),
+            destination.dsn.connect(role="rebase", autocommit=True) as connection,
+        ):
+            found += heard(connection, source)
+    return found
 
 
 def _words(result: Rebased | None) -> str:

@@ -15,7 +15,8 @@ what it is for,
 and both ends notice within ``network_seconds`` that the other one's machine is not there any more.
 What is bounded is a statement, and never a backlog: a large one is many statements.
 
-Sessions in which others' statements run (`THEIRS`) are theirs to bound.
+Sessions in which others' statements run (`THEIRS`) are theirs to bound. In them, too, a receiver
+waits for a lock on its cursors no longer than ``lock_seconds`` (`saf.receiving.claim.begin`).
 """
 
 from __future__ import annotations

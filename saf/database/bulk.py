@@ -20,6 +20,7 @@ import pyarrow as pa
 from saf.database import HANGING, Dsn
 from saf.database.bounds import Limits
 from saf.database.patience import Waiting, answer_within, shut, sockets
+from saf.errors import Unavailable
 
 NOT_ANSWERED = psycopg.errors.QueryCanceled.sqlstate
 """What the server would have said, had it been able to."""
@@ -28,8 +29,10 @@ _direct: set[Dsn] = set()
 """Databases that this process has met without a pooler in between."""
 
 
-def connect(dsn: Dsn, role: str) -> Connection:
+def connect(dsn: Dsn, role: str, what: str) -> Connection:
     """A connection in a transaction, that shows up as ``saf ROLE`` in pg_stat_activity.
+
+    ``what``: the database, as people know it.
 
     Raises:
         adbc.Error: the server does not answer, or refuses the login.
@@ -39,7 +42,10 @@ def connect(dsn: Dsn, role: str) -> Connection:
     assert limits is not None  # noqa: S101 - all bulk is saf's own
     if dsn not in _direct:
         # only libpq itself knows which process the server has named
-        dsn.connect(role="identify", autocommit=True).close()
+        try:
+            dsn.connect(role="identify", autocommit=True).close()
+        except Unavailable as error:
+            raise error.of(what) from None
         _direct.add(dsn)
     before = sockets()
     with _answered(limits.answer, lambda: shut(sockets() - before)):

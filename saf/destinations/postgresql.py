@@ -247,17 +247,10 @@ class PostgresInbox:
             self._connection = connections.take(
                 "deliver",
                 self.dsn,
-                self._open,
+                lambda: bulk.connect(self.dsn, "deliver", f"destination {self.name!r}"),
                 self._meet,
             )
         return self._connection
-
-    def _open(self) -> adbc.Connection:
-        try:
-            return bulk.connect(self.dsn, "deliver")
-        except Unavailable as error:
-            what = f"destination {self.name!r}"
-            raise error.of(what) from None
 
     def _meet(self, connection: adbc.Connection) -> None:
         """Make sure of the schema, learn whose it is, and be durable."""

@@ -10,6 +10,7 @@ as all others do, through outbox, forwarder and inbox; what is added here are it
     endpoints   the rows of the ends, locked and written together
     lineage     which incarnation of its broker has said what of an end
     comparing   what an end says of where it stands, and what a repair makes all ends say
+    monologs    what the subscribers of a monolog get when one end was set back
     set_back    what becomes of a dialog whose one end came back with less than it had
     fragments   how a large body travels
     assembly    where its fragments wait, and how it is read

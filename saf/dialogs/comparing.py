@@ -10,8 +10,7 @@ that all they say from then on is known as the new incarnation's, and lets each 
 said after the set-back but before the repair has the new incarnation as well: it is what was
 created after the newest batch that a destination knows, and that this broker never opened.
 
-The subscribers of a monolog do not answer, so nobody can find out whether they know more than it
-does. If a destination does, a monolog ends with an Error.
+The subscribers of a monolog do not answer: `saf.dialogs.monologs` says what becomes of these.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ import psycopg
 
 from saf.database import fetch
 from saf.dialogs.lineage import HEADER as LINEAGE
-from saf.dialogs.statements import COMPARE, ERROR, HEARD_OF, INTRODUCTION, Code
-
-JSON = "jsonb_build_object('content-type', 'application/json')"
+from saf.dialogs.monologs import JSON, Heard, publisher_set_back
+from saf.dialogs.statements import COMPARE, HEARD_OF, INTRODUCTION
 
 SAY = f"""
 WITH said AS (
@@ -103,23 +101,6 @@ STAMPS = (
     STAMP.format(table="saf.dead_letter", which=OF_OUTBOX),
 )
 
-END_MONOLOGS = f"""
-WITH failed AS (
-    UPDATE saf.conversation SET send_sequence = send_sequence + 1, changed_at = now(),
-        error_code = {Code.SET_BACK:d},
-        error_text = 'the publisher was set back: it has no memory of what it had sent after '
-            || 'message ' || send_sequence || ', and subscribers may have received more'
-    WHERE monolog AND NOT ended_here AND error_code IS NULL AND send_sequence > 0
-    RETURNING *
-)
-INSERT INTO saf.outbox (message_id, from_service, to_service, to_broker, key, conversation_id,
-                        sequence, message_type, headers, body)
-SELECT gen_random_uuid(), service, far_service, far_broker, CAST(conversation_id AS text),
-       conversation_id, send_sequence, '{ERROR}', {JSON},
-       convert_to(CAST(jsonb_build_object('code', error_code, 'text', error_text) AS text), 'UTF8')
-FROM failed
-"""
-
 
 def compare(connection: psycopg.Connection[Any]) -> int:
     """Let all open ends of this broker compare; return how many. Call it in a transaction.
@@ -137,16 +118,18 @@ def say_these(raw: psycopg.Connection[Any], handles: Iterable[UUID], *, answer: 
         raw.execute(SAY_THESE, {"handles": named, "answer": answer})
 
 
-def announce(connection: psycopg.Connection[Any], since: datetime | None) -> int:
+def announce(
+    connection: psycopg.Connection[Any], since: datetime | None, known: Iterable[Heard] = ()
+) -> int:
     """Let all ends know that their broker is a new incarnation; return how many dialogs compare.
 
     It is part of `saf.repair.incarnation.raise_incarnation`; nobody else may send in a dialog
     meanwhile. ``since`` is when the newest batch was opened that a destination knows and this
-    broker does not, if there is one.
+    broker does not, if there is one; ``known``, what destinations have heard of its monologs.
     """
     connection.execute(NEW_LINEAGE, {"since": since})
     if since is not None:
         for statement in STAMPS:
             connection.execute(statement, {"since": since})
-        connection.execute(END_MONOLOGS)
+    publisher_set_back(connection, since, known)
     return compare(connection)

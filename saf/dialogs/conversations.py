@@ -13,6 +13,8 @@ import psycopg
 from saf.database import fetch
 from saf.dialogs.states import State
 from saf.errors import DialogNotFound, UsageError
+from saf.log.shards import shard_expression
+from saf.setaside.dropped import ADD, Reason
 from saf.setaside.parking import AHEAD
 from saf.transaction import enter
 
@@ -42,12 +44,26 @@ UPDATE saf.conversation SET ended_here = true, ended_there = true, timer = NULL,
 WHERE handle = %(handle)s RETURNING handle
 """
 
-# Of an end that is over, what has come of a body is not waited for
-DROP_FRAGMENTS = """
-DELETE FROM saf.fragment f USING saf.conversation c
-WHERE (c.conversation_id, c.is_initiator) = (f.conversation_id, NOT f.from_initiator)
-  AND (c.ended_here OR c.error_code IS NOT NULL)
-  AND (%(handle)s::uuid IS NULL OR c.handle = %(handle)s)
+SHARD = shard_expression("shards", "CAST(conversation_id AS text)").replace("%", "%%")
+
+# Of an end that is over, the rest of a body is not waited for. What has come of it is counted,
+# except for what is ahead: of that a row waits elsewhere, and is counted from there.
+DROP_FRAGMENTS = f"""
+WITH gone AS (
+    DELETE FROM saf.fragment f USING saf.conversation c
+    WHERE (c.conversation_id, c.is_initiator) = (f.conversation_id, NOT f.from_initiator)
+      AND (c.ended_here OR c.error_code IS NOT NULL)
+      AND (%(handle)s::uuid IS NULL OR c.handle = %(handle)s)
+    RETURNING c.service, c.conversation_id, f.sequence <= c.receive_sequence AS received
+)
+INSERT INTO saf.dropped AS d (subscription_id, shard, reason, messages, last_message_id)
+SELECT subscription_id, {SHARD}, '{Reason.INCOMPLETE}', count(*),
+       CAST(max(CAST(conversation_id AS text)) AS uuid)
+FROM gone
+JOIN saf.subscription s ON s.log = 'inbox' AND s.name = gone.service AND s.service = gone.service
+CROSS JOIN saf.broker
+WHERE received GROUP BY 1, 2 ORDER BY 1, 2
+{ADD}
 """
 
 # Of a group that is empty, nobody knows the name

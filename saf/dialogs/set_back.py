@@ -37,9 +37,10 @@ from typing import Any
 import psycopg
 
 from saf.database import fetch
-from saf.dialogs.comparing import JSON, say_these
+from saf.dialogs.comparing import say_these
 from saf.dialogs.endpoints import End, Endpoint, columns, end_of
 from saf.dialogs.lineage import HEADER, Lineage, fork, incarnation, read, said_by
+from saf.dialogs.monologs import JSON
 from saf.dialogs.statements import COMPARE, ERROR, Code
 from saf.received import Received
 from saf.transaction import enter
@@ -202,7 +203,8 @@ def _hear_of(
                 "lineage": json.dumps(lineage),
                 "conversation_id": message.conversation_id,
                 "from_initiator": message.from_initiator,
-                "after": after,
+                # what this end has received goes with it, as of any end that has failed
+                "after": max(after, received),
             }
         )
     if heard:

@@ -36,6 +36,8 @@ class Code(IntEnum):
     """A router does not know which service it is for."""
     SET_BACK = -6
     """One end was set back, and the other one knows of messages that it does not."""
+    GIVEN_UP = -7
+    """A person has given up a message that was a dead letter on its way."""
 
 
 # What the target has to know
@@ -150,6 +152,38 @@ WITH endpoint AS (
         'code', {Code.UNRESOLVED:d}, 'text', error) AS text), 'UTF8')''',
         deliver_at="NULL",
         when="true",
+    )
+}
+"""
+# Of dead letters at the source, which nobody will send again: the other end would wait for them
+GIVE_UP = f"""
+WITH endpoint AS (
+    UPDATE saf.conversation c SET {COUNT}, changed_at = now(), error_code = {Code.GIVEN_UP:d},
+        error_text = 'message ' || lost.sequence || ' was given up by ' || session_user
+                     || ': it was a dead letter on its way, ' || lost.reason
+    FROM (SELECT DISTINCT ON (conversation_id, from_initiator) *
+          FROM saf.dead_letter JOIN saf.subscription USING (subscription_id)
+          WHERE dead_letter_id = ANY (%(dead_letter_ids)s) AND log = 'outbox'
+            AND from_initiator IS NOT NULL AND sequence > 0
+          ORDER BY conversation_id, from_initiator, sequence) AS lost
+    WHERE (c.conversation_id, c.is_initiator) = (lost.conversation_id, lost.from_initiator)
+      AND c.error_code IS NULL AND c.state <> 'closed'
+    RETURNING c.*, convert_to(CAST(jsonb_build_object(
+        'code', c.error_code, 'text', c.error_text) AS text), 'UTF8') AS error
+), said AS (
+    INSERT INTO saf.outbox (message_id, from_service, to_service, to_broker, key, conversation_id,
+                            from_initiator, sequence, message_type, headers, body)
+    SELECT gen_random_uuid(), service, far_service, far_broker, CAST(conversation_id AS text),
+           conversation_id, is_initiator, send_sequence, '{ERROR}',
+           jsonb_build_object('content-type', 'application/json') || {HEADERS}, error
+    FROM endpoint
+) {
+    TO_ONESELF.format(
+        message_id="gen_random_uuid()",
+        message_type=f"'{ERROR}'",
+        body="error",
+        deliver_at="NULL",
+        when="NOT ended_here",
     )
 }
 """

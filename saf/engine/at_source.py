@@ -13,6 +13,7 @@ from saf.database import connections, unavailable_if_lost
 from saf.database.retry import while_unavailable
 from saf.engine import pulse
 from saf.engine.work import Work
+from saf.errors import Unavailable
 from saf.failpoints import fail_point
 from saf.log.cursor import hold
 from saf.routing.choices import Asker, choose
@@ -96,10 +97,15 @@ class AtSource:
         connections.put(keep, "mark", self._work.dsn, connection)
 
     def _connect(self) -> psycopg.Connection[Any]:
-        dsn = self._work.dsn
         return connections.take(
             "mark",
-            dsn,
-            lambda: dsn.connect(role="mark", autocommit=True),
+            self._work.dsn,
+            self._open,
             lambda connection: connection.execute(pulse.BEGIN, {"life": self._work.life}),
         )
+
+    def _open(self) -> psycopg.Connection[Any]:
+        try:
+            return self._work.dsn.connect(role="mark", autocommit=True)
+        except Unavailable as error:
+            raise error.of(f"broker {self._work.broker!r}") from None

@@ -96,9 +96,9 @@ def _rows(cursor: bulk.Cursor, query: str) -> Iterator[pa.RecordBatch]:
 @contextmanager
 def _cursor(work: Work) -> Iterator[bulk.Cursor]:
     """Of a connection that is kept only if what it was for came to its end."""
-    dsn = work.dsn
+    dsn, what = work.dsn, f"broker {work.broker!r}"
     try:
-        connection = connections.take("read", dsn, lambda: bulk.connect(dsn, "read"), _fit)
+        connection = connections.take("read", dsn, lambda: bulk.connect(dsn, "read", what), _fit)
         try:
             with connection.cursor() as cursor:
                 yield cursor
@@ -111,7 +111,7 @@ def _cursor(work: Work) -> Iterator[bulk.Cursor]:
     except (adbc.Error, OSError) as error:
         reason = dsn.redact(str(error))
         hangs = isinstance(error, adbc.Error) and bulk.hangs(error)
-        raise Unavailable(f"broker {work.broker!r}", reason, hangs=hangs) from None
+        raise Unavailable(what, reason, hangs=hangs) from None
 
 
 def _fit(connection: bulk.Connection) -> None:

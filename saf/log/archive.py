@@ -60,7 +60,7 @@ class ParquetArchive:
         name = f"{slot.log}-{slot.number}-{contents.first_id}-{contents.last_id}.parquet"
         try:
             with (
-                bulk.connect(self.dsn, "archive") as connection,
+                bulk.connect(self.dsn, "archive", f"slot saf.{slot.table}") as connection,
                 connection.cursor() as cursor,
             ):
                 file = self._folder(cursor) / name

@@ -50,12 +50,12 @@ def shard_of(key: str, shards: int) -> int:
     return hash64(key.encode()) % shards
 
 
-def shard_expression(shards: int) -> str:
+def shard_expression(shards: int | str, key: str = "COALESCE(key, message_id::text)") -> str:
     """SQL for the shard of a row, among so many: what `shard_of` computes.
 
     The remainder is brought above zero because the hash is signed.
     """
-    hashed = "hashtextextended(COALESCE(key, message_id::text), 0)"
+    hashed = f"hashtextextended({key}, 0)"
     return f"((({hashed} % {shards}) + {shards}) % {shards})::smallint"
 
 

@@ -58,6 +58,17 @@ ALL_CLEAR = 256
 # a ring's slots are rough, and compiling a query takes longer than running it.
 BEGIN = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; SET LOCAL jit = off"
 
+# Whoever has locked the table is waited for here, within a bound, and not later: who asks for such
+# a lock meanwhile comes after this transaction. The rest of it is the application's, which has
+# bounds of its own; one for locks holds here too.
+MEET = """
+SELECT set_config('saf.lock_timeout', current_setting('lock_timeout'), true),
+       CASE WHEN current_setting('lock_timeout') = '0'
+            THEN set_config('lock_timeout', '{milliseconds}', true) END;
+SELECT FROM saf.cursor WHERE false FOR UPDATE;
+SELECT set_config('lock_timeout', current_setting('saf.lock_timeout'), true)
+"""
+
 # ORDER BY txid, because for that the index is the only quick way: without it, the planner may hope
 # to meet a row early on in a scan of the whole table.
 NEW = """(
@@ -292,10 +303,15 @@ class Hand:
         self.aside.get(fate, self.messages).append(message)
 
 
+def begin(lock_seconds: float) -> str:
+    """What a transaction begins with that claims shards; one question to the database."""
+    return f"{BEGIN};{MEET.format(milliseconds=max(1, round(lock_seconds * 1000)))}"
+
+
 def claim(connection: psycopg.Connection[Any], reader: Reader, limit: int) -> Hand | None:
     """Lock shards that have up to ``limit`` messages; None if no free one has any.
 
-    Call it in a transaction begun with `BEGIN`, and `move` what it returns in the same.
+    Call it in a transaction begun with `begin`, and `move` what it returns in the same.
     """
     params = {
         "subscription_id": reader.subscription_id,

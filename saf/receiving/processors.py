@@ -40,7 +40,6 @@ import psycopg
 from saf.errors import Fenced, UsageError
 from saf.failpoints import fail_point
 from saf.received import Received
-from saf.receiving import claim
 from saf.receiving.delivery import Delivery
 from saf.receiving.instances import Instance, Instances
 from saf.receiving.lanes import Policy
@@ -56,7 +55,7 @@ LOOK_SECONDS = 1.0
 """How often a member looks whether others have come or gone."""
 
 # One who hangs in a transaction would keep its shards from the others beyond the lease
-FIRST = claim.BEGIN + "; SET LOCAL idle_in_transaction_session_timeout = {milliseconds}"
+NO_LONGER = "SET LOCAL idle_in_transaction_session_timeout = {milliseconds}"
 
 # Until then, only the shards that move have to wait for it
 BRIEFLY = "SET LOCAL lock_timeout = '200ms'"
@@ -144,7 +143,8 @@ class Processors(Loop):
     @contextmanager
     def _receiving(self, link: Link) -> Iterator[Receiver]:
         milliseconds = max(1, round(self.lease_seconds * 1000))
-        link = replace(link, first=FIRST.format(milliseconds=milliseconds))
+        bound = NO_LONGER.format(milliseconds=milliseconds)
+        link = replace(link, first=f"{link.first}; {bound}")
         receiver = Receiver(
             link,
             self.subscription,

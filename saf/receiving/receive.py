@@ -37,8 +37,9 @@ from psycopg.pq import TransactionStatus
 
 from saf.broker import restored, services
 from saf.database import Dsn, check_schema, unavailable_if_lost
+from saf.database.bounds import Bounds
 from saf.database.poolers import is_pooled
-from saf.errors import UsageError
+from saf.errors import Unavailable, UsageError
 from saf.failpoints import fail_point
 from saf.log import shards
 from saf.received import READ, Received
@@ -82,7 +83,7 @@ def receive(
         ConfigurationError: there is no such subscription.
         UsageError: the subscription is read by processors.
         SchemaMissing, SchemaMismatch, Restored: the database is not to be read from.
-        Unavailable: it does not answer.
+        Unavailable: it does not answer, or somebody keeps a table of saf's locked.
     """
     if max_messages < 1:
         raise UsageError(f"max_messages: {max_messages} is less than 1")
@@ -100,16 +101,25 @@ class Link:
     connection: Any
     raw: psycopg.Connection[Any]
     begin: Callable[[], AbstractContextManager[Any]]
-    first: str = claim.BEGIN
+    first: str = claim.begin(Bounds().lock_seconds)
     """What each transaction begins with."""
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Work that commits at the end of the block, or is rolled back."""
+        """Work that commits at the end of the block, or is rolled back.
+
+        Raises:
+            UsageError: it would not be a transaction of its own.
+            Unavailable: somebody has locked what it needs, for too long.
+        """
         if self._status() != TransactionStatus.IDLE:
             raise UsageError("a transaction is open on this connection: receive begins its own")
         with self.begin():
-            self.raw.execute(self.first)
+            try:
+                self.raw.execute(self.first)
+            except psycopg.errors.LockNotAvailable as error:
+                what, reason = f"database {self.raw.info.dbname!r}", str(error).splitlines()[0]
+                raise Unavailable(what, reason, hangs=True) from error
             if self._status() != TransactionStatus.INTRANS:
                 raise UsageError(
                     "this engine is in AUTOCOMMIT: each statement would be committed by itself, "
@@ -131,8 +141,9 @@ def connected(engine: Engine) -> Iterator[Link]:
     """
     if isinstance(engine, (str, Dsn)):
         dsn = Dsn(engine) if isinstance(engine, str) else engine
+        first = claim.begin(dsn.bounds.lock_seconds)
         with dsn.connect(role="receive", autocommit=True) as raw:
-            yield Link(connection=raw, raw=raw, begin=raw.transaction)
+            yield Link(connection=raw, raw=raw, begin=raw.transaction, first=first)
         return
     if "sqlalchemy" in sys.modules:
         import sqlalchemy as sa

@@ -6,12 +6,14 @@ its dialogs are of the new one from then on, and say so.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
 import psycopg
 
 from saf.dialogs.comparing import announce
+from saf.dialogs.monologs import Heard
 
 # What was only counted up would come again after another set-back to the same backup
 RAISE = """
@@ -20,7 +22,11 @@ UPDATE saf.broker SET incarnation = greatest(
 """
 
 
-def raise_incarnation(connection: psycopg.Connection[Any], since: datetime | None = None) -> None:
+def raise_incarnation(
+    connection: psycopg.Connection[Any],
+    since: datetime | None = None,
+    known: Iterable[Heard] = (),
+) -> None:
     """This broker was set back, and is repaired now.
 
     Call it in the transaction of the repair, which lets nobody else send in a dialog meanwhile.
@@ -29,6 +35,7 @@ def raise_incarnation(connection: psycopg.Connection[Any], since: datetime | Non
         connection: to the broker.
         since: when the newest batch was opened that a destination knows and this broker does not,
             if there is one.
+        known: what destinations have heard of its monologs.
     """
     connection.execute(RAISE)
-    announce(connection, since)
+    announce(connection, since, known)

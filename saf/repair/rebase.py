@@ -29,7 +29,7 @@ are at the destination. A destination that was set back is repaired by `saf.repa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -40,6 +40,7 @@ from psycopg import sql
 from saf.broker.restored import IS_RESTORED
 from saf.database import fetch
 from saf.destinations.marks import AGAIN, ONCE, adopt, shards_of
+from saf.dialogs.monologs import Heard
 from saf.errors import UsageError
 from saf.log.shards import IS_PRESENT, full
 from saf.repair.incarnation import raise_incarnation
@@ -140,18 +141,24 @@ class Rebased:
 
 
 def rebase(
-    connection: psycopg.Connection[Any], known: Mapping[str, Known], *, force: bool = False
+    connection: psycopg.Connection[Any],
+    known: Mapping[str, Known],
+    *,
+    force: bool = False,
+    monologs: Callable[[], Iterable[Heard]] = tuple,
 ) -> Rebased | None:
     """Make the logs' transaction ids this cluster's; None where there is nothing to repair.
 
     ``known`` is what each destination answers to `known_at`. All forwarders and receivers are
-    stopped; ``force`` rebases even if nothing looks restored.
+    stopped; ``force`` rebases even if nothing looks restored. ``monologs`` says what the
+    destinations have heard of this broker's; it is asked only if there is something to repair.
 
     Raises:
         UsageError: a member is still at work, or the role may not do it.
     """
     if not (force or _wrong(connection, known)):
         return None  # and nobody has waited
+    heard = [*monologs()]
     with connection.transaction():
         connection.execute(LOCK)
         wrong = _wrong(connection, known)
@@ -168,7 +175,7 @@ def rebase(
             _go_on_after(connection, [known[name] for name in ahead], list(ahead.values()))
         connection.execute(BELONG)
         connection.execute(TIMELINE)
-        raise_incarnation(connection, _newest(known, ahead))
+        raise_incarnation(connection, _newest(known, ahead), heard)
     return Rebased(rows=rows, destinations_ahead=tuple(ahead))
 
 

@@ -6,7 +6,7 @@ source, and in no destination. In one transaction at the source these messages a
 (`saf.repair.replay`), and the destination's own marks are taken over as what is known of it. Before
 that its incarnation rises, so that its dialogs compare what both ends know; and so do those of the
 source, after what is sent again: of what the destination has forgotten altogether, only the other
-ends know.
+ends know. Subscribers of a monolog get an Error for what nobody can send them again.
 
 Everything may run meanwhile: a destination that is behind is stored in by nobody, and who repairs
 takes turns, so that two people who do it at once send each message once.
@@ -30,11 +30,18 @@ from saf.broker.restored import refuse
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
 from saf.destinations.marks import adopt
 from saf.dialogs.comparing import compare
+from saf.dialogs.monologs import heard, subscribers_set_back
 from saf.repair.incarnation import raise_incarnation
 from saf.repair.reconcile import lost
 from saf.repair.reconcile.outcome import Range
 from saf.repair.replay import replay
-from saf.repair.set_back import IDENTITY, Known, SetBack, known_at, set_back
+from saf.repair.set_back import (
+    IDENTITY,
+    Known,
+    SetBack,
+    known_at,
+    set_back,
+)
 from saf.routing.ways import Routes
 from saf.setaside.parking import retry_now
 
@@ -116,6 +123,10 @@ def send_again(
                     retry_now(connection, one)
                 if behind and not dry_run:
                     compare(connection)
+                    ((source_id,),) = fetch(connection, IDENTITY)
+                    for one in behind:
+                        told = heard(stores[one], source_id)
+                        subscribers_set_back(connection, known[one].destination, told)
             topics = [topic for (topic,) in fetch(connection, TOPICS)] if behind else []
     return Sent(
         by_destination=sent,

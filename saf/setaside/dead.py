@@ -5,6 +5,9 @@ forwarder again, in the order they had, in a lane of their own (see `saf.setasid
 the receivers of their subscription, in the lane of their key and ahead of what waits there.
 `discard` gives them up. Both let a key go on that waited for the decision, and remember who did it,
 when and why in ``saf.audit``.
+
+A dialog of which a message is a dead letter on its way to the other end waits for it there. It goes
+on in order if that is retried, and fails at both ends if it is given up.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from psycopg.rows import class_row
 
 from saf.columns import COLUMNS
 from saf.database import fetch
+from saf.dialogs.statements import GIVE_UP
 from saf.limits import HEADERS_READABLE, WHY_NOT
 from saf.message import MAX_BODY
 from saf.setaside.parking import KEY, RETRY
@@ -291,12 +295,16 @@ def retry(connection: psycopg.Connection[Any], chosen: Filter, why: str) -> list
 
 
 def discard(connection: psycopg.Connection[Any], chosen: Filter, why: str) -> list[UUID]:
-    """Give dead letters up for good; return their message ids."""
+    """Give dead letters up for good; return their message ids.
+
+    Both ends of a dialog that lacks one of them get an Error.
+    """
     with connection.transaction():
         ids, message_ids = _locked(connection, chosen)
         if ids:
             audit(connection, "discard", message_ids, why)
             params = {"lane": RETRY, "dead_letter_ids": ids}
+            connection.execute(GIVE_UP, params)
             connection.execute(GO_ON, params)
             connection.execute(DELETE, params)
     return message_ids

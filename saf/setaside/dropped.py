@@ -3,7 +3,7 @@
 None of these messages is missed by anybody, so none is kept aside; what a person has to decide
 about is a dead letter instead. A row of saf.dropped counts those of a shard, in the transaction
 that drops them, and names the last one; the log has it until it is purged. Who counts has the shard
-in hand, so nobody waits for another one's count.
+in hand, or a reason that is his alone, so nobody waits for another one's count.
 """
 
 from __future__ import annotations
@@ -32,17 +32,28 @@ class Reason(StrEnum):
     """The lifetime of its dialog is over."""
     OUTDATED = "outdated"
     """A timer, or a word about the lifetime, that its dialog does not wait for any more."""
+    INCOMPLETE = "incomplete"
+    """A fragment that was received, of a body whose rest did not come before its dialog was over.
+
+    Who drops it is the purge, or who cleans up; fragments have no ids, so the dialog's is named.
+    """
 
 
-COUNT = """
+# To a count that is there already
+ADD = """
+ON CONFLICT (subscription_id, shard, reason) DO UPDATE SET
+    messages = d.messages + excluded.messages, last_message_id = excluded.last_message_id,
+    last_at = now()
+"""
+
+
+COUNT = f"""
 INSERT INTO saf.dropped AS d (subscription_id, shard, reason, messages, last_message_id)
 SELECT %(subscription_id)s, shard, reason, count(*), (array_agg(message_id ORDER BY place DESC))[1]
 FROM unnest(%(shards)s::smallint[], %(reasons)s::text[], %(message_ids)s::uuid[]) WITH ORDINALITY
     AS w (shard, reason, message_id, place)
 GROUP BY shard, reason ORDER BY shard, reason
-ON CONFLICT (subscription_id, shard, reason) DO UPDATE SET
-    messages = d.messages + excluded.messages, last_message_id = excluded.last_message_id,
-    last_at = now()
+{ADD}
 """
 
 LIST = """

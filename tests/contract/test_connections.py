@@ -7,7 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from saf import Unavailable
 from saf.database import REVISION, Dsn, connections
+from saf.engine import source
+from saf.engine.at_source import AtSource
 from saf.engine.work import Policy, Receipt
 from tests.pipeline import Cycle, bodies, connect, policy, send
 
@@ -133,3 +136,19 @@ def test_those_that_were_used_last_are_kept(app: Dsn) -> None:
     with connect(app) as connection:
         still = "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'saf role %'"
         assert {pid for (pid,) in connection.execute(still)} == {pids[0], *pids[2:]}
+
+
+def test_what_cannot_be_connected_to_is_named_as_people_know_it(app: Dsn, mom: Dsn) -> None:
+    sent(app, "first")
+    nowhere = Dsn("postgresql://localhost:1/nothing")
+    with Cycle(app, policy(mom=mom)) as cycle:
+        (work,) = cycle.open()
+        work = replace(work, dsn=nowhere)
+        for ask in (
+            lambda: list(source.read(work, "SELECT 1")),
+            lambda: AtSource(work, 1)(lambda _: None),
+        ):
+            with pytest.raises(Unavailable, match=rf"^broker '{work.broker}' is .* port 1 failed"):
+                ask()
+    (receipt,) = [one for one in forward(app, policy(mom=nowhere)) if one.error]
+    assert (receipt.error or "").startswith("destination 'mom' is unavailable")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 import saf
 from saf.database import Dsn, fetch
+from saf.dialogs.conversations import conversations
 from saf.dialogs.statements import Code
 from saf.errors import (
     ConfigurationError,
@@ -22,6 +24,7 @@ from saf.errors import (
     UsageError,
     WrongDirection,
 )
+from saf.setaside.dead import Filter, discard, retry
 from saf.testing.clock import let_time_pass
 from tests.dialogs import (
     END,
@@ -39,7 +42,7 @@ from tests.dialogs import (
     say,
     states,
 )
-from tests.pipeline import connect
+from tests.pipeline import Cycle, connect, policy
 from tests.receivers import dead, let_keys_be_due
 
 
@@ -382,3 +385,75 @@ def test_a_body_too_large_is_refused_before_anything_is_written(app: Dsn) -> Non
         with pytest.raises(InvalidMessage, match="body"):
             dialog.send(connection, b"x" * 11, max_bytes=10)
         dialog.send(connection, b"x" * 10, max_bytes=10)
+
+
+# Dead letters on the way
+
+REFUSES = """
+CREATE FUNCTION refuses() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN RAISE EXCEPTION 'not this one'; END $$;
+CREATE TRIGGER refuses BEFORE INSERT ON saf.inbox
+FOR EACH ROW WHEN (NEW.sequence = 2) EXECUTE FUNCTION refuses();
+"""
+HUGE = "X" * 100
+
+
+@pytest.mark.parametrize("why", ["rejected", "over_size"])
+def test_a_dialog_whose_message_is_a_dead_letter_on_its_way_waits_for_a_persons_word(
+    app: Dsn, mom: Dsn, why: str
+) -> None:
+    dialog = _without_the_second(app, mom, why)
+    with connect(mom) as connection:
+        (there,) = conversations(connection)
+        assert (there.receive_sequence, there.ahead) == (1, 1)
+        connection.execute("DROP TRIGGER IF EXISTS refuses ON saf.inbox")
+    with connect(app) as connection:
+        assert len(retry(connection, Filter(), "mended")) == 1
+    forward(app, mom)
+    assert said(receive(mom, WAREHOUSE)) == [HUGE, "3"]
+    say(app, dialog, "4")
+    forward(app, mom)
+    assert said(receive(mom, WAREHOUSE)) == ["4"]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("why", ["rejected", "over_size"])
+def test_a_dialog_whose_message_was_given_up_on_its_way_fails_at_both_ends(
+    app: Dsn, mom: Dsn, why: str, ended: bool
+) -> None:
+    dialog = _without_the_second(app, mom, why)
+    if ended:
+        end(app, dialog)
+    with connect(app) as connection:
+        assert len(discard(connection, Filter(), "nobody needs it")) == 1
+    forward(app, mom)
+    heard = [*receive(mom, WAREHOUSE), *receive(app, SHOP)]
+    assert said(heard) == [ERROR] * (2 - ended)
+    for error in heard:
+        assert error.json()["code"] == Code.GIVEN_UP
+        assert (
+            f"message 2 was given up by postgres: it was a dead letter on its way, {why}"
+            == (error.json()["text"])
+        )
+    assert states(app) == ["closed" if ended else "error"]
+    assert states(mom) == ["error"]
+
+
+def _without_the_second(app: Dsn, mom: Dsn, why: str) -> saf.Dialog:
+    """A dialog of which the second message does not get through."""
+    dialog = begin(app, "1")
+    forward(app, mom)
+    assert said(receive(mom, WAREHOUSE)) == ["1"]
+    say(app, dialog, HUGE, "3")
+    if why == "rejected":
+        with connect(mom) as connection:
+            connection.execute(REFUSES)
+    rules = policy("exactly_once", 1000, there=mom)
+    if why == "over_size":
+        rules = replace(rules, max_bytes=50)
+    with Cycle(app, rules) as cycle:
+        while cycle.run():
+            pass
+    assert dead(app) == [(HUGE, why)]
+    assert receive(mom, WAREHOUSE) == []
+    return dialog

@@ -21,6 +21,7 @@ from saf.dialogs.conversations import clean_up, forget
 from saf.dialogs.fragments import FRAGMENT_BYTES, count
 from saf.dialogs.statements import Code
 from saf.errors import InvalidMessage, SchemaViolation, TypeNotInContract, UsageError
+from saf.setaside.dropped import dropped
 from tests.dialog_programs import TABLES, target
 from tests.dialogs import (
     ERROR,
@@ -318,9 +319,36 @@ def test_what_has_come_of_a_body_goes_when_the_conversation_is_over(
             assert said(receive(mom, WAREHOUSE)) == [ERROR]
             forget(connection, 0)
         assert [sequence for sequence, _ in waiting(mom)] == [1]
+        counted = [
+            (one.reason, one.messages, one.last_message_id)
+            for one in dropped(connection)
+            if one.subscription == WAREHOUSE
+        ]
+        assert counted == [("incomplete", 1, dialog.conversation_id)]
         put_fragment(mom, dialog, 3)
         assert bodies(mom) == []
         assert [sequence for sequence, _ in waiting(mom)] == [1]
+
+
+def test_what_waits_for_a_fragment_that_is_missing_is_counted_once_when_the_dialog_is_over(
+    app: Dsn, mom: Dsn
+) -> None:
+    dialog = begin(app, "1")
+    forward(app, mom)
+    (message,) = receive(mom, WAREHOUSE)
+    assert message.dialog is not None
+    for sequence in (4, 5):
+        put_fragment(mom, dialog, sequence)
+    assert bodies(mom) == []
+    end(mom, message.dialog)
+    with connect(mom) as connection:
+        forget(connection, 0)
+        assert waiting(mom) == set()
+        assert dropped(connection) == []
+        for sequence in (2, 3):
+            put_fragment(mom, dialog, sequence)
+        assert bodies(mom) == []
+        assert [(one.reason, one.messages) for one in dropped(connection)] == [("ended", 4)]
 
 
 def test_a_body_of_which_a_part_was_never_sent_is_an_error(app: Dsn, mom: Dsn) -> None:

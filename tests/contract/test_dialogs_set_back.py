@@ -17,7 +17,7 @@ from saf.dialogs.statements import Code
 from saf.errors import DialogEnded
 from saf.testing.clock import let_time_pass
 from tests.conftest import Prepared
-from tests.dialogs import ERROR, SHOP, TIMER, WAREHOUSE, end, receive, said
+from tests.dialogs import END, ERROR, SHOP, TIMER, WAREHOUSE, end, receive, said
 from tests.pipeline import connect
 from tests.set_backs import Two, dump, load
 
@@ -385,6 +385,83 @@ def test_the_subscribers_of_a_monolog_whose_publisher_was_set_back_get_an_error(
             monolog.send(connection, "2")
     two.carry()
     assert said(receive(two.warehouse.dsn, WAREHOUSE)) == ["1", *["2"], *([ERROR] * more)]
+
+
+def begin_monolog(two: Two, *bodies: str) -> saf.Dialog:
+    with two.shop.dsn.connect(role="test") as connection:
+        monolog = saf.begin_monolog(connection, from_service=SHOP, topic=WAREHOUSE)
+        for body in bodies:
+            monolog.send(connection, body)
+    return monolog
+
+
+def publish(two: Two, monolog: saf.Dialog, *bodies: str) -> None:
+    with two.shop.dsn.connect(role="test") as connection:
+        for body in bodies:
+            monolog.send(connection, body)
+
+
+def test_a_monolog_that_had_said_nothing_at_the_backup_ends_with_an_error_too(two: Two) -> None:
+    other = begin_monolog(two, "of another one")
+    two.carry()
+    monolog = begin_monolog(two)
+    backup = two.shop.backup()
+    publish(two, monolog, "1", "2")
+    two.carry()
+    two.shop.go_back(backup)
+    two.repair(two.shop)
+    two.carry()
+    heard = receive(two.warehouse.dsn, WAREHOUSE)
+    assert said(heard) == ["of another one", "1", "2", ERROR, ERROR]
+    assert {one.conversation_id for one in heard[3:]} == {
+        monolog.conversation_id,
+        other.conversation_id,
+    }
+
+
+def test_the_subscribers_of_a_monolog_that_its_publisher_has_forgotten_get_an_error(
+    two: Two,
+) -> None:
+    backup = two.shop.backup()
+    monolog = begin_monolog(two, "1", "2")
+    over = begin_monolog(two, "all")
+    end(two.shop.dsn, over)
+    two.carry()
+    two.shop.go_back(backup)
+    for _ in range(2):
+        two.repair(two.shop)
+        two.carry()
+    *messages, error = receive(two.warehouse.dsn, WAREHOUSE)
+    assert sorted(said(messages)) == sorted(["1", "2", "all", END])
+    assert (error.message_type, error.conversation_id) == (ERROR, monolog.conversation_id)
+    assert error.sequence == 3
+    assert error.json()["code"] == Code.SET_BACK
+    assert "no memory of this monolog, of which it had sent 2" in error.json()["text"]
+
+
+@pytest.mark.parametrize("bring_back", [True, False])
+def test_subscribers_that_were_set_back_get_what_they_have_lost_or_an_error_in_its_place(
+    two: Two, bring_back: bool
+) -> None:
+    monolog = begin_monolog(two, "1", "2")
+    whole = begin_monolog(two, "whole")
+    two.carry()
+    backup = two.warehouse.backup()
+    publish(two, monolog, "3", "4")
+    two.carry()
+    two.warehouse.go_back(backup)
+    two.repair(two.warehouse, bring_back=bring_back)
+    publish(two, monolog, "5")
+    publish(two, whole, "and more")
+    two.carry()
+    heard = receive(two.warehouse.dsn, WAREHOUSE)
+    mine = [one for one in heard if one.conversation_id == monolog.conversation_id]
+    lost = ["3", "4"] if bring_back else [ERROR]
+    assert said(mine) == ["1", "2", *lost, "5"]
+    assert said([one for one in heard if one not in mine]) == ["whole", "and more"]
+    if not bring_back:
+        assert mine[2].json()["code"] == Code.SET_BACK
+        assert "of messages 3 to 4, some are lost there" in mine[2].json()["text"]
 
 
 def test_a_repair_can_be_made_twice_and_nobody_is_told_twice(two: Two) -> None:

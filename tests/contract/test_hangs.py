@@ -16,8 +16,11 @@ from typing import Any
 
 import psycopg
 import pytest
+from structlog.testing import capture_logs
 
+import saf
 from saf import Unavailable
+from saf.broker import services
 from saf.database import Dsn, fetch, unavailable_if_lost
 from saf.database.bounds import Bounds
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, send
@@ -285,3 +288,73 @@ def test_a_connection_lost_for_silence_says_so_and_for_how_long(app: Dsn) -> Non
         stopped(connection.info.backend_pid),
     ):
         connection.execute("SELECT 1")
+
+
+@pytest.mark.parametrize("own", [None, "700ms"])
+def test_a_receiver_whose_cursors_are_locked_says_so_within_the_bound_and_loses_nothing(
+    two: tuple[Dsn, Dsn, Dsn], own: str | None
+) -> None:
+    app, mom, other = two
+    run(app, mom=mom, other=other)
+    with connect(mom) as connection:
+        services.create_service(connection, "billing")
+    patient = own is not None
+    dsn = bounded(mom, replace(SHORT, lock_seconds=60)) if patient else mom
+    received = engine(dsn, own)
+    with (
+        locked(mom, "cursor"),
+        at_most(LONGER),
+        pytest.raises(Unavailable, match=r"lock timeout.*saf doctor") as caught,
+        saf.receive(received, "billing"),
+    ):
+        pass
+    assert caught.value.hangs
+    with saf.receive(received, "billing") as delivery:
+        assert [message.text() for message in delivery] == BILLS
+        assert delivery.connection.execute("SHOW lock_timeout").fetchone() == (own or "0",)
+
+
+def engine(dsn: Dsn, lock_timeout: str | None) -> Any:
+    """Where to receive; with a bound of the application's own, if there is one."""
+    if lock_timeout is None:
+        return dsn
+
+    @contextmanager
+    def connection() -> Iterator[psycopg.Connection[Any]]:
+        with dsn.connect(role="receive", autocommit=True) as raw:
+            raw.execute(f"SET lock_timeout = '{lock_timeout}'")
+            yield raw
+
+    return connection
+
+
+def test_a_worker_whose_cursors_are_locked_keeps_trying_and_says_so(
+    two: tuple[Dsn, Dsn, Dsn],
+) -> None:
+    app, mom, other = two
+    with connect(mom) as connection:
+        services.create_service(connection, "billing")
+    heard: list[str] = []
+    worker = saf.Worker(mom, "billing")
+
+    @worker.handler()
+    def hear(message: saf.Received, _: object) -> None:
+        heard.append(message.text())
+
+    working = Thread(target=worker.run)
+    with capture_logs() as said:
+        with locked(mom, "cursor"):
+            working.start()
+            until = time.monotonic() + LONGER
+            while not said and time.monotonic() < until:
+                time.sleep(0.05)
+        run(app, mom=mom, other=other)
+        while len(heard) < len(BILLS) and time.monotonic() < until + LONGER:
+            time.sleep(0.05)
+        worker.stop()
+        working.join()
+    assert said
+    for one in said:
+        assert (one["event"], one["subscription"]) == ("delivery_failed", "billing")
+        assert "lock timeout" in one["error"]
+    assert heard == BILLS

@@ -67,7 +67,7 @@ MATRIX = {
     "backoff        ": "-      SIuD      SIuD      -         -       -       SIuD",
     "dead_letter    ": "-      sI        sI        -         -       -       SIuD",
     "service        ": "-      S         -         S         -       -       SiD",
-    "dropped        ": "-      -         Siu       -         -       -       S",
+    "dropped        ": "-      -         Siu       -         -       Siu     Siu",
     "audit          ": "-      -         -         -         -       -       Si",
     "message_type   ": "-      -         -         S         -       -       SI",
     "contract       ": "-      -         -         S         -       -       SI",
@@ -136,9 +136,9 @@ SOME = {
         "u",
     ): "far_service far_broker group_id send_sequence receive_sequence ended_here ended_there "
     "error_code error_text timer changed_at far_lineage",
-    ("conversation", "s"): "handle conversation_id is_initiator state group_id ended_here "
-    "error_code changed_at",
-    ("fragment", "s"): "conversation_id from_initiator",
+    ("conversation", "s"): "handle conversation_id is_initiator state service group_id "
+    "receive_sequence ended_here error_code changed_at",
+    ("fragment", "s"): "conversation_id from_initiator sequence",
     ("conversation_group", "i"): "group_id",
     ("conversation_group", "u"): "state",
     ("conversation_group", "s"): "group_id",

@@ -18,6 +18,7 @@ import saf as library
 from saf import Outbox
 from saf.broker.services import create_service, create_subscription, remove_subscription
 from saf.database import Dsn
+from saf.dialogs.conversations import clean_up
 from saf.failpoints import arm
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route
@@ -119,8 +120,14 @@ def receive_all(app: Dsn, mom: Dsn) -> None:
     put(mom, talk, 1, "again")
     put(mom, talk, 3, "ahead")
     put(mom, ended, 2, "after the end")
+    large = begin(app, "1")
+    forward(app, mom)
+    put(mom, large, 2, "half", headers='{"saf-fragment": 1}')
     put(mom, replace(talk, conversation_id=uuid4(), is_initiator=False), 1, "stray")
-    receive(mom, WAREHOUSE)
+    (message,) = [one for one in receive(mom, WAREHOUSE) if one.sequence == 1]
+    assert message.dialog is not None
+    with connect(mom) as connection:
+        clean_up(connection, message.dialog.handle)
     receive(app, SHOP)
 
 
@@ -185,5 +192,8 @@ def test_every_end_is_reached_and_the_pages_commands_show_it(
     ):
         assert said in " ".join(done.stdout.split())
     inline = set(re.findall(r"`(saf [a-z]+(?: [a-z-]+)?)`", PAGE))
-    tried = "".join(commands) + "saf dead retry saf dead discard saf purge saf status"
+    tried = (
+        "".join(commands)
+        + "saf dead retry saf dead discard saf dialog cleanup saf purge saf status"
+    )
     assert [one for one in sorted(inline) if one not in tried] == []

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 
 from tests.stateful.aside import SettingAside
 from tests.stateful.dialogs import Dialogs
+from tests.stateful.dialogs_set_back import DialogsSetBack
 from tests.stateful.forwarding import Forwarding
 from tests.stateful.receiving import Receiving
 from tests.stateful.set_back import SetBacks
@@ -18,5 +19,6 @@ MACHINES: dict[str, Callable[[Site], Callable[[], RuleBasedStateMachine]]] = {
     "aside": SettingAside.on,
     "receiving": Receiving.on,
     "dialogs": Dialogs.on,
+    "dialogs_set_back": DialogsSetBack.on,
     "set_back": SetBacks.on,
 }

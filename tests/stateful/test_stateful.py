@@ -15,6 +15,7 @@ import pytest
 from saf.broker.embedded import DEFAULT_VERSION
 from saf.receiving import claim
 from saf.receiving.claim import Hand
+from saf.repair import rebase, send_again
 from tests.conftest import Servers
 from tests.crash import test_checker
 from tests.stateful.machines import MACHINES
@@ -56,11 +57,17 @@ def position_of_a_receiver_not_moved(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(claim, "move", move)
 
 
+def incarnation_not_raised(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rebase, "raise_incarnation", lambda *_: None)
+    patch.setattr(send_again, "_raise_incarnation", lambda *_: None)
+
+
 PLANTED = [
     ("forwarding", test_checker.watermark_moved_and_a_row_not_stored),
     ("aside", test_checker.watermark_not_moved),
     ("receiving", position_of_a_receiver_not_moved),
     ("dialogs", test_checker.repeats_in_a_dialog_taken),
+    ("dialogs_set_back", incarnation_not_raised),
 ]
 
 

@@ -1,0 +1,172 @@
+"""Monologs when one end was set back: their subscribers get an Error, so that no gap is silent.
+
+Nobody answers a monolog, so its ends cannot compare (`saf.dialogs.comparing`). But who repairs is
+connected to both sides, and asks: a destination's inbox says how much has come of each monolog.
+
+- *The publisher was set back.* A monolog that it remembers ends, because subscribers may have
+  received more than it knows of. So does one that it has forgotten, if a destination has heard it.
+- *A destination was set back.* What the publisher still has is sent again. If it does not have all
+  that the destination lacks, the subscribers there get the Error in place of that, and the monolog
+  goes on: it is whole at the other destinations.
+
+What was purged from the inbox there as well is not known to anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+import psycopg
+
+from saf.database import fetch
+from saf.dialogs.statements import END, ERROR, Code
+
+JSON = "jsonb_build_object('content-type', 'application/json')"
+
+# Up to where there is no gap; a late subscriber may have begun in the middle
+HEARD = f"""
+SELECT conversation_id, max(from_service), max(to_service),
+       max(sequence) FILTER (WHERE sequence = first + place - 1),
+       bool_or(message_type = '{ERROR}') IS TRUE
+FROM (
+    SELECT conversation_id, from_service, to_service, sequence, message_type,
+           min(sequence) OVER of_one AS first, dense_rank() OVER of_one AS place
+    FROM saf.inbox
+    WHERE source = %(source)s AND from_initiator IS NULL AND sequence > 0
+      AND conversation_id IS NOT NULL
+    WINDOW of_one AS (PARTITION BY conversation_id ORDER BY sequence)
+) AS one
+GROUP BY conversation_id HAVING bool_or(message_type = '{END}') IS NOT TRUE
+"""
+
+SET_BACK = f"""
+INSERT INTO saf.outbox (message_id, from_service, to_service, to_broker, key, conversation_id,
+                        sequence, message_type, headers, body)
+SELECT gen_random_uuid(), from_service, to_service, to_broker, CAST(conversation_id AS text),
+       conversation_id, sequence, '{ERROR}', {JSON},
+       convert_to(CAST(jsonb_build_object('code', {Code.SET_BACK:d}, 'text', text) AS text), 'UTF8')
+FROM {{failed}}
+"""
+THESE = """
+unnest(%(conversation_id)s::uuid[], %(from_service)s::text[], %(to_service)s::text[],
+       %(sequence)s::bigint[]) AS heard (conversation_id, from_service, to_service, sequence)
+"""
+
+FAIL = f"""
+WITH failed AS (
+    UPDATE saf.conversation c SET send_sequence = send_sequence + 1, changed_at = now(),
+        error_code = {Code.SET_BACK:d},
+        error_text = 'the publisher was set back: it has no memory of what it had sent after '
+            || 'message ' || send_sequence || ', and subscribers may have received more'
+    WHERE monolog AND NOT ended_here AND error_code IS NULL AND (%(every)s::boolean OR EXISTS (
+        SELECT FROM {THESE}
+        WHERE heard.conversation_id = c.conversation_id AND heard.sequence > c.send_sequence))
+    RETURNING service AS from_service, far_service AS to_service, far_broker AS to_broker,
+              conversation_id, send_sequence AS sequence, error_text AS text
+)
+{SET_BACK.format(failed="failed")}
+"""
+
+FAIL_FORGOTTEN = SET_BACK.format(
+    failed=f"""(
+    SELECT conversation_id, max(from_service) AS from_service, max(to_service) AS to_service,
+           CAST(NULL AS uuid) AS to_broker, max(sequence) + 1 AS sequence,
+           'the publisher was set back: it has no memory of this monolog, of which it had sent '
+           || max(sequence) || ' messages or more' AS text
+    FROM {THESE} WHERE NOT EXISTS (SELECT FROM saf.conversation c
+                                   WHERE c.conversation_id = heard.conversation_id)
+    GROUP BY conversation_id) AS forgotten"""
+)
+
+# In place of what nobody has any more; its number is the last of these
+LOST = SET_BACK.format(
+    failed=f"""(
+    SELECT conversation_id, from_service, to_service, CAST(%(broker)s AS uuid) AS to_broker,
+           last AS sequence,
+           'the broker of the subscribers was set back: of messages ' || sequence + 1 || ' to '
+           || last || ', some are lost there; what is sent after them goes on' AS text
+    FROM (SELECT heard.*, coalesce((
+              SELECT max(number) FROM generate_series(heard.sequence + 1, c.send_sequence) AS number
+              WHERE number NOT IN (
+                  SELECT o.sequence FROM there o WHERE o.conversation_id = c.conversation_id
+              )), 0) AS last
+          FROM {THESE} JOIN saf.conversation c ON c.conversation_id = heard.conversation_id
+          WHERE c.monolog AND c.error_code IS NULL) AS compared
+    WHERE last > sequence) AS lost"""
+)
+TELL_OF_LOSS = f"""
+WITH there AS MATERIALIZED (
+    SELECT conversation_id, sequence
+    FROM (SELECT conversation_id, sequence, from_initiator FROM saf.outbox
+          UNION ALL SELECT conversation_id, sequence, from_initiator FROM saf.parked
+          UNION ALL SELECT conversation_id, sequence, from_initiator FROM saf.dead_letter) AS m
+    WHERE from_initiator IS NULL AND sequence > 0
+      AND conversation_id = ANY (%(conversation_id)s::uuid[])
+)
+{LOST}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heard:
+    """A monolog that is not over, as far as a destination has heard it."""
+
+    conversation_id: UUID
+    from_service: str
+    to_service: str
+    sequence: int
+    """The last number before which nothing is missing."""
+    failed: bool
+    """It has come to an Error."""
+
+
+def heard(connection: psycopg.Connection[Any], source: UUID) -> list[Heard]:
+    """What a destination has heard of the monologs of a source. It looks at the whole inbox."""
+    return [
+        Heard(
+            conversation_id=one,
+            from_service=publisher,
+            to_service=topic,
+            sequence=sequence,
+            failed=failed,
+        )
+        for one, publisher, topic, sequence, failed in fetch(connection, HEARD, {"source": source})
+    ]
+
+
+def publisher_set_back(
+    connection: psycopg.Connection[Any], since: datetime | None, known: Iterable[Heard]
+) -> None:
+    """End the monologs of which subscribers may know more. Call it in the repair's transaction.
+
+    Args:
+        connection: to the publishers' broker.
+        since: as for `saf.dialogs.comparing.announce`; None: only those that are known to be more.
+        known: what the destinations have heard.
+    """
+    params = _columns(one for one in known if not one.failed)
+    connection.execute(FAIL, params | {"every": since is not None})
+    connection.execute(FAIL_FORGOTTEN, params)
+
+
+def subscribers_set_back(
+    connection: psycopg.Connection[Any], broker: UUID, known: Iterable[Heard]
+) -> None:
+    """Tell a destination's subscribers of what nobody can send them again. In a transaction.
+
+    Args:
+        connection: to the publishers' broker.
+        broker: the destination.
+        known: what it has heard, since it was set back.
+    """
+    connection.execute(TELL_OF_LOSS, _columns(known) | {"broker": broker})
+
+
+def _columns(known: Iterable[Heard]) -> dict[str, list[Any]]:
+    ones = [*known]
+    names = ("conversation_id", "from_service", "to_service", "sequence")
+    return {name: [getattr(one, name) for one in ones] for name in names}
