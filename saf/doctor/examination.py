@@ -13,6 +13,7 @@ import psycopg
 from saf.config import Settings
 from saf.database import HAS_SCHEMA, Dsn
 from saf.doctor.broker import (
+    constraints,
     dead_letters,
     dialogs_set_back,
     forged,
@@ -56,6 +57,7 @@ SERVER: tuple[Check, ...] = (
 
 BROKER: tuple[Check, ...] = (
     rights,
+    constraints,
     restored,
     forged,
     long_transactions,
