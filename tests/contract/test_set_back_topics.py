@@ -172,6 +172,37 @@ def test_a_new_subscriber_that_was_set_back_is_not_flooded_with_an_old_topic(
     assert bodies(older) == ["5", "6"]
 
 
+FORGET = """
+INSERT INTO saf.route_version (routes, topics, routers, brokers)
+SELECT routes, topics, routers, brokers FROM saf.route_version ORDER BY version DESC LIMIT 1;
+UPDATE saf.cursor SET route_version = (SELECT max(version) FROM saf.route_version);
+DELETE FROM saf.route_version WHERE version < (SELECT max(version) FROM saf.route_version)
+"""
+MADE_ANEW = "UPDATE saf.route SET created_at = now(); UPDATE saf.topic SET created_at = now()"
+
+
+@pytest.mark.parametrize("made_anew", [False, True])
+def test_since_when_a_store_gets_a_topic_is_known_also_where_the_first_routes_are_forgotten(
+    app: Dsn, mom: Dsn, other: Dsn, backup: Backup, made_anew: bool
+) -> None:
+    """By when its route was made; or, where that was later, by what it still has."""
+    subscribe(app, "mom", "other")
+    older = backup(mom)
+    tell(app, 0)
+    run(app, mom=mom, other=other)
+    if made_anew:
+        older = backup(mom)
+    tell(app, 1)
+    run(app, mom=mom, other=other)
+    with connect(app) as connection:
+        connection.execute(FORGET)
+        if made_anew:
+            connection.execute(MADE_ANEW)
+    again(app, mom=older, other=other)
+    run(app, mom=older, other=other)
+    assert bodies(older) == bodies(other) == ["0", "1"]
+
+
 def test_what_is_addressed_to_another_broker_is_no_copy_that_is_lost(
     app: Dsn, mom: Dsn, other: Dsn, backup: Backup
 ) -> None:
