@@ -104,13 +104,11 @@ class Copies:
         address = next((e for e in (*there, sent) if e and e.service in self.topics), None)
         if sent is None or address is None:
             return entries[0], ()
-        broker = str(address.broker) if address.broker else None
-        way = self.routes.way(address.service, broker)
         others = {e.where for e in there}
         given_up = max((e.created_at for e in entries if e.state == "discarded"), default=None)
         return address, tuple(
             name
-            for name in (way.destinations if way else ())
+            for name in copied_to(self.routes, address.service, address.broker)
             if name in self.destinations
             and not others & {name, ""}
             and self.destinations[name].lacks(sent, address.service, given_up)
@@ -141,6 +139,12 @@ def set_back_copies(
     return Copies(routes=routes(here.connection), destinations=found, topics=frozenset(topics))
 
 
+def copied_to(routes: Routes, service: str, broker: UUID | None = None) -> tuple[str, ...]:
+    """The destinations that each get a message; none of routes that share, which get some each."""
+    way = routes.way(service, str(broker) if broker else None)
+    return way.destinations if way and not way.shared else ()
+
+
 def _reached(marks: Mapping[Place, Mark], behind: Iterable[Place]) -> dict[int, datetime | None]:
     """By shard, when the oldest batch was opened that the marks of its lanes are of."""
     found: dict[int, datetime | None] = {}
@@ -157,7 +161,7 @@ def _begun(here: Side, side: Side, source: UUID, topics: Collection[str]) -> dic
         (topic, ALWAYS if one.is_first else one.created_at)
         for one in versions(here.connection)
         for topic in topics
-        if (way := one.routes.way(topic, None)) and side.name in way.destinations
+        if side.name in copied_to(one.routes, topic)
     ]
     begun += here.fetch(MADE, {"destination": side.name})
     begun += side.fetch(HELD, {"source": source, "topics": list(topics)})

@@ -15,7 +15,7 @@ from saf.database import Dsn, fetch
 from saf.reconcile import reconcile
 from saf.repair import Sent, send_again
 from saf.routers import add_router
-from saf.routes import add_route, add_topic, current_routes
+from saf.routes import add_route, add_topic, current_routes, remove_topic
 from saf.set_back import Known, known_at
 from saf.spark.work import Receipt
 from saf.testing.databases import Database
@@ -52,10 +52,12 @@ def subscribe(app: Dsn, *destinations: str) -> None:
             add_route(connection, one, service="news")
 
 
-def tell(app: Dsn, *texts: object, service: str = "news", **options: Any) -> None:
+def tell(
+    app: Dsn, *texts: object, service: str = "news", key: str | None = "k", **options: Any
+) -> None:
     with connect(app) as connection, connection.transaction():
         for text in texts:
-            Outbox().send(connection, service, str(text), key="k", **options)
+            Outbox().send(connection, service, str(text), key=key, **options)
 
 
 def run(app: Dsn, **destinations: Dsn) -> list[Receipt]:
@@ -217,6 +219,22 @@ def test_what_is_addressed_to_another_broker_is_no_copy_that_is_lost(
     run(app, mom=mom, other=other)
     assert bodies(other) == ["0", "1", ""]
     assert again(app, mom=older, other=other) == {"mom": 1}
+
+
+def test_messages_of_routes_that_share_are_no_copies_though_their_service_was_a_topic(
+    app: Dsn, mom: Dsn, other: Dsn, backup: Backup
+) -> None:
+    subscribe(app, "mom", "other")
+    tell(app, "copied")
+    run(app, mom=mom, other=other)
+    with connect(app) as connection:
+        remove_topic(connection, "news")
+    older = backup(mom)
+    tell(app, *range(100), key=None)
+    run(app, mom=mom, other=other)
+    went = len(bodies(mom)) - 1
+    assert 0 < went < 100
+    assert again(app, mom=older, other=other) == {"mom": went}
 
 
 def test_a_copy_is_lost_also_while_another_stores_is_parked(
