@@ -150,7 +150,7 @@ class Rebased:
 
 def refuse(connection: psycopg.Connection[Any]) -> None:
     """Raise Restored if the logs' transaction ids are not this cluster's."""
-    if (True,) in fetch(connection, IS_RESTORED):
+    if _is_restored(connection):
         raise Restored(connection.info.dbname)
 
 
@@ -178,7 +178,9 @@ def rebase(
         connection.execute(FORGET_MEMBERS)
         ahead = {name: one for name, one in _ahead(connection, known).items() if one.ahead}
         highest = max((e for one in known.values() for e in one.epochs.values()), default=0)
-        rows = sum(_rebase_log(connection, log, highest) for log in ("outbox", "inbox"))
+        # where the cursors are right, so are they for what was written since a dump
+        brought_by = fetch(connection, BROUGHT_BY) if _is_restored(connection) else []
+        rows = sum(_rebase_log(connection, log, highest, brought_by) for log in ("outbox", "inbox"))
         if ahead:
             _go_on_after(connection, [known[name] for name in ahead], list(ahead.values()))
         connection.execute(BELONG)
@@ -188,8 +190,11 @@ def rebase(
 
 
 def _wrong(connection: psycopg.Connection[Any], known: Mapping[str, Known]) -> bool:
-    restored = (True,) in fetch(connection, IS_RESTORED)
-    return restored or any(one.ahead for one in _ahead(connection, known).values())
+    return _is_restored(connection) or any(one.ahead for one in _ahead(connection, known).values())
+
+
+def _is_restored(connection: psycopg.Connection[Any]) -> bool:
+    return (True,) in fetch(connection, IS_RESTORED)
 
 
 def _ahead(connection: psycopg.Connection[Any], known: Mapping[str, Known]) -> dict[str, SetBack]:
@@ -235,8 +240,9 @@ def _go_on_after(
         adopt(connection, there.destination, there.marks, one.ahead)
 
 
-def _rebase_log(connection: psycopg.Connection[Any], log: str, epoch: int) -> int:
-    brought_by = fetch(connection, BROUGHT_BY)
+def _rebase_log(
+    connection: psycopg.Connection[Any], log: str, epoch: int, brought_by: Sequence[tuple[Any, ...]]
+) -> int:
     parts: dict[str, sql.Composable] = {
         "log": sql.Identifier("saf", log),
         "name": sql.Literal(log),

@@ -351,6 +351,26 @@ def test_what_is_retried_is_not_dropped_after_the_source_was_set_back(
     assert bodies(mom) == ["0", "1", "2", "3"]
 
 
+def test_a_source_that_a_dump_had_brought_sends_nothing_again_that_had_arrived_before_its_backup(
+    app: Dsn, mom: Dsn, backup: Backup
+) -> None:
+    """Its cursors are right where it was only set back, also for what it sent since the dump."""
+    with connect(app) as connection:
+        connection.execute("DELETE FROM saf.timeline")
+        connection.execute("INSERT INTO saf.timeline (written) VALUES ('10')")
+    send_numbers(app, 0)
+    run(app, mom=mom)
+    older = backup(app)
+    send_numbers(app, 7)
+    run(app, mom=mom)
+    send_numbers(older, 14)
+    (error,) = refused(older, mom=mom)
+    assert error.startswith("Ahead")
+    assert repair_source(older, mom=mom) is not None
+    run(older, mom=mom)
+    assert numbers(mom) == [0, 7, 14]
+
+
 # --- and nothing else is taken for one
 
 
