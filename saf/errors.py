@@ -43,8 +43,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
+
+if TYPE_CHECKING:
+    from saf.destinations.marks import Lower
 
 NAMED = 10
 """So many of what may be many are named by one error."""
@@ -416,16 +419,24 @@ class Behind(SafError):
 
     exit_code = 2
 
-    def __init__(self, where: str, shards: Sequence[int], since: datetime | None = None) -> None:
+    def __init__(
+        self,
+        where: str,
+        shards: Sequence[int],
+        since: datetime | None = None,
+        lower: Lower | None = None,
+    ) -> None:
         last = f"since a batch of {since.isoformat()}" if since else "or never had any of it"
+        such_as = f", such as: {lower}" if lower else ""
         super().__init__(
             f"{where} does not have any more what it has acknowledged of {in_words(shards)}, "
-            f"{last}: it seems to be restored from a backup. Nothing was written. `saf reconcile` "
-            "names what it lacks, and `saf rebase` sends it again"
+            f"{last}{such_as}. It seems to be restored from a backup. Nothing was written. "
+            "`saf reconcile` names what it lacks, and `saf rebase` sends it again"
         )
         self.where = where
         self.shards = shards
         self.since = since
+        self.lower = lower
 
 
 class Fenced(SafError):

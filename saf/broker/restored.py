@@ -24,7 +24,12 @@ FROM saf.broker
 """
 
 
+def is_restored(connection: psycopg.Connection[Any]) -> bool:
+    """Whether the logs' transaction ids are another cluster's."""
+    return (True,) in fetch(connection, IS_RESTORED)
+
+
 def refuse(connection: psycopg.Connection[Any]) -> None:
     """Raise Restored if the logs' transaction ids are not this cluster's."""
-    if (True,) in fetch(connection, IS_RESTORED):
+    if is_restored(connection):
         raise Restored(connection.info.dbname)

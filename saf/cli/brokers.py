@@ -16,6 +16,8 @@ from saf.config import Broker, Destination, Settings
 from saf.database import check_schema, unavailable_if_lost
 from saf.errors import ConfigurationError, SafError, SchemaMissing
 from saf.fleets import Candidate, Listing, ask, ask_all
+from saf.routing.routes import current_routes
+from saf.routing.ways import Routes
 
 T = TypeVar("T")
 
@@ -96,6 +98,12 @@ def chosen(settings: Settings, name: str | None) -> Mapping[str, Place] | Listin
     if name not in found.brokers:
         raise ConfigurationError(f"--broker {name}: there is none in the fleet {fleet!r}")
     return {name: found.brokers[name]}
+
+
+def routes_of(settings: Settings) -> Callable[[psycopg.Connection[Any]], Routes]:
+    """What says where messages of a broker go now, by its rows and by saf.toml."""
+    default, declared = settings.forwarder.default_destination, settings.declared
+    return lambda connection: current_routes(connection, default, declared)
 
 
 def everywhere(settings: Settings, name: str | None) -> Mapping[str, Place] | Listing:

@@ -9,7 +9,7 @@ from uuid import UUID
 import psycopg
 import typer
 
-from saf.cli.brokers import AsJson, Config, Round, Where, chosen, everywhere
+from saf.cli.brokers import AsJson, Config, Round, Where, chosen, everywhere, routes_of
 from saf.cli.console import echo
 from saf.cli.replay import in_words, texts
 from saf.config import Broker, Destination, Settings, load
@@ -17,7 +17,6 @@ from saf.database import check_schema, fetch, unavailable_if_lost
 from saf.dialogs.monologs import Heard, heard
 from saf.repair.rebase import Known, Rebased, known_at, rebase
 from saf.repair.send_again import Sent, send_again
-from saf.routing.routes import current_routes
 
 
 def command(
@@ -77,9 +76,7 @@ def _send_again(
         name,
         source.dsn,
         {name: there.dsn for name, there in settings.destinations.items()},
-        lambda connection: current_routes(
-            connection, settings.forwarder.default_destination, settings.declared
-        ),
+        routes_of(settings),
         retention_seconds=settings.purge.retention_seconds,
         why="the destination was set back",
     )

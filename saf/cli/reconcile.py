@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from saf.cli.brokers import AsJson, Config, Name, Round, Since, Until, chosen
+from saf.cli.brokers import AsJson, Config, Name, Round, Since, Until, chosen, routes_of
 from saf.cli.console import echo, plain_console
 from saf.config import load
 from saf.repair.reconcile import Outcome, Range, reconcile
@@ -45,6 +45,7 @@ def command(
             since=since,
             until=until,
             retention_seconds=settings.purge.retention_seconds,
+            routes=routes_of(settings),
             limit=limit,
         )
     ).values()
@@ -100,6 +101,7 @@ def _show(known: Collection[Outcome]) -> None:
         console.print(f"{outcome.broker}: compared {_range(outcome.range)}")
         for one in outcome.named:
             where = f", stored at {', '.join(one.stored)}" if one.stored else ""
+            where += f", and not any more at {', '.join(one.lost_at)}" if one.lost_at else ""
             console.print(
                 f"{one.kind}: {one.message_id} for {one.service!r}, key {one.key!r}, "
                 f"shard {one.shard}, created {one.created_at.isoformat()}{where}"

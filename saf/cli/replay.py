@@ -14,11 +14,11 @@ from saf.cli.brokers import (
     Until,
     Why,
     chosen,
+    routes_of,
 )
 from saf.cli.console import echo
 from saf.config import Broker, load
 from saf.repair.send_again import Sent, send_again
-from saf.routing.routes import current_routes
 
 
 def command(
@@ -45,9 +45,7 @@ def command(
             name,
             source.dsn,
             destinations,
-            lambda connection: current_routes(
-                connection, settings.forwarder.default_destination, settings.declared
-            ),
+            routes_of(settings),
             since=since,
             until=until,
             retention_seconds=settings.purge.retention_seconds,
@@ -82,11 +80,6 @@ def in_words(sent: Sent, *, dry_run: bool = False) -> str:
     words = f"{', '.join(counts)} {verb}" if counts else "nothing lost"
     if sent.set_back and not dry_run:
         words += f"; {', '.join(sent.set_back)} had been set back, and may go on"
-    if sent.topics:
-        words += (
-            f"; what they had of the topics {', '.join(map(repr, sent.topics))} and another "
-            "destination still has is not found by that: compare the two inboxes"
-        )
     if sent.not_compared:
         since, until = (moment.isoformat() for moment in sent.not_compared)
         words += (

@@ -45,7 +45,6 @@ class Chunk:
     rows: pa.Table
     number: int
     """Of the batch that the last row is from."""
-    position: int
     prefix: str = ""
     """What the lanes of its marks begin with: other qualities have other marks."""
     known: Mapping[Place, Mark] = field(default_factory=dict)

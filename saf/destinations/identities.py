@@ -26,7 +26,6 @@ ASK_AGAIN_SECONDS = 60.0
 ASK_WHO_FAILED_SECONDS = 5.0
 """How long until those are asked again that have not answered."""
 
-BOUND = "SET statement_timeout = '10s'"
 BROKER_ID = "SELECT broker_id::text FROM saf.broker"
 
 
@@ -72,7 +71,6 @@ def _broker_id(dsn: Dsn) -> str | None:
     """None if it does not say: whoever delivers there says why."""
     try:
         with dsn.connect(role="identify", autocommit=True) as connection:
-            connection.execute(BOUND)
             ((broker_id,),) = fetch(connection, BROKER_ID)
             return str(broker_id)
     except (SafError, psycopg.Error, ValueError):

@@ -101,10 +101,20 @@ class Mark:
     acknowledged: bool = False
     """The source remembers it."""
 
+    @classmethod
+    def of(
+        cls, batch: int, position: int, opened_at: datetime | None, acknowledged: bool = True
+    ) -> Mark:
+        """What a row of saf.watermark, or of saf.acknowledged, says."""
+        return cls(batch=batch, position=position, opened_at=opened_at, acknowledged=acknowledged)
+
     @property
     def number(self) -> tuple[int, int]:
         """What is compared."""
         return self.batch, self.position
+
+    def __str__(self) -> str:
+        return f"batch {self.batch} up to {self.position}" if self.number > (0, 0) else "nothing"
 
 
 NOTHING = Mark()
@@ -118,6 +128,28 @@ class InHand:
     opened_at: datetime | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lower:
+    """A mark of a destination that is lower than what it had acknowledged."""
+
+    lane: str
+    shard: int
+    acknowledged: Mark
+    found: Mark
+
+    def __str__(self) -> str:
+        """In words.
+
+        >>> old, new = Mark(batch=2, position=70), Mark(batch=5, position=90)
+        >>> print(Lower(lane="", shard=7, acknowledged=new, found=old))
+        of shard 7 it had batch 5 up to 90, and has batch 2 up to 70
+        >>> print(Lower(lane="retry", shard=7, acknowledged=old, found=NOTHING))
+        of shard 7, lane 'retry', it had batch 2 up to 70, and has nothing
+        """
+        where = f"of shard {self.shard}" + (f", lane {self.lane!r}," if self.lane else "")
+        return f"{where} it had {self.acknowledged}, and has {self.found}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Difference:
     """Places in which the two sides do not agree."""
@@ -128,6 +160,8 @@ class Difference:
     """The destination was."""
     since: datetime | None = field(default=None, compare=False, repr=False)
     """When the oldest batch was opened that the destination still has, of those behind."""
+    lower: Lower | None = field(default=None, compare=False, repr=False)
+    """One of those behind, as an example."""
 
 
 def shards_of(places: Iterable[Place]) -> list[int]:
@@ -158,7 +192,17 @@ def compare(
         elif _is_ahead(lane, mark, known, in_hand.get(shard)):
             ahead.append(place)
     kept = [theirs[place].opened_at for place in behind if place in theirs]
-    return Difference(ahead=ahead, behind=behind, since=min(filter(None, kept), default=None))
+    lower = [
+        Lower(lane=lane, shard=shard, acknowledged=ours[place], found=theirs.get(place, NOTHING))
+        for place in behind[:1]
+        for lane, shard in [place]
+    ]
+    return Difference(
+        ahead=ahead,
+        behind=behind,
+        since=min(filter(None, kept), default=None),
+        lower=next(iter(lower), None),
+    )
 
 
 def _is_ahead(lane: str, mark: Mark, known: Mark, in_hand: InHand | None) -> bool:
@@ -180,8 +224,8 @@ def acknowledged(
     """What a source remembers of a destination."""
     params = {"destination": destination, **_columns(places)}
     return {
-        (lane, shard): Mark(batch=batch, position=position, opened_at=opened_at, acknowledged=True)
-        for lane, shard, batch, position, opened_at in fetch(connection, ACKNOWLEDGED, params)
+        (lane, shard): Mark.of(*mark)
+        for lane, shard, *mark in fetch(connection, ACKNOWLEDGED, params)
     }
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime
 from typing import Any
 from uuid import UUID
 
@@ -176,12 +175,14 @@ class PostgresInbox:
         newer = [(lane, shard) for (lane, shard), epoch in epochs.items() if epoch > mine[shard]]
         if newer:
             raise Fenced(f"destination {self.name!r}", shards_of(newer))
-        marks = {(lane, shard): _mark(*mark) for lane, shard, _, *mark in found}
+        marks = {(lane, shard): Mark.of(*mark) for lane, shard, _, *mark in found}
         in_hand = InHand(batch=chunk.batch.number, opened_at=chunk.batch.opened_at)
         known = {place: mark for place, mark in chunk.known.items() if place in marks}
         differ = compare(marks, known, dict.fromkeys(mine, in_hand))
         if differ.behind:
-            raise Behind(f"destination {self.name!r}", shards_of(differ.behind), differ.since)
+            raise Behind(
+                f"destination {self.name!r}", shards_of(differ.behind), differ.since, differ.lower
+            )
         if differ.ahead:
             ahead = {place: marks[place] for place in differ.ahead}
             raise Ahead(f"destination {self.name!r}", shards_of(ahead), ahead)
@@ -283,10 +284,6 @@ def _values(chunk: Chunk, places: Sequence[Place]) -> dict[str, sql.Literal]:
         "lanes": sql.Literal([lane for lane, _ in places]),
         "shards": sql.Literal([shard for _, shard in places]),
     }
-
-
-def _mark(batch: int, position: int, opened_at: datetime | None, acknowledged: bool) -> Mark:
-    return Mark(batch=batch, position=position, opened_at=opened_at, acknowledged=acknowledged)
 
 
 def for_others(rows: pa.Table, broker: UUID) -> list[str]:

@@ -132,9 +132,9 @@ def arrive(
     What is ``behind`` others that wait does so as well.
     """
     arrival = DialogArrival(raw=raw)
-    arrival.refused = [(one, problem) for one in messages if (problem := _malformed(one))]
-    if arrival.refused:
-        messages = [one for one in messages if not _malformed(one)]
+    problems = [(one, _malformed(one)) for one in messages]
+    arrival.refused = [(one, problem) for one, problem in problems if problem]
+    messages = [one for one, problem in problems if not problem]
     endpoints = in_hand(raw, messages)
     heard = hear(raw, endpoints, messages)
     for one, why in heard.stale:

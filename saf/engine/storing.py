@@ -265,7 +265,6 @@ class Storing:
             batch=self.work.batch,
             rows=part.rows,
             number=end[0],
-            position=end[1],
         )
 
     def _destination(self, name: str) -> Destination:

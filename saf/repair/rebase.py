@@ -37,7 +37,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from saf.broker.restored import IS_RESTORED
+from saf.broker.restored import is_restored
 from saf.database import fetch
 from saf.destinations.marks import AGAIN, ONCE, adopt, shards_of
 from saf.dialogs.monologs import Heard
@@ -170,7 +170,9 @@ def rebase(
         connection.execute(FORGET_MEMBERS)
         ahead = {name: one for name, one in _ahead(connection, known).items() if one.ahead}
         highest = max((e for one in known.values() for e in one.epochs.values()), default=0)
-        rows = sum(_rebase_log(connection, log, highest) for log in ("outbox", "inbox"))
+        # where the cursors are right, so are they for what was written since a dump
+        brought_by = fetch(connection, BROUGHT_BY) if is_restored(connection) else []
+        rows = sum(_rebase_log(connection, log, highest, brought_by) for log in ("outbox", "inbox"))
         if ahead:
             _go_on_after(connection, [known[name] for name in ahead], list(ahead.values()))
         connection.execute(BELONG)
@@ -180,8 +182,7 @@ def rebase(
 
 
 def _wrong(connection: psycopg.Connection[Any], known: Mapping[str, Known]) -> bool:
-    restored = (True,) in fetch(connection, IS_RESTORED)
-    return restored or any(one.ahead for one in _ahead(connection, known).values())
+    return is_restored(connection) or any(one.ahead for one in _ahead(connection, known).values())
 
 
 def _ahead(connection: psycopg.Connection[Any], known: Mapping[str, Known]) -> dict[str, SetBack]:
@@ -227,8 +228,9 @@ def _go_on_after(
         adopt(connection, there.destination, there.marks, one.ahead)
 
 
-def _rebase_log(connection: psycopg.Connection[Any], log: str, epoch: int) -> int:
-    brought_by = fetch(connection, BROUGHT_BY)
+def _rebase_log(
+    connection: psycopg.Connection[Any], log: str, epoch: int, brought_by: Sequence[tuple[Any, ...]]
+) -> int:
     parts: dict[str, sql.Composable] = {
         "log": sql.Identifier("saf", log),
         "name": sql.Literal(log),

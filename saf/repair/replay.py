@@ -3,14 +3,15 @@
 The messages are parked once more, in the order they were sent, in a lane of their own (see
 `saf.setaside.parking`) that goes before everything else for their destination: what is sent
 meanwhile follows behind them, and the lane's watermark sees to it that each is stored once. Which
-have to be sent again is `saf.repair.reconcile`'s to say; what was purged from the outbox since
-cannot be.
+have to be sent again, and of topics to which destinations, is `saf.repair.reconcile`'s to say; what
+was purged from the outbox since cannot be.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
@@ -21,10 +22,10 @@ from saf.database import fetch
 from saf.routing.choices import Asker, choose
 from saf.routing.ways import Routes, Way
 from saf.setaside.dead import ONE_AT_A_TIME, audit
-from saf.setaside.parking import REPLAY
+from saf.setaside.parking import ADDRESS, REPLAY
 
 FIND = """
-SELECT o.id, o.message_id, o.to_service, o.to_broker::text, o.key
+SELECT o.shard, o.id, o.message_id, o.to_service, o.to_broker, o.key
 FROM unnest(%(shards)s::smallint[], %(ids)s::bigint[]) AS lost (shard, id)
 JOIN saf.outbox o USING (shard, id) ORDER BY o.id
 """
@@ -32,11 +33,12 @@ PARK = f"""
 INSERT INTO saf.parked
     (subscription_id, destination, lane, shard, id, batch, position, {", ".join(COLUMNS)})
 SELECT s.subscription_id, %(destination)s, %(lane)s, o.shard, o.id, %(number)s,
-       row_number() OVER (ORDER BY o.id), {", ".join(f"o.{c}" for c in COLUMNS)}
-FROM saf.outbox o
-JOIN unnest(%(shards)s::smallint[], %(ids)s::bigint[]) AS lost (shard, id) USING (shard, id)
+       row_number() OVER (ORDER BY o.id),
+       {", ".join(f"{'lost' if c in ADDRESS else 'o'}.{c}" for c in COLUMNS)}
+FROM unnest(%(shards)s::smallint[], %(ids)s::bigint[], %(to_services)s::text[],
+            %(to_brokers)s::uuid[], %(keys)s::text[]) AS lost (shard, id, {", ".join(ADDRESS)})
+JOIN saf.outbox o USING (shard, id)
 JOIN saf.subscription s ON s.log = 'outbox' AND s.name = 'forwarder'
-WHERE o.id = ANY (%(chosen)s)
 """
 DUE = """
 INSERT INTO saf.backoff (subscription_id, destination, lane, error)
@@ -46,53 +48,89 @@ ON CONFLICT (subscription_id, destination, lane) DO UPDATE SET next_attempt_at =
 """
 
 
+Address = tuple[str, UUID | None, str | None]
+"""Service, broker and key."""
+
+_Chosen = tuple[int, int, UUID, str, UUID | None, str | None]
+"""Shard, id and message id, and where to."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """A topic's message that some of its destinations have lost, and others may have."""
+
+    shard: int
+    id: int
+    destinations: tuple[str, ...]
+    address: Address
+    """Under which it went there: that of the topic, also where a router had found it."""
+
+
 def replay(
     connection: psycopg.Connection[Any],
     lost: Sequence[tuple[int, int]],
     routes: Routes,
     why: str,
     *,
+    copies: Sequence[Copy] = (),
     dry_run: bool = False,
 ) -> dict[str, list[UUID]]:
     """Hand messages, as (shard, id), to the forwarder again; return their ids by destination.
 
     They go where the routes lead now, a topic's to all of its destinations; those that none leads
     anywhere are left out. Where a router's go, the forwarder finds out: until then they are for no
-    destination, the empty one.
+    destination, the empty one. ``copies`` go where they say.
     """
     routers = {router.service for router in routes.routers}
-    place = {"shards": [shard for shard, _ in lost], "ids": [number for _, number in lost]}
+    known = {(copy.shard, copy.id): copy for copy in copies}
+    places = [*lost, *known]
+    place = {"shards": [shard for shard, _ in places], "ids": [number for _, number in places]}
     with connection.transaction(force_rollback=dry_run):
         connection.execute(ONE_AT_A_TIME)
-        found: dict[str, list[tuple[int, UUID]]] = defaultdict(list)
+        found: dict[str, list[_Chosen]] = defaultdict(list)
         rows = fetch(connection, FIND, place)
         ways = [
-            None if service in routers else routes.way(service, broker)
-            for _, _, service, broker, _ in rows
+            None
+            if (shard, number) in known or service in routers
+            else routes.way(service, str(broker) if broker else None)
+            for shard, number, _, service, broker, _ in rows
         ]
         chosen = choose(
             connection,
             {
-                Asker(service, broker, key): way.destinations
-                for (_, _, service, broker, key), way in zip(rows, ways, strict=True)
-                if way is not None and way.shared and key is not None
+                _asker(*address): way.destinations
+                for (_, _, _, *address), way in zip(rows, ways, strict=True)
+                if way is not None and way.shared and address[2] is not None
             },
         )
-        for (number, message_id, *asker), way in zip(rows, ways, strict=True):
-            there = _destinations(way, chosen.get(Asker(*asker)), number)
-            for destination in ("",) if asker[0] in routers else there:
-                found[destination].append((number, message_id))
+        for (shard, number, message_id, *address), way in zip(rows, ways, strict=True):
+            copy = known.get((shard, number)) or Copy(
+                shard=shard,
+                id=number,
+                destinations=("",)
+                if address[0] in routers
+                else _destinations(way, chosen.get(_asker(*address)), number),
+                address=tuple(address),
+            )
+            for destination in copy.destinations:
+                found[destination].append((shard, number, message_id, *copy.address))
         for destination, messages in () if dry_run else found.items():
+            shards, ids, message_ids, *addresses = map(list, zip(*messages, strict=True))
             params = {
-                **place,
                 "destination": destination,
                 "lane": REPLAY,
-                "number": audit(connection, "replay", [m for _, m in messages], why),
-                "chosen": [number for number, _ in messages],
+                "number": audit(connection, "replay", message_ids, why),
+                "shards": shards,
+                "ids": ids,
+                **{f"{name}s": column for name, column in zip(ADDRESS, addresses, strict=True)},
             }
             connection.execute(DUE, params)
             connection.execute(PARK, params)
-    return {name: [message_id for _, message_id in some] for name, some in found.items()}
+    return {name: [one[2] for one in some] for name, some in found.items()}
+
+
+def _asker(service: str, broker: UUID | None, key: Any) -> Asker:
+    return Asker(service, str(broker) if broker else None, key)
 
 
 def _destinations(way: Way | None, chosen: str | None, number: int) -> tuple[str, ...]:

@@ -2,17 +2,18 @@
 
 A destination that has less than it had acknowledged is refused by the forwarder
 (`saf.destinations.marks`). What it lacks is what `saf.repair.reconcile` finds: complete at the
-source, and in no destination. In one transaction at the source these messages are parked again
-(`saf.repair.replay`), and the destination's own marks are taken over as what is known of it. Before
-that its incarnation rises, so that its dialogs compare what both ends know; and so do those of the
-source, after what is sent again: of what the destination has forgotten altogether, only the other
-ends know. Subscribers of a monolog get an Error for what nobody can send them again.
+source, and in no destination; or, of a topic, not any more in this one. In one transaction at the
+source these messages are parked again (`saf.repair.replay`), and the destination's own marks are
+taken over as what is known of it. Before that its incarnation rises, so that its dialogs compare
+what both ends know; and so do those of the source, after what is sent again: of what the
+destination has forgotten altogether, only the other ends know. Subscribers of a monolog get an
+Error for what nobody can send them again.
 
 Everything may run meanwhile: a destination that is behind is stored in by nobody, and who repairs
 takes turns, so that two people who do it at once send each message once.
 
 What it does not see: what was purged from the outbox since, which is said with the range that was
-compared; and a topic's message that another destination still has, which is said as well.
+compared; and what `saf.repair.reconcile.copies` says of topics.
 """
 
 from __future__ import annotations
@@ -35,19 +36,12 @@ from saf.repair.incarnation import raise_incarnation
 from saf.repair.reconcile import lost
 from saf.repair.reconcile.outcome import Range
 from saf.repair.replay import replay
-from saf.repair.set_back import (
-    IDENTITY,
-    Known,
-    SetBack,
-    known_at,
-    set_back,
-)
+from saf.repair.set_back import IDENTITY, Known, SetBack, known_at, remembered, set_back
 from saf.routing.ways import Routes
 from saf.setaside.parking import retry_now
 
 # Held by the session and not in a transaction, because to find what is missing takes its time
 TAKE_TURN = "SELECT pg_advisory_lock(hashtextextended('saf replay', 0))"
-TOPICS = "SELECT DISTINCT unnest(topics) FROM saf.route_version ORDER BY 1"
 END_TURN = "SELECT pg_advisory_unlock(hashtextextended('saf replay', 0))"
 
 # Who has sent in a dialog, or has an end in hand, is waited for; all others wait
@@ -64,8 +58,6 @@ class Sent:
     """The destinations that had been, and may go on."""
     not_compared: tuple[datetime, datetime] | None = None
     """Between these two times a destination has lost what the outbox may not have any more."""
-    topics: tuple[str, ...] = ()
-    """Of these a destination may lack messages that another one still has."""
 
 
 def send_again(
@@ -109,15 +101,18 @@ def send_again(
             known, behind = _behind(connection, stores)
             if only_if_set_back and not behind:
                 return None
-            found, span = lost(
+            found = lost(
                 name, source, destinations,
-                since=since, until=until, retention_seconds=retention_seconds,
+                since=since, until=until, retention_seconds=retention_seconds, routes=routes,
             )  # fmt: skip
             if not dry_run:
                 for one in behind:
                     _raise_incarnation(stores[one])
             with connection.transaction():
-                sent = replay(connection, found, routes(connection), why, dry_run=dry_run)
+                sent = replay(
+                    connection, found.messages, routes(connection), why,
+                    copies=found.copies, dry_run=dry_run,
+                )  # fmt: skip
                 for one, differ in () if dry_run else behind.items():
                     adopt(connection, known[one].destination, known[one].marks, differ.behind)
                     retry_now(connection, one)
@@ -127,12 +122,10 @@ def send_again(
                     for one in behind:
                         told = heard(stores[one], source_id)
                         subscribers_set_back(connection, known[one].destination, told)
-            topics = [topic for (topic,) in fetch(connection, TOPICS)] if behind else []
     return Sent(
         by_destination=sent,
         set_back=tuple(behind),
-        not_compared=_gap(span, behind),
-        topics=tuple(topics),
+        not_compared=_gap(found.range, behind),
     )
 
 
@@ -144,8 +137,10 @@ def _behind(
     known: dict[str, Known] = {}
     behind: dict[str, SetBack] = {}
     for name, store in stores.items():
+        ((destination,),) = fetch(store, IDENTITY)
+        before = remembered(connection, destination)
         known[name] = known_at(store, source)
-        differ = set_back(connection, name, known[name])
+        differ = set_back(connection, name, known[name], before)
         if differ.behind:
             behind[name] = differ
     return known, behind

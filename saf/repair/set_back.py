@@ -18,7 +18,7 @@ from uuid import UUID
 import psycopg
 
 from saf.database import fetch
-from saf.destinations.marks import InHand, Mark, Place, compare, not_parked
+from saf.destinations.marks import InHand, Lower, Mark, Place, compare, not_parked
 from saf.setaside.parking import MAIN
 
 IDENTITY = "SELECT broker_id FROM saf.broker"
@@ -29,7 +29,7 @@ SELECT DISTINCT ON (lane, shard) lane, shard, epoch, batch, position, opened_at,
 FROM saf.watermark WHERE source = %(source)s ORDER BY lane, shard, batch DESC
 """
 ACKNOWLEDGED = """
-SELECT DISTINCT ON (lane, shard) lane, shard, batch, position, opened_at, true
+SELECT DISTINCT ON (lane, shard) lane, shard, batch, position, opened_at
 FROM saf.acknowledged WHERE destination = %(destination)s ORDER BY lane, shard, batch DESC
 """
 CURSORS = """
@@ -69,6 +69,8 @@ class SetBack:
     """The destination was."""
     since: datetime | None = None
     """When the oldest batch was opened that the destination still has, of those behind."""
+    lower: Lower | None = None
+    """One of those behind, as an example."""
 
 
 def known_at(connection: psycopg.Connection[Any], source: UUID) -> Known:
@@ -77,7 +79,7 @@ def known_at(connection: psycopg.Connection[Any], source: UUID) -> Known:
     marks: dict[Place, Mark] = {}
     epochs: dict[int, int] = {}
     for lane, shard, epoch, *mark in fetch(connection, KNOWN, {"source": source}):
-        marks[lane, shard] = _mark(*mark)
+        marks[lane, shard] = Mark.of(*mark)
         epochs[shard] = max(epoch, epochs.get(shard, 0))
     return Known(destination=destination, marks=marks, epochs=epochs)
 
@@ -87,7 +89,7 @@ def remembered(connection: psycopg.Connection[Any], destination: UUID) -> Rememb
     found = fetch(connection, ACKNOWLEDGED, {"destination": destination})
     cursors = fetch(connection, CURSORS)
     return Remembered(
-        marks={(lane, shard): _mark(*mark) for lane, shard, *mark in found},
+        marks={(lane, shard): Mark.of(*mark) for lane, shard, *mark in found},
         subscription_id=cursors[0][0] if cursors else 0,
         in_hand={s: InHand(batch=batch, opened_at=at) for _, s, _, batch, at in cursors},
         epochs={shard: epoch for _, shard, epoch, *_ in cursors},
@@ -116,8 +118,5 @@ def set_back(
         ahead=frozenset(ahead | {(MAIN, shard) for shard in newer}),
         behind=frozenset(differ.behind),
         since=differ.since,
+        lower=differ.lower,
     )
-
-
-def _mark(batch: int, position: int, opened_at: datetime | None, acknowledged: bool) -> Mark:
-    return Mark(batch=batch, position=position, opened_at=opened_at, acknowledged=acknowledged)

@@ -74,6 +74,9 @@ VALUES (%(routes)s, %(topics)s, %(routers)s, %(brokers)s) RETURNING version
 FROZEN = """
 SELECT routes, topics, routers, brokers FROM saf.route_version WHERE version = %(version)s
 """
+ALL_FROZEN = """
+SELECT version, created_at, routes, topics, routers, brokers FROM saf.route_version ORDER BY version
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,7 +365,37 @@ def frozen_routes(connection: psycopg.Connection[Any], version: int) -> Routes:
     found = fetch(connection, FROZEN, {"version": version})
     if not found:
         raise ConfigurationError(f"saf.route_version has no version {version}, which a batch needs")
-    ((routes, names, routers, brokers),) = found
+    return _thawed(*found[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """Routes that batches were opened with, or still are."""
+
+    version: int
+    created_at: datetime
+    routes: Routes
+
+    @property
+    def is_first(self) -> bool:
+        """There was none before."""
+        return self.version == 1
+
+
+def versions(connection: psycopg.Connection[Any]) -> list[Version]:
+    """All that are kept, the oldest first."""
+    return [
+        Version(version=number, created_at=created_at, routes=_thawed(*frozen))
+        for number, created_at, *frozen in fetch(connection, ALL_FROZEN)
+    ]
+
+
+def _thawed(
+    routes: list[dict[str, Any]],
+    names: list[str],
+    routers: list[dict[str, Any]],
+    brokers: dict[str, str],
+) -> Routes:
     return Routes(
         routes=tuple(Route(**route) for route in routes),
         topics=frozenset(names),

@@ -85,7 +85,7 @@ class DownAfterTheFirst(PostgresInbox):
     """A destination that goes down after it has answered once."""
 
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
-        if chunk.position > 1:
+        if chunk.rows["id"][-1].as_py() > 1:
             raise Unavailable("destination 'other'", "it went down")
         return super().store(chunk, exactly_once=exactly_once)
 

@@ -180,6 +180,33 @@ def test_the_repair_of_a_store_raises_its_incarnation_once_and_says_the_shards_a
     assert incarnation(older) == raised
 
 
+def test_the_refusal_of_a_store_names_what_was_acknowledged_and_what_it_has(
+    app: Dsn, mom: Dsn, backup: Backup, tmp_path: Path
+) -> None:
+    newest = "SELECT shard, batch, position FROM saf.acknowledged ORDER BY batch DESC LIMIT 1"
+    marks, backups = [], [backup(mom)]
+    for number in range(2):
+        send_numbers(app, number, keys=1)
+        run(app, mom=mom)
+        backups.append(backup(mom))
+        with connect(app) as connection:
+            marks += fetch(connection, newest)
+    send_numbers(app, 2, keys=1)
+    never, older, _ = backups
+    (shard, batch, position), (_, new_batch, new_position) = marks
+    had = f"such as: of shard {shard} it had batch {new_batch} up to {new_position}, and has "
+    for store, has in ((older, f"batch {batch} up to {position}"), (never, "nothing")):
+        (error,) = refused(app, mom=store)
+        assert had + has in error
+        let_time_pass(app)
+        configuration(tmp_path / "saf.toml", {"app": app}, {"mom": store})
+        found = json.loads(saf("doctor", "--json", cwd=tmp_path).stdout)["findings"]
+        (finding,) = [one for one in found if one["check"] == "set_back"]
+        assert had + has in finding["what"]
+    assert shard != 0
+    assert 0 < position < new_position
+
+
 def test_a_store_set_back_in_the_middle_of_a_batch_is_noticed(
     app: Dsn, mom: Dsn, backup: Backup
 ) -> None:
@@ -322,6 +349,26 @@ def test_what_is_retried_is_not_dropped_after_the_source_was_set_back(
     assert repair_source(older, mom=mom) is not None
     run(older, mom=mom)
     assert bodies(mom) == ["0", "1", "2", "3"]
+
+
+def test_a_source_that_a_dump_had_brought_sends_nothing_again_that_had_arrived_before_its_backup(
+    app: Dsn, mom: Dsn, backup: Backup
+) -> None:
+    """Its cursors are right where it was only set back, also for what it sent since the dump."""
+    with connect(app) as connection:
+        connection.execute("DELETE FROM saf.timeline")
+        connection.execute("INSERT INTO saf.timeline (written) VALUES ('10')")
+    send_numbers(app, 0)
+    run(app, mom=mom)
+    older = backup(app)
+    send_numbers(app, 7)
+    run(app, mom=mom)
+    send_numbers(older, 14)
+    (error,) = refused(older, mom=mom)
+    assert error.startswith("Ahead")
+    assert repair_source(older, mom=mom) is not None
+    run(older, mom=mom)
+    assert numbers(mom) == [0, 7, 14]
 
 
 # --- and nothing else is taken for one

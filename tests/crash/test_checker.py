@@ -375,7 +375,6 @@ def neighbours_rejected_too(patch: pytest.MonkeyPatch) -> None:
             batch=self.work.batch,
             rows=part.rows,
             number=_[0],
-            position=_[1],
         )
         try:
             store(self._destination(part.destination), chunk, exactly_once=True)  # type: ignore[arg-type]

@@ -290,6 +290,24 @@ def test_what_the_role_may_not_look_at_is_said_and_the_rest_is_examined(
     assert diagnosis("parked", role) == []
 
 
+def test_a_constraint_that_older_rows_may_violate_is_found_with_the_command_that_validates_it(
+    app: Dsn,
+) -> None:
+    assert diagnosis("constraints", app) == []
+    execute(
+        app,
+        "ALTER TABLE saf.inbox DROP CONSTRAINT inbox_bounded, "
+        "ADD CONSTRAINT inbox_bounded CHECK (octet_length(to_service) <= 255) NOT VALID",
+    )
+    severity, what, cure = the(diagnosis("constraints", app))
+    assert severity == "warning"
+    assert "'inbox_bounded' of saf.inbox" in what
+    command = cure.removeprefix("as the owner, ").partition(":")[0]
+    assert command == 'ALTER TABLE "saf"."inbox" VALIDATE CONSTRAINT "inbox_bounded"'
+    execute(app, command)
+    assert diagnosis("constraints", app) == []
+
+
 def test_a_database_of_another_cluster_is_found(app: Dsn) -> None:
     assert diagnosis("restored", app) == []
     execute(app, "UPDATE saf.broker SET system_identifier = 1")

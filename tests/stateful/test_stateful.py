@@ -23,9 +23,6 @@ from tests.stateful.run import Make, run
 from tests.stateful.site import Site
 
 IN_THE_GATE = set(MACHINES)
-IN_THE_GATE -= {
-    "set_back"
-}  # a topic's copy that another store still has is not sent again: saf.repair
 
 EXAMPLES, STEPS = 6, 20
 

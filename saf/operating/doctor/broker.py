@@ -196,6 +196,29 @@ def unheard(patient: Patient) -> Found:
         )
 
 
+# Partitions have theirs from their log, and are validated with it
+NOT_VALIDATED = """
+SELECT c.relname, o.conname FROM pg_constraint o JOIN pg_class c ON c.oid = o.conrelid
+WHERE o.connamespace = 'saf'::regnamespace AND NOT o.convalidated AND o.coninhcount = 0
+ORDER BY 1, 2
+"""
+
+
+def constraints(patient: Patient) -> Found:
+    """Constraints that new rows obey, and older ones may violate."""
+    for table, name in patient.ask(NOT_VALIDATED):
+        command = sql.SQL("ALTER TABLE {} VALIDATE CONSTRAINT {}").format(
+            sql.Identifier("saf", table), sql.Identifier(name)
+        )
+        yield (
+            "warning",
+            f"constraint {name!r} of saf.{table} holds for new rows only: it came when there were "
+            "others, which may violate it, and whoever reads them asks each",
+            f"as the owner, {command.as_string(None)}: it reads the table, and nobody waits for "
+            "it. It fails if a row violates it: then once that is purged",
+        )
+
+
 DEAD = "SELECT reason, count(*), min(error) FROM saf.dead_letter GROUP BY 1 ORDER BY 1"
 
 

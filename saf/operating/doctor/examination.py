@@ -15,6 +15,7 @@ from saf.database import HAS_SCHEMA, Dsn
 from saf.errors import ConfigurationError, Unavailable
 from saf.fleets import Candidate, ask_all
 from saf.operating.doctor.broker import (
+    constraints,
     dead_letters,
     dialogs_set_back,
     forged,
@@ -56,6 +57,7 @@ SERVER: tuple[Check, ...] = (
 
 BROKER: tuple[Check, ...] = (
     rights,
+    constraints,
     restored,
     forged,
     long_transactions,

@@ -34,10 +34,11 @@ def set_back_by(config: Settings) -> Check:
                 )
             if found.behind:
                 since = found.since and f"since a batch of {found.since.isoformat()}"
+                such_as = f", such as: {found.lower}" if found.lower else ""
                 yield (
                     "error",
                     f"destination {name!r} does not have any more what it has acknowledged of "
-                    f"{in_words(shards_of(found.behind))}, {since or 'or any of it'}: that one "
+                    f"{in_words(shards_of(found.behind))}, {since or 'or any of it'}{such_as}; it "
                     "seems to be restored from a backup, and gets nothing",
                     REPAIR,
                 )

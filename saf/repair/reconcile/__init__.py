@@ -5,7 +5,8 @@ message ids, which does not depend on their order. Each side is read once, on th
 shards whose figures differ are the ids themselves compared, sorted on the servers and merged here
 in bounded memory, so that each message at fault is named:
 
-    lost         complete at the source, and in no destination
+    lost         complete at the source, and in no destination; or, a topic's, not any more in one
+                 that was set back (`saf.repair.reconcile.copies`)
     duplicate    in the destinations more often than at the source
     unexpected   in a destination, and not at the source
 
@@ -13,7 +14,8 @@ Complete is what `saf.log.cursor` says, less what stands in saf.parked or saf.de
 discarded by a person. A source does not record where each message went, so it is compared with
 all of its destinations together. Services that are topics, by any frozen routes that are kept, are
 compared by their ids: a message that no destination has is lost, and one that the same
-destination has twice a duplicate.
+destination has twice a duplicate; which copies a destination has lost that was set back is worked
+out from the routes.
 
 Why there is no false alarm while everything runs: the source's snapshot is taken first, and what
 is complete in it was committed at a destination before. What the destinations have beyond it is
@@ -31,23 +33,39 @@ over the same range. Its beginning, unless given, is
   on the retention of *all* purges of both sides, which no table records.
 
 What it does not see: messages of at_most_once that a crash lost, by contract, are reported as
-lost; a topic's message that only some of its destinations have is taken for whole, because which
-they were is not recorded for ever; two ids whose hashes add up to those of two others escape it
+lost; a topic's message that another destination still has, where the one that has lost it was not
+set back, as by a person's DELETE; two ids whose hashes add up to those of two others escape it
 (1 in 2^64).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 
 from saf.database import Dsn
 from saf.repair.reconcile.comparing import differences, figures
+from saf.repair.reconcile.copies import RoutesOf, set_back_copies
 from saf.repair.reconcile.outcome import Difference, Outcome, Range, Shard
-from saf.repair.reconcile.sides import read_both
+from saf.repair.reconcile.sides import Both, read_both
+from saf.repair.replay import Copy
+from saf.routing.routes import current_routes
 
-__all__ = ["Difference", "Outcome", "Range", "Shard", "missing", "reconcile"]
+__all__ = ["Difference", "Lost", "Outcome", "Range", "Shard", "missing", "reconcile"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost:
+    """What of a source its destinations have lost."""
+
+    messages: list[tuple[int, int]]
+    """(shard, id) in its outbox of those that none has, sorted."""
+    copies: list[Copy]
+    """Those of topics that are lost at some destinations."""
+    range: Range
+    """What was compared."""
 
 
 def reconcile(
@@ -58,6 +76,7 @@ def reconcile(
     since: datetime | None = None,
     until: datetime | None = None,
     retention_seconds: float,
+    routes: RoutesOf = current_routes,
     limit: int = 100,
 ) -> Outcome:
     """Compare one source with all of its destinations. Reads only.
@@ -69,6 +88,7 @@ def reconcile(
         since: from which created_at on; by default from where on nothing was purged.
         until: before which created_at.
         retention_seconds: how long every purge, of either side, has kept messages at least.
+        routes: what says where messages go now, asked of the source.
         limit: how many messages are named at most; all are counted.
 
     Raises:
@@ -82,7 +102,7 @@ def reconcile(
         shards = figures(both)
         counts: Counter[str] = Counter()
         named: list[Difference] = []
-        for difference in differences(both, [s.shard for s in shards if not s.same]):
+        for difference in _differences(both, shards, routes):
             counts[difference.kind] += 1
             if difference.kind != "in_flight" and len(named) < limit:
                 named.append(difference)
@@ -103,25 +123,40 @@ def lost(
     since: datetime | None = None,
     until: datetime | None = None,
     retention_seconds: float,
-) -> tuple[list[tuple[int, int]], Range]:
-    """(shard, id) in the source's outbox of each lost message, sorted, and what was compared.
-
-    See `reconcile`.
-    """
+    routes: RoutesOf = current_routes,
+) -> Lost:
+    """Each message that is lost; see `reconcile`."""
     with read_both(
         name, source, destinations, since=since, until=until, retention_seconds=retention_seconds
     ) as both:
-        differ = [shard.shard for shard in figures(both) if not shard.same]
-        found = sorted(
-            (difference.shard, difference.id)
-            for difference in differences(both, differ)
-            if difference.kind == "lost" and difference.id is not None
-        )
-        return found, both.range
+        messages: list[tuple[int, int]] = []
+        copies: list[Copy] = []
+        for one in _differences(both, figures(both), routes):
+            if one.kind != "lost" or one.id is None:
+                continue
+            if one.lost_at:
+                copies.append(
+                    Copy(
+                        shard=one.shard,
+                        id=one.id,
+                        destinations=one.lost_at,
+                        address=(one.service, one.broker, one.key),
+                    )
+                )
+            else:
+                messages.append((one.shard, one.id))
+        return Lost(messages=sorted(messages), copies=copies, range=both.range)
 
 
 def missing(
     name: str, source: Dsn, destinations: Mapping[str, Dsn], *, retention_seconds: float
 ) -> list[tuple[int, int]]:
-    """The same alone, of all that can be compared."""
-    return lost(name, source, destinations, retention_seconds=retention_seconds)[0]
+    """(shard, id) of each message that no destination has, of all that can be compared."""
+    return lost(name, source, destinations, retention_seconds=retention_seconds).messages
+
+
+def _differences(both: Both, shards: list[Shard], routes: RoutesOf) -> Iterator[Difference]:
+    copies = set_back_copies(
+        both.source, both.destinations, both.params["source"], both.topics, routes
+    )
+    return differences(both, [shard.shard for shard in shards if not shard.same], copies)

@@ -13,8 +13,9 @@ from psycopg import sql
 
 from saf.log.cursor import since as not_visible_in
 from saf.log.shards import shard_expression
+from saf.repair.reconcile.copies import Copies, Entry
 from saf.repair.reconcile.outcome import Difference, Kind, Shard
-from saf.repair.reconcile.sides import Both, Row, as_sql, open_side
+from saf.repair.reconcile.sides import Both, as_sql, open_side
 
 IN_RANGE = """
 created_at >= coalesce(%(since)s::timestamptz, '-infinity')
@@ -22,7 +23,7 @@ AND created_at < coalesce(%(until)s::timestamptz, 'infinity')
 """
 
 SENT = f"""
-SELECT o.message_id, o.shard, o.id, o.to_service, o.key, o.created_at,
+SELECT o.message_id, o.shard, o.id, o.to_service, o.to_broker, o.key, o.created_at,
        CASE WHEN (pg_visible_in_snapshot(o.txid, c.done)
                   OR pg_visible_in_snapshot(o.txid, c.open) AND o.id <= c.position) IS NOT TRUE
                 THEN 'pending'
@@ -40,7 +41,8 @@ WHERE {IN_RANGE}
 
 # The destination's own column is of its own number of shards
 STORED = f"""
-SELECT message_id, {{shard}} AS shard, id, to_service, key, created_at, 'stored' AS state
+SELECT message_id, {{shard}} AS shard, id, to_service, to_broker, key, created_at,
+       'stored' AS state
 FROM saf.inbox WHERE source = %(source)s AND {IN_RANGE}
 """
 
@@ -60,9 +62,27 @@ SELECT shard, count(*), count(*) FILTER (WHERE {PLAIN}),
 FROM ({STORED}) AS stored GROUP BY shard
 """
 
+# For which destinations, and under which address, where a router had found one
+SET_ASIDE = """
+SELECT uuid_send(message_id), destination, shard, id, to_service, to_broker, key, created_at,
+       'set_aside'
+FROM (SELECT destination, shard, id, message_id, to_service, to_broker, key, created_at
+      FROM saf.parked WHERE subscription_id = %(subscription_id)s
+      UNION ALL
+      SELECT destination, shard, id, message_id, to_service, to_broker, key, created_at
+      FROM saf.dead_letter WHERE subscription_id = %(subscription_id)s) AS aside
+ORDER BY message_id
+"""
+DISCARDED = """
+SELECT uuid_send(message_id), '', 0::smallint, 0::bigint, '', NULL::uuid, NULL::text, audit_at,
+       'discarded'
+FROM saf.audit, unnest(message_ids) AS message_id WHERE action = 'discard' ORDER BY message_id
+"""
+
 # uuid_send: bytes sort like uuids do, and need no object each
 SORTED = """
-SELECT uuid_send(message_id), %(where)s::text, shard, id, to_service, key, created_at, {state}
+SELECT uuid_send(message_id), %(where)s::text, shard, id, to_service, to_broker, key, created_at,
+       {state}
 FROM ({rows}) AS rows
 WHERE (shard = ANY ({shards}::smallint[]) OR to_service = ANY (%(topics)s::text[])) AND {in_range}
 ORDER BY message_id
@@ -86,7 +106,7 @@ def figures(both: Both) -> list[Shard]:
     return list(found.values())
 
 
-def differences(both: Both, shards: list[int]) -> Iterator[Difference]:
+def differences(both: Both, shards: list[int], copies: Copies | None) -> Iterator[Difference]:
     """What the two sides say differently of some shards and of topics, in no order."""
     if not shards and not both.topics:
         return
@@ -102,37 +122,47 @@ def differences(both: Both, shards: list[int]) -> Iterator[Difference]:
                 for side in both.destinations
             ),
         ]
-        for message_id, rows in groupby(merge(*streams, key=itemgetter(0)), key=itemgetter(0)):
-            yield from _judged(UUID(bytes=message_id), list(rows), both.topics)
+        if copies is not None:
+            streams += [both.source.stream(q, both.params) for q in (SET_ASIDE, DISCARDED)]
+        for _, rows in groupby(merge(*streams, key=itemgetter(0)), key=itemgetter(0)):
+            yield from _judged([Entry._make(row) for row in rows], both.topics, copies)
 
 
-def _judged(message_id: UUID, rows: list[Row], topics: frozenset[str]) -> Iterator[Difference]:
+def _judged(
+    entries: list[Entry], topics: frozenset[str], copies: Copies | None
+) -> Iterator[Difference]:
     """What is to be said of one message id, given every row that has it."""
-    complete = [row for row in rows if row[7] == "complete"]
-    known = complete + [row for row in rows if row[7] in ("aside", "pending")]
-    everywhere = stored = [row for row in rows if row[7] == "stored"]
-    if stored and stored[0][4] in topics:
+    complete = [one for one in entries if one.state == "complete"]
+    known = complete + [one for one in entries if one.state in ("aside", "pending")]
+    everywhere = stored = [one for one in entries if one.state == "stored"]
+    if stored and stored[0].service in topics:
         # each destination has a copy: what counts is the one that has most
-        ((most, _),) = Counter(row[1] for row in stored).most_common(1)
-        stored = [row for row in stored if row[1] == most]
-    wrong: list[tuple[Kind, Row]] = []
+        ((most, _),) = Counter(one.where for one in stored).most_common(1)
+        stored = [one for one in stored if one.where == most]
+    address, lost_at = copies.lost(entries) if copies else (entries[0], ())
+    wrong: list[tuple[Kind, Entry]] = []
     if not known:
-        wrong = [("unexpected", stored[0])]
+        wrong = [("unexpected", one) for one in stored[:1]]
     elif len(stored) > len(known):
         wrong = [("duplicate", known[0])]
     else:
-        wrong += [("lost", row) for row in complete[len(stored) :]]
-        wrong += [("in_flight", row) for row in known[len(complete) : len(stored)]]
-    for kind, (_, _, shard, id_, service, key, created_at, _) in wrong:
+        wrong += [("lost", one) for one in complete[len(stored) :] if not lost_at]
+        wrong += [("in_flight", one) for one in known[len(complete) : len(stored)]]
+    if lost_at:
+        wrong.append(("lost", known[0]))
+    for kind, one in wrong:
+        addressed = address if lost_at and kind == "lost" else one
         yield Difference(
             kind=kind,
-            shard=shard,
-            id=id_ if known else None,
-            message_id=message_id,
-            service=service,
-            key=key,
-            created_at=created_at,
-            stored=tuple(row[1] for row in everywhere),
+            shard=one.shard,
+            id=one.id if known else None,
+            message_id=UUID(bytes=one.message_id),
+            service=addressed.service,
+            broker=addressed.broker,
+            key=addressed.key,
+            created_at=one.created_at,
+            stored=tuple(each.where for each in everywhere),
+            lost_at=lost_at if kind == "lost" else (),
         )
 
 

@@ -59,11 +59,16 @@ class Difference:
     created_at: datetime
     stored: tuple[str, ...]
     """The destination of each copy."""
+    broker: UUID | None = None
+    """That it is addressed to."""
+    lost_at: tuple[str, ...] = ()
+    """Of a topic's: the destinations that were set back, and have lost their copy."""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self) | {
             "message_id": str(self.message_id),
+            "broker": self.broker and str(self.broker),
             "created_at": self.created_at.isoformat(),
         }
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import count
 from typing import Any
 from uuid import UUID
 
@@ -20,6 +21,8 @@ from saf.repair.reconcile.outcome import Range
 
 Row = tuple[Any, ...]
 ROWS_AT_A_TIME = 10_000
+NUMBERS = count()
+"""Several of one side may be read at the same time."""
 
 # In a REPEATABLE READ transaction a lock alone takes no snapshot
 KEEP_UNPURGED = "LOCK TABLE saf.{log} IN ACCESS SHARE MODE"
@@ -61,7 +64,7 @@ class Side:
         """Rows as they come, in bounded memory; raises as `fetch` does."""
         with (
             unavailable_if_lost(self.what),
-            self.connection.cursor(name="saf_reconcile") as cursor,
+            self.connection.cursor(name=f"saf_reconcile_{next(NUMBERS)}") as cursor,
         ):
             cursor.itersize = ROWS_AT_A_TIME
             yield from cursor.execute(as_sql(query), {**params, "where": self.name}, binary=True)

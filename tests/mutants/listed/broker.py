@@ -68,4 +68,20 @@ MUTANTS: list[Mutant] = [
         "        if not alive and force:\n",
         f"{HONEST}::test_a_rebase_beside_a_member_at_work_is_refused",
     ),
+    mutant(
+        "a repair takes for set back who is being delivered to",
+        "saf/repair/send_again.py",
+        "set_back(connection, name, known[name], before)",
+        "set_back(connection, name, known[name])",
+        "contract/test_set_back_topics.py::"
+        "test_a_forwarder_at_work_does_not_make_a_store_look_set_back",
+    ),
+    mutant(
+        "a refusal says only what was acknowledged",
+        "saf/destinations/marks.py",
+        'up to {self.position}" if self.number > (0, 0) else',
+        'up to {self.position}" if self.batch >= 0 else',
+        "contract/test_set_back.py::"
+        "test_the_refusal_of_a_store_names_what_was_acknowledged_and_what_it_has",
+    ),
 ]

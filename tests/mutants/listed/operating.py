@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
-COMPARING, SIDES, OUTCOME = (
+COMPARING, SIDES, OUTCOME, COPIES = (
     "saf/repair/reconcile/comparing.py",
     "saf/repair/reconcile/sides.py",
     "saf/repair/reconcile/outcome.py",
+    "saf/repair/reconcile/copies.py",
 )
 GRANTS, STATUS, CONFIG, FLEETS = (
     "saf/broker/grants.py",
@@ -26,6 +27,7 @@ GRANTED, OF_FLEETS, CLI = (
     "integration/test_fleets.py",
     "integration/test_cli.py",
 )
+OF_TOPICS = "contract/test_set_back_topics.py"
 OF_STATUS, SETTINGS = "contract/test_status.py", "unit/test_settings.py"
 
 MUTANTS: list[Mutant] = [
@@ -81,7 +83,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what the source never sent is in flight",
         COMPARING,
-        'wrong = [("unexpected", stored[0])]',
+        'wrong = [("unexpected", one) for one in stored[:1]]',
         'wrong = [("in_flight", stored[0])]',
         f"{RECONCILED}::test_a_message_that_the_source_never_sent_is_unexpected",
     ),
@@ -341,5 +343,57 @@ MUTANTS: list[Mutant] = [
         "exit_code = 75  # EX_TEMPFAIL",
         "exit_code = 2  # EX_TEMPFAIL",
         f"{CLI}::test_status_reports_the_brokers_that_answer_and_ends_with_75_for_one_that_does_not",
+    ),
+    mutant(
+        "a new subscriber is flooded with an old topic",
+        COPIES,
+        "or begun is None or sent.created_at < begun:",
+        "or begun is None:",
+        f"{OF_TOPICS}::test_a_new_subscriber_that_was_set_back_is_not_flooded_with_an_old_topic",
+    ),
+    mutant(
+        "a copy that a destination has counts as lost",
+        COPIES,
+        'and not others & {name, ""}',
+        "",
+        f"{OF_TOPICS}::test_a_store_set_back_gets_its_copies_again_and_the_others_nothing",
+    ),
+    mutant(
+        "a message that is set aside for one destination is lost at none",
+        COPIES,
+        'if e.state in ("complete", "aside")',
+        'if e.state == "complete"',
+        f"{OF_TOPICS}::test_a_copy_is_lost_also_while_another_stores_is_parked",
+    ),
+    mutant(
+        "what is given up for one destination is given up for all",
+        COPIES,
+        "given_up and opened_at and given_up < opened_at",
+        "given_up",
+        f"{OF_TOPICS}::"
+        "test_what_was_given_up_for_one_store_is_sent_again_to_another_that_has_lost_it",
+    ),
+    mutant(
+        "what a destination still has of a topic says nothing",
+        COPIES,
+        "    begun += side.fetch(HELD,",
+        "    side.fetch(HELD,",
+        f"{OF_TOPICS}::"
+        "test_since_when_a_store_gets_a_topic_is_known_also_where_the_first_routes_are_forgotten",
+    ),
+    mutant(
+        "when a route was made says nothing",
+        COPIES,
+        "    begun += here.fetch(MADE,",
+        "    here.fetch(MADE,",
+        f"{OF_TOPICS}::"
+        "test_since_when_a_store_gets_a_topic_is_known_also_where_the_first_routes_are_forgotten",
+    ),
+    mutant(
+        "the first routes that are kept count as the first there were",
+        "saf/routing/routes.py",
+        "return self.version == 1",
+        "return self.version >= 1",
+        f"{OF_TOPICS}::test_a_new_subscriber_that_was_set_back_is_not_flooded_with_an_old_topic",
     ),
 ]

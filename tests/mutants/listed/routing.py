@@ -221,6 +221,14 @@ MUTANTS: list[Mutant] = [
         "test_what_a_restored_store_lost_arrives_before_what_was_sent_since",
     ),
     mutant(
+        "what a router led to a topic is replayed under the router's name",
+        "saf/repair/replay.py",
+        "{'lost' if c in ADDRESS else 'o'}",
+        "{'o' if c in ADDRESS else 'o'}",
+        "contract/test_set_back_topics.py::"
+        "test_what_a_router_led_to_a_topic_is_sent_again_under_the_topics_name",
+    ),
+    mutant(
         "a dry run of a replay lets keys choose",
         "saf/repair/replay.py",
         "connection.transaction(force_rollback=dry_run)",
