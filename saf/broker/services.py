@@ -23,7 +23,7 @@ from psycopg.rows import class_row
 from saf.database import fetch
 from saf.errors import ConfigurationError, UsageError
 from saf.message import MAX_NAME, fits
-from saf.setaside.dead import audit
+from saf.setaside.audit import audit
 
 Start = Literal["beginning", "now"]
 """The first message that a new subscription reads: the oldest still stored, or the next."""

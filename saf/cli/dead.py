@@ -16,7 +16,8 @@ from saf.cli.brokers import AsJson, Config, DryRun, Name, Round, Why, chosen, mo
 from saf.cli.console import echo, plain_console, write
 from saf.config import load
 from saf.errors import UsageError
-from saf.setaside import dead
+from saf.operating import decide
+from saf.setaside import audit, dead
 from saf.setaside.dead import REASONS, DeadLetter, Filter
 
 app = typer.Typer(no_args_is_help=True, help="Messages that a person has to decide about.")
@@ -64,7 +65,7 @@ def audit_(
 ) -> None:
     """Show what people did with messages that were set aside, and why; the last first."""
     round_ = Round(chosen(load(config), broker))
-    found = round_.visit("dead", lambda connection, _: dead.audited(connection, limit))
+    found = round_.visit("dead", lambda connection, _: audit.audited(connection, limit))
     if as_json:
         rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
         echo(json.dumps({"audit": rows, "errors": round_.errors()}))
@@ -117,7 +118,7 @@ def retry(
         everything=everything, dead_letter_ids=ids or None, reason=reason, service=service,
         destination=destination, key=key, before=before,
     )  # fmt: skip
-    _act(dead.retry, which, config, broker, why, dry_run=dry_run, as_json=as_json)
+    _act(decide.retry, which, config, broker, why, dry_run=dry_run, as_json=as_json)
 
 
 @app.command()
@@ -141,7 +142,7 @@ def discard(
         everything=everything, dead_letter_ids=ids or None, reason=reason, service=service,
         destination=destination, key=key, before=before,
     )  # fmt: skip
-    _act(dead.discard, which, config, broker, why, dry_run=dry_run, as_json=as_json)
+    _act(decide.discard, which, config, broker, why, dry_run=dry_run, as_json=as_json)
 
 
 def _filter(*, everything: bool = True, **chosen: Any) -> Filter:

@@ -21,7 +21,7 @@ from saf.columns import COLUMNS
 from saf.database import fetch
 from saf.routing.choices import Asker, choose
 from saf.routing.ways import Routes, Way
-from saf.setaside.dead import ONE_AT_A_TIME, audit
+from saf.setaside.audit import ONE_AT_A_TIME, audit
 from saf.setaside.parking import ADDRESS, REPLAY
 
 FIND = """

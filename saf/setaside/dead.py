@@ -1,13 +1,7 @@
-"""Dead letters: messages set aside for a person, and what the person does with them.
+"""Dead letters: messages set aside for a person.
 
-They are written in the transaction that moves the position past them. `retry` hands them to the
-forwarder again, in the order they had, in a lane of their own (see `saf.setaside.parking`), or to
-the receivers of their subscription, in the lane of their key and ahead of what waits there.
-`discard` gives them up. Both let a key go on that waited for the decision, and remember who did it,
-when and why in ``saf.audit``.
-
-A dialog of which a message is a dead letter on its way to the other end waits for it there. It goes
-on in order if that is retried, and fails at both ends if it is given up.
+They are written in the transaction that moves the position past them. What the person does with
+them is in `saf.operating.decide`.
 """
 
 from __future__ import annotations
@@ -26,10 +20,8 @@ from psycopg.rows import class_row
 
 from saf.columns import COLUMNS
 from saf.database import fetch
-from saf.dialogs.statements import GIVE_UP
 from saf.limits import HEADERS_READABLE, WHY_NOT
 from saf.message import MAX_BODY
-from saf.setaside.parking import KEY, RETRY
 
 REASONS = (
     *("rejected", "expired", "over_size", "unavailable", "failed", "unresolved", "no_dialog"),
@@ -89,53 +81,6 @@ SELECT dead_letter_id, s.name AS subscription, destination, reason, error, dead_
 
 BODY = "SELECT body FROM saf.dead_letter WHERE dead_letter_id = %(dead_letter_id)s"
 
-LOCKED = f"SELECT dead_letter_id, message_id, destination {CHOSEN} ORDER BY 1 FOR UPDATE OF d"
-
-# The number of a retry, its audit_id, rises with each, and so does the lane's watermark; within it
-# the order is the one in which they died. What had expired goes all the same: a person says so.
-RETRIED = f"""
-saf.dead_letter d JOIN saf.subscription s USING (subscription_id)
-CROSS JOIN LATERAL (
-    SELECT CASE WHEN s.log = 'inbox' THEN '{KEY}' || coalesce(d.key, d.message_id::text)
-                ELSE %(lane)s END AS lane,
-           CASE WHEN s.log = 'inbox' THEN d.shard END AS of_key) AS l
-WHERE dead_letter_id = ANY (%(dead_letter_ids)s)
-"""
-PARK = f"""
-INSERT INTO saf.parked
-    (subscription_id, destination, lane, shard, id, batch, position, {", ".join(COLUMNS)})
-SELECT subscription_id, destination, lane, shard, id, %(number)s,
-       row_number() OVER (ORDER BY dead_letter_id),
-       {", ".join("NULL" if c == "expires_at" else f"d.{c}" for c in COLUMNS)}
-FROM {RETRIED}
-"""
-DUE = f"""
-INSERT INTO saf.backoff (subscription_id, destination, lane, shard, error)
-SELECT DISTINCT subscription_id, destination, lane, of_key, 'retried by ' || session_user
-FROM {RETRIED}
-ON CONFLICT (subscription_id, destination, lane)
-DO UPDATE SET attempts = 0, next_attempt_at = now()
-"""
-# Keys that waited for a person's word
-GO_ON = f"""
-UPDATE saf.backoff b SET next_attempt_at = now() FROM {RETRIED}
-  AND (b.subscription_id, b.destination, b.lane) = (d.subscription_id, d.destination, l.lane)
-  AND of_key IS NOT NULL AND b.attempts = 0
-"""
-# In the order of their numbers also across retries: one that commits late must not come after a
-# higher one was delivered.
-ONE_AT_A_TIME = "SELECT pg_advisory_xact_lock(hashtextextended('saf retry', 0))"
-DELETE = "DELETE FROM saf.dead_letter WHERE dead_letter_id = ANY (%(dead_letter_ids)s)"
-AUDITED = """
-SELECT audit_id, audit_at, who, action, cardinality(message_ids) AS messages,
-       message_ids[1:3] AS first_message_ids, why
-FROM saf.audit ORDER BY audit_id DESC LIMIT %(limit)s
-"""
-AUDIT = """
-INSERT INTO saf.audit (action, message_ids, why)
-VALUES (%(action)s, %(message_ids)s, %(why)s) RETURNING audit_id
-"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Filter:
@@ -178,25 +123,6 @@ class DeadLetter:
             with suppress(ValueError, RecursionError):
                 plain["headers"] = json.loads(self.headers)
         return {**plain, **moments, "message_id": str(self.message_id)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Audited:
-    """What somebody did with messages."""
-
-    audit_id: int
-    audit_at: datetime
-    who: str
-    action: str
-    messages: int
-    first_message_ids: list[UUID]
-    """Some of them; saf.audit has all."""
-    why: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        ids = [str(one) for one in self.first_message_ids]
-        return asdict(self) | {"audit_at": self.audit_at.isoformat(), "first_message_ids": ids}
 
 
 def known(
@@ -275,57 +201,3 @@ def body(connection: psycopg.Connection[Any], dead_letter_id: int) -> bytes | No
     """The body of a dead letter; None if there is no such."""
     found = fetch(connection, BODY, {"dead_letter_id": dead_letter_id})
     return bytes(found[0][0]) if found else None
-
-
-def retry(connection: psycopg.Connection[Any], chosen: Filter, why: str) -> list[UUID]:
-    """Hand dead letters to who had them, again; return their message ids, in order.
-
-    One that is retried is no dead letter any more, so doing it twice does it once.
-    """
-    with connection.transaction():
-        connection.execute(ONE_AT_A_TIME)
-        ids, message_ids = _locked(connection, chosen)
-        if ids:
-            number = audit(connection, "retry", message_ids, why)
-            params = {"lane": RETRY, "number": number, "dead_letter_ids": ids}
-            connection.execute(DUE, params)
-            connection.execute(PARK, params)
-            connection.execute(DELETE, params)
-    return message_ids
-
-
-def discard(connection: psycopg.Connection[Any], chosen: Filter, why: str) -> list[UUID]:
-    """Give dead letters up for good; return their message ids.
-
-    Both ends of a dialog that lacks one of them get an Error.
-    """
-    with connection.transaction():
-        ids, message_ids = _locked(connection, chosen)
-        if ids:
-            audit(connection, "discard", message_ids, why)
-            params = {"lane": RETRY, "dead_letter_ids": ids}
-            connection.execute(GIVE_UP, params)
-            connection.execute(GO_ON, params)
-            connection.execute(DELETE, params)
-    return message_ids
-
-
-def _locked(connection: psycopg.Connection[Any], chosen: Filter) -> tuple[list[int], list[UUID]]:
-    rows = fetch(connection, LOCKED, asdict(chosen))
-    return [row[0] for row in rows], [row[1] for row in rows]
-
-
-def audit(
-    connection: psycopg.Connection[Any], action: str, message_ids: Sequence[UUID], why: str
-) -> int:
-    """Remember what somebody did with messages; return its number, which rises."""
-    ((number,),) = fetch(
-        connection, AUDIT, {"action": action, "message_ids": list(message_ids), "why": why}
-    )
-    return int(number)
-
-
-def audited(connection: psycopg.Connection[Any], limit: int = 100) -> list[Audited]:
-    """What people did with messages, the last first."""
-    with psycopg.Cursor(connection, row_factory=class_row(Audited)) as cursor:
-        return cursor.execute(AUDITED, {"limit": limit}).fetchall()

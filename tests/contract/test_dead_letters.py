@@ -10,6 +10,8 @@ import pytest
 import saf
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
+from saf.operating import decide
+from saf.setaside import audit as audits
 from saf.setaside import dead
 from saf.setaside.dead import Filter
 from tests.pipeline import Cycle, bodies, connect, policy, send
@@ -48,7 +50,7 @@ def test_retried_messages_arrive_in_order_and_with_their_ids(
     with connect(app) as connection, connect(mom) as store:
         found = dead.dead_letters(connection, Filter())
         store.execute(ALLOW)
-        ids = dead.retry(connection, Filter(), "the check was wrong")
+        ids = decide.retry(connection, Filter(), "the check was wrong")
         assert ids == [letter.message_id for letter in found]
         run(app, mom)
         assert bodies(mom)[5:] == rejected
@@ -62,13 +64,13 @@ def test_retrying_again_retries_nothing_and_what_is_rejected_again_is_dead_again
     app: Dsn, mom: Dsn, rejected: list[str]
 ) -> None:
     with connect(app) as connection, connect(mom) as store:
-        first = dead.retry(connection, Filter(), "")
-        assert dead.retry(connection, Filter(), "") == []
+        first = decide.retry(connection, Filter(), "")
+        assert decide.retry(connection, Filter(), "") == []
         run(app, mom)
         again = dead.dead_letters(connection, Filter())
         assert [letter.message_id for letter in again] == first
         store.execute(ALLOW)
-        dead.retry(connection, Filter(), "")
+        decide.retry(connection, Filter(), "")
         run(app, mom)
         assert bodies(mom)[5:] == rejected
 
@@ -80,7 +82,7 @@ def test_retries_one_after_the_other_are_all_delivered_in_whatever_order_they_we
         store.execute(ALLOW)
         numbers = [letter.dead_letter_id for letter in dead.dead_letters(connection, Filter())]
         for number in reversed(numbers):
-            dead.retry(connection, Filter(dead_letter_ids=[number]), "")
+            decide.retry(connection, Filter(dead_letter_ids=[number]), "")
         run(app, mom)
     assert bodies(mom)[5:] == rejected[::-1]
 
@@ -91,7 +93,7 @@ def test_a_retry_beside_a_destination_that_is_down_waits_its_turn(
     nowhere = Dsn("host=/nonexistent dbname=mom")
     with connect(app) as connection, connect(mom) as store:
         store.execute(ALLOW)
-        dead.retry(connection, Filter(), "")
+        decide.retry(connection, Filter(), "")
         with Cycle(app, policy(mom=nowhere)) as cycle:
             cycle.run()
         assert len(bodies(mom)) == 5
@@ -105,11 +107,11 @@ def test_a_filter_chooses_and_a_discarded_message_is_gone_and_remembered(
 ) -> None:
     with connect(app) as connection:
         assert dead.dead_letters(connection, Filter(reason="expired")) == []
-        assert dead.discard(connection, Filter(service="nobody"), "") == []
+        assert decide.discard(connection, Filter(service="nobody"), "") == []
         (first, *_) = dead.dead_letters(connection, Filter(key="k", destination="mom"))
         assert dead.body(connection, first.dead_letter_id) == rejected[0].encode()
         chosen = Filter(dead_letter_ids=[first.dead_letter_id])
-        assert dead.discard(connection, chosen, "a test order") == [first.message_id]
+        assert decide.discard(connection, chosen, "a test order") == [first.message_id]
         assert dead.body(connection, first.dead_letter_id) is None
         assert len(dead.dead_letters(connection, Filter())) == 4
         assert audit(connection) == [("postgres", "discard", 1, "a test order")]
@@ -127,7 +129,7 @@ def test_what_had_expired_is_delivered_all_the_same_when_a_person_retries_it(
         )
         run(app, mom)
         assert [one.reason for one in dead.dead_letters(connection, Filter())] == ["expired"]
-        dead.retry(connection, Filter(), "better late")
+        decide.retry(connection, Filter(), "better late")
         run(app, mom)
     with saf.receive(mom, "billing") as delivery:
         assert [message.text() for message in delivery] == ["late"]
@@ -139,8 +141,8 @@ def test_retries_are_numbered_one_at_a_time(app: Dsn, rejected: list[str]) -> No
         two.execute("SET lock_timeout = '200ms'")
         two.commit()
         with one.transaction():
-            one.execute(dead.ONE_AT_A_TIME)
+            one.execute(audits.ONE_AT_A_TIME)
             with pytest.raises(psycopg.errors.LockNotAvailable):
-                dead.retry(two, Filter(), "")
+                decide.retry(two, Filter(), "")
         two.rollback()
-        assert len(dead.retry(two, Filter(), "")) == len(rejected)
+        assert len(decide.retry(two, Filter(), "")) == len(rejected)

@@ -24,7 +24,8 @@ from saf.errors import (
     UsageError,
     WrongDirection,
 )
-from saf.setaside.dead import Filter, discard, retry
+from saf.operating.decide import discard, retry
+from saf.setaside.dead import Filter
 from saf.testing.clock import let_time_pass
 from tests.dialogs import (
     END,

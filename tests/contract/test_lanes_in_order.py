@@ -12,8 +12,8 @@ from saf.destinations.postgresql import PostgresInbox
 from saf.errors import Unavailable
 from saf.failpoints import arm
 from saf.log.shards import shard_of
+from saf.operating import decide
 from saf.routing.routers import add_router
-from saf.setaside import dead
 from saf.setaside.dead import Filter
 from tests.contract.test_7_isolated import NOWHERE, AnswerLost, Broker, count, route, run, send_to
 from tests.contract.test_routes import Crash, crash, without_default
@@ -201,9 +201,9 @@ def test_what_is_retried_before_it_has_a_route_arrives_after_what_was_retried_la
         send_to(connection, "billing", "bad", key="k")
         run_routed(app, mom)
         store.execute("ALTER TABLE saf.inbox DROP CONSTRAINT polite")
-        assert len(dead.retry(connection, Filter(service="shipping"), "wanted after all")) == 1
+        assert len(decide.retry(connection, Filter(service="shipping"), "wanted after all")) == 1
         run_routed(app, mom)
-        assert len(dead.retry(connection, Filter(service="billing"), "it was not bad")) == 1
+        assert len(decide.retry(connection, Filter(service="billing"), "it was not bad")) == 1
         run_routed(app, mom)
         assert bodies(mom) == ["bad"]
 
@@ -219,7 +219,7 @@ def test_of_what_is_retried_together_each_goes_when_it_has_a_route(app: Dsn, mom
         for service in ("shipping", "billing", "shipping", "billing"):
             send_to(connection, service, service, key="k", expires_at=datetime.now(UTC))
         run_routed(app, mom)
-        assert len(dead.retry(connection, Filter(), "wanted after all")) == 4
+        assert len(decide.retry(connection, Filter(), "wanted after all")) == 4
         for service in ("billing", "shipping"):
             route(connection, service, "mom")
             let_time_pass(app)

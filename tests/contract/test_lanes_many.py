@@ -12,7 +12,8 @@ import pytest
 
 from saf.database import Dsn, fetch
 from saf.engine import releasing
-from saf.setaside import backoff, dead
+from saf.operating import decide
+from saf.setaside import backoff
 from saf.setaside.backoff import rank
 from saf.setaside.dead import Filter
 from saf.setaside.parking import Lane
@@ -217,7 +218,7 @@ def test_of_what_is_retried_nothing_is_lost_behind_a_service_that_is_not_known(
             cycle.run()
             assert count(app, "dead_letter") == 6
             store.execute("INSERT INTO saf.service VALUES ('shipping')")
-            dead.retry(connection, Filter(), "wanted after all")
+            decide.retry(connection, Filter(), "wanted after all")
             cycle.run()
             assert bodies(mom) == [f"shipping {number}" for number in range(3)]
             send_to(connection, "billing", "billing 3")

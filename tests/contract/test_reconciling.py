@@ -6,8 +6,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 from saf.database import Dsn
+from saf.operating import decide
 from saf.repair.reconcile import Outcome, reconcile
-from saf.setaside import dead
 from saf.setaside.dead import Filter
 from tests.pipeline import Cycle, connect, forward, policy, send
 
@@ -65,7 +65,7 @@ def test_what_was_retried_is_not_given_up_and_so_may_be_lost(app: Dsn, mom: Dsn)
             "VALUES ('billing', 'late', now() - interval '1 s')"
         )
         forward(app, mom=mom)
-        dead.retry(connection, Filter(), "better late")
+        decide.retry(connection, Filter(), "better late")
         forward(app, mom=mom)
         assert counts(compare(app, mom)) == {}
         store.execute("DELETE FROM saf.inbox")

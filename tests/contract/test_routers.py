@@ -17,6 +17,7 @@ from saf.database import Dsn, fetch
 from saf.engine.work import Receipt
 from saf.errors import ConfigurationError, UsageError
 from saf.failpoints import arm
+from saf.operating import decide
 from saf.repair.reconcile import reconcile
 from saf.repair.replay import replay
 from saf.routing.choices import forget
@@ -30,7 +31,6 @@ from saf.routing.routes import (
     current_routes,
 )
 from saf.routing.ways import Router
-from saf.setaside import dead
 from saf.setaside.dead import Filter, dead_letters
 from saf.setaside.parking import parked
 from tests import classifiers
@@ -354,7 +354,7 @@ def test_a_dead_letter_that_is_retried_is_classified_again(
     run(app, ewr=ewr, jfk=jfk)
     assert len(buried(source)) == 2
     add_route(source, "ewr", service="LGA")
-    dead.retry(source, Filter(), "there is a route now")
+    decide.retry(source, Filter(), "there is a route now")
     run(app, ewr=ewr, jfk=jfk)
     assert inbox(ewr, "to_service, key") == [("LGA", "N1")]
     assert [why for _, _, why in buried(source)] == [

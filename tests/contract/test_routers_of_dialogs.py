@@ -14,10 +14,11 @@ import saf
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.dialogs.statements import Code
+from saf.operating.decide import retry
 from saf.routing.choices import forget
 from saf.routing.routers import add_router, remove_router
 from saf.routing.routes import add_route
-from saf.setaside.dead import Filter, retry
+from saf.setaside.dead import Filter
 from tests import classifiers
 from tests.contract.test_routes import without_default
 from tests.dialogs import END, ERROR, SHOP, begin, end, receive, said, say, states

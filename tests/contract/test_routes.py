@@ -15,6 +15,7 @@ from saf import Outbox
 from saf.database import Dsn, fetch
 from saf.errors import UsageError
 from saf.failpoints import arm
+from saf.operating import decide
 from saf.routing.choices import NOTED_SECONDS, Asker, choose, forget
 from saf.routing.routes import (
     Configured,
@@ -521,7 +522,7 @@ def test_a_dead_letter_without_a_destination_goes_where_routes_lead_when_it_is_r
         add_route(source, destination, service="s")
     send(source, "late", expires_at=datetime.now(UTC) - timedelta(seconds=1))
     run(app, a=a, b=b)
-    assert len(dead.retry(source, dead.Filter(reason="expired"), "it is not too late")) == 1
+    assert len(decide.retry(source, dead.Filter(reason="expired"), "it is not too late")) == 1
     run(app, a=a, b=b)
     assert bodies(a) == bodies(b) == ["late"]
     assert count(app, "parked") == count(app, "backoff") == 0

@@ -318,7 +318,8 @@ def test_what_had_waited_for_a_route_is_not_dropped_after_the_source_was_set_bac
 def test_what_is_retried_is_not_dropped_after_the_source_was_set_back(
     app: Dsn, mom: Dsn, backup: Backup
 ) -> None:
-    from saf.setaside.dead import Filter, retry
+    from saf.operating.decide import retry
+    from saf.setaside.dead import Filter
 
     late = """
         INSERT INTO saf.outbox (to_service, key, body, expires_at)

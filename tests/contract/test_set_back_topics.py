@@ -13,6 +13,7 @@ import pytest
 from saf import Outbox
 from saf.database import Dsn, fetch
 from saf.engine.work import Receipt
+from saf.operating import decide
 from saf.repair.reconcile import reconcile
 from saf.repair.send_again import Sent, send_again
 from saf.repair.set_back import Known, known_at
@@ -268,7 +269,7 @@ def test_what_was_given_up_for_one_store_is_sent_again_to_another_that_has_lost_
         tell(app, "bad")
         run(app, mom=mom, other=other)
         with connect(app) as connection:
-            assert len(dead.discard(connection, dead.Filter(), "")) == 1
+            assert len(decide.discard(connection, dead.Filter(), "")) == 1
 
     given_up()
     tell(app, "good")

@@ -16,7 +16,7 @@ import pytest
 import saf
 from saf.database import Dsn, fetch
 from saf.errors import ConfigurationError, UsageError
-from saf.setaside import dead as dead_letters
+from saf.operating import decide
 from saf.setaside.dead import Filter
 from tests.pipeline import connect
 from tests.programs import ROOT, environment, run
@@ -110,8 +110,8 @@ def test_a_key_stays_blocked_by_its_dead_letter_if_so_configured_until_it_is_dec
     assert dead(inbox) == [("2", "failed"), ("x", "failed")]
     picky.bad.clear()
     with connect(inbox) as connection:
-        dead_letters.retry(connection, Filter(key="k"), "mended")
-        dead_letters.discard(connection, Filter(key="other"), "not wanted")
+        decide.retry(connection, Filter(key="k"), "mended")
+        decide.discard(connection, Filter(key="other"), "not wanted")
     picky.worker.drain()
     assert effects(inbox) == ["1", "2", "3", "4", "y"] or effects(inbox) == [
         "1", "y", "2", "3", "4",

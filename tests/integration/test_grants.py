@@ -24,6 +24,7 @@ from saf.database import Dsn, fetch
 from saf.errors import ConfigurationError
 from saf.log import cursor
 from saf.log.shards import Member
+from saf.operating import decide
 from saf.operating.status import broker_status
 from saf.receiving.inbox import inbox_status
 from saf.routing.routers import add_router
@@ -517,7 +518,7 @@ def test_a_receiver_receives_parks_and_buries_for_a_service_that_an_operator_cre
     with connect(operator) as connection:
         (status,) = inbox_status(connection)
         assert (status.unread, status.parked, status.dead_letters) == (0, 2, 2)
-        dead.retry(connection, dead.Filter(reason="failed"), "mended")
+        decide.retry(connection, dead.Filter(reason="failed"), "mended")
         connection.execute("UPDATE saf.backoff SET next_attempt_at = now()")
     for _ in range(2):
         with saf.receive(receiver, "billing") as delivery:
@@ -642,7 +643,7 @@ def test_an_operator_sees_the_state_of_things_and_mends_routes_and_what_was_set_
         assert add_topic(connection, "a")
         remove_topic(connection, "a")
         (found,) = dead.dead_letters(connection, dead.Filter())
-        assert dead.retry(connection, dead.Filter(), "the cause is mended") == [found.message_id]
+        assert decide.retry(connection, dead.Filter(), "the cause is mended") == [found.message_id]
         connection.execute("UPDATE saf.backoff SET next_attempt_at = now()")
         connection.execute("DELETE FROM saf.parked")
 

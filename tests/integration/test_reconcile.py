@@ -18,6 +18,7 @@ from saf.broker.migrate import migrate
 from saf.database import Dsn, fetch
 from saf.errors import ConfigurationError, Restored, Unavailable
 from saf.log.ring import SLOT_ROWS, purge
+from saf.operating import decide
 from saf.repair.reconcile import Outcome, missing, reconcile
 from saf.repair.reconcile.sides import read_both
 from saf.routing.routes import add_route, add_topic, remove_topic
@@ -232,7 +233,7 @@ def test_what_is_parked_dead_or_discarded_is_not_lost(app: Dsn, mom: Dsn, other:
     forward(app, mom=mom, other=NOWHERE)
     with connect(app) as connection:
         one = dead.dead_letters(connection, dead.Filter())[0]
-        dead.discard(connection, dead.Filter(dead_letter_ids=[one.dead_letter_id]), "test")
+        decide.discard(connection, dead.Filter(dead_letter_ids=[one.dead_letter_id]), "test")
     outcome = compare(app, mom=mom, other=other)
     assert outcome.same
     assert (total(outcome, "complete"), total(outcome, "aside")) == (20, 3)

@@ -20,6 +20,7 @@ from saf.broker.services import create_service, create_subscription, remove_subs
 from saf.database import Dsn
 from saf.dialogs.conversations import clean_up
 from saf.failpoints import arm
+from saf.operating import decide
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route
 from saf.setaside import dead
@@ -142,7 +143,7 @@ def test_every_end_is_reached_and_the_pages_commands_show_it(
         remove_subscription(connection, "more", discard=True)
         connection.execute("INSERT INTO saf.service (name) VALUES ('unheard')")
     with connect(app) as connection:
-        assert len(dead.discard(connection, dead.Filter(reason="rejected"), "nobody asks")) == 1
+        assert len(decide.discard(connection, dead.Filter(reason="rejected"), "nobody asks")) == 1
 
     def answer(*command: str, of: str) -> list[dict[str, Any]]:
         done = saf(*command, "--json", cwd=folder)

@@ -11,9 +11,9 @@ import psycopg
 import pytest
 
 from saf.database import Dsn
+from saf.operating import decide
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route
-from saf.setaside import dead
 from saf.setaside.dead import Filter, dead_letters
 from saf.setaside.parking import parked
 from tests.contract.test_routes import broker_id
@@ -197,7 +197,7 @@ def test_a_dead_letter_that_is_retried_is_asked_about_again(
     forward(config)
     assert len(dead_letters(source, Filter())) == 1
     add_route(source, "ewr", service="SFO")
-    dead.retry(source, Filter(), "there is a route now")
+    decide.retry(source, Filter(), "there is a route now")
     forward(config)
     assert stored(stores["ewr"], "to_service, key") == [("SFO", "k")]
     assert dead_letters(source, Filter()) == []

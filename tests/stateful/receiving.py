@@ -23,6 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import saf
 from saf.broker import services
+from saf.operating import decide
 from saf.operating.maintenance import purge_broker
 from saf.receiving.delivery import Delivery
 from saf.setaside import dead
@@ -294,7 +295,7 @@ class Receiving(RuleBasedStateMachine):
         for _, name, _ in self.of(DEAD, subscription):
             self.put[name].again[subscription] += 1
             self.put[name].failures_before = self.failures
-        dead.retry(self.mom.person, dead.Filter(dead_letter_ids=ids), "a test")
+        decide.retry(self.mom.person, dead.Filter(dead_letter_ids=ids), "a test")
 
     @rule(subscription=st.sampled_from(SUBSCRIPTIONS))
     def discard_dead(self, subscription: str) -> None:
@@ -302,7 +303,7 @@ class Receiving(RuleBasedStateMachine):
         ids = self._dead_ids(subscription)
         for _, name, _ in self.of(DEAD, subscription):
             self.put[name].discarded.add(subscription)
-        dead.discard(self.mom.person, dead.Filter(dead_letter_ids=ids), "a test")
+        decide.discard(self.mom.person, dead.Filter(dead_letter_ids=ids), "a test")
 
     @rule()
     def purge(self) -> None:

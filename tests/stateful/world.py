@@ -17,6 +17,7 @@ import pytest
 from saf import Outbox
 from saf.database import Dsn
 from saf.errors import SafError
+from saf.operating import decide
 from saf.operating.maintenance import purge_broker
 from saf.setaside import dead, parking
 from saf.testing import clock
@@ -264,13 +265,13 @@ class World:
         """``saf dead retry``."""
         for name, destination, _ in self.dead_ones(service):
             self.truth.sent[name].again[destination] += 1
-        dead.retry(self.app.person, dead.Filter(service=service), "a test")
+        decide.retry(self.app.person, dead.Filter(service=service), "a test")
 
     def discard_dead(self, service: str | None) -> None:
         """``saf dead discard``."""
         for name, destination, _ in self.dead_ones(service):
             self.truth.sent[name].discarded.add(destination)
-        dead.discard(self.app.person, dead.Filter(service=service), "a test")
+        decide.discard(self.app.person, dead.Filter(service=service), "a test")
 
     def dead_ones(self, service: str | None) -> Sequence[tuple[str, str, str]]:
         """Name, destination and reason of the dead letters, of a service or all."""

@@ -55,7 +55,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a restored database is not refused",
-        REBASE,
+        "saf/broker/restored.py",
         "system_identifier <> (SELECT",
         "system_identifier < 0 * (SELECT",
         f"{REBASED}::"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, harmless, mutant
 
 PARKING, BACKOFF = "saf/setaside/parking.py", "saf/setaside/backoff.py"
-DEAD, ASIDE, RELEASING = "saf/setaside/dead.py", "saf/engine/aside.py", "saf/engine/releasing.py"
+DEAD, DECIDE = "saf/setaside/dead.py", "saf/operating/decide.py"
+ASIDE, RELEASING = "saf/engine/aside.py", "saf/engine/releasing.py"
 ONCE, ISOLATED, LETTERS = (
     "contract/test_set_aside_once.py",
     "contract/test_7_isolated.py",
@@ -93,7 +94,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a dead letter that is retried is still one",
-        DEAD,
+        DECIDE,
         """            connection.execute(PARK, params)
             connection.execute(DELETE, params)""",
         """            connection.execute(PARK, params)""",
@@ -101,21 +102,21 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what is retried expires again",
-        DEAD,
+        DECIDE,
         '"NULL" if c == "expires_at" else f"d.{c}"',
         'f"d.{c}"',
         f"{LETTERS}::test_what_had_expired_is_delivered_all_the_same_when_a_person_retries_it",
     ),
     mutant(
         "what is retried keeps no order",
-        DEAD,
+        DECIDE,
         "row_number() OVER (ORDER BY dead_letter_id)",
         "row_number() OVER (ORDER BY dead_letter_id DESC)",
         f"{LETTERS}::test_retried_messages_arrive_in_order_and_with_their_ids",
     ),
     mutant(
         "retries take no turn",
-        DEAD,
+        DECIDE,
         "        connection.execute(ONE_AT_A_TIME)\n",
         "",
         f"{LETTERS}::test_retries_are_numbered_one_at_a_time",
@@ -129,14 +130,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what is discarded is not remembered",
-        DEAD,
+        DECIDE,
         '            audit(connection, "discard", message_ids, why)\n',
         "",
         f"{LETTERS}::test_a_filter_chooses_and_a_discarded_message_is_gone_and_remembered",
     ),
     mutant(
         "a key goes on waiting though its dead letter was discarded",
-        DEAD,
+        DECIDE,
         "            connection.execute(GO_ON, params)\n",
         "",
         "contract/test_worker.py::"

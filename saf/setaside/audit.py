@@ -1,0 +1,62 @@
+"""The audit: what people did with messages that were set aside or lost, when and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+import psycopg
+from psycopg.rows import class_row
+
+from saf.database import fetch
+
+# In the order of their numbers also across retries: one that commits late must not come after a
+# higher one was delivered.
+ONE_AT_A_TIME = "SELECT pg_advisory_xact_lock(hashtextextended('saf retry', 0))"
+AUDITED = """
+SELECT audit_id, audit_at, who, action, cardinality(message_ids) AS messages,
+       message_ids[1:3] AS first_message_ids, why
+FROM saf.audit ORDER BY audit_id DESC LIMIT %(limit)s
+"""
+AUDIT = """
+INSERT INTO saf.audit (action, message_ids, why)
+VALUES (%(action)s, %(message_ids)s, %(why)s) RETURNING audit_id
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audited:
+    """What somebody did with messages."""
+
+    audit_id: int
+    audit_at: datetime
+    who: str
+    action: str
+    messages: int
+    first_message_ids: list[UUID]
+    """Some of them; saf.audit has all."""
+    why: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        ids = [str(one) for one in self.first_message_ids]
+        return asdict(self) | {"audit_at": self.audit_at.isoformat(), "first_message_ids": ids}
+
+
+def audit(
+    connection: psycopg.Connection[Any], action: str, message_ids: Sequence[UUID], why: str
+) -> int:
+    """Remember what somebody did with messages; return its number, which rises."""
+    ((number,),) = fetch(
+        connection, AUDIT, {"action": action, "message_ids": list(message_ids), "why": why}
+    )
+    return int(number)
+
+
+def audited(connection: psycopg.Connection[Any], limit: int = 100) -> list[Audited]:
+    """What people did with messages, the last first."""
+    with psycopg.Cursor(connection, row_factory=class_row(Audited)) as cursor:
+        return cursor.execute(AUDITED, {"limit": limit}).fetchall()
