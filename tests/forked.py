@@ -61,7 +61,7 @@ def _text(file: IO[bytes]) -> str:
     return Path(file.name).read_text()
 
 
-def _command(
+def _command(  # noqa: PLR0917 - in another process
     command: list[str], env: dict[str, str], folder: str, path: list[str], out: str, err: str
 ) -> None:
     """In the forked process."""

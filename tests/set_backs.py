@@ -28,6 +28,7 @@ from saf.ways import Route, Routes
 from tests.dialogs import END, ERROR, SHOP, WAREHOUSE, begin, forward, prepare, receive
 from tests.pipeline import connect
 
+MOST_ROUNDS = 100
 THERE = Routes(routes=(Route(destination="there"),))
 
 MEMORY = """
@@ -143,10 +144,11 @@ class Two:
 
     def talk(self) -> None:
         """All that is under way is received, and what that leads to as well."""
-        while True:
+        for _ in range(MOST_ROUNDS):
             self.carry()
             if not [*self.warehouse.hears(), *self.shop.hears(), *self._pending()]:
                 return
+        raise AssertionError(f"after {MOST_ROUNDS} rounds they still talk")
 
     def repair(self, place: Place, *, bring_back: bool = True) -> None:
         """As docs/operations.md says it."""

@@ -219,6 +219,7 @@ class TwoEnds(RuleBasedStateMachine):
             receive(self.dsns[side], self.services[side])
 
 
+@pytest.mark.slow
 def test_both_ends_do_what_the_model_does(app: Dsn, mom: Dsn) -> None:
     prepare(app, mom)
     seen: Counter[str] = Counter()

@@ -33,8 +33,10 @@ from saf.routes import (
 from saf.spark.work import Receipt
 from saf.ways import Router
 from tests import classifiers
-from tests.contract.test_routes import Broker, Crash, crash, without_default
+from tests.destinations import Broker
+from tests.dying import Crash, crash
 from tests.pipeline import bodies, connect, let_time_pass
+from tests.routing import without_default
 
 CLASSIFIERS = "tests.classifiers"
 BY_ORIGIN = f"{CLASSIFIERS}:by_origin"

@@ -20,8 +20,7 @@ from saf.marks import AGAIN
 from saf.spark.chunks import mark
 from saf.spark.source import messages, read
 from saf.spark.work import Work
-from tests.contract.test_5_fenced import outlive_lease
-from tests.pipeline import Cycle, bodies, connect, policy, send
+from tests.pipeline import Cycle, bodies, connect, outlive_lease, policy, send
 
 
 @pytest.fixture(autouse=True)

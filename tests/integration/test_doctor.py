@@ -392,7 +392,6 @@ def holding(dsn: Dsn, statement: str) -> Iterator[int]:
         connection.rollback()
 
 
-@every_postgresql
 def test_a_locked_table_hangs_no_examination_and_its_holder_is_named(app: Dsn) -> None:
     began = time.monotonic()
     with holding(app, "LOCK TABLE saf.cursor IN ACCESS EXCLUSIVE MODE") as pid:
@@ -409,6 +408,7 @@ def test_a_locked_table_hangs_no_examination_and_its_holder_is_named(app: Dsn) -
     assert all(one.severity == "error" and "locks" in one.cure for one in held_up)
 
 
+@every_postgresql
 def test_who_waits_for_rows_is_named_with_whom_it_waits_for(app: Dsn) -> None:
     rename = "UPDATE saf.subscription SET name = name"
     with (

@@ -22,10 +22,10 @@ from saf.failpoints import arm
 from saf.routers import add_router
 from saf.routes import add_route
 from saf.services import create_service, create_subscription, remove_subscription
-from tests.contract.test_7_isolated import NOWHERE
-from tests.contract.test_routes import Crash, crash
+from tests.destinations import NOWHERE
 from tests.dialogs import SHOP, WAREHOUSE, begin, prepare, put, receive
-from tests.pipeline import Cycle, connect, policy
+from tests.dying import Crash, crash
+from tests.pipeline import Cycle, connect, drain, policy
 from tests.programs import BIN, ROOT, configuration, run, saf
 
 PAGE = (ROOT / "docs" / "where-messages-end.md").read_text()
@@ -54,8 +54,7 @@ def forward(app: Dsn, mom: Dsn) -> None:
     rules = replace(policy("exactly_once", 100, mom=mom, down=NOWHERE), max_bytes=1024)
     with Cycle(app, rules) as cycle:
         cycle.default = None
-        while cycle.run():
-            pass
+        drain(cycle)
 
 
 def send_all(app: Dsn, mom: Dsn) -> None:

@@ -16,7 +16,7 @@ from saf import claim
 from saf.claim import Hand
 from saf.embedded import DEFAULT_VERSION
 from tests.conftest import Servers
-from tests.crash import test_checker
+from tests.crash import bugs
 from tests.stateful.machines import MACHINES
 from tests.stateful.run import Make, run
 from tests.stateful.site import Site
@@ -57,10 +57,10 @@ def position_of_a_receiver_not_moved(patch: pytest.MonkeyPatch) -> None:
 
 
 PLANTED = [
-    ("forwarding", test_checker.watermark_moved_and_a_row_not_stored),
-    ("aside", test_checker.watermark_not_moved),
+    ("forwarding", bugs.watermark_moved_and_a_row_not_stored),
+    ("aside", bugs.watermark_not_moved),
     ("receiving", position_of_a_receiver_not_moved),
-    ("dialogs", test_checker.repeats_in_a_dialog_taken),
+    ("dialogs", bugs.repeats_in_a_dialog_taken),
 ]
 
 
