@@ -68,7 +68,8 @@ def test_a_backlog_larger_than_the_memory_of_spark_is_forwarded(
     )
     done = subprocess.run(
         [BIN / "saf", "forward", "--config", config, "--json"],
-        env=environment(),
+        # a JVM of this size starts once: no archive is made for it
+        env=environment(SAF_CACHE=str(tmp_path / "saf.toml" / "cache")),
         capture_output=True,
         text=True,
         check=False,

@@ -16,7 +16,7 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from saf.config import Broker, Destination, Settings
+from saf.config import Broker, Destination, Settings, Waits
 from saf.database import Dsn, fetch
 from saf.doctor import Finding, Limits, examine
 from saf.doctor.examination import BROKER
@@ -36,10 +36,16 @@ every_postgresql = pytest.mark.every_postgresql
 
 
 def examined(
-    app: Dsn, mom: Dsn | None = None, limits: Limits = AT_ONCE, **options: Any
+    app: Dsn,
+    mom: Dsn | None = None,
+    limits: Limits = AT_ONCE,
+    bounds: Waits = Waits(),  # noqa: B008 - frozen
+    **options: Any,
 ) -> list[Finding]:
     settings = Settings(
-        brokers={"app": Broker(dsn=app)}, destinations={"mom": Destination(dsn=mom or app)}
+        brokers={"app": Broker(dsn=app)},
+        destinations={"mom": Destination(dsn=mom or app)},
+        bounds=bounds,
     )
     return examine(settings, limits=limits, **options)
 
@@ -395,7 +401,7 @@ def holding(dsn: Dsn, statement: str) -> Iterator[int]:
 def test_a_locked_table_hangs_no_examination_and_its_holder_is_named(app: Dsn) -> None:
     began = time.monotonic()
     with holding(app, "LOCK TABLE saf.cursor IN ACCESS EXCLUSIVE MODE") as pid:
-        found = examined(app, limits=HELD_AT_ONCE)
+        found = examined(app, limits=HELD_AT_ONCE, bounds=Waits(lock_seconds=0.5))
     assert time.monotonic() - began < 60
     here = [one for one in found if one.severity != "ok" and one.where == "broker 'app'"]
     (who,) = (one for one in here if one.check == "locks")
