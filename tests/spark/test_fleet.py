@@ -26,7 +26,7 @@ from tests.pipeline import bodies, connect
 from tests.programs import configuration, received, send
 from tests.sizes import sized
 
-GIANT = sized(250_000, 1_000_000)
+GIANT = sized(500_000, 1_000_000)
 NewBroker = Callable[[str], Dsn]
 
 
