@@ -29,7 +29,7 @@ NOT_ANSWERED = psycopg.errors.QueryCanceled.sqlstate
 _direct: set[Dsn] = set()
 """Databases that this process has met without a pooler in between."""
 
-KNOWN = 16
+KNOWN = 32
 """Of so many databases a process remembers the types; they are about a MB each."""
 
 _known: OrderedDict[str, Any] = OrderedDict()

@@ -26,6 +26,8 @@ def use() -> None:
     """
     if "TMPDIR" in os.environ or not has_room():
         return
+    # what is in tmp_path is little, and its names must not become too long for a socket
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     folder = tempfile.mkdtemp(prefix="saf-", dir=MEMORY)
     Path(folder).chmod(0o755)  # PostgreSQL refuses root, and runs as somebody else
     os.environ["TMPDIR"] = tempfile.tempdir = folder
