@@ -318,22 +318,29 @@ def test_a_message_that_kills_its_member_is_a_dead_letter_although_its_shard_mov
 # Members
 
 
+def activated(inbox: Dsn) -> int:
+    """How many processes have had an instance."""
+    return len({pid for _, pid in lives(inbox, "activate")})
+
+
 @pytest.mark.slow
 def test_while_members_come_and_go_no_instance_is_ever_behind_the_database(inbox: Dsn) -> None:
     """Three stay; memory is checked at each message."""
     keys, number = 40, 0
     with members(inbox, 3, max_messages=5):
-        for _ in range(3):
+        for newcomers in (2, 4, 6):
             with members(inbox, 2, max_messages=5):
-                moved = time.monotonic() + 3
-                while time.monotonic() < moved:
+                moved, patience = time.monotonic() + 1, time.monotonic() + 60
+                # until each of them has had an instance
+                while time.monotonic() < moved or activated(inbox) < 3 + newcomers:
+                    assert time.monotonic() < patience
                     number += 1
                     store_more(inbox, keys, number, number)
                     time.sleep(0.02)
         until(lambda: len(effects(inbox)) == keys * number)
     assert by_key(inbox) == {f"k{key}": list(range(1, number + 1)) for key in range(1, keys + 1)}
     assert (stale(inbox), waiting(inbox)) == ([], [])
-    assert len({pid for _, pid in lives(inbox, "activate")}) == 9
+    assert activated(inbox) == 9
 
 
 def store_more(inbox: Dsn, keys: int, first: int, last: int) -> None:
