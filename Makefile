@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	2>/dev/null && echo "$$python" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-routing demo-dialog test check crash stateful mutants bench bench-peers wheel clean
+.PHONY: help demo demo-routing demo-dialog test quick check long crash stateful mutants bench bench-peers wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,17 +27,28 @@ demo-dialog: $(VENV)/.installed ## a shop and a warehouse talk: in parts, refuse
 test: $(VENV)/.installed ## the tests; some of them: make test T="tests/unit -k shard"
 	$(PY) -m pytest $(T)
 
+quick: $(VENV)/.installed ## under 2 minutes: format, lint, types, unit and contract on one PostgreSQL
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow" --one-postgresql \
+	tests/unit tests/contract
+
 check: $(VENV)/.installed ## the gate: format, lint, types, tests two at a time; warnings are errors
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal --durations 25
 
 bench: $(VENV)/.installed ## the benchmarks, under 10 minutes; keep the machine quiet
 	$(PY) -m benchmarks.bench
 
 bench-peers: $(VENV)/.installed ## the same work by what one would pick instead; needs the network once
 	$(PY) -m benchmarks.peers
+
+long: $(VENV)/.installed ## the tests that the gate runs at a part of their size, at all of it
+	SAF_TESTS_LONG=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal \
+	$$(grep -rl --include='test_*.py' 'import sized' tests)
 
 crash: $(VENV)/.installed ## rounds of faults, checked: make crash ROUNDS=20 SEED=7, or SECONDS=600
 	@$(PY) -m tests.crash $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(SEED),--seed $(SEED)) \

@@ -2,19 +2,26 @@
 
 Each server is started when the first test needs it, and each holds one migrated template
 database, so that a broker costs one CREATE DATABASE. Ordinary servers run without fsync, for
-speed alone; tests that are about durability ask for `own_server`.
+speed alone; tests that are about durability ask for `own_server`. All temporary files, and with
+them the servers' data, are in memory where there is room: see `tests.memory`.
+
+A test that hangs fails after ``timeout`` seconds; where it cannot be interrupted, its process ends
+after ``faulthandler_timeout``, with the stacks of all its threads, and xdist names the test.
 
     def test_something(app: Dsn, mom: Dsn) -> None             two brokers on PostgreSQL 18
     @pytest.mark.every_postgresql                              the same test on 15, 16 and 18
+    @pytest.mark.slow                                          takes seconds, alone
     def test_a_crash(own_server: EmbeddedServer) -> None       durable, and the test's to stop
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -30,9 +37,13 @@ from saf.broker.migrate import migrate
 from saf.database import Dsn
 from saf.errors import UsageError
 from saf.testing.databases import Copies, Database, Databases, embedded_server
+from tests import memory
 
 VERSIONS = (15, 16, 18)
+SPARK = Path(__file__).parent / "spark"
 SETTINGS = {"max_prepared_transactions": 20, "max_connections": 200}
+ENDING_SECONDS = 120
+"""After its last test a run has so long for its end, which no test's timeout covers."""
 
 LENT = "SAF_TESTS_TEMPLATE"
 """The environment variable that names a migrated template on a server that is running already, for
@@ -44,10 +55,34 @@ settings.register_profile("saf", deadline=None)
 settings.load_profile("saf")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = f"run everything on PostgreSQL {DEFAULT_VERSION} alone"
+    parser.addoption("--one-postgresql", action="store_true", help=text)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # a shell lets what it runs in the background ignore Ctrl-C, and so would what the tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "every_postgresql: runs on each supported PostgreSQL")
+    config.addinivalue_line("markers", "slow: takes seconds; `make quick` leaves it out")
+    if not hasattr(config, "workerinput"):
+        memory.use()
+
+
+def pytest_sessionfinish() -> None:
+    faulthandler.dump_traceback_later(ENDING_SECONDS, exit=True)
+    if "tests.on_spark" in sys.modules:
+        from tests import on_spark
+
+        on_spark.stop()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long comes first, so that two workers end at the same time."""
+    for item in items:
+        if item.path.is_relative_to(SPARK):
+            item.add_marker("slow")
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_report_header() -> list[str]:
@@ -58,7 +93,9 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.definition.get_closest_marker("every_postgresql"):
+    if metafunc.definition.get_closest_marker("every_postgresql") and not metafunc.config.getoption(
+        "--one-postgresql"
+    ):
         if "pg_version" not in metafunc.fixturenames:
             metafunc.fixturenames.append("pg_version")
         ids = [f"postgresql-{version}" for version in VERSIONS]

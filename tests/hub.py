@@ -12,9 +12,9 @@ from saf.receiving.lanes import Policy
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route
 from saf.routing_service import RoutingService
-from tests.contract.test_routes import without_default
 from tests.dialogs import SHOP, know_contract
-from tests.pipeline import connect
+from tests.pipeline import connect, drain
+from tests.routing import without_default
 
 DEPARTURES = "departures"
 BY_TEXT = "tests.classifiers:by_body_once"
@@ -60,8 +60,7 @@ class Hub:
         """What is pending at these, or anywhere, goes one step further."""
         for name in names or self.places:
             with without_default(self.places[name], 100, **self.places) as cycle:
-                while cycle.run():
-                    pass
+                drain(cycle)
 
     def carry(self) -> int:
         """What is said at one side reaches the other one; return how many messages were handled."""

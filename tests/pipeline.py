@@ -19,6 +19,8 @@ from saf.testing.cycle import LEASE_SECONDS, Cycle, policy
 
 __all__ = ["Cycle", "policy"]
 
+IDLE_CYCLES = 50
+
 
 def connect(dsn: Dsn) -> psycopg.Connection[Any]:
     return dsn.connect(role="test", autocommit=True)
@@ -28,6 +30,17 @@ def forward(app: Dsn, **destinations: Dsn) -> list[Receipt]:
     """A whole run of a forwarder, with a process of its own as it were."""
     with Cycle(app, policy("exactly_once", 1000, **destinations)) as cycle:
         return cycle.run()
+
+
+def drain(cycle: Cycle) -> list[Receipt]:
+    """Cycles until nothing is left; a forwarder that gets nowhere is not waited for."""
+    said: list[Receipt] = []
+    idle = 0
+    while receipts := cycle.run():
+        said += receipts
+        idle = 0 if any(one.messages or one.dropped for one in receipts) else idle + 1
+        assert idle < IDLE_CYCLES, f"it goes round in circles: {receipts}"
+    return said
 
 
 def send(connection: psycopg.Connection[Any], body: str, key: str | None = None) -> None:
@@ -59,3 +72,9 @@ def new_member(connection: psycopg.Connection[Any], **options: Any) -> Member:
     member = Member(subscription_id=row[0], **{"lease_seconds": LEASE_SECONDS, **options})
     member.join(connection)
     return member
+
+
+def outlive_lease(app: Dsn) -> None:
+    """What the clock does to a member that hangs: its lease is over, its session still there."""
+    with connect(app) as connection:
+        connection.execute("UPDATE saf.member SET lease_until = now() - interval '1 second'")

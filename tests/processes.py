@@ -15,12 +15,15 @@ from multiprocessing.process import BaseProcess
 from saf import Outbox
 from saf.database import Dsn
 from saf.failpoints import arm, fail_point
-from tests.pipeline import Cycle, policy
+from tests.pipeline import Cycle, drain, policy
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
     [
         "tests.processes",
+        "saf.cli",
+        "saf.spark.forward",
+        "saf.migrate",
         "tests.crash.forwarders",
         "tests.crash.writers",
         "tests.crash.site",
@@ -61,12 +64,11 @@ def forwarder(app: Dsn, mom: Dsn, quality: str) -> None:
     """Forward until nothing is left, in chunks of a few messages."""
     rules = policy(quality, chunk_rows=4, mom=mom)
     with Cycle(app, rules) as cycle:
-        while cycle.run():
-            pass
+        drain(cycle)
 
 
 def start(program: Callable[..., None], *arguments: object, failpoint: str = "") -> BaseProcess:
-    process = _CONTEXT.Process(target=_run, args=(failpoint, program, *arguments))
+    process = CONTEXT.Process(target=_run, args=(failpoint, program, *arguments))
     process.start()
     return process
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from saf.database import Dsn
+from tests import forked
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -38,15 +39,19 @@ def run(
     timeout: float = 120,
 ) -> subprocess.CompletedProcess[str]:
     """Run to the end. Whatever it met, it must not have shown a traceback."""
-    done = subprocess.run(
-        command,
-        env=environment(**env),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    program, *arguments = map(str, command)
+    if program == str(BIN / "saf"):
+        done = forked.saf(arguments, env=environment(**env), cwd=cwd, timeout=timeout)
+    else:
+        done = subprocess.run(
+            command,
+            env=environment(**env),
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
     assert "Traceback" not in done.stdout + done.stderr, done.stderr
     return done
 
@@ -54,7 +59,7 @@ def run(
 def saf(
     *arguments: str | Path, env: Mapping[str, str] = NOTHING, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """The command ``saf``, as installed."""
+    """The command ``saf``; see `tests.forked`."""
     return run([BIN / "saf", *arguments], env=env, cwd=cwd)
 
 
@@ -95,3 +100,8 @@ def last_json(text: str) -> dict[str, Any]:
     value = json.loads(text.splitlines()[-1])
     assert isinstance(value, dict)
     return value
+
+
+def url(dsn: Dsn) -> str:
+    parts = dsn.parts
+    return f"postgresql+psycopg://{parts['user']}@/{parts['dbname']}?host={parts['host']}"

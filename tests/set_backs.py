@@ -29,6 +29,7 @@ from saf.testing.databases import Database, Databases
 from tests.dialogs import END, ERROR, SHOP, WAREHOUSE, begin, forward, prepare, receive
 from tests.pipeline import connect
 
+MOST_ROUNDS = 100
 THERE = Routes(routes=(Route(destination="there"),))
 
 MEMORY = """
@@ -36,9 +37,6 @@ CREATE TABLE memory (
     number bigint GENERATED ALWAYS AS IDENTITY, dialog uuid, said boolean, what text)
 """
 REMEMBERED = "SELECT what FROM memory WHERE (dialog, said) = (%(dialog)s, %(said)s) ORDER BY number"
-ROUNDS = 200
-"""More than any conversation of a test needs to come to its end."""
-
 OVER = "SELECT handle FROM saf.conversation WHERE state IN ('disconnected_inbound', 'error')"
 ENDS = """
 SELECT conversation_id, is_initiator, state, error_code, error_text, ended_here
@@ -147,12 +145,12 @@ class Two:
 
     def talk(self) -> None:
         """All that is under way is received, and what that leads to as well."""
-        for _ in range(ROUNDS):
+        for _ in range(MOST_ROUNDS):
             self.carry()
             heard = [*self.warehouse.hears(), *self.shop.hears()]
             if not heard and not self._pending():
                 return
-        raise AssertionError(f"the two never come to an end: {heard}, {self._pending()}")
+        raise AssertionError(f"they still talk: {heard}, {self._pending()}")
 
     def repair(self, place: Place, *, bring_back: bool = True) -> None:
         """As docs/operations.md says it."""

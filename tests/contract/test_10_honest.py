@@ -2,69 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
-
 import psycopg
 import pytest
 
 from saf import Ahead, Restored, receive
-from saf.broker.embedded import EmbeddedServer, programs
+from saf.broker.embedded import EmbeddedServer
 from saf.broker.services import create_subscription
 from saf.database import Dsn, fetch
 from saf.errors import UsageError
-from saf.repair.rebase import known_at, rebase
+from saf.repair.rebase import rebase
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, send
+from tests.restored import burn_transaction_ids, elsewhere, repair, restore, run
 
-VERSION = 18
-
-
-@pytest.fixture
-def elsewhere() -> Iterator[EmbeddedServer]:
-    """Another cluster, whose transaction ids have not got far."""
-    folder = Path(tempfile.mkdtemp(prefix="saf-test-"))
-    server = EmbeddedServer(folder / "pg", VERSION, {"fsync": False})
-    server.start()
-    yield server
-    server.stop_immediately()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def restore(app: Dsn, server: EmbeddedServer, name: str = "app") -> Dsn:
-    """A dump of a database, restored into another cluster."""
-    copy = server.create_database(name)
-    dump = subprocess.run(
-        [programs(VERSION) / "pg_dump", "--no-owner", app.conninfo], capture_output=True, check=True
-    )
-    subprocess.run(
-        [programs(VERSION) / "psql", "-qX", "-v", "ON_ERROR_STOP=1", copy.conninfo],
-        input=dump.stdout, check=True, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    return copy
-
-
-def burn_transaction_ids(dsn: Dsn, count: int = 2000) -> None:
-    """Get far ahead of a new cluster."""
-    with connect(dsn) as connection:
-        connection.execute(
-            f"DO $$ BEGIN FOR i IN 1..{count} LOOP PERFORM pg_current_xact_id(); COMMIT; "
-            "END LOOP; END $$"
-        )
-
-
-def repair(app: Dsn, mom: Dsn) -> object:
-    with connect(app) as connection, connect(mom) as store:
-        ((source,),) = fetch(connection, "SELECT broker_id FROM saf.broker")
-        return rebase(connection, {"mom": known_at(store, source)})
-
-
-def run(app: Dsn, mom: Dsn) -> None:
-    with Cycle(app, policy(mom=mom)) as cycle:
-        while receipts := cycle.run():
-            assert not [r.error for r in receipts if r.error]
+__all__ = ["elsewhere"]
 
 
 def test_a_dump_in_another_cluster_is_refused_and_goes_on_after_a_rebase(

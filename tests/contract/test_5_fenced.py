@@ -9,15 +9,9 @@ from saf.database import Dsn
 from saf.engine.work import Receipt
 from saf.errors import Fenced
 from saf.log import cursor
-from tests.pipeline import Cycle, bodies, connect, new_member, policy, send
+from tests.pipeline import Cycle, bodies, connect, new_member, outlive_lease, policy, send
 
 pytestmark = pytest.mark.every_postgresql
-
-
-def outlive_lease(app: Dsn) -> None:
-    """What the clock does to a member that hangs: its lease is over, its session still there."""
-    with connect(app) as connection:
-        connection.execute("UPDATE saf.member SET lease_until = now() - interval '1 second'")
 
 
 def errors(receipts: list[Receipt]) -> set[str]:

@@ -2,61 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
-import psycopg
 import pytest
 
-from saf import Outbox, Unavailable
 from saf.database import Dsn, fetch
-from saf.destinations import Chunk, Stored
-from saf.destinations.postgresql import PostgresInbox
+from tests.destinations import NOWHERE, AnswerLost, Broker, count, route, run, send_to
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, send
-
-NOWHERE = Dsn("host=/nonexistent dbname=mom")
-
-Broker = Callable[[str], Dsn]
-
-
-class AnswerLost(PostgresInbox):
-    """Stores, and then does not say so."""
-
-    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
-        stored = super().store(chunk, exactly_once=exactly_once)
-        if self.name == "other":
-            raise Unavailable("destination 'other'", "the answer got lost")
-        return stored
 
 
 @pytest.fixture
 def other(new_broker: Broker) -> Dsn:
     return new_broker("other")
-
-
-def route(connection: psycopg.Connection[Any], service: str, destination: str) -> None:
-    connection.execute(
-        "INSERT INTO saf.route (service, destination) VALUES (%s, %s)", [service, destination]
-    )
-
-
-def send_to(connection: psycopg.Connection[Any], service: str, body: str, **more: Any) -> None:
-    with connection.transaction():
-        Outbox().send(connection, service, body.encode(), **{"key": "k", **more})
-
-
-def count(dsn: Dsn, table: str) -> int:
-    with connect(dsn) as connection:
-        row = connection.execute(f"SELECT count(*) FROM saf.{table}").fetchone()
-    assert row is not None
-    return int(row[0])
-
-
-def run(app: Dsn, **destinations: Dsn) -> list[str | None]:
-    """A whole run in chunks of a few messages; the kinds of errors it met."""
-    with Cycle(app, policy("exactly_once", 3, **destinations)) as cycle:
-        return [r.error_kind for r in cycle.run() if r.error_kind]
 
 
 @pytest.mark.every_postgresql
@@ -85,6 +42,7 @@ def test_one_destination_down_delays_no_other_and_gets_its_messages_in_order(
         assert count(app, "parked") == count(app, "backoff") == 0
 
 
+@pytest.mark.slow
 def test_attempts_follow_service_brokers_schedule_over_restarts_and_success_resets_it(
     app: Dsn, mom: Dsn, other: Dsn
 ) -> None:

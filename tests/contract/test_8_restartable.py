@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from saf.database import Dsn
+from tests import on_spark
 from tests.pipeline import bodies, connect
 from tests.processes import KEYS, application, forwarder, run, start, wait
 
@@ -94,6 +95,7 @@ def test_two_forwarders_killed_at_random_steps_while_an_application_writes(
     check(accounts, mom, {1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", IN_FORWARDER)
 def test_the_spark_job_killed_at_a_step_and_run_again_delivers_exactly_once(
     accounts: Dsn, mom: Dsn, point: str, tmp_path: Path
@@ -115,6 +117,5 @@ def test_the_spark_job_killed_at_a_step_and_run_again_delivers_exactly_once(
     )
     # Spark has tried again what it was killed in, or the run has failed
     assert b"unexpectedly" in killed.stderr, "nobody was killed"
-    again = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert again.returncode == 0, again.stderr
+    on_spark.forward(config)
     check(accounts, mom, {1})

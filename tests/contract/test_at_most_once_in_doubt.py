@@ -9,8 +9,8 @@ import pytest
 from saf.database import Dsn, fetch
 from saf.engine import releasing
 from saf.failpoints import arm
-from tests.contract.test_7_isolated import count
-from tests.contract.test_routes import Crash, crash
+from tests.destinations import count
+from tests.dying import Crash, crash
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, send
 
 TEXTS = [str(number) for number in range(5)]

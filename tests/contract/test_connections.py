@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,10 @@ from saf.database import REVISION, Dsn, connections
 from saf.engine import source
 from saf.engine.at_source import AtSource
 from saf.engine.work import Policy, Receipt
+from tests.kept import _nothing_stays
 from tests.pipeline import Cycle, bodies, connect, policy, send
+
+__all__ = ["_nothing_stays"]
 
 SESSIONS = """
 SELECT replace(application_name, 'saf ', ''), pid, state, backend_xmin IS NOT NULL
@@ -23,14 +25,6 @@ CUT = """
 SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity
 WHERE application_name IN ('saf read', 'saf mark', 'saf deliver') AND datname IN (%s, %s)
 """
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays() -> Iterator[None]:
-    yield
-    for connection in connections._kept.values():
-        connections.drop(connection)
-    connections._kept.clear()
 
 
 def forward(app: Dsn, rules: Policy, *, keep: bool = True) -> list[Receipt]:

@@ -14,7 +14,7 @@ from saf.operating import decide
 from saf.setaside import audit as audits
 from saf.setaside import dead
 from saf.setaside.dead import Filter
-from tests.pipeline import Cycle, bodies, connect, policy, send
+from tests.pipeline import Cycle, bodies, connect, drain, policy, send
 
 REFUSE = "ALTER TABLE saf.inbox ADD CONSTRAINT polite CHECK (convert_from(body, 'UTF8') !~ 'bad')"
 ALLOW = "ALTER TABLE saf.inbox DROP CONSTRAINT polite"
@@ -34,8 +34,7 @@ def rejected(app: Dsn, mom: Dsn) -> list[str]:
 
 def run(app: Dsn, mom: Dsn) -> None:
     with Cycle(app, policy(mom=mom, chunk_rows=3)) as cycle:
-        while cycle.run():
-            pass
+        drain(cycle)
 
 
 def audit(connection: psycopg.Connection[Any]) -> list[tuple[Any, ...]]:

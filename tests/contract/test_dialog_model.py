@@ -31,6 +31,7 @@ from saf.dialogs.states import STATE, Event, State, after
 from saf.errors import DialogEnded
 from tests.dialogs import END, ERROR, SHOP, WAREHOUSE, begin, prepare, receive, said
 from tests.pipeline import connect
+from tests.sizes import sized
 
 COPY = """
 SELECT to_service, from_service, key, conversation_id, from_initiator, sequence, message_type,
@@ -219,6 +220,7 @@ class TwoEnds(RuleBasedStateMachine):
             receive(self.dsns[side], self.services[side])
 
 
+@pytest.mark.slow
 def test_both_ends_do_what_the_model_does(app: Dsn, mom: Dsn) -> None:
     prepare(app, mom)
     seen: Counter[str] = Counter()
@@ -231,7 +233,7 @@ def test_both_ends_do_what_the_model_does(app: Dsn, mom: Dsn) -> None:
         run_state_machine_as_test(
             Between,
             settings=settings(
-                max_examples=60,
+                max_examples=sized(20, 60),
                 stateful_step_count=20,
                 deadline=None,
                 database=None,

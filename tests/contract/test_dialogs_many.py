@@ -17,6 +17,7 @@ from tests.dialogs import SHOP, WAREHOUSE, forward, prepare, receive, states
 from tests.pipeline import connect
 from tests.processes import run, start, wait
 from tests.receivers import dead, let_the_server_notice, waiting
+from tests.sizes import sized
 
 POINTS = ("receive_read", "receive_handled", "receive_settled", "receive_committed")
 
@@ -44,6 +45,7 @@ def answers(app: Dsn) -> dict[UUID | None, list[int]]:
     return dict(found)
 
 
+@pytest.mark.slow
 def test_eight_receivers_with_rollbacks_and_restarts_read_every_conversation_from_1_to_n(
     app: Dsn, mom: Dsn
 ) -> None:
@@ -84,8 +86,9 @@ def test_eight_receivers_with_rollbacks_and_restarts_read_every_conversation_fro
     assert set(states(app)) == set(states(mom)) == {"conversing"}
 
 
-def test_ten_thousand_dialogs_are_open_at_once(app: Dsn, mom: Dsn) -> None:
-    count = 10_000
+@pytest.mark.slow
+def test_many_dialogs_are_open_at_once(app: Dsn, mom: Dsn) -> None:
+    count = sized(1_500, 10_000)
     with app.connect(role="test") as connection:
         ends = [
             saf.begin_dialog(connection, from_service=SHOP, to_service=WAREHOUSE, lifetime=3600)

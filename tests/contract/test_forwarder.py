@@ -16,9 +16,9 @@ from saf.engine.work import Work
 from saf.forwarding.broker import LITTLE, SourceBroker
 from saf.forwarding.summary import Summary
 from saf.routing.routes import add_route
-from tests.contract.test_7_isolated import NOWHERE
-from tests.contract.test_connections import _nothing_stays
+from tests.destinations import NOWHERE
 from tests.driver import InProcess, forwarder
+from tests.kept import _nothing_stays
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, send
 from tests.programs import configuration
 from tests.programs import send as send_many
@@ -81,6 +81,7 @@ def test_each_item_of_work_is_a_task_of_its_own(
     assert context.jobs == [3]
 
 
+@pytest.mark.slow
 def test_a_giant_that_has_given_way_goes_on_whole_in_the_next_cycle(
     app: Dsn,
     new_broker: NewBroker,

@@ -162,6 +162,7 @@ def test_a_locked_table_at_one_destination_stops_no_other_and_is_waited_for_once
     assert bodies(other) == SHIPMENTS
 
 
+@pytest.mark.slow
 def test_a_stopped_server_process_at_one_destination_stops_no_other(
     two: tuple[Dsn, Dsn, Dsn],
 ) -> None:
@@ -178,6 +179,7 @@ def test_a_stopped_server_process_at_one_destination_stops_no_other(
     assert bodies(other) == SHIPMENTS
 
 
+@pytest.mark.slow
 def test_a_stopped_server_process_at_the_source_ends_the_task_and_not_the_run(
     two: tuple[Dsn, Dsn, Dsn],
 ) -> None:
@@ -206,6 +208,7 @@ def test_a_locked_cursor_at_the_source_is_unavailable_within_the_bound(
     assert caught.value.hangs
 
 
+@pytest.mark.slow
 def test_a_destination_behind_a_silent_network_is_unavailable_and_stops_no_other(
     two: tuple[Dsn, Dsn, Dsn],
 ) -> None:
@@ -280,6 +283,7 @@ def test_every_session_of_ours_has_bounds_at_the_server_and_none_of_theirs(app: 
         assert fetch(connection, query) == [("0", "0", "0")]
 
 
+@pytest.mark.slow
 def test_a_connection_lost_for_silence_says_so_and_for_how_long(app: Dsn) -> None:
     with (
         bounded(app).connect(role="status", autocommit=True) as connection,

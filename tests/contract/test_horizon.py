@@ -50,6 +50,7 @@ def _lock(source: str) -> str:
     return psycopg.sql.SQL(postgresql.LOCK).format(**literals).as_string(None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("held")
 def test_versions_that_cannot_be_removed_are_not_looked_at(app: Dsn, mom: Dsn) -> None:
     with Cycle(app, policy(mom=mom)) as cycle, connect(app) as source, connect(mom) as there:

@@ -8,8 +8,8 @@ from saf.database import Dsn
 from saf.destinations import Chunk, Stored
 from saf.destinations.postgresql import PostgresInbox
 from saf.routing.routers import add_router
-from tests.contract.test_7_isolated import NOWHERE, count
-from tests.contract.test_hostile_messages import LONG_KEY, dead, run, send, unbounded
+from tests.destinations import NOWHERE, count
+from tests.hostile import LONG_KEY, dead, run, send, unbounded
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
 
 HOSTILE = b"hostile"

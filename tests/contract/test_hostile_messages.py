@@ -8,71 +8,20 @@ from __future__ import annotations
 import random
 import resource
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import psycopg
 import pytest
 
 import saf
-from saf.database import Dsn, fetch
-from saf.engine.work import Receipt
+from saf.database import Dsn
 from saf.errors import InvalidMessage
 from saf.message import MAX_HEADERS, MAX_KEY, MAX_NAME
 from saf.routing.routers import add_router
+from tests.hostile import LONG_KEY, dead, error_of, run, send, unbounded
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
 
-# At random, because indexes compress
-LONG_KEY = "".join(chr(one) for one in random.Random(13).choices(range(0x4E00, 0x9FFF), k=1024))
 LONG_SERVICE = random.Random(13).randbytes(3000).hex()
-BOUNDS = ("outbox_bounded", "inbox_bounded")
-
-
-def unbounded(dsn: Dsn) -> None:
-    """As before the bounds were there."""
-    with connect(dsn) as connection:
-        for name in BOUNDS:
-            table = name.partition("_")[0]
-            connection.execute(f"ALTER TABLE saf.{table} DROP CONSTRAINT IF EXISTS {name}")
-
-
-def send(connection: psycopg.Connection[Any], body: str, **columns: Any) -> None:
-    """By a plain INSERT."""
-    row = {"to_service": "billing", "body": body.encode(), **columns}
-    connection.execute(
-        f"INSERT INTO saf.outbox ({', '.join(row)}) VALUES ({', '.join(['%s'] * len(row))})",
-        list(row.values()),
-    )
-
-
-def run(app: Dsn, **destinations: Dsn) -> list[Receipt]:
-    """Cycles until nothing is left; no receipt says an error."""
-    with Cycle(
-        app,
-        replace(policy(), destinations={n: (d, "exactly_once") for n, d in destinations.items()}),
-    ) as cycle:
-        said = []
-        while receipts := cycle.run():
-            said += receipts
-            assert [one.error for one in receipts if one.error] == []
-    return said
-
-
-def dead(dsn: Dsn) -> list[tuple[str, str]]:
-    """Body and reason of the dead letters."""
-    with connect(dsn) as connection:
-        return [
-            (bytes(body).decode(), reason)
-            for body, reason in fetch(
-                connection, "SELECT body, reason FROM saf.dead_letter ORDER BY dead_letter_id"
-            )
-        ]
-
-
-def error_of(dsn: Dsn) -> str:
-    with connect(dsn) as connection:
-        ((error,),) = fetch(connection, "SELECT error FROM saf.dead_letter")
-    return str(error)
 
 
 # Bounds
@@ -160,6 +109,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_message_is_a_dead_letter_and_its_neighbours_arrive(
     app: Dsn, mom: Dsn, new_broker: Callable[[str], Dsn], columns: dict[str, Any]

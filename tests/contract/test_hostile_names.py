@@ -124,6 +124,7 @@ def test_every_text_of_a_message_arrives_byte_for_byte(app: Dsn, mom: Dsn) -> No
     assert ordered(arrived(mom)) == ordered([as_row(message) for message in messages * 4])
 
 
+@pytest.mark.slow
 @settings(
     max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -136,6 +137,7 @@ def test_any_text_arrives_byte_for_byte(app: Dsn, mom: Dsn, texts: list[tuple[st
     assert ordered(arrived(mom)[before:]) == ordered([as_row(m) for m in messages * 4])
 
 
+@pytest.mark.slow
 def test_routes_destinations_and_brokers_may_have_any_name(app: Dsn, mom: Dsn) -> None:
     outbox = Outbox()
     sent = []
@@ -220,6 +222,7 @@ def test_a_database_may_have_any_name(
     assert Dsn(str(database)).parts == server.dsn(database.database).parts
 
 
+@pytest.mark.slow
 def test_roles_and_applications_may_have_any_name(app: Dsn, mom: Dsn) -> None:
     names = [text for text in HOSTILE if len(text.encode()) < 64]
     with connect(app) as connection:
@@ -248,6 +251,7 @@ def test_roles_and_applications_may_have_any_name(app: Dsn, mom: Dsn) -> None:
                 connection.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(name)))
 
 
+@pytest.mark.slow
 def test_brokers_and_destinations_in_saf_toml_may_have_any_printable_name(
     tmp_path: Path, app: Dsn, mom: Dsn
 ) -> None:

@@ -21,7 +21,7 @@ from saf.log.shards import shard_of
 from saf.setaside import dead as dead_letters
 from saf.setaside.dead import Filter
 from tests import dialogs
-from tests.contract.test_hostile_messages import LONG_KEY, error_of, unbounded
+from tests.hostile import LONG_KEY, error_of, unbounded
 from tests.pipeline import connect
 from tests.receivers import SUBSCRIPTION, dead, effect, effects, prepare
 

@@ -8,7 +8,7 @@ import pytest
 
 from saf.database import Dsn
 from saf.failpoints import arm
-from tests.contract.test_7_isolated import NOWHERE, Broker, count, route, send_to
+from tests.destinations import NOWHERE, Broker, count, route, send_to
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
 
 

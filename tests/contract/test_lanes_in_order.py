@@ -15,9 +15,10 @@ from saf.log.shards import shard_of
 from saf.operating import decide
 from saf.routing.routers import add_router
 from saf.setaside.dead import Filter
-from tests.contract.test_7_isolated import NOWHERE, AnswerLost, Broker, count, route, run, send_to
-from tests.contract.test_routes import Crash, crash, without_default
+from tests.destinations import NOWHERE, AnswerLost, Broker, count, route, run, send_to
+from tests.dying import Crash, crash
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
+from tests.routing import without_default
 
 SOON = "UPDATE saf.backoff SET next_attempt_at = now() WHERE lane LIKE %s"
 NOT_SOON = "UPDATE saf.backoff SET next_attempt_at = now() + interval '1 h' WHERE lane NOT LIKE %s"
@@ -124,6 +125,7 @@ def test_what_waits_for_its_destination_goes_after_what_waits_for_its_service_si
     assert count(app, "parked") == count(app, "backoff") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("destination", "lane"),
     [("", "route:shipping"), ("other", "service:shipping"), ("other", "found:route:shipping")],

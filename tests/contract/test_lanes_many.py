@@ -17,9 +17,9 @@ from saf.setaside import backoff
 from saf.setaside.backoff import rank
 from saf.setaside.dead import Filter
 from saf.setaside.parking import Lane
-from tests.contract.test_7_isolated import NOWHERE, Broker, count, route, send_to
-from tests.contract.test_routes import without_default
+from tests.destinations import NOWHERE, Broker, count, route, send_to
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
+from tests.routing import without_default
 
 MANY = 2000
 STATEMENTS = 150
@@ -155,6 +155,7 @@ def test_lanes_are_tried_in_turn_a_bounded_number_each_cycle(
             assert cycle.broker.lanes_left is (turn < 3), "a run goes on until each had its turn"
 
 
+@pytest.mark.slow
 def test_a_long_queue_of_one_destination_leaves_time_for_what_is_new_and_keeps_its_order(
     app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +184,7 @@ def test_a_long_queue_of_one_destination_leaves_time_for_what_is_new_and_keeps_i
     assert count(app, "parked") == count(app, "backoff") == 0
 
 
+@pytest.mark.slow
 def test_what_is_left_of_a_queue_goes_behind_the_destinations_that_had_no_turn(
     app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:

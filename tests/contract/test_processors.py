@@ -40,6 +40,7 @@ from tests.receivers import (
     waiting,
     writes_nothing_for,
 )
+from tests.sizes import sized
 
 every_postgresql = pytest.mark.every_postgresql
 
@@ -93,7 +94,6 @@ def owned(inbox: Dsn) -> dict[int, set[int]]:
 # Instances
 
 
-@every_postgresql
 def test_an_instance_is_activated_by_its_first_message_and_remembers(inbox: Dsn) -> None:
     store(inbox, 5, 20, transactions=4)
     runner = saf.Processors(inbox, SUBSCRIPTION, Counter, max_messages=7)
@@ -149,7 +149,6 @@ def test_a_message_without_key_has_an_instance_of_its_own(inbox: Dsn) -> None:
 # What fails
 
 
-@every_postgresql
 def test_an_instance_of_a_message_without_key_is_passivated_once(inbox: Dsn) -> None:
     passivated: list[saf.Processor] = []
 
@@ -192,7 +191,6 @@ def test_what_an_instance_remembers_of_a_handler_that_failed_is_thrown_away(inbo
     assert stale(inbox) == []
 
 
-@every_postgresql
 def test_a_transaction_that_is_lost_takes_along_the_instances_that_were_called_in_it(
     inbox: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,9 +267,10 @@ def test_a_passivation_that_fails_is_undone_and_the_instance_goes_all_the_same(i
     assert by_key(inbox)["k2"] == [1, 2]
 
 
+@pytest.mark.slow
 @every_postgresql
 def test_under_kills_and_rollbacks_each_key_is_counted_in_order_and_once(inbox: Dsn) -> None:
-    keys, each = 20, 60
+    keys, each = 20, sized(30, 60)
     chance = random.Random(11)
     store(inbox, keys, each, transactions=20)
     options = {"max_messages": 10, "idle_seconds": 0.3, "max_instances": 5}
@@ -319,21 +318,29 @@ def test_a_message_that_kills_its_member_is_a_dead_letter_although_its_shard_mov
 # Members
 
 
+def activated(inbox: Dsn) -> int:
+    """How many processes have had an instance."""
+    return len({pid for _, pid in lives(inbox, "activate")})
+
+
+@pytest.mark.slow
 def test_while_members_come_and_go_no_instance_is_ever_behind_the_database(inbox: Dsn) -> None:
     """Three stay; memory is checked at each message."""
     keys, number = 40, 0
     with members(inbox, 3, max_messages=5):
-        for _ in range(3):
+        for newcomers in (2, 4, 6):
             with members(inbox, 2, max_messages=5):
-                moved = time.monotonic() + 3
-                while time.monotonic() < moved:
+                moved, patience = time.monotonic() + 1, time.monotonic() + 60
+                # until each of them has had an instance
+                while time.monotonic() < moved or activated(inbox) < 3 + newcomers:
+                    assert time.monotonic() < patience
                     number += 1
                     store_more(inbox, keys, number, number)
                     time.sleep(0.02)
         until(lambda: len(effects(inbox)) == keys * number)
     assert by_key(inbox) == {f"k{key}": list(range(1, number + 1)) for key in range(1, keys + 1)}
     assert (stale(inbox), waiting(inbox)) == ([], [])
-    assert len({pid for _, pid in lives(inbox, "activate")}) == 9
+    assert activated(inbox) == 9
 
 
 def store_more(inbox: Dsn, keys: int, first: int, last: int) -> None:
@@ -346,6 +353,7 @@ def store_more(inbox: Dsn, keys: int, first: int, last: int) -> None:
             )
 
 
+@pytest.mark.slow
 def test_a_sixth_member_takes_sixteen_of_a_hundred_shards_and_gives_them_back(
     new_database: Callable[[str], Dsn],
 ) -> None:
@@ -397,6 +405,7 @@ def test_a_sixth_member_takes_sixteen_of_a_hundred_shards_and_gives_them_back(
     assert stale(inbox) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "within a transaction"])
 @every_postgresql
 def test_a_member_that_sleeps_past_its_lease_writes_nothing_when_it_wakes(
@@ -473,6 +482,7 @@ class Sleeper(Counter):
 # Output
 
 
+@pytest.mark.slow
 def test_output_comes_on_schedule_for_live_instances_only(inbox: Dsn) -> None:
     store(inbox, 3, 1)
 
@@ -499,6 +509,7 @@ def test_output_comes_on_schedule_for_live_instances_only(inbox: Dsn) -> None:
     assert len(lives(inbox, "activate", "k1")) == 1
 
 
+@pytest.mark.slow
 def test_idle_processors_write_nothing_but_their_lease(inbox: Dsn) -> None:
     put(inbox, "1", key="k")
     with running(saf.Processors(inbox, SUBSCRIPTION, Counter)):
@@ -545,6 +556,7 @@ def test_it_runs_on_an_engine_of_sqlalchemy(inbox: Dsn) -> None:
     assert owned(inbox) == {}
 
 
+@pytest.mark.slow
 def test_saf_worker_runs_processors_until_sigterm(inbox: Dsn, tmp_path: Path) -> None:
     (tmp_path / "consumers.py").write_text(
         "import os, saf\n"

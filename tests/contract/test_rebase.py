@@ -10,15 +10,9 @@ from saf.broker.embedded import EmbeddedServer
 from saf.database import Dsn, fetch
 from saf.errors import Restored
 from saf.repair.rebase import known_at, rebase
-from tests.contract.test_10_honest import (
-    burn_transaction_ids,
-    elsewhere,
-    repair,
-    restore,
-    run,
-)
 from tests.pipeline import Cycle, bodies, connect, policy, send
 from tests.receivers import SUBSCRIPTION, prepare, put
+from tests.restored import burn_transaction_ids, elsewhere, repair, restore, run
 
 __all__ = ["elsewhere"]
 
@@ -98,6 +92,7 @@ def test_what_was_not_in_the_batch_in_hand_is_not_taken_for_complete_by_its_posi
     assert bodies(mom) == ["early", "late"]
 
 
+@pytest.mark.slow
 def test_the_restored_source_is_newer_than_any_owner_that_the_destination_has_heard_of(
     app: Dsn, mom: Dsn, server: EmbeddedServer
 ) -> None:

@@ -6,6 +6,8 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from saf.broker.embedded import EmbeddedServer, programs
 from saf.database import Dsn, fetch
 from saf.repair.replay import replay
@@ -67,6 +69,7 @@ def test_a_replay_without_a_route_or_of_purged_messages_sends_the_rest(app: Dsn)
         assert list(replay(connection, [*lost, (1, 999)], ROUTES, "")) == ["mom"]
 
 
+@pytest.mark.slow
 def test_the_command_sends_again_what_reconcile_says_is_lost_and_nothing_else(
     app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:

@@ -300,6 +300,7 @@ def test_a_message_that_comes_after_the_archive_keeps_the_slot_even_if_it_is_for
         assert purge_now(connection).messages == 2
 
 
+@pytest.mark.slow
 def test_a_slot_that_someone_reads_is_skipped_in_time_and_no_writer_waits(
     app: Dsn, mom: Dsn
 ) -> None:
@@ -411,6 +412,7 @@ def test_open_and_prepared_transactions_do_not_hold_up_the_rotation(app: Dsn, mo
     assert bodies(mom) == ["old", "still open", "in the next slot"]
 
 
+@pytest.mark.slow
 @pytest.mark.every_postgresql
 def test_ids_are_unique_and_rise_while_the_log_rotates_under_its_writers(app: Dsn) -> None:
     done = threading.Event()
@@ -476,6 +478,7 @@ def write_at_random(app: Dsn, seed: int) -> None:
             time.sleep(chance.random() / 100)
 
 
+@pytest.mark.slow
 @pytest.mark.every_postgresql
 def test_writers_a_forwarder_and_a_purge_that_race_lose_nothing(
     app: Dsn, mom: Dsn, tmp_path: Path

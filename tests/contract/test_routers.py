@@ -34,8 +34,10 @@ from saf.routing.ways import Router
 from saf.setaside.dead import Filter, dead_letters
 from saf.setaside.parking import parked
 from tests import classifiers
-from tests.contract.test_routes import Broker, Crash, crash, without_default
+from tests.destinations import Broker
+from tests.dying import Crash, crash
 from tests.pipeline import bodies, connect, let_time_pass
+from tests.routing import without_default
 
 CLASSIFIERS = "tests.classifiers"
 BY_ORIGIN = f"{CLASSIFIERS}:by_origin"

@@ -20,10 +20,10 @@ from saf.routing.routers import add_router, remove_router
 from saf.routing.routes import add_route
 from saf.setaside.dead import Filter
 from tests import classifiers
-from tests.contract.test_routes import without_default
 from tests.dialogs import END, ERROR, SHOP, begin, end, receive, said, say, states
-from tests.pipeline import bodies, connect
+from tests.pipeline import bodies, connect, drain
 from tests.receivers import dead
+from tests.routing import without_default
 
 DEPARTURES, WAREHOUSE = "departures", "warehouse"
 BY_TEXT = "tests.classifiers:by_body_once"
@@ -55,8 +55,7 @@ def router(places: dict[str, Dsn]) -> None:
 def forward(places: dict[str, Dsn], chunk_rows: int = 100) -> None:
     for dsn in places.values():
         with without_default(dsn, chunk_rows, **places) as cycle:
-            while cycle.run():
-                pass
+            drain(cycle)
 
 
 def ask(places: dict[str, Dsn], *texts: str, **options: Any) -> saf.Dialog:
@@ -212,6 +211,7 @@ def test_the_dead_letters_of_a_dialog_are_retried_in_their_order(places: dict[st
 # Routes that share
 
 
+@pytest.mark.slow
 def test_of_100_dialogs_two_routes_get_50_each_and_each_dialog_sticks_to_its_own_for_life(
     places: dict[str, Dsn], new_broker: Callable[[str], Dsn]
 ) -> None:

@@ -11,7 +11,6 @@ from uuid import UUID, uuid4
 import psycopg
 import pytest
 
-from saf import Outbox
 from saf.database import Dsn, fetch
 from saf.errors import UsageError
 from saf.failpoints import arm
@@ -32,19 +31,13 @@ from saf.routing.routes import (
 )
 from saf.routing.ways import Route
 from saf.setaside import dead
-from tests.contract.test_7_isolated import NOWHERE, count
+from tests.destinations import NOWHERE, count
+from tests.dying import Crash, crash
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
-from tests.unit.test_message import Nowhere
+from tests.routing import broker_id, run, send, without_default
+from tests.timezones import Nowhere
 
 Broker = Callable[[str], Dsn]
-
-
-class Crash(Exception):
-    """The process dies here; what it had in memory is gone."""
-
-
-def crash() -> None:
-    raise Crash
 
 
 @pytest.fixture
@@ -79,34 +72,10 @@ def disarmed() -> Iterator[None]:
     arm("")
 
 
-def send(connection: psycopg.Connection[Any], *texts: str, service: str = "s", **more: Any) -> None:
-    with connection.transaction():
-        for text in texts:
-            Outbox().send(connection, service, text.encode(), **more)
-
-
 def send_keys(connection: psycopg.Connection[Any], *keys: str) -> None:
     """A message of each key, whose body it is."""
     for key in keys:
         send(connection, key, key=key)
-
-
-def run(app: Dsn, chunk_rows: int = 100, **where: Dsn) -> None:
-    """A run of a forwarder without a default destination, in which nothing goes wrong."""
-    with without_default(app, chunk_rows, **where) as cycle:
-        assert [r.error for r in cycle.run() if r.error] == []
-
-
-def without_default(app: Dsn, chunk_rows: int = 100, **where: Dsn) -> Cycle:
-    cycle = Cycle(app, policy("exactly_once", chunk_rows, **where))
-    cycle.default = None
-    return cycle
-
-
-def broker_id(dsn: Dsn) -> UUID:
-    with connect(dsn) as connection:
-        ((known,),) = fetch(connection, "SELECT broker_id FROM saf.broker")
-    return UUID(str(known))
 
 
 def numbers(count: int, prefix: str = "k") -> list[str]:

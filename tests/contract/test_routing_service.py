@@ -26,8 +26,6 @@ from tests.hub import BY_TEXT, DEPARTURES, Hub
 from tests.pipeline import bodies, connect
 from tests.receivers import dead, waiting
 
-every_postgresql = pytest.mark.every_postgresql
-
 
 @pytest.fixture
 def hub(new_broker: Any) -> Hub:
@@ -74,7 +72,6 @@ def inbox(dsn: Dsn, expressions: str) -> list[tuple[Any, ...]]:
 # Dialogs
 
 
-@every_postgresql
 def test_of_a_dialog_the_first_message_is_classified_and_all_others_and_replies_follow(
     hub: Hub,
 ) -> None:
@@ -334,6 +331,7 @@ def test_a_message_of_no_dialog_that_cannot_be_resolved_is_a_dead_letter(
     assert (bodies(hub.ewr), bodies(hub.jfk)) == (["EWR"], ["JFK"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["a dialog", "a message"])
 def test_a_circle_of_routing_services_ends_after_sixteen(hub: Hub, kind: str) -> None:
     with connect(hub.hub) as connection:

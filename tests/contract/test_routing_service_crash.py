@@ -55,6 +55,7 @@ def by_conversation(messages: list[saf.Received]) -> dict[object, list[str]]:
     return dict(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_replicas_that_are_killed_anywhere_lose_and_repeat_nothing_and_keep_the_order(
     hub: Hub, seed: int
@@ -101,6 +102,7 @@ def test_replicas_that_are_killed_anywhere_lose_and_repeat_nothing_and_keep_the_
     assert dead(hub.hub) == []
 
 
+@pytest.mark.slow
 def test_two_replicas_share_the_work_and_neither_direction_waits_for_ever(hub: Hub) -> None:
     with hub.app.connect(role="test") as connection:
         dialogs = [

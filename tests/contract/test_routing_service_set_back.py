@@ -84,6 +84,7 @@ def errors(dsn: Dsn) -> list[int | None]:
     return [code for (code,) in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["app", "hub", "ewr"])
 def test_whichever_broker_forgets_what_was_said_both_parties_get_an_error(
     hub: Hub, copied: Callable[[Dsn], Dsn], name: str
@@ -100,6 +101,7 @@ def test_whichever_broker_forgets_what_was_said_both_parties_get_an_error(
     assert errors(hub.app) == errors(hub.ewr) == [Code.SET_BACK]
 
 
+@pytest.mark.slow
 def test_a_hub_that_has_forgotten_the_dialog_tells_both_parties(
     hub: Hub, copied: Callable[[Dsn], Dsn]
 ) -> None:
@@ -111,6 +113,7 @@ def test_a_hub_that_has_forgotten_the_dialog_tells_both_parties(
     assert talk(hub) == ([ERROR], [ERROR])
 
 
+@pytest.mark.slow
 def test_a_hub_that_has_forgotten_nothing_goes_on(hub: Hub, copied: Callable[[Dsn], Dsn]) -> None:
     dialog = begin(hub.app, "EWR", to_service="departures")
     assert talk(hub) == ([], ["EWR"])

@@ -9,12 +9,10 @@ import pytest
 from saf.database import Dsn
 from saf.engine.at_source import AtSource
 from saf.failpoints import arm
-from tests.contract.test_7_isolated import NOWHERE, Broker, count, route, send_to
+from tests.destinations import NOWHERE, Broker, count, know, route, send_to
+from tests.dying import Crash
+from tests.dying import crash as die
 from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
-
-
-class Crash(Exception):
-    """The process dies here."""
 
 
 @pytest.fixture
@@ -35,19 +33,9 @@ def crash() -> Callable[..., None]:
     return run
 
 
-def die() -> None:
-    raise Crash
-
-
 def run(app: Dsn, quality: str = "exactly_once", **destinations: Dsn) -> None:
     with Cycle(app, policy(quality, 100, **destinations)) as cycle:
         cycle.run()
-
-
-def know(mom: Dsn, *services: str) -> None:
-    with connect(mom) as connection:
-        for service in services:
-            connection.execute("INSERT INTO saf.service VALUES (%s)", [service])
 
 
 def test_a_service_made_known_after_a_crash_gets_what_was_about_to_be_parked(

@@ -18,10 +18,10 @@ from saf.routing.routes import add_route
 from saf.routing.ways import KEY, PYTHON
 from saf.setaside import backoff
 from saf.setaside.parking import Lane
-from tests.contract.test_5_fenced import outlive_lease
-from tests.contract.test_7_isolated import NOWHERE, Broker, count, route, send_to
-from tests.contract.test_set_aside_crash import Crash, die, know
-from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, send
+from tests.destinations import NOWHERE, Broker, count, know, route, send_to
+from tests.dying import Crash
+from tests.dying import crash as die
+from tests.pipeline import Cycle, bodies, connect, let_time_pass, outlive_lease, policy, send
 
 
 @pytest.fixture

@@ -315,6 +315,7 @@ def test_what_had_waited_for_a_route_is_not_dropped_after_the_source_was_set_bac
     assert numbers(mom) == [*range(7), *range(100, 107)]
 
 
+@pytest.mark.slow
 def test_what_is_retried_is_not_dropped_after_the_source_was_set_back(
     app: Dsn, mom: Dsn, backup: Backup
 ) -> None:
@@ -434,6 +435,7 @@ def test_a_crash_is_no_alarm_whoever_goes_on(app: Dsn, mom: Dsn, quality: str, p
     assert set(numbers(mom)) == {0, 1, 2}
 
 
+@pytest.mark.slow
 def test_a_quiet_destination_and_a_new_one_and_another_quality_are_no_alarm(
     app: Dsn, mom: Dsn, new_broker: Callable[[str], Dsn]
 ) -> None:
@@ -453,6 +455,7 @@ def test_a_quiet_destination_and_a_new_one_and_another_quality_are_no_alarm(
     assert sorted(numbers(mom) + numbers(other)) == list(range(9))
 
 
+@pytest.mark.slow
 def test_an_acknowledgement_is_one_row_for_each_shard_that_has_sent_and_costs_no_more(
     app: Dsn, mom: Dsn
 ) -> None:
@@ -519,6 +522,7 @@ def test_two_who_replay_at_once_send_each_message_once(app: Dsn, mom: Dsn) -> No
 # --- the commands
 
 
+@pytest.mark.slow
 def test_the_commands_name_what_a_store_has_lost_and_bring_exactly_that(
     app: Dsn, mom: Dsn, backup: Backup, tmp_path: Path
 ) -> None:
@@ -549,6 +553,7 @@ def test_the_commands_name_what_a_store_has_lost_and_bring_exactly_that(
     assert [one["severity"] for one in found if one["check"] == "set_back"] == ["ok"]
 
 
+@pytest.mark.slow
 def test_the_doctor_says_what_a_source_that_was_set_back_would_meet(
     app: Dsn, mom: Dsn, backup: Backup, tmp_path: Path
 ) -> None:

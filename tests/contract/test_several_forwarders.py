@@ -92,6 +92,7 @@ def broker(new_database: Callable[[str], Dsn]) -> Dsn:
     return dsn
 
 
+@pytest.mark.slow
 def test_a_sixth_takes_sixteen_of_a_hundred_shards_and_only_those_come_back_when_it_is_killed(
     broker: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:
@@ -125,6 +126,7 @@ def test_a_sixth_takes_sixteen_of_a_hundred_shards_and_only_those_come_back_when
         assert len(moved(four, owners(broker))) == 20, "it comes back as a new member"
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_and_order_is_kept_while_forwarders_come_hang_and_die(
     broker: Dsn, mom: Dsn
 ) -> None:

@@ -18,15 +18,16 @@ from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route
-from tests.contract.test_routes import without_default
 from tests.dialogs import receive
 from tests.hub import BY_TEXT, DEPARTURES, replica
 from tests.pipeline import Cycle, connect
 from tests.processes import start, wait
 from tests.receivers import dead, let_the_server_notice, waiting
+from tests.routing import without_default
+from tests.sizes import sized
 
 INITIATORS, HUBS, TARGETS = 4, 3, 5
-DIALOGS, MESSAGES, ROUNDS = 60, 10, (1, 4, 5)
+DIALOGS, MESSAGES, ROUNDS = sized(24, 60), 10, (1, 4, 5)
 SERVICES = {"app0": "shop", "app1": "shop", "app2": "kiosk", "app3": "web"}
 """Of the initiators; one of them lives at two application databases."""
 
@@ -121,6 +122,7 @@ def site(new_broker: Callable[[str], Dsn]) -> Iterator[Site]:
         yield Site(places=places, cycles=cycles)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("killed", "return_routes"), [("", "by service"), ("receive_handled:2", "by themselves")]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pyarrow as pa
+import pytest
 
 from saf.database import Dsn
 from saf.engine.delivery import Delivery
@@ -15,6 +16,7 @@ MANY = 60_000
 CUT = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'saf read'"
 
 
+@pytest.mark.slow
 def test_a_connection_cut_while_a_batch_is_read_is_a_source_that_is_down(
     app: Dsn, mom: Dsn
 ) -> None:

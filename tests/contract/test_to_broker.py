@@ -17,9 +17,10 @@ from saf.failpoints import arm
 from saf.routing.explain import explain
 from saf.routing.routes import add_route, add_topic
 from saf.setaside.parking import parked
-from tests.contract.test_7_isolated import NOWHERE, count
-from tests.contract.test_routes import Crash, broker_id, crash, run, send, without_default
+from tests.destinations import NOWHERE, count
+from tests.dying import Crash, crash
 from tests.pipeline import bodies, connect, let_time_pass
+from tests.routing import broker_id, run, send, without_default
 
 Broker = Callable[[str], Dsn]
 

@@ -20,8 +20,7 @@ from saf.engine.source import messages, read
 from saf.engine.work import Work
 from saf.errors import Fenced, Rejected, Unavailable
 from saf.failpoints import arm
-from tests.contract.test_5_fenced import outlive_lease
-from tests.pipeline import Cycle, bodies, connect, policy, send
+from tests.pipeline import Cycle, bodies, connect, outlive_lease, policy, send
 
 
 @pytest.fixture(autouse=True)

@@ -66,6 +66,7 @@ def read(work: Work) -> pa.Table:
     return pa.Table.from_batches(list(messages(work, MAX_BYTES)))
 
 
+@pytest.mark.slow
 @pytest.mark.every_postgresql
 @pytest.mark.parametrize("seed", range(3))
 def test_a_scattered_log_is_read_as_if_it_had_been_sorted(app: Dsn, mom: Dsn, seed: int) -> None:
@@ -122,6 +123,7 @@ def test_where_too_much_would_be_held_back_the_rest_is_sorted(
             assert rows.num_rows == 400
 
 
+@pytest.mark.slow
 def test_what_most_messages_do_not_have_is_read_where_some_do(app: Dsn, mom: Dsn) -> None:
     values: dict[str, object] = {
         "from_service": "shop",

@@ -35,8 +35,6 @@ from tests.receivers import (
     writes_nothing_for,
 )
 
-every_postgresql = pytest.mark.every_postgresql
-
 
 @pytest.fixture
 def inbox(mom: Dsn) -> Dsn:
@@ -58,7 +56,6 @@ class Picky:
             raise ValueError(f"{message.text()} will not do")
 
 
-@every_postgresql
 def test_a_message_that_fails_waits_with_its_key_and_others_go_on(inbox: Dsn) -> None:
     put(inbox, "1", "2", "3", key="k")
     put(inbox, "a", "b", key="other")
@@ -83,7 +80,6 @@ def test_a_message_that_fails_waits_with_its_key_and_others_go_on(inbox: Dsn) ->
     assert waiting(inbox) == []
 
 
-@every_postgresql
 def test_after_its_attempts_a_message_is_dead_and_its_key_goes_on(inbox: Dsn) -> None:
     put(inbox, "1", "2", "3", key="k")
     picky = Picky(inbox, "2", policy=saf.Policy(max_attempts=3))
@@ -145,7 +141,6 @@ def test_what_has_no_handler_or_a_body_that_is_not_json_is_kept_with_its_reason(
     assert any("its content type is application/json" in e for e in errors)
 
 
-@every_postgresql
 def test_a_batch_that_fails_is_handed_over_one_by_one_and_keys_stay_in_order(inbox: Dsn) -> None:
     put(inbox, "1", "2", key="k", message_type="many")
     put(inbox, "3", key="k", message_type="single")
@@ -205,6 +200,7 @@ def test_threads_share_the_work_and_stop_in_order(inbox: Dsn) -> None:
     assert by_key(inbox) == {f"k{key}": list(range(1, 21)) for key in range(1, 31)}
 
 
+@pytest.mark.slow
 def test_a_worker_goes_on_when_its_connections_are_cut(inbox: Dsn) -> None:
     picky = Picky(inbox)
     with running(picky.worker):
@@ -221,6 +217,7 @@ def test_a_worker_goes_on_when_its_connections_are_cut(inbox: Dsn) -> None:
             time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_an_idle_worker_writes_nothing_and_asks_twice_a_second(inbox: Dsn) -> None:
     with running(Picky(inbox).worker):
         time.sleep(1.5)
@@ -305,6 +302,7 @@ def test_sigterm_finishes_the_delivery_in_hand_and_ends_with_0(inbox: Dsn, modul
     assert effects(inbox) == ["first", "slow"]
 
 
+@pytest.mark.slow
 def test_processes_that_a_message_kills_are_replaced_until_it_is_a_dead_letter(
     inbox: Dsn, module: Path
 ) -> None:

@@ -19,7 +19,7 @@ from psycopg.conninfo import make_conninfo
 from saf.broker.embedded import EmbeddedServer
 from saf.broker.grants import Kind, grant
 from saf.broker.migrate import migrate
-from saf.config import Broker, Destination, Settings
+from saf.config import Broker, Destination, Settings, Waits
 from saf.database import Dsn, fetch
 from saf.operating.doctor import Finding, Limits, examine
 from saf.operating.doctor.examination import BROKER
@@ -36,10 +36,16 @@ every_postgresql = pytest.mark.every_postgresql
 
 
 def examined(
-    app: Dsn, mom: Dsn | None = None, limits: Limits = AT_ONCE, **options: Any
+    app: Dsn,
+    mom: Dsn | None = None,
+    limits: Limits = AT_ONCE,
+    bounds: Waits = Waits(),  # noqa: B008 - frozen
+    **options: Any,
 ) -> list[Finding]:
     settings = Settings(
-        brokers={"app": Broker(dsn=app)}, destinations={"mom": Destination(dsn=mom or app)}
+        brokers={"app": Broker(dsn=app)},
+        destinations={"mom": Destination(dsn=mom or app)},
+        bounds=bounds,
     )
     return examine(settings, limits=limits, **options)
 
@@ -410,11 +416,10 @@ def holding(dsn: Dsn, statement: str) -> Iterator[int]:
         connection.rollback()
 
 
-@every_postgresql
 def test_a_locked_table_hangs_no_examination_and_its_holder_is_named(app: Dsn) -> None:
     began = time.monotonic()
     with holding(app, "LOCK TABLE saf.cursor IN ACCESS EXCLUSIVE MODE") as pid:
-        found = examined(app, limits=HELD_AT_ONCE)
+        found = examined(app, limits=HELD_AT_ONCE, bounds=Waits(lock_seconds=0.5))
     assert time.monotonic() - began < 60
     here = [one for one in found if one.severity != "ok" and one.where == "broker 'app'"]
     (who,) = (one for one in here if one.check == "locks")
@@ -427,6 +432,7 @@ def test_a_locked_table_hangs_no_examination_and_its_holder_is_named(app: Dsn) -
     assert all(one.severity == "error" and "locks" in one.cure for one in held_up)
 
 
+@every_postgresql
 def test_who_waits_for_rows_is_named_with_whom_it_waits_for(app: Dsn) -> None:
     rename = "UPDATE saf.subscription SET name = name"
     with (

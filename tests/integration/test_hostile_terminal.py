@@ -13,7 +13,7 @@ import pytest
 from saf.broker.services import create_service
 from saf.cli.console import shown
 from saf.database import Dsn
-from tests.contract.test_hostile_messages import unbounded
+from tests.hostile import unbounded
 from tests.pipeline import connect, forward
 from tests.programs import BIN, ROOT, configuration, environment, saf
 

@@ -14,7 +14,7 @@ from saf.config import load
 from saf.database import Dsn
 from saf.database.bounds import Bounds
 from tests.pipeline import connect
-from tests.programs import BIN, ROOT, configuration, environment, run
+from tests.programs import BIN, ROOT, configuration, environment, run, url
 
 README = (ROOT / "README.md").read_text()
 
@@ -23,11 +23,6 @@ def block(kind: str) -> str:
     """The code that the README marks to be tested."""
     (code,) = re.findall(rf"<!-- test: {kind} -->\n```\w+\n(.*?)```", README, re.DOTALL)
     return str(code)
-
-
-def url(dsn: Dsn) -> str:
-    parts = dsn.parts
-    return f"postgresql+psycopg://{parts['user']}@/{parts['dbname']}?host={parts['host']}"
 
 
 def test_the_first_message_takes_twenty_lines_and_is_sent(app: Dsn) -> None:

@@ -14,9 +14,8 @@ import saf
 from saf.database import Dsn, fetch
 from saf.errors import ConfigurationError
 from saf.receiving.inbox import GUARD, inbox_once, inbox_status, peek
-from tests.integration.test_readme import url
 from tests.pipeline import connect
-from tests.programs import BIN, ROOT, configuration, run
+from tests.programs import BIN, ROOT, configuration, run, url
 from tests.receivers import prepare, put
 
 PAGE = (ROOT / "docs" / "receiving.md").read_text()

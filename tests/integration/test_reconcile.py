@@ -25,6 +25,7 @@ from saf.routing.routes import add_route, add_topic, remove_topic
 from saf.setaside import dead
 from tests.pipeline import Cycle, connect, forward, policy
 from tests.programs import configuration, saf, send
+from tests.sizes import sized
 
 SAME, DIFFERENT, USAGE, TRY_AGAIN = 0, 1, 2, 75
 WEEK = 7 * 86400.0
@@ -283,7 +284,7 @@ def test_there_is_no_false_alarm_while_messages_are_sent_and_forwarded(
     with Cycle(app, rules) as cycle:
         threads = [until_over(write), until_over(write), until_over(cycle.run)]
         try:
-            for _ in range(30):
+            for _ in range(sized(10, 30)):
                 outcome = compare(app, mom=mom, other=other)
                 assert outcome.same, outcome.named[:3]
                 in_flight += outcome.counts["in_flight"]

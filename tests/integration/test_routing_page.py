@@ -19,11 +19,11 @@ from saf.errors import ConfigurationError
 from saf.operating.doctor import Finding, examine
 from saf.routing.routes import configuration
 from saf.routing_service import RoutingService
-from tests.contract.test_routes import broker_id, without_default
 from tests.dialogs import receive
 from tests.pipeline import bodies, connect
 from tests.programs import BIN, ROOT, environment, run, saf
 from tests.programs import configuration as configure
+from tests.routing import broker_id, without_default
 
 PAGE = (ROOT / "docs" / "routing.md").read_text()
 DONE, USAGE, TRY_AGAIN = 0, 2, 75

@@ -25,10 +25,10 @@ from saf.routing.routers import add_router
 from saf.routing.routes import add_route
 from saf.setaside import dead
 from saf.setaside.dropped import Reason
-from tests.contract.test_7_isolated import NOWHERE
-from tests.contract.test_routes import Crash, crash
+from tests.destinations import NOWHERE
 from tests.dialogs import SHOP, WAREHOUSE, begin, prepare, put, receive
-from tests.pipeline import Cycle, connect, policy
+from tests.dying import Crash, crash
+from tests.pipeline import Cycle, connect, drain, policy
 from tests.programs import BIN, ROOT, configuration, run, saf
 
 PAGE = (ROOT / "docs" / "where-messages-end.md").read_text()
@@ -57,8 +57,7 @@ def forward(app: Dsn, mom: Dsn) -> None:
     rules = replace(policy("exactly_once", 100, mom=mom, down=NOWHERE), max_bytes=1024)
     with Cycle(app, rules) as cycle:
         cycle.default = None
-        while cycle.run():
-            pass
+        drain(cycle)
 
 
 def send_all(app: Dsn, mom: Dsn) -> None:

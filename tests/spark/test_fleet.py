@@ -21,18 +21,19 @@ from saf.config import Settings, load
 from saf.database import Dsn
 from saf.forwarding.forwarder import Forwarder
 from saf.forwarding.summary import Summary
-from saf.spark import session
 from saf.spark.runner import SparkRunner
+from tests import on_spark
 from tests.pipeline import bodies, connect
 from tests.programs import configuration, received, send
+from tests.sizes import sized
 
-GIANT = 1_000_000
+GIANT = sized(500_000, 1_000_000)
 NewBroker = Callable[[str], Dsn]
 
 
 @pytest.fixture(scope="module")
 def spark() -> SparkContext:
-    return session.start("local[2]")
+    return on_spark.context()
 
 
 def settings(
@@ -126,7 +127,7 @@ def test_in_one_run_nobody_waits_for_a_giant(
     send(brokers["giant"], GIANT, "giant")
     for name in [name for name in brokers if name != "giant"]:
         send(brokers[name], 100, name)
-    summary = drained(spark, settings(tmp_path, brokers, mom, turn_seconds=0.2))
+    summary = drained(spark, settings(tmp_path, brokers, mom, turn_seconds=0.1))
     assert (summary.forwarded, summary.exit_code) == (GIANT + 900, 0)
     arrival = [body.split()[0] for body in bodies(mom)]
     first_half = arrival[: GIANT // 2]

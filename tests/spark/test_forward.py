@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import psycopg
@@ -15,69 +13,14 @@ from pyspark import SparkContext
 
 from saf.database import Dsn
 from saf.log.shards import shard_of
-from saf.spark import session
+from tests import on_spark
+from tests.forwarders import configuration, fill, finish, start, wait_for
 from tests.pipeline import bodies, connect, let_time_pass
-from tests.programs import BIN, environment
-
-FILL = """
-INSERT INTO saf.outbox (to_service, key, body, headers, deliver_at, from_service)
-SELECT 'billing', 'order ' || n %% 20, convert_to(n::text, 'UTF8'), '{"n": 1}',
-       CASE WHEN n %% 3 = 0 THEN now() END, CASE WHEN n %% 5 = 0 THEN 'shop' END
-FROM generate_series(1, %s) AS n
-"""
 
 HELD = """
 SELECT count(*) AS held FROM saf.cursor JOIN saf.subscription USING (subscription_id)
 WHERE log = 'outbox' AND owner IS NOT NULL GROUP BY owner
 """
-
-
-def fill(app: Dsn, messages: int) -> None:
-    with connect(app) as connection:
-        connection.execute(FILL, [messages])
-
-
-def configuration(folder: Path, app: Dsn, mom: Dsn, **options: object) -> Path:
-    path = folder / "saf.toml"
-    more = "\n".join(f"{name} = {json.dumps(value)}" for name, value in options.items())
-    path.write_text(
-        f"[brokers.app]\ndsn = {json.dumps(app.conninfo)}\n"
-        f"[destinations.mom]\ndsn = {json.dumps(mom.conninfo)}\n"
-        f'[forwarder]\ndefault_destination = "mom"\nmaster = "local[2]"\n{more}\n'
-    )
-    return path
-
-
-def start(config: Path, *options: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [BIN / "saf", "forward", "--config", config, "--json", *options],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> dict[str, object]:
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert "Traceback" not in err
-    summary = json.loads(out.splitlines()[-1])
-    assert isinstance(summary, dict)
-    return summary
-
-
-def wait_for(app: Dsn, query: str, seconds: float = 60) -> None:
-    """Until a query at the source is true."""
-    until = time.monotonic() + seconds
-    with connect(app) as connection:
-        while time.monotonic() < until:
-            row = connection.execute(query).fetchone()
-            if row and row[0]:
-                return
-            time.sleep(0.02)
-    pytest.fail(f"never became true: {query}")
 
 
 def test_every_column_of_a_message_arrives_as_it_was_sent(
@@ -131,13 +74,13 @@ def test_a_second_run_has_nothing_to_do(app: Dsn, mom: Dsn, tmp_path: Path) -> N
 def test_overlapping_runs_share_or_leave_and_neither_fails(
     app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:
-    fill(app, 30_000)
+    fill(app, 10_000)
     config = configuration(tmp_path, app, mom, chunk_rows=500)
     summaries = [finish(process) for process in [start(config), start(config)]]
     assert any(summary["forwarded"] for summary in summaries)
-    finish(start(config))
+    on_spark.forward(config)
     arrived = bodies(mom)
-    assert len(arrived) == len(set(arrived)) == 30_000
+    assert len(arrived) == len(set(arrived)) == 10_000
     for key in range(20):
         numbers = [int(body) for body in arrived if int(body) % 20 == key]
         assert numbers == sorted(numbers)
@@ -147,7 +90,7 @@ def test_overlapping_runs_share_or_leave_and_neither_fails(
 def test_a_signal_to_all_its_processes_ends_it_after_the_chunk_in_hand(
     app: Dsn, mom: Dsn, tmp_path: Path, number: signal.Signals
 ) -> None:
-    fill(app, 30_000)
+    fill(app, 10_000)
     config = configuration(tmp_path, app, mom, chunk_rows=50)
     process = start(config)
     wait_for(app, "SELECT max(position) > 0 FROM saf.cursor")
@@ -158,13 +101,13 @@ def test_a_signal_to_all_its_processes_ends_it_after_the_chunk_in_hand(
     summary = finish(process)
     assert summary["stopped"]
     done = len(bodies(mom))
-    assert 0 < done < 30_000
+    assert 0 < done < 10_000
     assert summary["forwarded"] == done
     with connect(app) as connection:
         assert connection.execute("SELECT count(*) FROM saf.member").fetchone() == (0,)
-    assert finish(start(config))["dropped"] == 0, "what was stored was marked too"
+    assert on_spark.forward(config)["dropped"] == 0, "what was stored was marked too"
     arrived = bodies(mom)
-    assert len(arrived) == len(set(arrived)) == 30_000
+    assert len(arrived) == len(set(arrived)) == 10_000
 
 
 def test_a_loop_forwards_what_comes_until_it_is_stopped(app: Dsn, mom: Dsn, tmp_path: Path) -> None:
@@ -236,12 +179,12 @@ def test_a_destination_that_is_down_leaves_everything_pending(
     assert "canary" not in out + err
     assert "destination 'mom' is unavailable" in out
     let_time_pass(app)
-    assert finish(start(configuration(tmp_path, app, mom)))["forwarded"] == 10
+    assert on_spark.forward(configuration(tmp_path, app, mom))["forwarded"] == 10
 
 
 @pytest.fixture(scope="module")
 def spark() -> SparkContext:
-    return session.start("local[2]")
+    return on_spark.context()
 
 
 def test_a_key_has_the_same_shard_in_spark(spark: SparkContext) -> None:

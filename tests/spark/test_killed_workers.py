@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from saf.database import Dsn
+from tests.forwarders import configuration, fill, start
 from tests.pipeline import bodies, connect
-from tests.spark.test_forward import configuration, fill, start
 
 WAITING = """
 SELECT count(*) FROM pg_stat_activity

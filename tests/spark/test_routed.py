@@ -1,9 +1,8 @@
-"""Routes that share, and topics, by `saf forward` on a real Spark."""
+"""Routes that share, and topics, on a real Spark."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +11,10 @@ import pytest
 
 from saf.database import Dsn
 from saf.routing.routes import add_route
-from tests.contract.test_7_isolated import NOWHERE
+from tests.destinations import NOWHERE
+from tests.on_spark import forward
 from tests.pipeline import connect, let_time_pass
-from tests.programs import BIN, environment
+from tests.programs import BIN, run
 
 FILL = """
 INSERT INTO saf.outbox (to_service, key, body)
@@ -50,18 +50,10 @@ def configure(folder: Path, app: Dsn, **where: Dsn) -> Path:
     return path
 
 
-def forward(config: Path, **env: str) -> tuple[int, str]:
-    """The exit code, and what it printed."""
-    done = subprocess.run(
-        [BIN / "saf", "forward", "--config", config, "--json"],
-        env=environment(**env),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        start_new_session=True,
-    )
-    return done.returncode, done.stdout
+def forward_and_die(config: Path, point: str) -> None:
+    """A run whose workers die at a fail point."""
+    done = run([BIN / "saf", "forward", "--config", config], env={"SAF_FAILPOINT": point})
+    assert done.returncode != 0, "its workers were killed"
 
 
 def stored(dsn: Dsn, service: str) -> dict[str, list[int]]:
@@ -87,11 +79,8 @@ def test_shared_keys_stick_and_topics_arrive_everywhere_after_a_crash_and_with_o
     with connect(app) as source:
         source.execute(FILL, [1, 2000])
         config = configure(tmp_path, app, a=a, b=b, c=NOWHERE)
-        code, _ = forward(config, SAF_FAILPOINT=point)
-        assert code != 0, "its workers were killed"
-        code, out = forward(config)
-        assert code == 75, "copies for c wait"
-        assert json.loads(out.splitlines()[-1])["problems"] == []
+        forward_and_die(config, point)
+        assert forward(config, 75)["problems"] == [], "copies for c wait"
         first = stored(a, "orders"), stored(b, "orders")
         assert [len(some) for some in first] == [50, 50]
         assert first[0] | first[1] == all_of(2000)
@@ -100,8 +89,7 @@ def test_shared_keys_stick_and_topics_arrive_everywhere_after_a_crash_and_with_o
         add_route(source, "c", service="orders")
         source.execute(FILL, [2001, 3000])
         let_time_pass(app)
-        code, out = forward(configure(tmp_path, app, a=a, b=b, c=c))
-        assert code == 0, out
+        forward(configure(tmp_path, app, a=a, b=b, c=c))
     second = stored(a, "orders"), stored(b, "orders")
     assert [set(some) for some in second] == [set(some) for some in first]
     assert second[0] | second[1] == all_of(3000)

@@ -16,9 +16,10 @@ from saf.routing.routers import add_router
 from saf.routing.routes import add_route
 from saf.setaside.dead import Filter, dead_letters
 from saf.setaside.parking import parked
-from tests.contract.test_routes import broker_id
+from tests.on_spark import forward
 from tests.pipeline import connect, let_time_pass
 from tests.programs import BIN, ROOT, configuration, run
+from tests.routing import broker_id
 
 FILL = """
 INSERT INTO saf.outbox (to_service, key, body)
@@ -51,8 +52,8 @@ def config(app: Dsn, stores: dict[str, Dsn], tmp_path: Path) -> Path:
     return path
 
 
-def forward(config: Path, code: int = 0, **env: str) -> dict[str, Any]:
-    """What the run says of itself."""
+def start(config: Path, code: int = 0, **env: str) -> dict[str, Any]:
+    """What a run in a process of its own says of itself."""
     done = run(
         [BIN / "saf", "forward", "--config", config, "--json"],
         env={"PYTHONPATH": str(ROOT), **env},
@@ -213,9 +214,9 @@ def test_a_module_that_only_the_driver_has_ends_the_run_by_name_and_loses_nothin
     )
     add_router(source, "departures", "python", "only_here:classify")
     source.execute(FILL, [1, 10])
-    said = forward(config, 2, PYTHONPATH=f"{ROOT}:{tmp_path}")
+    said = start(config, 2, PYTHONPATH=f"{ROOT}:{tmp_path}")
     assert "only_here:classify" in str(said["problems"])
     assert dead_letters(source, Filter()) == []
     (tmp_path / "only_here.py").write_text("def classify(message): return 'EWR'\n")
-    forward(config, PYTHONPATH=f"{ROOT}:{tmp_path}")
+    start(config, PYTHONPATH=f"{ROOT}:{tmp_path}")
     assert len(numbers(stores["ewr"])) == 10

@@ -1,4 +1,4 @@
-"""A dialog through `saf forward` on a real Spark: there, back, large, and ended at both ends."""
+"""A dialog through a forwarder on a real Spark: there, back, large, and ended at both ends."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import psycopg
 import saf
 from saf.database import Dsn
 from saf.routing.routes import add_route
+from tests import on_spark
 from tests.dialogs import END, SHOP, WAREHOUSE, begin, prepare, receive, said, states
 from tests.hub import DEPARTURES, Hub
 from tests.pipeline import connect
-from tests.programs import saf as run_saf
 
 
 def forward_all(folder: Path, places: Mapping[str, Dsn]) -> None:
@@ -31,8 +31,7 @@ def forward_all(folder: Path, places: Mapping[str, Dsn]) -> None:
         )
         + '[forwarder]\nmaster = "local[2]"\nattempts = 1\n'
     )
-    done = run_saf("forward", "--config", config, "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
+    on_spark.forward(config)
 
 
 def test_a_dialog_and_20_mb_go_there_and_replies_find_the_initiators_broker(

@@ -17,7 +17,7 @@ from saf.receiving import claim
 from saf.receiving.claim import Hand
 from saf.repair import rebase, send_again
 from tests.conftest import Servers
-from tests.crash import test_checker
+from tests.crash import bugs
 from tests.stateful.machines import MACHINES
 from tests.stateful.run import Make, run
 from tests.stateful.site import Site
@@ -60,10 +60,10 @@ def incarnation_not_raised(patch: pytest.MonkeyPatch) -> None:
 
 
 PLANTED = [
-    ("forwarding", test_checker.watermark_moved_and_a_row_not_stored),
-    ("aside", test_checker.watermark_not_moved),
+    ("forwarding", bugs.watermark_moved_and_a_row_not_stored),
+    ("aside", bugs.watermark_not_moved),
     ("receiving", position_of_a_receiver_not_moved),
-    ("dialogs", test_checker.repeats_in_a_dialog_taken),
+    ("dialogs", bugs.repeats_in_a_dialog_taken),
     ("dialogs_set_back", incarnation_not_raised),
 ]
 

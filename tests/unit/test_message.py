@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
+from datetime import UTC, date, datetime, timedelta, timezone
 from typing import Any
 from uuid import UUID
 
@@ -14,20 +14,7 @@ from hypothesis import strategies as st
 
 from saf.errors import InvalidMessage, UsageError
 from saf.message import MAX_KEY, MAX_NAME, Message, Row, encode, encode_body
-
-
-class Nowhere(tzinfo):
-    """A time zone that does not know how far it is from UTC."""
-
-    def utcoffset(self, _moment: datetime | None) -> None:
-        return None
-
-    def dst(self, _moment: datetime | None) -> None:
-        return None
-
-    def tzname(self, _moment: datetime | None) -> str:
-        return "nowhere"
-
+from tests.timezones import Nowhere
 
 NAIVE = datetime(2026, 1, 2, 3, 4)
 ZURICH = datetime(2026, 1, 2, 3, 4, tzinfo=timezone(timedelta(hours=1)))

@@ -1,0 +1,154 @@
+"""Bugs to be planted, each a small patch, which a checker must find."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+
+import saf
+import saf.engine.delivery
+from saf import Outbox
+from saf.destinations import Chunk, postgresql
+from saf.destinations.postgresql import PostgresInbox
+from saf.dialogs import arrival
+from saf.dialogs.facts import Facts, Verdict, judge
+from saf.engine.aside import Aside
+from saf.engine.storing import Storing
+from saf.errors import Rejected
+from saf.log import cursor, ring
+from saf.log.cursor import Batch
+from saf.setaside import dead, parking
+
+
+def watermark_not_moved(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(postgresql, "MOVE", "SELECT 1")
+
+
+def watermark_moved_and_a_row_not_stored(patch: pytest.MonkeyPatch) -> None:
+    whole = postgresql.inbox_rows
+    patch.setattr(postgresql, "inbox_rows", lambda rows, source: whole(rows, source).slice(1))
+
+
+def marked_before_sent(patch: pytest.MonkeyPatch) -> None:
+    store = Storing.store
+
+    def early(self: Storing, part: Any, mark: tuple[int, int], aside: Aside) -> None:
+        self.at_source(lambda source: cursor.advance(source, self.work.batch, mark[1]))
+        store(self, part, mark, aside)
+
+    patch.setattr(Storing, "store", early)
+
+
+def no_fence_at_the_destination(patch: pytest.MonkeyPatch) -> None:
+    blind = postgresql.LOCK.replace("epoch,", "0::bigint AS epoch,", 1)
+    patch.setattr(postgresql, "LOCK", blind)
+
+
+def no_fence_at_the_source(patch: pytest.MonkeyPatch) -> None:
+    fence = "\n  AND c.owner = %(owner)s AND c.epoch = mine.epoch AND c.batch = %(batch)s"
+    for name in ("ADVANCE", "CLOSE", "HOLD"):
+        statement = getattr(cursor, name)
+        assert fence in statement
+        patch.setattr(cursor, name, statement.replace(fence, ""))
+
+
+def id_used_as_cursor(patch: pytest.MonkeyPatch) -> None:
+    def beyond_the_last(table: str, shards: list[int], done: str) -> sql.Composed:
+        query = (
+            "SELECT * FROM saf.{} WHERE shard = ANY ({}::smallint[]) AND id > coalesce((SELECT "
+            "max(id) FROM saf.outbox WHERE pg_visible_in_snapshot(txid, {}::pg_snapshot)), 0)"
+        )
+        return sql.SQL(query).format(sql.Identifier(table), sql.Literal(shards), sql.Literal(done))
+
+    patch.setattr(cursor, "since", beyond_the_last)
+
+
+def transactions_in_progress_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(cursor, "ENDED_SINCE", "")
+
+
+def done_is_the_snapshot_of_now(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        cursor, "CLOSE", cursor.CLOSE.replace("done = c.open", "done = pg_current_snapshot()")
+    )
+
+
+def read_in_no_order(patch: pytest.MonkeyPatch) -> None:
+    def select(self: Batch, columns: Any) -> str:
+        return f"{self.rows(columns)} ORDER BY id DESC"
+
+    patch.setattr(Batch, "select", select)
+
+
+def moved_past_a_chunk_that_failed(patch: pytest.MonkeyPatch) -> None:
+    store = Storing.store
+
+    def carefree(self: Storing, part: Any, mark: tuple[int, int], _: Aside) -> None:
+        store(self, part, mark, Aside(work=self.work))
+
+    patch.setattr(Storing, "store", carefree)
+
+
+def parked_messages_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(parking, "park", lambda *_: None)
+
+
+def a_lane_released_in_no_order(patch: pytest.MonkeyPatch) -> None:
+    backwards = parking.IN_LANES.replace("BY {order}", "BY parked_id DESC")
+    patch.setattr(parking, "IN_LANES", backwards)
+
+
+def purged_without_the_check(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ring, "_obstacle", lambda *_: None)
+
+
+def neighbours_rejected_too(patch: pytest.MonkeyPatch) -> None:
+    store = PostgresInbox.store
+    bury = Aside.bury
+
+    def all_or_nothing(self: Storing, part: Any, _: tuple[int, int], aside: Aside) -> None:
+        chunk = Chunk(
+            source=self.work.source,
+            batch=self.work.batch,
+            rows=part.rows,
+            number=_[0],
+        )
+        try:
+            store(self._destination(part.destination), chunk, exactly_once=True)  # type: ignore[arg-type]
+        except Rejected as error:
+            bury(aside, part.rows, part.destination, "rejected", str(error))
+
+    patch.setattr(Storing, "store", all_or_nothing)
+
+
+def a_rejected_message_below_the_watermark(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Aside, "ahead", False)
+
+
+def set_aside_twice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(dead, "known", lambda *_: set())
+
+
+def attempts_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(saf.engine.delivery, "attempt", lambda *_: {})
+
+
+def sent_outside_of_the_transaction(patch: pytest.MonkeyPatch) -> None:
+    send = Outbox.send
+
+    def apart(self: Outbox, conn: Any, *arguments: Any, **more: Any) -> Any:
+        with psycopg.connect(conn.info.dsn) as another:
+            return send(self, another, *arguments, **more)
+
+    patch.setattr(Outbox, "send", apart)
+
+
+def repeats_in_a_dialog_taken(patch: pytest.MonkeyPatch) -> None:
+    def trusting(before: Facts, message: saf.Received, **more: Any) -> tuple[Verdict, Facts]:
+        repeat = (message.sequence or 0) <= before.receive_sequence
+        return (Verdict.TAKE, before) if repeat else judge(before, message, **more)
+
+    patch.setattr(arrival, "judge", trusting)

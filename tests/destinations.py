@@ -1,0 +1,59 @@
+"""Destinations for tests of what a forwarder does when one of several is down, or loses answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+
+from saf import Outbox, Unavailable
+from saf.database import Dsn
+from saf.destinations import Chunk, Stored
+from saf.destinations.postgresql import PostgresInbox
+from tests.pipeline import Cycle, connect, policy
+
+NOWHERE = Dsn("host=/nonexistent dbname=mom")
+
+
+Broker = Callable[[str], Dsn]
+
+
+class AnswerLost(PostgresInbox):
+    """Stores, and then does not say so."""
+
+    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+        stored = super().store(chunk, exactly_once=exactly_once)
+        if self.name == "other":
+            raise Unavailable("destination 'other'", "the answer got lost")
+        return stored
+
+
+def route(connection: psycopg.Connection[Any], service: str, destination: str) -> None:
+    connection.execute(
+        "INSERT INTO saf.route (service, destination) VALUES (%s, %s)", [service, destination]
+    )
+
+
+def send_to(connection: psycopg.Connection[Any], service: str, body: str, **more: Any) -> None:
+    with connection.transaction():
+        Outbox().send(connection, service, body.encode(), **{"key": "k", **more})
+
+
+def count(dsn: Dsn, table: str) -> int:
+    with connect(dsn) as connection:
+        row = connection.execute(f"SELECT count(*) FROM saf.{table}").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def run(app: Dsn, **destinations: Dsn) -> list[str | None]:
+    """A whole run in chunks of a few messages; the kinds of errors it met."""
+    with Cycle(app, policy("exactly_once", 3, **destinations)) as cycle:
+        return [r.error_kind for r in cycle.run() if r.error_kind]
+
+
+def know(mom: Dsn, *services: str) -> None:
+    with connect(mom) as connection:
+        for service in services:
+            connection.execute("INSERT INTO saf.service VALUES (%s)", [service])

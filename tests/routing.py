@@ -1,0 +1,36 @@
+"""A forwarder that goes by routes alone, and what is sent through it."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import UUID
+
+import psycopg
+
+from saf import Outbox
+from saf.database import Dsn, fetch
+from tests.pipeline import Cycle, connect, policy
+
+
+def send(connection: psycopg.Connection[Any], *texts: str, service: str = "s", **more: Any) -> None:
+    with connection.transaction():
+        for text in texts:
+            Outbox().send(connection, service, text.encode(), **more)
+
+
+def run(app: Dsn, chunk_rows: int = 100, **where: Dsn) -> None:
+    """A run of a forwarder without a default destination, in which nothing goes wrong."""
+    with without_default(app, chunk_rows, **where) as cycle:
+        assert [r.error for r in cycle.run() if r.error] == []
+
+
+def without_default(app: Dsn, chunk_rows: int = 100, **where: Dsn) -> Cycle:
+    cycle = Cycle(app, policy("exactly_once", chunk_rows, **where))
+    cycle.default = None
+    return cycle
+
+
+def broker_id(dsn: Dsn) -> UUID:
+    with connect(dsn) as connection:
+        ((known,),) = fetch(connection, "SELECT broker_id FROM saf.broker")
+    return UUID(str(known))

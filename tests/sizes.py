@@ -1,0 +1,16 @@
+"""How much a test does in the gate, and how much in its long form (``make long``).
+
+A promise about many or about long is broken at a tenth already: what it would take to break it
+only at the full size is for the long form to find.
+"""
+
+from __future__ import annotations
+
+import os
+
+LONG = os.environ.get("SAF_TESTS_LONG", "") not in ("", "0")
+
+
+def sized(gate: int, long: int) -> int:
+    """The first in the gate, the second in the long form."""
+    return long if LONG else gate
