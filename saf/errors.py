@@ -43,11 +43,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import UUID
-
-if TYPE_CHECKING:
-    from saf.destinations.marks import Lower
 
 NAMED = 10
 """So many of what may be many are named by one error."""
@@ -424,7 +421,7 @@ class Behind(SafError):
         where: str,
         shards: Sequence[int],
         since: datetime | None = None,
-        lower: Lower | None = None,
+        lower: object = None,
     ) -> None:
         last = f"since a batch of {since.isoformat()}" if since else "or never had any of it"
         such_as = f", such as: {lower}" if lower else ""

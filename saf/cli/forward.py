@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import rich.progress
 import typer
@@ -18,8 +18,6 @@ from saf.config import Settings, load, with_options
 from saf.signals import stop_on_signals
 
 if TYPE_CHECKING:
-    from pyspark import SparkContext
-
     from saf.forwarding.forwarder import Progress
     from saf.forwarding.summary import Summary
 
@@ -55,10 +53,7 @@ def command(
 def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
     """Forward, with a Spark session of its own if there is work; return the exit code."""
     from saf.forwarding.forwarder import Forwarder
-    from saf.spark import (
-        java,  # need the extra, and say so
-        session,  # need the extra, and say so
-    )
+    from saf.spark import java, session
     from saf.spark.runner import SparkRunner
 
     session.require_packages()
@@ -66,26 +61,22 @@ def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
     alone = len(settings.brokers) == 1 and not settings.fleets
     master = options.master if alone else session.with_room(options.master)
     console = plain_console(stderr=True)
-    started: list[SparkContext] = []
 
-    def spark(much: bool) -> SparkContext:
-        if not started:
-            people = console.is_terminal
-            with console.status(f"starting {java.find()}") if people else nullcontext():
-                quick = not (loop or much)
-                started.append(session.start(master, conf=options.spark, quick=quick))
-        return started[0]
+    def spark(much: bool) -> Any:
+        people = console.is_terminal
+        with console.status(f"starting {java.find()}") if people else nullcontext():
+            return session.start(master, conf=options.spark, quick=not (loop or much))
 
     def report(summary: Summary) -> None:
         show(summary, as_json=as_json)
 
+    runner = SparkRunner(spark)
     with progress_bar(console) as progress:
-        forwarder = Forwarder(settings, SparkRunner(spark), progress=progress)
+        forwarder = Forwarder(settings, runner, progress=progress)
         with stop_on_signals(forwarder.stop):
             summary = forwarder.loop(report) if loop else forwarder.drain()
     report(summary)
-    for one in started:
-        session.stop(one)
+    runner.stop()
     return summary.exit_code
 
 

@@ -1,4 +1,7 @@
-"""Answers: what Spark made of the expressions of routers, in step with the delivery."""
+"""Answers: what Spark made of the expressions of routers, in step with the delivery.
+
+`receipts` runs items of work some of which have such routers.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ import pyarrow as pa
 
 from saf.engine.classifying import ANSWERS, as_answers
 from saf.engine.source import messages
-from saf.engine.work import Policy, Work
+from saf.engine.work import Policy, Receipt, Work
 from saf.errors import Unavailable
 from saf.routing.resolutions import Resolved
 from saf.routing.ways import Router
-from saf.spark.expressions import Compiled
+from saf.spark.expressions import Compiled, compiled_for, evaluated
 
 
 class Answers:
@@ -83,6 +86,19 @@ class Answers:
                 self._parked.append(batch.slice(0, parked))
             if parked < batch.num_rows:
                 self._ahead.append(batch.slice(parked))
+
+
+def receipts(work: Sequence[Work], policy: Policy) -> list[Receipt]:
+    """Forward items of work, some of which have routers in SQL; what the tasks say."""
+    from pyspark.sql import SparkSession
+
+    spark = SparkSession.builder.getOrCreate()
+    work, compiled = compiled_for(spark, work)
+    rows = spark.range(0, len(work), 1, len(work))
+    if compiled:
+        rows = evaluated(rows, work, compiled, policy.max_bytes)
+    said = rows.mapInArrow(deliver(work, policy, compiled), "receipts binary").collect()
+    return [one for row in said for one in pickle.loads(row.receipts)]  # noqa: S301 - our own bytes
 
 
 def deliver(

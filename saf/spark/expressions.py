@@ -17,7 +17,6 @@ for one message; an expression that cannot be is a problem of its router.
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from functools import lru_cache, reduce
 from typing import TYPE_CHECKING
 
 from saf.columns import EXPRESSED
-from saf.engine.work import Policy, Receipt, Work
+from saf.engine.work import Work
 from saf.routing.ways import SQL
 from saf.spark.questions import OF_NONE, PLACE, questions
 
@@ -52,21 +51,6 @@ class Compiled:
     def column(self) -> str:
         """Where its answers are."""
         return f"answer_{self.number}"
-
-
-def receipts(work: Sequence[Work], policy: Policy) -> list[Receipt]:
-    """Forward items of work, some of which have routers in SQL; what the tasks say."""
-    from pyspark.sql import SparkSession
-
-    from saf.spark.answers import deliver
-
-    spark = SparkSession.builder.getOrCreate()
-    work, compiled = compiled_for(spark, work)
-    rows = spark.range(0, len(work), 1, len(work))
-    if compiled:
-        rows = evaluated(rows, work, compiled, policy.max_bytes)
-    said = rows.mapInArrow(deliver(work, policy, compiled), "receipts binary").collect()
-    return [one for row in said for one in pickle.loads(row.receipts)]  # noqa: S301 - our own bytes
 
 
 def compiled_for(

@@ -37,8 +37,9 @@ class SparkRunner:
         return self._spark
 
     def start(self, *, much: bool) -> None:
-        """Start Spark, or ask for what is started."""
-        self._spark = self._start_spark(much)
+        """Start Spark, unless it is started."""
+        if self._spark is None:
+            self._spark = self._start_spark(much)
 
     def slots(self) -> int:
         """How many tasks Spark runs at a time now: a cluster's executors come and go."""
@@ -57,15 +58,21 @@ class SparkRunner:
         try:
             self.spark.setJobGroup(group, "saf forward", interruptOnCancel=True)
             if any(router.kind == SQL for item in work for router in item.routes.routers):
-                from saf.spark.expressions import receipts  # needs Arrow at the driver
+                from saf.spark.answers import receipts  # needs Arrow at the driver
 
                 return receipts(work, policy)
-            numbers = self.spark.parallelize(range(len(work)), len(work))
-            return numbers.mapPartitions(tasks(work, policy)).collect()
+            return (
+                self.spark.parallelize(parts(work), len(work)).mapPartitions(task(policy)).collect()
+            )
         except (Py4JNetworkError, ConnectionError) as error:
             raise SparkGone(session.first_line(error)) from error
         except (Py4JError, PySparkException, EOFError) as error:
             raise JobFailed(session.first_line(error)) from error
+
+    def stop(self) -> None:
+        """End the session, if it was started, in order."""
+        if self._spark is not None:
+            session.stop(self._spark)
 
     def cancel(self, group: str) -> None:
         """Cancel the job, unless Spark does not answer either."""
@@ -77,19 +84,22 @@ class SparkRunner:
         session.cut_off()
 
 
-def tasks(work: Sequence[Work], policy: Policy) -> Callable[[Iterable[int]], Iterator[Receipt]]:
-    """The function for mapPartitions: numbers of items of work in, receipts out.
+def parts(work: Sequence[Work]) -> list[tuple[int, bytes]]:
+    """A partition's content for each item, with its place.
 
-    The items travel inside the function, because they hold passwords and Spark shows its plans;
-    each pickled by itself, because a task needs only its own of what may be thousands.
+    Items hold the passwords of their sources. So they are neither in a plan, which Spark shows, nor
+    in the function, which goes to every task: a task gets its own partition alone.
     """
-    pickled = [pickle.dumps(item) for item in work]
+    return [(number, pickle.dumps(item)) for number, item in enumerate(work)]
 
-    def task(numbers: Iterable[int]) -> Iterator[Receipt]:
+
+def task(policy: Policy) -> Callable[[Iterable[tuple[int, bytes]]], Iterator[Receipt]]:
+    """The function for mapPartitions: `parts` in, receipts out."""
+
+    def run(part: Iterable[tuple[int, bytes]]) -> Iterator[Receipt]:
         from saf.forwarding.runner import run_item
 
-        for number in numbers:
-            item = pickle.loads(pickled[number])  # noqa: S301 - our own bytes
-            yield from run_item(number, item, policy)
+        for number, item in part:
+            yield from run_item(number, pickle.loads(item), policy)  # noqa: S301 - our own bytes
 
-    return task
+    return run

@@ -43,8 +43,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "items of work share a task",
         "saf/spark/runner.py",
-        "spark.parallelize(range(len(work)), len(work))",
-        "spark.parallelize(range(len(work)), max(1, len(work) - 1))",
+        "parallelize(parts(work), len(work))",
+        "parallelize(parts(work), max(1, len(work) - 1))",
         f"{FORWARDER}::test_each_item_of_work_is_a_task_of_its_own",
     ),
     mutant(

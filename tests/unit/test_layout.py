@@ -1,0 +1,115 @@
+"""The house: which rooms there are, and that arrows between them run one way."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import saf
+
+HERE = Path(saf.__file__).parent
+SPARK = {"pyspark", "py4j"}
+
+ROOMS = {path.name for path in HERE.iterdir() if (path / "__init__.py").is_file()}
+
+
+def modules() -> dict[str, ast.Module]:
+    """All modules of saf by their dotted names."""
+    found = {}
+    for path in HERE.rglob("*.py"):
+        parts = path.relative_to(HERE.parent).with_suffix("").parts
+        name = ".".join(parts).removesuffix(".__init__")
+        found[name] = ast.parse(path.read_text())
+    return found
+
+
+MODULES = modules()
+
+
+def imports(tree: ast.Module, *, for_types: bool = False) -> Iterator[str]:
+    """What a module imports, at its top and in its functions."""
+    skipped: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            skipped.update(ast.walk(node))
+    for node in ast.walk(tree):
+        if node in skipped and not for_types:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in MODULES else node.module
+
+
+def room(name: str) -> str:
+    """The folder that a module is in; of one directly in saf, itself."""
+    parts = name.split(".")
+    return name if len(parts) < 2 or parts[1] not in ROOMS else parts[1]
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Those that can be reached from themselves."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        ahead = [*graph.get(start, ())]
+        while ahead:
+            if (one := ahead.pop()) not in seen:
+                seen.add(one)
+                ahead += graph.get(one, ())
+        return seen
+
+    return [[one, *sorted(graph[one])] for one in sorted(graph) if one in reached(one)]
+
+
+def test_few_modules_are_directly_in_saf() -> None:
+    assert len([*HERE.glob("*.py")]) <= 16
+
+
+def test_no_module_imports_itself_by_others_not_even_inside_a_function() -> None:
+    graph = {
+        name: {one for one in imports(tree) if one in MODULES} - {name, "saf"}
+        for name, tree in MODULES.items()
+        if name != "saf"
+    }
+    assert circles(graph) == []
+
+
+def test_arrows_between_rooms_run_one_way() -> None:
+    graph: dict[str, set[str]] = defaultdict(set)
+    for name, tree in MODULES.items():
+        if name == "saf":
+            continue
+        for one in imports(tree):
+            if one in MODULES and one != "saf" and room(one) != room(name):
+                graph[room(name)].add(room(one))
+    assert circles(graph) == []
+
+
+def test_only_the_room_spark_knows_spark() -> None:
+    knows = {
+        room(name)
+        for name, tree in MODULES.items()
+        if SPARK & {one.partition(".")[0] for one in imports(tree, for_types=True)}
+    }
+    assert knows == {"spark"}
+
+
+def test_the_engine_knows_neither_those_who_drive_it_nor_spark() -> None:
+    known = {room(one) for n, t in MODULES.items() if room(n) == "engine" for one in imports(t)}
+    assert not known & {"forwarding", "spark", "receiving", "operating", "repair", "cli"}
+
+
+def test_receiving_knows_no_dialogs() -> None:
+    known = {room(one) for n, t in MODULES.items() if room(n) == "receiving" for one in imports(t)}
+    assert "dialogs" not in known
+
+
+def test_each_room_says_what_belongs_there() -> None:
+    for name in ROOMS:
+        said = ast.get_docstring(MODULES[f"saf.{name}"]) or ""
+        assert len(said) > 40, f"saf/{name}/__init__.py says too little"
