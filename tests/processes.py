@@ -22,8 +22,8 @@ CONTEXT.set_forkserver_preload(
     [
         "tests.processes",
         "saf.cli",
-        "saf.spark.forward",
-        "saf.migrate",
+        "saf.forwarding.forwarder",
+        "saf.broker.migrate",
         "tests.crash.forwarders",
         "tests.crash.writers",
         "tests.crash.site",

