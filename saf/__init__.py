@@ -2,8 +2,9 @@
 
 Sending:   `Outbox`, `Message`
 Receiving: `receive`, `Worker`, `Processor`, `Processors`, `handles`, `Delivery`, `Received`,
-           `Policy`, `inbox_once`
-Routing:   `Resolved`; `saf.routing_service` serves routers that forward, and needs Arrow
+           `Policy`, `inbox_once`, `create_service`
+Routing:   `add_route`, `Resolved`; `saf.routing_service`, which needs Arrow, serves routers that
+           forward
 Dialogs:   `begin_dialog`, `open_dialog`, `Dialog`, `begin_monolog`, `conversations`,
            `group_state`, `set_group_state`, `move_dialog`, `create_contract`, `create_message_type`
 Errors:    `SafError` and what stands below it in `saf.errors`
@@ -12,6 +13,7 @@ The forwarder lives in `saf.spark` and is imported by nothing here: an applicati
 sends needs neither Spark nor Arrow.
 """
 
+from saf.broker.services import create_service
 from saf.dialogs.arrival import Dialogs
 from saf.dialogs.contracts import create_contract, create_message_type
 from saf.dialogs.conversations import Conversation, conversations
@@ -61,6 +63,7 @@ from saf.receiving.processors import Processors
 from saf.receiving.receive import receive
 from saf.receiving.worker import Worker
 from saf.routing.resolutions import Resolved
+from saf.routing.routes import add_route
 
 install(Dialogs())
 
@@ -106,11 +109,13 @@ __all__ = [
     "UsageError",
     "Worker",
     "WrongDirection",
+    "add_route",
     "begin_dialog",
     "begin_monolog",
     "conversations",
     "create_contract",
     "create_message_type",
+    "create_service",
     "group_state",
     "handles",
     "inbox_once",

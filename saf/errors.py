@@ -22,6 +22,8 @@
     │       ├── SchemaMismatch    older or newer than this library
     │       └── Restored          of another cluster, or of an older state: run ``saf rebase``
     ├── Unavailable               a service does not answer: nothing is lost, try again later
+    │   └── Refused               … or does not let this login in: nothing is lost, mend it
+    ├── Unexpected                no known failure, of one broker: the others go on
     ├── JobFailed                 a Spark job failed, such as when a worker was killed: tried again
     ├── SparkGone                 Spark itself has ended: the next run goes on
     ├── UnknownService            a destination does not know services that are addressed
@@ -266,6 +268,33 @@ class Unavailable(SafError):
         renamed = Unavailable(what, self.reason)
         renamed.hangs = self.hangs
         return renamed
+
+
+class Refused(Unavailable):
+    """A server does not let this login in. Nothing is lost, but a person has to mend something."""
+
+    exit_code = 2
+
+    def __init__(self, what: str, reason: str, cure: str) -> None:
+        super().__init__(what, reason)
+        self.args = (f"{what} refuses the login: {reason}. {cure[0].upper()}{cure[1:]}",)
+        self.cure = cure
+
+    def of(self, what: str) -> Refused:
+        """The same of what people know the database as."""
+        return Refused(what, self.reason, self.cure)
+
+
+class Unexpected(SafError):
+    """Something that is no known failure; it is one broker's, and the others go on."""
+
+    def __init__(self, what: str, error: BaseException) -> None:
+        said = " ".join(str(error).split()) or "no more is known"
+        super().__init__(
+            f"{what}: {type(error).__name__}: {said}. Nothing was marked or lost; this broker is "
+            "left alone, the others go on"
+        )
+        self.what = what
 
 
 class JobFailed(SafError):

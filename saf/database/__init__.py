@@ -13,7 +13,8 @@ from saf.database.asking import (
     lacks_right,
     unavailable_if_lost,
 )
-from saf.database.dsn import CONNECT_TIMEOUT_SECONDS, Dsn, refuse_unescaped
+from saf.database.bounds import CONNECT_TIMEOUT_SECONDS
+from saf.database.dsn import Dsn, refuse_unescaped
 from saf.database.revision import (
     HAS_SCHEMA,
     REVISION,

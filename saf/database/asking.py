@@ -28,6 +28,14 @@ LOST = (
 )
 """The connection is not there any more, or what was asked over it did not come to its end."""
 
+INCOMPLETE = (
+    psycopg.errors.UndefinedTable,
+    psycopg.errors.UndefinedColumn,
+    psycopg.errors.UndefinedFunction,
+    psycopg.errors.InvalidSchemaName,
+)
+"""Something of the schema is not there any more."""
+
 HANGING = frozenset({
     psycopg.errors.LockNotAvailable.sqlstate,
     psycopg.errors.QueryCanceled.sqlstate,
@@ -36,7 +44,7 @@ HANGING = frozenset({
 
 @contextmanager
 def unavailable_if_lost(what: str) -> Iterator[None]:
-    """Turn a lost connection into `Unavailable`, and a missing right into `ConfigurationError`.
+    """Turn a lost connection into `Unavailable`; what a person has to mend, `ConfigurationError`.
 
     Other database errors pass through, and what exceeds a limit is `Rejected`.
     """
@@ -44,6 +52,16 @@ def unavailable_if_lost(what: str) -> Iterator[None]:
         yield
     except psycopg.errors.InsufficientPrivilege as error:
         raise lacks_right(what, str(error)) from error
+    except psycopg.errors.ReadOnlySqlTransaction as error:
+        raise ConfigurationError(
+            f"{what} is read-only: it is a standby, or default_transaction_read_only is on for "
+            "this role or database. Name the primary in the dsn, or turn it off"
+        ) from error
+    except INCOMPLETE as error:
+        raise ConfigurationError(
+            f"{what}: its schema saf is not whole: {str(error).splitlines()[0]}. Restore what is "
+            "missing from a backup; `saf migrate` does not create again what it had created"
+        ) from error
     except LOST as error:
         reason = " ".join(str(error).split())
         if (error.sqlstate or "").startswith("54"):  # a limit: said of the rows

@@ -153,6 +153,9 @@ SELECT set_config('lock_timeout', {lock}, false),
 """
 HERE = "WHERE pg_backend_pid() = {pid}"
 
+CONNECT_TIMEOUT_SECONDS = 10
+"""Libpq waits so long for each host."""
+
 
 def network(seconds: float) -> dict[str, int]:
     """libpq's parameters for noticing within so many seconds that a host has vanished."""

@@ -17,17 +17,16 @@ from psycopg.abc import PQGen
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from saf.database.asking import HANGS, NoAnswer, fetch
-from saf.database.bounds import Bounds, network
+from saf.database.bounds import CONNECT_TIMEOUT_SECONDS, Bounds, network
 from saf.database.patience import answer_within, shut
 from saf.database.poolers import pooled
-from saf.errors import ConfigurationError, Unavailable
+from saf.database.refusal import to_mend
+from saf.errors import ConfigurationError, Refused, Unavailable
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
 
 T = TypeVar("T")
-
-CONNECT_TIMEOUT_SECONDS = 10
 
 SECRETS = (
     "password",
@@ -106,7 +105,8 @@ class Dsn:
         A session of saf's own has its `saf.database.bounds`, which a pooler would not keep for it.
 
         Raises:
-            Unavailable: the server does not answer, or refuses the login.
+            Unavailable: the server does not answer.
+            Refused: it does not let this login in, until a person mends something.
             ConfigurationError: it is a pooler that answers.
         """
         limits = self.bounds.of(role)
@@ -123,8 +123,11 @@ class Dsn:
                 connection.close()
                 raise
         except psycopg.OperationalError as error:
-            reason = self.redact(str(error))
-            raise Unavailable(f"database {self}", reason, hangs=isinstance(error, HANGS)) from None
+            what, reason = f"database {self}", self.redact(str(error))
+            answers = not isinstance(error, (*HANGS, psycopg.errors.ConnectionTimeout))
+            if answers and (cure := to_mend(self.for_role(role))):
+                raise Refused(what, reason, cure) from None
+            raise Unavailable(what, reason, hangs=isinstance(error, HANGS)) from None
         if not direct:
             connection.close()
             raise pooled(f"database {self}")

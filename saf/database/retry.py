@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import tenacity
 
-from saf.errors import Unavailable
+from saf.errors import Refused, Unavailable
 
 T = TypeVar("T")
 
@@ -30,4 +30,4 @@ def while_unavailable(attempts: int, action: Callable[[], T]) -> T:
 
 
 def _passing(error: BaseException) -> bool:
-    return isinstance(error, Unavailable) and not error.hangs
+    return isinstance(error, Unavailable) and not (error.hangs or isinstance(error, Refused))

@@ -112,6 +112,8 @@ class PostgresInbox:
         self.keep = keep
         self._connection: adbc.Connection | None = None
         self._identity = ""
+        self._of_rows = False
+        """Rows are given, so that what the server says now may be said of them."""
 
     def identity(self) -> str:
         """The inbox's broker_id."""
@@ -138,6 +140,7 @@ class PostgresInbox:
             moved = {} if others or unknown else last_of(chunk, marks)
             self._move_watermarks(cursor, chunk, epochs, marks, moved)
             if rows.num_rows and not (others or unknown):
+                self._of_rows = True
                 cursor.adbc_ingest(
                     "inbox", inbox_rows(rows, chunk.source), mode="append", db_schema_name="saf"
                 )
@@ -225,6 +228,7 @@ class PostgresInbox:
     @contextmanager
     def _transaction(self) -> Iterator[adbc.Cursor]:
         """A cursor whose work is committed at the end, or rolled back and the error translated."""
+        self._of_rows = False
         try:
             connection = self._connect()
             with connection.cursor() as cursor:
@@ -271,9 +275,9 @@ class PostgresInbox:
         if state == psycopg.errors.InsufficientPrivilege.sqlstate:
             return lacks_right(f"destination {self.name!r}", reason)
         # Only what is said of the rows themselves is a rejection. All else (lost connections, a
-        # full disk, a standby, a lock or transaction timeout, a missing table) is the server's,
-        # and would make dead letters of everything.
-        if of_the_rows(state):
+        # full disk, a standby, a lock or transaction timeout, a missing table, a constraint of
+        # saf.watermark) is the server's, and would make dead letters of everything.
+        if self._of_rows and of_the_rows(state):
             return Rejected(f"destination {self.name!r}", reason)
         return Unavailable(f"destination {self.name!r}", reason, hangs=bulk.hangs(error))
 

@@ -40,6 +40,7 @@ from saf.errors import (
     Behind,
     ConfigurationError,
     Fenced,
+    Refused,
     Rejected,
     Restored,
     SafError,
@@ -92,7 +93,7 @@ class Storing:
         try:
             stored = while_unavailable(self.policy.attempts, lambda: self._store(part, chunk))
         except REFUSES as error:
-            if not isinstance(error, Unavailable):
+            if not isinstance(error, Unavailable) or isinstance(error, Refused):
                 self.to_repair = error
             aside.failed |= dict.fromkeys(part.lanes, error)
             aside.down.add(name)

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, TypeVar
 
-from saf.errors import SafError
+from saf.errors import SafError, Unexpected
 
 T = TypeVar("T")
 
@@ -56,6 +56,8 @@ class Crew:
                 result = job.result()
             except SafError as error:
                 failed(error)
+            except Exception as error:  # whatever it is, it is one database's
+                failed(Unexpected(name, error))
             else:
                 heard(result)
         return bool(done)

@@ -11,6 +11,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from saf.engine.work import Policy, Receipt, Work
+from saf.errors import Unexpected
+from saf.logger import Log
+
+log = Log("saf.task")
 
 
 class Runner(Protocol):
@@ -50,6 +54,17 @@ def run_item(number: int, item: Work, policy: Policy) -> list[Receipt]:
     from saf.engine.source import messages
 
     return Delivery(number, item, policy).run(messages(item, policy.max_bytes))
+
+
+def item_alone(number: int, item: Work, policy: Policy) -> list[Receipt]:
+    """One item of work, of which nothing is raised: others' items are in the same job."""
+    try:
+        return run_item(number, item, policy)
+    except Exception as error:
+        log.exception("task_failed", broker=item.broker)
+        unexpected = Unexpected(f"broker {item.broker!r}", error)
+        kind = type(unexpected).__name__
+        return [Receipt(work=number, destination=None, error_kind=kind, error=str(unexpected))]
 
 
 class InProcess:

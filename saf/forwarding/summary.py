@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-EXIT_DONE, EXIT_OTHER, EXIT_USAGE, EXIT_TRY_AGAIN = 0, 1, 2, 75
+from saf import errors
+from saf.errors import SafError, Unavailable, UsageError
 
 
 @dataclass
@@ -36,19 +37,11 @@ class Summary:
     @property
     def exit_code(self) -> int:
         """0 done or nothing to do, 75 try again later, 2 to be mended by a person, 1 other."""
-        kinds = {problem["kind"] for problem in self.problems}
-        if "Rejected" in kinds:
-            return EXIT_OTHER
-        if kinds & {
-            "SchemaMissing",
-            "SchemaMismatch",
-            "Restored",
-            "ConfigurationError",
-            "Ahead",
-            "Behind",
-        }:
-            return EXIT_USAGE
-        return EXIT_TRY_AGAIN if kinds or self.waiting_lanes else EXIT_DONE
+        codes = {getattr(errors, problem["kind"]).exit_code for problem in self.problems}
+        for code in (SafError.exit_code, UsageError.exit_code):
+            if code in codes:
+                return int(code)
+        return Unavailable.exit_code if codes or self.waiting_lanes else 0
 
     def add(self, cycle: Summary) -> None:
         """Count another's work in."""

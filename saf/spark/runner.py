@@ -97,9 +97,9 @@ def task(policy: Policy) -> Callable[[Iterable[tuple[int, bytes]]], Iterator[Rec
     """The function for mapPartitions: `parts` in, receipts out."""
 
     def run(part: Iterable[tuple[int, bytes]]) -> Iterator[Receipt]:
-        from saf.forwarding.runner import run_item
+        from saf.forwarding.runner import item_alone
 
         for number, item in part:
-            yield from run_item(number, pickle.loads(item), policy)  # noqa: S301 - our own bytes
+            yield from item_alone(number, pickle.loads(item), policy)  # noqa: S301 - our own bytes
 
     return run

@@ -87,16 +87,17 @@ def is_local(master: str) -> bool:
 
 
 def with_room(master: str) -> str:
-    """A local master with a slot more: for little work beside deep backlogs.
+    """``local[*]`` with a slot more than cores: for little work beside deep backlogs.
+
+    A number that somebody has chosen stays.
 
     >>> with_room("local[2]"), with_room("spark://host:7077")
-    ('local[3]', 'spark://host:7077')
+    ('local[2]', 'spark://host:7077')
     """
     local = LOCAL.fullmatch(master)
-    if local is None:
+    if local is None or local[1] != "*":
         return master
-    threads = os.cpu_count() or 1 if local[1] == "*" else int(local[1] or 1)
-    return f"local[{threads + 1}{local[2] or ''}]"
+    return f"local[{(os.cpu_count() or 1) + 1}{local[2] or ''}]"
 
 
 def with_attempts(master: str) -> str:

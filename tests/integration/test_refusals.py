@@ -12,9 +12,9 @@ from psycopg.conninfo import make_conninfo
 from saf.broker.embedded import EmbeddedServer
 from saf.config import Broker, Destination, Settings
 from saf.database import Dsn
+from saf.database.refusal import CURES, SAID, SILENT, sqlstate
 from saf.errors import Unavailable
 from saf.operating.doctor import examine
-from saf.operating.doctor.refusal import CURES, SAID, SILENT, sqlstate
 from tests.pipeline import connect
 
 PASSWORD = "not-the-canary"
@@ -82,7 +82,7 @@ def test_a_server_that_is_full_or_starting_is_told_from_one_that_is_away(
     own_server: EmbeddedServer,
 ) -> None:
     dsn = own_server.dsn("postgres")
-    assert sqlstate(dsn) is None
+    assert sqlstate(dsn.for_role("test")) is None
     with connect(dsn) as connection:
         connection.execute("ALTER SYSTEM SET max_connections = 8")
         connection.execute("ALTER SYSTEM SET superuser_reserved_connections = 0")

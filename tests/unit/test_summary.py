@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from saf.forwarding.summary import EXIT_DONE, EXIT_OTHER, EXIT_TRY_AGAIN, EXIT_USAGE, Summary
+from saf.forwarding.summary import Summary
+
+DONE, OTHER, USAGE, TRY_AGAIN = 0, 1, 2, 75
 
 
 def met(*kinds: str) -> Summary:
@@ -14,18 +16,18 @@ def met(*kinds: str) -> Summary:
 @pytest.mark.parametrize(
     ("kinds", "code"),
     [
-        ((), EXIT_DONE),
-        (("Unavailable",), EXIT_TRY_AGAIN),
+        ((), DONE),
+        (("Unavailable",), TRY_AGAIN),
         *(
-            ((kind,), EXIT_USAGE)
+            ((kind,), USAGE)
             for kind in (
                 *("SchemaMissing", "SchemaMismatch", "Restored", "ConfigurationError"),
-                *("Ahead", "Behind"),
+                *("Ahead", "Behind", "Refused"),
             )
         ),
-        (("Unavailable", "Ahead"), EXIT_USAGE),
-        (("Rejected",), EXIT_OTHER),
-        (("Ahead", "Rejected"), EXIT_OTHER),
+        (("Unavailable", "Ahead"), USAGE),
+        (("Rejected",), OTHER),
+        (("Ahead", "Rejected"), OTHER),
     ],
 )
 def test_the_exit_code_says_who_has_to_act(kinds: tuple[str, ...], code: int) -> None:
@@ -33,7 +35,7 @@ def test_the_exit_code_says_who_has_to_act(kinds: tuple[str, ...], code: int) ->
 
 
 def test_what_waits_is_to_be_tried_again() -> None:
-    assert Summary(waiting_lanes=1).exit_code == EXIT_TRY_AGAIN
+    assert Summary(waiting_lanes=1).exit_code == TRY_AGAIN
 
 
 def test_a_sum_has_every_count_of_its_cycles() -> None:

@@ -11,7 +11,8 @@ from itertools import combinations
 import psycopg
 
 from saf.config import Settings
-from saf.database import HAS_SCHEMA, Dsn
+from saf.database import HAS_SCHEMA, Dsn, refusal
+from saf.database.refusal import SILENT
 from saf.errors import ConfigurationError, Unavailable
 from saf.fleets import Candidate, ask_all
 from saf.operating.doctor.broker import (
@@ -29,7 +30,6 @@ from saf.operating.doctor.broker import (
 )
 from saf.operating.doctor.locks import locks
 from saf.operating.doctor.patient import REACHABLE, Check, Finding, Limits, Patient
-from saf.operating.doctor.refusal import SILENT, cure
 from saf.operating.doctor.routing import routes_by
 from saf.operating.doctor.server import (
     clock_skew,
@@ -135,6 +135,11 @@ def _fleets(config: Settings, limits: Limits, clock: Callable[[], float]) -> Ite
 def _pooled(where: str, error: ConfigurationError) -> Finding:
     to_do = "name the server itself in saf.toml, and the pooler where messages are sent or received"
     return Finding(check="direct", where=where, severity="error", what=str(error), cure=to_do)
+
+
+def cure(dsn: Dsn) -> str:
+    """What to do about a database that could not be connected to."""
+    return refusal.cure(dsn.for_role("doctor"))
 
 
 def _unreachable(where: str, reason: str, to_do: str = SILENT) -> Finding:

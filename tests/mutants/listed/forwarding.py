@@ -221,15 +221,15 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what waits is done",
         SUMMARY,
-        "EXIT_TRY_AGAIN if kinds or self.waiting_lanes else EXIT_DONE",
-        "EXIT_TRY_AGAIN if kinds else EXIT_DONE",
+        "Unavailable.exit_code if codes or self.waiting_lanes else 0",
+        "Unavailable.exit_code if codes else 0",
         SUMMED,
     ),
     mutant(
         "a rejection is to be tried again",
         SUMMARY,
-        "            return EXIT_OTHER\n",
-        "            return EXIT_TRY_AGAIN\n",
+        "for code in (SafError.exit_code, UsageError.exit_code)",
+        "for code in (UsageError.exit_code,)",
         SUMMED,
     ),
     mutant(

@@ -1,8 +1,8 @@
 """Why a server that is there refuses a connection, and what to do about it.
 
 A server says so by SQLSTATE, which libpq does not hand on: of a connection that was not made, it
-has a text only, in the server's language. But it writes it down for who traces what it is told, so
-the doctor knocks once more and traces that. Where nothing is written, nothing more is known.
+has a text only, in the server's language. But it writes it down for whoever traces what it is told,
+so we knock once more and trace that. Where nothing is written, nothing more is known.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from psycopg import errors, pq
 from psycopg.pq import abc
 
-from saf.database import CONNECT_TIMEOUT_SECONDS, Dsn
+from saf.database.bounds import CONNECT_TIMEOUT_SECONDS
 
 SILENT = "start the server, or mend the dsn in saf.toml; nothing is lost meanwhile"
 """The cure where no server answers."""
@@ -52,14 +52,30 @@ CURES = {
 SAID = re.compile(rb'\tErrorResponse\t.* C "(\w{5})" M ')
 
 
-def cure(dsn: Dsn) -> str:
+FOR_A_PERSON = {
+    errors.InvalidPassword.sqlstate,
+    errors.InvalidAuthorizationSpecification.sqlstate,
+    errors.InvalidCatalogName.sqlstate,
+    errors.InsufficientPrivilege.sqlstate,
+    errors.ObjectNotInPrerequisiteState.sqlstate,
+}
+"""To try again later is no use."""
+
+
+def cure(conninfo: str) -> str:
     """What to do about a database that could not be connected to."""
-    return CURES.get(sqlstate(dsn) or "", SILENT)
+    return CURES.get(sqlstate(conninfo) or "", SILENT)
 
 
-def sqlstate(dsn: Dsn) -> str | None:
+def to_mend(conninfo: str) -> str | None:
+    """What a person has to mend before anybody is let in; None if it may pass by itself."""
+    state = sqlstate(conninfo)
+    return CURES[state] if state in FOR_A_PERSON else None
+
+
+def sqlstate(conninfo: str) -> str | None:
     """With which SQLSTATE the server refuses a connection; None if it does not, or nobody knows."""
-    connection = pq.PGconn.connect_start(dsn.for_role("doctor").encode())
+    connection = pq.PGconn.connect_start(conninfo.encode())
     try:
         with _traced(connection) as said:
             _poll(connection)
