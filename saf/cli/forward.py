@@ -18,7 +18,7 @@ from saf.config import Settings, load, with_options
 from saf.signals import stop_on_signals
 
 if TYPE_CHECKING:
-    from saf.forwarding.forwarder import Progress
+    from saf.forwarding.meter import Progress
     from saf.forwarding.summary import Summary
 
 

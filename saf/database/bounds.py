@@ -129,8 +129,8 @@ class Limits:
 THEIRS = frozenset({"receive", "engine", "test", "demo", "application"})
 """Their transactions are an application's, a consumer's or a test's."""
 
-LONG = frozenset({"purge", "archive", "reconcile", "replay", "dead"})
-"""Statements over a whole log, or all that was set aside."""
+LONG = frozenset({"purge", "archive", "reconcile", "replay", "dead", "watch"})
+"""Statements over a whole log or batch, or all that was set aside."""
 
 ENDLESS = frozenset({"rebase", "migrate"})
 """Each is one transaction over everything there is, and a person waits for it."""

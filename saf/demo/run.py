@@ -15,7 +15,7 @@ from saf.demo.flights import SERVICE
 from saf.errors import SafError
 
 if TYPE_CHECKING:
-    from saf.forwarding.forwarder import Progress
+    from saf.forwarding.meter import Progress
     from saf.forwarding.summary import Summary
 
 WRITERS = 2

@@ -263,27 +263,6 @@ class SourceBroker:
         self._connection = self._member = None
         self.shards = 0
 
-    def count(self, work: Iterable[Work]) -> tuple[int, int, int]:
-        """Messages left, and their lowest and highest id. Reads them all: for people who watch."""
-        total, lowest, highest = 0, 0, 0
-        with unavailable_if_lost(f"broker {self.name!r}"):
-            for batch in cursor.join_splits(item.batch for item in work):
-                query = f"SELECT count(*), min(id), max(id) FROM ({batch.rows(['id'])}) AS batch"
-                ((count, first, last),) = fetch(self._connect(), query)
-                if count:
-                    total += count
-                    lowest = min(lowest or first, first)
-                    highest = max(highest, last)
-        return total, lowest, highest
-
-    def position(self) -> float:
-        """How far the open batches are, as the mean id: for a progress bar."""
-        assert self._member is not None  # noqa: S101 - asked during a cycle only
-        with unavailable_if_lost(f"broker {self.name!r}"):
-            batches = cursor.in_hand(self._connect(), LOG, self._member)
-        shards = sum(len(batch.epochs) for batch in batches)
-        return sum(batch.position * len(batch.epochs) for batch in batches) / max(shards, 1)
-
     def _connect(self) -> psycopg.Connection[Any]:
         if self._connection is None or self._connection.closed:
             self._member = None

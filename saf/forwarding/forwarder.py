@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from threading import Thread
 
@@ -27,6 +28,7 @@ from saf.config import Settings
 from saf.engine.work import Policy, Receipt, Work
 from saf.errors import Fenced, JobFailed, SafError, Unavailable
 from saf.forwarding.broker import SourceBroker
+from saf.forwarding.meter import Meter, Progress
 from saf.forwarding.plan import plan, tasks_within
 from saf.forwarding.purging import Purging
 from saf.forwarding.roster import Roster
@@ -43,14 +45,6 @@ CANCEL_SECONDS = 10.0
 """How long a runner may take to end a job that was given up."""
 PURGES_IN_A_PAUSE = 50
 """So many brokers, so that forwarding goes on soon."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far the cycle in hand is, in messages; shown to people."""
-
-    done: int
-    total: int
 
 
 @dataclass(frozen=True)
@@ -211,7 +205,8 @@ class Forwarder:
         job = self._pool.submit(self.runner.run, work, self.policy, vigil.group)
         left_out = len(self._at_work(found)) > len(self._at_work(work))
         try:
-            receipts = self._run(work, job, vigil, beside, left_out=left_out)
+            with self._meter(work):
+                receipts = self._run(work, job, vigil, beside, left_out=left_out)
         except JobFailed as error:
             log.warning("job_failed", error=error.reason)
             self._failed_job = error
@@ -247,7 +242,6 @@ class Forwarder:
         left_out: bool,
     ) -> list[Receipt]:
         """Wait for a job; meanwhile, leases are renewed and a wish to stop is passed on."""
-        show = self._start_progress(work)
         working = self._at_work(work)
         deep = self._at_work(item for item in work if item.much)
         began = looked = time.monotonic()
@@ -266,8 +260,6 @@ class Forwarder:
                     self.roster.each(SourceBroker.stop, deep, quiet=True)
                 looked = time.monotonic()
             self._renew()
-            if show:
-                show()
             if error := vigil.given_up:
                 return self._give_up(job, vigil, error)
         if gave_way:
@@ -353,25 +345,12 @@ class Forwarder:
         self.summary.forwarded += receipt.messages
         self.summary.dropped += receipt.dropped
 
-    def _start_progress(self, work: Sequence[Work]) -> Callable[[], None] | None:
-        """A function that reports how far the work is; None if nobody watches."""
+    def _meter(self, work: Sequence[Work]) -> AbstractContextManager[object]:
+        """What shows how far the work is, if anybody watches."""
         if self.progress is None:
-            return None
-        report = self.progress
-        spans: list[tuple[SourceBroker, int, int, int]] = []
-        for broker in self._at_work(work):
-            mine = [item for item in work if item.broker == broker.name]
-            spans.append((broker, *broker.count(mine)))
-        total = sum(count for _, count, _, _ in spans)
-
-        def show() -> None:
-            done = 0.0
-            for broker, count, lowest, highest in spans:
-                share = (broker.position() - lowest) / max(highest - lowest, 1)
-                done += count * min(max(share, 0.0), 1.0)
-            report(Progress(int(done), total))
-
-        return show
+            return nullcontext()
+        limited = {name for name, broker in self.roster.brokers.items() if broker.max_connections}
+        return Meter(self.progress, [item for item in work if item.broker not in limited])
 
     def _note_waiting(self) -> None:
         """The lanes that wait: how many, and some of them by name."""

@@ -41,6 +41,7 @@ from tests.receivers import (
     writes_nothing_for,
 )
 from tests.sizes import sized
+from tests.waits import until
 
 every_postgresql = pytest.mark.every_postgresql
 
@@ -51,13 +52,6 @@ POINTS = ("receive_read", "receive_handled", "receive_settled", "receive_committ
 def inbox(mom: Dsn) -> Dsn:
     prepare_processors(mom)
     return mom
-
-
-def until(condition: Callable[[], Any], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it takes too long"
-        time.sleep(0.02)
 
 
 def tried_again(inbox: Dsn) -> bool:

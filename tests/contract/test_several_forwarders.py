@@ -22,6 +22,7 @@ from tests import processes
 from tests.crash.forwarders import forwarder
 from tests.pipeline import connect
 from tests.programs import BIN, configuration, environment, received, send
+from tests.waits import until
 
 LEASE_SECONDS = 3.0
 SHARDS = 100
@@ -44,15 +45,6 @@ def owners(app: Dsn) -> Owners:
 def shares(app: Dsn) -> list[int]:
     held = Counter(name for name, _ in owners(app).values())
     return sorted(held.values()) if None not in held else []
-
-
-def until(ready: Callable[[], bool], seconds: float = 60) -> float:
-    """Wait; return how long it took."""
-    started = time.monotonic()
-    while not ready():
-        assert time.monotonic() - started < seconds
-        time.sleep(0.05)
-    return time.monotonic() - started
 
 
 def moved(before: Owners, after: Owners) -> list[int]:

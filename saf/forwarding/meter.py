@@ -1,0 +1,105 @@
+"""A meter: how far the tasks at work are, for people who watch.
+
+It asks in a thread and by connections of its own. So to count a deep backlog, which reads it all,
+holds up neither leases nor tasks; and whatever goes wrong with it, the forwarder goes on and
+nothing is shown. Sources whose connections are limited are left out: there is none to spare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from threading import Event, Thread
+from typing import Any
+
+import psycopg
+
+from saf.database import Dsn, fetch
+from saf.engine.work import Work
+from saf.log.cursor import Batch, join_splits
+from saf.log.shards import NEWEST
+from saf.logger import Log
+
+log = Log("saf.forward")
+
+LOOK_SECONDS = 0.5
+LEAVE_SECONDS = 1.0
+"""A meter that asks somebody who does not answer is not waited for longer."""
+
+# A shard that has gone on to another batch, or has none in hand, is through with this one
+POSITIONS = f"""
+SELECT avg(CASE WHEN open IS NOT NULL AND batch = %(batch)s THEN least(position, %(highest)s)
+           ELSE %(highest)s END)::float8
+FROM {NEWEST} AS c WHERE shard = ANY (%(shards)s)
+"""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the cycle in hand is, in messages; shown to people."""
+
+    done: int
+    total: int
+
+
+@dataclass
+class Span:
+    """A batch that is worked on: how many messages it had left, and between which ids."""
+
+    batch: Batch
+    connection: psycopg.Connection[Any]
+    count: int = field(init=False)
+    lowest: int = field(init=False)
+    highest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        query = f"SELECT count(*), min(id), max(id) FROM ({self.batch.rows(['id'])}) AS batch"
+        ((self.count, lowest, highest),) = fetch(self.connection, query)
+        self.lowest, self.highest = lowest or 0, highest or 0
+
+    def done(self) -> float:
+        """About how many of them are forwarded, by how far their ids are."""
+        params = {
+            "subscription_id": self.batch.subscription_id,
+            "batch": self.batch.number,
+            "shards": self.batch.shards,
+            "highest": self.highest,
+        }
+        ((position,),) = fetch(self.connection, POSITIONS, params)
+        share = ((position or 0) - self.lowest) / max(self.highest - self.lowest, 1)
+        return self.count * min(max(share, 0.0), 1.0)
+
+
+class Meter:
+    """Reports the progress of some work for as long as its block lasts."""
+
+    def __init__(self, report: Callable[[Progress], None], work: Iterable[Work]) -> None:
+        self._report = report
+        self._batches: dict[Dsn, list[Work]] = {}
+        for item in work:
+            self._batches.setdefault(item.dsn, []).append(item)
+        self._over = Event()
+        self._thread = Thread(target=self._watch, name="saf-meter", daemon=True)
+
+    def __enter__(self) -> Meter:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(LEAVE_SECONDS)
+
+    def _watch(self) -> None:
+        try:
+            with ExitStack() as stack:
+                spans = []
+                for dsn, items in self._batches.items():
+                    connection = stack.enter_context(dsn.connect(role="watch", autocommit=True))
+                    batches = join_splits(item.batch for item in items)
+                    spans += [Span(batch, connection) for batch in batches]
+                total = sum(span.count for span in spans)
+                while not self._over.wait(LOOK_SECONDS):
+                    self._report(Progress(int(sum(span.done() for span in spans)), total))
+        except Exception as error:  # for whoever watches, and not worth more than a line
+            log.info("progress_not_shown", error=f"{type(error).__name__}: {error}")

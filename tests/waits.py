@@ -1,0 +1,18 @@
+"""Waiting for what another process or thread does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+OFTEN_SECONDS = 0.01
+
+
+def until(condition: Callable[[], Any], seconds: float = 60) -> float:
+    """Wait until something is so; return after how many seconds it was."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds, "it never came to that"
+        time.sleep(OFTEN_SECONDS)
+    return time.monotonic() - began
