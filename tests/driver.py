@@ -21,7 +21,7 @@ class InProcess(runner.InProcess):
     """A runner that says what it runs, and lets a test step in between."""
 
     parallel: int = 1
-    before_task: Callable[[int, int], None] | None = None
+    before_task: Callable[[int, int], object] | None = None
     """Called with the numbers of the job and of the task in it, both from 0."""
     jobs: list[int] = field(default_factory=list)
     """How many tasks each had."""

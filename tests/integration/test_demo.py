@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice, pairwise
@@ -26,6 +25,7 @@ from saf.demo.run import WRITERS
 from saf.errors import Unavailable
 from tests import programs
 from tests.programs import BIN, environment
+from tests.waits import until
 
 FLIGHTS = 5000
 DEADLINE_SECONDS = 240
@@ -127,7 +127,7 @@ def test_a_killed_run_is_finished_by_the_next(folder: Path, database: str, table
     with subprocess.Popen(
         command(folder), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as demo:
-        wait_until(lambda: exists(dsn, f"SELECT FROM {table} {at_work}"))
+        until(lambda: exists(dsn, f"SELECT FROM {table} {at_work}"))
         demo.send_signal(signal.SIGKILL)
     result = run(folder)
     assert is_right(result), result
@@ -143,7 +143,7 @@ def test_ctrl_c_ends_in_order_and_the_next_run_goes_on(folder: Path) -> None:
         start_new_session=True,
         text=True,
     ) as demo:
-        wait_until(lambda: exists(dsn, "SELECT FROM flight"))
+        until(lambda: exists(dsn, "SELECT FROM flight"))
         os.killpg(demo.pid, signal.SIGINT)  # a terminal sends it to all
         _, said = demo.communicate()
     assert demo.returncode == 130
@@ -191,10 +191,3 @@ def exists(dsn: Dsn, query: str) -> bool:
             return connection.execute(f"{query} LIMIT 1").fetchone() is not None
     except (Unavailable, psycopg.errors.UndefinedTable):
         return False
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

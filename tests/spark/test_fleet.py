@@ -26,6 +26,7 @@ from tests import on_spark
 from tests.pipeline import bodies, connect
 from tests.programs import configuration, received, send
 from tests.sizes import sized
+from tests.waits import until
 
 GIANT = sized(500_000, 1_000_000)
 NewBroker = Callable[[str], Dsn]
@@ -90,13 +91,6 @@ def most_connections(server: EmbeddedServer) -> Iterator[Counter[tuple[str, str]
         thread.join()
 
 
-def wait_until(ready: Callable[[], bool], seconds: float = 60) -> None:
-    until = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
 def arrived(mom: Dsn, what: str) -> int:
     with connect(mom) as connection:
         row = connection.execute(
@@ -145,11 +139,11 @@ def test_in_a_loop_what_comes_later_does_not_wait_for_a_giant_either(
         tmp_path, brokers, mom, turn_seconds=0.2, chunk_rows=2000, interval_seconds=0.1
     )
     with looping(spark, chosen) as summaries:
-        wait_until(lambda: arrived(mom, "giant") > 0)
+        until(lambda: arrived(mom, "giant") > 0)
         send(brokers["small"], 20, "small")
-        wait_until(lambda: arrived(mom, "small") == 20)
+        until(lambda: arrived(mom, "small") == 20)
         so_far = arrived(mom, "giant")
-        wait_until(lambda: arrived(mom, "giant") == GIANT)
+        until(lambda: arrived(mom, "giant") == GIANT)
     assert so_far < GIANT, "the giant was still at it"
     assert in_order(mom, "giant")
     assert in_order(mom, "small")
@@ -207,7 +201,7 @@ def test_sources_that_hang_are_waited_for_together_and_hold_up_nobody(
         came: list[float] = []
 
         def watch() -> None:
-            wait_until(lambda: arrived(mom, "well") == 100)
+            until(lambda: arrived(mom, "well") == 100)
             came.append(time.monotonic() - started)
 
         watching = threading.Thread(target=watch)
@@ -238,16 +232,16 @@ def test_a_fleet_is_followed_by_a_running_loop(
     )
     with looping(spark, load(file)) as summaries:
         send(first, 10, "first")
-        wait_until(lambda: arrived(mom, "first") == 10)
+        until(lambda: arrived(mom, "first") == 10)
         with connect(app) as connection:
             connection.execute("INSERT INTO tenant VALUES ('second', %s)", [second.conninfo])
         send(second, 10, "second")
-        wait_until(lambda: arrived(mom, "second") == 10)
+        until(lambda: arrived(mom, "second") == 10)
         with connect(app) as connection:
             connection.execute("DELETE FROM tenant WHERE name = 'first'")
         with connect(first) as connection:
             members = "SELECT count(*) = 0 FROM saf.member"
-            wait_until(lambda: connection.execute(members).fetchone() == (True,))
+            until(lambda: connection.execute(members).fetchone() == (True,))
     problems = [problem for summary in summaries for problem in summary.problems]
     assert {problem["broker"] for problem in problems} == {"tenants"}
     assert "row 2" in problems[0]["error"]
@@ -288,7 +282,7 @@ def test_a_loop_stays_connected_where_connections_are_not_counted(
             for number in range(4):
                 what = f"{kept} {number}."
                 send(app, 10, what)
-                wait_until(partial(_has_arrived, mom, what, 10))
+                until(partial(_has_arrived, mom, what, 10))
                 time.sleep(0.5)  # a task ends, and keeps, after its messages have arrived
                 rows = connection.execute(
                     "SELECT pid FROM pg_stat_activity WHERE application_name = 'saf mark' "
