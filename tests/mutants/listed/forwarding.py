@@ -214,8 +214,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a problem that a person has to mend is to be tried again",
         SUMMARY,
-        '            "Ahead",\n',
-        "",
+        '        codes = {getattr(errors, problem["kind"]).exit_code for problem in self.problems}',
+        "        codes = {75 for _ in self.problems}",
         SUMMED,
     ),
     mutant(
@@ -270,8 +270,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "in Spark, a task does nothing",
         "saf/spark/runner.py",
-        "        for number in numbers:\n",
-        "        for number in list(numbers)[:0]:\n",
+        "        for number, item in part:\n",
+        "        for number, item in list(part)[:0]:\n",
         "spark/test_forward.py::test_a_second_run_has_nothing_to_do",
     ),
 ]
