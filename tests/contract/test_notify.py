@@ -20,7 +20,7 @@ from tests.programs import saf as command
 from tests.receivers import SUBSCRIPTION, effect, effects, prepare, put, running
 
 SELDOM = 60.0
-POLLING = importlib.import_module("saf.receive")  # saf.receive itself is the function
+POLLING = importlib.import_module("saf.receiving.receive")
 
 
 @pytest.fixture
