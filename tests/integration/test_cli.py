@@ -317,12 +317,13 @@ def test_a_wrong_password_is_said_and_not_shown(own_server: EmbeddedServer, tmp_
     with database.connect(role="test") as connection:
         connection.execute("SELECT pg_reload_conf()")
     wrong = Dsn(make_conninfo(database.conninfo, user="guest", password=CANARY))
-    said = refused(saf("migrate", env={"SAF_DSN": wrong.conninfo}), TRY_AGAIN)
+    said = refused(saf("migrate", env={"SAF_DSN": wrong.conninfo}), USAGE)
+    assert "the password is wrong: mend it" in said.replace("The", "the")
     assert 'password authentication failed for user "guest"' in said
     assert CANARY not in said
     configuration(tmp_path / "saf.toml", {"app": wrong}, {"mom": wrong})
     status = saf("status", cwd=tmp_path)
-    assert status.returncode == TRY_AGAIN
+    assert status.returncode == USAGE
     assert "password authentication failed" in status.stderr
     assert CANARY not in status.stdout + status.stderr
 

@@ -311,8 +311,8 @@ def test_each_command_that_cannot_log_in_says_so_without_the_password(
         (["forward", "--json", "--config", config], {}, 2),
         (["status", "--json", "--config", config], {}, 75),
         (["status", "--config", config], {}, 75),
-        (["migrate"], login, 75),
-        (["grant", "--role", "writer", USER], login, 75),
+        (["migrate"], login, 2),
+        (["grant", "--role", "writer", USER], login, 2),
         (["grant", "--role", "writer", USER], {"SAF_DSN": locked.app.conninfo}, 2),
     ]
     for command, env, code in commands:
