@@ -159,7 +159,7 @@ def test_a_giant_that_nobody_waits_for_is_not_interrupted(
 ) -> None:
     brokers = {"giant": new_broker("giant"), "small": new_broker("tenant")}
     send(brokers["giant"], GIANT // 2, "giant")
-    summary = drained(spark, settings(tmp_path, brokers, mom, turn_seconds=0.2))
+    summary = drained(spark, settings(tmp_path, brokers, mom, turn_seconds=0.1))
     assert summary.forwarded == GIANT // 2
     assert summary.cycles == 1
 
