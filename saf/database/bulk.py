@@ -7,6 +7,8 @@ driver has opened while it connected.
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +29,12 @@ NOT_ANSWERED = psycopg.errors.QueryCanceled.sqlstate
 
 _direct: set[Dsn] = set()
 """Databases that this process has met without a pooler in between."""
+
+KNOWN = 16
+"""Of so many databases a process remembers the types; they are about a MB each."""
+
+_known: OrderedDict[str, Any] = OrderedDict()
+_lock = threading.Lock()
 
 
 def connect(dsn: Dsn, role: str, what: str) -> Connection:
@@ -49,13 +57,12 @@ def connect(dsn: Dsn, role: str, what: str) -> Connection:
         _direct.add(dsn)
     before = sockets()
     with _answered(limits.answer, lambda: shut(sockets() - before)):
-        database = adbc_driver_postgresql.connect(dsn.for_role(role))
+        database = _types_known(dsn.for_role(role))
         try:
-            handle = adbc_driver_manager.AdbcConnection(database)
-        except BaseException:
+            handle = adbc_driver_manager.AdbcConnection(database._db)
+            connection = Connection(database, handle, limits, sockets() - before)
+        finally:
             database.close()
-            raise
-    connection = Connection(database, handle, limits, sockets() - before)
     try:
         with connection.cursor() as cursor:
             cursor.execute(limits.setting())
@@ -65,6 +72,26 @@ def connect(dsn: Dsn, role: str, what: str) -> Connection:
         connection.close()
         raise
     return connection
+
+
+def _types_known(uri: str) -> Any:
+    """What connections to one database share: its types, which take ten times a login to read.
+
+    The caller closes it; the driver counts who uses it.
+    """
+    with _lock:
+        if uri in _known:
+            _known.move_to_end(uri)
+            return _known[uri].clone()
+    # not within the lock: a server that does not answer must not hold up other servers' callers
+    read = adbc._SharedDatabase(adbc_driver_postgresql.connect(uri))
+    with _lock:
+        if uri in _known:  # another thread was faster
+            return read
+        _known[uri] = read
+        if len(_known) > KNOWN:
+            _known.popitem(last=False)[1].close()
+        return read.clone()
 
 
 def hangs(error: adbc.Error) -> bool:
