@@ -174,17 +174,29 @@ def server(migrated: Prepared) -> EmbeddedServer:
 
 
 @pytest.fixture
-def new_database(migrated: Prepared) -> Iterator[Callable[[str], Dsn]]:
-    """Creates empty databases, which go with the test."""
+def new_copy(migrated: Prepared) -> Iterator[Callable[..., Dsn]]:
+    """Creates databases, empty ones or copies of another one, which go with the test."""
     created: list[Database] = []
 
-    def new(name: str) -> Dsn:
-        created.append(migrated.databases.create(name))
+    def new(name: str, of: str = "template0") -> Dsn:
+        created.append(migrated.databases.create(name, of))
         return created[-1].dsn
 
     yield new
     for database in created:
         migrated.databases.drop(database)
+
+
+@pytest.fixture
+def new_database(new_copy: Callable[..., Dsn]) -> Callable[[str], Dsn]:
+    """Creates empty databases, which go with the test."""
+    return new_copy
+
+
+@pytest.fixture
+def backup(new_copy: Callable[..., Dsn]) -> Callable[[Dsn], Dsn]:
+    """Copies a broker as it is at this moment: what a backup, or a standby, has."""
+    return lambda broker: new_copy("backup", broker.database)
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ class InProcess(runner.InProcess):
         """As many as a test says."""
         return self.parallel
 
-    def run(self, work: Sequence[Work], policy: Policy, group: str) -> list[Receipt]:  # noqa: ARG002
+    def run(self, work: Sequence[Work], policy: Policy, group: str) -> list[Receipt]:  # noqa: ARG002 - a runner's signature
         """One task after the other."""
         self.jobs.append(len(work))
         job, receipts = len(self.jobs) - 1, list[Receipt]()

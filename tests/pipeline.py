@@ -43,6 +43,14 @@ def drain(cycle: Cycle) -> list[Receipt]:
     return said
 
 
+def run(app: Dsn, **destinations: Dsn) -> list[Receipt]:
+    """A run of a forwarder to its end, which meets nothing."""
+    with Cycle(app, policy(**destinations)) as cycle:  # type: ignore[arg-type]
+        receipts = drain(cycle)
+    assert not [receipt.error for receipt in receipts if receipt.error]
+    return receipts
+
+
 def send(connection: psycopg.Connection[Any], body: str, key: str | None = None) -> None:
     """A correct send from any language."""
     connection.execute(

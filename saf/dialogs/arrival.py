@@ -33,7 +33,7 @@ import psycopg
 
 from saf.database import fetch
 from saf.dialogs import set_back
-from saf.dialogs.assembly import Assembled, set_aside
+from saf.dialogs.assembly import Assembled, is_fragment, set_aside, whole
 from saf.dialogs.dialog import Dialog, open_dialog
 from saf.dialogs.drops import no_end, why_dropped
 from saf.dialogs.endpoints import (
@@ -47,7 +47,6 @@ from saf.dialogs.endpoints import (
     write,
 )
 from saf.dialogs.facts import Facts, Verdict, judge
-from saf.dialogs.fragments import is_fragment, whole
 from saf.dialogs.set_back import compare, hear
 from saf.dialogs.statements import COMPARE, END, ERROR, TIMER, Code
 from saf.errors import ContractViolation, SchemaViolation, UsageError

@@ -20,7 +20,7 @@ from psycopg.rows import tuple_row
 
 from saf.database import fetch
 from saf.errors import UsageError
-from saf.message import DEFAULT_MAX_BYTES
+from saf.message import DEFAULT_MAX_BYTES, FRAGMENT, WHOLE
 from saf.received import Received
 from saf.receiving.claim import IN_HAND, SINCE, Reader
 
@@ -42,6 +42,27 @@ WHERE conversation_id = %(conversation_id)s AND from_initiator = %(from_initiato
 THERE = f"SELECT count(*), coalesce(sum(octet_length(body)), 0) {OF_ONE}"
 READ = f"SELECT body {OF_ONE}"
 FORGET = f"DELETE {OF_ONE}"
+
+
+def is_fragment(message: Received) -> bool:
+    """Whether it is one of several, and not the last."""
+    spoken = message.from_initiator is not None and message.sequence is not None
+    return spoken and FRAGMENT in _headers(message)
+
+
+def whole(message: Received) -> tuple[int, int] | None:
+    """Of how many fragments and bytes a message is the last, if it is."""
+    try:
+        said = _headers(message)[WHOLE]
+        fragments, length = int(said["fragments"]), int(said["bytes"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return fragments, length
+
+
+def _headers(message: Received) -> dict[str, Any]:
+    headers = message.headers
+    return headers if isinstance(headers, dict) else {}
 
 
 class Assembled(Received):

@@ -15,7 +15,6 @@ from typing import Any, Protocol, TypeGuard
 
 from saf.errors import InvalidMessage
 from saf.message import FRAGMENT, WHOLE
-from saf.received import Received
 
 FRAGMENT_BYTES = 1024 * 1024
 """Longest body that travels in one piece; docs/conversations.md says why."""
@@ -66,27 +65,6 @@ def count(length: int, fragment_bytes: int) -> int:
     (1, 1, 2, 52429)
     """
     return max(1, -(-length // fragment_bytes))
-
-
-def is_fragment(message: Received) -> bool:
-    """Whether it is one of several, and not the last."""
-    spoken = message.from_initiator is not None and message.sequence is not None
-    return spoken and FRAGMENT in _headers(message)
-
-
-def whole(message: Received) -> tuple[int, int] | None:
-    """Of how many fragments and bytes a message is the last, if it is."""
-    try:
-        said = _headers(message)[WHOLE]
-        fragments, length = int(said["fragments"]), int(said["bytes"])
-    except (KeyError, TypeError, ValueError):
-        return None
-    return fragments, length
-
-
-def _headers(message: Received) -> dict[str, Any]:
-    headers = message.headers
-    return headers if isinstance(headers, dict) else {}
 
 
 def _fill(file: Readable, size: int) -> bytes:

@@ -80,7 +80,7 @@ class InProcess:
         """One."""
         return 1
 
-    def run(self, work: Sequence[Work], policy: Policy, group: str) -> list[Receipt]:  # noqa: ARG002
+    def run(self, work: Sequence[Work], policy: Policy, group: str) -> list[Receipt]:  # noqa: ARG002 - a runner's signature
         """Run each item to its end."""
         return [
             receipt

@@ -52,9 +52,9 @@ class Hook:
     def arrive(
         self,
         raw: psycopg.Connection[Any],
-        reader: Reader,  # noqa: ARG002
+        reader: Reader,  # noqa: ARG002 - the hook's signature
         messages: list[Received],
-        behind: list[Received],  # noqa: ARG002
+        behind: list[Received],  # noqa: ARG002 - the hook's signature
     ) -> Arrival:
         """Let messages arrive; what is ``behind`` others that wait does so as well."""
         return Arrival(raw=raw, messages=messages)
@@ -62,7 +62,7 @@ class Hook:
     def fail_unseen(self, raw: psycopg.Connection[Any], message: Received) -> None:
         """A message cannot be received: it becomes a dead letter without having arrived."""
 
-    def by_itself(self, message: Received) -> Callable[[Any], object] | None:  # noqa: ARG002
+    def by_itself(self, message: Received) -> Callable[[Any], object] | None:  # noqa: ARG002 - the hook's signature
         """What a message that no handler is for leads to, on a delivery's connection.
 
         None: nothing, so that it is for a person.

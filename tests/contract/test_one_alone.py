@@ -96,7 +96,7 @@ def test_a_task_that_raises_what_nobody_knows_leaves_its_batch_open_and_others_c
         return run_item(number, item, rules)  # type: ignore[arg-type]
 
     class Alone(InProcess):
-        def run(self, work, policy, group):  # type: ignore[no-untyped-def]  # noqa: ARG002
+        def run(self, work, policy, group):  # type: ignore[no-untyped-def]  # noqa: ARG002 - a runner's signature
             return [
                 receipt
                 for number, item in enumerate(work)

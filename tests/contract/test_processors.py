@@ -150,7 +150,7 @@ def test_an_instance_of_a_message_without_key_is_passivated_once(inbox: Dsn) -> 
         def handle(self, message: saf.Received, connection: psycopg.Connection[Any]) -> None:
             """Nothing to do."""
 
-        def passivate(self, connection: psycopg.Connection[Any]) -> None:  # noqa: ARG002
+        def passivate(self, connection: psycopg.Connection[Any]) -> None:  # noqa: ARG002 - a processor's signature
             passivated.append(self)
 
     put(inbox, "1", "2")

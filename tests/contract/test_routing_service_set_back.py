@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,8 +14,6 @@ from saf.repair.rebase import known_at, rebase
 from saf.repair.reconcile import missing
 from saf.repair.send_again import send_again
 from saf.routing.routes import current_routes
-from saf.testing.databases import Database
-from tests.conftest import Prepared
 from tests.dialogs import ERROR, SHOP, begin, receive, said, say
 from tests.hub import Hub
 from tests.pipeline import connect
@@ -27,20 +25,6 @@ GoBack = Callable[[Hub, str, Dsn], Hub]
 @pytest.fixture
 def hub(new_broker: Callable[[str], Dsn]) -> Hub:
     return Hub.at(new_broker)
-
-
-@pytest.fixture
-def copied(migrated: Prepared) -> Iterator[Callable[[Dsn], Dsn]]:
-    """A copy of a broker, which is the same broker."""
-    copies: list[Database] = []
-
-    def copy(dsn: Dsn) -> Dsn:
-        copies.append(migrated.databases.create("copy", dsn.database))
-        return copies[-1].dsn
-
-    yield copy
-    for one in copies:
-        migrated.databases.drop(one)
 
 
 def repair(hub: Hub, name: str) -> None:
@@ -87,14 +71,14 @@ def errors(dsn: Dsn) -> list[int | None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["app", "hub", "ewr"])
 def test_whichever_broker_forgets_what_was_said_both_parties_get_an_error(
-    hub: Hub, copied: Callable[[Dsn], Dsn], name: str
+    hub: Hub, backup: Callable[[Dsn], Dsn], name: str
 ) -> None:
     dialog = begin(hub.app, "EWR", to_service="departures")
     assert talk(hub) == ([], ["EWR"])
-    backup = copied(getattr(hub, name))
+    older = backup(getattr(hub, name))
     say(hub.app, dialog, "2")
     assert talk(hub) == ([], ["2"])
-    hub = replace(hub, **{name: backup})
+    hub = replace(hub, **{name: older})
     repair(hub, name)
     shop, airport = talk(hub)
     assert (shop, airport) == ([ERROR], [ERROR])
@@ -103,21 +87,21 @@ def test_whichever_broker_forgets_what_was_said_both_parties_get_an_error(
 
 @pytest.mark.slow
 def test_a_hub_that_has_forgotten_the_dialog_tells_both_parties(
-    hub: Hub, copied: Callable[[Dsn], Dsn]
+    hub: Hub, backup: Callable[[Dsn], Dsn]
 ) -> None:
-    backup = copied(hub.hub)
+    older = backup(hub.hub)
     begin(hub.app, "EWR", to_service="departures")
     assert talk(hub) == ([], ["EWR"])
-    hub = replace(hub, hub=backup)
+    hub = replace(hub, hub=older)
     repair(hub, "hub")
     assert talk(hub) == ([ERROR], [ERROR])
 
 
 @pytest.mark.slow
-def test_a_hub_that_has_forgotten_nothing_goes_on(hub: Hub, copied: Callable[[Dsn], Dsn]) -> None:
+def test_a_hub_that_has_forgotten_nothing_goes_on(hub: Hub, backup: Callable[[Dsn], Dsn]) -> None:
     dialog = begin(hub.app, "EWR", to_service="departures")
     assert talk(hub) == ([], ["EWR"])
-    hub = replace(hub, hub=copied(hub.hub))
+    hub = replace(hub, hub=backup(hub.hub))
     repair(hub, "hub")
     say(hub.app, dialog, "2")
     assert talk(hub) == ([], ["2"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,42 +12,15 @@ import pytest
 
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql import PostgresInbox
-from saf.engine.work import Receipt
 from saf.errors import Unavailable
 from saf.failpoints import arm
 from saf.repair.rebase import known_at, rebase
 from saf.repair.send_again import Sent, send_again
 from saf.routing.routes import current_routes
-from saf.testing.databases import Database
-from tests.conftest import Prepared
-from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, send
+from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, run, send
 from tests.programs import configuration, saf
 
 Backup = Callable[[Dsn], Dsn]
-
-
-@pytest.fixture
-def backup(migrated: Prepared) -> Iterator[Backup]:
-    """Copies of a broker as it is at this moment: what a backup, or a standby, has."""
-    copies: list[Database] = []
-
-    def take(of: Dsn) -> Dsn:
-        copies.append(migrated.databases.create("backup", of.database))
-        return copies[-1].dsn
-
-    yield take
-    for copy in copies:
-        migrated.databases.drop(copy)
-
-
-def run(app: Dsn, **destinations: Dsn) -> list[Receipt]:
-    """A run of a forwarder to its end, which meets nothing."""
-    receipts = []
-    with Cycle(app, policy(**destinations)) as cycle:  # type: ignore[arg-type]
-        while some := cycle.run():
-            assert not [r.error for r in some if r.error]
-            receipts += some
-    return receipts
 
 
 def refused(app: Dsn, **destinations: Dsn) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -12,7 +12,6 @@ import pytest
 
 from saf import Outbox
 from saf.database import Dsn, fetch
-from saf.engine.work import Receipt
 from saf.operating import decide
 from saf.repair.reconcile import reconcile
 from saf.repair.send_again import Sent, send_again
@@ -20,26 +19,10 @@ from saf.repair.set_back import Known, known_at
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route, add_topic, current_routes, remove_topic
 from saf.setaside import dead
-from saf.testing.databases import Database
-from tests.conftest import Prepared
-from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
+from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, run
 from tests.programs import configuration, saf
 
 Backup = Callable[[Dsn], Dsn]
-
-
-@pytest.fixture
-def backup(migrated: Prepared) -> Iterator[Backup]:
-    """Copies of a broker as it is at this moment."""
-    copies: list[Database] = []
-
-    def take(of: Dsn) -> Dsn:
-        copies.append(migrated.databases.create("backup", of.database))
-        return copies[-1].dsn
-
-    yield take
-    for copy in copies:
-        migrated.databases.drop(copy)
 
 
 @pytest.fixture
@@ -60,15 +43,6 @@ def tell(
     with connect(app) as connection, connection.transaction():
         for text in texts:
             Outbox().send(connection, service, str(text), key=key, **options)
-
-
-def run(app: Dsn, **destinations: Dsn) -> list[Receipt]:
-    receipts = []
-    with Cycle(app, policy(**destinations)) as cycle:  # type: ignore[arg-type]
-        while some := cycle.run():
-            assert not [r.error for r in some if r.error]
-            receipts += some
-    return receipts
 
 
 def again(app: Dsn, **destinations: Dsn) -> dict[str, int]:
