@@ -28,7 +28,7 @@ from saf.broker.services import create_service
 from saf.database import Dsn
 from saf.dialogs.fragments import FRAGMENT_BYTES
 from saf.receiving.receive import Receiver, connected
-from saf.testing.cycle import Cycle, policy
+from saf.testing.cycle import Cycle, forwarding_rules
 
 SHOP, WAREHOUSE = "shop", "warehouse"
 SENDS, RECEIVED = 1500, 10_000
@@ -181,7 +181,7 @@ def sizes(stage: Stage) -> None:
 def forward_large(app: Dsn, mom: Dsn) -> tuple[float, float]:
     """A program: a forwarder without Spark."""
     before = _peak_mib()
-    rules = replace(policy("exactly_once", 50_000, mom=mom), chunk_bytes=2**25)
+    rules = replace(forwarding_rules("exactly_once", 50_000, mom=mom), chunk_bytes=2**25)
     started = time.monotonic()
     with Cycle(app, rules) as cycle:
         while cycle.run():

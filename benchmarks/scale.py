@@ -29,7 +29,7 @@ from saf.engine.work import Work
 from saf.forwarding.forwarder import Forwarder
 from saf.forwarding.plan import plan
 from saf.log.cursor import Batch
-from saf.routing.ways import Route, Routes
+from saf.routing.matching import Route, Routes
 from saf.spark import session
 from saf.spark.runner import SparkRunner
 

@@ -57,12 +57,12 @@ from saf.received import Received
 from saf.receiving.arrival import install
 from saf.receiving.delivery import Delivery
 from saf.receiving.inbox import inbox_once
-from saf.receiving.lanes import Policy
 from saf.receiving.processor import Processor, handles
 from saf.receiving.processors import Processors
 from saf.receiving.receive import receive
+from saf.receiving.retries import Policy
 from saf.receiving.worker import Worker
-from saf.routing.resolutions import Resolved
+from saf.routing.resolved import Resolved
 from saf.routing.routes import add_route
 
 install(Dialogs())

@@ -59,10 +59,10 @@ from saf.database import Dsn, refuse_unescaped
 from saf.database.bounds import Bounds
 from saf.errors import ConfigurationError, UsageError
 from saf.message import DEFAULT_MAX_BYTES, MAX_NAME, fits
+from saf.routing.matching import Route as Leads
+from saf.routing.matching import Router as Stands
 from saf.routing.routers import check as check_router
 from saf.routing.routes import Configured, ConfiguredRouter, Declared
-from saf.routing.ways import Route as Leads
-from saf.routing.ways import Router as Stands
 
 DEFAULT_FILE = Path("saf.toml")
 DAY = 86400
@@ -155,7 +155,7 @@ class Destination(_Table):
 
 
 class Route(_Table):
-    """Which messages go where; see `saf.routing.ways`."""
+    """Which messages go where; see `saf.routing.matching`."""
 
     service: Name | None = None
     broker: UUID | None = None

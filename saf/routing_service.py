@@ -39,16 +39,16 @@ from saf.dialogs.endpoints import columns
 from saf.dialogs.passing import go_on, partner, pass_on
 from saf.dialogs.statements import END, ERROR, TIMER, Code
 from saf.engine.classifying import as_table
+from saf.engine.matcher import Matcher
 from saf.engine.resolving import MAX_HOPS, Resolver
-from saf.engine.wayfinder import Wayfinder
 from saf.errors import ConfigurationError, Unavailable, UnreadableHeaders
 from saf.message import DEFAULT_MAX_BYTES
 from saf.received import Received
 from saf.receiving.delivery import Delivery
-from saf.receiving.lanes import Policy
 from saf.receiving.loop import Loop, Savepoints
 from saf.receiving.receive import connected
-from saf.routing.resolutions import Resolved, keep, resolved
+from saf.receiving.retries import Policy
+from saf.routing.resolved import Resolved, keep, resolved
 from saf.routing.routers import load
 from saf.routing.routes import NOTHING, Declared, configuration, forwarding
 from saf.setaside.dropped import Reason
@@ -185,7 +185,7 @@ class RoutingService(Loop):
         load(router)
         routes = there.in_force
         further = [one.service for one in routes.routers]
-        return Resolver([router], Wayfinder(routes), InTransaction(connection=raw), further=further)
+        return Resolver([router], Matcher(routes), InTransaction(connection=raw), further=further)
 
     def _refuse(
         self, delivery: Delivery[Any], work: Savepoints, message: Received, error: str

@@ -11,7 +11,7 @@ from saf import Outbox, Unavailable
 from saf.database import Dsn
 from saf.destinations import Chunk, Stored
 from saf.destinations.postgresql import PostgresInbox
-from tests.pipeline import Cycle, connect, policy
+from tests.pipeline import Cycle, connect, forwarding_rules
 
 NOWHERE = Dsn("host=/nonexistent dbname=mom")
 
@@ -49,7 +49,7 @@ def count(dsn: Dsn, table: str) -> int:
 
 def run(app: Dsn, **destinations: Dsn) -> list[str | None]:
     """A whole run in chunks of a few messages; the kinds of errors it met."""
-    with Cycle(app, policy("exactly_once", 3, **destinations)) as cycle:
+    with Cycle(app, forwarding_rules("exactly_once", 3, **destinations)) as cycle:
         return [r.error_kind for r in cycle.run() if r.error_kind]
 
 

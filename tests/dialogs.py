@@ -10,7 +10,7 @@ import psycopg
 import saf
 from saf.broker import services
 from saf.database import Dsn, fetch
-from tests.pipeline import Cycle, connect, drain, policy
+from tests.pipeline import Cycle, connect, drain, forwarding_rules
 
 SHOP, WAREHOUSE = "shop", "warehouse"
 END, ERROR, TIMER = "saf/end-dialog", "saf/error", "saf/dialog-timer"
@@ -62,7 +62,7 @@ def end(dsn: Dsn, dialog: saf.Dialog) -> None:
 def forward(app: Dsn, mom: Dsn) -> None:
     """What is pending at both brokers goes to the other one."""
     for source, destination in ((app, mom), (mom, app)):
-        with Cycle(source, policy("exactly_once", 1000, there=destination)) as cycle:
+        with Cycle(source, forwarding_rules("exactly_once", 1000, there=destination)) as cycle:
             drain(cycle)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from saf.config import Settings
-from saf.engine.work import Policy, Receipt, Work
+from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.forwarding import runner
 from saf.forwarding.forwarder import Forwarder
 from saf.forwarding.runner import run_item
@@ -30,14 +30,14 @@ class InProcess(runner.InProcess):
         """As many as a test says."""
         return self.parallel
 
-    def run(self, work: Sequence[Work], policy: Policy, group: str) -> list[Receipt]:  # noqa: ARG002 - a runner's signature
+    def run(self, work: Sequence[Work], rules: ForwardingRules, group: str) -> list[Receipt]:  # noqa: ARG002 - a runner's signature
         """One task after the other."""
         self.jobs.append(len(work))
         job, receipts = len(self.jobs) - 1, list[Receipt]()
         for number, item in enumerate(work):
             if self.before_task is not None:
                 self.before_task(job, number)
-            receipts += run_item(number, item, policy)
+            receipts += run_item(number, item, rules)
         return receipts
 
 

@@ -10,7 +10,7 @@ import psycopg
 
 from saf.database import Dsn, fetch
 from saf.engine.work import Receipt
-from tests.pipeline import Cycle, connect, policy
+from tests.pipeline import Cycle, connect, forwarding_rules
 
 # At random, because indexes compress
 LONG_KEY = "".join(chr(one) for one in random.Random(13).choices(range(0x4E00, 0x9FFF), k=1024))
@@ -40,7 +40,10 @@ def run(app: Dsn, **destinations: Dsn) -> list[Receipt]:
     """Cycles until nothing is left; no receipt says an error."""
     with Cycle(
         app,
-        replace(policy(), destinations={n: (d, "exactly_once") for n, d in destinations.items()}),
+        replace(
+            forwarding_rules(),
+            destinations={n: (d, "exactly_once") for n, d in destinations.items()},
+        ),
     ) as cycle:
         said = []
         while receipts := cycle.run():

@@ -8,7 +8,7 @@ from typing import Any
 
 from saf.broker.services import create_service
 from saf.database import Dsn
-from saf.receiving.lanes import Policy
+from saf.receiving.retries import Policy
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route
 from saf.routing_service import RoutingService

@@ -15,9 +15,9 @@ from saf.database import Dsn
 from saf.engine.work import Receipt
 from saf.log.shards import Member
 from saf.testing import clock
-from saf.testing.cycle import LEASE_SECONDS, Cycle, policy
+from saf.testing.cycle import LEASE_SECONDS, Cycle, forwarding_rules
 
-__all__ = ["Cycle", "policy"]
+__all__ = ["Cycle", "forwarding_rules"]
 
 IDLE_CYCLES = 50
 
@@ -28,7 +28,7 @@ def connect(dsn: Dsn) -> psycopg.Connection[Any]:
 
 def forward(app: Dsn, **destinations: Dsn) -> list[Receipt]:
     """A whole run of a forwarder, with a process of its own as it were."""
-    with Cycle(app, policy("exactly_once", 1000, **destinations)) as cycle:
+    with Cycle(app, forwarding_rules("exactly_once", 1000, **destinations)) as cycle:
         return cycle.run()
 
 
@@ -45,7 +45,7 @@ def drain(cycle: Cycle) -> list[Receipt]:
 
 def run(app: Dsn, **destinations: Dsn) -> list[Receipt]:
     """A run of a forwarder to its end, which meets nothing."""
-    with Cycle(app, policy(**destinations)) as cycle:  # type: ignore[arg-type]
+    with Cycle(app, forwarding_rules(**destinations)) as cycle:  # type: ignore[arg-type]
         receipts = drain(cycle)
     assert not [receipt.error for receipt in receipts if receipt.error]
     return receipts

@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from saf import Outbox
 from saf.database import Dsn
 from saf.failpoints import arm, fail_point
-from tests.pipeline import Cycle, drain, policy
+from tests.pipeline import Cycle, drain, forwarding_rules
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -62,7 +62,7 @@ def application(dsn: Dsn, seed: int) -> None:
 
 def forwarder(app: Dsn, mom: Dsn, quality: str) -> None:
     """Forward until nothing is left, in chunks of a few messages."""
-    rules = policy(quality, chunk_rows=4, mom=mom)
+    rules = forwarding_rules(quality, chunk_rows=4, mom=mom)
     with Cycle(app, rules) as cycle:
         drain(cycle)
 

@@ -13,7 +13,7 @@ import pytest
 from saf.broker.embedded import EmbeddedServer, programs
 from saf.database import Dsn, fetch
 from saf.repair.rebase import known_at, rebase
-from tests.pipeline import Cycle, connect, policy
+from tests.pipeline import Cycle, connect, forwarding_rules
 
 VERSION = 18
 
@@ -58,6 +58,6 @@ def repair(app: Dsn, mom: Dsn) -> object:
 
 
 def run(app: Dsn, mom: Dsn) -> None:
-    with Cycle(app, policy(mom=mom)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom)) as cycle:
         while receipts := cycle.run():
             assert not [r.error for r in receipts if r.error]

@@ -9,7 +9,7 @@ import psycopg
 
 from saf import Outbox
 from saf.database import Dsn, fetch
-from tests.pipeline import Cycle, connect, policy
+from tests.pipeline import Cycle, connect, forwarding_rules
 
 
 def send(connection: psycopg.Connection[Any], *texts: str, service: str = "s", **more: Any) -> None:
@@ -25,7 +25,7 @@ def run(app: Dsn, chunk_rows: int = 100, **where: Dsn) -> None:
 
 
 def without_default(app: Dsn, chunk_rows: int = 100, **where: Dsn) -> Cycle:
-    cycle = Cycle(app, policy("exactly_once", chunk_rows, **where))
+    cycle = Cycle(app, forwarding_rules("exactly_once", chunk_rows, **where))
     cycle.default = None
     return cycle
 

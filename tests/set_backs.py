@@ -24,7 +24,7 @@ from saf.dialogs.statements import Code
 from saf.repair.rebase import known_at, rebase
 from saf.repair.reconcile import missing
 from saf.repair.send_again import send_again
-from saf.routing.ways import Route, Routes
+from saf.routing.matching import Route, Routes
 from saf.testing.databases import Database, Databases
 from tests.dialogs import END, ERROR, SHOP, WAREHOUSE, begin, forward, prepare, receive
 from tests.pipeline import connect

@@ -16,8 +16,8 @@ from saf.config import Broker, Destination, Settings
 from saf.database import check_schema, unavailable_if_lost
 from saf.errors import ConfigurationError, SafError, SchemaMissing
 from saf.fleets import Candidate, Listing, ask, ask_all
+from saf.routing.matching import Routes
 from saf.routing.routes import current_routes
-from saf.routing.ways import Routes
 
 T = TypeVar("T")
 

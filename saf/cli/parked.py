@@ -18,7 +18,7 @@ app = typer.Typer(no_args_is_help=True, help="Messages that wait, and when they 
 LIMIT = 100
 
 FOR_EVER = 9999
-"""The year of what is not tried again by itself; see `saf.receiving.lanes`."""
+"""The year of what is not tried again by itself; see `saf.receiving.retries`."""
 
 Destination = Annotated[str | None, typer.Option(help="Only what waits for this one.")]
 

@@ -19,8 +19,8 @@ from saf.destinations.identities import Identities
 from saf.errors import ConfigurationError, Unroutable
 from saf.routing import routes
 from saf.routing.explain import Explanation, as_dict, explain
+from saf.routing.matching import Route
 from saf.routing.routes import Configuration, Configured, describe
-from saf.routing.ways import Route
 
 app = typer.Typer(no_args_is_help=True, help="Routes: which messages go where.")
 

@@ -17,11 +17,11 @@ from saf.config import load
 from saf.errors import ConfigurationError, UsageError
 from saf.message import Message
 from saf.routing import routers, routes
+from saf.routing.matching import ARROW, FORWARD, PYTHON, SQL, Router
 from saf.routing.routes import ConfiguredRouter
-from saf.routing.ways import ARROW, FORWARD, PYTHON, SQL, Router
 
 if TYPE_CHECKING:
-    from saf.operating.trial import Trial
+    from saf.operating.dry_run import DryRun
 
 app = typer.Typer(no_args_is_help=True, help="Routers: services that a classifier resolves.")
 
@@ -187,21 +187,21 @@ def explain(
     Exit codes: 75 if the message would wait at some broker, as it does for one in SQL, which only
     Spark evaluates; 1 if it would become a dead letter.
     """
-    from saf.operating.trial import try_out  # Arrow takes a while to import
+    from saf.operating.dry_run import try_out  # Arrow takes a while to import
 
     settings = load(config)
     message = Message(service=service, body=body, key=key, message_type=message_type)
     round_ = Round(chosen(settings, broker))
     default, declared = settings.forwarder.default_destination, settings.declared
-    found: dict[str, Trial] = round_.visit(
+    found: dict[str, DryRun] = round_.visit(
         "route", lambda connection, _: try_out(connection, message, default, declared)
     )
     if as_json:
-        rows = [{"broker": where, **trial.as_dict()} for where, trial in found.items()]
+        rows = [{"broker": where, **dry_run.as_dict()} for where, dry_run in found.items()]
         echo(json.dumps({"explanations": rows, "errors": round_.errors()}))
     else:
-        for where, trial in found.items():
-            _explain(where, trial)
+        for where, dry_run in found.items():
+            _explain(where, dry_run)
     round_.finish(say=not as_json, found=max((one.exit_code for one in found.values()), default=0))
 
 
@@ -231,13 +231,13 @@ def _show(where: str, one: ConfiguredRouter) -> None:
     echo(f"{where}: {said}; {state} ({one.origin}){comment}")
 
 
-def _explain(where: str, trial: Trial) -> None:
-    said = f"{where}: a message for {trial.service!r}"
-    if trial.waits is not None:
-        echo(f"{said} would wait: {trial.waits}")
-    elif trial.dead is not None:
-        echo(f"{said} would become a dead letter: {trial.dead}")
+def _explain(where: str, dry_run: DryRun) -> None:
+    said = f"{where}: a message for {dry_run.service!r}"
+    if dry_run.waits is not None:
+        echo(f"{said} would wait: {dry_run.waits}")
+    elif dry_run.dead is not None:
+        echo(f"{said} would become a dead letter: {dry_run.dead}")
     else:
-        if trial.goes.service != trial.service:
-            echo(f"{said} is really for {trial.goes.service!r}")
-        show_explanation(where, trial.goes)
+        if dry_run.goes.service != dry_run.service:
+            echo(f"{said} is really for {dry_run.goes.service!r}")
+        show_explanation(where, dry_run.goes)

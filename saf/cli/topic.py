@@ -39,8 +39,8 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
     rows = []
     for where, there in configured(round_, settings).items():
         for name in sorted(there.topics):
-            way = there.in_force.way(name, None)
-            rows.append((where, name, way.destinations if way else ()))
+            match = there.in_force.match(name, None)
+            rows.append((where, name, match.destinations if match else ()))
     if as_json:
         topics = [{"broker": w, "topic": n, "destinations": list(d)} for w, n, d in rows]
         echo(json.dumps({"topics": topics, "errors": round_.errors()}))

@@ -108,9 +108,9 @@ class Connection(adbc.Connection):
         with self.answered():
             super().__init__(database, handle)
 
-    def cursor(self, **_: Any) -> Cursor:
+    def cursor(self, **_: Any) -> BulkCursor:
         """A cursor in the connection's transaction."""
-        cursor = Cursor(self)
+        cursor = BulkCursor(self)
         self._cursors.add(cursor)
         return cursor
 
@@ -131,7 +131,7 @@ class Connection(adbc.Connection):
             yield
 
 
-class Cursor(adbc.Cursor):
+class BulkCursor(adbc.Cursor):
     """A cursor of a bounded connection."""
 
     def execute(self, *arguments: Any, **options: Any) -> Any:

@@ -88,7 +88,7 @@ WHERE w.source = {{source}}::uuid AND w.shard = s.shard AND w.lane = s.lane
 """
 
 # The epoch rises even where no row is stored, so that the owner before is fenced
-MOVE = """
+MOVE_MARKS = """
 UPDATE saf.watermark w SET epoch = mine.epoch, batch = mine.batch, position = mine.position,
        opened_at = mine.opened_at, acknowledged = mine.acknowledged
 FROM unnest({lanes}::text[], {shards}::smallint[], {epochs}::bigint[], {locked}::bigint[],
@@ -217,7 +217,7 @@ class PostgresInbox:
             "acknowledged": [mark.acknowledged for mark in new.values()],
         }
         literals = {name: sql.Literal(column) for name, column in columns.items()}
-        _query(cursor, MOVE, _values(chunk, list(new)) | literals)
+        _query(cursor, MOVE_MARKS, _values(chunk, list(new)) | literals)
 
     def _unknown(self, cursor: adbc.Cursor, rows: pa.Table, behind: frozenset[str]) -> list[str]:
         """The services that are addressed and not known here, or as if they were not."""

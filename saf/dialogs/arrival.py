@@ -52,7 +52,7 @@ from saf.dialogs.statements import COMPARE, END, ERROR, TIMER, Code
 from saf.errors import ContractViolation, SchemaViolation, UsageError
 from saf.message import DEFAULT_MAX_BYTES
 from saf.received import Received
-from saf.receiving import lanes
+from saf.receiving import retries
 from saf.receiving.arrival import Arrival, Hook
 from saf.receiving.claim import Reader
 from saf.setaside.dropped import Reason
@@ -313,7 +313,7 @@ def _go_on(raw: psycopg.Connection[Any], reader: Reader, endpoints: dict[End, En
     names = ("lane", "from_initiator", "receive_sequence", "ended")
     params = {**columns(names, ends), "subscription_id": reader.subscription_id}
     if ends:
-        lanes.time_late(raw, reader, sorted({shard for (shard,) in fetch(raw, GO_ON, params)}))
+        retries.time_late(raw, reader, sorted({shard for (shard,) in fetch(raw, GO_ON, params)}))
 
 
 def _in_sequence(messages: list[Received]) -> list[Received]:

@@ -31,8 +31,8 @@ from saf.dialogs.fragments import (
     FRAGMENT_BYTES,
     LARGEST_BYTES,
     Readable,
-    cut,
     is_file,
+    split,
 )
 from saf.dialogs.statements import (
     BEGIN,
@@ -287,7 +287,7 @@ class Dialog:
         headers = json.loads(row.headers)
         transaction.execute(SAVEPOINT)
         try:
-            for piece, more in cut(file, fragment_bytes, max_bytes):
+            for piece, more in split(file, fragment_bytes, max_bytes):
                 message_id = uuid4() if FRAGMENT in more else row.message_id
                 one = row._replace(
                     message_id=message_id, headers=json.dumps(headers | more), body=piece

@@ -35,7 +35,7 @@ def is_file(body: object) -> TypeGuard[Readable]:
     return callable(getattr(body, "read", None))
 
 
-def cut(
+def split(
     file: Readable, fragment_bytes: int, max_bytes: int = LARGEST_BYTES
 ) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """A body's fragments, and what the headers of each say. Two are in memory at a time.
@@ -44,7 +44,7 @@ def cut(
         InvalidMessage: it has more than ``max_bytes``.
 
     >>> import io
-    >>> list(cut(io.BytesIO(b"large"), 4))
+    >>> list(split(io.BytesIO(b"large"), 4))
     [(b'larg', {'saf-fragment': 1}), (b'e', {'saf-whole': {'fragments': 2, 'bytes': 5}})]
     """
     piece, number = _fill(file, fragment_bytes), 1

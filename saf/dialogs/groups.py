@@ -37,7 +37,7 @@ SELECT group_id FROM saf.conversation_group WHERE group_id IN (
     WHERE handle IN (CAST(%(handle)s AS uuid), CAST(%(related)s AS uuid)))
 ORDER BY group_id FOR NO KEY UPDATE
 """
-MOVE = """
+MOVE_TO_GROUP = """
 UPDATE saf.conversation SET group_id = coalesce(
     CAST(%(group_id)s AS uuid),
     (SELECT group_id FROM saf.conversation WHERE handle = CAST(%(related)s AS uuid)))
@@ -91,7 +91,7 @@ def move_dialog(conn: Conn, dialog: Dialog, related: Dialog | None) -> None:
     transaction.fetch(GROUPS, params)
     if related is None:
         transaction.execute(NEW_GROUP, params)
-    transaction.fetch(MOVE, params)
+    transaction.fetch(MOVE_TO_GROUP, params)
 
 
 def _not_found(transaction: Transaction, handle: UUID) -> DialogNotFound:

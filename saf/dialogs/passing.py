@@ -27,7 +27,7 @@ from saf.transaction import enter
 
 if TYPE_CHECKING:
     from saf.received import Received
-    from saf.routing.resolutions import Resolved
+    from saf.routing.resolved import Resolved
     from saf.transaction import Conn
 
 CONTINUE = f"""

@@ -19,8 +19,8 @@ import pyarrow.compute as pc
 from saf.columns import COLUMNS
 from saf.destinations.places import LANE
 from saf.dialogs.statements import TELL
-from saf.engine.at_source import AtSource
 from saf.engine.sorting import Part
+from saf.engine.source_session import SourceSession
 from saf.engine.work import Work
 from saf.errors import SafError
 from saf.failpoints import fail_point
@@ -138,7 +138,7 @@ class Aside:
         self._bury(source)
         backoff.succeeded(source, subscription_id, self.opened)
 
-    def write_ahead(self, at_source: AtSource) -> None:
+    def write_ahead(self, source_session: SourceSession) -> None:
         """Write what there is so far, if a watermark must not pass it unwritten."""
         if not self.ahead:
             return
@@ -153,7 +153,7 @@ class Aside:
             else:
                 self.write(source)
 
-        at_source(write)
+        source_session(write)
         self.written()
         fail_point("set_aside")
 

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from saf.columns import COLUMNS
 from saf.log.arrow import MESSAGES
 from saf.received import READ, Received
-from saf.routing.resolutions import Resolved
+from saf.routing.resolved import Resolved
 
 ANSWERS = pa.schema(
     [

@@ -37,22 +37,22 @@ import pyarrow.compute as pc
 
 from saf.destinations.places import beyond
 from saf.engine.aside import MAY_HAVE_LEFT, Aside
-from saf.engine.at_source import AtSource
 from saf.engine.chunks import chunks
-from saf.engine.lanes import Lanes
+from saf.engine.held_lanes import HeldLanes
+from saf.engine.load_sharing import share
+from saf.engine.matcher import Matcher
 from saf.engine.pulse import Pulse
 from saf.engine.receipts import Receipts
 from saf.engine.releasing import Releasing
 from saf.engine.resolving import Answers, Resolver
-from saf.engine.sharing import share
 from saf.engine.sorting import Part, sort, unroutable
+from saf.engine.source_session import SourceSession
 from saf.engine.storing import Storing, nowhere
-from saf.engine.wayfinder import Wayfinder
-from saf.engine.work import Policy, Receipt, Work
+from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import Ahead, Behind, Fenced, Rejected, SafError, Unavailable, UsageError
 from saf.failpoints import fail_point
 from saf.log.cursor import advance, attempt, hold
-from saf.routing.ways import AT_MOST_ONCE
+from saf.routing.matching import AT_MOST_ONCE
 from saf.setaside import backoff, parking
 from saf.setaside.isolation import isolate
 from saf.setaside.parking import Lane
@@ -67,16 +67,16 @@ class Delivery:
     """One task: the remaining messages of one batch, and the parked ones of its shards."""
 
     def __init__(
-        self, number: int, work: Work, policy: Policy, answers: Answers | None = None
+        self, number: int, work: Work, rules: ForwardingRules, answers: Answers | None = None
     ) -> None:
         self.work = work
-        self.wayfinder = Wayfinder(work.routes)
-        self.policy = policy
+        self.matcher = Matcher(work.routes)
+        self.rules = rules
         self.receipts = Receipts(number)
-        self.lanes = Lanes(of_services=work.of_services)
-        self.at_source = AtSource(work, policy.attempts)
-        self.resolver = Resolver(work.routes.routers, self.wayfinder, self.at_source, answers)
-        self.storing = Storing(work, policy, self.at_source, self.lanes, self.receipts)
+        self.lanes = HeldLanes(of_services=work.of_services)
+        self.source_session = SourceSession(work, rules.attempts)
+        self.resolver = Resolver(work.routes.routers, self.matcher, self.source_session, answers)
+        self.storing = Storing(work, rules, self.source_session, self.lanes, self.receipts)
         self._set_aside: dict[str, pa.Array] = {}
         """Ids beyond the position that are set aside already, by destination."""
         self._attempted: dict[int, int] | None = None
@@ -88,9 +88,9 @@ class Delivery:
         releasing = Releasing(
             self.work,
             self.resolver,
-            self.wayfinder,
-            self.policy,
-            self.at_source,
+            self.matcher,
+            self.rules,
+            self.source_session,
             self.lanes,
             self.receipts,
             self.storing,
@@ -99,7 +99,7 @@ class Delivery:
             with self._pulse():
                 self._find_set_aside()
                 releasing.release_all()
-                for rows in chunks(batches, self.policy.chunk_rows, self.policy.chunk_bytes):
+                for rows in chunks(batches, self.rules.chunk_rows, self.rules.chunk_bytes):
                     if isolate(rows, self._forward, self._bury, self._find_set_aside):
                         summary.stopped = True
                         break
@@ -112,29 +112,29 @@ class Delivery:
             summary.error_kind, summary.error = type(error).__name__, str(error)
         finally:
             self.storing.close()
-            self.at_source.close()
+            self.source_session.close()
         return list(self.receipts)
 
     def _pulse(self) -> Pulse:
         patience = self.work.dsn.bounds.chunk_seconds
-        return Pulse(self.at_source.beat, self.work.lease_seconds / BEATS, patience)
+        return Pulse(self.source_session.beat, self.work.lease_seconds / BEATS, patience)
 
     def _forward(self, rows: pa.Table) -> bool:
         """Steps 0 to 3 for one chunk; return whether the task should stop."""
         position = int(rows["id"][-1].as_py())
         aside = Aside(work=self.work)
-        rows = aside.bury_unfit(self._without(rows, ""), self.policy.max_bytes)
-        self.lanes.look(self.at_source, self.work.batch, rows)
+        rows = aside.bury_unfit(self._without(rows, ""), self.rules.max_bytes)
+        self.lanes.look(self.source_session, self.work.batch, rows)
         resolution = self.resolver.resolve(rows, self.lanes.held)
         if self.resolver:
-            self.lanes.look(self.at_source, self.work.batch, rows, resolution.rows)
+            self.lanes.look(self.source_session, self.work.batch, rows, resolution.rows)
         for some, error in resolution.dead:
             aside.bury(some, "", "unresolved", error)
-        rows = self._not_set_aside(self.wayfinder.route(resolution.rows))
-        rows = share(rows, self.wayfinder.ways, self.at_source.choose)
+        rows = self._not_set_aside(self.matcher.route(resolution.rows))
+        rows = share(rows, self.matcher.matches, self.source_session.choose)
         parts = [
             replace(part, rows=self._without(part.rows, part.waits_at))
-            for part in sort(rows, self.wayfinder.ways, self.policy.qualities, self.lanes.held)
+            for part in sort(rows, self.matcher.matches, self.rules.qualities, self.lanes.held)
         ]
         if resolution.waiting is not None:
             parts.append(unroutable(resolution.waiting))
@@ -162,7 +162,7 @@ class Delivery:
             fail_point("mark_forwarded")
             return stop
 
-        stop = self.at_source(settle)
+        stop = self.source_session(settle)
         fail_point("mark_commit")
         self.storing.settled()
         aside.written()
@@ -193,7 +193,7 @@ class Delivery:
         """Why messages have no way out of a lane."""
         if part.destination is None:
             return self.resolver.obstacle(lane)
-        there = part.destination in self.policy.destinations
+        there = part.destination in self.rules.destinations
         return None if there else nowhere(part.destination)
 
     def _send_once(self, parts: Sequence[Part], position: int, aside: Aside) -> None:
@@ -201,15 +201,17 @@ class Delivery:
         parts = [part for part in parts if not self._parks(part, aside)]
         if not parts:
             return
-        aside.write_ahead(self.at_source)
-        self.at_source(lambda source: attempt(source, self.work.batch, position))
+        aside.write_ahead(self.source_session)
+        self.source_session(lambda source: attempt(source, self.work.batch, position))
         for part in parts:
             self.storing.store_once(part, aside)
 
     def _not_attempted(self, part: Part, aside: Aside) -> Part:
         """A part without what a task before this one may have sent, which is buried."""
         if self._attempted is None:
-            self._attempted = self.at_source(lambda source: attempt(source, self.work.batch, 0))
+            self._attempted = self.source_session(
+                lambda source: attempt(source, self.work.batch, 0)
+            )
         number = self.work.batch.number
         marks = {
             (lane.lane, shard): (number, before)
@@ -227,7 +229,7 @@ class Delivery:
         alone = Lane(destination=self.work.alone or "")
         if alone in aside.failed:
             error, subscription_id = aside.failed[alone], self.work.batch.subscription_id
-            self.at_source(
+            self.source_session(
                 lambda source: backoff.postpone(source, subscription_id, {alone: str(error)})
             )
             raise error
@@ -236,7 +238,7 @@ class Delivery:
         """What was set aside before a crash is not sent, and new messages wait behind it."""
         batch = self.work.batch
         ids: dict[str, list[int]] = defaultdict(list)
-        for id_, destination, lane in self.at_source(lambda s: parking.set_aside(s, batch)):
+        for id_, destination, lane in self.source_session(lambda s: parking.set_aside(s, batch)):
             ids[destination].append(id_)
             if lane is not None:
                 self.lanes.hold(lane, "behind others")
@@ -247,7 +249,7 @@ class Delivery:
         """The rows of which anything is left to do: of a topic, some copy may be."""
         if not self._set_aside:
             return rows
-        topics = [number for number, way in enumerate(self.wayfinder.ways) if way.to_all]
+        topics = [number for number, match in enumerate(self.matcher.matches) if match.to_all]
         copies = pc.is_in(rows["route"], pa.array(topics, pa.int32()))
         aside = pa.concat_arrays(list(self._set_aside.values()))
         return rows.filter(pc.or_(copies, pc.invert(pc.is_in(rows["id"], aside))))

@@ -30,12 +30,12 @@ from psycopg import sql
 
 from saf.destinations.places import LANE
 from saf.engine.aside import MAY_HAVE_LEFT, Aside
-from saf.engine.at_source import AtSource
 from saf.engine.chunks import chunks, mark
-from saf.engine.lanes import Lanes
+from saf.engine.held_lanes import HeldLanes
+from saf.engine.load_sharing import share
+from saf.engine.matcher import Matcher
 from saf.engine.receipts import Receipts
 from saf.engine.resolving import Resolver
-from saf.engine.sharing import share
 from saf.engine.sorting import (
     Part,
     found_lanes,
@@ -45,14 +45,14 @@ from saf.engine.sorting import (
     service_lane,
 )
 from saf.engine.source import read
+from saf.engine.source_session import SourceSession
 from saf.engine.storing import Storing, nowhere
-from saf.engine.wayfinder import Wayfinder
-from saf.engine.work import Policy, Work
+from saf.engine.work import ForwardingRules, Work
 from saf.errors import SafError, Unavailable
 from saf.failpoints import fail_point
 from saf.log.columns import selected
 from saf.log.cursor import hold
-from saf.routing.ways import AT_MOST_ONCE
+from saf.routing.matching import AT_MOST_ONCE
 from saf.setaside import backoff, parking
 from saf.setaside.isolation import isolate
 from saf.setaside.parking import ADDRESS, DOUBT, FOUND, MAIN, ROUTE, SERVICE, Backoff, Lane
@@ -67,10 +67,10 @@ class Releasing:
 
     work: Work
     resolver: Resolver
-    wayfinder: Wayfinder
-    policy: Policy
-    at_source: AtSource
-    lanes: Lanes
+    matcher: Matcher
+    rules: ForwardingRules
+    source_session: SourceSession
+    lanes: HeldLanes
     receipts: Receipts
     storing: Storing
     _until: float = field(init=False, default=0.0)
@@ -85,7 +85,7 @@ class Releasing:
         found = self._route([lane for lane in due if not lane.destination])
         if found:
             subscription_id = self.work.batch.subscription_id
-            now = self.at_source(lambda source: backoff.named(source, subscription_id, found))
+            now = self.source_session(lambda source: backoff.named(source, subscription_id, found))
             due |= {lane.key: lane for lane in now if lane.due}
         routed = backoff.in_turn(lane for lane in due.values() if lane.destination)
         for number, ((destination, _), group) in enumerate(groupby(routed, _group)):
@@ -99,7 +99,7 @@ class Releasing:
         """Lanes that had nothing here, and to which nothing new went either."""
         if self.lanes.untried:
             subscription_id, untried = self.work.batch.subscription_id, self.lanes.untried
-            self.at_source(lambda source: backoff.forget(source, subscription_id, untried))
+            self.source_session(lambda source: backoff.forget(source, subscription_id, untried))
 
     @property
     def _over(self) -> bool:
@@ -142,7 +142,7 @@ class Releasing:
         # a service may be called what looks like one with a broker
         asked += [(name, name.removeprefix(ROUTE), None) for name in names]
         brokers = [broker and UUID(broker).bytes for _, _, broker in asked]
-        rows = self.wayfinder.route(
+        rows = self.matcher.route(
             pa.table(
                 {
                     LANE: pa.array([name for name, _, _ in asked], pa.string()),
@@ -158,7 +158,7 @@ class Releasing:
 
     def _stay(self, lanes: Sequence[Lane]) -> None:
         """What is left in these has no way out."""
-        here = self.at_source(lambda s: parking.occupied(s, self.work.batch, lanes))
+        here = self.source_session(lambda s: parking.occupied(s, self.work.batch, lanes))
         self._postpone({lane: self.resolver.obstacle(lane) for lane in lanes if lane in here})
         self.lanes.untried.update(lane for lane in lanes if lane not in here)
 
@@ -175,9 +175,9 @@ class Releasing:
             aside = Aside(work=self.work, from_lanes=True)
             aside.bury(some, "", "unresolved", error)
             self._settle(some, aside)
-        routed = self.wayfinder.route(resolution.rows)
+        routed = self.matcher.route(resolution.rows)
         routed = routed.filter(routed["route"].is_valid())
-        found |= self._move(share(routed, self.wayfinder.ways, self.at_source.choose))
+        found |= self._move(share(routed, self.matcher.matches, self.source_session.choose))
 
     def _move(self, rows: pa.Table) -> set[Lane]:
         to = list(self._copies(rows))
@@ -194,7 +194,7 @@ class Releasing:
             fail_point("routed")
 
         if to:
-            self.at_source(move)
+            self.source_session(move)
         return lanes
 
     def _copies(self, rows: pa.Table) -> Iterator[tuple[str, str | None, list[dict[str, Any]]]]:
@@ -204,9 +204,9 @@ class Releasing:
         rows = in_lanes(rows, found_lanes(names))
         there: dict[tuple[str, str | None], list[int]] = {}
         for number in pc.unique(rows["route"]).to_pylist():
-            way = self.wayfinder.ways[number]
-            for route in way.routes:
-                if way.to_all or route.destination in self.policy.qualities:
+            match = self.matcher.matches[number]
+            for route in match.routes:
+                if match.to_all or route.destination in self.rules.qualities:
                     there.setdefault((route.destination, route.quality), []).append(number)
         for (destination, quality), numbers in there.items():
             mine = rows.filter(pc.is_in(rows["route"], pa.array(numbers, pa.int32())))
@@ -235,8 +235,8 @@ class Releasing:
         self.lanes.untried |= left - tried
 
     def _blocked(self, destination: str, lanes: Sequence[Lane]) -> dict[Lane, SafError]:
-        """Which cannot leave, and why: no way, or older messages that wait in another lane."""
-        if destination not in self.policy.qualities:
+        """Which cannot leave, and why: no match, or older messages that wait in another lane."""
+        if destination not in self.rules.qualities:
             return dict.fromkeys(lanes, nowhere(destination))
         main = Lane(destination=destination)
         of_services = [lane for lane in lanes if lane.lane.startswith((SERVICE, FOUND + ROUTE))]
@@ -258,7 +258,7 @@ class Releasing:
         batch = self.work.batch
         if not names:
             return {}
-        return self.at_source(
+        return self.source_session(
             lambda source: backoff.held(source, batch.subscription_id, batch.shards, names)
         )
 
@@ -315,9 +315,9 @@ class Releasing:
     def _qualities(self, destination: str, rows: pa.Table) -> Iterator[Part]:
         """Messages by their quality of service."""
         if rows.num_rows and rows[LANE][0].as_py() == MAIN:
-            self.lanes.look(self.at_source, self.work.batch, rows)
+            self.lanes.look(self.source_session, self.work.batch, rows)
             rows = rows.drop_columns([LANE])
-        qualities = pc.fill_null(rows["quality"], self.policy.qualities[destination])
+        qualities = pc.fill_null(rows["quality"], self.rules.qualities[destination])
         for quality in pc.unique(qualities).to_pylist():
             mine = rows.filter(pc.equal(qualities, quality))
             yield Part(destination=destination, quality=quality, rows=mine, waits_at=destination)
@@ -338,7 +338,7 @@ class Releasing:
 
         def undo() -> None:
             ids = numbers.to_pylist()
-            here = self.at_source(
+            here = self.source_session(
                 lambda source: parking.still(source, destination, names.to_pylist(), ids)
             )
             gone.update(number for number in ids if number not in here)
@@ -373,9 +373,7 @@ class Releasing:
         """What lanes hold of these shards, each in order, in chunks."""
         if names:
             query = parking.in_lanes(self.work.batch, destination, names, columns, found=found)
-            yield from chunks(
-                read(self.work, query), self.policy.chunk_rows, self.policy.chunk_bytes
-            )
+            yield from chunks(read(self.work, query), self.rules.chunk_rows, self.rules.chunk_bytes)
 
     def _doubt(self, part: Part) -> None:
         """Note, durably, that messages are about to be sent that must not be sent again.
@@ -393,7 +391,7 @@ class Releasing:
             parking.move(source, lane.destination, [lane.lane] * len(ids), ids)
             fail_point("unpark")
 
-        self.at_source(doubt)
+        self.source_session(doubt)
         self.lanes.untried.add(lane)  # empty again soon, unless others' are there too
         fail_point("unpark_commit")
 
@@ -406,7 +404,7 @@ class Releasing:
             self.storing.acknowledge(source)
             fail_point("unpark")
 
-        self.at_source(settle)
+        self.source_session(settle)
         self.storing.settled()
         self.receipts.of(None).dead += aside.dead_letters
         fail_point("unpark_commit")
@@ -417,12 +415,12 @@ class Releasing:
             errors = {lane: str(error) for lane, error in failed.items()}
             for lane, why in errors.items():
                 self._hold([lane], why)
-            self.at_source(lambda source: backoff.postpone(source, subscription_id, errors))
+            self.source_session(lambda source: backoff.postpone(source, subscription_id, errors))
 
     def _succeed(self, lanes: Collection[Lane]) -> None:
         if lanes:
             subscription_id = self.work.batch.subscription_id
-            self.at_source(lambda source: backoff.succeeded(source, subscription_id, lanes))
+            self.source_session(lambda source: backoff.succeeded(source, subscription_id, lanes))
 
 
 def _group(lane: Backoff) -> tuple[str, tuple[int, str]]:

@@ -3,7 +3,7 @@
 Before routing, inside the task that delivers: the target sees the true sender, and there is nothing
 in between that could be a bottleneck. A router may resolve to a router; `MAX_HOPS` of them at most,
 and none twice. What is classified once only is remembered at the source
-(`saf.routing.resolutions`), durably before anything is sent.
+(`saf.routing.resolved`), durably before anything is sent.
 
 A message that cannot be resolved becomes a dead letter, as it was sent: its classifier raises, says
 nothing, or names what cannot be a service or what no route leads to. Its neighbours go on. Messages
@@ -26,13 +26,13 @@ import pyarrow.compute as pc
 
 from saf.dialogs.statements import COMPARE
 from saf.engine.classifying import ANSWERS, Function, as_answers, by_arrow, by_python
+from saf.engine.matcher import Matcher
 from saf.engine.sorting import of_route_lane
-from saf.engine.wayfinder import Wayfinder
 from saf.errors import ConfigurationError, SafError, Unroutable
 from saf.message import MAX_KEY, MAX_NAME
-from saf.routing.resolutions import Resolved
+from saf.routing.matching import ARROW, KEY, SQL, Router
+from saf.routing.resolved import Resolved
 from saf.routing.routers import load
-from saf.routing.ways import ARROW, KEY, SQL, Router
 from saf.setaside.parking import ADDRESS, Lane
 
 MAX_HOPS = 16
@@ -43,7 +43,7 @@ Places = npt.NDArray[np.int64]
 
 
 class Memory(Protocol):
-    """What was resolved once; see `saf.routing.resolutions`."""
+    """What was resolved once; see `saf.routing.resolved`."""
 
     def resolved(self, router: str, keys: Collection[str]) -> Mapping[str, Resolved]:
         """What is known of these keys."""
@@ -84,7 +84,7 @@ class Resolver:
     def __init__(
         self,
         routers: Collection[Router],
-        wayfinder: Wayfinder,
+        matcher: Matcher,
         memory: Memory,
         answers: Answers | None = None,
         *,
@@ -95,7 +95,7 @@ class Resolver:
         self._routers = {router.service: router for router in routers}
         self._by_spark = answers
         self._led_on = {*self._routers, *further}
-        self._wayfinder = wayfinder
+        self._matcher = matcher
         self._memory = memory
         self._functions: dict[str, Function] = {}
         self.problems: dict[str, str] = {}
@@ -109,7 +109,7 @@ class Resolver:
         service, broker = of_route_lane(lane)
         if problem := self.problems.get(service):
             return ConfigurationError(problem)
-        elsewhere = self._wayfinder.routes.elsewhere(service, broker)
+        elsewhere = self._matcher.routes.elsewhere(service, broker)
         return Unroutable(service, broker, elsewhere)
 
     def resolve(self, rows: pa.Table, held: Iterable[Lane] = ()) -> Resolution:
@@ -213,7 +213,7 @@ class Resolver:
             "to_service": services,
             "to_broker": pc.coalesce(answers["broker"], rows["to_broker"]),
         }
-        lost = self._wayfinder.route(pa.table(addresses))["route"].is_null().to_numpy()
+        lost = self._matcher.route(pa.table(addresses))["route"].is_null().to_numpy()
         # a broker that nobody knows yet is waited for
         lost &= addresses["to_broker"].is_null().to_numpy() & ~_is_in(services, self._led_on)
         named = pc.binary_join_element_wise("it names '", services, "', ", "")

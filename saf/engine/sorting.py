@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.destinations.places import LANE
-from saf.routing.ways import Way
+from saf.routing.matching import Match
 from saf.setaside.parking import FOUND, MAIN, ROUTE, SERVICE, Lane
 
 
@@ -51,11 +51,11 @@ class Part:
 
 def sort(
     rows: pa.Table,
-    ways: Sequence[Way],
+    matches: Sequence[Match],
     qualities: Mapping[str, str],
     held: Mapping[Lane, str],
 ) -> list[Part]:
-    """The parts of a chunk whose column ``route`` says which of ``ways`` each message goes.
+    """The parts of a chunk whose column ``route`` says which of ``matches`` each message has.
 
     None of them is shared any more. ``qualities`` are the known destinations' defaults. A route to
     any other is none; but of a topic's, whose messages wait for that destination alone. Nor is
@@ -65,11 +65,11 @@ def sort(
     numbers: dict[tuple[str, str | None] | None, list[int | None]] = defaultdict(list)
     there = pc.unique(rows["route"]).to_pylist()
     for number in there:
-        way = None if number is None else ways[number]
-        if way is None or not (way.to_all or way.routes[0].destination in qualities):
+        match = None if number is None else matches[number]
+        if match is None or not (match.to_all or match.routes[0].destination in qualities):
             numbers[None].append(number)
             continue
-        for route in way.routes:
+        for route in match.routes:
             default = qualities.get(route.destination)
             numbers[route.destination, default and (route.quality or default)].append(number)
     parts: list[Part] = []

@@ -85,7 +85,7 @@ def read(work: Work, query: str) -> Iterator[pa.RecordBatch]:
         yield from _rows(cursor, query)
 
 
-def _rows(cursor: bulk.Cursor, query: str) -> Iterator[pa.RecordBatch]:
+def _rows(cursor: bulk.BulkCursor, query: str) -> Iterator[pa.RecordBatch]:
     cursor.adbc_statement.set_options(**{"adbc.postgresql.batch_size_hint_bytes": str(BATCH_BYTES)})
     cursor.execute(query)
     for rows in cursor.batches():
@@ -94,7 +94,7 @@ def _rows(cursor: bulk.Cursor, query: str) -> Iterator[pa.RecordBatch]:
 
 
 @contextmanager
-def _cursor(work: Work) -> Iterator[bulk.Cursor]:
+def _cursor(work: Work) -> Iterator[bulk.BulkCursor]:
     """Of a connection that is kept only if what it was for came to its end."""
     dsn, what = work.dsn, f"broker {work.broker!r}"
     try:

@@ -21,9 +21,8 @@ from saf.destinations.marks import AGAIN, ONCE, Mark, Place, acknowledge, acknow
 from saf.destinations.places import LANE, touched
 from saf.destinations.postgresql import PostgresInbox
 from saf.engine.aside import Aside
-from saf.engine.at_source import AtSource
 from saf.engine.chunks import mark
-from saf.engine.lanes import Lanes
+from saf.engine.held_lanes import HeldLanes
 from saf.engine.receipts import Receipts
 from saf.engine.sorting import (
     Part,
@@ -33,7 +32,8 @@ from saf.engine.sorting import (
     service_lanes,
     unroutable,
 )
-from saf.engine.work import Policy, Work
+from saf.engine.source_session import SourceSession
+from saf.engine.work import ForwardingRules, Work
 from saf.errors import (
     Ahead,
     AnotherBroker,
@@ -48,7 +48,7 @@ from saf.errors import (
     UnknownService,
 )
 from saf.log.cursor import hold
-from saf.routing.ways import AT_MOST_ONCE, EXACTLY_ONCE
+from saf.routing.matching import AT_MOST_ONCE, EXACTLY_ONCE
 from saf.setaside.parking import Lane
 
 REFUSES = (Unavailable, Behind, Restored)
@@ -65,9 +65,9 @@ class Storing:
     """The destinations of one task, each connected when something first goes there."""
 
     work: Work
-    policy: Policy
-    at_source: AtSource
-    lanes: Lanes
+    rules: ForwardingRules
+    source_session: SourceSession
+    lanes: HeldLanes
     receipts: Receipts
     to_repair: SafError | None = None
     """A destination was refused until a person has repaired it."""
@@ -86,12 +86,12 @@ class Storing:
         What does not go is in ``aside``.
         """
         assert part.destination is not None  # noqa: S101 - the caller's to see to
-        aside.write_ahead(self.at_source)
+        aside.write_ahead(self.source_session)
         name = part.destination
         behind = self.lanes.services(name) if part.main else frozenset()
         chunk = replace(self._chunk(part, end), behind=behind)
         try:
-            stored = while_unavailable(self.policy.attempts, lambda: self._store(part, chunk))
+            stored = while_unavailable(self.rules.attempts, lambda: self._store(part, chunk))
         except REFUSES as error:
             if not isinstance(error, Unavailable) or isinstance(error, Refused):
                 self.to_repair = error
@@ -106,7 +106,7 @@ class Storing:
             self._store_known(part, end, aside, error)
         except Fenced as error:
             # a newer owner than the source itself knows of: raises Fenced, or is not so
-            self.at_source(lambda source: hold(source, self.work.batch))
+            self.source_session(lambda source: hold(source, self.work.batch))
             raise Ahead(f"destination {name!r}", error.shards) from None
         except Rejected as error:
             self._store_halves(part, end, aside, error)
@@ -241,7 +241,7 @@ class Storing:
         except Ahead as error:
             # or it was stored, nobody heard the answer, and it waits to be stored again
             subscription_id, marks = self.work.batch.subscription_id, error.marks
-            if self.at_source(lambda s: not_parked(s, subscription_id, name, marks)):
+            if self.source_session(lambda s: not_parked(s, subscription_id, name, marks)):
                 raise
             chunk = replace(chunk, known={**known, **marks})
             stored = destination.store(chunk, exactly_once=exactly_once)
@@ -256,7 +256,7 @@ class Storing:
         known = self._known.setdefault(name, {})
         if missing := [place for place in places if place not in known]:
             there = UUID(self._identities[name])
-            found = self.at_source(lambda source: acknowledged(source, there, missing))
+            found = self.source_session(lambda source: acknowledged(source, there, missing))
             known |= {place: found.get(place) for place in missing}
         return {place: mark for place in places if (mark := known[place]) is not None}
 
@@ -270,7 +270,7 @@ class Storing:
 
     def _destination(self, name: str) -> Destination:
         destination = self._open.setdefault(
-            name, PostgresInbox(name, self.policy.destinations[name][0], keep=self.work.keep)
+            name, PostgresInbox(name, self.rules.destinations[name][0], keep=self.work.keep)
         )
         if name not in self._identities:
             identity = destination.identity()

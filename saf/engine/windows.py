@@ -60,7 +60,7 @@ WHERE EXISTS ({rows})
 LOWEST = "(SELECT min(id) FROM ({rows}) AS rows)"
 
 
-class Cursor(Protocol):
+class Querying(Protocol):
     """What is needed of a database's cursor."""
 
     def execute(self, operation: str, /) -> object:
@@ -98,7 +98,7 @@ class NotInWindows(Exception):
     """Too much would have to be held back, or there is no snapshot to rely on."""
 
 
-def survey(cursor: Cursor, batch: Batch) -> list[Window]:
+def survey(cursor: Querying, batch: Batch) -> list[Window]:
     """The windows that hold rows of a batch, in the order in which they have to be read.
 
     Raises:

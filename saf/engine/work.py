@@ -8,7 +8,7 @@ from uuid import UUID, uuid4
 
 from saf.database import Dsn
 from saf.log.cursor import Batch
-from saf.routing.ways import Routes
+from saf.routing.matching import Routes
 from saf.setaside.parking import Backoff
 
 LEASE_SECONDS = 30.0
@@ -63,7 +63,7 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class ForwardingRules:
     """How to deliver; the same for all tasks of a run."""
 
     destinations: Mapping[str, tuple[Dsn, str]]

@@ -19,9 +19,9 @@ from saf.errors import ConfigurationError, Fenced
 from saf.forwarding.vigil import Vigil
 from saf.log import cursor
 from saf.log.shards import NEWEST, Member
+from saf.routing.matching import Routes
 from saf.routing.routers import with_problems
 from saf.routing.routes import NOTHING, Declared, current_routes, freeze, frozen_routes
-from saf.routing.ways import Routes
 from saf.setaside import backoff
 from saf.setaside.backoff import Summary
 from saf.setaside.parking import MAIN, Backoff

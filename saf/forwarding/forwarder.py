@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from threading import Thread
 
 from saf.config import Settings
-from saf.engine.work import Policy, Receipt, Work
+from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import Fenced, JobFailed, SafError, Unavailable
 from saf.forwarding.broker import SourceBroker
 from saf.forwarding.meter import Meter, Progress
@@ -78,7 +78,7 @@ class Forwarder:
         self.most = min(limits, default=None)
         """Tasks at a time, for the destinations' sake."""
         self.cycles = 0
-        self.policy = Policy(
+        self.rules = ForwardingRules(
             destinations={n: (d.dsn, d.quality) for n, d in settings.destinations.items()},
             chunk_rows=options.chunk_rows,
             chunk_bytes=options.chunk_bytes,
@@ -202,7 +202,7 @@ class Forwarder:
         vigil = Vigil(work)
         for broker in self._at_work(work):
             broker.vigil = vigil
-        job = self._pool.submit(self.runner.run, work, self.policy, vigil.group)
+        job = self._pool.submit(self.runner.run, work, self.rules, vigil.group)
         left_out = len(self._at_work(found)) > len(self._at_work(work))
         try:
             with self._meter(work):
@@ -276,7 +276,7 @@ class Forwarder:
         """
         Thread(target=self.runner.cancel, args=[vigil.group], daemon=True).start()
         if not wait_for([job], timeout=CANCEL_SECONDS).done:
-            self.runner.cut_off()
+            self.runner.let_go()
             raise error
         if job.exception() is None:
             return job.result()  # it has come to its end after all

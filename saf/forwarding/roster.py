@@ -1,4 +1,4 @@
-"""The roster: the source brokers of a run, each dealt with in a thread of a `Crew`.
+"""The roster: the source brokers of a run, each dealt with in a thread of `BrokerThreads`.
 
 A broker that fails is a problem of this cycle, and is tried again after 1, 2, 4, … 32 times
 ``interval_seconds``; in a run that only drains, not again. Fleets are asked anew as `saf.fleets`
@@ -23,7 +23,7 @@ from saf.engine.work import Work
 from saf.errors import Fenced, SafError, SchemaMissing
 from saf.fleets import Candidate, Listing, ask
 from saf.forwarding.broker import SourceBroker
-from saf.forwarding.crew import Crew
+from saf.forwarding.broker_threads import BrokerThreads
 from saf.logger import Log
 from saf.setaside.parking import wait_seconds
 
@@ -51,7 +51,7 @@ class Roster:
         """Some were not visited, because ``max_sessions`` or all threads were taken."""
         self.brokers: dict[str, SourceBroker] = {}
         self._problem = problem
-        self._crew = Crew(min(THREADS, self.options.max_sessions))
+        self._crew = BrokerThreads(min(THREADS, self.options.max_sessions))
         self._fleets = settings.fleets
         self._declared = settings.declared
         self._identities = Identities({n: d.dsn for n, d in settings.destinations.items()})

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from saf.engine.work import Policy, Receipt, Work
+from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import Unexpected
 from saf.logger import Log
 
@@ -33,7 +33,7 @@ class Runner(Protocol):
             SparkGone: what runs them has ended.
         """
 
-    def run(self, work: Sequence[Work], policy: Policy, group: str) -> list[Receipt]:
+    def run(self, work: Sequence[Work], rules: ForwardingRules, group: str) -> list[Receipt]:
         """Run each item to its end; ``group`` tells this call apart from others.
 
         Raises:
@@ -44,22 +44,22 @@ class Runner(Protocol):
     def cancel(self, group: str) -> None:
         """Have a call that hangs come to its end; raises nothing, and may be in vain."""
 
-    def cut_off(self) -> None:
+    def let_go(self) -> None:
         """Let go of what does not answer any more: `run` raises SparkGone."""
 
 
-def run_item(number: int, item: Work, policy: Policy) -> list[Receipt]:
+def run_item(number: int, item: Work, rules: ForwardingRules) -> list[Receipt]:
     """One item of work, in this process; ``number`` is its place among those of a call."""
     from saf.engine.delivery import Delivery  # needs Arrow, which a driver of Spark does not
     from saf.engine.source import messages
 
-    return Delivery(number, item, policy).run(messages(item, policy.max_bytes))
+    return Delivery(number, item, rules).run(messages(item, rules.max_bytes))
 
 
-def item_alone(number: int, item: Work, policy: Policy) -> list[Receipt]:
+def item_alone(number: int, item: Work, rules: ForwardingRules) -> list[Receipt]:
     """One item of work, of which nothing is raised: others' items are in the same job."""
     try:
-        return run_item(number, item, policy)
+        return run_item(number, item, rules)
     except Exception as error:
         log.exception("task_failed", broker=item.broker)
         unexpected = Unexpected(f"broker {item.broker!r}", error)
@@ -80,16 +80,14 @@ class InProcess:
         """One."""
         return 1
 
-    def run(self, work: Sequence[Work], policy: Policy, group: str) -> list[Receipt]:  # noqa: ARG002 - a runner's signature
+    def run(self, work: Sequence[Work], rules: ForwardingRules, group: str) -> list[Receipt]:  # noqa: ARG002 - a runner's signature
         """Run each item to its end."""
         return [
-            receipt
-            for number, item in enumerate(work)
-            for receipt in run_item(number, item, policy)
+            receipt for number, item in enumerate(work) for receipt in run_item(number, item, rules)
         ]
 
     def cancel(self, group: str) -> None:
         """Nobody can: it is this process that hangs."""
 
-    def cut_off(self) -> None:
+    def let_go(self) -> None:
         """There is nothing to let go of."""

@@ -23,7 +23,7 @@ from saf.database import Dsn, fetch
 from saf.dialogs import conversations
 from saf.errors import UsageError
 from saf.log.ring import AGE_COLUMN, LOCK_TIMEOUT_SECONDS, Archive, Slot, purge, rotate
-from saf.routing.choices import forget
+from saf.routing.route_choices import forget
 
 
 @dataclass(frozen=True, kw_only=True)

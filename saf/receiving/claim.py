@@ -20,7 +20,7 @@ is asked by the same statement that locks them, so they stay so until its transa
 *Whose transaction died?* One that locks a row leaves its id in the row's xmax. So a cursor that can
 be locked, and whose xmax did not commit, tells that the last delivery from its shard was rolled
 back or died. That costs nothing, needs no second transaction, and survives any kill. The shard is
-then handed out more carefully (``allowance``; see `saf.receiving.lanes`).
+then handed out more carefully (``allowance``; see `saf.receiving.retries`).
 
 *Deep backlogs.* Rows are ordered by id, but only (shard, txid) is indexed, so a read sorts what is
 left of a shard's batch. A batch need not reach up to now: it may end at any transaction id X, if
@@ -201,7 +201,7 @@ SELECT shard, array_agg(txid::text ORDER BY txid) FROM (
 ) AS cut GROUP BY shard
 """
 
-MOVE = f"""
+MOVE_CURSORS = f"""
 UPDATE saf.cursor c SET
     opened_at = CASE WHEN m.batch > c.batch THEN now() ELSE c.opened_at END,
     batch = m.batch, done = m.done, open = m.open, position = m.position,
@@ -423,7 +423,7 @@ def move(connection: psycopg.Connection[Any], hand: Hand) -> None:
     columns["cuts"] = [f"{{{','.join(cuts)}}}" for cuts in columns["cuts"]]
     columns["subscription_id"] = hand.reader.subscription_id
     columns["transaction"] = hand.transaction
-    if psycopg.Cursor(connection).execute(MOVE, columns).rowcount < len(hand.shards):
+    if psycopg.Cursor(connection).execute(MOVE_CURSORS, columns).rowcount < len(hand.shards):
         raise UsageError(
             "the transaction of this delivery was committed or rolled back inside of its block: "
             "leave that to saf.receive"

@@ -14,10 +14,10 @@ from typing import Any, Generic, TypeVar, overload
 import psycopg
 
 from saf.received import Received
-from saf.receiving import claim, lanes
+from saf.receiving import claim, retries
 from saf.receiving.arrival import Arrival, hook
 from saf.receiving.claim import EXPIRED, LATE, UNREAD, Hand
-from saf.receiving.lanes import Policy, Suspect, Waiting
+from saf.receiving.retries import Policy, Suspect, Waiting
 from saf.setaside import backoff, dead, dropped, parking
 from saf.setaside.dropped import Reason
 from saf.setaside.isolation import said
@@ -172,7 +172,7 @@ class Delivery(Sequence[Received], Generic[C]):
             self._set_aside(hand, keep, bury, [number for number in gone if number])
         touched = {one.shard for one in hand.aside[LATE]}
         touched.update(int(lane.removeprefix(LATER)) for lane in hand.late)
-        lanes.time_late(self._raw, reader, sorted(touched))
+        retries.time_late(self._raw, reader, sorted(touched))
         if self._tried and self._tried.lane and self._tried.lane not in self._waiting:
             lane = Lane(lane=self._tried.lane)
             backoff.succeeded(self._raw, reader.subscription_id, [lane])
@@ -192,7 +192,7 @@ class Delivery(Sequence[Received], Generic[C]):
         gone: list[int],
     ) -> None:
         subscription_id = hand.reader.subscription_id
-        lanes.wait(self._raw, hand.reader, self._waiting)
+        retries.wait(self._raw, hand.reader, self._waiting)
         fresh = [
             {
                 **one.stored(),
@@ -211,7 +211,7 @@ class Delivery(Sequence[Received], Generic[C]):
             parking.copy_in(self._raw, fresh)
         parked = [(one.parked_id, lane) for one, lane in keep if one.parked_id is not None]
         if parked:
-            lanes.move(self._raw, parked)
+            retries.move(self._raw, parked)
         if gone:
             parking.unpark(self._raw, gone)
         if bury:

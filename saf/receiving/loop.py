@@ -3,7 +3,7 @@
 What handles them is a `Loop`: a `saf.Worker`, `saf.Processors` or a `saf.routing_service`. A
 handler works on the delivery's connection, inside a savepoint: if it raises, its own work is
 undone, the message is set aside with the error, and the rest of the delivery goes on
-(`saf.receiving.lanes` says what happens to the message).
+(`saf.receiving.retries` says what happens to the message).
 
 One that finds nothing polls less and less often, up to every
 `saf.receiving.receive.LONGEST_PAUSE_SECONDS`, or listens for notifications
@@ -28,8 +28,8 @@ from saf.logger import Log
 from saf.received import Received
 from saf.receiving.arrival import hook
 from saf.receiving.delivery import Delivery
-from saf.receiving.lanes import Policy
 from saf.receiving.receive import Link, Receiver, connected
+from saf.receiving.retries import Policy
 from saf.signals import stop_on_signals
 
 if TYPE_CHECKING:

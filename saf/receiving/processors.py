@@ -42,11 +42,11 @@ from saf.failpoints import fail_point
 from saf.received import Received
 from saf.receiving.delivery import Delivery
 from saf.receiving.instances import Instance, Instances
-from saf.receiving.lanes import Policy
 from saf.receiving.loop import Loop, Savepoints, log
 from saf.receiving.membership import Membership
 from saf.receiving.processor import Handler, Processor
 from saf.receiving.receive import Link, Receiver
+from saf.receiving.retries import Policy
 
 if TYPE_CHECKING:
     from saf.receiving.receive import Engine

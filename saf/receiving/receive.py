@@ -7,7 +7,7 @@
 The position commits together with what the block writes on ``delivery.connection``: both or
 neither, whatever dies when. An exception rolls everything back and is raised; the messages come
 again, the first of them alone, until one that fails by itself is a dead letter (see
-`saf.receiving.lanes`).
+`saf.receiving.retries`).
 
 Any number of receivers, in any number of processes, share the work: a key is in one hand at a
 time, and in order. Work in the block runs in READ COMMITTED; other databases, files and calls to
@@ -43,10 +43,10 @@ from saf.errors import Unavailable, UsageError
 from saf.failpoints import fail_point
 from saf.log import shards
 from saf.received import READ, Received
-from saf.receiving import claim, lanes, notify
+from saf.receiving import claim, notify, retries
 from saf.receiving.claim import Hand, Reader
 from saf.receiving.delivery import Delivery, bury_alone
-from saf.receiving.lanes import Policy, Suspect
+from saf.receiving.retries import Policy, Suspect
 from saf.setaside.isolation import of_messages
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ class Receiver:
             found = None
             try:
                 with self.link.transaction():
-                    troubled = lanes.troubled(self.link.raw, self.reader)
+                    troubled = retries.troubled(self.link.raw, self.reader)
                     careful = troubled and careful_first and not vain
                     if not careful:
                         found = self._claim()
@@ -314,7 +314,7 @@ class Receiver:
         """
         raw, reader = self.link.raw, self.reader
         with self.link.transaction():
-            suspect = lanes.choose(raw, reader)
+            suspect = retries.choose(raw, reader)
             if suspect is None:
                 return None
             hand = claim.claim_shard(raw, reader, suspect.shard, 1)
@@ -322,7 +322,7 @@ class Receiver:
                 return None
             if suspect.lane is None:
                 return self._count_shard(hand, suspect)
-            known = lanes.attempts(raw, reader, suspect.lane)
+            known = retries.attempts(raw, reader, suspect.lane)
             if known is None:
                 claim.move(raw, hand)
                 return suspect
@@ -336,7 +336,7 @@ class Receiver:
                         last.reject(message, error)
                     last.settle()
                 return suspect
-            lanes.count(raw, reader, suspect.lane or "", suspect.attempts, self.policy)
+            retries.count(raw, reader, suspect.lane or "", suspect.attempts, self.policy)
             claim.move(raw, hand)
         return suspect
 
@@ -430,11 +430,11 @@ class Receiver:
     ) -> Delivery[Any]:
         """What waits in a lane, if it was tried ``number`` times: only the first if it failed."""
         raw, lane = self.link.raw, suspect.lane or ""
-        known = lanes.attempts(raw, self.reader, lane)
+        known = retries.attempts(raw, self.reader, lane)
         if known is None or known[0] != number:
             return self._delivery(hand, Suspect(shard=suspect.shard, lane=None))
         limit = limit or (self.max_messages if number == 1 else 1)
-        for row in lanes.read_lane(raw, self.reader, lane, limit):
+        for row in retries.read_lane(raw, self.reader, lane, limit):
             message = Received(row, row[-1], number if not hand.messages else 1)
             hand.take(message, row[len(READ)])
         return self._delivery(hand, suspect)

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from saf.errors import UsageError
 from saf.received import Received
 from saf.receiving.delivery import Delivery
-from saf.receiving.lanes import Policy
 from saf.receiving.loop import Loop, Savepoints, check_handler, described, log
+from saf.receiving.retries import Policy
 
 if TYPE_CHECKING:
     from saf.receiving.receive import Engine

@@ -19,8 +19,8 @@ import psycopg
 
 from saf.columns import COLUMNS
 from saf.database import fetch
-from saf.routing.choices import Asker, choose
-from saf.routing.ways import Routes, Way
+from saf.routing.matching import Match, Routes
+from saf.routing.route_choices import Asker, choose
 from saf.setaside.audit import ONE_AT_A_TIME, audit
 from saf.setaside.parking import ADDRESS, REPLAY
 
@@ -89,27 +89,27 @@ def replay(
         connection.execute(ONE_AT_A_TIME)
         found: dict[str, list[_Chosen]] = defaultdict(list)
         rows = fetch(connection, FIND, place)
-        ways = [
+        matches = [
             None
             if (shard, number) in known or service in routers
-            else routes.way(service, str(broker) if broker else None)
+            else routes.match(service, str(broker) if broker else None)
             for shard, number, _, service, broker, _ in rows
         ]
         chosen = choose(
             connection,
             {
-                _asker(*address): way.destinations
-                for (_, _, _, *address), way in zip(rows, ways, strict=True)
-                if way is not None and way.shared and address[2] is not None
+                _asker(*address): match.destinations
+                for (_, _, _, *address), match in zip(rows, matches, strict=True)
+                if match is not None and match.shared and address[2] is not None
             },
         )
-        for (shard, number, message_id, *address), way in zip(rows, ways, strict=True):
+        for (shard, number, message_id, *address), match in zip(rows, matches, strict=True):
             copy = known.get((shard, number)) or Copy(
                 shard=shard,
                 id=number,
                 destinations=("",)
                 if address[0] in routers
-                else _destinations(way, chosen.get(_asker(*address)), number),
+                else _destinations(match, chosen.get(_asker(*address)), number),
                 address=tuple(address),
             )
             for destination in copy.destinations:
@@ -133,7 +133,7 @@ def _asker(service: str, broker: UUID | None, key: Any) -> Asker:
     return Asker(service, str(broker) if broker else None, key)
 
 
-def _destinations(way: Way | None, chosen: str | None, number: int) -> tuple[str, ...]:
-    if way is None or not way.shared:
-        return way.destinations if way else ()
-    return (chosen or way.destinations[number % len(way.routes)],)
+def _destinations(match: Match | None, chosen: str | None, number: int) -> tuple[str, ...]:
+    if match is None or not match.shared:
+        return match.destinations if match else ()
+    return (chosen or match.destinations[number % len(match.routes)],)

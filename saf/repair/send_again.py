@@ -37,7 +37,7 @@ from saf.repair.reconcile import lost
 from saf.repair.reconcile.outcome import Range
 from saf.repair.replay import replay
 from saf.repair.set_back import IDENTITY, Known, SetBack, known_at, remembered, set_back
-from saf.routing.ways import Routes
+from saf.routing.matching import Routes
 from saf.setaside.parking import retry_now
 
 # Held by the session and not in a transaction, because to find what is missing takes its time

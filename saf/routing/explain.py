@@ -8,9 +8,9 @@ from typing import Any
 
 import psycopg
 
-from saf.routing.choices import Asker, chosen
+from saf.routing.matching import Match
+from saf.routing.route_choices import Asker, chosen
 from saf.routing.routes import NOTHING, Configuration, Configured, Declared, configuration, describe
-from saf.routing.ways import Way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class Verdict:
 
     route: Configured
     takes: bool
-    """The message goes, or may go, this way."""
+    """The message goes, or may go, by it."""
     why: str
 
 
@@ -91,11 +91,11 @@ def explain(
     choice = None if key is None else chosen(connection, [asker]).get(asker)
     in_force = there.in_force
     router = any(one.service == service for one in in_force.routers)
-    way = None if router else in_force.way(service, broker)
+    match = None if router else in_force.match(service, broker)
     message = (service, broker, key)
-    verdicts = [_judged(one, there, way, message, choice) for one in there.routes]
-    if way is not None and broker is not None and not any(verdict.takes for verdict in verdicts):
-        by_itself = Configured(route=way.routes[0], origin="broker_id")
+    verdicts = [_judged(one, there, match, message, choice) for one in there.routes]
+    if match is not None and broker is not None and not any(verdict.takes for verdict in verdicts):
+        by_itself = Configured(route=match.routes[0], origin="broker_id")
         verdicts.append(Verdict(route=by_itself, takes=True, why="it is that broker"))
     return Explanation(
         service=service,
@@ -109,31 +109,31 @@ def explain(
 def _judged(
     one: Configured,
     there: Configuration,
-    way: Way | None,
+    match: Match | None,
     message: tuple[str, str | None, str | None],
     choice: str | None,
 ) -> Verdict:
     service, broker, key = message
     why = _out_of_force(one, there) or _elsewhere(one, there, service, broker)
-    if not why and way is None:
+    if not why and match is None:
         why = f"{service!r} is a router"
         if broker is not None and service in there.topics:
             why = f"a topic, and it is not known whether {one.route.destination!r} is that broker"
-    if why or way is None:
+    if why or match is None:
         return Verdict(route=one, takes=False, why=why)
-    winner = way.routes[0]
-    if one.route not in way.routes:
-        by = next((r for r in way.routes if r.destination == one.route.destination), None)
-        if way.to_all and by and not one.route.fallback:
+    winner = match.routes[0]
+    if one.route not in match.routes:
+        by = next((r for r in match.routes if r.destination == one.route.destination), None)
+        if match.to_all and by and not one.route.fallback:
             why = f"the topic goes there by a more specific route, {describe(by)}"
         else:
             why = f"less specific than {describe(winner)}"
-    elif way.to_all:
+    elif match.to_all:
         return Verdict(route=one, takes=True, why="a topic goes to every destination")
-    elif not way.shared:
+    elif not match.shared:
         return Verdict(route=one, takes=True, why="the most specific match")
-    elif choice not in way.destinations:
-        shared = f"shares with {len(way.routes) - 1} more"
+    elif choice not in match.destinations:
+        shared = f"shares with {len(match.routes) - 1} more"
         turn = "messages without a key in turn" if key is None else "the key has not chosen yet"
         return Verdict(route=one, takes=True, why=f"{shared}: {turn}")
     elif choice == one.route.destination:

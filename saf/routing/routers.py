@@ -33,8 +33,7 @@ import psycopg
 
 from saf.database import fetch
 from saf.errors import ConfigurationError, UsageError
-from saf.routing.routes import NOTHING, ConfiguredRouter, Declared
-from saf.routing.ways import (
+from saf.routing.matching import (
     ARROW,
     FORWARD,
     KEY,
@@ -46,6 +45,7 @@ from saf.routing.ways import (
     Routes,
     check_name,
 )
+from saf.routing.routes import NOTHING, ConfiguredRouter, Declared
 
 IS_TOPIC = "SELECT name FROM saf.topic WHERE name = %(service)s"
 

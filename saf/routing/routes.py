@@ -3,7 +3,7 @@
 Routes, topics and routers are rows of the source broker, and may be declared in saf.toml as well,
 for all brokers that it names. A row stands in for a declared route of the same service, broker and
 destination, or a declared router of the same service, so what is declared can be disabled at run
-time. `saf.routing.ways` says what all of it means; `saf.routing.routers` looks after routers.
+time. `saf.routing.matching` says what all of it means; `saf.routing.routers` looks after routers.
 
 A route is *in force* while it is enabled and its expires_at, by the broker's clock, is to come.
 What is in force is frozen with each batch (`freeze`), and with it which destination is known to be
@@ -26,7 +26,7 @@ import psycopg
 
 from saf.database import fetch
 from saf.errors import ConfigurationError, UsageError
-from saf.routing.ways import FORWARD, REDIRECT, Route, Router, Routes, by_precedence, check_name
+from saf.routing.matching import FORWARD, REDIRECT, Route, Router, Routes, by_precedence, check_name
 
 Origin = Literal["saf.route", "saf.router", "saf.toml", "default", "broker_id"]
 

@@ -193,7 +193,7 @@ PARKED_COLUMNS = (
 PARK = sql.SQL("COPY saf.parked ({}) FROM STDIN").format(
     sql.SQL(", ").join(map(sql.Identifier, PARKED_COLUMNS))
 )
-MOVE = """
+MOVE_TO_LANE = """
 UPDATE saf.parked p SET destination = %(destination)s, lane = w.lane
 FROM unnest(%(parked_ids)s::bigint[], %(lanes)s::text[]) AS w (parked_id, lane)
 WHERE p.parked_id = w.parked_id
@@ -315,7 +315,7 @@ def move(
     `touch` the lanes, and call it in that transaction.
     """
     params = {"destination": destination, "lanes": list(lanes), "parked_ids": list(parked_ids)}
-    connection.execute(MOVE, params)
+    connection.execute(MOVE_TO_LANE, params)
 
 
 def copy(

@@ -16,10 +16,10 @@ import pyarrow as pa
 
 from saf.engine.classifying import ANSWERS, as_answers
 from saf.engine.source import messages
-from saf.engine.work import Policy, Receipt, Work
+from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import Unavailable
-from saf.routing.resolutions import Resolved
-from saf.routing.ways import Router
+from saf.routing.matching import Router
+from saf.routing.resolved import Resolved
 from saf.spark.expressions import Compiled, compiled_for, evaluated
 
 
@@ -88,7 +88,7 @@ class Answers:
                 self._ahead.append(batch.slice(parked))
 
 
-def receipts(work: Sequence[Work], policy: Policy) -> list[Receipt]:
+def receipts(work: Sequence[Work], rules: ForwardingRules) -> list[Receipt]:
     """Forward items of work, some of which have routers in SQL; what the tasks say."""
     from pyspark.sql import SparkSession
 
@@ -96,13 +96,13 @@ def receipts(work: Sequence[Work], policy: Policy) -> list[Receipt]:
     work, compiled = compiled_for(spark, work)
     rows = spark.range(0, len(work), 1, len(work))
     if compiled:
-        rows = evaluated(rows, work, compiled, policy.max_bytes)
-    said = rows.mapInArrow(deliver(work, policy, compiled), "receipts binary").collect()
+        rows = evaluated(rows, work, compiled, rules.max_bytes)
+    said = rows.mapInArrow(deliver(work, rules, compiled), "receipts binary").collect()
     return [one for row in said for one in pickle.loads(row.receipts)]  # noqa: S301 - our own bytes
 
 
 def deliver(
-    work: Sequence[Work], policy: Policy, compiled: Mapping[str, Compiled]
+    work: Sequence[Work], rules: ForwardingRules, compiled: Mapping[str, Compiled]
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """The function for mapInArrow: answers in, receipts out; else as `saf.spark.runner`'s."""
     pickled = [pickle.dumps(item) for item in work]
@@ -119,8 +119,8 @@ def deliver(
         item = pickle.loads(pickled[number])  # noqa: S301 - our own bytes
         asked = any(router.expression in compiled for router in item.routes.routers)
         answers = Answers(item.broker, batches, compiled) if asked else None
-        delivery = Delivery(number, item, policy, answers)
-        said = delivery.run(messages(item, policy.max_bytes))
+        delivery = Delivery(number, item, rules, answers)
+        said = delivery.run(messages(item, rules.max_bytes))
         yield pa.RecordBatch.from_pydict({"receipts": [pickle.dumps(said)]})
 
     return task

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from saf.columns import EXPRESSED
 from saf.engine.work import Work
-from saf.routing.ways import SQL
+from saf.routing.matching import SQL
 from saf.spark.questions import OF_NONE, PLACE, questions
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from saf.engine.work import Policy, Receipt, Work
+from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import JobFailed, SparkGone
-from saf.routing.ways import SQL
+from saf.routing.matching import SQL
 from saf.spark import session
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class SparkRunner:
         except (Py4JError, ConnectionError, EOFError) as error:
             raise SparkGone(session.first_line(error)) from error
 
-    def run(self, work: Sequence[Work], policy: Policy, group: str) -> list[Receipt]:
+    def run(self, work: Sequence[Work], rules: ForwardingRules, group: str) -> list[Receipt]:
         """One Spark job; what goes wrong with it is one readable error."""
         from py4j.protocol import Py4JError, Py4JNetworkError
         from pyspark.errors import PySparkException
@@ -60,9 +60,9 @@ class SparkRunner:
             if any(router.kind == SQL for item in work for router in item.routes.routers):
                 from saf.spark.answers import receipts  # needs Arrow at the driver
 
-                return receipts(work, policy)
+                return receipts(work, rules)
             return (
-                self.spark.parallelize(parts(work), len(work)).mapPartitions(task(policy)).collect()
+                self.spark.parallelize(parts(work), len(work)).mapPartitions(task(rules)).collect()
             )
         except (Py4JNetworkError, ConnectionError) as error:
             raise SparkGone(session.first_line(error)) from error
@@ -79,9 +79,9 @@ class SparkRunner:
         with suppress(Exception):  # it may not answer, and be cut off
             self.spark.cancelJobGroup(group)
 
-    def cut_off(self) -> None:
+    def let_go(self) -> None:
         """Leave a JVM that does not answer any more."""
-        session.cut_off()
+        session.let_go()
 
 
 def parts(work: Sequence[Work]) -> list[tuple[int, bytes]]:
@@ -93,13 +93,13 @@ def parts(work: Sequence[Work]) -> list[tuple[int, bytes]]:
     return [(number, pickle.dumps(item)) for number, item in enumerate(work)]
 
 
-def task(policy: Policy) -> Callable[[Iterable[tuple[int, bytes]]], Iterator[Receipt]]:
+def task(rules: ForwardingRules) -> Callable[[Iterable[tuple[int, bytes]]], Iterator[Receipt]]:
     """The function for mapPartitions: `parts` in, receipts out."""
 
     def run(part: Iterable[tuple[int, bytes]]) -> Iterator[Receipt]:
         from saf.forwarding.runner import item_alone
 
         for number, item in part:
-            yield from item_alone(number, pickle.loads(item), policy)  # noqa: S301 - our own bytes
+            yield from item_alone(number, pickle.loads(item), rules)  # noqa: S301 - our own bytes
 
     return run

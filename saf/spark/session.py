@@ -189,7 +189,7 @@ def stop(spark: SparkContext) -> None:
     spark.stop()
 
 
-def cut_off() -> None:
+def let_go() -> None:
     """Leave a JVM that does not answer any more: whoever waits for it is told that it has gone."""
     from pyspark import SparkContext
 

@@ -40,7 +40,7 @@ MOVED = {
 }
 """The columns of the schema saf that move, by table."""
 
-MOVE = "UPDATE {} SET {}"
+LATER = "UPDATE {} SET {}"
 EARLIER = "{column} = CASE WHEN {column} < {blocked} THEN {column} - {by} ELSE {column} END"
 
 
@@ -88,7 +88,7 @@ def let_time_pass(dsn: Dsn, by: timedelta, columns: Iterable[str] = ()) -> None:
                 )
                 for name in names
             ]
-            connection.execute(sql.SQL(MOVE).format(table, sql.SQL(", ").join(earlier)))
+            connection.execute(sql.SQL(LATER).format(table, sql.SQL(", ").join(earlier)))
 
 
 def _parts(column: str) -> tuple[str, ...]:

@@ -9,16 +9,18 @@ from __future__ import annotations
 import saf.engine.delivery  # noqa: F401 - whoever lacks Arrow gets to know at once
 from saf.database import Dsn
 from saf.destinations.identities import Identities
-from saf.engine.work import Policy, Receipt, Work
+from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.forwarding.broker import SourceBroker
 from saf.forwarding.runner import InProcess
 
 LEASE_SECONDS = 30.0
 
 
-def policy(quality: str = "exactly_once", chunk_rows: int = 1000, **destinations: Dsn) -> Policy:
+def forwarding_rules(
+    quality: str = "exactly_once", chunk_rows: int = 1000, **destinations: Dsn
+) -> ForwardingRules:
     """Rules for small deliveries, without another attempt; the first destination is the default."""
-    return Policy(
+    return ForwardingRules(
         destinations={name: (dsn, quality) for name, dsn in destinations.items()},
         chunk_rows=chunk_rows,
         chunk_bytes=1 << 20,
@@ -30,7 +32,9 @@ def policy(quality: str = "exactly_once", chunk_rows: int = 1000, **destinations
 class Cycle:
     """One forwarder process, driven step by step."""
 
-    def __init__(self, app: Dsn, rules: Policy, *, lease_seconds: float = LEASE_SECONDS) -> None:
+    def __init__(
+        self, app: Dsn, rules: ForwardingRules, *, lease_seconds: float = LEASE_SECONDS
+    ) -> None:
         identities = Identities({name: dsn for name, (dsn, _) in rules.destinations.items()})
         self.broker = SourceBroker("app", app, lease_seconds=lease_seconds, identities=identities)
         self.rules = rules

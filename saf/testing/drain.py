@@ -138,11 +138,11 @@ class Drain:
 
 def _cycle(source: Database, destinations: Mapping[str, Database]) -> AbstractContextManager[Cycle]:
     try:
-        from saf.testing.cycle import Cycle, policy
+        from saf.testing.cycle import Cycle, forwarding_rules
     except ModuleNotFoundError:
         raise MissingExtra("forwarder", "saf_drain") from None
     dsns = {name: database.dsn for name, database in destinations.items()}
-    return Cycle(source.dsn, policy("exactly_once", 1000, **dsns))
+    return Cycle(source.dsn, forwarding_rules("exactly_once", 1000, **dsns))
 
 
 def _forward(cycle: Cycle) -> list[Receipt]:

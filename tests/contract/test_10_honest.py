@@ -11,7 +11,7 @@ from saf.broker.services import create_subscription
 from saf.database import Dsn, fetch
 from saf.errors import UsageError
 from saf.repair.rebase import rebase
-from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, send
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, send
 from tests.restored import burn_transaction_ids, elsewhere, repair, restore, run
 
 __all__ = ["elsewhere"]
@@ -48,7 +48,7 @@ def test_a_batch_in_hand_stays_the_same_batch_so_that_nothing_is_stored_twice(
     with connect(app) as connection:
         for number in range(10):
             send(connection, str(number), key=str(number))
-        with Cycle(app, policy(mom=mom)) as cycle:
+        with Cycle(app, forwarding_rules(mom=mom)) as cycle:
             cycle.open()
             cycle.deliver()  # stored and marked, but not closed
             send(connection, "10", key="1")
@@ -159,7 +159,7 @@ def test_a_restored_store_is_refused_by_name_and_its_receivers_get_everything_on
     with connect(app) as connection:
         for number in range(5, 15):
             send(connection, str(number), key=str(number % 3))
-    with Cycle(app, policy(mom=copy)) as cycle:
+    with Cycle(app, forwarding_rules(mom=copy)) as cycle:
         (error,) = [r.error for r in cycle.run() if r.error]
     assert "destination 'mom'" in error
     assert "saf rebase" in error
@@ -193,7 +193,7 @@ def test_a_source_set_back_to_an_older_backup_is_refused_by_the_destination_unti
         for number in range(3):
             send(connection, f"after {number}", key="k")
     stored = bodies(mom)
-    with Cycle(backup, policy(mom=mom)) as cycle:
+    with Cycle(backup, forwarding_rules(mom=mom)) as cycle:
         assert {r.error_kind for r in cycle.run() if r.error_kind} == {Ahead.__name__}
     assert bodies(mom) == stored
     repair(backup, mom)
@@ -209,7 +209,7 @@ def test_what_was_not_restored_is_left_alone(app: Dsn, mom: Dsn) -> None:
 
 
 def test_a_rebase_beside_a_member_at_work_is_refused(app: Dsn, mom: Dsn) -> None:
-    with connect(app) as connection, Cycle(app, policy(mom=mom)) as cycle:
+    with connect(app) as connection, Cycle(app, forwarding_rules(mom=mom)) as cycle:
         cycle.open()
         with pytest.raises(UsageError, match="stop all forwarders"):
             rebase(connection, {}, force=True)

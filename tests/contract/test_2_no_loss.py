@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 from saf.database import Dsn
-from tests.pipeline import Cycle, bodies, connect, forward, policy, send
+from tests.pipeline import Cycle, bodies, connect, forward, forwarding_rules, send
 
 pytestmark = pytest.mark.every_postgresql
 
@@ -101,7 +101,7 @@ def test_a_prepared_transaction_is_forwarded_when_it_commits(app: Dsn, mom: Dsn)
 
 
 def test_a_message_committed_while_a_batch_is_open_is_in_the_next_one(app: Dsn, mom: Dsn) -> None:
-    with Cycle(app, policy(mom=mom)) as cycle, connect(app) as connection:
+    with Cycle(app, forwarding_rules(mom=mom)) as cycle, connect(app) as connection:
         send(connection, "first")
         cycle.open()
         send(connection, "second")
@@ -131,7 +131,7 @@ def test_concurrent_writers_and_a_forwarder_lose_and_repeat_nothing(app: Dsn, mo
                     sent.append(body)
 
     def keep_forwarding() -> None:
-        with Cycle(app, policy(mom=mom)) as cycle:
+        with Cycle(app, forwarding_rules(mom=mom)) as cycle:
             while not done.is_set():
                 cycle.run()
 
@@ -148,7 +148,7 @@ def test_concurrent_writers_and_a_forwarder_lose_and_repeat_nothing(app: Dsn, mo
 
 
 def test_a_poll_that_finds_nothing_new_writes_nothing(app: Dsn, mom: Dsn) -> None:
-    with Cycle(app, policy(mom=mom)) as cycle, connect(app) as connection:
+    with Cycle(app, forwarding_rules(mom=mom)) as cycle, connect(app) as connection:
         send(connection, "one")
         cycle.run()
         rows = "SELECT shard, xmin::text FROM saf.cursor ORDER BY shard"

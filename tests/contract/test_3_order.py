@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from saf.database import Dsn
-from tests.pipeline import Cycle, bodies, connect, forward, let_time_pass, policy, send
+from tests.pipeline import Cycle, bodies, connect, forward, forwarding_rules, let_time_pass, send
 
 pytestmark = pytest.mark.every_postgresql
 
@@ -60,7 +60,7 @@ def test_many_writers_of_few_keys_stay_in_order_across_batches_and_restarts(
 
     def forward_and_restart() -> None:
         while not done.is_set():
-            with Cycle(app, policy(mom=mom, chunk_rows=7)) as cycle:
+            with Cycle(app, forwarding_rules(mom=mom, chunk_rows=7)) as cycle:
                 for _ in range(3):
                     cycle.run()
 
@@ -87,9 +87,9 @@ def test_order_holds_when_a_destination_fails_in_the_middle(app: Dsn, mom: Dsn) 
         for number in range(10):
             send(connection, str(number), key="k")
     nowhere = Dsn("host=/nonexistent dbname=mom")
-    with Cycle(app, policy(mom=mom, chunk_rows=4)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom, chunk_rows=4)) as cycle:
         cycle.open()
-        whole, cycle.rules = cycle.rules, policy(mom=nowhere, chunk_rows=4)
+        whole, cycle.rules = cycle.rules, forwarding_rules(mom=nowhere, chunk_rows=4)
         (receipt, *_) = cycle.deliver()
         assert receipt.error_kind == "Unavailable"
         assert not receipt.complete

@@ -6,7 +6,7 @@ import pytest
 
 from saf.database import Dsn
 from saf.failpoints import arm
-from tests.pipeline import Cycle, bodies, connect, forward, policy, send
+from tests.pipeline import Cycle, bodies, connect, forward, forwarding_rules, send
 
 
 class Crash(Exception):
@@ -33,7 +33,7 @@ def test_a_crash_at_each_step_has_the_effects_that_the_quality_allows(
 ) -> None:
     with connect(app) as connection:
         send(connection, "one")
-    rules = policy(quality, mom=mom)
+    rules = forwarding_rules(quality, mom=mom)
     arm(point, crash)
     with Cycle(app, rules) as cycle, pytest.raises(Crash):
         cycle.run()
@@ -52,7 +52,7 @@ def test_a_second_run_of_the_same_batch_is_dropped_by_the_watermark(app: Dsn, mo
     with connect(app) as connection:
         for number in range(20):
             send(connection, str(number), key=str(number % 3))
-    with Cycle(app, policy(mom=mom, chunk_rows=6)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom, chunk_rows=6)) as cycle:
         cycle.open()
         first, again = cycle.deliver(), cycle.deliver()
         cycle.close(again)
@@ -66,10 +66,10 @@ def test_a_second_run_with_other_chunks_is_dropped_as_well(app: Dsn, mom: Dsn) -
     with connect(app) as connection:
         for number in range(20):
             send(connection, str(number), key=str(number % 3))
-    with Cycle(app, policy(mom=mom, chunk_rows=6)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom, chunk_rows=6)) as cycle:
         cycle.open()
         cycle.deliver()
-        cycle.rules = policy(mom=mom, chunk_rows=9)
+        cycle.rules = forwarding_rules(mom=mom, chunk_rows=9)
         cycle.close(cycle.deliver())
     assert bodies(mom) == [str(number) for number in range(20)]
 
@@ -88,7 +88,7 @@ def test_each_destination_of_a_batch_has_a_watermark_of_its_own(
                 "INSERT INTO saf.outbox (to_service, key, body) VALUES (%s, 'k', %s)",
                 (("billing", "shipping")[number % 2], str(number).encode()),
             )
-    rules = policy(mom=mom, other=other, chunk_rows=5)
+    rules = forwarding_rules(mom=mom, other=other, chunk_rows=5)
     with Cycle(app, rules) as cycle:
         cycle.open()
         cycle.deliver()
@@ -135,7 +135,7 @@ def test_a_batch_keeps_the_routes_it_was_opened_with(
 ) -> None:
     assert callable(new_broker)
     other = new_broker("other")
-    rules = policy(mom=mom, other=other)
+    rules = forwarding_rules(mom=mom, other=other)
     with connect(app) as connection, Cycle(app, rules) as cycle:
         send(connection, "before")
         cycle.open()

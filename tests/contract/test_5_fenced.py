@@ -9,7 +9,7 @@ from saf.database import Dsn
 from saf.engine.work import Receipt
 from saf.errors import Fenced
 from saf.log import cursor
-from tests.pipeline import Cycle, bodies, connect, new_member, outlive_lease, policy, send
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, new_member, outlive_lease, send
 
 pytestmark = pytest.mark.every_postgresql
 
@@ -24,7 +24,10 @@ def test_a_zombie_cannot_write_at_the_destination_after_the_new_owner_did(
     with connect(app) as connection:
         for number in range(10):
             send(connection, str(number), key="k")
-    with Cycle(app, policy(mom=mom)) as zombie, Cycle(app, policy(mom=mom)) as owner:
+    with (
+        Cycle(app, forwarding_rules(mom=mom)) as zombie,
+        Cycle(app, forwarding_rules(mom=mom)) as owner,
+    ):
         zombie.open()
         outlive_lease(app)
         owner.run()
@@ -43,7 +46,10 @@ def test_a_zombie_that_is_first_at_the_destination_still_duplicates_nothing(
     with connect(app) as connection:
         for number in range(10):
             send(connection, str(number), key="k")
-    with Cycle(app, policy(mom=mom)) as zombie, Cycle(app, policy(mom=mom)) as owner:
+    with (
+        Cycle(app, forwarding_rules(mom=mom)) as zombie,
+        Cycle(app, forwarding_rules(mom=mom)) as owner,
+    ):
         zombie.open()
         outlive_lease(app)
         owner.open()
@@ -82,7 +88,7 @@ def test_a_zombie_cannot_advance_attempt_hold_or_close_at_the_source(app: Dsn) -
 
 def test_a_task_of_a_closed_batch_cannot_move_the_position_of_the_next(app: Dsn, mom: Dsn) -> None:
     """The same owner and epoch: only the batch tells a task that Spark gave up from today's."""
-    with Cycle(app, policy(mom=mom)) as cycle, connect(app) as connection:
+    with Cycle(app, forwarding_rules(mom=mom)) as cycle, connect(app) as connection:
         send(connection, "old")
         (late, *_) = cycle.open()
         cycle.close(cycle.deliver())

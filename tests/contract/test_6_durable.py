@@ -10,9 +10,9 @@ from saf.broker.embedded import EmbeddedServer
 from saf.broker.migrate import migrate
 from saf.database import Dsn
 from saf.log import cursor
-from saf.routing.choices import Asker, choose
-from saf.routing.resolutions import Resolved, keep
-from tests.pipeline import Cycle, bodies, connect, new_member, policy, send
+from saf.routing.resolved import Resolved, keep
+from saf.routing.route_choices import Asker, choose
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, new_member, send
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_an_asynchronous_commit_is_durable_before_it_is_forwarded(
             send(connection, str(number))
             row = connection.execute("SELECT pg_current_wal_insert_lsn()").fetchone()
         assert row is not None
-        with Cycle(app, policy(mom=mom)) as cycle:
+        with Cycle(app, forwarding_rules(mom=mom)) as cycle:
             cycle.open()
             flushed = connection.execute(
                 "SELECT pg_current_wal_flush_lsn() >= %s::pg_lsn", row
@@ -61,12 +61,12 @@ def test_a_crash_of_the_source_after_marking_sends_nothing_twice(
     with connect(app) as connection:
         for number in range(50):
             send(connection, str(number), key=str(number % 3))
-    with Cycle(app, policy(mom=mom, chunk_rows=7)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom, chunk_rows=7)) as cycle:
         cycle.open()
         cycle.deliver()
         own_server.stop_immediately()
     own_server.start()
-    with Cycle(app, policy(mom=mom, chunk_rows=7)) as again:
+    with Cycle(app, forwarding_rules(mom=mom, chunk_rows=7)) as again:
         again.run()
     assert bodies(mom) == [str(number) for number in range(50)]
 
@@ -88,7 +88,7 @@ def test_a_destination_commits_durably_whatever_its_default(
         )
     with connect(app) as connection:
         send(connection, "one")
-    with Cycle(app, policy(mom=mom)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom)) as cycle:
         cycle.run()
     with connect(mom) as connection:
         (seen,) = connection.execute("SELECT setting FROM seen").fetchall()
@@ -109,7 +109,7 @@ def test_nothing_is_marked_while_the_destination_has_not_committed(app: Dsn, mom
             )
     with connect(app) as connection:
         send(connection, "one")
-        with Cycle(app, policy(mom=mom)) as cycle:
+        with Cycle(app, forwarding_rules(mom=mom)) as cycle:
             receipts = cycle.run()
         assert [r.error_kind for r in receipts if r.error] == ["Unavailable"]
         positions = connection.execute("SELECT DISTINCT position FROM saf.cursor").fetchall()

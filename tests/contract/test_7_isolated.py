@@ -8,7 +8,7 @@ import pytest
 
 from saf.database import Dsn, fetch
 from tests.destinations import NOWHERE, AnswerLost, Broker, count, route, run, send_to
-from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, send
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, send
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_attempts_follow_service_brokers_schedule_over_restarts_and_success_rese
 
 
 def test_two_forwarders_that_fail_at_the_same_time_count_as_one_attempt(app: Dsn, mom: Dsn) -> None:
-    rules = policy(mom=mom, other=NOWHERE)
+    rules = forwarding_rules(mom=mom, other=NOWHERE)
     with connect(app) as connection, Cycle(app, rules) as one, Cycle(app, rules) as two:
         route(connection, "shipping", "other")
         for cycle in (one, two, one, two):
@@ -123,7 +123,7 @@ def test_messages_without_a_route_wait_for_one_and_others_go_on(app: Dsn, mom: D
         for number in range(4):
             send_to(connection, "nobody", f"n{number}")
             send_to(connection, "billing", f"b{number}")
-        with Cycle(app, policy(chunk_rows=3, mom=mom)) as cycle:
+        with Cycle(app, forwarding_rules(chunk_rows=3, mom=mom)) as cycle:
             cycle.broker.tend()
             cycle.work = cycle.broker.open_work(None)
             cycle.close(cycle.deliver())
@@ -236,7 +236,7 @@ def test_a_message_over_the_size_becomes_a_dead_letter_without_being_read(
     with connect(app) as connection:
         for body in ("a", large, "b"):
             send(connection, body, key="k")
-        rules = policy(mom=mom)
+        rules = forwarding_rules(mom=mom)
         rules = type(rules)(**{**rules.__dict__, "max_bytes": 1_000_000})
         with Cycle(app, rules) as cycle:
             cycle.run()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from saf.database import Dsn
-from tests.pipeline import Cycle, connect, policy
+from tests.pipeline import Cycle, connect, forwarding_rules
 from tests.processes import start, wait
 from tests.programs import BIN, environment
 
@@ -32,7 +32,7 @@ def fill(app: Dsn, messages: int, kib: int) -> None:
 
 
 def forward_and_tell(app: Dsn, mom: Dsn, tell: Connection) -> None:
-    rules = policy("exactly_once", 1000, mom=mom)
+    rules = forwarding_rules("exactly_once", 1000, mom=mom)
     with Cycle(app, rules) as cycle:
         cycle.run()
     tell.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)

@@ -11,7 +11,7 @@ from saf.engine import releasing
 from saf.failpoints import arm
 from tests.destinations import count
 from tests.dying import Crash, crash
-from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, send
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, send
 
 TEXTS = [str(number) for number in range(5)]
 
@@ -29,7 +29,7 @@ def all_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(app: Dsn, **where: Dsn) -> None:
-    with Cycle(app, policy("at_most_once", 2, **where)) as cycle:
+    with Cycle(app, forwarding_rules("at_most_once", 2, **where)) as cycle:
         cycle.default = None
         cycle.run()
 

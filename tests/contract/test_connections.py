@@ -9,10 +9,10 @@ import pytest
 from saf import Unavailable
 from saf.database import REVISION, Dsn, connections
 from saf.engine import source
-from saf.engine.at_source import AtSource
-from saf.engine.work import Policy, Receipt
+from saf.engine.source_session import SourceSession
+from saf.engine.work import ForwardingRules, Receipt
 from tests.kept import _nothing_stays
-from tests.pipeline import Cycle, bodies, connect, policy, send
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, send
 
 __all__ = ["_nothing_stays"]
 
@@ -27,7 +27,7 @@ WHERE application_name IN ('saf read', 'saf mark', 'saf deliver') AND datname IN
 """
 
 
-def forward(app: Dsn, rules: Policy, *, keep: bool = True) -> list[Receipt]:
+def forward(app: Dsn, rules: ForwardingRules, *, keep: bool = True) -> list[Receipt]:
     """A cycle of a loop."""
     with Cycle(app, rules) as cycle:
         cycle.open()
@@ -49,7 +49,7 @@ def sent(app: Dsn, body: str) -> None:
 
 
 def test_the_next_task_goes_on_with_the_connections_of_the_one_before(app: Dsn, mom: Dsn) -> None:
-    rules = policy(mom=mom)
+    rules = forwarding_rules(mom=mom)
     sent(app, "first")
     forward(app, rules)
     first = sessions(app, mom)
@@ -63,7 +63,7 @@ def test_the_next_task_goes_on_with_the_connections_of_the_one_before(app: Dsn, 
 
 def test_a_run_that_ends_keeps_nothing(app: Dsn, mom: Dsn) -> None:
     sent(app, "only")
-    forward(app, policy(mom=mom), keep=False)
+    forward(app, forwarding_rules(mom=mom), keep=False)
     assert not connections._kept
     assert bodies(mom) == ["only"]
 
@@ -72,7 +72,7 @@ def test_a_run_that_ends_keeps_nothing(app: Dsn, mom: Dsn) -> None:
 def test_what_the_server_has_cut_meanwhile_costs_no_message(
     app: Dsn, mom: Dsn, quality: str
 ) -> None:
-    rules = policy(quality, mom=mom)  # which does not try anything twice
+    rules = forwarding_rules(quality, mom=mom)  # which does not try anything twice
     sent(app, "first")
     forward(app, rules)
     before = {pid for _, pid, *_ in sessions(app, mom)}
@@ -85,7 +85,7 @@ def test_what_the_server_has_cut_meanwhile_costs_no_message(
 
 
 def test_a_schema_that_has_changed_meanwhile_is_noticed(app: Dsn, mom: Dsn) -> None:
-    rules = policy(mom=mom)
+    rules = forwarding_rules(mom=mom)
     sent(app, "first")
     forward(app, rules)
     with connect(mom) as connection:
@@ -102,7 +102,7 @@ def test_a_schema_that_has_changed_meanwhile_is_noticed(app: Dsn, mom: Dsn) -> N
 def test_a_reader_that_was_left_in_the_middle_is_not_kept(app: Dsn, mom: Dsn) -> None:
     for body in ("first", "second", "third"):
         sent(app, body)
-    with Cycle(app, policy(chunk_rows=1, mom=mom)) as cycle:
+    with Cycle(app, forwarding_rules(chunk_rows=1, mom=mom)) as cycle:
         (work,) = cycle.open()
         cycle.broker.stop()
         cycle.work = [replace(work, keep=True)]
@@ -135,14 +135,14 @@ def test_those_that_were_used_last_are_kept(app: Dsn) -> None:
 def test_what_cannot_be_connected_to_is_named_as_people_know_it(app: Dsn, mom: Dsn) -> None:
     sent(app, "first")
     nowhere = Dsn("postgresql://localhost:1/nothing")
-    with Cycle(app, policy(mom=mom)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom)) as cycle:
         (work,) = cycle.open()
         work = replace(work, dsn=nowhere)
         for ask in (
             lambda: list(source.read(work, "SELECT 1")),
-            lambda: AtSource(work, 1)(lambda _: None),
+            lambda: SourceSession(work, 1)(lambda _: None),
         ):
             with pytest.raises(Unavailable, match=rf"^broker '{work.broker}' is .* port 1 failed"):
                 ask()
-    (receipt,) = [one for one in forward(app, policy(mom=nowhere)) if one.error]
+    (receipt,) = [one for one in forward(app, forwarding_rules(mom=nowhere)) if one.error]
     assert (receipt.error or "").startswith("destination 'mom' is unavailable")

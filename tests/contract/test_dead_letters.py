@@ -14,7 +14,7 @@ from saf.operating import decide
 from saf.setaside import audit as audits
 from saf.setaside import dead
 from saf.setaside.dead import Filter
-from tests.pipeline import Cycle, bodies, connect, drain, policy, send
+from tests.pipeline import Cycle, bodies, connect, drain, forwarding_rules, send
 
 REFUSE = "ALTER TABLE saf.inbox ADD CONSTRAINT polite CHECK (convert_from(body, 'UTF8') !~ 'bad')"
 ALLOW = "ALTER TABLE saf.inbox DROP CONSTRAINT polite"
@@ -33,7 +33,7 @@ def rejected(app: Dsn, mom: Dsn) -> list[str]:
 
 
 def run(app: Dsn, mom: Dsn) -> None:
-    with Cycle(app, policy(mom=mom, chunk_rows=3)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom, chunk_rows=3)) as cycle:
         drain(cycle)
 
 
@@ -93,7 +93,7 @@ def test_a_retry_beside_a_destination_that_is_down_waits_its_turn(
     with connect(app) as connection, connect(mom) as store:
         store.execute(ALLOW)
         decide.retry(connection, Filter(), "")
-        with Cycle(app, policy(mom=nowhere)) as cycle:
+        with Cycle(app, forwarding_rules(mom=nowhere)) as cycle:
             cycle.run()
         assert len(bodies(mom)) == 5
         connection.execute("UPDATE saf.backoff SET next_attempt_at = now()")

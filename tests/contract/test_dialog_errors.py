@@ -43,7 +43,7 @@ from tests.dialogs import (
     say,
     states,
 )
-from tests.pipeline import Cycle, connect, policy
+from tests.pipeline import Cycle, connect, forwarding_rules
 from tests.receivers import dead, let_keys_be_due
 
 
@@ -449,7 +449,7 @@ def _without_the_second(app: Dsn, mom: Dsn, why: str) -> saf.Dialog:
     if why == "rejected":
         with connect(mom) as connection:
             connection.execute(REFUSES)
-    rules = policy("exactly_once", 1000, there=mom)
+    rules = forwarding_rules("exactly_once", 1000, there=mom)
     if why == "over_size":
         rules = replace(rules, max_bytes=50)
     with Cycle(app, rules) as cycle:

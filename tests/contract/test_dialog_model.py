@@ -258,7 +258,7 @@ def test_the_state_that_the_database_finds_is_that_of_the_table(mom: Dsn) -> Non
     starts = {True: State.STARTED_OUTBOUND, False: State.STARTED_INBOUND}
     rows: list[tuple[dict[str, Any], State]] = []
     for initiator, start in starts.items():
-        for way in itertools.chain.from_iterable(
+        for match in itertools.chain.from_iterable(
             itertools.product(Event, repeat=length) for length in range(5)
         ):
             row = {
@@ -266,7 +266,7 @@ def test_the_state_that_the_database_finds_is_that_of_the_table(mom: Dsn) -> Non
                 "ended_here": False, "ended_there": False, "error_code": None,
             }  # fmt: skip
             state = start
-            for event in way:
+            for event in match:
                 found = after(state, event)
                 if found is None:
                     break

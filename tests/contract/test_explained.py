@@ -11,11 +11,11 @@ import psycopg
 import pytest
 
 from saf.database import Dsn
-from saf.routing.choices import Asker, choose
 from saf.routing.explain import Explanation, explain
+from saf.routing.matching import PYTHON
+from saf.routing.route_choices import Asker, choose
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route, add_topic, enable_route
-from saf.routing.ways import PYTHON
 from tests.pipeline import connect
 
 

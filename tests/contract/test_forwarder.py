@@ -19,7 +19,7 @@ from saf.routing.routes import add_route
 from tests.destinations import NOWHERE
 from tests.driver import InProcess, forwarder
 from tests.kept import _nothing_stays
-from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, send
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, send
 from tests.programs import configuration
 from tests.programs import send as send_many
 
@@ -188,7 +188,7 @@ def test_who_has_nothing_to_do_in_a_brief_visit_ends_with_its_session(app: Dsn) 
 def test_a_brief_visit_finds_what_an_earlier_run_has_left_in_hand(app: Dsn, mom: Dsn) -> None:
     with connect(app) as connection:
         send(connection, "x")
-    with Cycle(app, policy(mom=mom)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom)) as cycle:
         cycle.open()
         # what the batch holds is marked, and the batch is not closed
         cycle.deliver()
@@ -201,7 +201,7 @@ def test_a_brief_visit_finds_lanes_whose_time_has_come(app: Dsn, mom: Dsn) -> No
     with connect(app) as connection:
         add_route(connection, "other", service="billing")
         send(connection, "x")
-    with Cycle(app, policy(mom=mom, other=NOWHERE)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom, other=NOWHERE)) as cycle:
         cycle.run()
     assert brief(app) == []
     let_time_pass(app)

@@ -23,7 +23,7 @@ from saf import Unavailable
 from saf.broker import services
 from saf.database import Dsn, fetch, unavailable_if_lost
 from saf.database.bounds import Bounds
-from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, send
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, send
 from tests.silence import Silence
 
 Broker = Callable[[str], Dsn]
@@ -131,7 +131,7 @@ def two(new_broker: Broker) -> tuple[Dsn, Dsn, Dsn]:
 
 
 def run(app: Dsn, **destinations: Dsn) -> list[str | None]:
-    rules = policy("exactly_once", 1000, **destinations)
+    rules = forwarding_rules("exactly_once", 1000, **destinations)
     with Cycle(app, replace(rules, attempts=3)) as cycle:
         return [receipt.error for receipt in cycle.run() if receipt.error_kind]
 
@@ -184,7 +184,7 @@ def test_a_stopped_server_process_at_the_source_ends_the_task_and_not_the_run(
     two: tuple[Dsn, Dsn, Dsn],
 ) -> None:
     app, mom, other = two
-    with Cycle(bounded(app, PATIENT), policy(mom=mom, other=other)) as cycle:
+    with Cycle(bounded(app, PATIENT), forwarding_rules(mom=mom, other=other)) as cycle:
         cycle.open()
         with frozen(app, "cursor", "saf mark"), at_most(LONGER):
             (error,) = (r.error for r in cycle.deliver() if r.error_kind == "Unavailable")
@@ -199,7 +199,7 @@ def test_a_locked_cursor_at_the_source_is_unavailable_within_the_bound(
 ) -> None:
     app, mom, _ = two
     with (
-        Cycle(app, policy(mom=mom)) as cycle,
+        Cycle(app, forwarding_rules(mom=mom)) as cycle,
         locked(app, "cursor"),
         at_most(LONGER),
         pytest.raises(Unavailable, match="lock timeout") as caught,
@@ -215,7 +215,7 @@ def test_a_destination_behind_a_silent_network_is_unavailable_and_stops_no_other
     app, mom, other = two
     with (
         Silence(bounded(other, PATIENT)) as network,
-        Cycle(app, policy(mom=mom, other=network.dsn)) as cycle,
+        Cycle(app, forwarding_rules(mom=mom, other=network.dsn)) as cycle,
     ):
         falls = in_the_middle(other, "watermark", "saf deliver", lambda _: network.fall())
         with falls, at_most(LONGER):
@@ -250,14 +250,18 @@ def test_a_frozen_forwarders_row_locks_bound_those_who_take_over(
 ) -> None:
     """Its session is alive, and in a transaction that it does not go on with."""
     app, mom, other = two
-    with Cycle(app, policy(mom=mom, other=other)) as sleeper:
+    with Cycle(app, forwarding_rules(mom=mom, other=other)) as sleeper:
         (work, *_) = sleeper.open()
         with closing(app.connect(role="mark")) as session:
             fetch(session, "SELECT FROM saf.cursor WHERE shard = ANY (%(s)s) FOR UPDATE",
                   {"s": work.batch.shards})  # fmt: skip
             with connect(app) as connection:
                 connection.execute("UPDATE saf.member SET lease_until = now() - interval '1 s'")
-            with at_most(LONGER), pytest.raises(Unavailable), Cycle(app, policy(mom=mom)) as heir:
+            with (
+                at_most(LONGER),
+                pytest.raises(Unavailable),
+                Cycle(app, forwarding_rules(mom=mom)) as heir,
+            ):
                 heir.open()
             began = time.monotonic()
             while bodies(mom) != BILLS:

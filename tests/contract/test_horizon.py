@@ -11,7 +11,7 @@ import pytest
 from saf.database import Dsn
 from saf.destinations import postgresql
 from saf.log.shards import NEWEST
-from tests.pipeline import Cycle, connect, policy, send
+from tests.pipeline import Cycle, connect, forwarding_rules, send
 
 CYCLES = 40
 SHARDS = 64
@@ -53,7 +53,11 @@ def _lock(source: str) -> str:
 @pytest.mark.slow
 @pytest.mark.usefixtures("held")
 def test_versions_that_cannot_be_removed_are_not_looked_at(app: Dsn, mom: Dsn) -> None:
-    with Cycle(app, policy(mom=mom)) as cycle, connect(app) as source, connect(mom) as there:
+    with (
+        Cycle(app, forwarding_rules(mom=mom)) as cycle,
+        connect(app) as source,
+        connect(mom) as there,
+    ):
         for number in range(CYCLES):
             send(source, str(number), key=str(number))
             assert [receipt.error for receipt in cycle.run()] == [None, None]

@@ -10,7 +10,7 @@ from saf.destinations.postgresql import PostgresInbox
 from saf.routing.routers import add_router
 from tests.destinations import NOWHERE, count
 from tests.hostile import LONG_KEY, dead, run, send, unbounded
-from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
 
 HOSTILE = b"hostile"
 
@@ -73,7 +73,7 @@ def test_what_raises_leaves_its_lane_and_its_neighbours_arrive_in_order(
 
 
 def run_once(app: Dsn, **destinations: Dsn) -> None:
-    with Cycle(app, policy("exactly_once", 1000, **destinations)) as cycle:
+    with Cycle(app, forwarding_rules("exactly_once", 1000, **destinations)) as cycle:
         cycle.run()
 
 

@@ -19,7 +19,7 @@ from saf.errors import InvalidMessage
 from saf.message import MAX_HEADERS, MAX_KEY, MAX_NAME
 from saf.routing.routers import add_router
 from tests.hostile import LONG_KEY, dead, error_of, run, send, unbounded
-from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
 
 LONG_SERVICE = random.Random(13).randbytes(3000).hex()
 
@@ -172,7 +172,7 @@ def test_at_most_once_goes_on_beside_what_raises(app: Dsn, mom: Dsn) -> None:
             for service in ("billing", "stock"):
                 send(connection, f"{service} {number}", to_service=service)
             send(connection, f"hostile {number}", to_service=f"{number}{LONG_SERVICE}")
-    with Cycle(app, policy(mom=mom)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom)) as cycle:
         cycle.default = None
         cycle.run()
     assert len(dead(app)) == 4

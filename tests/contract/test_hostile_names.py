@@ -27,7 +27,7 @@ from saf.config import load
 from saf.database import Dsn, fetch
 from saf.log.shards import Member
 from saf.message import MAX_KEY, MAX_NAME
-from tests.pipeline import Cycle, bodies, connect, forward, policy, send
+from tests.pipeline import Cycle, bodies, connect, forward, forwarding_rules, send
 from tests.programs import saf
 
 HOSTILE = [
@@ -150,7 +150,7 @@ def test_routes_destinations_and_brokers_may_have_any_name(app: Dsn, mom: Dsn) -
                 )
                 outbox.send(connection, service, service, key="k")
         destinations: dict[str, Any] = {"nowhere": app, text: mom}
-        with Cycle(app, policy(**destinations)) as cycle:
+        with Cycle(app, forwarding_rules(**destinations)) as cycle:
             cycle.broker.name = text
             cycle.run()
         sent += HOSTILE

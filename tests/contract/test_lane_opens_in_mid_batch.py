@@ -9,7 +9,7 @@ import pytest
 from saf.database import Dsn
 from saf.failpoints import arm
 from tests.destinations import NOWHERE, Broker, count, route, send_to
-from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
 
 
 class Crash(Exception):
@@ -26,7 +26,7 @@ def run(app: Dsn, mom: Dsn, other: Dsn) -> Callable[..., None]:
     """A cycle in chunks of two messages."""
 
     def run(**more: Dsn) -> None:
-        rules = policy("exactly_once", 2, **{"mom": mom, "other": other, **more})
+        rules = forwarding_rules("exactly_once", 2, **{"mom": mom, "other": other, **more})
         with Cycle(app, rules) as cycle:
             cycle.run()
 

@@ -17,7 +17,7 @@ from saf.routing.routers import add_router
 from saf.setaside.dead import Filter
 from tests.destinations import NOWHERE, AnswerLost, Broker, count, route, run, send_to
 from tests.dying import Crash, crash
-from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
 from tests.routing import without_default
 
 SOON = "UPDATE saf.backoff SET next_attempt_at = now() WHERE lane LIKE %s"
@@ -104,7 +104,7 @@ def test_what_waits_for_its_destination_goes_after_what_waits_for_its_service_si
         let_time_pass(app)
         with monkeypatch.context() as patch:
             patch.setattr("saf.engine.storing.PostgresInbox", DownAfterTheFirst)
-            with Cycle(app, policy("exactly_once", 1, mom=mom, other=other)) as cycle:
+            with Cycle(app, forwarding_rules("exactly_once", 1, mom=mom, other=other)) as cycle:
                 cycle.run()
         lanes = connection.execute("SELECT lane FROM saf.parked ORDER BY id").fetchall()
         assert lanes == [("service:shipping",), ("",), ("",)]
@@ -155,7 +155,7 @@ def test_what_is_sent_again_is_not_taken_for_new_because_others_wait_meanwhile(
             [destination, lane],
         )
         connection.execute("DELETE FROM saf.member")
-        with Cycle(app, policy("exactly_once", 1000, mom=mom, other=other)) as cycle:
+        with Cycle(app, forwarding_rules("exactly_once", 1000, mom=mom, other=other)) as cycle:
             cycle.open(parts=64)
             cycle.close(cycle.deliver())
         assert bodies(other) == ["stored"]

@@ -18,7 +18,7 @@ from saf.setaside.backoff import rank
 from saf.setaside.dead import Filter
 from saf.setaside.parking import Lane
 from tests.destinations import NOWHERE, Broker, count, route, send_to
-from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
 from tests.routing import without_default
 
 MANY = 2000
@@ -119,7 +119,7 @@ def test_thousands_of_services_that_a_destination_does_not_know_cost_a_few_state
         store.execute("INSERT INTO saf.service VALUES ('victim')")
         connection.execute(SEND, [MANY])
         send_to(connection, "victim", "victim.1")
-        with Cycle(app, policy("exactly_once", 50_000, mom=mom)) as cycle:
+        with Cycle(app, forwarding_rules("exactly_once", 50_000, mom=mom)) as cycle:
             assert statements.of(cycle) < STATEMENTS
             assert bodies(mom) == ["victim.1"]
             longest = "SELECT max(length(error)), count(*) FROM saf.backoff"
@@ -163,11 +163,11 @@ def test_a_long_queue_of_one_destination_leaves_time_for_what_is_new_and_keeps_i
         route(connection, "shipping", "other")
         for number in range(9):
             send_to(connection, "shipping", f"s{number}")
-        with Cycle(app, policy("exactly_once", 2, mom=mom, other=NOWHERE)) as cycle:
+        with Cycle(app, forwarding_rules("exactly_once", 2, mom=mom, other=NOWHERE)) as cycle:
             cycle.run()
         let_time_pass(app)
         monkeypatch.setattr(releasing, "RELEASE_SECONDS", 0.0)
-        with Cycle(app, policy("exactly_once", 2, mom=mom, other=other)) as cycle:
+        with Cycle(app, forwarding_rules("exactly_once", 2, mom=mom, other=other)) as cycle:
             for number in range(3):
                 send_to(connection, "shipping", f"s{9 + number}")
                 send_to(connection, "billing", f"b{number}")
@@ -194,13 +194,13 @@ def test_what_is_left_of_a_queue_goes_behind_the_destinations_that_had_no_turn(
             send_to(connection, "shipping", f"s{number}")
             send_to(connection, "billing", f"b{number}")
         for down in ({"mom": mom, "other": NOWHERE}, {"mom": NOWHERE, "other": NOWHERE}):
-            with Cycle(app, policy("exactly_once", 2, **down)) as cycle:
+            with Cycle(app, forwarding_rules("exactly_once", 2, **down)) as cycle:
                 cycle.run()
             send_to(connection, "billing", "b4")
         let_time_pass(app)
         monkeypatch.setattr(releasing, "RELEASE_SECONDS", 0.0)
         arrived = []
-        with Cycle(app, policy("exactly_once", 1, mom=mom, other=other)) as cycle:
+        with Cycle(app, forwarding_rules("exactly_once", 1, mom=mom, other=other)) as cycle:
             for _ in range(4):
                 cycle.run()
                 arrived.append((len(bodies(other)), len(bodies(mom)) - 4))
@@ -216,7 +216,7 @@ def test_of_what_is_retried_nothing_is_lost_behind_a_service_that_is_not_known(
             for service in ("billing", "shipping"):
                 body = f"{service} {number}"
                 send_to(connection, service, body, expires_at=datetime.now(UTC))
-        with Cycle(app, policy("exactly_once", 100, mom=mom)) as cycle:
+        with Cycle(app, forwarding_rules("exactly_once", 100, mom=mom)) as cycle:
             cycle.run()
             assert count(app, "dead_letter") == 6
             store.execute("INSERT INTO saf.service VALUES ('shipping')")

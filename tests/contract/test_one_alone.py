@@ -16,7 +16,7 @@ from saf.forwarding.broker import SourceBroker
 from saf.forwarding.forwarder import Forwarder
 from saf.setaside.dead import Filter, dead_letters
 from tests.driver import InProcess, forwarder
-from tests.pipeline import Cycle, bodies, connect, policy, send
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, send
 from tests.programs import configuration
 
 READ_ONLY = "-c default_transaction_read_only=on"
@@ -96,11 +96,11 @@ def test_a_task_that_raises_what_nobody_knows_leaves_its_batch_open_and_others_c
         return run_item(number, item, rules)  # type: ignore[arg-type]
 
     class Alone(InProcess):
-        def run(self, work, policy, group):  # type: ignore[no-untyped-def]  # noqa: ARG002 - a runner's signature
+        def run(self, work, rules, group):  # type: ignore[no-untyped-def]  # noqa: ARG002 - a runner's signature
             return [
                 receipt
                 for number, item in enumerate(work)
-                for receipt in runner.item_alone(number, item, policy)
+                for receipt in runner.item_alone(number, item, rules)
             ]
 
     settings = load(two(lambda dsn: dsn))
@@ -120,7 +120,7 @@ def test_what_a_server_says_of_its_watermarks_makes_no_dead_letters(app: Dsn, mo
         connection.execute(
             "ALTER TABLE saf.watermark ADD CONSTRAINT nobodys CHECK (position < 0) NOT VALID"
         )
-    with Cycle(app, policy(mom=mom)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom)) as cycle:
         errors = [receipt.error or "" for receipt in cycle.run()]
         assert any("nobodys" in error for error in errors)
         with connect(app) as connection:

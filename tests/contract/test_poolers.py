@@ -17,7 +17,7 @@ from saf import Outbox
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.errors import ConfigurationError
-from tests.pipeline import Cycle, bodies, connect, policy, send
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, send
 from tests.poolers import PgBouncer, prepared_by_name
 
 OFTEN = 12
@@ -115,7 +115,7 @@ def test_two_receivers_in_turn_get_each_message_once_in_order(
         for number in range(OFTEN):
             Outbox().send(connection, "billing", f"b{number}", key="k")
             Outbox().send(connection, "shipping", f"s{number}", key="k")
-    with Cycle(app, policy(mom=mom)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom)) as cycle:
         cycle.run()
     through = one_session(mom)
     pool = partial(psycopg.connect, through.conninfo)
@@ -139,7 +139,7 @@ def test_a_forwarder_refuses_a_pooler_at_its_source_in_one_sentence(
 ) -> None:
     with (
         PgBouncer(app, mode, size=5) as pooler,
-        Cycle(pooler(app), policy(mom=mom)) as cycle,
+        Cycle(pooler(app), forwarding_rules(mom=mom)) as cycle,
         pytest.raises(ConfigurationError, match="connection pooler"),
     ):
         cycle.open()
@@ -150,7 +150,7 @@ def test_a_forwarder_refuses_a_pooler_at_a_destination_and_leaves_nothing_in_its
 ) -> None:
     with connect(app) as connection:
         send(connection, "b")
-    with Cycle(app, policy(mom=one_session(mom))) as cycle:
+    with Cycle(app, forwarding_rules(mom=one_session(mom))) as cycle:
         (error,) = (receipt for receipt in cycle.run() if receipt.error_kind)
     assert error.error_kind == "ConfigurationError"
     assert "connection pooler" in str(error.error)

@@ -10,7 +10,7 @@ from saf.broker.embedded import EmbeddedServer
 from saf.database import Dsn, fetch
 from saf.errors import Restored
 from saf.repair.rebase import known_at, rebase
-from tests.pipeline import Cycle, bodies, connect, policy, send
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, send
 from tests.receivers import SUBSCRIPTION, prepare, put
 from tests.restored import burn_transaction_ids, elsewhere, repair, restore, run
 
@@ -53,7 +53,7 @@ def test_a_batch_in_hand_of_which_nothing_was_delivered_is_delivered(
     burn_transaction_ids(app)
     with connect(app) as connection:
         send(connection, "in hand")
-        with Cycle(app, policy(mom=mom)) as cycle:
+        with Cycle(app, forwarding_rules(mom=mom)) as cycle:
             cycle.open()
             restored = restore(app, elsewhere)
     repair(restored, mom)
@@ -82,7 +82,7 @@ def test_what_was_not_in_the_batch_in_hand_is_not_taken_for_complete_by_its_posi
     with connect(app) as connection, app.connect(role="test") as late:
         send(late, "late", key="a")
         send(connection, "early", key="a")
-        with Cycle(app, policy(mom=mom)) as cycle:
+        with Cycle(app, forwarding_rules(mom=mom)) as cycle:
             cycle.open()
             cycle.deliver()  # and not closed
             late.commit()

@@ -9,7 +9,7 @@ from saf.database import Dsn
 from saf.operating import decide
 from saf.repair.reconcile import Outcome, reconcile
 from saf.setaside.dead import Filter
-from tests.pipeline import Cycle, connect, forward, policy, send
+from tests.pipeline import Cycle, connect, forward, forwarding_rules, send
 
 Broker = Callable[[str], Dsn]
 
@@ -36,7 +36,7 @@ def test_what_is_marked_of_a_batch_in_hand_is_complete_to_the_last_message(
     with connect(app) as connection:
         for number in range(10):
             send(connection, str(number), key=str(number))
-        with Cycle(app, policy(mom=mom)) as cycle:
+        with Cycle(app, forwarding_rules(mom=mom)) as cycle:
             cycle.open()
             cycle.deliver()  # and not closed
             outcome = compare(app, mom)

@@ -12,15 +12,15 @@ from saf.broker.embedded import EmbeddedServer, programs
 from saf.database import Dsn, fetch
 from saf.repair.replay import replay
 from saf.repair.send_again import send_again
-from saf.routing.ways import Route, Routes
-from tests.pipeline import Cycle, bodies, connect, policy, send
+from saf.routing.matching import Route, Routes
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, send
 from tests.programs import configuration, saf
 
 ROUTES = Routes(routes=(Route(destination="mom"),))
 
 
 def run(app: Dsn, mom: Dsn) -> None:
-    with Cycle(app, policy(mom=mom, chunk_rows=3)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom, chunk_rows=3)) as cycle:
         while receipts := cycle.run():
             assert not [r.error for r in receipts if r.error]
 

@@ -20,10 +20,10 @@ from saf.errors import UsageError
 from saf.log.archive import ParquetArchive
 from saf.log.ring import SLOT_ROWS, SLOTS, Contents, Slot, purge, rotate
 from saf.operating.maintenance import Outcome, purge_broker
-from saf.routing.choices import Asker, choose
+from saf.routing.route_choices import Asker, choose
 from saf.routing.routes import add_route, add_topic, current_routes, freeze
 from tests.dialogs import begin
-from tests.pipeline import Cycle, bodies, connect, forward, policy, send
+from tests.pipeline import Cycle, bodies, connect, forward, forwarding_rules, send
 from tests.processes import start, wait
 
 NOW = 1e-9
@@ -131,7 +131,7 @@ def test_a_slot_stays_whichever_subscription_it_is_that_needs_it(app: Dsn, slow:
 
 
 def test_a_batch_in_hand_keeps_its_rows_whatever_its_position(app: Dsn, mom: Dsn) -> None:
-    with connect(app) as connection, Cycle(app, policy(mom=mom)) as cycle:
+    with connect(app) as connection, Cycle(app, forwarding_rules(mom=mom)) as cycle:
         send(connection, "in hand")
         leave_slot(connection)
         cycle.open()
@@ -491,7 +491,7 @@ def test_writers_a_forwarder_and_a_purge_that_race_lose_nothing(
     states: list[str] = []
 
     def keep_forwarding() -> None:
-        with Cycle(app, policy(mom=mom)) as cycle:
+        with Cycle(app, forwarding_rules(mom=mom)) as cycle:
             while not done.is_set():
                 cycle.run()
 

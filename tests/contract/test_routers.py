@@ -20,7 +20,8 @@ from saf.failpoints import arm
 from saf.operating import decide
 from saf.repair.reconcile import reconcile
 from saf.repair.replay import replay
-from saf.routing.choices import forget
+from saf.routing.matching import Router
+from saf.routing.route_choices import forget
 from saf.routing.routers import add_router, enable_router, remove_router
 from saf.routing.routes import (
     ConfiguredRouter,
@@ -30,7 +31,6 @@ from saf.routing.routes import (
     configuration,
     current_routes,
 )
-from saf.routing.ways import Router
 from saf.setaside.dead import Filter, dead_letters
 from saf.setaside.parking import parked
 from tests import classifiers

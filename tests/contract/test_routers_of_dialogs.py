@@ -15,7 +15,7 @@ from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.dialogs.statements import Code
 from saf.operating.decide import retry
-from saf.routing.choices import forget
+from saf.routing.route_choices import forget
 from saf.routing.routers import add_router, remove_router
 from saf.routing.routes import add_route
 from saf.setaside.dead import Filter

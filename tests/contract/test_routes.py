@@ -15,7 +15,8 @@ from saf.database import Dsn, fetch
 from saf.errors import UsageError
 from saf.failpoints import arm
 from saf.operating import decide
-from saf.routing.choices import NOTED_SECONDS, Asker, choose, forget
+from saf.routing.matching import Route
+from saf.routing.route_choices import NOTED_SECONDS, Asker, choose, forget
 from saf.routing.routes import (
     Configured,
     Declared,
@@ -29,11 +30,10 @@ from saf.routing.routes import (
     remove_route,
     remove_topic,
 )
-from saf.routing.ways import Route
 from saf.setaside import dead
 from tests.destinations import NOWHERE, count
 from tests.dying import Crash, crash
-from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
 from tests.routing import broker_id, run, send, without_default
 from tests.timezones import Nowhere
 
@@ -105,8 +105,8 @@ def test_the_most_specific_route_wins_and_an_expired_one_is_not_used(
     send(source, "wildcard", service="t")
     with without_default(app, 100, **where) as cycle:
         (work,) = cycle.open()
-        ways = [work.routes.way(service, str(there)) for service in "st"]
-        assert [way and way.routes[0].quality for way in ways] == ["at_most_once", None]
+        matches = [work.routes.match(service, str(there)) for service in "st"]
+        assert [match and match.routes[0].quality for match in matches] == ["at_most_once", None]
         cycle.close(cycle.deliver())
     arrived = {name: set(bodies(dsn)) for name, dsn in where.items()}
     assert arrived == {n: set() if n in ("expired", "disabled") else {n} for n in names}
@@ -260,9 +260,9 @@ def test_a_choice_that_is_not_used_is_forgotten_and_one_that_is_stays(
     source: psycopg.Connection[Any],
 ) -> None:
     keys = [Asker("s", None, key) for key in ("used", "unused")]
-    ways = dict.fromkeys(keys, ("a", "b"))
+    matches = dict.fromkeys(keys, ("a", "b"))
     with source.transaction():
-        before = choose(source, ways)
+        before = choose(source, matches)
     source.execute("UPDATE saf.route_choice SET used_at = now() - interval '9 days'")
     with source.transaction():
         assert choose(source, {keys[0]: ("a", "b")}) == {keys[0]: before[keys[0]]}
@@ -321,9 +321,9 @@ def test_each_destination_of_a_topic_gets_one_copy_by_its_most_specific_route(
     send(source, "1")
     with without_default(app, a=a, b=b) as cycle:
         (work,) = cycle.open()
-        way = work.routes.way("s", None)
-        assert way is not None
-        assert [route.quality for route in way.routes] == ["at_most_once", None]
+        match = work.routes.match("s", None)
+        assert match is not None
+        assert [route.quality for route in match.routes] == ["at_most_once", None]
         cycle.close(cycle.deliver())
     assert (bodies(a), bodies(b)) == (["1"], ["1"])
 
@@ -333,7 +333,7 @@ def test_a_topic_goes_to_the_default_destination_only_if_no_route_matches(
 ) -> None:
     add_topic(source, "s")
     send(source, "1")
-    with Cycle(app, policy(a=a, b=b)) as cycle:  # the first is the default
+    with Cycle(app, forwarding_rules(a=a, b=b)) as cycle:  # the first is the default
         cycle.run()
         add_route(source, "b", service="s")
         send(source, "2")

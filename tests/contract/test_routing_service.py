@@ -221,7 +221,7 @@ def test_what_is_said_after_the_other_side_has_ended_is_dropped_as_it_would_be_t
 
 
 def test_a_dialog_that_was_silent_for_long_goes_on_where_it_was(hub: Hub) -> None:
-    from saf.routing.choices import forget
+    from saf.routing.route_choices import forget
 
     dialog = ask(hub, "EWR")
     hub.carry()

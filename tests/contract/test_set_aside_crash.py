@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 
 from saf.database import Dsn
-from saf.engine.at_source import AtSource
+from saf.engine.source_session import SourceSession
 from saf.failpoints import arm
 from tests.destinations import NOWHERE, Broker, count, know, route, send_to
 from tests.dying import Crash
 from tests.dying import crash as die
-from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def crash() -> Callable[..., None]:
 
     def run(app: Dsn, point: str, chunk_rows: int = 100, **destinations: Dsn) -> None:
         arm(point, die)
-        rules = policy("exactly_once", chunk_rows, **destinations)
+        rules = forwarding_rules("exactly_once", chunk_rows, **destinations)
         with pytest.raises(Crash), Cycle(app, rules) as cycle:
             cycle.run()
 
@@ -34,7 +34,7 @@ def crash() -> Callable[..., None]:
 
 
 def run(app: Dsn, quality: str = "exactly_once", **destinations: Dsn) -> None:
-    with Cycle(app, policy(quality, 100, **destinations)) as cycle:
+    with Cycle(app, forwarding_rules(quality, 100, **destinations)) as cycle:
         cycle.run()
 
 
@@ -141,17 +141,17 @@ def test_a_dead_letter_from_a_lane_is_one_although_the_answer_to_its_commit_got_
             send_to(connection, "shipping", body)
     run(app, mom=mom, other=NOWHERE)
     let_time_pass(app)
-    at_source = AtSource.__call__
+    source_session = SourceSession.__call__
     lost: list[bool] = []
 
     def answer_lost(self, write):  # type: ignore[no-untyped-def]
-        result = at_source(self, write)
+        result = source_session(self, write)
         if write.__qualname__.startswith("Releasing._settle") and not lost:
             lost.append(True)
-            return at_source(self, write)
+            return source_session(self, write)
         return result
 
-    monkeypatch.setattr(AtSource, "__call__", answer_lost)
+    monkeypatch.setattr(SourceSession, "__call__", answer_lost)
     run(app, mom=mom, other=other)
     assert lost
     assert bodies(other) == ["a", "b"]

@@ -10,18 +10,26 @@ import psycopg
 import pytest
 
 from saf.database import Dsn, fetch
-from saf.engine.at_source import AtSource
+from saf.engine.source_session import SourceSession
 from saf.engine.work import Receipt
 from saf.failpoints import arm
+from saf.routing.matching import KEY, PYTHON
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route
-from saf.routing.ways import KEY, PYTHON
 from saf.setaside import backoff
 from saf.setaside.parking import Lane
 from tests.destinations import NOWHERE, Broker, count, know, route, send_to
 from tests.dying import Crash
 from tests.dying import crash as die
-from tests.pipeline import Cycle, bodies, connect, let_time_pass, outlive_lease, policy, send
+from tests.pipeline import (
+    Cycle,
+    bodies,
+    connect,
+    forwarding_rules,
+    let_time_pass,
+    outlive_lease,
+    send,
+)
 
 
 @pytest.fixture
@@ -42,13 +50,13 @@ def disarmed() -> Iterator[None]:
 
 
 def run(app: Dsn, quality: str = "exactly_once", **destinations: Dsn) -> list[Receipt]:
-    with Cycle(app, policy(quality, 100, **destinations)) as cycle:
+    with Cycle(app, forwarding_rules(quality, 100, **destinations)) as cycle:
         return cycle.run()
 
 
 def crash(app: Dsn, point: str, quality: str = "exactly_once", **destinations: Dsn) -> None:
     arm(point, die)
-    with pytest.raises(Crash), Cycle(app, policy(quality, 100, **destinations)) as cycle:
+    with pytest.raises(Crash), Cycle(app, forwarding_rules(quality, 100, **destinations)) as cycle:
         cycle.run()
     arm("")
 
@@ -72,7 +80,7 @@ def test_what_is_parked_commits_with_the_position_that_passes_it(
 ) -> None:
     route(source, "shipping", "other")
     send_to(source, "shipping", "parked")
-    with Cycle(app, policy(mom=mom, other=NOWHERE)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom, other=NOWHERE)) as cycle:
         cycle.open()
         cycle.deliver()
         transactions = fetch(
@@ -94,18 +102,18 @@ def test_what_is_written_ahead_of_a_watermark_is_parked_once_although_the_answer
     for number in range(3):
         send_to(source, "shipping", f"s{number}")
         send_to(source, "billing", f"b{number}")
-    at_source = AtSource.__call__
+    source_session = SourceSession.__call__
     lost: list[str] = []
 
     def answer_lost(self, write):  # type: ignore[no-untyped-def]
-        result = at_source(self, write)
+        result = source_session(self, write)
         if write.__qualname__.startswith("Aside.write_ahead"):
             lost.append(write.__qualname__)
-            return at_source(self, write)
+            return source_session(self, write)
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(AtSource, "__call__", answer_lost)
+        patch.setattr(SourceSession, "__call__", answer_lost)
         run(app, mom=mom)
     assert lost
     assert count(app, "parked") == 3
@@ -123,7 +131,7 @@ def test_a_message_too_large_to_read_is_set_aside_before_a_watermark_passes_it(
     send(source, "x" * 2_000_000, key="k")
     send(source, "b", key="k")
     arm("mark_forwarded", die)
-    small = replace(policy(mom=mom), max_bytes=1_000_000)
+    small = replace(forwarding_rules(mom=mom), max_bytes=1_000_000)
     with pytest.raises(Crash), Cycle(app, small) as cycle:
         cycle.run()
     arm("")
@@ -139,7 +147,7 @@ def test_what_is_a_dead_letter_already_is_not_delivered_as_well_after_a_crash(
     for body in ("a", "x" * 2_000_000, "b"):
         send(source, body, key="k")
     arm("mark_forwarded", die)
-    rules = policy("at_least_once", mom=mom)
+    rules = forwarding_rules("at_least_once", mom=mom)
     with pytest.raises(Crash), Cycle(app, replace(rules, max_bytes=1_000_000)) as cycle:
         cycle.run()
     arm("")
@@ -209,7 +217,7 @@ def test_a_new_message_does_not_overtake_what_waits_for_a_route_that_has_come(
     add_route(source, "mom", service="billing")
 
     def run_without_default() -> None:
-        with Cycle(app, policy(mom=mom)) as cycle:
+        with Cycle(app, forwarding_rules(mom=mom)) as cycle:
             cycle.default = None
             cycle.run()
 
@@ -231,7 +239,7 @@ def test_what_had_not_expired_when_its_batch_was_opened_is_delivered_however_lat
     app: Dsn, mom: Dsn, source: psycopg.Connection[Any]
 ) -> None:
     """Read again after a crash, a batch has to give the same messages."""
-    with Cycle(app, policy(mom=mom)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom)) as cycle:
         cycle.broker.tend()
         ((soon,),) = fetch(source, "SELECT clock_timestamp() + interval '500 ms'")
         send_to(source, "billing", "in time", expires_at=soon)
@@ -261,7 +269,7 @@ def test_a_zombie_takes_nothing_out_of_a_lane(
     send_to(source, "shipping", "s")
     run(app, mom=mom, other=NOWHERE)
     let_time_pass(app)
-    rules = policy(mom=mom, other=other)
+    rules = forwarding_rules(mom=mom, other=other)
     with Cycle(app, rules) as zombie, Cycle(app, rules) as owner:
         taken_over(app, zombie, owner)
         assert errors(zombie.deliver()) == {"Fenced"}
@@ -278,7 +286,7 @@ def test_a_zombie_leads_nothing_to_a_route_that_has_come(
     send_to(source, "shipping", "s")
 
     def cycle() -> Cycle:
-        one = Cycle(app, policy(mom=mom))
+        one = Cycle(app, forwarding_rules(mom=mom))
         one.default = None
         return one
 
@@ -314,7 +322,7 @@ def test_a_zombie_neither_chooses_for_a_key_nor_resolves_it(  # noqa: PLR0917 - 
     add_route(source, "mom", service="EWR")
     add_router(source, "departures", PYTHON, "tests.classifiers:by_origin", once_per=KEY)
     send_to(source, service, '{"origin": "EWR"}')
-    rules = policy(mom=mom, other=other)
+    rules = forwarding_rules(mom=mom, other=other)
     with Cycle(app, rules) as zombie, Cycle(app, rules) as owner:
         taken_over(app, zombie, owner)
         assert errors(zombie.deliver()) == {"Fenced"}

@@ -17,7 +17,7 @@ from saf.failpoints import arm
 from saf.repair.rebase import known_at, rebase
 from saf.repair.send_again import Sent, send_again
 from saf.routing.routes import current_routes
-from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, run, send
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, run, send
 from tests.programs import configuration, saf
 
 Backup = Callable[[Dsn], Dsn]
@@ -25,7 +25,7 @@ Backup = Callable[[Dsn], Dsn]
 
 def refused(app: Dsn, **destinations: Dsn) -> set[str]:
     """The errors of one cycle of a forwarder."""
-    with Cycle(app, policy(**destinations)) as cycle:  # type: ignore[arg-type]
+    with Cycle(app, forwarding_rules(**destinations)) as cycle:  # type: ignore[arg-type]
         return {f"{r.error_kind}: {r.error}" for r in cycle.run() if r.error_kind}
 
 
@@ -79,7 +79,7 @@ def incarnation(dsn: Dsn) -> int:
 def test_a_store_set_back_is_noticed_at_the_next_chunk_and_gets_what_it_lost_once(
     app: Dsn, mom: Dsn, backup: Backup, quality: str
 ) -> None:
-    rules = policy(quality, mom=mom)
+    rules = forwarding_rules(quality, mom=mom)
     send_numbers(app, *range(10))
     with Cycle(app, rules) as cycle:
         cycle.run()
@@ -89,7 +89,7 @@ def test_a_store_set_back_is_noticed_at_the_next_chunk_and_gets_what_it_lost_onc
         cycle.run()
     assert numbers(mom) == list(range(13))
     send_numbers(app, 13)
-    with Cycle(app, policy(quality, mom=older)) as cycle:
+    with Cycle(app, forwarding_rules(quality, mom=older)) as cycle:
         kinds = {r.error_kind: r.error for r in cycle.run() if r.error_kind}
     assert set(kinds) == {"Behind"}
     assert "saf rebase" in str(kinds["Behind"])
@@ -184,7 +184,7 @@ def test_a_store_set_back_in_the_middle_of_a_batch_is_noticed(
     app: Dsn, mom: Dsn, backup: Backup
 ) -> None:
     send_numbers(app, *range(10), keys=1)
-    rules = policy(mom=mom, chunk_rows=2)
+    rules = forwarding_rules(mom=mom, chunk_rows=2)
     with Cycle(app, rules) as cycle:
         cycle.open()
         with connect(app) as connection:
@@ -242,7 +242,10 @@ def test_a_source_set_back_is_noticed_where_the_batches_of_two_forwarders_hide_i
         ((shard,),) = fetch(connection, "SELECT shard FROM saf.outbox")
         connection.execute("UPDATE saf.cursor SET batch = 50 WHERE shard <> %s", (shard,))
     older = backup(app)
-    with Cycle(app, policy(mom=mom)) as one, Cycle(app, policy(mom=mom)) as other:
+    with (
+        Cycle(app, forwarding_rules(mom=mom)) as one,
+        Cycle(app, forwarding_rules(mom=mom)) as other,
+    ):
         for cycle in (one, other):
             cycle.broker.tend()
         assert one.broker._member is not None
@@ -265,7 +268,7 @@ def test_what_had_waited_for_a_route_is_not_dropped_after_the_source_was_set_bac
     add_route = "INSERT INTO saf.route (service, destination) VALUES ('billing', 'mom')"
 
     def waits_and_goes(source: Dsn) -> None:
-        rules = policy(mom=mom)
+        rules = forwarding_rules(mom=mom)
         with Cycle(source, rules) as cycle:
             cycle.default = None
             cycle.run()
@@ -317,7 +320,7 @@ def test_what_is_retried_is_not_dropped_after_the_source_was_set_back(
     with connect(older) as connection:
         connection.execute("UPDATE saf.cursor SET batch = batch + 100")
         connection.execute(late, (b"3",))
-        with Cycle(older, policy(mom=mom)) as cycle:
+        with Cycle(older, forwarding_rules(mom=mom)) as cycle:
             cycle.run()
         retry(connection, Filter(), "")
     assert {error.partition(":")[0] for error in refused(older, mom=mom)} == {"Ahead"}
@@ -370,7 +373,7 @@ def test_an_answer_that_got_lost_is_no_alarm_whoever_goes_on(app: Dsn, mom: Dsn)
     try:
         for number in range(4):
             send_numbers(app, number)
-            with Cycle(app, policy(mom=mom)) as cycle:
+            with Cycle(app, forwarding_rules(mom=mom)) as cycle:
                 cycle.run()
             let_time_pass(app)
         losing = False
@@ -393,7 +396,7 @@ def test_a_crash_is_no_alarm_whoever_goes_on(app: Dsn, mom: Dsn, quality: str, p
 
     for number in range(3):
         send_numbers(app, number)
-        with Cycle(app, policy(quality, mom=mom)) as cycle:
+        with Cycle(app, forwarding_rules(quality, mom=mom)) as cycle:
             cycle.open()
             arm(point, crash)
             try:
@@ -402,7 +405,7 @@ def test_a_crash_is_no_alarm_whoever_goes_on(app: Dsn, mom: Dsn, quality: str, p
                 pass
             finally:
                 arm("")
-        with Cycle(app, policy(quality, mom=mom)) as cycle:
+        with Cycle(app, forwarding_rules(quality, mom=mom)) as cycle:
             while receipts := cycle.run():
                 assert not [r.error for r in receipts if r.error]
     assert set(numbers(mom)) == {0, 1, 2}

@@ -19,7 +19,7 @@ from saf.repair.set_back import Known, known_at
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route, add_topic, current_routes, remove_topic
 from saf.setaside import dead
-from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, run
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, run
 from tests.programs import configuration, saf
 
 Backup = Callable[[Dsn], Dsn]
@@ -222,7 +222,7 @@ def test_a_copy_is_lost_also_while_another_stores_is_parked(
     older = backup(mom)
     tell(app, 1)
     nowhere = Dsn("host=/nonexistent dbname=mom")
-    with Cycle(app, policy(mom=mom, other=nowhere)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom, other=nowhere)) as cycle:
         cycle.run()
     assert bodies(mom) == ["0", "1"]
     assert again(app, mom=older, other=other) == {"mom": 1}

@@ -10,7 +10,7 @@ import pytest
 from saf.database import Dsn
 from saf.engine.delivery import Delivery
 from saf.engine.source import messages
-from tests.pipeline import Cycle, bodies, connect, policy
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules
 
 MANY = 60_000
 CUT = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'saf read'"
@@ -26,7 +26,7 @@ def test_a_connection_cut_while_a_batch_is_read_is_a_source_that_is_down(
             "convert_to(n || repeat('.', 500), 'UTF8') FROM generate_series(1, %s) AS n",
             [MANY],
         )
-        rules = policy("exactly_once", 1000, mom=mom)
+        rules = forwarding_rules("exactly_once", 1000, mom=mom)
         with Cycle(app, rules) as cycle:
             (work,) = cycle.open()
 

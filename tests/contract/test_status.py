@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from saf.database import Dsn
 from saf.operating.status import broker_status
-from tests.pipeline import Cycle, connect, forward, policy, send
+from tests.pipeline import Cycle, connect, forward, forwarding_rules, send
 
 
 def pending(app: Dsn) -> int:
@@ -17,7 +17,7 @@ def test_what_is_marked_of_a_batch_in_hand_is_not_pending(app: Dsn, mom: Dsn) ->
         for number in range(10):
             send(connection, str(number), key=str(number))
     assert pending(app) == 10
-    with Cycle(app, policy(mom=mom)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom)) as cycle:
         cycle.open()
         assert pending(app) == 10
         cycle.deliver()  # and not closed

@@ -82,9 +82,9 @@ def test_of_the_routes_that_lead_to_the_broker_the_most_specific_says_how(
     with without_default(app, mom=mom) as cycle:
         send(source, "1", to_broker=broker_id(mom))
         (work,) = cycle.open()
-        way = work.routes.way("s", there)
-        assert way is not None
-        assert [route.quality for route in way.routes] == ["at_least_once"]
+        match = work.routes.match("s", there)
+        assert match is not None
+        assert [route.quality for route in match.routes] == ["at_least_once"]
 
 
 def test_a_message_for_a_broker_that_nobody_knows_waits_and_says_who_it_is_for(

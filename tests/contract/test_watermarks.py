@@ -20,7 +20,7 @@ from saf.engine.source import messages, read
 from saf.engine.work import Work
 from saf.errors import Fenced, Rejected, Unavailable
 from saf.failpoints import arm
-from tests.pipeline import Cycle, bodies, connect, outlive_lease, policy, send
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, outlive_lease, send
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_of_two_that_store_the_same_chunk_at_the_same_time_the_second_stores_not
         outcomes.append(inbox.store(chunk, exactly_once=True))
         inbox.close()
 
-    with Cycle(app, policy(mom=mom)) as cycle, connect(mom) as connection:
+    with Cycle(app, forwarding_rules(mom=mom)) as cycle, connect(mom) as connection:
         (work,) = cycle.open()
         store(chunk_of(work, rows=1))
         arm("mom_insert", wait)
@@ -87,7 +87,7 @@ def test_first_watermarks_are_made_by_one_delivery_at_a_time(app: Dsn, mom: Dsn)
     with connect(app) as connection, connect(mom) as holder:
         send(connection, "x")
         impatient = Dsn(mom.conninfo, bounds=Bounds(lock_seconds=0.2))
-        with Cycle(app, policy(mom=mom)) as cycle:
+        with Cycle(app, forwarding_rules(mom=mom)) as cycle:
             (work,) = cycle.open()
             inbox = PostgresInbox("mom", impatient)
             with holder.transaction():
@@ -104,7 +104,10 @@ def test_the_owner_before_is_fenced_also_where_the_new_one_found_everything_stor
     with connect(app) as connection:
         for number in range(10):
             send(connection, str(number), key="k")
-    with Cycle(app, policy(mom=mom)) as zombie, Cycle(app, policy(mom=mom)) as owner:
+    with (
+        Cycle(app, forwarding_rules(mom=mom)) as zombie,
+        Cycle(app, forwarding_rules(mom=mom)) as owner,
+    ):
         (old,) = zombie.open()
         chunk = chunk_of(old)
         zombie.deliver()
@@ -123,7 +126,7 @@ def test_at_least_once_raises_the_epoch_and_leaves_the_position(app: Dsn, mom: D
     """A route that becomes exactly_once must not find its messages stored already."""
     with connect(app) as connection:
         send(connection, "x", key="k")
-    with Cycle(app, policy("at_least_once", mom=mom)) as cycle:
+    with Cycle(app, forwarding_rules("at_least_once", mom=mom)) as cycle:
         cycle.run()
     own = f"SELECT DISTINCT epoch FROM saf.watermark WHERE lane = '{AGAIN}' AND position > 0"
     moved = (
@@ -143,7 +146,7 @@ def test_a_batch_is_the_same_one_whatever_the_time_zones_of_its_databases(
             connection.execute(f"ALTER DATABASE {dsn.database} SET timezone = '{zone}'")
     with connect(app) as connection:
         send(connection, "x")
-        with Cycle(app, policy(mom=mom)) as cycle:
+        with Cycle(app, forwarding_rules(mom=mom)) as cycle:
             cycle.run()
         ((opened,),) = fetch(
             connection, "SELECT DISTINCT opened_at FROM saf.cursor WHERE batch > 0"
@@ -178,7 +181,7 @@ def test_what_a_destination_says_of_messages_is_shown_without_the_password(
         send(connection, "x")
         store.execute("ALTER TABLE saf.inbox ADD CONSTRAINT hunter2 CHECK (body IS NULL)")
     inbox = PostgresInbox("mom", Dsn(f"{mom.conninfo} password=hunter2"))
-    with Cycle(app, policy(mom=mom)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom)) as cycle:
         (work,) = cycle.open()
         with pytest.raises(Rejected) as caught:
             inbox.store(chunk_of(work), exactly_once=True)
@@ -190,7 +193,7 @@ def test_what_a_source_says_to_its_reader_is_shown_without_the_password(app: Dsn
     with connect(app) as connection:
         send(connection, "x")
     secret = Dsn(f"{app.conninfo} password=hunter2")
-    with Cycle(app, policy(mom=mom)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom)) as cycle:
         (work,) = cycle.open()
         with pytest.raises(Unavailable) as caught:
             list(read(replace(work, dsn=secret), "SELECT CAST('hunter2' AS integer)"))

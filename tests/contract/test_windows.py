@@ -21,7 +21,7 @@ from saf.forwarding import broker
 from saf.log.columns import UNCOMMON
 from saf.log.cursor import Batch
 from saf.log.ring import SLOT_ROWS
-from tests.pipeline import Cycle, bodies, connect, policy, send
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, send
 
 INSERT = "INSERT INTO saf.outbox (to_service, key, body) VALUES ('billing', %s, %s)"
 FILL = """
@@ -74,7 +74,7 @@ def test_a_scattered_log_is_read_as_if_it_had_been_sorted(app: Dsn, mom: Dsn, se
         connection.execute(TO_THE_SLOTS_END, [SLOT_ROWS - 2200])
         scatter(app, seed)
         late.execute(INSERT, ["late", b"of a transaction that ends after the first batch"])
-        with Cycle(app, policy(mom=mom)) as cycle:
+        with Cycle(app, forwarding_rules(mom=mom)) as cycle:
             cycle.run()
             late.commit()
             scatter(app, seed + 100)
@@ -104,7 +104,7 @@ def test_where_too_much_would_be_held_back_the_rest_is_sorted(
         connection.execute("DELETE FROM saf.outbox WHERE id % 2 = 0 AND id > 100")
         connection.execute("VACUUM saf.outbox")
         connection.execute(FILL, [150])
-        with Cycle(app, policy(mom=mom)) as cycle:
+        with Cycle(app, forwarding_rules(mom=mom)) as cycle:
             (work,) = cycle.open()
             scattered: list[windows.NotInWindows] = []
 
@@ -141,7 +141,7 @@ def test_what_most_messages_do_not_have_is_read_where_some_do(app: Dsn, mom: Dsn
             connection.execute(
                 f"INSERT INTO saf.outbox (to_service, body, {column}) VALUES ('x', '', %s)", [value]
             )
-            with Cycle(app, policy(mom=mom)) as cycle:
+            with Cycle(app, forwarding_rules(mom=mom)) as cycle:
                 (work,) = cycle.open()
                 rows = read(work)
                 assert rows.equals(read(replace(work, deep=False)))
@@ -153,7 +153,7 @@ def test_what_most_messages_do_not_have_is_read_where_some_do(app: Dsn, mom: Dsn
 def test_a_row_that_is_moved_while_the_log_is_read_is_read_once(app: Dsn, mom: Dsn) -> None:
     with connect(app) as connection:
         connection.execute(FILL, [2000])
-        with Cycle(app, policy(mom=mom)) as cycle:
+        with Cycle(app, forwarding_rules(mom=mom)) as cycle:
             (work,) = cycle.open()
             work = replace(work, keep=True)  # the second time, on the connection of the first
             before = read(work)
@@ -170,7 +170,7 @@ def test_without_a_snapshot_to_rely_on_the_source_sorts(
     monkeypatch.setattr("saf.engine.source.ONE_SNAPSHOT", "SELECT 1")
     with connect(app) as connection:
         connection.execute(FILL, [300])
-        with Cycle(app, policy(mom=mom)) as cycle, app.connect(role="test") as one:
+        with Cycle(app, forwarding_rules(mom=mom)) as cycle, app.connect(role="test") as one:
             (work,) = cycle.open()
             with pytest.raises(windows.NotInWindows):
                 windows.survey(one.cursor(), work.batch)
@@ -181,7 +181,7 @@ def test_a_task_whose_shards_have_nothing_is_complete(app: Dsn, mom: Dsn) -> Non
     with connect(app) as connection:
         for number in range(300):
             send(connection, str(number), key="the only one")
-        with Cycle(app, policy(mom=mom)) as cycle:
+        with Cycle(app, forwarding_rules(mom=mom)) as cycle:
             works = [replace(work, deep=True) for work in cycle.open(parts=3)]
             assert sorted(len(list(messages(work, MAX_BYTES))) > 0 for work in works) == [
                 False,
@@ -205,7 +205,7 @@ def test_large_bodies_make_windows_of_fewer_pages(
         for slot in range(8):
             connection.execute(f"ALTER TABLE saf.outbox_{slot} ALTER body SET STORAGE EXTERNAL")
         connection.execute(LARGE, [400])
-        with Cycle(app, policy(mom=mom)) as cycle, app.connect(role="test") as one:
+        with Cycle(app, forwarding_rules(mom=mom)) as cycle, app.connect(role="test") as one:
             (work,) = cycle.open()
             one.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
             found = windows.survey(one.cursor(), work.batch)
@@ -218,7 +218,7 @@ def test_large_bodies_make_windows_of_fewer_pages(
 def test_a_window_is_read_by_its_pages_alone(app: Dsn, mom: Dsn) -> None:
     with connect(app) as connection, app.connect(role="test") as open_:
         open_.execute(INSERT, ["k", b"in progress at the end of the first batch"])
-        with Cycle(app, policy(mom=mom)) as cycle:
+        with Cycle(app, forwarding_rules(mom=mom)) as cycle:
             for _ in range(2):
                 connection.execute(FILL, [1000])
                 (work,) = cycle.open()
@@ -237,7 +237,7 @@ def test_nothing_is_sorted_at_the_source(app: Dsn, mom: Dsn) -> None:
         for setting in ("work_mem", "temp_file_limit"):
             connection.execute(f"ALTER DATABASE {connection.info.dbname} SET {setting} = '64kB'")
         connection.execute(FILL, [3000])
-        with Cycle(app, policy(mom=mom)) as cycle:
+        with Cycle(app, forwarding_rules(mom=mom)) as cycle:
             (work,) = cycle.open()
             assert read(work).num_rows == 3000
             with pytest.raises(Unavailable, match="temporary file size"):
@@ -258,7 +258,7 @@ def test_the_forwarder_reads_what_is_deep_in_windows_and_delivers_it_in_order(
     monkeypatch.setattr("saf.engine.source.survey", counted)
     with connect(app) as connection:
         connection.execute(FILL, [2000])
-    with Cycle(app, policy(mom=mom, chunk_rows=300)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom, chunk_rows=300)) as cycle:
         receipts = cycle.run()
     assert sum(receipt.messages for receipt in receipts) == 2000
     assert [int(body.rstrip(".")) for body in bodies(mom)] == list(range(1, 2001))
@@ -274,7 +274,7 @@ def test_how_deep_a_backlog_is_is_known_by_what_a_few_shards_hold(
     monkeypatch.setattr(broker, "DEEP", at_least)
     with connect(app) as connection:
         connection.execute(FILL, [1000])
-    with Cycle(app, policy(mom=mom)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom)) as cycle:
         (work,) = cycle.open()
         assert work.much
         assert work.deep is is_deep

@@ -24,7 +24,7 @@ from saf.setaside import dead, parking
 
 
 def watermark_not_moved(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(postgresql, "MOVE", "SELECT 1")
+    patch.setattr(postgresql, "MOVE_MARKS", "SELECT 1")
 
 
 def watermark_moved_and_a_row_not_stored(patch: pytest.MonkeyPatch) -> None:
@@ -36,7 +36,7 @@ def marked_before_sent(patch: pytest.MonkeyPatch) -> None:
     store = Storing.store
 
     def early(self: Storing, part: Any, mark: tuple[int, int], aside: Aside) -> None:
-        self.at_source(lambda source: cursor.advance(source, self.work.batch, mark[1]))
+        self.source_session(lambda source: cursor.advance(source, self.work.batch, mark[1]))
         store(self, part, mark, aside)
 
     patch.setattr(Storing, "store", early)

@@ -17,7 +17,7 @@ from saf.engine.work import Receipt, Work
 from saf.errors import Fenced, Unavailable
 from saf.operating.maintenance import purge_broker
 from saf.setaside import parking
-from tests.pipeline import Cycle, policy
+from tests.pipeline import Cycle, forwarding_rules
 from tests.programs import BIN, configuration, environment
 
 LEASE_SECONDS = 1.0
@@ -47,7 +47,7 @@ def forwarder(app: Dsn, destinations: Mapping[str, Dsn], chunk_rows: int, skewed
     hurry()
     if skewed:
         an_hour_ahead()
-    rules = policy("exactly_once", chunk_rows, **destinations)
+    rules = forwarding_rules("exactly_once", chunk_rows, **destinations)
     cycle = Forwarding(app, rules, lease_seconds=LEASE_SECONDS)
     while True:
         try:

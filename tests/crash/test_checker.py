@@ -16,7 +16,7 @@ import pytest
 
 from saf import Outbox
 from saf.database import Dsn
-from saf.engine.at_source import AtSource
+from saf.engine.source_session import SourceSession
 from saf.engine.storing import Storing
 from saf.errors import Fenced
 from saf.failpoints import arm
@@ -29,7 +29,7 @@ from tests.crash.talks import DESK, STOCK, hear, hear_and_answer, introduce, tal
 from tests.crash.writers import ACCOUNTS, TABLES, _count_up
 from tests.destinations import NOWHERE
 from tests.dying import Crash, crash
-from tests.pipeline import Cycle, connect, let_time_pass, policy
+from tests.pipeline import Cycle, connect, forwarding_rules, let_time_pass
 from tests.receivers import consume
 
 
@@ -58,7 +58,7 @@ class World:
 
     def cycle(self, **destinations: Dsn) -> Cycle:
         stores = {"mom": self.mom, "other": self.other, **destinations}
-        rules = policy("exactly_once", 100, **stores)
+        rules = forwarding_rules("exactly_once", 100, **stores)
         return Cycle(self.app, rules)
 
     def forward(self, times: int = 1, **destinations: Dsn) -> None:
@@ -96,7 +96,7 @@ class World:
     def hear(self) -> None:
         """All that has been said to the MOM store; and at the application, its answers."""
         consume(self.mom, 1, STOCK, hear_and_answer)
-        with Cycle(self.mom, policy("exactly_once", 100, app=self.app)) as back:
+        with Cycle(self.mom, forwarding_rules("exactly_once", 100, app=self.app)) as back:
             back.run()
         consume(self.app, 1, DESK, hear)
 
@@ -178,13 +178,13 @@ def a_crash_after_a_poison_message(world: World) -> None:
 
 
 def a_commit_at_the_source_without_answer(world: World) -> None:
-    at_source = AtSource.__call__
+    source_session = SourceSession.__call__
 
-    def twice(self: AtSource, write: Callable[[psycopg.Connection[Any]], Any]) -> Any:
-        at_source(self, write)
-        return at_source(self, write)
+    def twice(self: SourceSession, write: Callable[[psycopg.Connection[Any]], Any]) -> Any:
+        source_session(self, write)
+        return source_session(self, write)
 
-    world.patch.setattr(AtSource, "__call__", twice)
+    world.patch.setattr(SourceSession, "__call__", twice)
     a_poison_message(world)
 
 
@@ -212,23 +212,23 @@ def at_most_once_and_a_pause_before_the_store(world: World) -> None:
 
 
 def a_pause_before_the_mark_and_a_late_committer(world: World) -> None:
-    at_source = AtSource.__call__
+    source_session = SourceSession.__call__
     marks: list[Callable[[], None]] = []
 
-    def paused(self: AtSource, write: Callable[[psycopg.Connection[Any]], Any]) -> Any:
+    def paused(self: SourceSession, write: Callable[[psycopg.Connection[Any]], Any]) -> Any:
         if not write.__qualname__.endswith("settle") or marks:
-            return at_source(self, write)
+            return source_session(self, write)
 
         def mark() -> None:
             with suppress(Fenced):
-                at_source(self, write)
+                source_session(self, write)
             self.close()
 
         marks.append(mark)
         world.take_over()
         raise Crash
 
-    world.patch.setattr(AtSource, "__call__", paused)
+    world.patch.setattr(SourceSession, "__call__", paused)
     with world.late("orders-0"):
         world.send("orders-1", 3)
         with suppress(Crash):

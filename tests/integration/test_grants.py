@@ -33,7 +33,7 @@ from saf.routing_service import RoutingService
 from saf.setaside import dead
 from tests import dialogs
 from tests.hub import DEPARTURES, Hub
-from tests.pipeline import Cycle, bodies, connect, policy, send
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, send
 from tests.programs import configuration
 from tests.programs import saf as run_saf
 
@@ -418,7 +418,7 @@ def test_a_forwarder_forwards_from_source_to_destination(
         for number in range(10):
             send(connection, str(number), key="k")
     source, destination = granted(app, "forwarder"), granted(mom, "forwarder")
-    rules = policy(quality, 3, mom=destination)
+    rules = forwarding_rules(quality, 3, mom=destination)
     with Cycle(source, rules) as one, Cycle(source, rules) as two:
         one.run()
         for cycle in (two, one, two):  # the one gives half of its shards to the other
@@ -581,7 +581,7 @@ def test_a_forwarder_tells_a_dialog_that_leads_nowhere_and_who_answers_is_learne
         add_router(connection, "departures", "python", "tests.classifiers:by_text")
     dialogs.begin(app, "nobody", to_service="departures")
     dialogs.begin(app, dialogs.WAREHOUSE, to_service="departures")
-    with Cycle(granted(app, "forwarder"), policy(mom=mom)) as cycle:
+    with Cycle(granted(app, "forwarder"), forwarding_rules(mom=mom)) as cycle:
         cycle.run()
 
     def answer(connection: psycopg.Connection[Any], message: saf.Received) -> None:
@@ -657,15 +657,15 @@ def test_a_forwarder_without_rights_is_told_the_command_and_gives_no_message_up(
     with connect(app) as connection:
         send(connection, "kept")
     with (
-        Cycle(granted(app, "writer"), policy(mom=mom)) as cycle,
+        Cycle(granted(app, "writer"), forwarding_rules(mom=mom)) as cycle,
         pytest.raises(ConfigurationError, match=r"permission denied for table.*saf grant --role"),
     ):
         cycle.run()
-    with Cycle(app, policy(mom=granted(mom, "writer"))) as cycle:
+    with Cycle(app, forwarding_rules(mom=granted(mom, "writer"))) as cycle:
         receipts = cycle.run()
     assert {r.error_kind for r in receipts if r.error} == {"ConfigurationError"}
     assert any("saf grant --role" in r.error for r in receipts if r.error)
-    with Cycle(app, policy(mom=granted(mom, "forwarder"))) as cycle:
+    with Cycle(app, forwarding_rules(mom=granted(mom, "forwarder"))) as cycle:
         cycle.run()
     assert bodies(mom) == ["kept"]
 

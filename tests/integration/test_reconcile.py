@@ -23,7 +23,7 @@ from saf.repair.reconcile import Outcome, missing, reconcile
 from saf.repair.reconcile.sides import read_both
 from saf.routing.routes import add_route, add_topic, remove_topic
 from saf.setaside import dead
-from tests.pipeline import Cycle, connect, forward, policy
+from tests.pipeline import Cycle, connect, forward, forwarding_rules
 from tests.programs import configuration, saf, send
 from tests.sizes import sized
 
@@ -242,7 +242,7 @@ def test_what_is_parked_dead_or_discarded_is_not_lost(app: Dsn, mom: Dsn, other:
 
 def test_what_is_stored_and_not_marked_is_in_flight(app: Dsn, mom: Dsn) -> None:
     send(app, 50)
-    with Cycle(app, policy("exactly_once", 1000, mom=mom)) as cycle:
+    with Cycle(app, forwarding_rules("exactly_once", 1000, mom=mom)) as cycle:
         cycle.open()
         cycle.deliver()
         execute(app, "UPDATE saf.cursor SET position = 0")
@@ -279,7 +279,7 @@ def test_there_is_no_false_alarm_while_messages_are_sent_and_forwarded(
                     [service],
                 )
 
-    rules = policy("exactly_once", 50, mom=mom, other=other)
+    rules = forwarding_rules("exactly_once", 50, mom=mom, other=other)
     in_flight = 0
     with Cycle(app, rules) as cycle:
         threads = [until_over(write), until_over(write), until_over(cycle.run)]

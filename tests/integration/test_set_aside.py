@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from saf.database import Dsn
-from tests.pipeline import Cycle, bodies, connect, policy, send
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, send
 from tests.programs import configuration, saf
 
 NOWHERE = Dsn("host=/nonexistent dbname=other")
@@ -34,7 +34,7 @@ def aside(app: Dsn, mom: Dsn) -> None:
         )
         for body in ("x", "y", "x"):
             send(connection, body, key="[/]")
-        with Cycle(app, policy(mom=mom, other=NOWHERE)) as cycle:
+        with Cycle(app, forwarding_rules(mom=mom, other=NOWHERE)) as cycle:
             cycle.run()
         # a command may take longer to start than the first wait
         connection.execute("UPDATE saf.backoff SET next_attempt_at = now() + interval '1 h'")
@@ -89,7 +89,7 @@ def test_dead_letters_are_listed_shown_retried_and_discarded(
     assert answer("dead", "list", config=config)["dead_letters"] == []
     with connect(mom) as store:
         store.execute("ALTER TABLE saf.inbox DROP CONSTRAINT polite")
-    with Cycle(app, policy(mom=mom)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom)) as cycle:
         cycle.run()
     assert bodies(mom) == ["y", "x"]
 

@@ -22,7 +22,7 @@ from saf.errors import MissingExtra, UsageError
 from saf.testing import Clock, Copies, Database, Drain, DrainFailed, Sent
 from saf.testing.clock import MOVED, let_time_pass
 from saf.testing.databases import PREFIX, embedded_server
-from tests.pipeline import Cycle, connect, policy
+from tests.pipeline import Cycle, connect, forwarding_rules
 from tests.programs import BIN, ROOT, environment
 from tests.receivers import dead
 
@@ -288,7 +288,7 @@ def test_what_has_left_is_not_pending_even_before_its_batch_is_closed(
 ) -> None:
     sent = Sent(database)
     send(database, "1", "2")
-    with Cycle(database.dsn, policy(mom=mom)) as cycle:
+    with Cycle(database.dsn, forwarding_rules(mom=mom)) as cycle:
         cycle.open()
         assert len(sent.all()) == 2
         receipts = cycle.deliver()
@@ -460,7 +460,7 @@ def test_the_clock_moves_exactly_what_the_page_says(billing: Database, mom: Dsn)
     Drain(billing)(worker(billing), errors="park")
     with billing.connect() as connection:
         saf.begin_dialog(connection, from_service="billing", to_service="shop", lifetime=3600)
-    with Cycle(billing.dsn, policy(mom=mom)) as member:
+    with Cycle(billing.dsn, forwarding_rules(mom=mom)) as member:
         member.open()
         before = moments(billing)
         Clock([billing]).move(minutes=30)
@@ -481,7 +481,7 @@ def test_the_clock_moves_exactly_what_the_page_says(billing: Database, mom: Dsn)
 
 
 def test_a_lease_that_is_not_renewed_ends(database: Database, mom: Dsn) -> None:
-    rules = policy(mom=mom)
+    rules = forwarding_rules(mom=mom)
     with Cycle(database.dsn, rules) as first, Cycle(database.dsn, rules) as second:
         first.open()
         let_time_pass(database.dsn, timedelta(minutes=1))

@@ -21,7 +21,7 @@ from saf.broker.grants import Kind, grant
 from saf.broker.migrate import migrate
 from saf.database import Dsn, fetch
 from saf.errors import Unavailable
-from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
 from tests.programs import saf
 
 # the embedded servers are built without TLS
@@ -143,14 +143,14 @@ def test_messages_go_encrypted_all_the_way_and_each_driver_shows_its_certificate
     server: Server,
 ) -> None:
     app, mom = server.dsn(server.app), server.dsn(server.mom)
-    ways: list[Callable[[Dsn], object]] = [by_psycopg, by_sqlalchemy, by_adbc]
-    assert [way(app) for way in ways] == [ENCRYPTED] * 3
+    matches: list[Callable[[Dsn], object]] = [by_psycopg, by_sqlalchemy, by_adbc]
+    assert [match(app) for match in matches] == [ENCRYPTED] * 3
     parts = {name: value for name, value in app.parts.items() if name not in ("host", "port")}
     url = Dsn(f"postgresql://{HOST}:{server.port}/?{urlencode(parts)}")
-    assert [way(url) for way in ways] == [ENCRYPTED] * 3
+    assert [match(url) for match in matches] == [ENCRYPTED] * 3
     with app.connect(role="test") as connection:
         Outbox().send(connection, "billing", "secret")
-    with Cycle(app, policy(mom=mom)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom)) as cycle:
         cycle.run()
     assert bodies(server.mom) == ["secret"]
 
@@ -175,12 +175,12 @@ def test_who_is_not_who_it_should_be_is_refused_by_its_cause(
         Outbox(allow_autocommit=True).send(connection, "billing", "kept")
     for settings, cause in REFUSALS:
         refused = server.dsn(server.mom, **settings)
-        for way in (by_psycopg, by_sqlalchemy):
+        for match in (by_psycopg, by_sqlalchemy):
             with pytest.raises(Unavailable, match=cause) as caught:
-                way(refused)
+                match(refused)
             assert "\n" not in str(caught.value)
         let_time_pass(server.app)
-        with Cycle(server.app, policy(mom=refused)) as cycle:
+        with Cycle(server.app, forwarding_rules(mom=refused)) as cycle:
             (error,) = (receipt.error for receipt in cycle.run() if receipt.error)
         what = "refuses the login" if cause in BY_THE_SERVER else "is unavailable"
         assert error.startswith(f"destination 'mom' {what}")
@@ -189,7 +189,7 @@ def test_who_is_not_who_it_should_be_is_refused_by_its_cause(
     assert done.returncode == 2
     assert "no encryption" in done.stderr
     assert len(done.stderr.splitlines()) == 1
-    with Cycle(server.app, policy(mom=server.dsn(server.mom))) as cycle:
+    with Cycle(server.app, forwarding_rules(mom=server.dsn(server.mom))) as cycle:
         let_time_pass(server.app)
         cycle.run()
     assert bodies(server.mom) == ["kept"]
@@ -199,8 +199,8 @@ def test_required_tls_is_used_without_a_ca_and_missed_where_the_server_has_none(
     server: Server, own_server: EmbeddedServer
 ) -> None:
     required = server.dsn(server.app, sslmode="require", sslrootcert="")
-    ways: list[Callable[[Dsn], object]] = [by_psycopg, by_sqlalchemy, by_adbc]
-    assert [way(required) for way in ways] == [ENCRYPTED] * 3
+    matches: list[Callable[[Dsn], object]] = [by_psycopg, by_sqlalchemy, by_adbc]
+    assert [match(required) for match in matches] == [ENCRYPTED] * 3
     with connect(server.app) as connection:
         connection.execute("ALTER SYSTEM SET ssl = off")
         connection.execute("SELECT pg_reload_conf()")

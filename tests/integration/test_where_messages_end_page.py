@@ -28,7 +28,7 @@ from saf.setaside.dropped import Reason
 from tests.destinations import NOWHERE
 from tests.dialogs import SHOP, WAREHOUSE, begin, prepare, put, receive
 from tests.dying import Crash, crash
-from tests.pipeline import Cycle, connect, drain, policy
+from tests.pipeline import Cycle, connect, drain, forwarding_rules
 from tests.programs import BIN, ROOT, configuration, run, saf
 
 PAGE = (ROOT / "docs" / "where-messages-end.md").read_text()
@@ -54,7 +54,7 @@ def table(heading: str) -> list[str]:
 
 
 def forward(app: Dsn, mom: Dsn) -> None:
-    rules = replace(policy("exactly_once", 100, mom=mom, down=NOWHERE), max_bytes=1024)
+    rules = replace(forwarding_rules("exactly_once", 100, mom=mom, down=NOWHERE), max_bytes=1024)
     with Cycle(app, rules) as cycle:
         cycle.default = None
         drain(cycle)

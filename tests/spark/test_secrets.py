@@ -40,7 +40,7 @@ from saf.engine.source import messages
 from saf.errors import ConfigurationError, SafError, Unavailable
 from saf.forwarding.forwarder import Forwarder
 from saf.spark.runner import SparkRunner
-from tests.pipeline import Cycle, connect, policy
+from tests.pipeline import Cycle, connect, forwarding_rules
 from tests.programs import BIN, environment, last_json, run, send
 
 CANARY = "canaryH3rQ9vWz"
@@ -355,7 +355,7 @@ def test_errors_and_their_tracebacks_with_variables_do_not_hold_the_password(
 
 
 def _forward(app: Dsn, mom: Dsn) -> None:
-    with Cycle(app, policy(mom=mom)) as cycle:
+    with Cycle(app, forwarding_rules(mom=mom)) as cycle:
         cycle.run()
 
 
@@ -386,7 +386,7 @@ def test_nothing_that_holds_the_password_shows_it_when_printed(
     app, mom = locked.dsns()
     settings = load(configure(tmp_path, {"app": app}, {"mom": mom}))
     send(locked.owner, 5)
-    rules = policy(mom=mom)
+    rules = forwarding_rules(mom=mom)
     with Cycle(app, rules) as cycle:
         (work,) = cycle.open()
         delivery = Delivery(0, work, rules)

@@ -53,10 +53,10 @@ class SettingAside(Forwarding):
         """It does again."""
         self.world.know(store, service)
 
-    @rule(service=PLAIN, ways=ELSEWHERE)
-    def lead_elsewhere(self, service: str, ways: tuple[str, ...]) -> None:
+    @rule(service=PLAIN, matches=ELSEWHERE)
+    def lead_elsewhere(self, service: str, matches: tuple[str, ...]) -> None:
         """Another route leads from a service, or none."""
-        self.world.lead(service, SERVICES[service][0], ways)
+        self.world.lead(service, SERVICES[service][0], matches)
 
     @precondition(lambda self: self.world.routes != SERVICES)
     @rule(service=PLAIN)

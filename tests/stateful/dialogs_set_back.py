@@ -26,7 +26,7 @@ from saf.dialogs.statements import Code
 from saf.errors import DialogEnded
 from tests import set_backs
 from tests.dialogs import ERROR, SHOP, WAREHOUSE, prepare
-from tests.pipeline import Cycle, connect, policy
+from tests.pipeline import Cycle, connect, forwarding_rules
 from tests.set_backs import MEMORY, Two
 from tests.stateful.backups import Backups
 from tests.stateful.repairs import A_YEAR, NoWayOut, Person
@@ -70,7 +70,7 @@ class Couple(Two):
         """What is pending at both arrives."""
         for source, there in ((self.shop, self.warehouse), (self.warehouse, self.shop)):
             destinations = {there.service: there.dsn}
-            with Cycle(source.dsn, policy("exactly_once", 1000, **destinations)) as cycle:
+            with Cycle(source.dsn, forwarding_rules("exactly_once", 1000, **destinations)) as cycle:
                 cycle.default = None
                 while receipts := cycle.run():
                     refused = [one.error for one in receipts if one.error]

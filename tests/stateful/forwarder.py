@@ -18,14 +18,14 @@ import pytest
 
 from saf.database import Dsn
 from saf.destinations.postgresql import PostgresInbox
-from saf.engine.at_source import AtSource
 from saf.engine.delivery import Delivery
 from saf.engine.source import messages
+from saf.engine.source_session import SourceSession
 from saf.engine.work import Receipt
 from saf.errors import Fenced, SafError, Unavailable
 from saf.failpoints import arm
 from saf.log.shards import Member
-from saf.testing.cycle import Cycle, policy
+from saf.testing.cycle import Cycle, forwarding_rules
 
 EXPECTED = (None, Fenced.__name__, Unavailable.__name__)
 """How a task may end where nothing was set back."""
@@ -41,7 +41,7 @@ OUTSIDE = ("mom_commit", "mark_commit", "set_aside", "unpark_commit", "chosen")
 """Fail points at which the process is in no transaction."""
 INSIDE = ("mom_insert", "mark_forwarded", "routed", "unpark")
 """Those at which one is open, which is rolled back when the process dies."""
-BEFORE = {"before_store": (PostgresInbox, "store"), "before_write": (AtSource, "__call__")}
+BEFORE = {"before_store": (PostgresInbox, "store"), "before_write": (SourceSession, "__call__")}
 """Places where the process is about to do something, and may be late."""
 UNHEARD = "answer_lost"
 """What is written at the source is written, and the process does not learn it."""
@@ -77,7 +77,7 @@ class Forwarder:
     ) -> None:
         self.app = app
         self.stores = dict(stores)
-        rules = policy("exactly_once", CHUNK_ROWS, **stores)
+        rules = forwarding_rules("exactly_once", CHUNK_ROWS, **stores)
         self.cycle = Cycle(app, rules, lease_seconds=AN_HOUR)
         self.cycle.default = None
         self.left: list[int] = []
@@ -91,7 +91,7 @@ class Forwarder:
         if self.busy:
             return
         there = {name: NOWHERE if name in down else dsn for name, dsn in self.stores.items()}
-        self.cycle.rules = policy("exactly_once", CHUNK_ROWS, **there)
+        self.cycle.rules = forwarding_rules("exactly_once", CHUNK_ROWS, **there)
         # as if it were time to renew the lease and to look at the fair share
         self.cycle.broker._renewed = 0.0
         try:
@@ -219,13 +219,13 @@ def _late(patch: pytest.MonkeyPatch, point: str, times: int, action: Callable[[]
 
 def _unheard(patch: pytest.MonkeyPatch, _: str, times: int, __: Callable[[], None]) -> None:
     """The answer to a commit gets lost, so the same is written once more."""
-    whole = AtSource.__call__
+    whole = SourceSession.__call__
     left = [times]
 
-    def twice(self: AtSource, write: Callable[[psycopg.Connection[Any]], Any]) -> Any:
+    def twice(self: SourceSession, write: Callable[[psycopg.Connection[Any]], Any]) -> Any:
         left[0] -= 1
         if left[0] == 0:
             whole(self, write)
         return whole(self, write)
 
-    patch.setattr(AtSource, "__call__", twice)
+    patch.setattr(SourceSession, "__call__", twice)

@@ -32,7 +32,7 @@ class Sent:
     key: str
     number: int
     """Its place among those of its key."""
-    ways: set[str]
+    matches: set[str]
     """Destinations that routes may have led it to."""
     qualities: set[str]
     """Of the routes that it may have gone by."""
@@ -97,7 +97,7 @@ class Truth:
         self,
         service: str,
         key: str,
-        ways: Iterable[str],
+        matches: Iterable[str],
         quality: str,
         *,
         topic: bool,
@@ -112,7 +112,7 @@ class Truth:
             service=service,
             key=key,
             number=number,
-            ways=set(ways),
+            matches=set(matches),
             qualities={quality},
             topic=topic,
             poison=poison,
@@ -165,7 +165,7 @@ class Truth:
             newer = {
                 it.name for it in self.committed if it.key == one.key and it.number > one.number
             }
-            passed = any(newer & {*seen.stored[there]} for there in one.ways)
+            passed = any(newer & {*seen.stored[there]} for there in one.matches)
             if not one.may_vanish and (passed or not one.out_of_turn):
                 found.append(f"lost until somebody compared: {one.name}")
             one.out_of_turn = True
@@ -192,7 +192,7 @@ class Truth:
             gone = {there for there in one.discarded if (one.name, there) not in dead}
             buried = {there for name, there in dead if name == one.name}
             if one.topic:
-                for there in one.ways:
+                for there in one.matches:
                     ends = (there in stored) + bool({there, ""} & (gone | buried))
                     found += self._ends(f"{one.name} at {there}", ends, one)
             else:
@@ -214,7 +214,7 @@ class Truth:
                 yield f"unexpected: {name}"
         for there, names in seen.stored.items():
             for name in names:
-                if name in self.sent and there not in self.sent[name].ways:
+                if name in self.sent and there not in self.sent[name].matches:
                     yield f"led astray: {name} at {there}"
 
     def _too_often(self, seen: Seen) -> Iterator[str]:

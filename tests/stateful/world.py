@@ -132,11 +132,11 @@ class World:
         mortal: bool = False,
     ) -> Sent:
         """Send one message."""
-        quality, ways = self.routes[service]
+        quality, matches = self.routes[service]
         one = self.truth.new(
             service,
             key,
-            ways or SERVICES[service][1],
+            matches or SERVICES[service][1],
             quality,
             topic=service == TOPIC,
             # what goes at most once may go with its neighbours, so there is no poison among them
@@ -241,20 +241,20 @@ class World:
         self.stores[store].person.execute("DELETE FROM saf.service WHERE name = %s", [service])
         self.forgotten.add((store, service))
 
-    def lead(self, service: str, quality: str, ways: tuple[str, ...]) -> None:
+    def lead(self, service: str, quality: str, matches: tuple[str, ...]) -> None:
         """Routes lead from a service elsewhere, or nowhere."""
-        self.routes[service] = (quality, ways)
+        self.routes[service] = (quality, matches)
         with self.app.person.transaction():
             self._lead(service)
         for one in self.truth.sent.values():
             if one.service == service:
-                one.ways.update(ways)
+                one.matches.update(matches)
                 one.qualities.add(quality)
 
     def _lead(self, service: str) -> None:
-        quality, ways = self.routes[service]
+        quality, matches = self.routes[service]
         self.app.person.execute("DELETE FROM saf.route WHERE service = %s", [service])
-        for destination in ways:
+        for destination in matches:
             self.app.person.execute(ROUTE, [service, destination, quality])
 
     def attempts_are_due(self) -> None:
@@ -321,8 +321,8 @@ class World:
         for forwarder in [*self.forwarders]:
             self.dies(forwarder)
         self.down.clear()
-        for service, (quality, ways) in SERVICES.items():
-            self.lead(service, quality, ways)
+        for service, (quality, matches) in SERVICES.items():
+            self.lead(service, quality, matches)
             for store in self.stores:
                 self.know(store, service)
 

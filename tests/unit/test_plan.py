@@ -13,7 +13,7 @@ from saf.database import Dsn
 from saf.engine.work import Work
 from saf.forwarding.plan import plan
 from saf.log.cursor import Batch
-from saf.routing.ways import Routes
+from saf.routing.matching import Routes
 
 NOBODY = UUID(int=0)
 

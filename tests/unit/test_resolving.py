@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saf.engine.classifying import as_answers
+from saf.engine.matcher import Matcher
 from saf.engine.resolving import MAX_HOPS, Resolver
-from saf.engine.wayfinder import Wayfinder
-from saf.routing.resolutions import Resolved
-from saf.routing.ways import KEY, MESSAGE, PYTHON, Route, Router, Routes
+from saf.routing.matching import KEY, MESSAGE, PYTHON, Route, Router, Routes
+from saf.routing.resolved import Resolved
 
 ROUTERS = ["a", "b", "c"]
 SERVICES = ["x", "y"]
@@ -109,7 +109,7 @@ def test_a_chunk_is_resolved_as_its_messages_would_be_one_by_one(
         for name in ROUTERS
     ]
     routes = Routes(routes=tuple(Route(service=name, destination="mom") for name in SERVICES))
-    resolver = Resolver(routers, Wayfinder(routes), Memory())
+    resolver = Resolver(routers, Matcher(routes), Memory())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resolver, "_asked", classify)
         resolution = resolver.resolve(as_table(some))

@@ -32,8 +32,8 @@ import psycopg
 from saf.destinations.marks import NOTHING, Mark, Place, compare
 from saf.repair.reconcile.sides import Side
 from saf.repair.set_back import known_at, remembered
+from saf.routing.matching import Routes
 from saf.routing.routes import versions
-from saf.routing.ways import Routes
 
 RoutesOf = Callable[[psycopg.Connection[Any]], Routes]
 """What says where a source's messages go now."""
@@ -141,8 +141,8 @@ def set_back_copies(
 
 def copied_to(routes: Routes, service: str, broker: UUID | None = None) -> tuple[str, ...]:
     """The destinations that each get a message; none of routes that share, which get some each."""
-    way = routes.way(service, str(broker) if broker else None)
-    return way.destinations if way and not way.shared else ()
+    match = routes.match(service, str(broker) if broker else None)
+    return match.destinations if match and not match.shared else ()
 
 
 def _reached(marks: Mapping[Place, Mark], behind: Iterable[Place]) -> dict[int, datetime | None]:

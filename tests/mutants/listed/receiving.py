@@ -8,7 +8,7 @@ CLAIM, RECEIVE, DELIVERY, LANES = (
     "saf/receiving/claim.py",
     "saf/receiving/receive.py",
     "saf/receiving/delivery.py",
-    "saf/receiving/lanes.py",
+    "saf/receiving/retries.py",
 )
 PROCESSORS, LOOP, INBOX = (
     "saf/receiving/processors.py",

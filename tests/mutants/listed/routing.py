@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
-WAYS, ROUTES, CHOICES = "saf/routing/ways.py", "saf/routing/routes.py", "saf/routing/choices.py"
-SOURCE = "saf/engine/at_source.py"
-OF_ROUTES, OF_ROUTERS, OF_WAYS = (
+MATCHING, ROUTES, CHOICES = (
+    "saf/routing/matching.py",
+    "saf/routing/routes.py",
+    "saf/routing/route_choices.py",
+)
+SOURCE = "saf/engine/source_session.py"
+OF_ROUTES, OF_ROUTERS, OF_MATCHING = (
     "contract/test_routes.py",
     "contract/test_routers.py",
     "unit/test_ways.py",
@@ -28,7 +32,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a resolution is not durable",
-        "saf/routing/resolutions.py",
+        "saf/routing/resolved.py",
         'connection.execute("SET LOCAL synchronous_commit = on")',
         'connection.execute("SET LOCAL synchronous_commit = off")',
         DURABLE,
@@ -85,24 +89,24 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "the broker counts more than the service",
-        WAYS,
+        MATCHING,
         "return (service, broker), (service, None), (None, broker), (None, None)",
         "return (service, broker), (None, broker), (service, None), (None, None)",
-        OF_WAYS,
+        OF_MATCHING,
     ),
     mutant(
         "the default destination is a route like others",
-        WAYS,
+        MATCHING,
         "if not (route.fallback and each):",
         "if route:",
         f"{OF_ROUTES}::test_a_topic_goes_to_the_default_destination_only_if_no_route_matches",
     ),
     mutant(
         "a topic's message goes to a destination by its least specific route",
-        WAYS,
+        MATCHING,
         "each.setdefault(route.destination, route)",
         "each[route.destination] = route",
-        OF_WAYS,
+        OF_MATCHING,
     ),
     mutant(
         "an expired route counts for a moment longer",

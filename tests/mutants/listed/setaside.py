@@ -155,7 +155,7 @@ MUTANTS: list[Mutant] = [
         "what is parked commits without the position",
         "saf/engine/delivery.py",
         "                aside.write(source)\n",
-        "                AtSource(self.work, 1)(aside.write)\n",
+        "                SourceSession(self.work, 1)(aside.write)\n",
         f"{ONCE}::test_what_is_parked_commits_with_the_position_that_passes_it",
     ),
     mutant(

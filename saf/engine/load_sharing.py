@@ -1,8 +1,8 @@
-"""Sharing: which of several routes each message takes, where its way is one of several.
+"""Load sharing: which route each message takes, where its match is one of several.
 
 Messages without a key take them in turn by their ids, so those of a batch go the same way again.
-Those with a key go where their key has chosen to (`saf.routing.choices`), which is asked once a
-chunk and of each key once.
+Those with a key go where their key has chosen to (`saf.routing.route_choices`): a chunk asks once,
+of each key once.
 """
 
 from __future__ import annotations
@@ -15,37 +15,41 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from saf.routing.choices import Asker
-from saf.routing.ways import Way
+from saf.routing.matching import Match
+from saf.routing.route_choices import Asker
 
 Choose = Callable[[Mapping[Asker, Sequence[str]]], Mapping[Asker, str]]
-"""`saf.routing.choices.choose`, committed."""
+"""`saf.routing.route_choices.choose`, committed."""
 
 
-def share(rows: pa.Table, ways: Sequence[Way], choose: Choose) -> pa.Table:
+def share(rows: pa.Table, matches: Sequence[Match], choose: Choose) -> pa.Table:
     """The rows with one route each in the column ``route``, instead of several that share."""
-    shared = [n for n in pc.unique(rows["route"]).to_pylist() if n is not None and ways[n].shared]
+    shared = [
+        n for n in pc.unique(rows["route"]).to_pylist() if n is not None and matches[n].shared
+    ]
     if not shared:
         return rows
-    alone = {way.routes[0]: number for number, way in enumerate(ways) if len(way.routes) == 1}
+    alone = {
+        match.routes[0]: number for number, match in enumerate(matches) if len(match.routes) == 1
+    }
     route = rows["route"].to_numpy(zero_copy_only=False)
     taken = pc.fill_null(rows["route"], -1).to_numpy().copy()
     keyed = pc.is_valid(rows["key"]).to_numpy()
     first, which = _distinct(rows.select(["to_service", "to_broker", "key"]))
     among = {
-        place: ways[int(route[row])]
+        place: matches[int(route[row])]
         for place, row in enumerate(first)
         if keyed[row] and route[row] in shared
     }
     askers = dict(zip(among, _askers(rows.take(first[list(among)])), strict=True))
-    chosen = choose({askers[p]: way.destinations for p, way in among.items()}) if among else {}
+    chosen = choose({askers[p]: match.destinations for p, match in among.items()}) if among else {}
     numbers = np.full(len(first), -1)
-    for place, way in among.items():
-        member = way.destinations.index(chosen[askers[place]])
-        numbers[place] = alone[way.routes[member]]
+    for place, match in among.items():
+        member = match.destinations.index(chosen[askers[place]])
+        numbers[place] = alone[match.routes[member]]
     for number in shared:
         mine = taken == number
-        members = np.array([alone[one] for one in ways[number].routes])
+        members = np.array([alone[one] for one in matches[number].routes])
         taken = np.where(mine & ~keyed, members[rows["id"].to_numpy() % len(members)], taken)
         taken = np.where(mine & keyed, numbers[which], taken)
     column = pa.array(taken.astype(np.int32), mask=taken < 0)

@@ -1,4 +1,4 @@
-"""Trial: what the routers of a broker would make of one message. Nothing is sent or remembered."""
+"""A dry run: what a broker's routers would make of one message. Nothing is sent or remembered."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import psycopg
 
 from saf.broker.services import lives_here
 from saf.engine.classifying import as_table
+from saf.engine.matcher import Matcher
 from saf.engine.resolving import Resolver
-from saf.engine.wayfinder import Wayfinder
 from saf.errors import Unroutable
 from saf.message import Message, encode
 from saf.routing.explain import Explanation, explain
-from saf.routing.resolutions import Resolved, resolved
+from saf.routing.resolved import Resolved, resolved
 from saf.routing.routers import with_problems
 from saf.routing.routes import Declared, configuration, forwarding
 
@@ -25,7 +25,7 @@ DEAD = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class DryRun:
     """What would become of a message."""
 
     service: str
@@ -74,7 +74,7 @@ def try_out(
     message: Message,
     default_destination: str | None,
     declared: Declared,
-) -> Trial:
+) -> DryRun:
     """What the next batch would make of a message; the classifier runs here.
 
     Or the routing service, if the message is for a router that forwards and whose service lives at
@@ -88,7 +88,7 @@ def try_out(
         routes = with_problems(in_force)
     resolver = Resolver(
         routes.routers,
-        Wayfinder(routes),
+        Matcher(routes),
         _Recall(connection),
         further=[one.service for one in in_force.routers],
     )
@@ -97,7 +97,7 @@ def try_out(
     resolution = resolver.resolve(rows)
     (goes,) = (resolution.rows if len(resolution.rows) else rows).to_pylist()
     broker = goes["to_broker"]
-    return Trial(
+    return DryRun(
         service=message.service,
         goes=explain(
             connection,

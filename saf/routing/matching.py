@@ -1,8 +1,8 @@
-"""Ways: where the routes lead a message. Pure; `saf.routing.routes` keeps the routes.
+"""Matching: where the routes lead a message. Pure; `saf.routing.routes` keeps the routes.
 
 A *route* leads from a service, and optionally a broker, to a destination. Of those that match a
 message, the most specific count: service and broker, then service, then broker, then the wildcard.
-A message's *way* is what they come to:
+A message's *match* is what they come to:
 
     one route          the most specific match
     routes that share  several that are equally specific: each message goes by one of them
@@ -10,8 +10,8 @@ A message's *way* is what they come to:
                        most specific route
 
 Routes that share take messages without a key in turn, by their ids, and those with a key by a
-choice that the key keeps (`saf.routing.choices`). The default destination is not a route: it is
-where a message goes that none matches.
+choice that the key keeps (`saf.routing.route_choices`). The default destination is not a route: it
+is where a message goes that none matches.
 
 *A message that is addressed to a broker goes to that broker, or waits.* Which destination is which
 broker is frozen with the routes, as far as it is known (`saf.destinations.identities`). Where one
@@ -20,7 +20,7 @@ without any. Where none is, only matches count that lead to destinations of whic
 who they are; a destination refuses what is for another broker.
 
 A *router* is a service that stands for others. Its classifier looks at each message and names the
-one that it is really for, and that one's way is the message's. That is so for those that redirect,
+one that it is really for, and that one's match is the message's. So it is for those that redirect,
 which are all that is frozen with a batch; to one that forwards, messages go as to any service.
 """
 
@@ -69,12 +69,12 @@ class Route:
         return 2 * (self.service is not None) + (self.broker is not None) - self.fallback
 
     def matches(self, service: str, broker: str | None) -> bool:
-        """Whether a message for ``service`` (and ``broker``, if it names one) may go this way."""
+        """Whether a message for ``service`` (and ``broker``, if it names one) may take it."""
         return self.service in (None, service) and self.broker in (None, broker)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class Match:
     """Where messages go: by one route, by one of several that share, or, a topic, by all."""
 
     routes: tuple[Route, ...]
@@ -129,65 +129,65 @@ class Routes:
     """By destination: the broker that it is known to be, as a uuid's text."""
 
     @cached_property
-    def ways(self) -> Mapping[Named, Way]:
-        """Of messages for any broker: by what routes name, of which the most specific is the way.
+    def matches(self) -> Mapping[Named, Match]:
+        """Of messages for any broker: by what routes name, of which the most specific is the match.
 
         No larger than the routes are many, but for the topics.
         """
         return self._compiled(route for route in self.routes if route.broker is None)
 
     @cached_property
-    def ways_to_known(self) -> Mapping[Named, Way]:
+    def matches_of_known(self) -> Mapping[Named, Match]:
         """Of messages for brokers that destinations are known to be; by service, and without."""
-        ways: dict[Named, Way] = {}
+        matches: dict[Named, Match] = {}
         for broker in sorted(set(self.brokers.values())):
             there = [name for name in sorted(self.brokers) if self.brokers[name] == broker]
             leading = [r for r in self.routes if r.destination in there]
             mine = self._compiled(r for r in leading if r.broker in (None, broker))
-            by_itself = Way(routes=(Route(broker=broker, destination=there[0]),))
+            by_itself = Match(routes=(Route(broker=broker, destination=there[0]),))
             for service in {service for service, _ in mine} | {None}:
                 named = [one for one in precedence(service, broker) if one in mine]
-                ways[service, broker] = mine[named[0]] if named else by_itself
-        return ways
+                matches[service, broker] = mine[named[0]] if named else by_itself
+        return matches
 
     @cached_property
-    def ways_to_unknown(self) -> Mapping[Named, Way]:
-        """Of messages for any other broker, as `ways`; but none leads to several destinations.
+    def matches_of_unknown(self) -> Mapping[Named, Match]:
+        """Of messages for any other broker, as `matches`; but none leads to several destinations.
 
         At most one of them is the broker, and the others would refuse their copies.
         """
         routes = [route for route in self.routes if route.destination not in self.brokers]
-        ways = self._compiled(routes)
-        return {named: way for named, way in ways.items() if not way.to_all}
+        matches = self._compiled(routes)
+        return {named: match for named, match in matches.items() if not match.to_all}
 
-    def way(self, service: str, broker: str | None) -> Way | None:
-        """The way of a message, or None if there is none.
+    def match(self, service: str, broker: str | None) -> Match | None:
+        """The match of a message, or None if there is none.
 
         >>> mom, erp, crm = (Route(destination=name) for name in ("mom", "erp", "crm"))
         >>> billing = Route(service="billing", destination="erp")
-        >>> Routes(routes=(billing, mom)).way("billing", None).destinations
+        >>> Routes(routes=(billing, mom)).match("billing", None).destinations
         ('erp',)
-        >>> Routes(routes=(erp, mom)).way("shipping", None).shared
+        >>> Routes(routes=(erp, mom)).match("shipping", None).shared
         True
-        >>> Routes(routes=(billing, crm), topics=frozenset({"billing"})).way("billing", None)
-        Way(routes=(...'erp'...'crm'...), to_all=True)
-        >>> Routes(routes=(billing,)).way("shipping", None) is None
+        >>> Routes(routes=(billing, crm), topics=frozenset({"billing"})).match("billing", None)
+        Match(routes=(...'erp'...'crm'...), to_all=True)
+        >>> Routes(routes=(billing,)).match("shipping", None) is None
         True
 
         Of one for a broker:
 
         >>> known = Routes(routes=(billing,), brokers={"erp": "E", "shop": "S"})
-        >>> [known.way("billing", broker).destinations for broker in ("E", "S")]
+        >>> [known.match("billing", broker).destinations for broker in ("E", "S")]
         [('erp',), ('shop',)]
-        >>> known.way("billing", "another") is None
+        >>> known.match("billing", "another") is None
         True
         """
-        ways, wanted = self.ways, precedence(service, None)
-        if broker is not None and (None, broker) in self.ways_to_known:
-            ways, wanted = self.ways_to_known, ((service, broker), (None, broker))
+        matches, wanted = self.matches, precedence(service, None)
+        if broker is not None and (None, broker) in self.matches_of_known:
+            matches, wanted = self.matches_of_known, ((service, broker), (None, broker))
         elif broker is not None:
-            ways, wanted = self.ways_to_unknown, precedence(service, broker)
-        return next((ways[named] for named in wanted if named in ways), None)
+            matches, wanted = self.matches_of_unknown, precedence(service, broker)
+        return next((matches[named] for named in wanted if named in matches), None)
 
     def elsewhere(self, service: str, broker: str | None) -> Mapping[str, str]:
         """The destinations that routes would lead a message to, if they were not other brokers."""
@@ -195,14 +195,14 @@ class Routes:
         known = {name: self.brokers[name] for name in there if name in self.brokers}
         return {name: one for name, one in known.items() if broker not in (None, one)}
 
-    def _compiled(self, routes: Iterable[Route]) -> dict[Named, Way]:
+    def _compiled(self, routes: Iterable[Route]) -> dict[Named, Match]:
         """By what routes name, of the most specific first."""
         groups: dict[Named, list[Route]] = defaultdict(list)
         for route in routes:
             named = (route.service, route.broker)
             if not (route.fallback and groups.get(named)):
                 groups[named].append(route)
-        ways = {named: Way(routes=tuple(group)) for named, group in groups.items()}
+        matches = {named: Match(routes=tuple(group)) for named, group in groups.items()}
         for topic in self.topics:
             for broker in {broker for _, broker in groups} | {None}:
                 each: dict[str, Route] = {}
@@ -211,8 +211,10 @@ class Routes:
                         if not (route.fallback and each):
                             each.setdefault(route.destination, route)
                 if each:
-                    ways[topic, broker] = Way(routes=tuple(each.values()), to_all=len(each) > 1)
-        return ways
+                    matches[topic, broker] = Match(
+                        routes=tuple(each.values()), to_all=len(each) > 1
+                    )
+        return matches
 
 
 def precedence(service: str | None, broker: str | None) -> tuple[Named, ...]:
@@ -220,15 +222,15 @@ def precedence(service: str | None, broker: str | None) -> tuple[Named, ...]:
     return (service, broker), (service, None), (None, broker), (None, None)
 
 
-def distinct_ways(routes: Routes) -> list[Way]:
-    """All ways of some routes, each once, and for those that share, each of their routes alone."""
-    ways: dict[Way, None] = {}
-    compiled = (routes.ways, routes.ways_to_known, routes.ways_to_unknown)
-    for way in chain.from_iterable(some.values() for some in compiled):
-        ways[way] = None
-        if way.shared:
-            ways.update({Way(routes=(route,)): None for route in way.routes})
-    return list(ways)
+def distinct_matches(routes: Routes) -> list[Match]:
+    """All matches of some routes, each once; for those that share, also each route alone."""
+    matches: dict[Match, None] = {}
+    compiled = (routes.matches, routes.matches_of_known, routes.matches_of_unknown)
+    for match in chain.from_iterable(some.values() for some in compiled):
+        matches[match] = None
+        if match.shared:
+            matches.update({Match(routes=(route,)): None for route in match.routes})
+    return list(matches)
 
 
 def check_name(what: str, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Routing: which way each message of a chunk goes, inside the task that delivers it.
+"""The matcher: where each message of a chunk goes, inside the task that delivers it.
 
 By look-ups of Arrow in hash tables of what the routes name, so that a thousand routes cost what one
 does: some 10 ns a message. (In Spark, a CASE over 1,000 conditions takes minutes to compile, and a
@@ -14,23 +14,23 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from saf.routing.ways import Named, Routes, Way, distinct_ways
+from saf.routing.matching import Match, Named, Routes, distinct_matches
 
 
-class Wayfinder:
-    """The ways of one set of routes."""
+class Matcher:
+    """The matches of one set of routes."""
 
     def __init__(self, routes: Routes) -> None:
         self.routes = routes
-        self.ways: list[Way] = distinct_ways(routes)
+        self.matches: list[Match] = distinct_matches(routes)
         """What the numbers in the column ``route`` mean."""
-        number = {way: place for place, way in enumerate(self.ways)}
-        self._for_any = _Table(routes.ways, number)
-        self._to_known = _Table(routes.ways_to_known, number)
-        self._to_unknown = _Table(routes.ways_to_unknown, number)
+        number = {match: place for place, match in enumerate(self.matches)}
+        self._for_any = _Table(routes.matches, number)
+        self._to_known = _Table(routes.matches_of_known, number)
+        self._to_unknown = _Table(routes.matches_of_unknown, number)
 
     def route(self, rows: pa.Table) -> pa.Table:
-        """The rows with a column ``route``: the number of each one's way, or null."""
+        """The rows with a column ``route``: the number of each one's match, or null."""
         services, brokers = rows["to_service"], rows["to_broker"]
         route = pc.coalesce(self._for_any.by_service(services), self._for_any.any)
         if brokers.null_count < len(brokers):
@@ -47,34 +47,34 @@ class Wayfinder:
 
 
 class _Table:
-    """The numbers of ways, by what routes name."""
+    """The numbers of matches, by what routes name."""
 
-    def __init__(self, ways: Mapping[Named, Way], number: Mapping[Way, int]) -> None:
+    def __init__(self, matches: Mapping[Named, Match], number: Mapping[Match, int]) -> None:
         self._services: dict[str, int] = {}
         self._brokers: dict[bytes, int] = {}
         self._both: dict[tuple[str, bytes], int] = {}
         self.any = pa.scalar(None, pa.int32())
-        for (service, broker), way in ways.items():
+        for (service, broker), match in matches.items():
             there = UUID(broker).bytes if broker is not None else None
             if service is not None and there is not None:
-                self._both[service, there] = number[way]
+                self._both[service, there] = number[match]
             elif service is not None:
-                self._services[service] = number[way]
+                self._services[service] = number[match]
             elif there is not None:
-                self._brokers[there] = number[way]
+                self._brokers[there] = number[match]
             else:
-                self.any = pa.scalar(number[way], pa.int32())
+                self.any = pa.scalar(number[match], pa.int32())
 
     def by_service(self, services: pa.ChunkedArray) -> pa.ChunkedArray:
-        """Of each service the number of its way, or null."""
+        """Of each service the number of its match, or null."""
         return _looked_up(services, pa.array(self._services, pa.string()), self._services.values())
 
     def by_broker(self, brokers: pa.ChunkedArray) -> pa.ChunkedArray:
-        """Of each broker the number of its way, or null."""
+        """Of each broker the number of its match, or null."""
         return _looked_up(brokers, pa.array(self._brokers, pa.binary()), self._brokers.values())
 
     def by_both(self, services: pa.ChunkedArray, brokers: pa.ChunkedArray) -> pa.ChunkedArray:
-        """Of each service at a broker the number of its way, or null."""
+        """Of each service at a broker the number of its match, or null."""
         service = pa.array(dict.fromkeys(service for service, _ in self._both), pa.string())
         broker = pa.array(dict.fromkeys(broker for _, broker in self._both), pa.binary())
         width = np.int64(len(broker))

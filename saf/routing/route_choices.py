@@ -60,7 +60,7 @@ SELECT * FROM unnest(%(services)s::text[], %(brokers)s::uuid[], %(keys)s::text[]
 ON CONFLICT DO NOTHING
 """
 
-# Also of what routers have resolved; see `saf.routing.resolutions`. A conversation that is open may
+# Also of what routers have resolved; see `saf.routing.resolved`. A conversation that is open may
 # go on after any silence.
 FORGET = """
 WITH forgotten AS (

@@ -1,4 +1,4 @@
-"""A crew: threads that each deal with one database, so that none holds up another.
+"""Broker threads: each deals with one database, so that none holds up another.
 
 There is one thing at a time for each. Whoever takes longer than all others is not waited for: a
 database that does not answer takes ``connect_timeout`` of its own thread and of nobody else. What
@@ -20,7 +20,7 @@ PATIENCE_SECONDS = 1.0
 """How long nothing may come back before the slow ones are left to themselves."""
 
 
-class Crew:
+class BrokerThreads:
     """So many threads, and what they are at."""
 
     def __init__(self, threads: int) -> None:

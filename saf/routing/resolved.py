@@ -2,8 +2,9 @@
 
 Of each conversation the first message is classified, and of each key too if the router says so;
 ``saf.resolved_conversation`` remembers the answer, and all later ones follow it. It is durable
-before anything that follows it is stored at a destination. The table is bounded as that of the
-choices is (`saf.routing.choices`): what is not used for as long as messages are kept is forgotten.
+before anything that follows it is stored at a destination. The table is bounded as that of
+the choices is (`saf.routing.route_choices`): what is not used for as long as messages are kept is
+forgotten.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from uuid import UUID
 import psycopg
 
 from saf.database import fetch
-from saf.routing.choices import NOTED_SECONDS
+from saf.routing.route_choices import NOTED_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True)

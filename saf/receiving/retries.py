@@ -121,7 +121,7 @@ ON CONFLICT (subscription_id, destination, lane) DO UPDATE SET
     next_attempt_at = excluded.next_attempt_at
 """
 
-MOVE = """
+MOVE_TO_KEYS = """
 UPDATE saf.parked p SET lane = m.lane
 FROM unnest(%(parked_ids)s::bigint[], %(lanes)s::text[]) AS m (parked_id, lane)
 WHERE p.parked_id = m.parked_id AND p.lane <> m.lane
@@ -210,7 +210,7 @@ def wait(connection: psycopg.Connection[Any], reader: Reader, lanes: Mapping[str
 def move(connection: psycopg.Connection[Any], parked: Sequence[tuple[int, str]]) -> None:
     """Put parked messages, by id, into the lanes named."""
     ids, names = zip(*parked, strict=True)
-    connection.execute(MOVE, {"parked_ids": list(ids), "lanes": list(names)})
+    connection.execute(MOVE_TO_KEYS, {"parked_ids": list(ids), "lanes": list(names)})
 
 
 def time_late(connection: psycopg.Connection[Any], reader: Reader, shards: Sequence[int]) -> None:

@@ -8,10 +8,10 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saf.engine.sharing import share
-from saf.engine.wayfinder import Wayfinder
-from saf.routing.choices import Asker
-from saf.routing.ways import Route, Routes, Way, by_precedence
+from saf.engine.load_sharing import share
+from saf.engine.matcher import Matcher
+from saf.routing.matching import Match, Route, Routes, by_precedence
+from saf.routing.route_choices import Asker
 
 SERVICES = ["billing", "shipping", "é", ""]
 BROKERS = [str(UUID(int=number)) for number in range(3)]
@@ -72,26 +72,26 @@ def test_an_ordinary_services_way_is_all_of_the_most_specific_matches(
     routes: Routes, service: str, broker: str | None
 ) -> None:
     found = matching(routes, service, broker)
-    way = routes.way(service, broker)
+    match = routes.match(service, broker)
     if not found:
-        assert way is None
+        assert match is None
     elif service not in routes.topics:
-        assert way is not None
+        assert match is not None
         best = max(route.specificity for route in found)
-        assert set(way.routes) == {route for route in found if route.specificity == best}
-        assert not way.to_all
+        assert set(match.routes) == {route for route in found if route.specificity == best}
+        assert not match.to_all
 
 
 @given(some_routes, services, brokers)
 def test_what_is_for_a_broker_that_is_known_goes_there_and_never_to_another_one(
     routes: Routes, service: str, broker: str | None
 ) -> None:
-    way = routes.way(service, broker)
+    match = routes.match(service, broker)
     if broker in routes.brokers.values():
-        assert way is not None
-        assert {routes.brokers.get(name) for name in way.destinations} == {broker}
-    elif broker is not None and way is not None:
-        assert not {*way.destinations} & {*routes.brokers}
+        assert match is not None
+        assert {routes.brokers.get(name) for name in match.destinations} == {broker}
+    elif broker is not None and match is not None:
+        assert not {*match.destinations} & {*routes.brokers}
 
 
 @given(some_routes, services, brokers)
@@ -99,14 +99,14 @@ def test_a_topics_way_is_every_destination_that_matches_once_by_its_most_specifi
     routes: Routes, service: str, broker: str | None
 ) -> None:
     found = matching(routes, service, broker)
-    way = routes.way(service, broker)
+    match = routes.match(service, broker)
     if found and broker is not None and broker not in routes.brokers.values():
-        assert way is None or not way.to_all, "at most one of them is that broker"
+        assert match is None or not match.to_all, "at most one of them is that broker"
     elif found and service in routes.topics:
-        assert way is not None
-        assert not way.shared
-        assert sorted(way.destinations) == sorted({route.destination for route in found})
-        for route in way.routes:
+        assert match is not None
+        assert not match.shared
+        assert sorted(match.destinations) == sorted({route.destination for route in found})
+        for route in match.routes:
             same = [one for one in found if one.destination == route.destination]
             assert route.specificity == max(one.specificity for one in same)
 
@@ -115,36 +115,36 @@ def test_a_topics_way_is_every_destination_that_matches_once_by_its_most_specifi
 def test_a_chunk_is_routed_as_each_of_its_messages_would_be(
     routes: Routes, rows: list[tuple[str, str | None, str | None]]
 ) -> None:
-    wayfinder = Wayfinder(routes)
-    numbers = wayfinder.route(as_table(rows))["route"].to_pylist()
-    ways = [None if number is None else wayfinder.ways[number] for number in numbers]
-    assert ways == [routes.way(service, broker) for service, broker, _ in rows]
+    matcher = Matcher(routes)
+    numbers = matcher.route(as_table(rows))["route"].to_pylist()
+    matches = [None if number is None else matcher.matches[number] for number in numbers]
+    assert matches == [routes.match(service, broker) for service, broker, _ in rows]
 
 
 @given(some_routes, messages)
 def test_each_message_of_a_chunk_that_is_shared_takes_one_route_of_its_way(
     routes: Routes, rows: list[tuple[str, str | None, str | None]]
 ) -> None:
-    wayfinder = Wayfinder(routes)
+    matcher = Matcher(routes)
     asked: list[Asker] = []
 
     def choose(among: dict[Asker, tuple[str, ...]]) -> dict[Asker, str]:
         asked.extend(among)
         return {asker: max(destinations) for asker, destinations in among.items()}
 
-    before = wayfinder.route(as_table(rows))
-    after = share(before, wayfinder.ways, choose)  # type: ignore[arg-type] # a stricter dict
+    before = matcher.route(as_table(rows))
+    after = share(before, matcher.matches, choose)  # type: ignore[arg-type] # a stricter dict
     assert after.drop_columns(["route"]) == before.drop_columns(["route"])
     assert len(asked) == len(set(asked)), "each key once"
     for row in after.to_pylist():
         service, broker, key = rows[row["id"] - 100]
-        way = routes.way(service, broker)
-        taken: Way | None = None if row["route"] is None else wayfinder.ways[row["route"]]
-        if way is None or not way.shared:
-            assert taken == way
+        match = routes.match(service, broker)
+        taken: Match | None = None if row["route"] is None else matcher.matches[row["route"]]
+        if match is None or not match.shared:
+            assert taken == match
         elif key is None:
-            assert taken == Way(routes=(way.routes[row["id"] % len(way.routes)],))
+            assert taken == Match(routes=(match.routes[row["id"] % len(match.routes)],))
         else:
             assert Asker(service, broker, key) in asked
             assert taken is not None
-            assert taken.destinations == (max(way.destinations),)
+            assert taken.destinations == (max(match.destinations),)

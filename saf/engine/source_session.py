@@ -16,13 +16,13 @@ from saf.engine.work import Work
 from saf.errors import Unavailable
 from saf.failpoints import fail_point
 from saf.log.cursor import hold
-from saf.routing.choices import Asker, choose
-from saf.routing.resolutions import Resolved, keep, resolved
+from saf.routing.resolved import Resolved, keep, resolved
+from saf.routing.route_choices import Asker, choose
 
 T = TypeVar("T")
 
 
-class AtSource:
+class SourceSession:
     """Writes at the source, each in a transaction of its own; tried again, so it has to bear that.
 
     Connects at the first write.
@@ -61,7 +61,7 @@ class AtSource:
         return chosen
 
     def resolved(self, router: str, keys: Collection[str]) -> Mapping[str, Resolved]:
-        """What a router has resolved once; see `saf.routing.resolutions`."""
+        """What a router has resolved once; see `saf.routing.resolved`."""
         return self(lambda source: resolved(source, router, keys))
 
     def keep(self, router: str, new: Mapping[str, Resolved]) -> Mapping[str, Resolved]:

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from saf.engine.at_source import AtSource
 from saf.engine.sorting import found_lanes, route_lanes, service_lanes
+from saf.engine.source_session import SourceSession
 from saf.log.cursor import Batch
 from saf.setaside import backoff
 from saf.setaside.parking import REPLAY, SERVICE, Lane
 
 
 @dataclass
-class Lanes:
+class HeldLanes:
     """Which lanes new messages park in, and which nobody has tried yet.
 
     Of a destination's lanes that is known all along. Of the lanes of services there may be any
@@ -46,11 +46,11 @@ class Lanes:
         if Lane(destination=lane.destination, lane=REPLAY) not in self.held:
             self.held.pop(lane, None)
 
-    def look(self, at_source: AtSource, batch: Batch, *messages: pa.Table) -> None:
+    def look(self, source_session: SourceSession, batch: Batch, *messages: pa.Table) -> None:
         """Find the lanes of the services that some messages are for; others' are not held then."""
         if self.of_services:
             names = [name for rows in messages for name in _older(rows)]
-            found = at_source(
+            found = source_session(
                 lambda source: backoff.held(source, batch.subscription_id, batch.shards, names)
             )
             mine = {lane: why for lane, why in self.held.items() if not lane.of_service}
