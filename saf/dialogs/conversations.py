@@ -44,7 +44,7 @@ UPDATE saf.conversation SET ended_here = true, ended_there = true, timer = NULL,
 WHERE handle = %(handle)s RETURNING handle
 """
 
-SHARD = shard_expression("shards", "CAST(conversation_id AS text)").replace("%", "%%")
+SHARD = shard_expression("shards", "CAST(conversation_id AS text)", modulo="%%")
 
 # Of an end that is over, the rest of a body is not waited for. What has come of it is counted,
 # except for what is ahead: of that a row waits elsewhere, and is counted from there.

@@ -114,9 +114,14 @@ WHERE c.handle = r.handle
 """
 
 # What the application has done since stays: an end, a new timer
-TAKE_BACK = f"{RECEIVE} AND NOT c.ended_here".replace(
-    "timer = r.timer", "timer = coalesce(c.timer, r.timer)"
-)
+TAKE_BACK = f"""
+UPDATE saf.conversation c SET changed_at = now(), timer = coalesce(c.timer, r.timer), {
+    ", ".join(f"{name} = r.{name}" for name in RECEIVED if name not in ("handle", "timer"))
+}
+FROM unnest({", ".join(f"%({name})s::{type_}[]" for name, type_ in RECEIVED.items())})
+    AS r ({", ".join(RECEIVED)})
+WHERE c.handle = r.handle AND NOT c.ended_here
+"""
 
 
 @dataclass(kw_only=True)

@@ -50,13 +50,16 @@ def shard_of(key: str, shards: int) -> int:
     return hash64(key.encode()) % shards
 
 
-def shard_expression(shards: int | str, key: str = "COALESCE(key, message_id::text)") -> str:
+def shard_expression(
+    shards: int | str, key: str = "COALESCE(key, message_id::text)", modulo: str = "%"
+) -> str:
     """SQL for the shard of a row, among so many: what `shard_of` computes.
 
-    The remainder is brought above zero because the hash is signed.
+    The remainder is brought above zero because the hash is signed. In a statement with parameters,
+    ``modulo`` is ``%%``, because there a percent sign begins one.
     """
     hashed = f"hashtextextended({key}, 0)"
-    return f"((({hashed} % {shards}) + {shards}) % {shards})::smallint"
+    return f"((({hashed} {modulo} {shards}) + {shards}) {modulo} {shards})::smallint"
 
 
 def hash64(data: bytes) -> int:

@@ -176,5 +176,5 @@ def _sorted(rows: sql.Composed | str, shards: list[int], *, state: str) -> sql.C
 
 
 def _shard(shards: int) -> sql.SQL:
-    """The shard that a row has at a source with so many; a percent sign begins a parameter."""
-    return sql.SQL(shard_expression(shards).replace("%", "%%"))
+    """The shard that a row has at a source with so many."""
+    return sql.SQL(shard_expression(shards, modulo="%%"))

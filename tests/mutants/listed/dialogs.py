@@ -114,16 +114,16 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an end that was ended here is taken back",
         ENDPOINTS,
-        'f"{RECEIVE} AND NOT c.ended_here"',
-        'f"{RECEIVE} AND true"',
+        "WHERE c.handle = r.handle AND NOT c.ended_here",
+        "WHERE c.handle = r.handle",
         f"{ENDS}::"
         "test_an_end_that_was_ended_here_stays_closed_though_its_last_message_is_tried_again",
     ),
     mutant(
         "a timer that was started is taken back",
         ENDPOINTS,
-        '"timer = coalesce(c.timer, r.timer)"',
-        '"timer = r.timer"',
+        "timer = coalesce(c.timer, r.timer), {",
+        "timer = r.timer, {",
         f"{ERRORS}::test_a_timer_that_was_started_stays_when_a_later_message_is_set_aside",
     ),
     mutant(
