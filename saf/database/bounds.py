@@ -16,7 +16,7 @@ and both ends notice within ``network_seconds`` that the other one's machine is 
 What is bounded is a statement, and never a backlog: a large one is many statements.
 
 Sessions in which others' statements run (`THEIRS`) are theirs to bound. In them, too, a receiver
-waits for a lock on its cursors no longer than ``lock_seconds`` (`saf.receiving.claim.begin`).
+waits for a lock on saf's tables no longer than ``lock_seconds`` (`saf.receiving.claim.begin`).
 """
 
 from __future__ import annotations

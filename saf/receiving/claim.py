@@ -58,14 +58,16 @@ ALL_CLEAR = 256
 # a ring's slots are rough, and compiling a query takes longer than running it.
 BEGIN = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; SET LOCAL jit = off"
 
-# Whoever has locked the table is waited for here, within a bound, and not later: who asks for such
-# a lock meanwhile comes after this transaction. The rest of it is the application's, which has
-# bounds of its own; one for locks holds here too.
+# Whoever has locked a table is waited for here, within a bound, and not later: who asks for such a
+# lock meanwhile comes after this transaction. The rest of it is the application's, which has bounds
+# of its own; one for locks holds here too.
 MEET = """
 SELECT set_config('saf.lock_timeout', current_setting('lock_timeout'), true),
        CASE WHEN current_setting('lock_timeout') = '0'
             THEN set_config('lock_timeout', '{milliseconds}', true) END;
 SELECT FROM saf.cursor WHERE false FOR UPDATE;
+SELECT FROM ONLY saf.inbox WHERE false;
+SELECT FROM saf.parked, saf.backoff WHERE false;
 SELECT set_config('lock_timeout', current_setting('saf.lock_timeout'), true)
 """
 

@@ -298,9 +298,12 @@ def test_a_connection_lost_for_silence_says_so_and_for_how_long(app: Dsn) -> Non
         connection.execute("SELECT 1")
 
 
-@pytest.mark.parametrize("own", [None, "700ms"])
-def test_a_receiver_whose_cursors_are_locked_says_so_within_the_bound_and_loses_nothing(
-    two: tuple[Dsn, Dsn, Dsn], own: str | None
+@pytest.mark.parametrize(
+    ("table", "own"),
+    [("cursor", None), ("cursor", "700ms"), ("inbox", None), ("parked", None), ("backoff", None)],
+)
+def test_a_receiver_whose_tables_are_locked_says_so_within_the_bound_and_loses_nothing(
+    two: tuple[Dsn, Dsn, Dsn], table: str, own: str | None
 ) -> None:
     app, mom, other = two
     run(app, mom=mom, other=other)
@@ -310,7 +313,7 @@ def test_a_receiver_whose_cursors_are_locked_says_so_within_the_bound_and_loses_
     dsn = bounded(mom, replace(SHORT, lock_seconds=60)) if patient else mom
     received = engine(dsn, own)
     with (
-        locked(mom, "cursor"),
+        locked(mom, table),
         at_most(LONGER),
         pytest.raises(Unavailable, match=r"lock timeout.*saf doctor") as caught,
         saf.receive(received, "billing"),
