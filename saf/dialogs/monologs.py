@@ -1,4 +1,4 @@
-"""Monologs when one end was set back: their subscribers get an Error, so that no gap is silent.
+"""Monologs of which a message is lost for good: an Error in its place, so that no gap is silent.
 
 Nobody answers a monolog, so its ends cannot compare (`saf.dialogs.comparing`). But who repairs is
 connected to both sides, and asks: a destination's inbox says how much has come of each monolog.
@@ -10,6 +10,8 @@ connected to both sides, and asks: a destination's inbox says how much has come 
   goes on: it is whole at the other destinations.
 
 What was purged from the inbox there as well is not known to anybody.
+
+A message that a person gives up on its way, a dead letter, has an Error in its place likewise.
 """
 
 from __future__ import annotations
@@ -43,12 +45,12 @@ FROM (
 GROUP BY conversation_id HAVING bool_or(message_type = '{END}') IS NOT TRUE
 """
 
-SET_BACK = f"""
+IN_PLACE = f"""
 INSERT INTO saf.outbox (message_id, from_service, to_service, to_broker, key, conversation_id,
                         sequence, message_type, headers, body)
 SELECT gen_random_uuid(), from_service, to_service, to_broker, CAST(conversation_id AS text),
        conversation_id, sequence, '{ERROR}', {JSON},
-       convert_to(CAST(jsonb_build_object('code', {Code.SET_BACK:d}, 'text', text) AS text), 'UTF8')
+       convert_to(CAST(jsonb_build_object('code', {{code}}, 'text', text) AS text), 'UTF8')
 FROM {{failed}}
 """
 THESE = """
@@ -68,10 +70,11 @@ WITH failed AS (
     RETURNING service AS from_service, far_service AS to_service, far_broker AS to_broker,
               conversation_id, send_sequence AS sequence, error_text AS text
 )
-{SET_BACK.format(failed="failed")}
+{IN_PLACE.format(code=int(Code.SET_BACK), failed="failed")}
 """
 
-FAIL_FORGOTTEN = SET_BACK.format(
+FAIL_FORGOTTEN = IN_PLACE.format(
+    code=int(Code.SET_BACK),
     failed=f"""(
     SELECT conversation_id, max(from_service) AS from_service, max(to_service) AS to_service,
            CAST(NULL AS uuid) AS to_broker, max(sequence) + 1 AS sequence,
@@ -79,11 +82,12 @@ FAIL_FORGOTTEN = SET_BACK.format(
            || max(sequence) || ' messages or more' AS text
     FROM {THESE} WHERE NOT EXISTS (SELECT FROM saf.conversation c
                                    WHERE c.conversation_id = heard.conversation_id)
-    GROUP BY conversation_id) AS forgotten"""
+    GROUP BY conversation_id) AS forgotten""",
 )
 
 # In place of what nobody has any more; its number is the last of these
-LOST = SET_BACK.format(
+LOST = IN_PLACE.format(
+    code=int(Code.SET_BACK),
     failed=f"""(
     SELECT conversation_id, from_service, to_service, CAST(%(broker)s AS uuid) AS to_broker,
            last AS sequence,
@@ -96,7 +100,7 @@ LOST = SET_BACK.format(
               )), 0) AS last
           FROM {THESE} JOIN saf.conversation c ON c.conversation_id = heard.conversation_id
           WHERE c.monolog AND c.error_code IS NULL) AS compared
-    WHERE last > sequence) AS lost"""
+    WHERE last > sequence) AS lost""",
 )
 TELL_OF_LOSS = f"""
 WITH there AS MATERIALIZED (
@@ -109,6 +113,22 @@ WITH there AS MATERIALIZED (
 )
 {LOST}
 """
+
+
+# To the subscribers at the destination that a copy was for; to all, if it was for none yet
+GIVE_UP = IN_PLACE.format(
+    code=int(Code.GIVEN_UP),
+    failed="""(
+    SELECT conversation_id, from_service, to_service, sequence,
+           CAST(brokers ->> destination AS uuid) AS to_broker,
+           'message ' || sequence || ' was given up by ' || session_user
+           || ': it was a dead letter on its way, ' || reason
+           || '; what is sent after it goes on' AS text
+    FROM saf.dead_letter JOIN saf.subscription USING (subscription_id)
+    LEFT JOIN (SELECT brokers FROM saf.route_version ORDER BY version DESC LIMIT 1) AS known ON true
+    WHERE dead_letter_id = ANY (%(dead_letter_ids)s) AND log = 'outbox'
+      AND from_initiator IS NULL AND conversation_id IS NOT NULL AND sequence > 0) AS given_up""",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,8 @@ ahead of what waits there. `discard` gives them up. Both let a key go on that wa
 decision, and remember who did it, when and why in ``saf.audit``.
 
 A dialog of which a message is a dead letter on its way to the other end waits for it there. It goes
-on in order if that is retried, and fails at both ends if it is given up.
+on in order if that is retried, and fails at both ends if it is given up. A monolog goes on
+meanwhile, and its subscribers get an Error in place of what is given up.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import psycopg
 
 from saf.columns import COLUMNS
 from saf.database import fetch
-from saf.dialogs.statements import GIVE_UP
+from saf.dialogs import monologs, statements
 from saf.setaside.audit import ONE_AT_A_TIME, audit
 from saf.setaside.dead import CHOSEN, Filter
 from saf.setaside.parking import KEY, RETRY
@@ -80,14 +81,15 @@ def retry(connection: psycopg.Connection[Any], chosen: Filter, why: str) -> list
 def discard(connection: psycopg.Connection[Any], chosen: Filter, why: str) -> list[UUID]:
     """Give dead letters up for good; return their message ids.
 
-    Both ends of a dialog that lacks one of them get an Error.
+    Both ends of a dialog that lacks one of them get an Error, and so do a monolog's subscribers.
     """
     with connection.transaction():
         ids, message_ids = _locked(connection, chosen)
         if ids:
             audit(connection, "discard", message_ids, why)
             params = {"lane": RETRY, "dead_letter_ids": ids}
-            connection.execute(GIVE_UP, params)
+            connection.execute(statements.GIVE_UP, params)
+            connection.execute(monologs.GIVE_UP, params)
             connection.execute(GO_ON, params)
             connection.execute(DELETE, params)
     return message_ids

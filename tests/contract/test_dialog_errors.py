@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -11,6 +12,7 @@ import psycopg
 import pytest
 
 import saf
+from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.dialogs.conversations import conversations
 from saf.dialogs.statements import Code
@@ -25,6 +27,7 @@ from saf.errors import (
     WrongDirection,
 )
 from saf.operating.decide import discard, retry
+from saf.routing.routes import add_route, add_topic
 from saf.setaside.dead import Filter
 from saf.testing.clock import let_time_pass
 from tests.dialogs import (
@@ -43,7 +46,7 @@ from tests.dialogs import (
     say,
     states,
 )
-from tests.pipeline import Cycle, connect, forwarding_rules
+from tests.pipeline import Cycle, connect, forwarding_rules, run
 from tests.receivers import dead, let_keys_be_due
 
 
@@ -438,6 +441,41 @@ def test_a_dialog_whose_message_was_given_up_on_its_way_fails_at_both_ends(
         )
     assert states(app) == ["closed" if ended else "error"]
     assert states(mom) == ["error"]
+
+
+def test_subscribers_of_a_monolog_get_an_error_in_place_of_what_was_given_up(
+    app: Dsn, mom: Dsn, new_broker: Callable[[str], Dsn]
+) -> None:
+    other = new_broker("other")
+    with connect(app) as connection:
+        add_topic(connection, WAREHOUSE)
+        for there in ("mom", "other"):
+            add_route(connection, there, service=WAREHOUSE)
+    with connect(other) as connection:
+        create_service(connection, WAREHOUSE)
+    with connect(mom) as connection:
+        connection.execute(REFUSES)
+    with app.connect(role="test") as connection:
+        monolog = saf.begin_monolog(connection, from_service=SHOP, topic=WAREHOUSE)
+        for body in ("1", HUGE, "3"):
+            monolog.send(connection, body)
+    run(app, mom=mom, other=other)
+    assert dead(app) == [(HUGE, "rejected")]
+    with connect(app) as connection:
+        assert len(discard(connection, Filter(), "nobody needs it")) == 1
+    with connect(mom) as connection:
+        connection.execute("DROP TRIGGER refuses ON saf.inbox")
+    run(app, mom=mom, other=other)
+    *told, error = receive(mom, WAREHOUSE)
+    assert said(told) == ["1", "3"]
+    assert (error.message_type, error.sequence) == (ERROR, 2)
+    assert error.conversation_id == monolog.conversation_id
+    assert error.json()["code"] == Code.GIVEN_UP
+    assert "message 2 was given up by postgres" in error.json()["text"]
+    assert said(receive(other, WAREHOUSE)) == ["1", HUGE, "3"], "nothing is missing there"
+    say(app, monolog, "4")
+    run(app, mom=mom, other=other)
+    assert said(receive(mom, WAREHOUSE)) == ["4"]
 
 
 def _without_the_second(app: Dsn, mom: Dsn, why: str) -> saf.Dialog:
