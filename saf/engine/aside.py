@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.columns import COLUMNS
-from saf.destinations.places import LANE
 from saf.dialogs.statements import TELL
 from saf.engine.at_source import AtSource
 from saf.engine.sorting import Part
@@ -28,7 +27,9 @@ from saf.log.cursor import hold
 from saf.message import MAX_BODY
 from saf.setaside import backoff, dead, parking
 from saf.setaside.dead import AsStored
-from saf.setaside.parking import ADDRESS, FOUND, Lane
+from saf.setaside.lane import FOUND, Lane
+from saf.setaside.lane_columns import KIND, LANE, given_of
+from saf.setaside.parking import ADDRESS
 
 MAY_HAVE_LEFT = (
     "unavailable",
@@ -36,6 +37,7 @@ MAY_HAVE_LEFT = (
 )
 """Reason and error of what is not sent again."""
 
+_FOUND = pa.array([str(kind) for kind in FOUND.values()], pa.string())
 _UUIDS = ("message_id", "to_broker", "conversation_id")
 
 
@@ -174,13 +176,13 @@ class Aside:
             parking.touch(source, subscription_id, lanes.union(self.failed), "behind others")
         self._postpone(source)
         for part in self.parked:
-            found = pc.starts_with(part.rows[LANE], FOUND)
+            found = pc.is_in(part.rows[KIND], _FOUND)
             copied, moved = part.rows.filter(found), part.rows.filter(pc.invert(found))
             if moved.num_rows:
-                names, ids = moved[LANE].to_pylist(), moved["parked_id"].to_pylist()
-                parking.move(source, part.waits_at, names, ids)
+                ids = moved["parked_id"].to_pylist()
+                parking.move(source, part.waits_at, given_of(moved), ids)
             if copied.num_rows:
-                rows = copied.select(["parked_id", LANE, *ADDRESS]).to_pylist()
+                rows = copied.select(["parked_id", *LANE, *ADDRESS]).to_pylist()
                 parking.copy(source, part.waits_at, part.quality, rows)
                 gone += copied["parked_id"].to_pylist()
         self._bury(source)
@@ -225,8 +227,8 @@ class Aside:
             "opened_at": self.work.batch.opened_at,
         }
         dicts = self._dicts(part.rows, **more)
-        for row, lane in zip(dicts, part.by_row.to_pylist(), strict=True):
-            yield {**row, "lane": lane, "position": row["id"]}
+        for row, lane in zip(dicts, part.by_row, strict=True):
+            yield {**row, **lane, "position": row["id"]}
 
     def _dicts(self, rows: pa.Table, **more: object) -> Iterator[dict[str, Any]]:
         more = {**more, "subscription_id": self.work.batch.subscription_id}

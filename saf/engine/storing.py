@@ -18,21 +18,14 @@ import pyarrow.compute as pc
 from saf.database.retry import while_unavailable
 from saf.destinations import Chunk, Destination, Stored
 from saf.destinations.marks import AGAIN, ONCE, Mark, Place, acknowledge, acknowledged, not_parked
-from saf.destinations.places import LANE, touched
+from saf.destinations.places import touched
 from saf.destinations.postgresql import PostgresInbox
 from saf.engine.aside import Aside
 from saf.engine.at_source import AtSource
 from saf.engine.chunks import mark
 from saf.engine.lanes import Lanes
 from saf.engine.receipts import Receipts
-from saf.engine.sorting import (
-    Part,
-    found_lanes,
-    in_lanes,
-    route_lanes,
-    service_lanes,
-    unroutable,
-)
+from saf.engine.sorting import Part, unroutable
 from saf.engine.work import Policy, Work
 from saf.errors import (
     Ahead,
@@ -49,7 +42,15 @@ from saf.errors import (
 )
 from saf.log.cursor import hold
 from saf.routing.ways import AT_MOST_ONCE, EXACTLY_ONCE
-from saf.setaside.parking import Lane
+from saf.setaside.lane import Lane
+from saf.setaside.lane_columns import (
+    either,
+    found_lanes,
+    in_lanes,
+    route_lanes,
+    same,
+    service_lanes,
+)
 
 REFUSES = (Unavailable, Behind, Restored)
 """Nothing can be stored there now; by itself, or before a person has repaired it."""
@@ -199,17 +200,16 @@ class Storing:
         rows = error.rows.filter(unknown)
         by_service = service_lanes(rows)
         if part.main:
-            here, names = pc.equal(by_service, ""), by_service  # none
+            here, lanes = pc.not_equal(rows["id"], rows["id"]), by_service  # none
         else:
             by_route = found_lanes(route_lanes(rows))
-            here = pc.or_(pc.equal(rows[LANE], by_service), pc.equal(rows[LANE], by_route))
-            names = pc.if_else(here, rows[LANE], by_route)
-        waiting = replace(part, rows=in_lanes(rows, names))
+            here = pc.or_(same(rows, by_service), same(rows, by_route))
+            lanes = either(here, rows, by_route)
+        waiting = replace(part, rows=in_lanes(rows, lanes))
         staying = replace(waiting, rows=waiting.rows.filter(here))
         going = replace(waiting, rows=waiting.rows.filter(pc.invert(here)))
-        services = dict(zip(names.to_pylist(), rows["to_service"].to_pylist(), strict=True))
         for lane in waiting.lanes:
-            why = error.of(services[lane.lane])
+            why = error.of(lane.subject)
             if not part.main or lane not in self.lanes.held:
                 aside.failed[lane] = why
             self.lanes.hold(lane, str(why))

@@ -124,7 +124,7 @@ SOME = {
     ("broker", "u"): "incarnation",
     ("watermark", "u"): "epoch batch position opened_at acknowledged",
     ("acknowledged", "u"): "batch position opened_at",
-    ("parked", "u"): "destination deliver_at lane",
+    ("parked", "u"): "broker deliver_at destination kind subject",
     ("backoff", "u"): "attempts next_attempt_at error",
     ("dead_letter", "s"): "subscription_id destination shard id dead_letter_at",
     ("dead_letter", "u"): "error",
