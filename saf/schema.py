@@ -514,7 +514,7 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             "parked_expiring",
             "subscription_id",
             "expires_at",
-            postgresql_where=sa.text("destination = '' AND expires_at IS NOT NULL"),
+            postgresql_where=sa.text(f"kind = '{Kind.ROUTE}' AND expires_at IS NOT NULL"),
         ),
     )
     _set_aside(

@@ -105,7 +105,7 @@ CREATE INDEX parked_lane
 CREATE INDEX parked_later ON saf.parked (subscription_id, destination, subject, deliver_at, id)
     WHERE kind = 'later';
 CREATE INDEX parked_expiring ON saf.parked (subscription_id, expires_at)
-    WHERE destination = '' AND expires_at IS NOT NULL;
+    WHERE kind = 'route' AND expires_at IS NOT NULL;
 """
 
 MARKS = """

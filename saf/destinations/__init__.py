@@ -76,5 +76,11 @@ class Destination(Protocol):
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         """Store a chunk durably, whole or not at all, and commit."""
 
+    def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:
+        """How far the lanes and shards of a chunk are stored; nothing of the chunk is.
+
+        Raises what `store` does.
+        """
+
     def close(self) -> None:
         """Give up the connection."""

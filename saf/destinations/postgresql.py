@@ -153,6 +153,11 @@ class PostgresInbox:
         dropped = chunk.rows.num_rows - rows.num_rows
         return Stored(messages=rows.num_rows, dropped=dropped, marks=moved)
 
+    def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:
+        """How far the lanes and shards of a chunk are stored."""
+        with self._transaction() as cursor:
+            return self._lock_watermarks(cursor, chunk)[1]
+
     def close(self) -> None:
         """Give up the connection, if there is one."""
         connection, self._connection = self._connection, None

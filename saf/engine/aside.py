@@ -27,6 +27,7 @@ from saf.log.cursor import hold
 from saf.message import MAX_BODY
 from saf.setaside import backoff, dead, parking
 from saf.setaside.dead import AsStored
+from saf.setaside.expired import EXPIRED
 from saf.setaside.lane import FOUND, Lane
 from saf.setaside.lane_columns import KIND, LANE, given_of
 from saf.setaside.parking import ADDRESS
@@ -116,13 +117,20 @@ class Aside:
         """
         self.max_bytes = max_bytes
         rows = self.bury_unread(rows)
-        expiry = rows["expires_at"]
-        if expiry.null_count < len(expiry):
-            now = pa.scalar(self.work.batch.opened_at, expiry.type)
-            expired = pc.fill_null(pc.less_equal(expiry, now), False)
-            self.bury(rows.filter(expired), "", "expired", "expires_at has passed")
+        expired = self.expired(rows)
+        if expired is not None:
+            self.bury(rows.filter(expired), "", "expired", EXPIRED)
             rows = rows.filter(pc.invert(expired))
         return rows
+
+    def expired(self, rows: pa.Table) -> pa.ChunkedArray | None:
+        """Which messages have expired when the batch was opened; None if none has."""
+        expiry = rows["expires_at"]
+        if expiry.null_count == len(expiry):
+            return None
+        now = pa.scalar(self.work.batch.opened_at, expiry.type)
+        expired = pc.fill_null(pc.less_equal(expiry, now), False)
+        return expired if pc.any(expired).as_py() else None
 
     def write(self, source: psycopg.Connection[Any]) -> None:
         """Write it all, in the caller's transaction."""

@@ -44,7 +44,7 @@ from saf.failpoints import fail_point
 from saf.log.columns import selected
 from saf.log.cursor import hold
 from saf.routing.ways import AT_MOST_ONCE
-from saf.setaside import backoff, parking
+from saf.setaside import backoff, expired, parking
 from saf.setaside.isolation import isolate
 from saf.setaside.lane import Kind, Lane, given, service_lane
 from saf.setaside.lane_columns import (
@@ -60,6 +60,9 @@ from saf.setaside.lane_columns import (
     route_lanes,
 )
 from saf.setaside.parking import ADDRESS, Backoff
+
+SENT_AGAIN = (Kind.REPLAY, Kind.FOUND_REPLAY)
+"""What a destination has lost is sent again though it has expired since: its reader decides."""
 
 RELEASE_SECONDS = 5.0
 """After that, no more is begun; a chunk in hand is finished."""
@@ -82,6 +85,8 @@ class Releasing:
     def release_all(self) -> None:
         """Deliver what the lanes of the work hold of these shards, if their time has come."""
         self._until = time.monotonic() + RELEASE_SECONDS
+        if self.work.of_services:
+            self._bury_unrouted()
         for lane in self.work.waiting:
             if not lane.due:
                 self.lanes.hold(lane.own, lane.error)
@@ -105,6 +110,18 @@ class Releasing:
             subscription_id, untried = self.work.batch.subscription_id, self.lanes.untried
             self.at_source(lambda source: backoff.forget(source, subscription_id, untried))
 
+    def _bury_unrouted(self) -> None:
+        """What has expired without a route has been sent nowhere: it is dead at once."""
+
+        def bury(source: psycopg.Connection[Any]) -> int:
+            hold(source, self.work.batch)
+            return expired.bury_unrouted(source, self.work.batch)
+
+        dead = expired.AT_ONCE
+        while dead == expired.AT_ONCE:
+            dead = self.at_source(bury)
+            self.receipts.of(None).dead += dead
+
     @property
     def _over(self) -> bool:
         return time.monotonic() > self._until
@@ -124,7 +141,7 @@ class Releasing:
         found: set[Lane] = set()
         led = self._led(lanes)
         in_time = True
-        needed = [*selected(None)] if self.resolver else ["id", "shard", *ADDRESS]
+        needed = [*selected(self.policy.max_bytes)] if self.resolver else ["id", "shard", *ADDRESS]
         columns = [
             "parked_id",
             *LANE,
@@ -171,14 +188,14 @@ class Releasing:
     def _find_routes(self, found: set[Lane], rows: pa.Table) -> None:
         """Move messages to where routes lead now, and note in ``found`` to which lanes."""
         if "body" in rows.column_names and rows["body"].null_count:
-            aside = Aside(work=self.work, from_lanes=True)
+            aside = self._aside()
             readable = aside.bury_unread(rows)
             self._settle(rows.filter(pc.is_null(rows["body"])), aside)
             rows = readable
         resolution = self.resolver.resolve(rows)
         for some, error in resolution.dead:
             # what its router does not know where to send to leaves its lane
-            aside = Aside(work=self.work, from_lanes=True)
+            aside = self._aside()
             aside.bury(some, "", "unresolved", error)
             self._settle(some, aside)
         routed = self.wayfinder.route(resolution.rows)
@@ -272,13 +289,9 @@ class Releasing:
         rows = rows.filter(is_in(rows, left))
         if not rows.num_rows:
             return
-        aside = Aside(work=self.work, from_lanes=True, destination=destination)
+        aside = self._aside(destination)
         once: list[Part] = []
-        fit = aside.bury_unread(rows)
-        if rows[KIND][0].as_py() == Kind.DOUBT:
-            aside.bury(fit, destination, *MAY_HAVE_LEFT)
-            fit = fit.slice(0, 0)
-        for part in self._qualities(destination, fit):
+        for part in self._fit(destination, rows, aside):
             if part.quality == AT_MOST_ONCE:
                 once.append(part)
             elif destination in aside.down:
@@ -303,10 +316,45 @@ class Releasing:
         for part in once:
             self._deliver_once(part)
 
+    def _fit(self, destination: str, rows: pa.Table, aside: Aside) -> Iterator[Part]:
+        """What may go of a chunk, by quality; what is too large, doubtful or expired is buried."""
+        kind = rows[KIND][0].as_py()
+        rows = aside.bury_unread(rows)
+        if kind == Kind.DOUBT:
+            aside.bury(rows, destination, *MAY_HAVE_LEFT)
+            return
+        for part in self._qualities(destination, rows):
+            fresh = part if kind in SENT_AGAIN else self._unexpired(part, aside)
+            if fresh.rows.num_rows:
+                yield fresh
+
+    def _unexpired(self, part: Part, aside: Aside) -> Part:
+        """A part without what has expired, which is buried unless the destination has stored it."""
+        expired_ones = aside.expired(part.rows)
+        if expired_ones is None:
+            return part
+        never = part.rows.filter(expired_ones)
+        if part.quality != AT_MOST_ONCE:  # of that, nothing that is in a lane has been sent
+            try:
+                never = self.storing.not_stored(replace(part, rows=never))
+            except SafError:
+                return part  # the storing meets it too, and says so
+        aside.bury(never, part.waits_at, "expired", expired.EXPIRED)
+        gone = pc.is_in(part.rows["parked_id"], never["parked_id"].combine_chunks())
+        return replace(part, rows=part.rows.filter(pc.invert(gone)))
+
+    def _aside(self, destination: str = "") -> Aside:
+        return Aside(
+            work=self.work,
+            from_lanes=True,
+            destination=destination,
+            max_bytes=self.policy.max_bytes,
+        )
+
     def _deliver_once(self, part: Part) -> None:
         """Deliver at most once, after all else that could raise."""
         self._doubt(part)
-        aside = Aside(work=self.work, from_lanes=True)
+        aside = self._aside()
         isolate(
             part.rows,
             lambda some: self.storing.store_once(replace(part, rows=some), aside),
@@ -326,7 +374,7 @@ class Releasing:
 
     def _parked(self, destination: str, lanes: Collection[Lane]) -> Iterator[pa.Table]:
         found = any(lane.found for lane in lanes)
-        log = parking.as_log([*selected(None), "batch"], found=found)
+        log = parking.as_log([*selected(self.policy.max_bytes), "batch"], found=found)
         columns = [*log, "opened_at", "parked_id", *LANE, "quality", sql.SQL("id AS log_id")]
         return self._read(destination, lanes, columns, found=found)
 
@@ -353,7 +401,7 @@ class Releasing:
 
         def bury(message: pa.Table, error: str) -> None:
             if message["parked_id"][0].as_py() not in gone:
-                aside = Aside(work=self.work, from_lanes=True, destination=destination)
+                aside = self._aside(destination)
                 aside.bury_as_stored(message, error)
                 self._settle(message, aside)
 
