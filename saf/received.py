@@ -12,7 +12,6 @@ from saf.columns import COLUMNS
 from saf.errors import UnreadableBody, UnreadableHeaders
 from saf.limits import HEADERS_READABLE, LONG_NAMES, READABLE
 from saf.message import CONTENT_TYPE
-from saf.setaside.parking import KEY
 
 if TYPE_CHECKING:
     from saf.dialogs.dialog import Dialog
@@ -166,8 +165,9 @@ class Received:
 
     @property
     def lane(self) -> str:
-        """Where the messages of its key wait; one without a key waits alone."""
-        return f"{KEY}{self.message_id if self._row[_KEY] is None else self._row[_KEY]}"
+        """The subject of the lane in which its key waits: the key; one without waits alone."""
+        key = self._row[_KEY]
+        return str(self.message_id) if key is None else key
 
     def stored(self) -> dict[str, Any]:
         """Its columns, to store it elsewhere."""

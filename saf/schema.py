@@ -19,6 +19,8 @@ from saf.dialogs.schema import add_tables
 from saf.limits import BOUNDED
 from saf.log.ring import SLOT_ROWS, SLOTS
 from saf.log.shards import DEFAULT_SHARDS, MAX_SHARDS, shard_expression
+from saf.setaside.lane import COLUMNS as LANE_COLUMNS
+from saf.setaside.lane import NO_BROKER, Kind
 
 SCHEMA = "saf"
 QUALITIES = ("at_most_once", "at_least_once", "exactly_once")
@@ -55,6 +57,13 @@ IN_CALENDAR = " AND ".join(
 # A later one than now is no transaction's either, but what is now differs between clusters, and a
 # dump has to go into any: `saf.operating.doctor` finds those.
 POSSIBLE = "txid < '9223372036854775808'::xid8"
+
+
+LANE = f"""
+kind IN ({", ".join(f"'{kind}'" for kind in Kind)})
+AND (subject = '' OR kind IN ('service', 'route', 'found_route', 'key', 'later', 'ahead'))
+AND (broker = '{NO_BROKER}' OR kind IN ('route', 'found_route'))
+"""
 
 
 TYPES: dict[str, sa.types.TypeEngine[Any]] = {
@@ -418,7 +427,12 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         sa.Column("epoch", sa.BigInteger, nullable=False),
         sa.Column("batch", sa.BigInteger, nullable=False),
         sa.Column("position", sa.BigInteger, nullable=False),
-        sa.Column("lane", sa.Text, server_default=""),
+        sa.Column(
+            "lane",
+            sa.Text,
+            server_default="",
+            comment="as its source calls it: a name to compare, not to take apart",
+        ),
         sa.Column(
             "opened_at",
             moment,
@@ -430,7 +444,7 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             nullable=False,
             server_default=sa.false(),
             comment="whether the source remembers it too; false of one that nothing has moved, or "
-            "before sources did",
+            "before sources did, and of at_most_once",
         ),
         # the batch for the same reason as in saf.cursor
         sa.PrimaryKeyConstraint("source", "shard", "lane", "batch"),
@@ -438,6 +452,8 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         comment="the last (batch, position) stored here of one source shard: what makes "
         "delivery exactly once",
     )
+    _one_each(metadata, "cursor", "subscription_id integer", "shard smallint")
+    _one_each(metadata, "watermark", "source uuid", "shard smallint", "lane text")
     _acknowledged(metadata)
     sa.Table(
         "timeline",
@@ -466,7 +482,7 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         metadata,
         "parked",
         "set aside in order, to be tried again",
-        _lane(),
+        _kind(),
         sa.Column("quality", sa.Text),
         sa.Column(
             "batch",
@@ -482,7 +498,24 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             comment="of its batch; of what is sent again, or has found a route, when that was: "
             "tells the mark of a lane from another of the same number",
         ),
-        sa.Index("parked_lane", "subscription_id", "destination", "lane", "id"),
+        *_more_of_lane(),
+        sa.CheckConstraint(LANE, name="parked_lane_possible"),
+        sa.Index("parked_lane", "subscription_id", *LANE_COLUMNS, "id"),
+        sa.Index(
+            "parked_later",
+            "subscription_id",
+            "destination",
+            "subject",
+            "deliver_at",
+            "id",
+            postgresql_where=sa.text(f"kind = '{Kind.LATER}'"),
+        ),
+        sa.Index(
+            "parked_expiring",
+            "subscription_id",
+            "expires_at",
+            postgresql_where=sa.text(f"kind = '{Kind.ROUTE}' AND expires_at IS NOT NULL"),
+        ),
     )
     _set_aside(
         metadata,
@@ -494,9 +527,9 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
     sa.Table(
         "backoff",
         metadata,
-        sa.Column("subscription_id", sa.Integer, primary_key=True),
-        sa.Column("destination", sa.Text, primary_key=True),
-        _lane(primary_key=True),
+        sa.Column("subscription_id", sa.Integer),
+        sa.Column("destination", sa.Text),
+        _kind(),
         sa.Column("attempts", sa.Integer, nullable=False, server_default="0"),
         sa.Column("next_attempt_at", moment, nullable=False, server_default=now),
         sa.Column("error", sa.Text, nullable=False),
@@ -507,6 +540,9 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             comment="of a lane that holds the messages of one key, for a receiver; NULL for the "
             "others",
         ),
+        *_more_of_lane(),
+        sa.PrimaryKeyConstraint("subscription_id", *LANE_COLUMNS),
+        sa.CheckConstraint(LANE, name="backoff_lane_possible"),
         sa.ForeignKeyConstraint(
             ["subscription_id"], ["saf.subscription.subscription_id"], ondelete="CASCADE"
         ),
@@ -550,12 +586,25 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
     return metadata
 
 
+def _one_each(metadata: sa.MetaData, name: str, *columns: str) -> sa.Table:
+    """The keys of a table that has the batch in its own; its triggers are in the migrations."""
+    keys = [column.split() for column in columns]
+    types = {"integer": sa.Integer, "smallint": sa.SmallInteger, "uuid": pg.UUID, "text": sa.Text}
+    return sa.Table(
+        f"{name}_key",
+        metadata,
+        *(sa.Column(key, types[kind], primary_key=True, autoincrement=False) for key, kind in keys),
+        comment=f"one for each row of saf.{name}, whose own key has the batch too: it lets in no "
+        "second one",
+    )
+
+
 def _acknowledged(metadata: sa.MetaData) -> sa.Table:
     return sa.Table(
         "acknowledged",
         metadata,
         sa.Column("destination", pg.UUID, comment="its broker_id"),
-        sa.Column("lane", sa.Text),
+        sa.Column("lane", sa.Text, comment="as in saf.watermark there"),
         sa.Column("shard", sa.SmallInteger),
         sa.Column("batch", sa.BigInteger),
         sa.Column("position", sa.BigInteger, nullable=False),
@@ -568,14 +617,34 @@ def _acknowledged(metadata: sa.MetaData) -> sa.Table:
     )
 
 
-def _lane(*, primary_key: bool = False) -> sa.Column[object]:
+def _kind() -> sa.Column[object]:
     return sa.Column(
-        "lane",
+        "kind",
         sa.Text,
-        primary_key=primary_key,
         nullable=False,
-        server_default="",
-        comment="messages that wait for the same thing, in order; see saf.parking",
+        server_default=Kind.MAIN,
+        comment="of the lane: messages that wait for the same thing, in order; see "
+        "saf.setaside.lane",
+    )
+
+
+def _more_of_lane() -> tuple[sa.Column[Any], sa.Column[Any]]:
+    return (
+        sa.Column(
+            "subject",
+            sa.Text,
+            nullable=False,
+            server_default="",
+            comment="the service, key, shard or conversation that the lane is of",
+        ),
+        sa.Column(
+            "broker",
+            pg.UUID,
+            nullable=False,
+            server_default=str(NO_BROKER),
+            comment="that the messages of the lane are addressed to; all ones where they are to "
+            "none",
+        ),
     )
 
 

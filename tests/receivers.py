@@ -17,7 +17,6 @@ import saf
 from saf.broker import services
 from saf.database import Dsn, fetch
 from saf.receiving.loop import Loop
-from saf.setaside.parking import KEY
 from tests.pipeline import connect, let_time_pass
 
 SUBSCRIPTION = "billing"
@@ -144,9 +143,9 @@ def waiting(mom: Dsn) -> list[str]:
     """The keys that wait."""
     with connect(mom) as connection:
         rows = connection.execute(
-            "SELECT lane FROM saf.backoff WHERE shard IS NOT NULL ORDER BY 1"
+            "SELECT subject FROM saf.backoff WHERE shard IS NOT NULL ORDER BY 1"
         ).fetchall()
-    return [lane.removeprefix(KEY) for (lane,) in rows]
+    return [key for (key,) in rows]
 
 
 def dead(mom: Dsn) -> list[tuple[str, str]]:

@@ -99,7 +99,7 @@ SETTING_ASIDE: Rights = {
     "parked": {
         "SELECT": WHOLE,
         "INSERT": WHOLE,
-        "UPDATE": ("destination", "lane", "deliver_at"),
+        "UPDATE": ("destination", "kind", "subject", "broker", "deliver_at"),
         "DELETE": WHOLE,
     },
     "backoff": {

@@ -11,7 +11,8 @@ import typer
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.cli.console import echo
 from saf.config import load
-from saf.setaside.parking import AHEAD, Waiting, parked, retry_now
+from saf.setaside.lane import Kind
+from saf.setaside.parking import Waiting, parked, retry_now
 
 app = typer.Typer(no_args_is_help=True, help="Messages that wait, and when they are tried next.")
 
@@ -28,6 +29,7 @@ def list_(
     config: Config = None,
     broker: Name = None,
     limit: Annotated[int, typer.Option(min=1, help="Lanes per broker, at most.")] = LIMIT,
+    subscription: Annotated[str | None, typer.Option(help="Only what this one set aside.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the lanes of parked messages: how many, why, and when each is tried next.
@@ -35,7 +37,7 @@ def list_(
     Of many, those that hold up most.
     """
     round_ = Round(chosen(load(config), broker))
-    lanes = round_.visit("parked", lambda connection, _: parked(connection, limit))
+    lanes = round_.visit("parked", lambda connection, _: parked(connection, limit, subscription))
     if as_json:
         rows = [
             {"broker": name, **lane.as_dict()}
@@ -74,11 +76,11 @@ def show(lanes: Mapping[str, Waiting]) -> None:
             when = "now" if lane.due else f"{lane.next_attempt_at:%H:%M:%S}"
             if lane.next_attempt_at.year == FOR_EVER:
                 when = "on an operator's word"
-                if lane.lane.startswith(AHEAD):
+                if lane.kind == Kind.AHEAD:
                     when = "when it has come"
             who = "" if lane.subscription == "forwarder" else f" by {lane.subscription}"
             echo(
-                f"{name}: {lane.messages:,} parked{who}, {lane.key}; {lane.attempts} attempts, "
+                f"{name}: {lane.messages:,} parked{who}, {lane.own}; {lane.attempts} attempts, "
                 f"next {when}: {lane.error}"
             )
         if more := found.lanes - len(found.shown):

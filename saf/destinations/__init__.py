@@ -34,9 +34,9 @@ class Chunk:
     ``rows`` has the columns ``id`` and ``shard`` of the source, and `saf.message.COLUMNS`; parked
     ones also have the ``batch`` they were parked in, and when that was opened.
 
-    The messages of the destination's own lane are in the order of their ids. All others have a
-    column ``lane``, and may be of many. Storing them completes, in each lane, every message of a
-    shard up to the last one that is here.
+    The messages of the destination's own lane are in the order of their ids. All others have the
+    columns `saf.setaside.lane_columns.LANE`, and may be of many. Storing them completes, in each
+    lane, every message of a shard up to the last one that is here.
     """
 
     source: UUID
@@ -46,7 +46,7 @@ class Chunk:
     number: int
     """Of the batch that the last row is from."""
     prefix: str = ""
-    """What the lanes of its marks begin with: other qualities have other marks."""
+    """What the names of its marks begin with: other qualities have other marks."""
     known: Mapping[Place, Mark] = field(default_factory=dict)
     """What the source remembers of the destination's marks in these lanes."""
     behind: frozenset[str] = frozenset()
@@ -75,6 +75,12 @@ class Destination(Protocol):
 
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         """Store a chunk durably, whole or not at all, and commit."""
+
+    def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:
+        """How far the lanes and shards of a chunk are stored; nothing of the chunk is.
+
+        Raises what `store` does.
+        """
 
     def close(self) -> None:
         """Give up the connection."""

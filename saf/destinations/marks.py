@@ -23,6 +23,7 @@ batch than the source's own. So are those of at_most_once, whose answers nobody 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -33,10 +34,13 @@ import psycopg
 
 from saf.database import fetch
 from saf.log.shards import LAST
-from saf.setaside.parking import MAIN
+from saf.setaside.lane import BROKER, Kind, Lane, given
 
 Place = tuple[str, int]
-"""A lane and a shard: what has a mark."""
+"""What has a mark: a lane, by its `place_name` behind that of the quality, and a shard."""
+
+MAIN = ""
+"""The name of a destination's own lane."""
 
 # Of each place the newest version; see saf.shards.newest
 ACKNOWLEDGED = f"""
@@ -76,18 +80,25 @@ USING unnest(%(lanes)s::text[], %(shards)s::smallint[]) AS m (lane, shard)
 WHERE a.destination = %(destination)s AND a.lane = m.lane AND a.shard = m.shard
 """
 
+LANES = f"""
+SELECT kind, subject, {BROKER} FROM saf.backoff
+WHERE subscription_id = %(subscription_id)s AND destination = %(name)s
+"""
 # Messages that have not left their lane: what is stored of them nobody has answered
 PARKED = """
-SELECT m.place FROM unnest(%(lanes)s::text[], %(shards)s::smallint[], %(opened_at)s::timestamptz[])
-    WITH ORDINALITY AS m (lane, shard, opened_at, place)
+SELECT m.place
+FROM unnest(%(kinds)s::text[], %(subjects)s::text[], %(brokers)s::uuid[], %(shards)s::smallint[],
+            %(opened_at)s::timestamptz[], %(places)s::int[])
+    AS m (kind, subject, broker, shard, opened_at, place)
 WHERE EXISTS (
     SELECT FROM saf.parked p
     WHERE p.subscription_id = %(subscription_id)s AND p.destination = %(name)s
-      AND p.lane = m.lane AND p.shard = m.shard AND p.opened_at = m.opened_at)
+      AND (p.kind, p.subject, p.broker) = (m.kind, m.subject, m.broker)
+      AND p.shard = m.shard AND p.opened_at = m.opened_at)
 """
 
 AGAIN, ONCE = "again:", "once:"
-"""Lanes whose marks nothing is dropped by begin so: of at_least_once, and of at_most_once."""
+"""The names of lanes whose marks nothing is dropped by begin so: at_least_once, at_most_once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +110,7 @@ class Mark:
     opened_at: datetime | None = None
     """Of the batch in hand when it was moved."""
     acknowledged: bool = False
-    """The source remembers it."""
+    """The source remembers it; it need not remember marks of at_most_once."""
 
     @classmethod
     def of(
@@ -164,6 +175,43 @@ class Difference:
     """One of those behind, as an example."""
 
 
+_LOOKS_ADDRESSED = re.compile(r".*@[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}@*", re.DOTALL)
+
+_NAMES = {
+    Kind.MAIN: MAIN,
+    Kind.RETRY: "retry",
+    Kind.REPLAY: "replay",
+    Kind.DOUBT: "doubt",
+    Kind.FOUND_RETRY: "found:retry",
+    Kind.FOUND_REPLAY: "found:replay",
+    Kind.SERVICE: "service:",
+    Kind.ROUTE: "route:",
+    Kind.FOUND_ROUTE: "found:route:",
+}
+
+
+def place_name(lane: Lane) -> str:
+    """What a lane is called in marks. Nothing but this makes such a name, and nobody reads it.
+
+    Marks outlive what they are of, in databases of others: a lane has the same name for ever, and
+    no two have one. So where a service's own name ends like that of a broker's lane, an @ more
+    tells the two apart.
+
+    >>> at = UUID(int=7)
+    >>> print(place_name(Lane(kind=Kind.ROUTE, subject="x", broker=at)))
+    route:x@00000000-0000-0000-0000-000000000007
+    >>> print(place_name(Lane(kind=Kind.ROUTE, subject=f"x@{at}")))
+    route:x@00000000-0000-0000-0000-000000000007@
+    >>> print(place_name(Lane(kind=Kind.FOUND_ROUTE, subject="x")))
+    found:route:x
+    """
+    name = _NAMES[lane.kind] + lane.subject
+    if lane.broker is not None:
+        return f"{name}@{lane.broker}"
+    addressable = lane.kind in (Kind.ROUTE, Kind.FOUND_ROUTE)
+    return f"{name}@" if addressable and _LOOKS_ADDRESSED.fullmatch(lane.subject) else name
+
+
 def shards_of(places: Iterable[Place]) -> list[int]:
     """The shards of some places."""
     return sorted({shard for _, shard in places})
@@ -213,7 +261,7 @@ def _is_ahead(lane: str, mark: Mark, known: Mark, in_hand: InHand | None) -> boo
         return True
     if mark.opened_at is not None and mark.opened_at == in_hand.opened_at:
         return False
-    if mark.acknowledged and not lane.startswith(ONCE):
+    if mark.acknowledged:
         return True
     return lane in (MAIN, AGAIN, ONCE) and mark.batch >= in_hand.batch
 
@@ -271,16 +319,19 @@ def not_parked(
     """Of which marks no message is parked still, for a destination by name."""
     if not marks:
         return []
-    lanes = [lane.removeprefix(AGAIN).removeprefix(ONCE) for lane, _ in marks]
-    params = {
-        "subscription_id": subscription_id,
-        "name": name,
-        "lanes": lanes,
-        "shards": [shard for _, shard in marks],
-        "opened_at": [mark.opened_at for mark in marks.values()],
+    params: dict[str, Any] = {"subscription_id": subscription_id, "name": name}
+    lanes: dict[str, Lane] = {}
+    for kind, subject, broker in fetch(connection, LANES, params):
+        lane = Lane(kind=Kind(kind), subject=subject, broker=broker)
+        lanes |= {quality + place_name(lane): lane for quality in ("", AGAIN, ONCE)}
+    waiting = [(n, *one) for n, one in enumerate(marks.items()) if one[0][0] in lanes]
+    params |= given(lanes[lane] for _, (lane, _), _ in waiting) | {
+        "shards": [shard for _, (_, shard), _ in waiting],
+        "opened_at": [mark.opened_at for _, _, mark in waiting],
+        "places": [number for number, _, _ in waiting],
     }
     parked = {place for (place,) in fetch(connection, PARKED, params)}
-    return sorted(place for number, place in enumerate(marks, 1) if number not in parked)
+    return sorted(place for number, place in enumerate(marks) if number not in parked)
 
 
 def _columns(places: Collection[Place]) -> dict[str, list[Any]]:

@@ -13,11 +13,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from saf.destinations import Chunk
-from saf.destinations.marks import NOTHING, Mark, Place
-from saf.setaside.parking import MAIN
-
-LANE = "lane"
-"""The column of a chunk that says which lane each message is of, unless all are of the main one."""
+from saf.destinations.marks import MAIN, NOTHING, ONCE, Mark, Place, place_name
+from saf.setaside.lane_columns import has_lanes, lanes_of
 
 
 def touched(chunk: Chunk) -> list[Place]:
@@ -26,14 +23,14 @@ def touched(chunk: Chunk) -> list[Place]:
     In the destination's own lane that is every shard in hand: an owner before is fenced also where
     nothing is stored.
     """
-    if LANE not in chunk.rows.column_names:
+    if not has_lanes(chunk.rows):
         return [(chunk.prefix + MAIN, shard) for shard in sorted(chunk.batch.shards)]
     return sorted(_places(chunk.rows, chunk.prefix)[0])
 
 
 def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
     """The marks after a chunk is stored, of the places that it has messages of."""
-    rows = chunk.rows
+    rows, heard = chunk.rows, chunk.prefix != ONCE  # of what is sent once, nobody waits for answers
     if not rows.num_rows:
         return {}
     places, which = _places(rows, chunk.prefix)
@@ -46,11 +43,11 @@ def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
             batch=row.get("batch", chunk.number),
             position=row["id"],
             opened_at=row.get("opened_at", chunk.batch.opened_at),
-            acknowledged=True,
+            acknowledged=heard,
         )
         before = marks.get(place, NOTHING)
         if mark.number <= before.number:
-            mark = replace(before, acknowledged=True)
+            mark = replace(before, acknowledged=heard)
         moved[place] = mark
     return moved
 
@@ -76,10 +73,10 @@ def beyond(
 def _places(rows: pa.Table, prefix: str) -> tuple[list[Place], npt.NDArray[np.int64]]:
     """The places that rows are of, and which of them each row is."""
     shards = rows["shard"].to_numpy().astype(np.int64)
-    names = [MAIN]
-    if LANE in rows.column_names:
-        encoded = rows[LANE].combine_chunks().dictionary_encode()
-        names = encoded.dictionary.to_pylist()
-        shards = shards * len(names) + encoded.indices.to_numpy()
+    names = [prefix + MAIN]
+    if has_lanes(rows):
+        lanes, of_each = lanes_of(rows)
+        names = [prefix + place_name(lane) for lane in lanes]
+        shards = shards * len(names) + of_each
     codes, which = np.unique(shards, return_inverse=True)
-    return [(prefix + names[code % len(names)], int(code) // len(names)) for code in codes], which
+    return [(names[code % len(names)], int(code) // len(names)) for code in codes], which

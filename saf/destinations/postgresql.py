@@ -63,8 +63,8 @@ SERVICES = "SELECT name FROM saf.service"
 # In one round trip: whose it is, and whether it is fit to be stored in
 IDENTITY = f"SELECT broker_id::text, ({IS_RESTORED}) FROM saf.broker"
 
-# By one delivery at a time, because nothing else forbids a second watermark of a shard: the key
-# has the batch as its last column, for LOCK
+# By one delivery at a time: a second watermark of a place is refused, so the other one has to see
+# the first
 TAKE_TURN = "SELECT pg_advisory_xact_lock(hashtextextended('saf.watermark', 0))"
 KNOW_PLACES = """
 INSERT INTO saf.watermark (source, shard, lane, epoch, batch, position)
@@ -152,6 +152,11 @@ class PostgresInbox:
             raise UnknownService(f"destination {self.name!r}", unknown, rows)
         dropped = chunk.rows.num_rows - rows.num_rows
         return Stored(messages=rows.num_rows, dropped=dropped, marks=moved)
+
+    def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:
+        """How far the lanes and shards of a chunk are stored."""
+        with self._transaction() as cursor:
+            return self._lock_watermarks(cursor, chunk)[1]
 
     def close(self) -> None:
         """Give up the connection, if there is one."""

@@ -57,19 +57,19 @@ from saf.receiving.arrival import Arrival, Hook
 from saf.receiving.claim import Reader
 from saf.setaside.dropped import Reason
 from saf.setaside.isolation import of_messages
-from saf.setaside.parking import AHEAD, LATER
+from saf.setaside.lane import Kind
 from saf.transaction import enter
 
 # What follows without a gap, and what waits for nothing: an Error, or what will be dropped
 GO_ON = f"""
-UPDATE saf.parked p SET lane = '{LATER}' || p.shard, deliver_at = now()
+UPDATE saf.parked p SET kind = '{Kind.LATER}', subject = p.shard::text, deliver_at = now()
 FROM (
     SELECT parked_id, ended OR message_type = '{ERROR}' OR receive_sequence >= sequence
-           - dense_rank() OVER (PARTITION BY lane, from_initiator ORDER BY sequence) AS due
-    FROM unnest(%(lane)s::text[], %(from_initiator)s::boolean[], %(receive_sequence)s::bigint[],
-                %(ended)s::boolean[]) AS e (lane, from_initiator, receive_sequence, ended)
-    JOIN saf.parked USING (lane, from_initiator)
-    WHERE subscription_id = %(subscription_id)s AND destination = ''
+           - dense_rank() OVER (PARTITION BY subject, from_initiator ORDER BY sequence) AS due
+    FROM unnest(%(subject)s::text[], %(from_initiator)s::boolean[], %(receive_sequence)s::bigint[],
+                %(ended)s::boolean[]) AS e (subject, from_initiator, receive_sequence, ended)
+    JOIN saf.parked USING (subject, from_initiator)
+    WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.AHEAD}'
 ) AS ahead
 WHERE p.parked_id = ahead.parked_id AND due
 RETURNING p.shard
@@ -303,14 +303,14 @@ def _go_on(raw: psycopg.Connection[Any], reader: Reader, endpoints: dict[End, En
     """What waited for messages that have arrived is due."""
     ends = [
         {
-            "lane": f"{AHEAD}{conversation_id}",
+            "subject": str(conversation_id),
             "from_initiator": not is_initiator,
             "receive_sequence": one.facts.receive_sequence,
             "ended": bool(one.facts.ended_there or one.facts.error_code is not None or one.failure),
         }
         for (conversation_id, is_initiator), one in endpoints.items()
     ]
-    names = ("lane", "from_initiator", "receive_sequence", "ended")
+    names = ("subject", "from_initiator", "receive_sequence", "ended")
     params = {**columns(names, ends), "subscription_id": reader.subscription_id}
     if ends:
         retries.time_late(raw, reader, sorted({shard for (shard,) in fetch(raw, GO_ON, params)}))

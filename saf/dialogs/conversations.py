@@ -15,7 +15,7 @@ from saf.dialogs.states import State
 from saf.errors import DialogNotFound, UsageError
 from saf.log.shards import shard_expression
 from saf.setaside.dropped import ADD, Reason
-from saf.setaside.parking import AHEAD
+from saf.setaside.lane import Kind
 from saf.transaction import enter
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ LIST = f"""
 SELECT {", ".join(f"c.{name}" for name in FIELDS)},
        (SELECT count(*) FROM saf.parked p
         WHERE p.subscription_id = s.subscription_id AND p.destination = ''
-          AND p.lane = '{AHEAD}' || c.conversation_id AND p.from_initiator <> c.is_initiator)
+          AND p.kind = '{Kind.AHEAD}' AND p.subject = c.conversation_id::text
+          AND p.from_initiator <> c.is_initiator)
 FROM saf.conversation c
 LEFT JOIN saf.subscription s ON s.log = 'inbox' AND s.name = c.service AND s.service = c.service
 WHERE (CAST(%(service)s AS text) IS NULL OR c.service = CAST(%(service)s AS text))

@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.columns import COLUMNS
-from saf.destinations.places import LANE
 from saf.dialogs.statements import TELL
 from saf.engine.sorting import Part
 from saf.engine.source_session import SourceSession
@@ -28,7 +27,10 @@ from saf.log.cursor import hold
 from saf.message import MAX_BODY
 from saf.setaside import backoff, dead, parking
 from saf.setaside.dead import AsStored
-from saf.setaside.parking import ADDRESS, FOUND, Lane
+from saf.setaside.expired import EXPIRED
+from saf.setaside.lane import FOUND, Lane
+from saf.setaside.lane_columns import KIND, LANE, given_of
+from saf.setaside.parking import ADDRESS
 
 MAY_HAVE_LEFT = (
     "unavailable",
@@ -36,6 +38,7 @@ MAY_HAVE_LEFT = (
 )
 """Reason and error of what is not sent again."""
 
+_FOUND = pa.array([str(kind) for kind in FOUND.values()], pa.string())
 _UUIDS = ("message_id", "to_broker", "conversation_id")
 
 
@@ -114,13 +117,20 @@ class Aside:
         """
         self.max_bytes = max_bytes
         rows = self.bury_unread(rows)
-        expiry = rows["expires_at"]
-        if expiry.null_count < len(expiry):
-            now = pa.scalar(self.work.batch.opened_at, expiry.type)
-            expired = pc.fill_null(pc.less_equal(expiry, now), False)
-            self.bury(rows.filter(expired), "", "expired", "expires_at has passed")
+        expired = self.expired(rows)
+        if expired is not None:
+            self.bury(rows.filter(expired), "", "expired", EXPIRED)
             rows = rows.filter(pc.invert(expired))
         return rows
+
+    def expired(self, rows: pa.Table) -> pa.ChunkedArray | None:
+        """Which messages have expired when the batch was opened; None if none has."""
+        expiry = rows["expires_at"]
+        if expiry.null_count == len(expiry):
+            return None
+        now = pa.scalar(self.work.batch.opened_at, expiry.type)
+        expired = pc.fill_null(pc.less_equal(expiry, now), False)
+        return expired if pc.any(expired).as_py() else None
 
     def write(self, source: psycopg.Connection[Any]) -> None:
         """Write it all, in the caller's transaction."""
@@ -174,13 +184,13 @@ class Aside:
             parking.touch(source, subscription_id, lanes.union(self.failed), "behind others")
         self._postpone(source)
         for part in self.parked:
-            found = pc.starts_with(part.rows[LANE], FOUND)
+            found = pc.is_in(part.rows[KIND], _FOUND)
             copied, moved = part.rows.filter(found), part.rows.filter(pc.invert(found))
             if moved.num_rows:
-                names, ids = moved[LANE].to_pylist(), moved["parked_id"].to_pylist()
-                parking.move(source, part.waits_at, names, ids)
+                ids = moved["parked_id"].to_pylist()
+                parking.move(source, part.waits_at, given_of(moved), ids)
             if copied.num_rows:
-                rows = copied.select(["parked_id", LANE, *ADDRESS]).to_pylist()
+                rows = copied.select(["parked_id", *LANE, *ADDRESS]).to_pylist()
                 parking.copy(source, part.waits_at, part.quality, rows)
                 gone += copied["parked_id"].to_pylist()
         self._bury(source)
@@ -225,8 +235,8 @@ class Aside:
             "opened_at": self.work.batch.opened_at,
         }
         dicts = self._dicts(part.rows, **more)
-        for row, lane in zip(dicts, part.by_row.to_pylist(), strict=True):
-            yield {**row, "lane": lane, "position": row["id"]}
+        for row, lane in zip(dicts, part.by_row, strict=True):
+            yield {**row, **lane, "position": row["id"]}
 
     def _dicts(self, rows: pa.Table, **more: object) -> Iterator[dict[str, Any]]:
         more = {**more, "subscription_id": self.work.batch.subscription_id}

@@ -35,6 +35,7 @@ import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from saf.destinations.marks import place_name
 from saf.destinations.places import beyond
 from saf.engine.aside import MAY_HAVE_LEFT, Aside
 from saf.engine.chunks import chunks
@@ -55,7 +56,7 @@ from saf.log.cursor import advance, attempt, hold
 from saf.routing.matching import AT_MOST_ONCE
 from saf.setaside import backoff, parking
 from saf.setaside.isolation import isolate
-from saf.setaside.parking import Lane
+from saf.setaside.lane import Lane
 
 BEATS = 6
 """How often in a lease a task is heard of: twice as often as the lease is renewed."""
@@ -214,7 +215,7 @@ class Delivery:
             )
         number = self.work.batch.number
         marks = {
-            (lane.lane, shard): (number, before)
+            (place_name(lane), shard): (number, before)
             for lane in part.lanes
             for shard, before in self._attempted.items()
         }

@@ -1,17 +1,16 @@
-"""What one task knows of the lanes of its shards (see `saf.setaside.parking`)."""
+"""What one task knows of the lanes of its shards (see `saf.setaside.lane`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from saf.engine.sorting import found_lanes, route_lanes, service_lanes
 from saf.engine.source_session import SourceSession
 from saf.log.cursor import Batch
 from saf.setaside import backoff
-from saf.setaside.parking import REPLAY, SERVICE, Lane
+from saf.setaside.lane import Kind, Lane, found_lane, service_lane
+from saf.setaside.lane_columns import lanes_of, route_lanes
 
 
 @dataclass
@@ -36,34 +35,34 @@ class HeldLanes:
         """New messages park behind those of this lane; all for a destination behind a replay."""
         self.held[lane] = why
         self.of_services |= lane.of_service
-        if lane.lane == REPLAY:
+        if lane.kind == Kind.REPLAY:
             self.held[Lane(destination=lane.destination)] = why
 
     def open(self, lane: Lane) -> None:
         """Nothing of these shards is in the lane any more, unless the batch has put it there."""
         if lane in self.ahead:
             return
-        if Lane(destination=lane.destination, lane=REPLAY) not in self.held:
+        if Lane(destination=lane.destination, kind=Kind.REPLAY) not in self.held:
             self.held.pop(lane, None)
 
     def look(self, source_session: SourceSession, batch: Batch, *messages: pa.Table) -> None:
         """Find the lanes of the services that some messages are for; others' are not held then."""
         if self.of_services:
-            names = [name for rows in messages for name in _older(rows)]
+            older = {lane for rows in messages for lane in _older(rows)}
             found = source_session(
-                lambda source: backoff.held(source, batch.subscription_id, batch.shards, names)
+                lambda source: backoff.held(source, batch.subscription_id, batch.shards, older)
             )
             mine = {lane: why for lane, why in self.held.items() if not lane.of_service}
             self.held = mine | found
 
     def services(self, destination: str) -> frozenset[str]:
         """Those whose messages wait for the destination to know them."""
-        mine = [lane.lane for lane in self.held if lane.destination == destination]
-        return frozenset(name.removeprefix(SERVICE) for name in mine if name.startswith(SERVICE))
+        mine = [lane for lane in self.held if lane.destination == destination]
+        return frozenset(lane.subject for lane in mine if lane.kind == Kind.SERVICE)
 
 
-def _older(rows: pa.Table) -> list[str]:
-    """The names of all lanes in which older messages for the same services may wait."""
-    routes = route_lanes(rows)
-    names = [routes, found_lanes(routes), service_lanes(rows)]
-    return [name for some in names for name in pc.unique(some).to_pylist()]
+def _older(rows: pa.Table) -> set[Lane]:
+    """All lanes in which older messages for the same services may wait, at any destination."""
+    routes, _ = lanes_of(route_lanes(rows))
+    found = (found_lane("", lane) for lane in routes)
+    return {*routes, *found, *(service_lane("", lane.subject) for lane in routes)}

@@ -21,14 +21,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
-from uuid import UUID
 
 import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import sql
 
-from saf.destinations.places import LANE
 from saf.engine.aside import MAY_HAVE_LEFT, Aside
 from saf.engine.chunks import chunks, mark
 from saf.engine.held_lanes import HeldLanes
@@ -36,14 +34,7 @@ from saf.engine.load_sharing import share
 from saf.engine.matcher import Matcher
 from saf.engine.receipts import Receipts
 from saf.engine.resolving import Resolver
-from saf.engine.sorting import (
-    Part,
-    found_lanes,
-    in_lanes,
-    of_route_lane,
-    route_lanes,
-    service_lane,
-)
+from saf.engine.sorting import Part
 from saf.engine.source import read
 from saf.engine.source_session import SourceSession
 from saf.engine.storing import Storing, nowhere
@@ -53,9 +44,25 @@ from saf.failpoints import fail_point
 from saf.log.columns import selected
 from saf.log.cursor import hold
 from saf.routing.matching import AT_MOST_ONCE
-from saf.setaside import backoff, parking
+from saf.setaside import backoff, expired, parking
 from saf.setaside.isolation import isolate
-from saf.setaside.parking import ADDRESS, DOUBT, FOUND, MAIN, ROUTE, SERVICE, Backoff, Lane
+from saf.setaside.lane import Kind, Lane, given, service_lane
+from saf.setaside.lane_columns import (
+    KIND,
+    LANE,
+    broker_of,
+    either,
+    found_lanes,
+    given_of,
+    in_lanes,
+    is_in,
+    lanes_of,
+    route_lanes,
+)
+from saf.setaside.parking import ADDRESS, Backoff
+
+SENT_AGAIN = (Kind.REPLAY, Kind.FOUND_REPLAY)
+"""What a destination has lost is sent again though it has expired since: its reader decides."""
 
 RELEASE_SECONDS = 5.0
 """After that, no more is begun; a chunk in hand is finished."""
@@ -78,18 +85,20 @@ class Releasing:
     def release_all(self) -> None:
         """Deliver what the lanes of the work hold of these shards, if their time has come."""
         self._until = time.monotonic() + RELEASE_SECONDS
+        if self.work.of_services:
+            self._bury_unrouted()
         for lane in self.work.waiting:
             if not lane.due:
-                self.lanes.hold(lane.key, lane.error)
-        due = {lane.key: lane for lane in self.work.waiting if lane.due}
+                self.lanes.hold(lane.own, lane.error)
+        due = {lane.own: lane for lane in self.work.waiting if lane.due}
         found = self._route([lane for lane in due if not lane.destination])
         if found:
             subscription_id = self.work.batch.subscription_id
             now = self.source_session(lambda source: backoff.named(source, subscription_id, found))
-            due |= {lane.key: lane for lane in now if lane.due}
+            due |= {lane.own: lane for lane in now if lane.due}
         routed = backoff.in_turn(lane for lane in due.values() if lane.destination)
         for number, ((destination, _), group) in enumerate(groupby(routed, _group)):
-            lanes = [lane.key for lane in group]
+            lanes = [lane.own for lane in group]
             if number and self._over:
                 self._hold(lanes, "others had their turn")
             else:
@@ -100,6 +109,18 @@ class Releasing:
         if self.lanes.untried:
             subscription_id, untried = self.work.batch.subscription_id, self.lanes.untried
             self.source_session(lambda source: backoff.forget(source, subscription_id, untried))
+
+    def _bury_unrouted(self) -> None:
+        """What has expired without a route has been sent nowhere: it is dead at once."""
+
+        def bury(source: psycopg.Connection[Any]) -> int:
+            hold(source, self.work.batch)
+            return expired.bury_unrouted(source, self.work.batch)
+
+        dead = expired.AT_ONCE
+        while dead == expired.AT_ONCE:
+            dead = self.source_session(bury)
+            self.receipts.of(None).dead += dead
 
     @property
     def _over(self) -> bool:
@@ -118,43 +139,45 @@ class Releasing:
         if not lanes:
             return set()
         found: set[Lane] = set()
-        led = {lane.lane for lane in lanes} & self._led(lanes)
+        led = self._led(lanes)
         in_time = True
-        needed = [*selected(None)] if self.resolver else ["id", "shard", *ADDRESS]
-        columns = ["parked_id", LANE, sql.SQL("id AS log_id"), *parking.as_log(needed, found=False)]
+        needed = [*selected(self.rules.max_bytes)] if self.resolver else ["id", "shard", *ADDRESS]
+        columns = [
+            "parked_id",
+            *LANE,
+            sql.SQL("id AS log_id"),
+            *parking.as_log(needed, found=False),
+        ]
         for rows in self._read("", led, columns, found=False):
             self._isolate("", rows, partial(self._find_routes, found))
             if self._over:
                 in_time = False
                 break
-        self._stay(lanes if in_time else [lane for lane in lanes if lane.lane not in led])
+        self._stay(lanes if in_time else [lane for lane in lanes if lane not in led])
         if not in_time:
-            self._succeed([lane for lane in lanes if lane.lane in led])
+            self._succeed(led)
         return found
 
-    def _led(self, lanes: Sequence[Lane]) -> set[str]:
-        """The names of those in which something may have a way out.
+    def _led(self, lanes: Sequence[Lane]) -> set[Lane]:
+        """Those in which something may have a way out.
 
-        The name of a lane says the service; so what has none need not be read to find that out.
+        A lane says which service it is of; so what has none need not be read to find that out.
         """
-        names = [lane.lane for lane in lanes if lane.unrouted]
-        asked = [(name, *of_route_lane(Lane(lane=name))) for name in names]
-        # a service may be called what looks like one with a broker
-        asked += [(name, name.removeprefix(ROUTE), None) for name in names]
-        brokers = [broker and UUID(broker).bytes for _, _, broker in asked]
+        unrouted = [lane for lane in lanes if lane.unrouted]
+        brokers = [lane.broker and lane.broker.bytes for lane in unrouted]
         rows = self.matcher.route(
             pa.table(
                 {
-                    LANE: pa.array([name for name, _, _ in asked], pa.string()),
-                    "to_service": pa.array([service for _, service, _ in asked], pa.string()),
+                    "number": pa.array(range(len(unrouted)), pa.int64()),
+                    "to_service": pa.array([lane.subject for lane in unrouted], pa.string()),
                     "to_broker": pa.array(brokers, pa.binary()),
                 }
             )
         )
         routers = pa.array([one.service for one in self.work.routes.routers], pa.string())
         led = pc.or_(rows["route"].is_valid(), pc.is_in(rows["to_service"], routers))
-        others = {lane.lane for lane in lanes if not lane.unrouted}
-        return others.union(rows.filter(led)[LANE].to_pylist())
+        others = {lane for lane in lanes if not lane.unrouted}
+        return others.union(unrouted[n] for n in rows.filter(led)["number"].to_pylist())
 
     def _stay(self, lanes: Sequence[Lane]) -> None:
         """What is left in these has no way out."""
@@ -165,14 +188,14 @@ class Releasing:
     def _find_routes(self, found: set[Lane], rows: pa.Table) -> None:
         """Move messages to where routes lead now, and note in ``found`` to which lanes."""
         if "body" in rows.column_names and rows["body"].null_count:
-            aside = Aside(work=self.work, from_lanes=True)
+            aside = self._aside()
             readable = aside.bury_unread(rows)
             self._settle(rows.filter(pc.is_null(rows["body"])), aside)
             rows = readable
         resolution = self.resolver.resolve(rows)
         for some, error in resolution.dead:
             # what its router does not know where to send to leaves its lane
-            aside = Aside(work=self.work, from_lanes=True)
+            aside = self._aside()
             aside.bury(some, "", "unresolved", error)
             self._settle(some, aside)
         routed = self.matcher.route(resolution.rows)
@@ -181,7 +204,7 @@ class Releasing:
 
     def _move(self, rows: pa.Table) -> set[Lane]:
         to = list(self._copies(rows))
-        lanes = {Lane(destination=there, lane=row[LANE]) for there, _, some in to for row in some}
+        lanes = {_lane(there, row) for there, _, some in to for row in some}
         gone = {row["parked_id"] for _, _, some in to for row in some}
         subscription_id = self.work.batch.subscription_id
 
@@ -199,9 +222,8 @@ class Releasing:
 
     def _copies(self, rows: pa.Table) -> Iterator[tuple[str, str | None, list[dict[str, Any]]]]:
         """By destination and quality, the messages that go there, with their lanes there."""
-        waited_for_route = pc.starts_with(rows[LANE], ROUTE)
-        names = pc.if_else(waited_for_route, route_lanes(rows), rows[LANE])
-        rows = in_lanes(rows, found_lanes(names))
+        waited_for_route = pc.equal(rows[KIND], str(Kind.ROUTE))
+        rows = in_lanes(rows, found_lanes(either(waited_for_route, route_lanes(rows), rows)))
         there: dict[tuple[str, str | None], list[int]] = {}
         for number in pc.unique(rows["route"]).to_pylist():
             match = self.matcher.matches[number]
@@ -210,7 +232,7 @@ class Releasing:
                     there.setdefault((route.destination, route.quality), []).append(number)
         for (destination, quality), numbers in there.items():
             mine = rows.filter(pc.is_in(rows["route"], pa.array(numbers, pa.int32())))
-            yield destination, quality, mine.select(["parked_id", LANE, *ADDRESS]).to_pylist()
+            yield destination, quality, mine.select(["parked_id", *LANE, *ADDRESS]).to_pylist()
 
     # Releasing
 
@@ -224,8 +246,7 @@ class Releasing:
                 self._succeed(tried & left)
                 self._hold(left, "others had their turn")
                 return
-            here = pc.unique(rows[LANE]).to_pylist()
-            tried |= {Lane(destination=destination, lane=name) for name in here}
+            tried.update(lanes_of(rows, destination)[0])
             self._isolate(destination, rows, partial(self._deliver, destination, left))
             if not left:
                 return
@@ -239,27 +260,25 @@ class Releasing:
         if destination not in self.rules.qualities:
             return dict.fromkeys(lanes, nowhere(destination))
         main = Lane(destination=destination)
-        of_services = [lane for lane in lanes if lane.lane.startswith((SERVICE, FOUND + ROUTE))]
+        of_services = [one for one in lanes if one.kind in (Kind.SERVICE, Kind.FOUND_ROUTE)]
         if main in self.lanes.held:
             return {lane: _behind(lane, main, self.lanes.held[main]) for lane in of_services}
         known_by = {
-            lane: service_lane(destination, of_route_lane(lane)[0])
-            for lane in of_services
-            if lane.found
+            lane: service_lane(destination, lane.subject) for lane in of_services if lane.found
         }
-        held = self._held([older.lane for older in known_by.values()])
+        held = self._held({*known_by.values()})
         return {
             lane: _behind(lane, older, held[older])
             for lane, older in known_by.items()
             if older in held
         }
 
-    def _held(self, names: Collection[str]) -> Mapping[Lane, str]:
+    def _held(self, lanes: Collection[Lane]) -> Mapping[Lane, str]:
         batch = self.work.batch
-        if not names:
+        if not lanes:
             return {}
         return self.source_session(
-            lambda source: backoff.held(source, batch.subscription_id, batch.shards, names)
+            lambda source: backoff.held(source, batch.subscription_id, batch.shards, lanes)
         )
 
     def _deliver(self, destination: str, left: set[Lane], rows: pa.Table) -> None:
@@ -267,16 +286,12 @@ class Releasing:
 
         Of the lanes ``left`` only; those that fail are not any more.
         """
-        rows = rows.filter(pc.is_in(rows[LANE], pa.array([one.lane for one in left], pa.string())))
+        rows = rows.filter(is_in(rows, left))
         if not rows.num_rows:
             return
-        aside = Aside(work=self.work, from_lanes=True, destination=destination)
+        aside = self._aside(destination)
         once: list[Part] = []
-        fit = aside.bury_unread(rows)
-        if rows[LANE][0].as_py() == DOUBT:
-            aside.bury(fit, destination, *MAY_HAVE_LEFT)
-            fit = fit.slice(0, 0)
-        for part in self._qualities(destination, fit):
+        for part in self._fit(destination, rows, aside):
             if part.quality == AT_MOST_ONCE:
                 once.append(part)
             elif destination in aside.down:
@@ -301,10 +316,45 @@ class Releasing:
         for part in once:
             self._deliver_once(part)
 
+    def _fit(self, destination: str, rows: pa.Table, aside: Aside) -> Iterator[Part]:
+        """What may go of a chunk, by quality; what is too large, doubtful or expired is buried."""
+        kind = rows[KIND][0].as_py()
+        rows = aside.bury_unread(rows)
+        if kind == Kind.DOUBT:
+            aside.bury(rows, destination, *MAY_HAVE_LEFT)
+            return
+        for part in self._qualities(destination, rows):
+            fresh = part if kind in SENT_AGAIN else self._unexpired(part, aside)
+            if fresh.rows.num_rows:
+                yield fresh
+
+    def _unexpired(self, part: Part, aside: Aside) -> Part:
+        """A part without what has expired, which is buried unless the destination has stored it."""
+        expired_ones = aside.expired(part.rows)
+        if expired_ones is None:
+            return part
+        never = part.rows.filter(expired_ones)
+        if part.quality != AT_MOST_ONCE:  # of that, nothing that is in a lane has been sent
+            try:
+                never = self.storing.not_stored(replace(part, rows=never))
+            except SafError:
+                return part  # the storing meets it too, and says so
+        aside.bury(never, part.waits_at, "expired", expired.EXPIRED)
+        gone = pc.is_in(part.rows["parked_id"], never["parked_id"].combine_chunks())
+        return replace(part, rows=part.rows.filter(pc.invert(gone)))
+
+    def _aside(self, destination: str = "") -> Aside:
+        return Aside(
+            work=self.work,
+            from_lanes=True,
+            destination=destination,
+            max_bytes=self.rules.max_bytes,
+        )
+
     def _deliver_once(self, part: Part) -> None:
         """Deliver at most once, after all else that could raise."""
         self._doubt(part)
-        aside = Aside(work=self.work, from_lanes=True)
+        aside = self._aside()
         isolate(
             part.rows,
             lambda some: self.storing.store_once(replace(part, rows=some), aside),
@@ -314,9 +364,9 @@ class Releasing:
 
     def _qualities(self, destination: str, rows: pa.Table) -> Iterator[Part]:
         """Messages by their quality of service."""
-        if rows.num_rows and rows[LANE][0].as_py() == MAIN:
+        if rows.num_rows and rows[KIND][0].as_py() == Kind.MAIN:
             self.lanes.look(self.source_session, self.work.batch, rows)
-            rows = rows.drop_columns([LANE])
+            rows = rows.drop_columns(list(LANE))
         qualities = pc.fill_null(rows["quality"], self.rules.qualities[destination])
         for quality in pc.unique(qualities).to_pylist():
             mine = rows.filter(pc.equal(qualities, quality))
@@ -324,22 +374,22 @@ class Releasing:
 
     def _parked(self, destination: str, lanes: Collection[Lane]) -> Iterator[pa.Table]:
         found = any(lane.found for lane in lanes)
-        log = parking.as_log([*selected(None), "batch"], found=found)
-        columns = [*log, "opened_at", "parked_id", LANE, "quality", sql.SQL("id AS log_id")]
-        return self._read(destination, {lane.lane for lane in lanes}, columns, found=found)
+        log = parking.as_log([*selected(self.rules.max_bytes), "batch"], found=found)
+        columns = [*log, "opened_at", "parked_id", *LANE, "quality", sql.SQL("id AS log_id")]
+        return self._read(destination, lanes, columns, found=found)
 
     # What both do
 
     def _isolate(self, destination: str, rows: pa.Table, step: Callable[[pa.Table], None]) -> None:
         """Make a step for messages of lanes; one that it raises for alone becomes a dead letter."""
-        numbers, names = rows["parked_id"], rows[LANE]
+        numbers, lanes = rows["parked_id"], rows.select(LANE)
         gone: set[int] = set()
         """What an attempt before has written durably: it is in that lane no more."""
 
         def undo() -> None:
             ids = numbers.to_pylist()
             here = self.source_session(
-                lambda source: parking.still(source, destination, names.to_pylist(), ids)
+                lambda source: parking.still(source, destination, given_of(lanes), ids)
             )
             gone.update(number for number in ids if number not in here)
 
@@ -351,7 +401,7 @@ class Releasing:
 
         def bury(message: pa.Table, error: str) -> None:
             if message["parked_id"][0].as_py() not in gone:
-                aside = Aside(work=self.work, from_lanes=True, destination=destination)
+                aside = self._aside(destination)
                 aside.bury_as_stored(message, error)
                 self._settle(message, aside)
 
@@ -365,14 +415,14 @@ class Releasing:
     def _read(
         self,
         destination: str,
-        names: Collection[str],
+        lanes: Collection[Lane],
         columns: Sequence[str | sql.Composable],
         *,
         found: bool,
     ) -> Iterator[pa.Table]:
         """What lanes hold of these shards, each in order, in chunks."""
-        if names:
-            query = parking.in_lanes(self.work.batch, destination, names, columns, found=found)
+        if lanes:
+            query = parking.in_lanes(self.work.batch, destination, lanes, columns, found=found)
             yield from chunks(read(self.work, query), self.rules.chunk_rows, self.rules.chunk_bytes)
 
     def _doubt(self, part: Part) -> None:
@@ -381,14 +431,14 @@ class Releasing:
         They wait in a lane of which nothing is sent: where they stay there, because this process
         ends meanwhile, they become dead letters.
         """
-        lane = Lane(destination=part.waits_at, lane=DOUBT)
+        lane = Lane(destination=part.waits_at, kind=Kind.DOUBT)
         subscription_id = self.work.batch.subscription_id
         ids = part.rows["parked_id"].to_pylist()
 
         def doubt(source: psycopg.Connection[Any]) -> None:
             hold(source, self.work.batch)
             parking.touch(source, subscription_id, [lane], "sent at most once")
-            parking.move(source, lane.destination, [lane.lane] * len(ids), ids)
+            parking.move(source, lane.destination, given([lane] * len(ids)), ids)
             fail_point("unpark")
 
         self.source_session(doubt)
@@ -423,9 +473,18 @@ class Releasing:
             self.source_session(lambda source: backoff.succeeded(source, subscription_id, lanes))
 
 
-def _group(lane: Backoff) -> tuple[str, tuple[int, str]]:
+def _group(lane: Backoff) -> tuple[str, int]:
     return lane.destination, backoff.rank(lane)
 
 
 def _behind(lane: Lane, older: Lane, why: str) -> Unavailable:
     return Unavailable(str(lane), f"behind {older}: {why}")
+
+
+def _lane(destination: str, row: Mapping[str, Any]) -> Lane:
+    return Lane(
+        destination=destination,
+        kind=Kind(row["kind"]),
+        subject=row["subject"],
+        broker=broker_of(row["broker"]),
+    )

@@ -27,13 +27,13 @@ import pyarrow.compute as pc
 from saf.dialogs.statements import COMPARE
 from saf.engine.classifying import ANSWERS, Function, as_answers, by_arrow, by_python
 from saf.engine.matcher import Matcher
-from saf.engine.sorting import of_route_lane
 from saf.errors import ConfigurationError, SafError, Unroutable
 from saf.message import MAX_KEY, MAX_NAME
 from saf.routing.matching import ARROW, KEY, SQL, Router
 from saf.routing.resolved import Resolved
 from saf.routing.routers import load
-from saf.setaside.parking import ADDRESS, Lane
+from saf.setaside.lane import Lane
+from saf.setaside.parking import ADDRESS
 
 MAX_HOPS = 16
 LATER = "of its dialog, the first message was not resolved"
@@ -106,7 +106,8 @@ class Resolver:
 
     def obstacle(self, lane: Lane) -> SafError:
         """Why messages wait in a lane for a route."""
-        service, broker = of_route_lane(lane)
+        service = lane.subject or lane.kind
+        broker = str(lane.broker) if lane.broker else None
         if problem := self.problems.get(service):
             return ConfigurationError(problem)
         elsewhere = self._matcher.routes.elsewhere(service, broker)
@@ -124,7 +125,7 @@ class Resolver:
         left = _is_in(sent, self._routers)
         if not left.any():
             return Resolution(rows=rows)
-        waiting = left & _is_in(sent, [of_route_lane(one)[0] for one in held if one.unrouted])
+        waiting = left & _is_in(sent, [one.subject for one in held if one.unrouted])
         if self._by_spark is not None:
             unasked = ~self._by_spark.about(rows)
             if "parked_id" in rows.column_names:

@@ -6,9 +6,9 @@ halving, and its neighbours are stored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 from uuid import UUID
 
 import psycopg
@@ -18,20 +18,13 @@ import pyarrow.compute as pc
 from saf.database.retry import while_unavailable
 from saf.destinations import Chunk, Destination, Stored
 from saf.destinations.marks import AGAIN, ONCE, Mark, Place, acknowledge, acknowledged, not_parked
-from saf.destinations.places import LANE, touched
+from saf.destinations.places import beyond, touched
 from saf.destinations.postgresql import PostgresInbox
 from saf.engine.aside import Aside
 from saf.engine.chunks import mark
 from saf.engine.held_lanes import HeldLanes
 from saf.engine.receipts import Receipts
-from saf.engine.sorting import (
-    Part,
-    found_lanes,
-    in_lanes,
-    route_lanes,
-    service_lanes,
-    unroutable,
-)
+from saf.engine.sorting import Part, unroutable
 from saf.engine.source_session import SourceSession
 from saf.engine.work import ForwardingRules, Work
 from saf.errors import (
@@ -49,7 +42,17 @@ from saf.errors import (
 )
 from saf.log.cursor import hold
 from saf.routing.matching import AT_MOST_ONCE, EXACTLY_ONCE
-from saf.setaside.parking import Lane
+from saf.setaside.lane import Lane
+from saf.setaside.lane_columns import (
+    either,
+    found_lanes,
+    in_lanes,
+    route_lanes,
+    same,
+    service_lanes,
+)
+
+T = TypeVar("T")
 
 REFUSES = (Unavailable, Behind, Restored)
 """Nothing can be stored there now; by itself, or before a person has repaired it."""
@@ -137,6 +140,20 @@ class Storing:
         else:
             self.receipts.of(part.destination).messages += stored.messages
 
+    def not_stored(self, part: Part) -> pa.Table:
+        """The messages of a part that its destination, which is asked, has not stored before.
+
+        Raises what storing does, and leaves it to that to say so.
+        """
+        number = mark(part.rows, self.work.batch.number)
+        chunk = self._chunk(part, number)
+        _, marks = while_unavailable(
+            self.rules.attempts,
+            lambda: self._in_step(part, chunk, lambda there, mine: there.marks(mine)),
+        )
+        stored = {place: one.number for place, one in marks.items()}
+        return beyond(part.rows, chunk.number, stored, _prefix(part))
+
     def acknowledge(self, source: psycopg.Connection[Any]) -> None:
         """Remember what destinations have stored, with the position that moves past it."""
         for there, marks, before in self._stored:
@@ -199,17 +216,16 @@ class Storing:
         rows = error.rows.filter(unknown)
         by_service = service_lanes(rows)
         if part.main:
-            here, names = pc.equal(by_service, ""), by_service  # none
+            here, lanes = pc.not_equal(rows["id"], rows["id"]), by_service  # none
         else:
             by_route = found_lanes(route_lanes(rows))
-            here = pc.or_(pc.equal(rows[LANE], by_service), pc.equal(rows[LANE], by_route))
-            names = pc.if_else(here, rows[LANE], by_route)
-        waiting = replace(part, rows=in_lanes(rows, names))
+            here = pc.or_(same(rows, by_service), same(rows, by_route))
+            lanes = either(here, rows, by_route)
+        waiting = replace(part, rows=in_lanes(rows, lanes))
         staying = replace(waiting, rows=waiting.rows.filter(here))
         going = replace(waiting, rows=waiting.rows.filter(pc.invert(here)))
-        services = dict(zip(names.to_pylist(), rows["to_service"].to_pylist(), strict=True))
         for lane in waiting.lanes:
-            why = error.of(services[lane.lane])
+            why = error.of(lane.subject)
             if not part.main or lane not in self.lanes.held:
                 aside.failed[lane] = why
             self.lanes.hold(lane, str(why))
@@ -232,24 +248,33 @@ class Storing:
         """Store a chunk where its part goes, if the marks there are those that are known."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         name, exactly_once = part.destination, part.quality == EXACTLY_ONCE
-        destination = self._destination(name)
-        prefix = "" if exactly_once else ONCE if part.quality == AT_MOST_ONCE else AGAIN
-        known = self._known_of(name, touched(replace(chunk, prefix=prefix)))
-        chunk = replace(chunk, prefix=prefix, known=known)
-        try:
-            stored = destination.store(chunk, exactly_once=exactly_once)
-        except Ahead as error:
-            # or it was stored, nobody heard the answer, and it waits to be stored again
-            subscription_id, marks = self.work.batch.subscription_id, error.marks
-            if self.source_session(lambda s: not_parked(s, subscription_id, name, marks)):
-                raise
-            chunk = replace(chunk, known={**known, **marks})
-            stored = destination.store(chunk, exactly_once=exactly_once)
+        known, stored = self._in_step(
+            part, chunk, lambda there, mine: there.store(mine, exactly_once=exactly_once)
+        )
         new = {place: mark for place, mark in stored.marks.items() if known.get(place) != mark}
         if new:
             self._stored.append((UUID(self._identities[name]), new, known))
             self._known[name] |= new
         return stored
+
+    def _in_step(
+        self, part: Part, chunk: Chunk, ask: Callable[[Destination, Chunk], T]
+    ) -> tuple[Mapping[Place, Mark], T]:
+        """Ask a part's destination for something with the marks that are known of it; those too."""
+        assert part.destination is not None  # noqa: S101 - the caller's to see to
+        name = part.destination
+        destination = self._destination(name)
+        chunk = replace(chunk, prefix=_prefix(part))
+        known = self._known_of(name, touched(chunk))
+        chunk = replace(chunk, known=known)
+        try:
+            return known, ask(destination, chunk)
+        except Ahead as error:
+            # or it was stored, nobody heard the answer, and it waits to be stored again
+            subscription_id, marks = self.work.batch.subscription_id, error.marks
+            if self.source_session(lambda s: not_parked(s, subscription_id, name, marks)):
+                raise
+            return known, ask(destination, replace(chunk, known={**known, **marks}))
 
     def _known_of(self, name: str, places: Sequence[Place]) -> dict[Place, Mark]:
         """What the source remembers of some of a destination's marks; asked for once."""
@@ -282,6 +307,11 @@ class Storing:
                     )
             self._identities[name] = identity
         return destination
+
+
+def _prefix(part: Part) -> str:
+    """What the names of a part's marks begin with."""
+    return {EXACTLY_ONCE: "", AT_MOST_ONCE: ONCE}.get(part.quality or "", AGAIN)
 
 
 def _told_apart(error: AnotherBroker) -> tuple[pa.Table, pa.Table]:

@@ -24,7 +24,8 @@ from saf.routing.routers import with_problems
 from saf.routing.routes import NOTHING, Declared, current_routes, freeze, frozen_routes
 from saf.setaside import backoff
 from saf.setaside.backoff import Summary
-from saf.setaside.parking import MAIN, Backoff
+from saf.setaside.lane import Kind
+from saf.setaside.parking import Backoff
 
 LOG = "outbox"
 SUBSCRIPTION = "forwarder"
@@ -197,7 +198,7 @@ class SourceBroker:
         return replace(work, much=True, deep=cursor.has_more_than(connection, some, share))
 
     def _in_vain(self, work: Work) -> bool:
-        down = {lane.destination for lane in self._lanes if lane.lane == MAIN and not lane.due}
+        down = {lane.destination for lane in self._lanes if lane.kind == Kind.MAIN and not lane.due}
         return work.alone in down
 
     def close(self, complete: Iterable[Work]) -> None:

@@ -359,7 +359,9 @@ class Forwarder:
             self.summary.waiting += [
                 {
                     "broker": broker.name,
-                    "lane": str(lane.key),
+                    "lane": str(lane.own),
+                    "kind": lane.kind,
+                    "subject": lane.subject,
                     "attempts": lane.attempts,
                     "next_attempt_at": lane.next_attempt_at.isoformat(),
                     "error": lane.error,

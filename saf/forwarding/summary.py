@@ -28,7 +28,8 @@ class Summary:
     idle: bool = False
     """Other forwarders hold all shards of all brokers."""
     waiting: list[dict[str, Any]] = field(default_factory=list)
-    """Some lanes: ``broker``, ``lane``, ``attempts``, ``next_attempt_at``, ``error``."""
+    """Some lanes: ``broker``, ``lane``, ``kind``, ``subject``, ``attempts``,
+    ``next_attempt_at``, ``error``."""
     waiting_lanes: int = 0
     """How many there are."""
     problems: list[dict[str, str]] = field(default_factory=list)

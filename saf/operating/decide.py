@@ -1,7 +1,7 @@
 """What a person decides about dead letters: to try them again, or to give them up.
 
 `retry` hands them to the forwarder again, in the order they had, in a lane of their own (see
-`saf.setaside.parking`), or to the receivers of their subscription, in the lane of their key and
+`saf.setaside.lane`), or to the receivers of their subscription, in the lane of their key and
 ahead of what waits there. `discard` gives them up. Both let a key go on that waited for the
 decision, and remember who did it, when and why in ``saf.audit``.
 
@@ -23,7 +23,7 @@ from saf.database import fetch
 from saf.dialogs import monologs, statements
 from saf.setaside.audit import ONE_AT_A_TIME, audit
 from saf.setaside.dead import CHOSEN, Filter
-from saf.setaside.parking import KEY, RETRY
+from saf.setaside.lane import Kind
 
 LOCKED = f"SELECT dead_letter_id, message_id, destination {CHOSEN} ORDER BY 1 FOR UPDATE OF d"
 
@@ -32,30 +32,32 @@ LOCKED = f"SELECT dead_letter_id, message_id, destination {CHOSEN} ORDER BY 1 FO
 RETRIED = f"""
 saf.dead_letter d JOIN saf.subscription s USING (subscription_id)
 CROSS JOIN LATERAL (
-    SELECT CASE WHEN s.log = 'inbox' THEN '{KEY}' || coalesce(d.key, d.message_id::text)
-                ELSE %(lane)s END AS lane,
+    SELECT CASE WHEN s.log = 'inbox' THEN '{Kind.KEY}' ELSE '{Kind.RETRY}' END AS kind,
+           CASE WHEN s.log = 'inbox' THEN coalesce(d.key, d.message_id::text)
+                ELSE '' END AS subject,
            CASE WHEN s.log = 'inbox' THEN d.shard END AS of_key) AS l
 WHERE dead_letter_id = ANY (%(dead_letter_ids)s)
 """
 PARK = f"""
 INSERT INTO saf.parked
-    (subscription_id, destination, lane, shard, id, batch, position, {", ".join(COLUMNS)})
-SELECT subscription_id, destination, lane, shard, id, %(number)s,
+    (subscription_id, destination, kind, subject, shard, id, batch, position, {", ".join(COLUMNS)})
+SELECT subscription_id, destination, kind, subject, shard, id, %(number)s,
        row_number() OVER (ORDER BY dead_letter_id),
        {", ".join("NULL" if c == "expires_at" else f"d.{c}" for c in COLUMNS)}
 FROM {RETRIED}
 """
 DUE = f"""
-INSERT INTO saf.backoff (subscription_id, destination, lane, shard, error)
-SELECT DISTINCT subscription_id, destination, lane, of_key, 'retried by ' || session_user
+INSERT INTO saf.backoff (subscription_id, destination, kind, subject, shard, error)
+SELECT DISTINCT subscription_id, destination, kind, subject, of_key, 'retried by ' || session_user
 FROM {RETRIED}
-ON CONFLICT (subscription_id, destination, lane)
+ON CONFLICT (subscription_id, destination, kind, subject, broker)
 DO UPDATE SET attempts = 0, next_attempt_at = now()
 """
 # Keys that waited for a person's word
 GO_ON = f"""
 UPDATE saf.backoff b SET next_attempt_at = now() FROM {RETRIED}
-  AND (b.subscription_id, b.destination, b.lane) = (d.subscription_id, d.destination, l.lane)
+  AND (b.subscription_id, b.destination, b.kind, b.subject)
+      = (d.subscription_id, d.destination, l.kind, l.subject)
   AND of_key IS NOT NULL AND b.attempts = 0
 """
 DELETE = "DELETE FROM saf.dead_letter WHERE dead_letter_id = ANY (%(dead_letter_ids)s)"
@@ -71,7 +73,7 @@ def retry(connection: psycopg.Connection[Any], chosen: Filter, why: str) -> list
         ids, message_ids = _locked(connection, chosen)
         if ids:
             number = audit(connection, "retry", message_ids, why)
-            params = {"lane": RETRY, "number": number, "dead_letter_ids": ids}
+            params = {"number": number, "dead_letter_ids": ids}
             connection.execute(DUE, params)
             connection.execute(PARK, params)
             connection.execute(DELETE, params)
@@ -87,7 +89,7 @@ def discard(connection: psycopg.Connection[Any], chosen: Filter, why: str) -> li
         ids, message_ids = _locked(connection, chosen)
         if ids:
             audit(connection, "discard", message_ids, why)
-            params = {"lane": RETRY, "dead_letter_ids": ids}
+            params = {"dead_letter_ids": ids}
             connection.execute(statements.GIVE_UP, params)
             connection.execute(monologs.GIVE_UP, params)
             connection.execute(GO_ON, params)

@@ -46,7 +46,7 @@ from saf.limits import READABLE
 from saf.log.shards import NEWEST, THIS_ROW, failed, newest
 from saf.message import FRAGMENT
 from saf.received import EXPRESSIONS, ID, READ, SHARD, Received, expressions
-from saf.setaside.parking import LATER
+from saf.setaside.lane import Kind
 
 CUT_ROWS, CUTS = 250, 64
 """A batch of a deep backlog holds at least so many messages; so many batches are known ahead."""
@@ -98,7 +98,8 @@ SELECT shard, bool_or(failed), count(*) FROM (
               AND (open IS NOT NULL OR {NEW} OR EXISTS (
                   SELECT FROM saf.backoff b
                   WHERE b.subscription_id = c.subscription_id AND b.destination = ''
-                    AND b.lane = '{LATER}' || c.shard AND b.next_attempt_at <= now()))
+                    AND b.kind = '{Kind.LATER}' AND b.subject = c.shard::text
+                    AND b.next_attempt_at <= now()))
         ) AS c
         JOIN saf.cursor f USING (subscription_id, shard, batch)
         WHERE f.allowance IS NULL AND f.owner IS NOT DISTINCT FROM %(owner)s
@@ -130,12 +131,12 @@ SELECT shard, {FAILED}, 0 FROM (
 # After the locks, so that no cursor's snapshot is later than this one
 STATE = f"""
 SELECT pg_current_snapshot()::text, pg_current_xact_id()::text,
-       ARRAY(SELECT lane FROM saf.backoff
+       ARRAY(SELECT subject FROM saf.backoff
              WHERE subscription_id = %(subscription_id)s AND shard = ANY (%(shards)s)),
-       ARRAY(SELECT lane FROM saf.backoff
+       ARRAY(SELECT s.shard FROM unnest(%(shards)s::smallint[]) AS s (shard)
+             JOIN saf.backoff b ON b.subject = s.shard::text
              WHERE subscription_id = %(subscription_id)s AND destination = ''
-               AND lane = ANY (SELECT '{LATER}' || unnest(%(shards)s))
-               AND next_attempt_at <= now())
+               AND kind = '{Kind.LATER}' AND next_attempt_at <= now())
 """
 IN_HAND = newest("unnest(%(shards)s::smallint[])")
 CURSORS = f"""
@@ -180,8 +181,8 @@ LIMIT %(limit)s
 """
 READ_LATE = f"""
 SELECT {EXPRESSIONS}, {FATE} AS fate, parked_id FROM saf.parked
-WHERE subscription_id = %(subscription_id)s AND destination = '' AND lane = ANY (%(lanes)s)
-  AND deliver_at <= now()
+WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.LATER}'
+  AND subject = ANY (%(late)s) AND deliver_at <= now()
 ORDER BY deliver_at, id LIMIT %(limit)s
 """
 
@@ -282,9 +283,9 @@ class Hand:
     failed: frozenset[int]
     """Whose last delivery did not come to its end."""
     waiting: frozenset[str]
-    """The lanes of these shards in which keys wait."""
-    late: list[str]
-    """The lanes with delayed messages whose time has come."""
+    """The keys of these shards that wait."""
+    late: list[int]
+    """The shards with delayed messages whose time has come."""
     messages: list[Received] = field(default_factory=list)
     """To be handed out, in order."""
     aside: dict[int, list[Received]] = field(
@@ -385,10 +386,10 @@ def read(
         "converses": hand.reader.converses,
         "shards": numbers,
         "open": [hand.shards[number].open for number in numbers],
-        "lanes": [lane for lane in hand.late if int(lane.removeprefix(LATER)) in numbers],
+        "late": [str(shard) for shard in hand.late if shard in numbers],
     }
     with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
-        if params["lanes"]:
+        if params["late"]:
             cursor.execute(READ_LATE, {**params, "limit": limit}, binary=True)
             for row in cursor.fetchall():
                 hand.take(Received(row, row[-1]), row[len(READ)])

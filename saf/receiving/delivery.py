@@ -21,7 +21,7 @@ from saf.receiving.retries import Policy, Suspect, Waiting
 from saf.setaside import backoff, dead, dropped, parking
 from saf.setaside.dropped import Reason
 from saf.setaside.isolation import said
-from saf.setaside.parking import AHEAD, LATER, Lane
+from saf.setaside.lane import NO_BROKER, Kind, Lane
 
 C = TypeVar("C")
 
@@ -57,7 +57,7 @@ class Delivery(Sequence[Received], Generic[C]):
             self._arrival = hook().arrive(raw, hand.reader, self._messages, self._behind)
             self._messages = self._arrival.messages
         self._stopped: dict[str, int] = {}
-        """By lane, from which place in the delivery on its messages are not handled."""
+        """By key, from which place in the delivery on its messages are not handled."""
         self._waiting: dict[str, Waiting] = {}
         self._dead: dict[int, tuple[Received, str, str]] = {}
         """By place in the delivery, with reason and error."""
@@ -138,9 +138,9 @@ class Delivery(Sequence[Received], Generic[C]):
         if hand is None:
             return
         reader = hand.reader
-        keep: list[tuple[Received, str]] = [(one, one.lane) for one in self._behind]
-        keep += [(one, f"{LATER}{one.shard}") for one in hand.aside[LATE]]
-        keep += [(one, f"{AHEAD}{one.conversation_id}") for one in self._arrival.ahead]
+        keep = [(one, _lane(Kind.KEY, one.lane)) for one in self._behind]
+        keep += [(one, _lane(Kind.LATER, one.shard)) for one in hand.aside[LATE]]
+        keep += [(one, _lane(Kind.AHEAD, one.conversation_id)) for one in self._arrival.ahead]
         bury = [(one, "expired", "expires_at has passed") for one in hand.aside[EXPIRED]]
         bury += [(one, "no_dialog", error) for one, error in self._arrival.stray]
         bury += self._dead.values()
@@ -158,12 +158,12 @@ class Delivery(Sequence[Received], Generic[C]):
                 if stopped is None or place < stopped or place in self._dead:
                     gone.append(one.parked_id)
                 elif one.lane in self._waiting:
-                    keep.append((one, one.lane))
+                    keep.append((one, _lane(Kind.KEY, one.lane)))
                     not_received.append(one)
                 else:
                     gone.append(one.parked_id)
         behind = [one for place, one in self._arrival.fragments if self._waits(one, place)]
-        keep += [(one, one.lane) for one in behind]
+        keep += [(one, _lane(Kind.KEY, one.lane)) for one in behind]
         gone += [one.parked_id for _, one in self._arrival.fragments if one not in behind]
         self._arrival.take_back(not_received)
         for one, *_ in self._dead.values():
@@ -171,10 +171,10 @@ class Delivery(Sequence[Received], Generic[C]):
         if keep or bury or self._waiting or any(gone):
             self._set_aside(hand, keep, bury, [number for number in gone if number])
         touched = {one.shard for one in hand.aside[LATE]}
-        touched.update(int(lane.removeprefix(LATER)) for lane in hand.late)
+        touched.update(hand.late)
         retries.time_late(self._raw, reader, sorted(touched))
         if self._tried and self._tried.lane and self._tried.lane not in self._waiting:
-            lane = Lane(lane=self._tried.lane)
+            lane = _lane(Kind.KEY, self._tried.lane)
             backoff.succeeded(self._raw, reader.subscription_id, [lane])
         self._count(self._arrival.dropped)
         claim.move(self._raw, hand)
@@ -187,7 +187,7 @@ class Delivery(Sequence[Received], Generic[C]):
     def _set_aside(
         self,
         hand: Hand,
-        keep: list[tuple[Received, str]],
+        keep: list[tuple[Received, Lane]],
         bury: list[tuple[Received, str, str]],
         gone: list[int],
     ) -> None:
@@ -198,7 +198,9 @@ class Delivery(Sequence[Received], Generic[C]):
                 **one.stored(),
                 "subscription_id": subscription_id,
                 "destination": "",
-                "lane": lane,
+                "kind": lane.kind,
+                "subject": lane.subject,
+                "broker": NO_BROKER,
                 "quality": None,
                 "batch": hand.shards[one.shard].batch,
                 "position": one.id,
@@ -243,6 +245,10 @@ class Delivery(Sequence[Received], Generic[C]):
             if one is message:
                 return place
         raise ValueError(f"{message} is not a message of this delivery")
+
+
+def _lane(kind: Kind, subject: object) -> Lane:
+    return Lane(kind=kind, subject=str(subject))
 
 
 def bury_alone(raw: psycopg.Connection[Any], hand: Hand, error: Exception) -> None:

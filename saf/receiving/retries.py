@@ -1,7 +1,7 @@
 """The keys that wait for a receiver, and what is tried again with more care.
 
 A message whose handling fails is copied to saf.parked, into the lane of its key; see
-`saf.setaside.parking`. Later messages of the key park behind it, other keys go on. When the lane's
+`saf.setaside.lane`. Later messages of the key park behind it, other keys go on. When the lane's
 time has come, its first message is tried again, *alone*: in a transaction of its own, so that
 whatever goes wrong is its doing. After `Policy.max_attempts` it is a dead letter.
 
@@ -29,10 +29,10 @@ from saf.database import fetch
 from saf.log.shards import NEWEST
 from saf.received import EXPRESSIONS
 from saf.receiving.claim import FATE, Reader
+from saf.setaside.lane import THE_LANE, Kind, Lane, given
 from saf.setaside.parking import (
     BLOCKED,
     FIRST_WAIT_SECONDS,
-    LATER,
     LONGEST_WAIT_SECONDS,
     wait_seconds,
 )
@@ -71,6 +71,7 @@ class Suspect:
 
     shard: int
     lane: str | None
+    """Its key, as `saf.received.Received.lane` gives it."""
     attempts: int = 1
 
 
@@ -86,8 +87,8 @@ SELECT EXISTS (SELECT FROM {NEWEST} AS c
 
 # At random among the oldest, so that receivers seldom choose the same
 CHOOSE = f"""
-SELECT shard, lane FROM (
-    (SELECT shard, lane FROM saf.backoff JOIN {NEWEST} AS c USING (subscription_id, shard)
+SELECT shard, subject FROM (
+    (SELECT shard, subject FROM saf.backoff JOIN {NEWEST} AS c USING (subscription_id, shard)
      WHERE next_attempt_at <= now() AND owner IS NOT DISTINCT FROM %(owner)s
      ORDER BY next_attempt_at LIMIT 100)
     UNION ALL
@@ -96,7 +97,10 @@ SELECT shard, lane FROM (
 ) AS suspect ORDER BY random() LIMIT 1
 """
 
-THIS_LANE = "subscription_id = %(subscription_id)s AND destination = '' AND lane = %(lane)s"
+THIS_LANE = f"""
+subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.KEY}'
+AND subject = %(lane)s
+"""
 
 ATTEMPTS = f"SELECT attempts, error FROM saf.backoff WHERE {THIS_LANE}"
 COUNT = f"""
@@ -111,37 +115,44 @@ WHERE {THIS_LANE} ORDER BY id LIMIT %(limit)s
 
 WAIT = f"""
 INSERT INTO saf.backoff
-    (subscription_id, destination, lane, shard, attempts, error, next_attempt_at)
-SELECT %(subscription_id)s, '', lane, shard, attempts, error,
+    (subscription_id, destination, kind, subject, shard, attempts, error, next_attempt_at)
+SELECT %(subscription_id)s, '', '{Kind.KEY}', lane, shard, attempts, error,
        coalesce(clock_timestamp() + make_interval(secs => wait), timestamptz '{BLOCKED}')
 FROM unnest(%(lane)s::text[], %(shard)s::smallint[], %(attempts)s::int[], %(error)s::text[],
             %(wait)s::float[]) AS w (lane, shard, attempts, error, wait)
-ON CONFLICT (subscription_id, destination, lane) DO UPDATE SET
+ON CONFLICT (subscription_id, {THE_LANE}) DO UPDATE SET
     attempts = excluded.attempts, error = excluded.error,
     next_attempt_at = excluded.next_attempt_at
 """
 
 MOVE_TO_KEYS = """
-UPDATE saf.parked p SET lane = m.lane
-FROM unnest(%(parked_ids)s::bigint[], %(lanes)s::text[]) AS m (parked_id, lane)
-WHERE p.parked_id = m.parked_id AND p.lane <> m.lane
+UPDATE saf.parked p SET kind = m.kind, subject = m.subject
+FROM unnest(%(parked_ids)s::bigint[], %(kinds)s::text[], %(subjects)s::text[])
+    AS m (parked_id, kind, subject)
+WHERE p.parked_id = m.parked_id AND (p.kind, p.subject) <> (m.kind, m.subject)
 """
 
+# By the index parked_later, whose first entry of a lane is this one, however many wait. LIMIT,
+# because the planner may join the whole lane to know whether there is any.
+FIRST_LATE = f"""
+SELECT deliver_at FROM saf.parked p
+WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.LATER}'
+  AND p.subject = {{of}}.subject
+ORDER BY deliver_at LIMIT 1
+"""
 # When the first of each lane's messages is due; the lane goes with the last
-TIME_LATE = """
-INSERT INTO saf.backoff (subscription_id, destination, lane, next_attempt_at, error)
-SELECT subscription_id, '', lane, min(deliver_at), 'deliver_at' FROM saf.parked
-WHERE subscription_id = %(subscription_id)s AND destination = '' AND lane = ANY (%(lanes)s)
-GROUP BY 1, 3
-ON CONFLICT (subscription_id, destination, lane) DO UPDATE SET
+TIME_LATE = f"""
+INSERT INTO saf.backoff (subscription_id, destination, kind, subject, next_attempt_at, error)
+SELECT %(subscription_id)s, '', '{Kind.LATER}', s.subject, first.deliver_at, 'deliver_at'
+FROM unnest(%(subjects)s::text[]) AS s (subject)
+CROSS JOIN LATERAL ({FIRST_LATE.format(of="s")}) AS first
+ON CONFLICT (subscription_id, {THE_LANE}) DO UPDATE SET
     next_attempt_at = excluded.next_attempt_at
 """
-FORGET_LATE = """
+FORGET_LATE = f"""
 DELETE FROM saf.backoff b
-WHERE subscription_id = %(subscription_id)s AND destination = '' AND lane = ANY (%(lanes)s)
-  AND NOT EXISTS (SELECT FROM saf.parked p
-                  WHERE (p.subscription_id, p.destination, p.lane)
-                      = (b.subscription_id, b.destination, b.lane))
+WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.LATER}'
+  AND subject = ANY (%(subjects)s) AND ({FIRST_LATE.format(of="b")}) IS NULL
 """
 
 
@@ -207,10 +218,10 @@ def wait(connection: psycopg.Connection[Any], reader: Reader, lanes: Mapping[str
         connection.execute(WAIT, columns | {"subscription_id": reader.subscription_id})
 
 
-def move(connection: psycopg.Connection[Any], parked: Sequence[tuple[int, str]]) -> None:
-    """Put parked messages, by id, into the lanes named."""
-    ids, names = zip(*parked, strict=True)
-    connection.execute(MOVE_TO_KEYS, {"parked_ids": list(ids), "lanes": list(names)})
+def move(connection: psycopg.Connection[Any], parked: Sequence[tuple[int, Lane]]) -> None:
+    """Put parked messages, by id, into lanes."""
+    ids, there = zip(*parked, strict=True)
+    connection.execute(MOVE_TO_KEYS, {"parked_ids": list(ids), **given(there)})
 
 
 def time_late(connection: psycopg.Connection[Any], reader: Reader, shards: Sequence[int]) -> None:
@@ -218,7 +229,7 @@ def time_late(connection: psycopg.Connection[Any], reader: Reader, shards: Seque
     if shards:
         params = {
             "subscription_id": reader.subscription_id,
-            "lanes": [f"{LATER}{shard}" for shard in shards],
+            "subjects": [str(shard) for shard in shards],
         }
         connection.execute(TIME_LATE, params)
         connection.execute(FORGET_LATE, params)

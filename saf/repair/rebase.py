@@ -39,13 +39,14 @@ from psycopg import sql
 
 from saf.broker.restored import is_restored
 from saf.database import fetch
-from saf.destinations.marks import AGAIN, ONCE, adopt, shards_of
+from saf.destinations.marks import adopt, shards_of
 from saf.dialogs.monologs import Heard
 from saf.errors import UsageError
 from saf.log.shards import IS_PRESENT, full
 from saf.repair.incarnation import raise_incarnation
 from saf.repair.set_back import Known, SetBack, known_at, set_back
-from saf.setaside.parking import FOUND, PARKED_COLUMNS, REPLAY, RETRY
+from saf.setaside.lane import FOUND
+from saf.setaside.parking import PARKED_COLUMNS
 
 __all__ = ["Known", "Rebased", "known_at", "rebase"]
 
@@ -103,7 +104,7 @@ UPDATE saf.broker SET system_identifier = (SELECT system_identifier FROM pg_cont
 
 # All by the same number, so that what was before stays so
 SHIFT_BATCHES = """
-UPDATE saf.cursor c SET batch = batch + %(batches)s FROM saf.subscription s
+UPDATE saf.cursor c SET batch = batch + %(numbers)s FROM saf.subscription s
 WHERE s.subscription_id = c.subscription_id AND s.log = 'outbox' AND s.name = 'forwarder'
   AND shard = ANY (%(shards)s)
 """
@@ -112,13 +113,11 @@ shard = ANY (%(shards)s) AND subscription_id IN (
     SELECT subscription_id FROM saf.subscription WHERE log = 'outbox' AND name = 'forwarder')
 """
 SHIFT_PARKED = f"""
-UPDATE saf.parked SET batch = batch + CASE WHEN lane = ANY (%(sent_again)s) THEN %(audits)s
-                                           ELSE %(batches)s END
-WHERE {OF_THESE}
+UPDATE saf.parked SET batch = batch + %(numbers)s WHERE {OF_THESE}
 """
 # In the order that they had; what is never given again is the number that the identity gives
 MOVE_FOUND = f"""
-WITH found AS (DELETE FROM saf.parked WHERE {OF_THESE} AND starts_with(lane, %(found)s) RETURNING *)
+WITH found AS (DELETE FROM saf.parked WHERE {OF_THESE} AND kind = ANY (%(found)s) RETURNING *)
 INSERT INTO saf.parked ({", ".join(PARKED_COLUMNS)}, parked_at)
 SELECT {", ".join(PARKED_COLUMNS)}, parked_at FROM found ORDER BY parked_id
 """
@@ -198,25 +197,20 @@ def _newest(known: Mapping[str, Known], ahead: Mapping[str, SetBack]) -> datetim
 def _go_on_after(
     connection: psycopg.Connection[Any], known: Sequence[Known], ahead: Sequence[SetBack]
 ) -> None:
-    """Let the numbers of shards go on after those that destinations know."""
-    batches = audits = found = 0
-    for there in known:
-        for (name, _), mark in there.marks.items():
-            lane = name.removeprefix(AGAIN).removeprefix(ONCE)
-            if lane.startswith(FOUND):
-                found = max(found, mark.position)
-            elif lane in (RETRY, REPLAY):
-                audits = max(audits, mark.batch)
-            else:
-                batches = max(batches, mark.batch)
+    """Let the numbers of shards go on after those that destinations know.
+
+    A mark does not say by what its lane is numbered: by batches, what is sent again by audit_id,
+    what has found a route by parked_id. So all three go on after the highest of any.
+    """
+    marks = [mark for there in known for mark in there.marks.values()]
+    numbers = max((mark.batch for mark in marks), default=0)
+    places = max((mark.position for mark in marks), default=0)
     params = {
         "shards": shards_of(place for one in ahead for place in one.ahead),
-        "batches": batches,
-        "audits": audits,
-        "sent_again": [RETRY, REPLAY],
-        "found": FOUND,
+        "numbers": numbers,
+        "found": [str(kind) for kind in FOUND.values()],
     }
-    for table, column, by in (("audit", "audit_id", audits), ("parked", "parked_id", found)):
+    for table, column, by in (("audit", "audit_id", numbers), ("parked", "parked_id", places)):
         query = sql.SQL(RAISE_SEQUENCE).format(
             sequence=sql.Identifier("saf", f"{table}_{column}_seq")
         )

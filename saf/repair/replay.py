@@ -1,7 +1,7 @@
 """Replay: send again what a destination has lost, such as one restored from an older backup.
 
 The messages are parked once more, in the order they were sent, in a lane of their own (see
-`saf.setaside.parking`) that goes before everything else for their destination: what is sent
+`saf.setaside.lane`) that goes before everything else for their destination: what is sent
 meanwhile follows behind them, and the lane's watermark sees to it that each is stored once. Which
 have to be sent again, and of topics to which destinations, is `saf.repair.reconcile`'s to say; what
 was purged from the outbox since cannot be.
@@ -22,7 +22,8 @@ from saf.database import fetch
 from saf.routing.matching import Match, Routes
 from saf.routing.route_choices import Asker, choose
 from saf.setaside.audit import ONE_AT_A_TIME, audit
-from saf.setaside.parking import ADDRESS, REPLAY
+from saf.setaside.lane import Kind
+from saf.setaside.parking import ADDRESS
 
 FIND = """
 SELECT o.shard, o.id, o.message_id, o.to_service, o.to_broker, o.key
@@ -31,8 +32,8 @@ JOIN saf.outbox o USING (shard, id) ORDER BY o.id
 """
 PARK = f"""
 INSERT INTO saf.parked
-    (subscription_id, destination, lane, shard, id, batch, position, {", ".join(COLUMNS)})
-SELECT s.subscription_id, %(destination)s, %(lane)s, o.shard, o.id, %(number)s,
+    (subscription_id, destination, kind, shard, id, batch, position, {", ".join(COLUMNS)})
+SELECT s.subscription_id, %(destination)s, '{Kind.REPLAY}', o.shard, o.id, %(number)s,
        row_number() OVER (ORDER BY o.id),
        {", ".join(f"{'lost' if c in ADDRESS else 'o'}.{c}" for c in COLUMNS)}
 FROM unnest(%(shards)s::smallint[], %(ids)s::bigint[], %(to_services)s::text[],
@@ -40,11 +41,12 @@ FROM unnest(%(shards)s::smallint[], %(ids)s::bigint[], %(to_services)s::text[],
 JOIN saf.outbox o USING (shard, id)
 JOIN saf.subscription s ON s.log = 'outbox' AND s.name = 'forwarder'
 """
-DUE = """
-INSERT INTO saf.backoff (subscription_id, destination, lane, error)
-SELECT subscription_id, %(destination)s, %(lane)s, 'replayed by ' || session_user
+DUE = f"""
+INSERT INTO saf.backoff (subscription_id, destination, kind, error)
+SELECT subscription_id, %(destination)s, '{Kind.REPLAY}', 'replayed by ' || session_user
 FROM saf.subscription WHERE log = 'outbox' AND name = 'forwarder'
-ON CONFLICT (subscription_id, destination, lane) DO UPDATE SET next_attempt_at = now()
+ON CONFLICT (subscription_id, destination, kind, subject, broker)
+DO UPDATE SET next_attempt_at = now()
 """
 
 
@@ -118,7 +120,6 @@ def replay(
             shards, ids, message_ids, *addresses = map(list, zip(*messages, strict=True))
             params = {
                 "destination": destination,
-                "lane": REPLAY,
                 "number": audit(connection, "replay", message_ids, why),
                 "shards": shards,
                 "ids": ids,

@@ -18,8 +18,7 @@ from uuid import UUID
 import psycopg
 
 from saf.database import fetch
-from saf.destinations.marks import InHand, Lower, Mark, Place, compare, not_parked
-from saf.setaside.parking import MAIN
+from saf.destinations.marks import MAIN, InHand, Lower, Mark, Place, compare, not_parked
 
 IDENTITY = "SELECT broker_id FROM saf.broker"
 

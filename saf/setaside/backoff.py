@@ -12,7 +12,7 @@ statement for many of them; and what a cycle is told of is bounded. Of two kinds
 A lane that has been tried goes to the end of the queue: its next attempt is later than that of all
 that have not. So none starves, however many there are.
 
-Statements take the rows of lanes in the order of their names, so that tasks that share lanes wait
+Statements take the rows of lanes in the order of their columns, so that tasks that share lanes wait
 for each other instead of deadlocking.
 """
 
@@ -30,32 +30,60 @@ from psycopg.rows import class_row
 from saf.database import fetch
 from saf.log.shards import NEWEST
 from saf.setaside import parking
-from saf.setaside.parking import FOUND, OF_SERVICE, REPLAY, ROUTE, Backoff, Lane
+from saf.setaside.lane import (
+    BROKER,
+    GIVEN,
+    OF_SERVICE,
+    SAME_LANE,
+    THE_LANE,
+    Kind,
+    Lane,
+    given,
+)
+from saf.setaside.parking import Backoff
 
 AT_ONCE = 2000
 """So many lanes of services are tried by one cycle."""
+
+RANKS = {
+    kind: number
+    for number, kinds in enumerate(
+        (
+            (Kind.REPLAY,),
+            (Kind.FOUND_REPLAY,),
+            (Kind.MAIN,),
+            (Kind.DOUBT,),
+            (Kind.RETRY,),
+            (Kind.SERVICE,),
+            (Kind.ROUTE,),
+            (Kind.FOUND_ROUTE, Kind.FOUND_RETRY),
+        )
+    )
+    for kind in kinds
+}
+"""Of a forwarder's lanes; see `rank`."""
 
 SHOWN = 20
 """So many of a broker's lanes are named to people, where nobody has asked for all."""
 
 # The shards that a member owns, once per statement
 MY_SHARDS = f"ARRAY(SELECT c.shard FROM {NEWEST} AS c WHERE c.owner = %(member_id)s)"
-IN_THIS = "(p.subscription_id, p.destination, p.lane) = (b.subscription_id, b.destination, b.lane)"
 
-BACKOFF = """
-SELECT destination, lane, attempts, next_attempt_at, next_attempt_at <= now() AS due, error, since
+BACKOFF = f"""
+SELECT destination, kind, subject, {BROKER}, attempts, next_attempt_at,
+       next_attempt_at <= now() AS due, error, since
 FROM saf.backoff b
 """
 # Those of services that hold nothing at all are tried too: that makes them go
 WAITING = f"""
 ({BACKOFF}
- WHERE subscription_id = %(subscription_id)s AND NOT lane ^@ ANY (%(of_service)s))
+ WHERE subscription_id = %(subscription_id)s AND kind <> ALL (%(of_service)s))
 UNION ALL
 ({BACKOFF}
- WHERE subscription_id = %(subscription_id)s AND lane ^@ ANY (%(of_service)s)
+ WHERE subscription_id = %(subscription_id)s AND kind = ANY (%(of_service)s)
    AND next_attempt_at <= now()
-   AND (EXISTS (SELECT FROM saf.parked p WHERE {IN_THIS} AND p.shard = ANY ({MY_SHARDS}))
-        OR NOT EXISTS (SELECT FROM saf.parked p WHERE {IN_THIS}))
+   AND (EXISTS (SELECT FROM saf.parked p WHERE {SAME_LANE} AND p.shard = ANY ({MY_SHARDS}))
+        OR NOT EXISTS (SELECT FROM saf.parked p WHERE {SAME_LANE}))
  ORDER BY next_attempt_at LIMIT %(at_once)s)
 """
 
@@ -64,7 +92,7 @@ DUE_HERE = f"""
 SELECT EXISTS (
     SELECT FROM saf.backoff b
     WHERE b.subscription_id = %(subscription_id)s AND b.next_attempt_at <= now()
-      AND EXISTS (SELECT FROM saf.parked p WHERE {IN_THIS} AND p.shard = ANY ({MY_SHARDS})))
+      AND EXISTS (SELECT FROM saf.parked p WHERE {SAME_LANE} AND p.shard = ANY ({MY_SHARDS})))
 """
 # … that had no turn yet: one that was tried since has attempts, and a later time
 NO_TURN_YET = f"""
@@ -72,7 +100,7 @@ SELECT EXISTS (
     SELECT FROM saf.backoff b
     WHERE b.subscription_id = %(subscription_id)s AND b.next_attempt_at <= now()
       AND (b.attempts = 0 OR b.next_attempt_at <= %(since)s)
-      AND EXISTS (SELECT FROM saf.parked p WHERE {IN_THIS} AND p.shard = ANY ({MY_SHARDS})))
+      AND EXISTS (SELECT FROM saf.parked p WHERE {SAME_LANE} AND p.shard = ANY ({MY_SHARDS})))
 """
 ANY_DUE = """
 SELECT EXISTS (SELECT FROM saf.backoff
@@ -81,37 +109,38 @@ SELECT EXISTS (SELECT FROM saf.backoff
 
 ANY_OF_SERVICES = """
 SELECT EXISTS (SELECT FROM saf.backoff WHERE subscription_id = %(subscription_id)s
-               AND lane ^@ ANY (%(of_service)s))
+               AND kind = ANY (%(of_service)s))
 """
 
 # What holds up most comes first
 SUMMARY = f"""
 SELECT backoff.*, count(*) OVER () AS lanes
 FROM ({BACKOFF} WHERE subscription_id = %(subscription_id)s) AS backoff
-ORDER BY lane ^@ ANY (%(of_service)s), attempts DESC, destination, lane LIMIT %(shown)s
+ORDER BY kind = ANY (%(of_service)s), attempts DESC, {THE_LANE} LIMIT %(shown)s
 """
 
-NAMED = "unnest(%(destinations)s::text[], %(lanes)s::text[]) AS w (destination, lane)"
+NAMED = f"{GIVEN} AS w ({THE_LANE})"
 OF_NAMES = f"""
-{BACKOFF} JOIN {NAMED} USING (destination, lane)
-WHERE subscription_id = %(subscription_id)s
+{BACKOFF} WHERE subscription_id = %(subscription_id)s AND ({THE_LANE}) IN (SELECT * FROM {NAMED})
 """
 
 HELD = f"""
-SELECT destination, lane, error FROM saf.backoff b
-WHERE subscription_id = %(subscription_id)s AND lane = ANY (%(lanes)s)
-  AND EXISTS (SELECT FROM saf.parked p WHERE {IN_THIS} AND p.shard = ANY (%(shards)s))
+SELECT destination, kind, subject, {BROKER}, error FROM saf.backoff b
+WHERE subscription_id = %(subscription_id)s
+  AND (kind, subject, broker) IN (
+      SELECT * FROM unnest(%(kinds)s::text[], %(subjects)s::text[], %(brokers)s::uuid[]))
+  AND EXISTS (SELECT FROM saf.parked p WHERE {SAME_LANE} AND p.shard = ANY (%(shards)s))
 """
 
 # An attempt that was not due, because another member has just failed too, does not count
-POSTPONE = """
-INSERT INTO saf.backoff AS b (subscription_id, destination, lane, error, attempts, next_attempt_at)
-SELECT %(subscription_id)s, destination, lane, error, 1,
+POSTPONE = f"""
+INSERT INTO saf.backoff AS b (subscription_id, {THE_LANE}, error, attempts, next_attempt_at)
+SELECT %(subscription_id)s, {THE_LANE}, error, 1,
        clock_timestamp() + make_interval(secs => (%(waits)s::float8[])[1])
-FROM unnest(%(destinations)s::text[], %(lanes)s::text[], %(errors)s::text[])
-    AS w (destination, lane, error)
-ORDER BY destination, lane
-ON CONFLICT (subscription_id, destination, lane) DO UPDATE SET
+FROM unnest(%(destinations)s::text[], %(kinds)s::text[], %(subjects)s::text[],
+            %(brokers)s::uuid[], %(errors)s::text[]) AS w ({THE_LANE}, error)
+ORDER BY {THE_LANE}
+ON CONFLICT (subscription_id, {THE_LANE}) DO UPDATE SET
     error = excluded.error,
     attempts = b.attempts + 1,
     next_attempt_at = clock_timestamp() + make_interval(
@@ -119,23 +148,23 @@ ON CONFLICT (subscription_id, destination, lane) DO UPDATE SET
 WHERE b.next_attempt_at <= now()
 """
 
-THESE = f"SELECT destination, lane FROM {NAMED}"
+THESE = f"SELECT {THE_LANE} FROM {NAMED}"
 # A statement of its own, so that the next one sees what was parked by those it has waited for
 LOCK = f"""
 SELECT FROM saf.backoff
-WHERE subscription_id = %(subscription_id)s AND (destination, lane) IN ({THESE})
-ORDER BY destination, lane FOR UPDATE
+WHERE subscription_id = %(subscription_id)s AND ({THE_LANE}) IN ({THESE})
+ORDER BY {THE_LANE} FOR UPDATE
 """
 FORGET = f"""
 DELETE FROM saf.backoff b
-WHERE subscription_id = %(subscription_id)s AND (destination, lane) IN ({THESE})
-  AND NOT EXISTS (SELECT FROM saf.parked p WHERE {IN_THIS})
+WHERE subscription_id = %(subscription_id)s AND ({THE_LANE}) IN ({THESE})
+  AND NOT EXISTS (SELECT FROM saf.parked p WHERE {SAME_LANE})
 """
 # Messages in the lane need not wait for their time any longer: others', or what is left
 RESET = f"""
 UPDATE saf.backoff b SET attempts = 0, next_attempt_at = clock_timestamp()
-WHERE subscription_id = %(subscription_id)s AND (destination, lane) IN ({THESE})
-  AND EXISTS (SELECT FROM saf.parked p WHERE {IN_THIS})
+WHERE subscription_id = %(subscription_id)s AND ({THE_LANE}) IN ({THESE})
+  AND EXISTS (SELECT FROM saf.parked p WHERE {SAME_LANE})
 """
 
 
@@ -184,30 +213,24 @@ def in_turn(lanes: Iterable[Backoff]) -> tuple[Backoff, ...]:
                 one.destination,
                 rank(one),
                 one.next_attempt_at,
-                one.lane,
+                one.order,
             ),
         )
     )
 
 
-def rank(lane: Lane) -> tuple[int, str]:
+def rank(lane: Lane) -> int:
     """Lanes of a destination with the same are released together.
 
     Those of a lower one before: a replay before everything else, and what has waited for a service,
     or for a route, after what is older.
 
-    >>> names = ("found:route:a", "service:b", "service:a", "retry", "", "replay")
-    >>> ranks = [rank(Lane(destination="mom", lane=name)) for name in names]
-    >>> ranks == sorted(ranks, reverse=True), ranks[1] == ranks[2]
-    (True, True)
+    >>> kinds = "replay", "main", "retry", "service", "found_route"
+    >>> ranks = [rank(Lane(destination="mom", kind=Kind(kind))) for kind in kinds]
+    >>> ranks == sorted(set(ranks))
+    True
     """
-    if lane.lane in (REPLAY, FOUND + REPLAY):
-        return 0, lane.lane
-    for number, kind in enumerate((ROUTE, FOUND), 2):
-        if lane.lane.startswith(kind):
-            return number, kind
-    kind = next((kind for kind in OF_SERVICE if lane.lane.startswith(kind)), lane.lane)
-    return 1, kind
+    return RANKS[lane.kind]
 
 
 def due_here(connection: psycopg.Connection[Any], subscription_id: int, member_id: UUID) -> bool:
@@ -263,16 +286,16 @@ def held(
     connection: psycopg.Connection[Any],
     subscription_id: int,
     shards: Sequence[int],
-    lanes: Collection[str],
+    lanes: Iterable[Lane],
 ) -> dict[Lane, str]:
-    """Of the lanes of these names, at whatever destination, those with messages of some shards.
+    """Of some lanes, at whatever destination, those with messages of some shards.
 
     With what they wait for.
     """
-    params = {"subscription_id": subscription_id, "shards": list(shards), "lanes": list(lanes)}
+    params = {"subscription_id": subscription_id, "shards": list(shards), **given(lanes)}
     return {
-        Lane(destination=destination, lane=lane): error
-        for destination, lane, error in fetch(connection, HELD, params)
+        Lane(destination=destination, kind=Kind(kind), subject=subject, broker=broker): error
+        for destination, kind, subject, broker, error in fetch(connection, HELD, params)
     }
 
 
@@ -307,7 +330,7 @@ def forget(
 
 
 def _params(subscription_id: int, lanes: Iterable[Lane]) -> dict[str, Any]:
-    return {"subscription_id": subscription_id, **parking.names(lanes)}
+    return {"subscription_id": subscription_id, **given(lanes)}
 
 
 def _waits() -> list[float]:

@@ -1,20 +1,8 @@
 """Parking: messages set aside in order, and when each is tried again.
 
 What cannot be delivered now is copied to ``saf.parked``, in the transaction that moves the
-position past it, so that the rest of its batch goes on. A *lane* is the messages that wait for the
-same thing; lanes are separate, and within one the order is kept:
-
-    destination  lane               waits until
-    mom          (empty)            the destination answers: everything for it, in order
-    mom          service:billing    the destination knows the service
-    (empty)      route:billing      a route leads somewhere
-    mom          retry, replay      nothing: sent again on an operator's word
-    mom          found:LANE         the destination: what was in LANE has found a route there
-    mom          doubt              nothing: sent at most once from another lane, or about to be;
-                                    what is found here becomes a dead letter
-    (empty)      key:A-1            a receiver's next attempt at the first message of the key
-    (empty)      later:7            each for its deliver_at: a receiver's messages of a shard
-    (empty)      ahead:CONVERSATION a message before them that is missing: those of a dialog
+position past it, so that the rest of its batch goes on. It is copied into a *lane*, by what it
+waits for; see `saf.setaside.lane`.
 
 While a lane has messages, new ones that belong in it park behind them, and when its time has come
 the parked go first. (While a destination does not answer, this is so for all shards; what waits for
@@ -32,7 +20,7 @@ Broker's: 4, 8, 16, 32, 64, 64 … seconds.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any
@@ -45,17 +33,10 @@ from psycopg.rows import class_row
 from saf.columns import COLUMNS
 from saf.database import fetch
 from saf.log.cursor import Batch
+from saf.setaside.lane import BROKER, GIVEN, OF_SERVICE, SAME_LANE, THE_LANE, Kind, Lane, given
 
 FIRST_WAIT_SECONDS = 4
 LONGEST_WAIT_SECONDS = 64
-
-MAIN, RETRY, REPLAY, SERVICE, ROUTE = "", "retry", "replay", "service:", "route:"
-FOUND = "found:"
-DOUBT = "doubt"
-KEY, LATER, AHEAD = "key:", "later:", "ahead:"
-
-OF_SERVICE = (ROUTE, FOUND, SERVICE)
-"""How the lanes begin whose messages wait for something that concerns their service alone."""
 
 # After every time that a clock of ours shows, and before the calendar of Python ends
 BLOCKED = "9999-01-01 00:00:00+00"
@@ -73,35 +54,6 @@ def wait_seconds(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lane:
-    """What messages wait for; see above."""
-
-    destination: str = ""
-    lane: str = MAIN
-
-    @property
-    def found(self) -> bool:
-        """Its messages have waited for a route, and found one."""
-        return self.lane.startswith(FOUND)
-
-    @property
-    def of_service(self) -> bool:
-        """They wait for something that concerns their service alone."""
-        return self.lane.startswith(OF_SERVICE)
-
-    @property
-    def unrouted(self) -> bool:
-        """Its messages wait for a route."""
-        return not self.destination and self.lane.startswith(ROUTE)
-
-    def __str__(self) -> str:
-        if self.lane.startswith((KEY, LATER, AHEAD)):
-            return self.lane
-        waiting = f"destination {self.destination!r}" if self.destination else "no route"
-        return f"{waiting}, {self.lane}" if self.lane else waiting
-
-
-@dataclass(frozen=True, kw_only=True)
 class Backoff(Lane):
     """A lane that waits."""
 
@@ -110,11 +62,6 @@ class Backoff(Lane):
     due: bool
     error: str
     since: datetime
-
-    @property
-    def key(self) -> Lane:
-        """The lane."""
-        return Lane(destination=self.destination, lane=self.lane)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +77,10 @@ class Parked(Backoff):
             "next_attempt_at": self.next_attempt_at.isoformat(),
             "since": self.since.isoformat(),
         }
-        return asdict(self) | moments
+        # not to be taken for the broker that the lane is in
+        plain = asdict(self)
+        broker = plain.pop("broker")
+        return {**plain, **moments, "to_broker": broker and str(broker)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,73 +98,84 @@ class _Parked(Parked):
 
 
 # What holds up most comes first; counted are the messages of those that are shown. No time is set
-# for what is ahead of others, so it has no backoff.
+# for what is ahead of others, so it has no backoff; nor has what somebody has taken it from.
 PARKED = f"""
-SELECT subscription, destination, lane, attempts, next_attempt_at, due, error, since, lanes,
-       (SELECT count(*) FROM saf.parked p
-        WHERE (p.subscription_id, p.destination, p.lane)
-            = (b.subscription_id, b.destination, b.lane)) AS messages
+SELECT subscription, destination, kind, subject, {BROKER}, attempts, next_attempt_at, due, error,
+       since, lanes, (SELECT count(*) FROM saf.parked p WHERE {SAME_LANE}) AS messages
 FROM (SELECT w.*, s.name AS subscription, s.log, next_attempt_at <= now() AS due,
              count(*) OVER () AS lanes
-      FROM (SELECT subscription_id, destination, lane, attempts, next_attempt_at, error, since
+      FROM (SELECT subscription_id, {THE_LANE}, attempts, next_attempt_at, error, since
             FROM saf.backoff
             UNION ALL
-            SELECT subscription_id, destination, lane, 0, timestamptz '{BLOCKED}',
-                   'an earlier message of the dialog is missing', min(parked_at)
-            FROM saf.parked WHERE lane ^@ '{AHEAD}' GROUP BY 1, 2, 3) AS w
+            SELECT subscription_id, {THE_LANE}, 0, timestamptz '{BLOCKED}',
+                   CASE kind WHEN '{Kind.AHEAD}' THEN 'an earlier message of the dialog is missing'
+                             ELSE 'nothing in saf.backoff says when it is tried' END,
+                   min(parked_at)
+            FROM saf.parked b
+            WHERE NOT EXISTS (SELECT FROM saf.backoff p WHERE {SAME_LANE})
+            GROUP BY 1, 2, 3, 4, 5) AS w
       JOIN saf.subscription s USING (subscription_id)
-      ORDER BY s.log DESC, s.name, lane ^@ ANY (%(of_service)s), attempts DESC, destination, lane
+      WHERE %(subscription)s::text IS NULL OR s.name = %(subscription)s
+      ORDER BY s.log DESC, s.name, kind = ANY (%(of_service)s), attempts DESC, {THE_LANE}
       LIMIT %(limit)s) AS b
-ORDER BY log DESC, subscription, lane ^@ ANY (%(of_service)s), attempts DESC, destination, lane
+ORDER BY log DESC, subscription, kind = ANY (%(of_service)s), attempts DESC, {THE_LANE}
 """
-PARKED_MESSAGES = "SELECT count(*) FROM saf.parked"
+PARKED_MESSAGES = """
+SELECT count(*) FROM saf.parked JOIN saf.subscription USING (subscription_id)
+WHERE %(subscription)s::text IS NULL OR name = %(subscription)s
+"""
 
 RETRY_NOW = """
 UPDATE saf.backoff SET next_attempt_at = now()
-WHERE NOT lane LIKE 'later:%%'
+WHERE kind <> %(later)s
   AND (%(destination)s::text IS NULL OR destination = %(destination)s)
 """
 
 # What parks messages holds the rows of their lanes until it commits, so that `backoff.forget`,
 # which looks whether any are left, cannot miss them.
-TOUCH = """
-INSERT INTO saf.backoff AS b (subscription_id, destination, lane, error)
-SELECT %(subscription_id)s, destination, lane, %(error)s
-FROM unnest(%(destinations)s::text[], %(lanes)s::text[]) AS w (destination, lane)
-ORDER BY destination, lane
-ON CONFLICT (subscription_id, destination, lane) DO UPDATE SET error = b.error
+TOUCH = f"""
+INSERT INTO saf.backoff AS b (subscription_id, {THE_LANE}, error)
+SELECT %(subscription_id)s, {THE_LANE}, %(error)s
+FROM {GIVEN} AS w ({THE_LANE})
+ORDER BY {THE_LANE}
+ON CONFLICT (subscription_id, {THE_LANE}) DO UPDATE SET error = b.error
 """
 
 PARKED_COLUMNS = (
-    *("subscription_id", "destination", "lane", "quality", "shard", "id", "batch", "position"),
-    "opened_at",
+    *("subscription_id", "destination", "kind", "subject", "broker", "quality", "shard", "id"),
+    *("batch", "position", "opened_at"),
     *COLUMNS,
 )
 PARK = sql.SQL("COPY saf.parked ({}) FROM STDIN").format(
     sql.SQL(", ").join(map(sql.Identifier, PARKED_COLUMNS))
 )
-MOVE_TO_LANE = """
-UPDATE saf.parked p SET destination = %(destination)s, lane = w.lane
-FROM unnest(%(parked_ids)s::bigint[], %(lanes)s::text[]) AS w (parked_id, lane)
+OF_EACH = """unnest(%(parked_ids)s::bigint[], %(kinds)s::text[], %(subjects)s::text[],
+           %(brokers)s::uuid[])"""
+MOVE_TO_LANE = f"""
+UPDATE saf.parked p SET destination = %(destination)s, kind = w.kind, subject = w.subject,
+       broker = w.broker
+FROM {OF_EACH} AS w (parked_id, kind, subject, broker)
 WHERE p.parked_id = w.parked_id
 """
 # Under the address that has been found meanwhile
 ADDRESS = ("to_service", "to_broker", "key")
 COPY_TO = f"""
-INSERT INTO saf.parked (destination, lane, quality, parked_at, subscription_id, shard, id, batch,
-                        position, {", ".join(COLUMNS)})
-SELECT %(destination)s, w.lane, %(quality)s, parked_at, subscription_id, shard, id, batch,
-       position, {", ".join(f"{'w' if c in ADDRESS else 'p'}.{c}" for c in COLUMNS)}
-FROM unnest(%(parked_ids)s::bigint[], %(lanes)s::text[], %(to_services)s::text[],
-            %(to_brokers)s::uuid[], %(keys)s::text[])
-    WITH ORDINALITY AS w (parked_id, lane, {", ".join(ADDRESS)}, place)
+INSERT INTO saf.parked ({THE_LANE}, quality, parked_at, subscription_id, shard, id,
+                        batch, position, {", ".join(COLUMNS)})
+SELECT %(destination)s, w.kind, w.subject, w.broker, %(quality)s, parked_at, subscription_id,
+       shard, id, batch, position,
+       {", ".join(f"{'w' if c in ADDRESS else 'p'}.{c}" for c in COLUMNS)}
+FROM unnest(%(parked_ids)s::bigint[], %(kinds)s::text[], %(subjects)s::text[],
+            %(brokers)s::uuid[], %(to_services)s::text[], %(to_brokers)s::uuid[],
+            %(keys)s::text[])
+    WITH ORDINALITY AS w (parked_id, kind, subject, broker, {", ".join(ADDRESS)}, place)
 JOIN saf.parked p USING (parked_id)
 ORDER BY place
 """
-STILL = """
+STILL = f"""
 SELECT parked_id
-FROM saf.parked p JOIN unnest(%(parked_ids)s::bigint[], %(lanes)s::text[]) AS w (parked_id, lane)
-    USING (parked_id, lane)
+FROM saf.parked p JOIN {OF_EACH} AS w (parked_id, kind, subject, broker)
+    USING (parked_id, kind, subject, broker)
 WHERE p.destination = %(destination)s
 """
 UNPARK = "DELETE FROM saf.parked WHERE parked_id = ANY (%(parked_ids)s)"
@@ -224,28 +185,30 @@ UNPARK = "DELETE FROM saf.parked WHERE parked_id = ANY (%(parked_ids)s)"
 IN_LANES = """
 SELECT {columns} FROM saf.parked
 WHERE subscription_id = {subscription_id} AND destination = {destination}
-  AND lane = ANY ({lanes}::text[])
+  AND (kind, subject, broker) IN (SELECT * FROM unnest({kinds}::text[], {subjects}::text[],
+                                                       {brokers}::uuid[]))
   AND shard = ANY ({shards}::smallint[])
   AND NOT (id > {after} AND parked_at >= {opened_at}::timestamptz)
 ORDER BY {order}
 """
 
-SET_ASIDE = """
-SELECT id, destination, lane FROM saf.parked
+SET_ASIDE = f"""
+SELECT id, destination, kind, subject, {BROKER} FROM saf.parked
 WHERE subscription_id = %(subscription_id)s AND shard = ANY (%(shards)s)
   AND id > %(position)s AND parked_at >= %(opened_at)s
 UNION ALL
-SELECT id, destination, NULL FROM saf.dead_letter
+SELECT id, destination, NULL, NULL, NULL FROM saf.dead_letter
 WHERE subscription_id = %(subscription_id)s AND shard = ANY (%(shards)s)
   AND id > %(position)s AND dead_letter_at >= %(opened_at)s
 """
-OCCUPIED = """
-SELECT destination, lane FROM unnest(%(destinations)s::text[], %(lanes)s::text[])
-    AS w (destination, lane)
+OCCUPIED = f"""
+SELECT destination, kind, subject, {BROKER} FROM {GIVEN} AS w ({THE_LANE})
 WHERE EXISTS (
     SELECT FROM saf.parked p
     WHERE subscription_id = %(subscription_id)s
-      AND p.destination = w.destination AND p.lane = w.lane AND shard = ANY (%(shards)s))
+      AND (p.destination, p.kind, p.subject, p.broker)
+          = (w.destination, w.kind, w.subject, w.broker)
+      AND shard = ANY (%(shards)s))
 """
 KNOWN = """
 SELECT id FROM saf.parked
@@ -254,35 +217,32 @@ WHERE subscription_id = %(subscription_id)s AND destination = %(destination)s
 """
 
 
-def parked(connection: psycopg.Connection[Any], limit: int | None = None) -> Waiting:
-    """The lanes that wait in a broker, for people; at most so many of them."""
+def parked(
+    connection: psycopg.Connection[Any], limit: int | None = None, subscription: str | None = None
+) -> Waiting:
+    """The lanes that wait in a broker, or in one of its subscriptions; at most so many of them."""
     with psycopg.Cursor(connection, row_factory=class_row(_Parked)) as cursor:
-        params = {"of_service": list(OF_SERVICE), "limit": limit}
+        params = {
+            "of_service": list(OF_SERVICE),
+            "limit": limit,
+            "subscription": subscription,
+        }
         found = cursor.execute(PARKED, params).fetchall()
-    ((messages,),) = fetch(connection, PARKED_MESSAGES)
+    ((messages,),) = fetch(connection, PARKED_MESSAGES, params)
     shown = tuple(Parked(**{f.name: getattr(one, f.name) for f in fields(Parked)}) for one in found)
     return Waiting(shown=shown, lanes=found[0].lanes if found else 0, messages=messages)
 
 
 def retry_now(connection: psycopg.Connection[Any], destination: str | None = None) -> int:
     """Make the next attempts due; return how many lanes that are."""
-    return connection.execute(RETRY_NOW, {"destination": destination}).rowcount
-
-
-def names(lanes: Iterable[Lane]) -> dict[str, list[str]]:
-    """Lanes as two columns for a statement."""
-    lanes = list(lanes)
-    return {
-        "destinations": [lane.destination for lane in lanes],
-        "lanes": [lane.lane for lane in lanes],
-    }
+    return connection.execute(RETRY_NOW, {"destination": destination, "later": Kind.LATER}).rowcount
 
 
 def touch(
     connection: psycopg.Connection[Any], subscription_id: int, lanes: Iterable[Lane], error: str
 ) -> None:
     """Something is about to be parked in these lanes. Call it in that transaction."""
-    params = {"subscription_id": subscription_id, "error": error, **names(lanes)}
+    params = {"subscription_id": subscription_id, "error": error, **given(lanes)}
     connection.execute(TOUCH, params)
 
 
@@ -290,7 +250,12 @@ def park(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) ->
     """Copy messages, as dicts of `PARKED_COLUMNS`, into their lanes. Call it in a transaction."""
     lanes: dict[int, set[Lane]] = defaultdict(set)
     for row in rows:
-        lane = Lane(destination=row["destination"], lane=row["lane"])
+        lane = Lane(
+            destination=row["destination"],
+            kind=row["kind"],
+            subject=row["subject"],
+            broker=row["broker"],
+        )
         lanes[row["subscription_id"]].add(lane)
     for subscription_id, some in lanes.items():
         touch(connection, subscription_id, some, "behind others")
@@ -307,14 +272,14 @@ def copy_in(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]])
 def move(
     connection: psycopg.Connection[Any],
     destination: str,
-    lanes: Sequence[str],
+    lanes: Mapping[str, list[Any]],
     parked_ids: Sequence[int],
 ) -> None:
-    """Put parked messages into other lanes, one for each of them.
+    """Put parked messages into other lanes, one for each, as `saf.setaside.lane.given` gives them.
 
     `touch` the lanes, and call it in that transaction.
     """
-    params = {"destination": destination, "lanes": list(lanes), "parked_ids": list(parked_ids)}
+    params = {"destination": destination, "parked_ids": list(parked_ids), **lanes}
     connection.execute(MOVE_TO_LANE, params)
 
 
@@ -324,13 +289,15 @@ def copy(
     quality: str | None,
     rows: Sequence[dict[str, Any]],
 ) -> None:
-    """Copy parked messages into lanes, with their ``lane`` and `ADDRESS` by parked_id.
+    """Copy parked messages into lanes, with their lanes' columns and `ADDRESS` by parked_id.
 
     In the order given. `touch` the lanes; call it, and `unpark` those copied, in that transaction.
     """
     columns = {
         "parked_ids": [row["parked_id"] for row in rows],
-        "lanes": [row["lane"] for row in rows],
+        "kinds": [row["kind"] for row in rows],
+        "subjects": [row["subject"] for row in rows],
+        "brokers": [UUID(bytes=row["broker"]) for row in rows],
         "to_services": [row["to_service"] for row in rows],
         "to_brokers": [row["to_broker"] and UUID(bytes=row["to_broker"]) for row in rows],
         "keys": [row["key"] for row in rows],
@@ -341,11 +308,11 @@ def copy(
 def still(
     connection: psycopg.Connection[Any],
     destination: str,
-    lanes: Sequence[str],
+    lanes: Mapping[str, list[Any]],
     parked_ids: Sequence[int],
 ) -> set[int]:
     """Which messages are still in the lanes, one for each of them, that they were read from."""
-    params = {"destination": destination, "lanes": list(lanes), "parked_ids": list(parked_ids)}
+    params = {"destination": destination, "parked_ids": list(parked_ids), **lanes}
     return {number for (number,) in fetch(connection, STILL, params)}
 
 
@@ -376,8 +343,8 @@ def set_aside(
         "opened_at": batch.opened_at,
     }
     return [
-        (id_, destination, None if lane is None else Lane(destination=destination, lane=lane))
-        for id_, destination, lane in fetch(connection, SET_ASIDE, params)
+        (id_, destination, kind and _lane(destination, kind, *more))
+        for id_, destination, kind, *more in fetch(connection, SET_ASIDE, params)
     ]
 
 
@@ -391,15 +358,14 @@ def known(
 
 def occupied(connection: psycopg.Connection[Any], batch: Batch, lanes: Iterable[Lane]) -> set[Lane]:
     """Which of some lanes have messages of a batch's shards."""
-    params = {"subscription_id": batch.subscription_id, "shards": batch.shards, **names(lanes)}
-    rows = fetch(connection, OCCUPIED, params)
-    return {Lane(destination=destination, lane=lane) for destination, lane in rows}
+    params = {"subscription_id": batch.subscription_id, "shards": batch.shards, **given(lanes)}
+    return {_lane(*row) for row in fetch(connection, OCCUPIED, params)}
 
 
 def in_lanes(
     batch: Batch,
     destination: str,
-    lanes: Iterable[str],
+    lanes: Iterable[Lane],
     columns: Sequence[str | sql.Composable],
     *,
     found: bool = False,
@@ -408,6 +374,7 @@ def in_lanes(
 
     In the order of each lane. Those of what has ``found`` a route have one of their own.
     """
+    columns_of_lanes = given(lanes)
     return (
         sql.SQL(IN_LANES)
         .format(
@@ -416,7 +383,9 @@ def in_lanes(
             ),
             subscription_id=sql.Literal(batch.subscription_id),
             destination=sql.Literal(destination),
-            lanes=sql.Literal(list(lanes)),
+            kinds=sql.Literal(columns_of_lanes["kinds"]),
+            subjects=sql.Literal(columns_of_lanes["subjects"]),
+            brokers=sql.Literal([str(one) for one in columns_of_lanes["brokers"]]),
             shards=sql.Literal(batch.shards),
             after=sql.Literal(batch.position),
             order=sql.SQL("parked_id" if found else "batch, position"),
@@ -424,3 +393,7 @@ def in_lanes(
         )
         .as_string(None)
     )
+
+
+def _lane(destination: str, kind: str, subject: str, broker: UUID | None) -> Lane:
+    return Lane(destination=destination, kind=Kind(kind), subject=subject, broker=broker)

@@ -71,7 +71,7 @@ def _queries(
     """For the parked messages that may go on now, and for the batch in the order of the ids."""
     more = [_as_text(name, max_bytes) for name in columns]
     some = f"to_service = ANY ({sql.Literal(services).as_string(None)})"
-    lanes = [lane.lane for lane in item.waiting if lane.due and not lane.destination]
+    lanes = [lane for lane in item.waiting if lane.due and not lane.destination]
     if lanes:
         place = sql.SQL("NULL::bigint AS id")
         rows = parking.in_lanes(item.batch, "", lanes, [place, "parked_id", *more])

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from saf.database import fetch
 from saf.errors import MissingExtra, UsageError
 from saf.receiving.receive import connected
-from saf.setaside.parking import LATER
+from saf.setaside.lane import THE_LANE, Kind
 from saf.testing.databases import Database
 
 if TYPE_CHECKING:
@@ -42,13 +42,13 @@ SELECT (SELECT count(*) FROM saf.parked), (SELECT count(*) FROM saf.dead_letter)
 # Of each lane that waits the first message, which is the one that has failed
 LEFT_BEHIND = f"""
 SELECT message_id, to_service, key, messages, error FROM (
-    SELECT DISTINCT ON (subscription_id, destination, lane)
+    SELECT DISTINCT ON (subscription_id, {THE_LANE})
            p.id, message_id, to_service, key,
            b.error || ', and waits for its next attempt' AS error,
-           count(*) OVER (PARTITION BY subscription_id, destination, lane) AS messages
-    FROM saf.parked p JOIN saf.backoff b USING (subscription_id, destination, lane)
-    WHERE NOT starts_with(lane, '{LATER}')
-    ORDER BY subscription_id, destination, lane, p.id
+           count(*) OVER (PARTITION BY subscription_id, {THE_LANE}) AS messages
+    FROM saf.parked p JOIN saf.backoff b USING (subscription_id, {THE_LANE})
+    WHERE kind <> '{Kind.LATER}'
+    ORDER BY subscription_id, {THE_LANE}, p.id
 ) AS waiting
 UNION ALL
 SELECT message_id, to_service, key, 1, error || ', and is a dead letter (' || reason || ')'

@@ -128,9 +128,9 @@ def test_messages_without_a_route_wait_for_one_and_others_go_on(app: Dsn, mom: D
             cycle.work = cycle.broker.open_work(None)
             cycle.close(cycle.deliver())
         assert bodies(mom) == [f"b{number}" for number in range(4)]
-        error = connection.execute("SELECT lane, error FROM saf.backoff").fetchone()
+        error = connection.execute("SELECT subject, error FROM saf.backoff").fetchone()
         assert error is not None
-        assert error[0] == "route:nobody"
+        assert error[0] == "nobody"
         assert "'nobody'" in error[1]
         route(connection, "nobody", "mom")
         send_to(connection, "nobody", "n4")

@@ -20,8 +20,10 @@ from tests.dying import Crash, crash
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
 from tests.routing import without_default
 
-SOON = "UPDATE saf.backoff SET next_attempt_at = now() WHERE lane LIKE %s"
-NOT_SOON = "UPDATE saf.backoff SET next_attempt_at = now() + interval '1 h' WHERE lane NOT LIKE %s"
+SOON = "UPDATE saf.backoff SET next_attempt_at = now() WHERE kind = ANY (%s)"
+NOT_SOON = """
+UPDATE saf.backoff SET next_attempt_at = now() + interval '1 h' WHERE kind <> ALL (%s)
+"""
 
 
 @pytest.fixture
@@ -40,13 +42,13 @@ def test_what_waits_for_a_route_goes_after_what_waited_for_its_service_before(
         connection.execute("UPDATE saf.route SET destination = 'nowhere'")
         send_to(connection, "shipping", "2", key="k")
         run(app, mom=mom, other=other)
-        lanes = connection.execute("SELECT lane FROM saf.backoff ORDER BY 1").fetchall()
-        assert lanes == [("route:shipping",), ("service:shipping",)]
+        lanes = connection.execute("SELECT kind, subject FROM saf.backoff ORDER BY 1").fetchall()
+        assert lanes == [("route", "shipping"), ("service", "shipping")]
 
         connection.execute("UPDATE saf.route SET destination = 'other'")
         store.execute("INSERT INTO saf.service VALUES ('shipping')")
         for statement in (NOT_SOON, SOON):
-            connection.execute(statement, ["route:%"])
+            connection.execute(statement, [["route"]])
         run(app, mom=mom, other=other)
         assert bodies(other) == []
         let_time_pass(app)
@@ -59,7 +61,6 @@ def test_what_waits_for_a_route_goes_after_what_waited_for_its_service_before(
 def test_what_waits_for_a_route_goes_after_what_waited_for_its_destination_before(
     app: Dsn, mom: Dsn, other: Dsn
 ) -> None:
-    lane = "route:shipping"
     with connect(app) as connection:
         route(connection, "shipping", "other")
         send_to(connection, "shipping", "1", key="k")
@@ -67,13 +68,11 @@ def test_what_waits_for_a_route_goes_after_what_waited_for_its_destination_befor
         send_to(connection, "shipping", "2", key="k")
         connection.execute("UPDATE saf.route SET destination = 'nowhere'")
         run(app, mom=mom, other=NOWHERE)
-        assert connection.execute("SELECT lane FROM saf.parked ORDER BY id").fetchall() == [
-            ("",),
-            (lane,),
-        ]
+        kinds = connection.execute("SELECT kind FROM saf.parked ORDER BY id").fetchall()
+        assert kinds == [("main",), ("route",)]
         connection.execute("UPDATE saf.route SET destination = 'other'")
         for statement in (NOT_SOON, SOON):
-            connection.execute(statement, [lane])
+            connection.execute(statement, [["route"]])
         run(app, mom=mom, other=other)
         assert bodies(other) == []
         let_time_pass(app)
@@ -91,9 +90,9 @@ class DownAfterTheFirst(PostgresInbox):
         return super().store(chunk, exactly_once=exactly_once)
 
 
-@pytest.mark.parametrize("due", ["service:%", "%"])
+@pytest.mark.parametrize("due", [["service"], ["service", "main"]])
 def test_what_waits_for_its_destination_goes_after_what_waits_for_its_service_since(
-    app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch, due: str
+    app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch, due: list[str]
 ) -> None:
     with connect(app) as connection, connect(other) as store:
         store.execute("INSERT INTO saf.service VALUES ('billing')")
@@ -106,17 +105,17 @@ def test_what_waits_for_its_destination_goes_after_what_waits_for_its_service_si
             patch.setattr("saf.engine.storing.PostgresInbox", DownAfterTheFirst)
             with Cycle(app, forwarding_rules("exactly_once", 1, mom=mom, other=other)) as cycle:
                 cycle.run()
-        lanes = connection.execute("SELECT lane FROM saf.parked ORDER BY id").fetchall()
-        assert lanes == [("service:shipping",), ("",), ("",)]
+        lanes = connection.execute("SELECT kind FROM saf.parked ORDER BY id").fetchall()
+        assert lanes == [("service",), ("main",), ("main",)]
 
         store.execute("INSERT INTO saf.service VALUES ('shipping')")
         connection.execute(NOT_SOON, [due])
         connection.execute(SOON, [due])
-        if due != "%":
+        if "main" not in due:
             run(app, mom=mom, other=other)
             assert bodies(other) == []
-            connection.execute(NOT_SOON, ["none"])
-            connection.execute("UPDATE saf.backoff SET next_attempt_at = now() WHERE lane = ''")
+            connection.execute(NOT_SOON, [[]])
+            connection.execute("UPDATE saf.backoff SET next_attempt_at = now() WHERE kind = 'main'")
             run(app, mom=mom, other=other)
             assert bodies(other) == []
             let_time_pass(app)
@@ -127,11 +126,10 @@ def test_what_waits_for_its_destination_goes_after_what_waits_for_its_service_si
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("destination", "lane"),
-    [("", "route:shipping"), ("other", "service:shipping"), ("other", "found:route:shipping")],
+    ("destination", "kind"), [("", "route"), ("other", "service"), ("other", "found_route")]
 )
 def test_what_is_sent_again_is_not_taken_for_new_because_others_wait_meanwhile(
-    app: Dsn, mom: Dsn, other: Dsn, destination: str, lane: str
+    app: Dsn, mom: Dsn, other: Dsn, destination: str, kind: str
 ) -> None:
     with connect(app) as connection:
         route(connection, "shipping", "other")
@@ -142,17 +140,18 @@ def test_what_is_sent_again_is_not_taken_for_new_because_others_wait_meanwhile(
         with pytest.raises(Crash):
             run(app, mom=mom, other=other)
         connection.execute(
-            "INSERT INTO saf.parked (subscription_id, destination, lane, shard, id, batch, "
-            "position, to_service, body, message_id, created_at) SELECT subscription_id, %s, %s, "
-            "%s, 99, 0, 99, 'shipping', 'of others', gen_random_uuid(), now() "
-            "FROM saf.subscription",
-            [destination, lane, others],
+            "INSERT INTO saf.parked (subscription_id, destination, kind, subject, shard, id, "
+            "batch, position, to_service, body, message_id, created_at) "
+            "SELECT subscription_id, %s, %s, 'shipping', %s, 99, 0, 99, 'shipping', 'of others', "
+            "gen_random_uuid(), now() FROM saf.subscription",
+            [destination, kind, others],
         )
         connection.execute(
-            "INSERT INTO saf.backoff (subscription_id, destination, lane, error, next_attempt_at) "
-            "SELECT subscription_id, %s, %s, 'it waits', now() + interval '1 h' "
+            "INSERT INTO saf.backoff "
+            "(subscription_id, destination, kind, subject, error, next_attempt_at) "
+            "SELECT subscription_id, %s, %s, 'shipping', 'it waits', now() + interval '1 h' "
             "FROM saf.subscription",
-            [destination, lane],
+            [destination, kind],
         )
         connection.execute("DELETE FROM saf.member")
         with Cycle(app, forwarding_rules("exactly_once", 1000, mom=mom, other=other)) as cycle:

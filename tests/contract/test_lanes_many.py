@@ -16,7 +16,7 @@ from saf.operating import decide
 from saf.setaside import backoff
 from saf.setaside.backoff import rank
 from saf.setaside.dead import Filter
-from saf.setaside.parking import Lane
+from saf.setaside.lane import Kind, Lane
 from tests.destinations import NOWHERE, Broker, count, route, send_to
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
 from tests.routing import without_default
@@ -34,7 +34,7 @@ ROUTES = """
 INSERT INTO saf.route (service, destination)
 SELECT 'service ' || n, 'mom' FROM generate_series(1, %s) AS n
 """
-NEXT = "SELECT lane, attempts FROM saf.backoff ORDER BY next_attempt_at, lane"
+NEXT = "SELECT subject, attempts FROM saf.backoff ORDER BY next_attempt_at, subject"
 
 
 class Statements:
@@ -232,6 +232,6 @@ def test_of_what_is_retried_nothing_is_lost_behind_a_service_that_is_not_known(
 
 
 def test_lanes_of_a_destination_are_released_by_what_they_wait_for() -> None:
-    first_to_last = ["replay", "", "retry", "service:a", "found:route:a"]
-    ranks = [rank(Lane(destination="mom", lane=name)) for name in first_to_last]
+    first_to_last = ["replay", "main", "retry", "service", "found_route"]
+    ranks = [rank(Lane(destination="mom", kind=Kind(name))) for name in first_to_last]
     assert ranks == sorted(ranks)

@@ -403,7 +403,7 @@ def test_a_function_that_cannot_be_imported_makes_its_messages_wait_and_nobody_e
     run(app, ewr=ewr, jfk=jfk)
     assert bodies(jfk) == ["neighbour"]
     (lane,) = parked(source).shown
-    assert (lane.lane, lane.messages) == ("route:departures", 2)
+    assert (lane.kind, lane.subject, lane.messages) == ("route", "departures", 2)
     assert "cannot load 'not_there_yet:classify'" in lane.error
     assert buried(source) == []
 

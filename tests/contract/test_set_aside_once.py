@@ -17,7 +17,7 @@ from saf.routing.matching import KEY, PYTHON
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route
 from saf.setaside import backoff
-from saf.setaside.parking import Lane
+from saf.setaside.lane import Lane
 from tests.destinations import NOWHERE, Broker, count, know, route, send_to
 from tests.dying import Crash
 from tests.dying import crash as die
@@ -295,7 +295,7 @@ def test_a_zombie_leads_nothing_to_a_route_that_has_come(
     assert count(app, "parked") == 1
     add_route(source, "mom", service="shipping")
     let_time_pass(app)
-    parked = "SELECT parked_id, destination, lane FROM saf.parked"
+    parked = "SELECT parked_id, destination, kind FROM saf.parked"
     before = fetch(source, parked)
     with cycle() as zombie, cycle() as owner:
         taken_over(app, zombie, owner)

@@ -16,6 +16,7 @@ from saf.destinations.identities import WAIT_SECONDS, Identities
 from saf.failpoints import arm
 from saf.routing.explain import explain
 from saf.routing.routes import add_route, add_topic
+from saf.setaside.lane import Lane
 from saf.setaside.parking import parked
 from tests.destinations import NOWHERE, count
 from tests.dying import Crash, crash
@@ -51,7 +52,7 @@ def run_unknowing(app: Dsn, chunk_rows: int = 100, **where: Dsn) -> None:
 
 def lanes(source: psycopg.Connection[Any]) -> dict[str, tuple[int, str]]:
     """By lane how many messages are parked in it, and why."""
-    return {lane.lane: (lane.messages, lane.error) for lane in parked(source).shown}
+    return {str(lane.own): (lane.messages, lane.error) for lane in parked(source).shown}
 
 
 # By itself
@@ -97,7 +98,7 @@ def test_a_message_for_a_broker_that_nobody_knows_waits_and_says_who_it_is_for(
     run(app, mom=mom)
     assert bodies(mom) == ["neighbour"]
     ((lane, (messages, error)),) = lanes(source).items()
-    assert (lane, messages) == (f"route:s@{broker_id(shop)}", 2)
+    assert (lane, messages) == (f"no route, route 's' at {broker_id(shop)}", 2)
     assert f"no destination is known to be broker {broker_id(shop)}" in error
     assert f"destination 'mom' is {broker_id(mom)}" in error
     run(app, mom=mom)
@@ -144,7 +145,7 @@ def test_a_destination_refuses_what_is_for_another_broker_and_the_neighbours_go_
     run_unknowing(app, 7, mom=mom)
     assert bodies(mom) == [str(number) for number in range(30) if number % 3]
     ((lane, (messages, error)),) = lanes(source).items()
-    assert (lane, messages) == (f"route:s@{broker_id(shop)}", 10)
+    assert (lane, messages) == (f"no route, route 's' at {broker_id(shop)}", 10)
     assert f"'mom' is broker {broker_id(mom)}, and refuses messages for {broker_id(shop)}" in error
     assert count(app, "dead_letter") == 0
     send(source, "30", key="k", to_broker=broker_id(shop))
@@ -227,7 +228,7 @@ def test_a_destination_that_does_not_answer_is_who_it_was_before(
     send(source, "neighbour")
     run(app, mom=mom, shop=NOWHERE)
     assert bodies(mom) == ["neighbour"]
-    assert [(lane.destination, lane.lane) for lane in parked(source).shown] == [("shop", "")]
+    assert [lane.own for lane in parked(source).shown] == [Lane(destination="shop")]
     let_time_pass(app)
     run(app, mom=mom, shop=shop)
     assert bodies(shop) == ["1", "2"]

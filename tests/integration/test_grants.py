@@ -63,6 +63,8 @@ MATRIX = {
     "resolved_conversation": "- Siu - S SiuD sD SiuD",
     "watermark      ": "-      SIu       -         -         -       -       S",
     "acknowledged   ": "-      SIu       -         -         -       -       SID",
+    "cursor_key     ": "-      -         -         -         -       -       -",
+    "watermark_key  ": "-      -         -         -         -       -       -",
     "timeline       ": "-      -         -         -         -       -       -",
     "parked         ": "-      SIuD      SIuD      -         -       -       SIuD",
     "backoff        ": "-      SIuD      SIuD      -         -       -       SIuD",
@@ -124,7 +126,7 @@ SOME = {
     ("broker", "u"): "incarnation",
     ("watermark", "u"): "epoch batch position opened_at acknowledged",
     ("acknowledged", "u"): "batch position opened_at",
-    ("parked", "u"): "destination deliver_at lane",
+    ("parked", "u"): "destination deliver_at kind subject broker",
     ("backoff", "u"): "attempts next_attempt_at error",
     ("dead_letter", "s"): "subscription_id destination shard id dead_letter_at",
     ("dead_letter", "u"): "error",
@@ -297,7 +299,7 @@ def test_each_statement_on_each_table_is_allowed_or_refused_as_listed(
             "JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 "
             "WHERE c.relnamespace = 'saf'::regnamespace AND c.relkind IN ('r', 'p') GROUP BY 1",
         )
-    assert len(columns) == 45
+    assert len(columns) == 47
     listed = expected(kind)
     with connect(granted(app, kind)) as connection:
         for table, names in columns:

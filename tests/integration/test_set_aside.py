@@ -69,6 +69,36 @@ def test_parked_lists_the_lanes_and_retry_now_makes_them_due(config: Path) -> No
     assert done.stdout == "shop: 0 lanes to be tried by the next run\n"
 
 
+OF_A_KEY = """
+INSERT INTO saf.subscription (name, log) VALUES ('reader', 'inbox');
+INSERT INTO saf.parked
+    (subscription_id, kind, subject, shard, id, batch, position, to_service, body)
+SELECT subscription_id, kind, 'A-1', 7, 7, 1, 7, 's', ''
+FROM saf.subscription, (VALUES ('key'), ('later')) AS k (kind) WHERE name = 'reader';
+INSERT INTO saf.backoff (subscription_id, destination, kind, subject, shard, error)
+SELECT subscription_id, '', 'key', 'A-1', 7, 'it fails' FROM saf.subscription WHERE name = 'reader'
+"""
+
+
+@pytest.mark.usefixtures("aside")
+def test_every_lane_is_listed_also_a_receivers_behind_those_of_the_forwarder(
+    config: Path, app: Dsn
+) -> None:
+    with connect(app) as connection:
+        connection.execute(OF_A_KEY)
+    few = answer("parked", "list", "--limit", "1", config=config)
+    assert [lane["destination"] for lane in few["parked"]] == ["other"]
+    assert few["lanes"] == {"shop": 3}
+    mine = answer("parked", "list", "--subscription", "reader", "--limit", "2", config=config)
+    assert mine["lanes"] == {"shop": 2}
+    key, later = sorted(mine["parked"], key=lambda lane: str(lane["kind"]))
+    assert (key["kind"], key["subject"], key["messages"]) == ("key", "A-1", 1)
+    assert (later["kind"], later["subject"], later["messages"]) == ("later", "A-1", 1)
+    assert "nothing in saf.backoff says" in later["error"], "nobody would try it"
+    said = saf("parked", "list", "--subscription", "reader", "--config", config).stdout
+    assert "shop: 1 parked by reader, key 'A-1'; 0 attempts, next now: it fails" in said
+
+
 @pytest.mark.usefixtures("aside")
 def test_dead_letters_are_listed_shown_retried_and_discarded(
     config: Path, app: Dsn, mom: Dsn

@@ -150,14 +150,12 @@ def test_every_end_is_reached_and_the_pages_commands_show_it(
         assert isinstance(found, list)
         return found
 
-    lanes = {
-        (one["destination"], re.sub(":.*@", "@", one["lane"]).split(":")[0].split("@")[0])
-        for one in answer("parked", "list", of="parked")
-    }
-    assert lanes == {("down", ""), ("", "route"), ("mom", "service")}
-    assert any("@" in one["lane"] for one in answer("parked", "list", of="parked"))
+    waiting = answer("parked", "list", of="parked")
+    lanes = {(one["destination"], one["kind"]) for one in waiting}
+    assert lanes == {("down", "main"), ("", "route"), ("mom", "service")}
+    assert any(one["to_broker"] for one in waiting)
     waiting = answer("parked", "list", "--broker", "mom", of="parked")
-    assert {one["lane"].split(":")[0] for one in waiting} == {"key", "later", "ahead"}
+    assert {one["kind"] for one in waiting} == {"key", "later", "ahead"}
 
     letters = answer("dead", "list", of="dead_letters")
     letters += answer("dead", "list", "--broker", "mom", of="dead_letters")

@@ -173,8 +173,8 @@ def test_an_expression_that_spark_does_not_understand_makes_its_messages_wait(
     said = forward(config, 75)
     assert numbers(stores["ewr"]) == [0]
     waits = {lane["lane"]: lane["error"] for lane in said["waiting"]}
-    assert "get_json_objekt" in waits["no route, route:departures"]
-    assert "looks at other messages" in waits["no route, route:windows"]
+    assert "get_json_objekt" in waits["no route, route 'departures'"]
+    assert "looks at other messages" in waits["no route, route 'windows'"]
 
     add_router(source, "departures", "sql", "json:origin")
     add_router(source, "windows", "sql", "'JFK'")

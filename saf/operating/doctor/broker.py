@@ -10,8 +10,9 @@ from saf.database import check_schema
 from saf.dialogs.statements import Code
 from saf.errors import SchemaError
 from saf.operating.doctor.patient import Found, Patient
+from saf.setaside import lane
 from saf.setaside.backoff import SHOWN
-from saf.setaside.parking import OF_SERVICE
+from saf.setaside.lane import BROKER, OF_SERVICE, SAME_LANE, THE_LANE, Lane
 
 
 def schema(patient: Patient) -> Found:
@@ -139,16 +140,14 @@ def _left_lying(patient: Patient, log: str, written: str, start: str) -> Found:
         )
 
 
-LANES = """
-SELECT destination, lane, attempts, next_attempt_at::text, b.error, lanes,
-       (SELECT count(*) FROM saf.parked p
-        WHERE (p.subscription_id, p.destination, p.lane)
-            = (b.subscription_id, b.destination, b.lane))
+LANES = f"""
+SELECT destination, kind, subject, {BROKER}, attempts, next_attempt_at::text, b.error, lanes,
+       (SELECT count(*) FROM saf.parked p WHERE {SAME_LANE})
 FROM (SELECT *, count(*) OVER () AS lanes FROM saf.backoff
       WHERE attempts >= %(attempts)s
-      ORDER BY lane ^@ ANY (%(of_service)s), attempts DESC, destination, lane
+      ORDER BY kind = ANY (%(of_service)s), attempts DESC, {THE_LANE}
       LIMIT %(shown)s) AS b
-ORDER BY lane ^@ ANY (%(of_service)s), attempts DESC, destination, lane
+ORDER BY kind = ANY (%(of_service)s), attempts DESC, {THE_LANE}
 """
 
 
@@ -160,15 +159,15 @@ def parked(patient: Patient) -> Found:
         of_service=list(OF_SERVICE),
         shown=SHOWN,
     )
-    for destination, lane, attempts, next_at, error, _, count in found:
-        name = " ".join(filter(None, [destination, lane]))
+    for destination, kind, subject, broker, attempts, next_at, error, _, count in found:
+        it = Lane(destination=destination, kind=lane.Kind(kind), subject=subject, broker=broker)
         yield (
             "error",
-            f"lane {name!r} has failed {attempts} times, {count} messages are parked in it, the "
+            f"the lane of {it} has failed {attempts} times, {count} messages are parked in it, the "
             f"next attempt is at {next_at}: {error}",
             "mend what the error says; nothing is lost meanwhile",
         )
-    if found and (more := found[0][5] - len(found)):
+    if found and (more := found[0][7] - len(found)):
         yield (
             "error",
             f"{more} more lanes have failed {patient.limits.many_attempts} times or more",

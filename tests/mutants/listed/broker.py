@@ -48,7 +48,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a rebase goes on with the old batches' numbers",
         REBASE,
-        "batch = batch + %(batches)s FROM",
+        "batch = batch + %(numbers)s FROM",
         "batch = batch + 0 * %(batches)s FROM",
         f"{HONEST}::"
         "test_a_source_set_back_to_an_older_backup_is_refused_by_the_destination_until_rebased",

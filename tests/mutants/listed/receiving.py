@@ -200,8 +200,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "delayed messages of a shard are due when the last one is",
         LANES,
-        "SELECT subscription_id, '', lane, min(deliver_at), 'deliver_at'",
-        "SELECT subscription_id, '', lane, max(deliver_at), 'deliver_at'",
+        "ORDER BY deliver_at LIMIT 1",
+        "ORDER BY deliver_at DESC LIMIT 1",
         f"{RECEIVED}::test_what_was_delayed_comes_in_the_order_of_its_times_and_before_the_rest",
     ),
     mutant(

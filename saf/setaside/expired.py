@@ -1,0 +1,55 @@
+"""Expired while they wait for a route: parked messages that have been sent nowhere.
+
+They become dead letters at once, whether or not a route is there by now. What is parked for a
+destination may be stored there already, its answer lost: of that the destination is asked first, as
+its lane is released (`saf.engine.releasing`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+
+from saf.columns import COLUMNS
+from saf.log.cursor import Batch
+from saf.setaside.lane import Kind
+
+EXPIRED = "expires_at has passed"
+"""The error of such a dead letter."""
+
+AT_ONCE = 10_000
+"""So many become dead letters in one transaction."""
+
+# By the time at which the batch was opened, like those of the batch; what the batch itself has
+# parked stays until its position has passed it
+BURY = f"""
+WITH gone AS (
+    DELETE FROM saf.parked WHERE parked_id IN (
+        SELECT parked_id FROM saf.parked
+        WHERE subscription_id = %(subscription_id)s AND kind = '{Kind.ROUTE}'
+          AND expires_at <= %(opened_at)s AND shard = ANY (%(shards)s)
+          AND NOT (id > %(position)s AND parked_at >= %(opened_at)s)
+        ORDER BY expires_at LIMIT {AT_ONCE})
+    RETURNING *
+)
+INSERT INTO saf.dead_letter
+    (subscription_id, destination, shard, id, reason, error, {", ".join(COLUMNS)})
+SELECT subscription_id, destination, shard, id, 'expired', %(error)s, {", ".join(COLUMNS)}
+FROM gone ORDER BY parked_id
+"""
+
+
+def bury_unrouted(connection: psycopg.Connection[Any], batch: Batch) -> int:
+    """Make dead letters of what has expired without a route, of a batch's shards; how many.
+
+    If it is `AT_ONCE`, there may be more. Call it in a transaction.
+    """
+    params = {
+        "subscription_id": batch.subscription_id,
+        "opened_at": batch.opened_at,
+        "shards": batch.shards,
+        "position": batch.position,
+        "error": EXPIRED,
+    }
+    return connection.execute(BURY, params).rowcount

@@ -1,0 +1,112 @@
+"""The lanes of messages as columns of Arrow: `KIND`, ``subject`` and ``broker`` of each message.
+
+No message is looked at by Python: what a lane is made of is taken column by column, and only the
+distinct ones become a `saf.setaside.lane.Lane`. The destination is the same for all of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+from uuid import UUID
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from saf.log.arrow import distinct
+from saf.setaside.lane import FOUND, NO_BROKER, Kind, Lane
+
+KIND = "kind"
+LANE = (KIND, "subject", "broker")
+"""The columns; a table that has the first has them all."""
+
+_NOBODY = pa.scalar(NO_BROKER.bytes, pa.binary())
+
+
+def has_lanes(rows: pa.Table) -> bool:
+    """Whether each message says which lane it is of."""
+    return KIND in rows.column_names
+
+
+def lanes_of(rows: pa.Table, destination: str = "") -> tuple[list[Lane], npt.NDArray[np.int64]]:
+    """The distinct lanes of messages, in order of appearance, and which of them each is of."""
+    columns = rows.select(LANE)
+    first, which = distinct(columns)
+    lanes = [
+        Lane(
+            destination=destination,
+            kind=Kind(row["kind"]),
+            subject=row["subject"],
+            broker=broker_of(row["broker"]),
+        )
+        for row in columns.take(pa.array(first)).to_pylist()
+    ]
+    return lanes, which
+
+
+def in_lanes(rows: pa.Table, lanes: pa.Table) -> pa.Table:
+    """The messages in these lanes, whatever lanes they were in."""
+    if has_lanes(rows):
+        rows = rows.drop_columns(list(LANE))
+    for name in LANE:
+        rows = rows.append_column(name, lanes[name])
+    return rows
+
+
+def route_lanes(rows: pa.Table) -> pa.Table:
+    """Where messages wait for a route, by their services and brokers."""
+    return _lanes(Kind.ROUTE, rows["to_service"], pc.fill_null(rows["to_broker"], _NOBODY))
+
+
+def found_lanes(lanes: pa.Table) -> pa.Table:
+    """Where messages of lanes of no destination come to when they have found a route."""
+    before = pa.array([str(kind) for kind in FOUND], pa.string())
+    after = pa.array([str(kind) for kind in FOUND.values()], pa.string())
+    kinds = after.take(pc.index_in(lanes[KIND], value_set=before))
+    return lanes.set_column(lanes.column_names.index(KIND), KIND, kinds)
+
+
+def service_lanes(rows: pa.Table) -> pa.Table:
+    """Where messages wait for their destination to know their services."""
+    nobody = pa.chunked_array([pa.repeat(_NOBODY, rows.num_rows)])
+    return _lanes(Kind.SERVICE, rows["to_service"], nobody)
+
+
+def either(which: pa.ChunkedArray, one: pa.Table, other: pa.Table) -> pa.Table:
+    """Of each row one lane, or the other."""
+    return pa.table({name: pc.if_else(which, one[name], other[name]) for name in LANE})
+
+
+def same(one: pa.Table, other: pa.Table) -> pa.ChunkedArray:
+    """Of each row, whether the two lanes are one."""
+    kind, subject, broker = (pc.equal(one[name], other[name]) for name in LANE)
+    return pc.and_(pc.and_(kind, subject), broker)
+
+
+def is_in(rows: pa.Table, lanes: Collection[Lane]) -> pa.Array:
+    """Of each row, whether its lane is one of these, at whatever destination."""
+    wanted = {(lane.kind, lane.subject, lane.broker) for lane in lanes}
+    there, which = lanes_of(rows)
+    mine = np.array([(one.kind, one.subject, one.broker) in wanted for one in there], bool)
+    return pa.array(mine[which]) if there else pa.array([], pa.bool_())
+
+
+def given_of(rows: pa.Table) -> dict[str, list[Any]]:
+    """The lane of each message as columns for a statement; see `saf.setaside.lane.GIVEN`."""
+    return {
+        "kinds": rows[KIND].to_pylist(),
+        "subjects": rows["subject"].to_pylist(),
+        "brokers": [UUID(bytes=one) for one in rows["broker"].to_pylist()],
+    }
+
+
+def broker_of(one: bytes) -> UUID | None:
+    """The broker that a lane names, if it does."""
+    return None if one == NO_BROKER.bytes else UUID(bytes=one)
+
+
+def _lanes(kind: Kind, subjects: pa.ChunkedArray, brokers: pa.ChunkedArray) -> pa.Table:
+    kinds = pa.chunked_array([pa.repeat(pa.scalar(str(kind), pa.string()), len(subjects))])
+    return pa.table({KIND: kinds, "subject": subjects, "broker": brokers})

@@ -1,0 +1,129 @@
+"""What expires while it is parked becomes a dead letter; but for what is stored already."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import psycopg
+import pytest
+
+from saf.database import Dsn, fetch
+from saf.operating import decide
+from saf.setaside.dead import Filter, dead_letters
+from tests.destinations import NOWHERE, AnswerLost, Broker, count, know, route, run, send_to
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
+from tests.routing import without_default
+
+EXPIRE = """
+UPDATE saf.parked SET expires_at = now() - interval '1 s' WHERE convert_from(body, 'UTF8') = %s
+"""
+
+
+@pytest.fixture
+def other(new_broker: Broker) -> Dsn:
+    return new_broker("other")
+
+
+def dead(source: psycopg.Connection[None]) -> list[tuple[str, str, bytes]]:
+    return fetch(source, "SELECT reason, destination, body FROM saf.dead_letter ORDER BY 3")
+
+
+def test_what_waits_for_a_route_is_dead_when_it_has_expired_although_there_is_none(
+    app: Dsn, mom: Dsn
+) -> None:
+    with connect(app) as source, without_default(app, mom=mom) as cycle:
+        for text in ("1", "2", "3"):
+            send_to(source, "shipping", text)
+        cycle.run()
+        source.execute(EXPIRE, ["2"])
+        let_time_pass(app)
+        cycle.run()
+        assert dead(source) == [("expired", "", b"2")]
+        assert count(app, "parked") == 2
+        route(source, "shipping", "mom")
+        let_time_pass(app)
+        cycle.run()
+    assert bodies(mom) == ["1", "3"]
+
+
+@pytest.mark.parametrize("quality", ["exactly_once", "at_least_once", "at_most_once"])
+def test_what_waited_for_its_destination_is_dead_if_it_expired_meanwhile(
+    app: Dsn, mom: Dsn, other: Dsn, quality: str
+) -> None:
+    with connect(app) as source:
+        source.execute("INSERT INTO saf.route (service, destination) VALUES ('s', 'other')")
+        for text in ("1", "2", "3"):
+            send_to(source, "s", text)
+        run(app, mom=mom, other=NOWHERE)
+        source.execute("UPDATE saf.parked SET quality = %s", [quality])
+        source.execute(EXPIRE, ["2"])
+        let_time_pass(app)
+        run(app, mom=mom, other=other)
+        assert bodies(other) == ["1", "3"]
+        assert dead(source) == [("expired", "other", b"2")]
+        assert count(app, "parked") == count(app, "backoff") == 0
+
+
+def test_what_is_stored_already_is_not_dead_because_its_answer_got_lost(
+    app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect(app) as source:
+        route(source, "s", "other")
+        for text in ("1", "2"):
+            send_to(source, "s", text)
+        with monkeypatch.context() as patch:
+            patch.setattr("saf.engine.storing.PostgresInbox", AnswerLost)
+            run(app, mom=mom, other=other)
+        send_to(source, "s", "3")
+        run(app, mom=mom, other=NOWHERE)
+        assert (bodies(other), count(app, "parked")) == (["1", "2"], 3)
+        for text in ("1", "2", "3"):
+            source.execute(EXPIRE, [text])
+        let_time_pass(app)
+        run(app, mom=mom, other=other)
+        assert bodies(other) == ["1", "2"]
+        assert dead(source) == [("expired", "other", b"3")]
+        assert count(app, "parked") == count(app, "backoff") == 0
+
+
+def test_what_waits_for_its_service_is_dead_when_it_has_expired_although_nobody_knows_it(
+    app: Dsn, mom: Dsn
+) -> None:
+    know(mom, "billing")
+    with connect(app) as source:
+        for text in ("1", "2", "3"):
+            send_to(source, "shipping", text)
+        run(app, mom=mom)
+        source.execute(EXPIRE, ["2"])
+        let_time_pass(app)
+        run(app, mom=mom)
+        assert dead(source) == [("expired", "mom", b"2")]
+        know(mom, "shipping")
+        let_time_pass(app)
+        run(app, mom=mom)
+    assert bodies(mom) == ["1", "3"]
+
+
+def test_what_is_too_large_is_dead_again_when_it_is_retried_and_nothing_allows_it(
+    app: Dsn, mom: Dsn
+) -> None:
+    large = "x" * 2000
+    rules = forwarding_rules("exactly_once", mom=mom)
+    small = replace(rules, max_bytes=1000)
+    with connect(app) as source:
+        send_to(source, "s", large)
+        with Cycle(app, small) as cycle:
+            cycle.run()
+        for _ in range(2):
+            assert len(decide.retry(source, Filter(reason="over_size"), "once more")) == 1
+            with Cycle(app, small) as cycle:
+                cycle.run()
+            (letter,) = dead_letters(source, Filter())
+            assert letter.reason == "over_size"
+            assert letter.error == "the body has more than forwarder.max_bytes = 1000"
+            assert count(app, "parked") == count(app, "backoff") == 0
+        assert bodies(mom) == []
+        assert len(decide.retry(source, Filter(), "it is allowed now")) == 1
+        with Cycle(app, rules) as cycle:
+            cycle.run()
+    assert bodies(mom) == [large]
