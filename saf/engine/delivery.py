@@ -46,7 +46,7 @@ from saf.engine.releasing import Releasing
 from saf.engine.resolving import Answers, Resolver
 from saf.engine.sharing import share
 from saf.engine.sorting import Part, sort, unroutable
-from saf.engine.storing import Storing, nowhere
+from saf.engine.storing import Storing, obstacle
 from saf.engine.wayfinder import Wayfinder
 from saf.engine.work import Policy, Receipt, Work
 from saf.errors import Ahead, Behind, Fenced, Rejected, SafError, Unavailable, UsageError
@@ -193,8 +193,7 @@ class Delivery:
         """Why messages have no way out of a lane."""
         if part.destination is None:
             return self.resolver.obstacle(lane)
-        there = part.destination in self.policy.destinations
-        return None if there else nowhere(part.destination)
+        return obstacle(self.policy, part.destination, part.quality)
 
     def _send_once(self, parts: Sequence[Part], position: int, aside: Aside) -> None:
         """Step 2: at most once. What may have left before is not sent, and not parked either."""

@@ -19,7 +19,6 @@ from saf.database.retry import while_unavailable
 from saf.destinations import Chunk, Destination, Stored
 from saf.destinations.marks import AGAIN, ONCE, Mark, Place, acknowledge, acknowledged, not_parked
 from saf.destinations.places import LANE, touched
-from saf.destinations.postgresql import PostgresInbox
 from saf.engine.aside import Aside
 from saf.engine.at_source import AtSource
 from saf.engine.chunks import mark
@@ -60,6 +59,18 @@ def nowhere(name: str) -> Unavailable:
     return Unavailable(f"destination {name!r}", f"saf.toml has no [destinations.{name}]")
 
 
+def obstacle(policy: Policy, name: str, quality: str | None) -> SafError | None:
+    """Why nothing can go to a destination in some quality of service, by what is configured."""
+    there = policy.destinations.get(name)
+    if there is None:
+        return nowhere(name)
+    try:
+        there.check_quality(quality)
+    except ValueError as error:
+        return Unavailable(f"destination {name!r}", f"by its route, {error}")
+    return None
+
+
 @dataclass
 class Storing:
     """The destinations of one task, each connected when something first goes there."""
@@ -72,7 +83,7 @@ class Storing:
     to_repair: SafError | None = None
     """A destination was refused until a person has repaired it."""
     _open: dict[str, Destination] = field(default_factory=dict)
-    _identities: dict[str, str] = field(default_factory=dict)
+    _identities: dict[str, UUID] = field(default_factory=dict)
     _known: dict[str, dict[Place, Mark | None]] = field(default_factory=dict)
     """The marks of destinations, by their names, as far as they were asked for."""
     _stored: list[tuple[UUID, Mapping[Place, Mark], Mapping[Place, Mark]]] = field(
@@ -86,8 +97,11 @@ class Storing:
         What does not go is in ``aside``.
         """
         assert part.destination is not None  # noqa: S101 - the caller's to see to
-        aside.write_ahead(self.at_source)
         name = part.destination
+        part = self._bury_too_large(part, aside)
+        if not part.rows.num_rows:
+            return
+        aside.write_ahead(self.at_source)
         behind = self.lanes.services(name) if part.main else frozenset()
         chunk = replace(self._chunk(part, end), behind=behind)
         try:
@@ -121,6 +135,8 @@ class Storing:
     def store_once(self, part: Part, aside: Aside) -> None:
         """Store a part at most once: what may have left is not sent again, and said to be dead."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
+        name = part.destination
+        part = self._bury_too_large(part, aside)
         if not part.rows.num_rows:
             return
         chunk = self._chunk(part, mark(part.rows, self.work.batch.number))
@@ -133,9 +149,9 @@ class Storing:
         except (*REFUSES, UnknownService, Rejected) as error:
             if isinstance(error, (Behind, Restored)):
                 self.to_repair = error
-            aside.bury(part.rows, part.destination, "unavailable", str(error))
+            aside.bury(part.rows, name, "unavailable", str(error))
         else:
-            self.receipts.of(part.destination).messages += stored.messages
+            self.receipts.of(name).messages += stored.messages
 
     def acknowledge(self, source: psycopg.Connection[Any]) -> None:
         """Remember what destinations have stored, with the position that moves past it."""
@@ -150,6 +166,20 @@ class Storing:
         """Give up all connections."""
         for destination in self._open.values():
             destination.close()
+
+    def _bury_too_large(self, part: Part, aside: Aside) -> Part:
+        """A part without what is larger than its destination takes, which becomes dead letters."""
+        assert part.destination is not None  # noqa: S101 - the caller's to see to
+        largest = self.policy.destinations[part.destination].capabilities.largest_body
+        if largest is None:
+            return part
+        fits = pc.less_equal(pc.binary_length(part.rows["body"]), largest)
+        error = Rejected(
+            f"destination {part.destination!r}", f"a body has more than {largest:,} bytes"
+        )
+        rows = part.rows.filter(pc.invert(fits))
+        aside.bury(rows, part.destination, "rejected", str(error))
+        return replace(part, rows=part.rows.filter(fits))
 
     def _store_halves(
         self, part: Part, end: tuple[int, int], aside: Aside, error: Rejected
@@ -232,6 +262,8 @@ class Storing:
         """Store a chunk where its part goes, if the marks there are those that are known."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         name, exactly_once = part.destination, part.quality == EXACTLY_ONCE
+        if error := obstacle(self.policy, name, part.quality):
+            raise error
         destination = self._destination(name)
         prefix = "" if exactly_once else ONCE if part.quality == AT_MOST_ONCE else AGAIN
         known = self._known_of(name, touched(replace(chunk, prefix=prefix)))
@@ -247,7 +279,7 @@ class Storing:
             stored = destination.store(chunk, exactly_once=exactly_once)
         new = {place: mark for place, mark in stored.marks.items() if known.get(place) != mark}
         if new:
-            self._stored.append((UUID(self._identities[name]), new, known))
+            self._stored.append((self._identities[name], new, known))
             self._known[name] |= new
         return stored
 
@@ -255,7 +287,7 @@ class Storing:
         """What the source remembers of some of a destination's marks; asked for once."""
         known = self._known.setdefault(name, {})
         if missing := [place for place in places if place not in known]:
-            there = UUID(self._identities[name])
+            there = self._identities[name]
             found = self.at_source(lambda source: acknowledged(source, there, missing))
             known |= {place: found.get(place) for place in missing}
         return {place: mark for place in places if (mark := known[place]) is not None}
@@ -269,15 +301,16 @@ class Storing:
         )
 
     def _destination(self, name: str) -> Destination:
-        destination = self._open.setdefault(
-            name, PostgresInbox(name, self.policy.destinations[name][0], keep=self.work.keep)
-        )
+        if name not in self._open:
+            there = self.policy.destinations[name]
+            self._open[name] = there.open(name, keep=self.work.keep)
+        destination = self._open[name]
         if name not in self._identities:
             identity = destination.identity()
             for other, known in self._identities.items():
                 if known == identity:
                     raise ConfigurationError(
-                        f"destinations {other!r} and {name!r} are the same broker: one watermark "
+                        f"destinations {other!r} and {name!r} are the same: one watermark "
                         "cannot serve both, so keep one of them in saf.toml"
                     )
             self._identities[name] = identity

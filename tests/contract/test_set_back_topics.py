@@ -12,17 +12,18 @@ import pytest
 
 from saf import Outbox
 from saf.database import Dsn, fetch
+from saf.destinations.marks import Known
+from saf.destinations.postgresql import Postgresql
 from saf.engine.work import Receipt
 from saf.operating import decide
 from saf.repair.reconcile import reconcile
 from saf.repair.send_again import Sent, send_again
-from saf.repair.set_back import Known, known_at
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route, add_topic, current_routes, remove_topic
 from saf.setaside import dead
 from saf.testing.databases import Database
 from tests.conftest import Prepared
-from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy
+from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, stores
 from tests.programs import configuration, saf
 
 Backup = Callable[[Dsn], Dsn]
@@ -73,7 +74,7 @@ def run(app: Dsn, **destinations: Dsn) -> list[Receipt]:
 
 def again(app: Dsn, **destinations: Dsn) -> dict[str, int]:
     """Repair; how many messages are sent again, by destination."""
-    sent = send_again("app", app, destinations, current_routes, retention_seconds=3600)
+    sent = send_again("app", app, stores(**destinations), current_routes, retention_seconds=3600)
     assert sent is not None
     return counts(sent)
 
@@ -96,7 +97,7 @@ def test_a_store_set_back_gets_its_copies_again_and_the_others_nothing(
     run(app, mom=older, other=other)
     for store in (older, other):
         assert bodies(store) == [str(number) for number in range(7)]
-    assert reconcile("app", app, {"mom": older, "other": other}, retention_seconds=3600).same
+    assert reconcile("app", app, stores(mom=older, other=other), retention_seconds=3600).same
 
 
 def test_reconcile_names_a_lost_copy_and_who_has_lost_it(
@@ -169,7 +170,7 @@ def test_a_new_subscriber_that_was_set_back_is_not_flooded_with_an_old_topic(
     older = backup(mom)
     tell(app, 6)
     run(app, mom=mom, other=other)
-    found = reconcile("app", app, {"mom": empty, "other": other}, retention_seconds=3600)
+    found = reconcile("app", app, stores(mom=empty, other=other), retention_seconds=3600)
     assert found.counts["lost"] == 2
     assert again(app, mom=older, other=other) == {"mom": 1}
     run(app, mom=older, other=other)
@@ -307,14 +308,16 @@ def test_a_forwarder_at_work_does_not_make_a_store_look_set_back(
     tell(app, 0)
     run(app, mom=mom)
 
-    def look(connection: Any, source: UUID) -> Known:
-        known = known_at(connection, source)
+    ask = Postgresql.known
+
+    def look(there: Postgresql, name: str, source: UUID, *, role: str) -> Known:
+        known = ask(there, name, source, role=role)
         tell(app, 1)
         run(app, mom=mom)
         return known
 
-    monkeypatch.setattr("saf.repair.send_again.known_at", look)
+    monkeypatch.setattr(Postgresql, "known", look)
     sent = send_again(
-        "app", app, {"mom": mom}, lambda one: current_routes(one, "mom"), retention_seconds=3600
+        "app", app, stores(mom=mom), lambda one: current_routes(one, "mom"), retention_seconds=3600
     )
     assert sent is None
