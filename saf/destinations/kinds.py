@@ -25,6 +25,7 @@ GROUP = "saf.destinations"
 DEFAULT = "postgresql"
 OURS = {
     "postgresql": "saf.destinations.postgresql:Postgresql",
+    "jsonl": "saf.destinations.jsonl:Jsonl",
 }
 
 

@@ -5,7 +5,7 @@ Pure: rows and marks in, rows and marks out. The same for every destination that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from uuid import UUID
 
@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from saf.destinations import Chunk
 from saf.destinations.marks import NOTHING, InHand, Mark, Place, compare, shards_of
-from saf.errors import Ahead, Behind, Fenced
+from saf.errors import Ahead, AnotherBroker, Behind, Fenced, UnknownService
 from saf.setaside.parking import MAIN
 
 LANE = "lane"
@@ -65,6 +65,19 @@ def for_others(rows: pa.Table, identity: UUID) -> list[str]:
         return []
     named = {UUID(bytes=one) for one in pc.unique(addressed.drop_null()).to_pylist()}
     return sorted(map(str, named - {identity}))
+
+
+def not_for(
+    where: str, identity: UUID, rows: pa.Table, behind: Collection[str]
+) -> AnotherBroker | UnknownService | None:
+    """Why a destination that knows no services must not store some rows, if it must not.
+
+    ``behind`` is the chunk's: messages for these services wait, so that none overtakes another.
+    """
+    if others := for_others(rows, identity):
+        return AnotherBroker(where, str(identity), others, rows)
+    waiting = sorted({*behind} & {*pc.unique(rows["to_service"]).to_pylist()}) if behind else []
+    return UnknownService(where, waiting, rows) if waiting else None
 
 
 def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
