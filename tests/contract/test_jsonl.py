@@ -17,15 +17,26 @@ import pytest
 
 from saf.database import Dsn, fetch
 from saf.destinations.jsonl import Jsonl
+from saf.destinations.reading import Compared
 from saf.destinations.settings import DestinationSettings
 from saf.destinations.tables import uuid_hashes
 from saf.engine.work import Receipt
+from saf.failpoints import arm
 from saf.repair.reconcile import Outcome, reconcile
 from saf.repair.send_again import send_again
 from saf.repair.set_back import set_back
 from saf.routing.routes import current_routes
 from tests.destinations import route, send_to
-from tests.pipeline import Cycle, bodies, connect, let_time_pass, policy, send, stores
+from tests.pipeline import (
+    Cycle,
+    bodies,
+    connect,
+    let_time_pass,
+    outlive_lease,
+    policy,
+    send,
+    stores,
+)
 
 WEEK = 7 * 86400.0
 
@@ -84,6 +95,42 @@ def test_messages_are_lines_in_their_order_and_each_is_there_once(app: Dsn, file
         ((source,),) = fetch(connection, "SELECT broker_id::text FROM saf.broker")
     assert [(line["message_id"], line["shard"]) for line in held(files)] == sent
     assert {line["source"] for line in held(files)} == {source}
+
+
+class Died(BaseException):
+    """The process dies here."""
+
+
+def die() -> None:
+    raise Died
+
+
+@pytest.mark.parametrize(("point", "there"), [("mom_insert", []), ("mom_commit", ["0", "1", "2"])])
+def test_what_a_killed_writer_has_not_named_is_named_by_the_next_one(
+    app: Dsn, files: Jsonl, point: str, there: list[str]
+) -> None:
+    """Also if that one has nothing to write, and a reader deletes what it has read."""
+    send_numbers(app, *range(3))
+    arm(point, die)
+    try:
+        with pytest.raises(Died):
+            run(app, files=files)
+    finally:
+        arm("")
+    assert texts(files) == []  # nobody sees it yet
+    with connect(app) as connection:
+        ((source,),) = fetch(connection, "SELECT broker_id FROM saf.broker")
+    with files.reading("files") as reading:
+        what = Compared(source=source, shards=64, since=None, until=None, topics=[])
+        assert sum(one.stored for one in reading.figures(what)) == len(there)
+    outlive_lease(app)
+    run(app, files=files)
+    assert texts(files) == ["0", "1", "2"]
+    for file in files.folder.glob("*/*.jsonl"):
+        file.unlink()
+    send_numbers(app, 3)
+    run(app, files=files)
+    assert texts(files) == ["3"]
 
 
 def test_it_is_compared_like_an_inbox(app: Dsn, files: Jsonl) -> None:

@@ -97,7 +97,7 @@ class Folder:
                 marks=state.marks | marks | moved,
                 epochs=state.epochs | {(lane, shard): mine[shard] for lane, shard in places},
             )
-            self._commit(chunk.source, new, None if wrong else rows, state)
+            self._commit(chunk.source, new, rows if wrong is None else None, state)
         if wrong:
             raise wrong
         dropped = chunk.rows.num_rows - rows.num_rows
