@@ -22,9 +22,10 @@ from uuid import UUID
 from pyspark import SparkContext
 
 from benchmarks.stage import FILL, READ_AGAIN, Stage, execute, median
-from saf.config import Broker, Destination, Settings
+from saf.config import Broker, Settings
 from saf.config import Forwarder as Options
 from saf.database import Dsn
+from saf.destinations.postgresql import Postgresql
 from saf.engine.work import Work
 from saf.forwarding.forwarder import Forwarder
 from saf.forwarding.plan import plan
@@ -65,7 +66,7 @@ def sources(stage: Stage, count: int) -> dict[str, Dsn]:
 def settings(brokers: dict[str, Dsn], mom: Dsn, **options: object) -> Settings:
     return Settings.model_construct(
         brokers={name: Broker(dsn=dsn) for name, dsn in brokers.items()},
-        destinations={"mom": Destination(dsn=mom)},
+        destinations={"mom": Postgresql(dsn=mom)},
         forwarder=Options(default_destination="mom", **options),  # type: ignore[arg-type]
     )
 

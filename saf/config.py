@@ -3,7 +3,7 @@
     [brokers.shop]                       # a source; the table's name is for people
     dsn = "postgresql://saf@db1/shop?password=${SHOP_PASSWORD}"
 
-    [destinations.mom]
+    [destinations.mom]                   # of the kind "postgresql"; see `saf.destinations.kinds`
     dsn = "postgresql://saf@mom/mom?password=${MOM_PASSWORD}"
 
     [[routes]]                           # at every source; rows of saf.route add to them
@@ -32,22 +32,17 @@ import difflib
 import os
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 from uuid import UUID
 
 import psycopg
 import pydantic
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -55,8 +50,10 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from saf.database import Dsn, refuse_unescaped
+from saf.database import refuse_unescaped
 from saf.database.bounds import Bounds
+from saf.destinations.kinds import DEFAULT, AnyDestination, settings_of
+from saf.destinations.settings import Connections, DestinationSettings, DsnField, Quality, within
 from saf.errors import ConfigurationError, UsageError
 from saf.message import DEFAULT_MAX_BYTES, MAX_NAME, fits
 from saf.routing.matching import Route as Leads
@@ -71,12 +68,6 @@ LONGEST = 100
 LONGEST_BOUND = 1e6
 """Seconds of a bound: the server's timeouts end at 24 days."""
 
-Quality = Literal["at_most_once", "at_least_once", "exactly_once"]
-
-
-def _dsn(value: object) -> object:
-    return Dsn(value) if isinstance(value, str) else value
-
 
 def _printable(name: str) -> str:
     if not name or not fits(name, MAX_NAME) or not name.isprintable():
@@ -84,27 +75,14 @@ def _printable(name: str) -> str:
     return name
 
 
-def _within(lowest: float, highest: float) -> AfterValidator:
-    """What every number has: a range, so that nothing later meets one that it cannot work with."""
+Seconds = Annotated[float, within(0.01, 366 * DAY)]
+Age = Annotated[float, within(0, 100 * 366 * DAY)]
+Lease = Annotated[float, within(1, DAY)]
+SourceConnections = Annotated[int, within(4, 100_000)]
+Rows = Annotated[int, within(1, 10_000_000)]
+Bytes = Annotated[int, within(1024, 1 << 30)]
+Attempts = Annotated[int, within(1, 1000)]
 
-    def check(value: float) -> float:
-        if not lowest <= value <= highest:  # so is nan
-            raise ValueError(f"{value!r} is not from {lowest:,} to {highest:,}")
-        return value
-
-    return AfterValidator(check)
-
-
-Seconds = Annotated[float, _within(0.01, 366 * DAY)]
-Age = Annotated[float, _within(0, 100 * 366 * DAY)]
-Lease = Annotated[float, _within(1, DAY)]
-Connections = Annotated[int, _within(1, 100_000)]
-SourceConnections = Annotated[int, _within(4, 100_000)]
-Rows = Annotated[int, _within(1, 10_000_000)]
-Bytes = Annotated[int, _within(1024, 1 << 30)]
-Attempts = Annotated[int, _within(1, 1000)]
-
-DsnField = Annotated[Dsn, BeforeValidator(_dsn), PlainSerializer(str)]
 Name = Annotated[str, AfterValidator(_printable)]
 
 
@@ -142,16 +120,6 @@ class Fleet(_Table):
         if (self.databases is None) == (self.query is None):
             raise ValueError("a fleet has either databases = or query =")
         return self
-
-
-class Destination(_Table):
-    """Where messages are delivered: another broker's inbox."""
-
-    dsn: DsnField
-    kind: Literal["postgresql"] = "postgresql"
-    quality: Quality = "exactly_once"
-    max_connections: Connections | None = None
-    """Connections that one run opens to it at most: so many tasks at a time."""
 
 
 class Route(_Table):
@@ -207,7 +175,7 @@ class Router(_Table):
         )
 
 
-P = TypeVar("P", Broker, Fleet, Destination)
+P = TypeVar("P", Broker, Fleet)
 
 
 class Forwarder(_Table):
@@ -272,7 +240,7 @@ class Settings(BaseSettings):
     bounds: Waits = Waits()
     brokers: dict[Name, Broker] = Field(default_factory=dict)
     fleets: dict[Name, Fleet] = Field(default_factory=dict)
-    destinations: dict[Name, Destination] = Field(min_length=1)
+    destinations: dict[Name, AnyDestination] = Field(min_length=1)
     routes: tuple[Route, ...] = ()
     topics: dict[Name, Topic] = Field(default_factory=dict)
     routers: dict[Name, Router] = Field(default_factory=dict)
@@ -291,14 +259,21 @@ class Settings(BaseSettings):
         """The environment wins over the file."""
         return env_settings, init_settings
 
-    @pydantic.field_validator("brokers", "fleets", "destinations")
+    @pydantic.field_validator("brokers", "fleets")
     @classmethod
     def _are_bounded(cls, places: dict[str, P], info: pydantic.ValidationInfo) -> dict[str, P]:
-        bounds = Bounds(**info.data.get("bounds", Waits()).model_dump())
+        bounds = _bounds(info)
         return {
             name: place.model_copy(update={"dsn": replace(place.dsn, bounds=bounds)})
             for name, place in places.items()
         }
+
+    @pydantic.field_validator("destinations")
+    @classmethod
+    def _are_bounded_too(
+        cls, there: dict[str, DestinationSettings], info: pydantic.ValidationInfo
+    ) -> dict[str, DestinationSettings]:
+        return {name: one.bounded(_bounds(info)) for name, one in there.items()}
 
     @pydantic.model_validator(mode="after")
     def _has_sources_with_names_of_their_own(self) -> Settings:
@@ -323,6 +298,15 @@ class Settings(BaseSettings):
                     f"{setting} is {name!r}, but there is no [destinations.{name}]"
                     f"{did_you_mean(name, self.destinations)}"
                 )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _qualities_can_be(self) -> Settings:
+        for number, route in enumerate(self.routes):
+            try:
+                self.destinations[route.destination].check_quality(route.quality)
+            except ValueError as error:
+                raise ValueError(f"routes.{number}.quality: {error}") from None
         return self
 
     @pydantic.model_validator(mode="after")
@@ -354,6 +338,10 @@ class Settings(BaseSettings):
             topics=frozenset(self.topics),
             routers=tuple(one.as_configured(name) for name, one in self.routers.items()),
         )
+
+
+def _bounds(info: pydantic.ValidationInfo) -> Bounds:
+    return Bounds(**info.data.get("bounds", Waits()).model_dump())
 
 
 def load(path: Path | None = None) -> Settings:
@@ -401,7 +389,7 @@ def _read(path: Path) -> Settings:
     try:
         return Settings(**_expand(tables, ()))
     except pydantic.ValidationError as error:
-        problems = [_explain(problem) for problem in error.errors()]
+        problems = [_explain(problem, tables) for problem in error.errors()]
         raise ConfigurationError(f"{path}: " + "; ".join(problems)) from None
     except SettingsError as error:
         # of an environment variable; what it says is in the error's cause only
@@ -440,29 +428,31 @@ def _expand(value: Any, where: tuple[str, ...]) -> Any:
     return make_conninfo("", **{name: replaced(str(part)) for name, part in parts.items()})
 
 
-def _explain(problem: Any) -> str:
+def _explain(problem: Any, tables: Mapping[str, Any] = MappingProxyType({})) -> str:
     where = [str(part) for part in problem["loc"]]
     if problem["type"] == "extra_forbidden":
         *table, name = where
-        return f"unknown setting {'.'.join(where)}{did_you_mean(name, _known(table))}"
+        return f"unknown setting {'.'.join(where)}{did_you_mean(name, _known(table, tables))}"
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"].startswith(("int", "float", "literal", "bool")) and where[-1] != "dsn":
         message += f", and not {problem['input']!r}"[:LONGEST]
     return f"{'.'.join(where)}: {message}" if where else message
 
 
-def _known(table: list[str]) -> list[str]:
+def _known(table: list[str], tables: Mapping[str, Any]) -> list[str]:
     models: dict[str, type[BaseModel]] = {
         "bounds": Waits,
         "brokers": Broker,
         "fleets": Fleet,
-        "destinations": Destination,
         "routes": Route,
         "topics": Topic,
         "routers": Router,
         "forwarder": Forwarder,
         "purge": Purge,
     }
+    if table[:1] == ["destinations"]:
+        kind = tables.get("destinations", {}).get(table[1], {}).get("kind", DEFAULT)
+        return list(settings_of(kind).model_fields)
     return list((models[table[0]] if table else Settings).model_fields)
 
 

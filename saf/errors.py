@@ -6,6 +6,7 @@
     │   ├── InvalidMessage        a message that no broker would store
     │   ├── AutocommitError       a send that would not be part of the caller's transaction
     │   ├── MissingExtra          an optional dependency is not installed
+    │   ├── CannotReadBack        what a destination holds cannot be read
     │   ├── DialogError           a dialog, or what was asked of it
     │   │   ├── NoSuchService     a dialog is to begin from a service that does not live here
     │   │   ├── NoSuchContract    … under a contract that is not known here
@@ -93,6 +94,15 @@ class MissingExtra(UsageError):
     def __init__(self, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs more packages: pip install 'saf-outbox[{extra}]'")
         self.extra = extra
+
+
+class CannotReadBack(UsageError):
+    """What a destination holds cannot be read, so nobody knows what it lacks."""
+
+    def __init__(self, destination: str, why: str) -> None:
+        super().__init__(f"destination {destination!r} is not compared: {why}")
+        self.destination = destination
+        self.why = why
 
 
 class DialogError(UsageError):

@@ -10,7 +10,7 @@ import psycopg
 from saf import Outbox, Unavailable
 from saf.database import Dsn
 from saf.destinations import Chunk, Stored
-from saf.destinations.postgresql import PostgresInbox
+from saf.destinations.postgresql.inbox import PostgresInbox
 from tests.pipeline import Cycle, connect, forwarding_rules
 
 NOWHERE = Dsn("host=/nonexistent dbname=mom")

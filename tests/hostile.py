@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import psycopg
@@ -40,10 +39,7 @@ def run(app: Dsn, **destinations: Dsn) -> list[Receipt]:
     """Cycles until nothing is left; no receipt says an error."""
     with Cycle(
         app,
-        replace(
-            forwarding_rules(),
-            destinations={n: (d, "exactly_once") for n, d in destinations.items()},
-        ),
+        forwarding_rules("exactly_once", 1000, **destinations),
     ) as cycle:
         said = []
         while receipts := cycle.run():

@@ -12,6 +12,8 @@ from typing import Any
 import psycopg
 
 from saf.database import Dsn
+from saf.destinations.postgresql import Postgresql
+from saf.destinations.settings import DestinationSettings
 from saf.engine.work import Receipt
 from saf.log.shards import Member
 from saf.testing import clock
@@ -20,6 +22,11 @@ from saf.testing.cycle import LEASE_SECONDS, Cycle, forwarding_rules
 __all__ = ["Cycle", "forwarding_rules"]
 
 IDLE_CYCLES = 50
+
+
+def stores(**dsns: Dsn) -> dict[str, DestinationSettings]:
+    """Inboxes as destinations."""
+    return {name: Postgresql(dsn=dsn) for name, dsn in dsns.items()}
 
 
 def connect(dsn: Dsn) -> psycopg.Connection[Any]:

@@ -12,7 +12,8 @@ import pytest
 
 from saf.broker.embedded import EmbeddedServer, programs
 from saf.database import Dsn, fetch
-from saf.repair.rebase import known_at, rebase
+from saf.destinations.postgresql.reading import known_at
+from saf.repair.rebase import rebase
 from tests.pipeline import Cycle, connect, forwarding_rules
 
 VERSION = 18

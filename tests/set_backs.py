@@ -18,16 +18,17 @@ import psycopg
 import saf
 from saf.broker.embedded import DEFAULT_VERSION, EmbeddedServer, programs
 from saf.database import Dsn, fetch
+from saf.destinations.postgresql.reading import known_at
 from saf.dialogs.comparing import compare
 from saf.dialogs.monologs import heard
 from saf.dialogs.statements import Code
-from saf.repair.rebase import known_at, rebase
+from saf.repair.rebase import rebase
 from saf.repair.reconcile import missing
 from saf.repair.send_again import send_again
 from saf.routing.matching import Route, Routes
 from saf.testing.databases import Database, Databases
 from tests.dialogs import END, ERROR, SHOP, WAREHOUSE, begin, forward, prepare, receive
-from tests.pipeline import connect
+from tests.pipeline import connect, stores
 
 MOST_ROUNDS = 100
 THERE = Routes(routes=(Route(destination="there"),))
@@ -164,13 +165,15 @@ class Two:
                 monologs=lambda: heard(there, source),
             )
             if not bring_back:
-                lost = missing("other", other.dsn, {"there": place.dsn}, retention_seconds=86400.0)
+                lost = missing(
+                    "other", other.dsn, stores(there=place.dsn), retention_seconds=86400.0
+                )
                 for shard, number in lost:
                     there.execute(FORGET, {"shard": shard, "id": number})
             # a backup may also remember what the other one has lost since, and was repaired for
             for source, destination in ((other, place), (place, other)):
                 send_again(
-                    source.service, source.dsn, {"there": destination.dsn}, lambda _: THERE,
+                    source.service, source.dsn, stores(there=destination.dsn), lambda _: THERE,
                     retention_seconds=86400.0, why="set back",
                 )  # fmt: skip
             with there.transaction():

@@ -12,7 +12,7 @@ import psycopg
 import typer
 
 from saf.cli.console import echo
-from saf.config import Broker, Destination, Settings
+from saf.config import Broker, Settings
 from saf.database import check_schema, unavailable_if_lost
 from saf.errors import ConfigurationError, SafError, SchemaMissing
 from saf.fleets import Candidate, Listing, ask, ask_all
@@ -75,11 +75,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say which they are
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
 
-Place = Broker | Destination
-"""A broker of saf.toml: where messages are sent, or where they are received."""
-
-
-def chosen(settings: Settings, name: str | None) -> Mapping[str, Place] | Listing:
+def chosen(settings: Settings, name: str | None) -> Mapping[str, Broker] | Listing:
     """The brokers that a command is for, fleets included; a destination only if it is named.
 
     Raises:
@@ -106,7 +102,7 @@ def routes_of(settings: Settings) -> Callable[[psycopg.Connection[Any]], Routes]
     return lambda connection: current_routes(connection, default, declared)
 
 
-def everywhere(settings: Settings, name: str | None) -> Mapping[str, Place] | Listing:
+def everywhere(settings: Settings, name: str | None) -> Mapping[str, Broker] | Listing:
     """The brokers that conversations may have an end at: sources and destinations, or one.
 
     One that is both is named the same as both.
@@ -114,29 +110,44 @@ def everywhere(settings: Settings, name: str | None) -> Mapping[str, Place] | Li
     found = chosen(settings, name)
     if name is not None or not isinstance(found, Listing):
         return found
-    stores = {name: Broker(dsn=one.dsn) for name, one in settings.destinations.items()}
-    return Listing(brokers={**stores, **found.brokers}, problems=found.problems)
+    return Listing(brokers={**_stores(settings), **found.brokers}, problems=found.problems)
 
 
-def stores(settings: Settings, name: str | None) -> Mapping[str, Place]:
-    """The brokers that services live at: the destinations, or the one that is named."""
-    return settings.destinations if name is None else {name: _place(settings, name)}
+def stores(settings: Settings, name: str | None) -> Mapping[str, Broker]:
+    """The brokers that services live at: the destinations that are one, or the one named."""
+    return _stores(settings) if name is None else {name: _place(settings, name)}
 
 
-def store(settings: Settings, name: str | None) -> Mapping[str, Place]:
+def store(settings: Settings, name: str | None) -> Mapping[str, Broker]:
     """The one broker that a service is to live at.
 
     Raises:
         ConfigurationError: none is named, and there are several.
     """
     found = stores(settings, name)
+    if not found:
+        raise ConfigurationError("no destination of saf.toml is a broker, where services live")
     if len(found) > 1:
         raise ConfigurationError(f"which broker? Say --broker, one of {', '.join(found)}")
     return found
 
 
-def _place(settings: Settings, name: str) -> Place:
-    places: dict[str, Place] = {**settings.destinations, **settings.brokers}
+def _stores(settings: Settings) -> dict[str, Broker]:
+    """The destinations that are brokers."""
+    return {
+        name: Broker(dsn=dsn)
+        for name, one in settings.destinations.items()
+        if (dsn := one.broker())
+    }
+
+
+def _place(settings: Settings, name: str) -> Broker:
+    places = {**_stores(settings), **settings.brokers}
+    if name not in places and name in settings.destinations:
+        kind = settings.destinations[name].kind
+        raise ConfigurationError(
+            f"--broker {name}: the destination {name!r} is of kind {kind!r}, and no broker"
+        )
     if name not in places:
         there = ", ".join(settings.brokers)
         raise ConfigurationError(f"--broker {name}: there is no [brokers.{name}], only {there}")
@@ -146,8 +157,8 @@ def _place(settings: Settings, name: str) -> Place:
 class Round:
     """One visit to each broker: what each gave, and which failed."""
 
-    def __init__(self, places: Mapping[str, Place] | Listing) -> None:
-        self.brokers: Mapping[str, Place]
+    def __init__(self, places: Mapping[str, Broker] | Listing) -> None:
+        self.brokers: Mapping[str, Broker]
         self.failed: list[tuple[str, SafError]] = []
         if isinstance(places, Listing):
             self.brokers, self.failed = places.brokers, list(places.problems)
@@ -157,7 +168,7 @@ class Round:
     def visit(self, role: str, action: Callable[[psycopg.Connection[Any], Any], T]) -> dict[str, T]:
         """What ``action`` returns for each broker that it does not fail for; several at a time."""
 
-        def connected(name: str, broker: Place) -> T:
+        def connected(name: str, broker: Broker) -> T:
             with (
                 unavailable_if_lost(f"broker {name!r}"),
                 broker.dsn.connect(role=role, autocommit=True) as connection,

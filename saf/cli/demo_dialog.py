@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from saf.cli.console import plain_console, shown
-from saf.config import Broker, Destination, Route, Settings
+from saf.config import Broker, Route, Settings
+from saf.destinations.postgresql import Postgresql
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -117,7 +118,7 @@ def _settings(dsns: dict[str, Dsn]) -> Settings:
     """What saf.toml would say: each service lives in the database of its name."""
     return Settings.model_construct(
         brokers={name: Broker(dsn=dsn) for name, dsn in dsns.items()},
-        destinations={name: Destination(dsn=dsn) for name, dsn in dsns.items()},
+        destinations={name: Postgresql(dsn=dsn) for name, dsn in dsns.items()},
         routes=tuple(Route(service=name, destination=name) for name in dsns),
     )
 

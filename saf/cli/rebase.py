@@ -12,10 +12,11 @@ import typer
 from saf.cli.brokers import AsJson, Config, Round, Where, chosen, everywhere, routes_of
 from saf.cli.console import echo
 from saf.cli.replay import in_words, texts
-from saf.config import Broker, Destination, Settings, load
-from saf.database import check_schema, fetch, unavailable_if_lost
+from saf.config import Broker, Settings, load
+from saf.database import fetch, unavailable_if_lost
+from saf.destinations.marks import Known
 from saf.dialogs.monologs import Heard, heard
-from saf.repair.rebase import Known, Rebased, known_at, rebase
+from saf.repair.rebase import Rebased, rebase
 from saf.repair.send_again import Sent, send_again
 
 
@@ -66,16 +67,15 @@ def command(
     round_.finish(say=not as_json)
 
 
-def _send_again(
-    settings: Settings, name: str, source: Broker | Destination, before: Round
-) -> Sent | None:
+def _send_again(settings: Settings, name: str, source: Broker, before: Round) -> Sent | None:
     """What a source's destinations have lost, unless it could not be repaired itself."""
-    if isinstance(source, Destination) or name in dict(before.failed):
+    is_source = name in settings.brokers or name not in settings.destinations
+    if not is_source or name in dict(before.failed):
         return None
     return send_again(
         name,
         source.dsn,
-        {name: there.dsn for name, there in settings.destinations.items()},
+        settings.destinations,
         routes_of(settings),
         retention_seconds=settings.purge.retention_seconds,
         why="the destination was set back",
@@ -83,23 +83,21 @@ def _send_again(
 
 
 def _known(settings: Settings, source: UUID) -> dict[str, Known]:
-    known = {}
-    for name, destination in settings.destinations.items():
-        with (
-            unavailable_if_lost(f"destination {name!r}"),
-            destination.dsn.connect(role="rebase", autocommit=True) as connection,
-        ):
-            check_schema(connection)
-            known[name] = known_at(connection, source)
-    return known
+    return {
+        name: there.known(name, source, role="rebase")
+        for name, there in settings.destinations.items()
+        if there.capabilities.exactly_once
+    }
 
 
 def _monologs(settings: Settings, source: UUID) -> list[Heard]:
     found = []
-    for name, destination in settings.destinations.items():
+    for name, there in settings.destinations.items():
+        if (dsn := there.broker()) is None:
+            continue
         with (
             unavailable_if_lost(f"destination {name!r}"),
-            destination.dsn.connect(role="rebase", autocommit=True) as connection,
+            dsn.connect(role="rebase", autocommit=True) as connection,
         ):
             found += heard(connection, source)
     return found

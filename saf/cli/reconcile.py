@@ -36,12 +36,11 @@ def command(
     """
     settings = load(config)
     round_ = Round(chosen(settings, broker))
-    destinations = {name: there.dsn for name, there in settings.destinations.items()}
     known = round_.each(
         lambda name, one: reconcile(
             name,
             one.dsn,
-            destinations,
+            settings.destinations,
             since=since,
             until=until,
             retention_seconds=settings.purge.retention_seconds,
@@ -72,12 +71,13 @@ def _as_dict(outcome: Outcome) -> dict[str, Any]:
         "until": outcome.range.until and outcome.range.until.isoformat(),
         "purged": list(outcome.range.purged),
         **{kind: outcome.counts.get(kind, 0) for kind in KINDS},
+        "unread": dict(outcome.unread),
         "shards": shards,
         "differences": [difference.as_dict() for difference in outcome.named],
     }
 
 
-KINDS = ("lost", "duplicate", "unexpected", "in_flight")
+KINDS = ("lost", "duplicate", "unexpected", "in_flight", "not_compared")
 
 
 def _show(known: Collection[Outcome]) -> None:
@@ -99,6 +99,10 @@ def _show(known: Collection[Outcome]) -> None:
         console.print(table)
     for outcome in known:
         console.print(f"{outcome.broker}: compared {_range(outcome.range)}")
+        for name, why in outcome.unread.items():
+            console.print(f"destination {name!r} is not compared: {why}")
+        if count := outcome.counts.get("not_compared", 0):
+            console.print(f"{count:,} messages are not compared, because they may be there")
         for one in outcome.named:
             where = f", stored at {', '.join(one.stored)}" if one.stored else ""
             where += f", and not any more at {', '.join(one.lost_at)}" if one.lost_at else ""

@@ -37,14 +37,13 @@ def command(
     forwarder delivers it, exactly once also if this was said twice.
     """
     settings = load(config)
-    destinations = {name: there.dsn for name, there in settings.destinations.items()}
     round_ = Round(chosen(settings, broker))
 
     def again(name: str, source: Broker) -> Sent:
         sent = send_again(
             name,
             source.dsn,
-            destinations,
+            settings.destinations,
             routes_of(settings),
             since=since,
             until=until,
@@ -86,4 +85,6 @@ def in_words(sent: Sent, *, dry_run: bool = False) -> str:
             f"; what was sent between {since} and {until} could not be compared, because it may "
             "have been purged: say --since if it was not"
         )
+    for name, why in sent.unread.items():
+        words += f"; nothing to {name}, which was not compared: {why}"
     return words

@@ -14,8 +14,9 @@ import typer
 
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen, moment
 from saf.cli.console import echo
-from saf.config import Quality, Settings, did_you_mean, load
+from saf.config import Settings, did_you_mean, load
 from saf.destinations.identities import Identities
+from saf.destinations.settings import Quality
 from saf.errors import ConfigurationError, Unroutable
 from saf.routing import routes
 from saf.routing.explain import Explanation, as_dict, explain
@@ -171,7 +172,7 @@ def explain_(
     Exit code 75: at some broker, none leads anywhere, and the message would wait.
     """
     settings = load(config)
-    identities = Identities({n: d.dsn for n, d in settings.destinations.items()}).known()
+    identities = Identities(settings.destinations).known()
     round_ = Round(chosen(settings, broker))
     found = round_.visit(
         "route",

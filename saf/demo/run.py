@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from saf.config import Broker, Destination, Forwarder, Route, Router, Settings
+from saf.config import Broker, Forwarder, Route, Router, Settings
 from saf.database import Dsn
 from saf.demo.flights import SERVICE
+from saf.destinations.postgresql import Postgresql
 from saf.errors import SafError
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def settings(application: Dsn, stores: Mapping[str, Dsn], *, routing: bool) -> S
     Not from the environment, which may name brokers that are no business of a demo. With routing, a
     classifier sends each flight to the store that has the name of its origin, else all go to one.
     """
-    destinations = {name: Destination(dsn=dsn) for name, dsn in stores.items()}
+    destinations = {name: Postgresql(dsn=dsn) for name, dsn in stores.items()}
     brokers = {"flights": Broker(dsn=application)}
     if not routing:
         default = Forwarder(default_destination=next(iter(stores)))

@@ -1,4 +1,8 @@
-"""Where messages are delivered: what the forwarder asks of a destination.
+"""Where messages are delivered: what the forwarder asks of a destination, of whatever kind.
+
+Here are the protocol, what every kind shares (marks, places, reading back) and a folder or module
+for each kind of saf's own. Nothing outside of a kind's folder knows the kind: what it needs it asks
+of `saf.destinations.settings.DestinationSettings`, which `saf.destinations.kinds` finds by name.
 
 A destination stores a chunk of messages in one transaction. If it can keep a watermark, it
 stores a chunk exactly once however often it is given: that is ``exactly_once``. What it raises:
@@ -11,6 +15,8 @@ stores a chunk exactly once however often it is given: that is ``exactly_once``.
     Behind           it has not any more what it has acknowledged; nothing was stored
     Restored         it is of another cluster, and not repaired; nothing was stored
     Rejected         it answers, and will not have these messages
+
+A kind says by its `Capabilities` which of this it can; `saf.testing.conformance` proves it.
 """
 
 from __future__ import annotations
@@ -25,6 +31,22 @@ from saf.log.cursor import Batch
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a kind of destination can. What it says here it has to keep."""
+
+    exactly_once: bool = False
+    """It keeps a mark for each place, which moves with the messages or not at all."""
+    fences: bool = False
+    """It refuses an older epoch than one that it has heard of (`Fenced`)."""
+    knows_services: bool = False
+    """It can be told which services live there, and refuses others (`UnknownService`)."""
+    reads_back: bool = False
+    """What it holds can be read: it is reconciled, and what it has lost is sent again."""
+    largest_body: int | None = None
+    """Bytes; None if it takes any that saf takes. Larger ones are dead letters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +89,8 @@ class Stored:
 class Destination(Protocol):
     """One place to deliver to. Used by one task at a time, and closed at its end."""
 
-    def identity(self) -> str:
-        """What tells it apart from every other, whatever it is called here."""
+    def identity(self) -> UUID:
+        """What tells it apart from every other, whatever it is called here, and for ever."""
 
     def connect(self) -> None:
         """Be connected: what fails here has sent nothing."""

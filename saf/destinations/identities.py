@@ -1,4 +1,4 @@
-"""Identities: which broker each destination of saf.toml is.
+"""Identities: what each destination of saf.toml is; of a broker, its broker_id.
 
 Whoever drives a forwarder asks them, side by side and each by a connection of its own, when there
 is something to forward and not before; and again from time to time, because a name may come to
@@ -16,23 +16,18 @@ import time
 from collections.abc import Mapping
 from threading import Condition, Thread
 
-import psycopg
-
-from saf.database import Dsn, fetch
-from saf.errors import SafError
+from saf.destinations.settings import DestinationSettings
 
 WAIT_SECONDS = 1.0
 ASK_AGAIN_SECONDS = 60.0
 ASK_WHO_FAILED_SECONDS = 5.0
 """How long until those are asked again that have not answered."""
 
-BROKER_ID = "SELECT broker_id::text FROM saf.broker"
-
 
 class Identities:
-    """Of each destination the broker that it has said to be. Safe to use by several threads."""
+    """Of each destination what it has said to be. Safe to use by several threads."""
 
-    def __init__(self, destinations: Mapping[str, Dsn]) -> None:
+    def __init__(self, destinations: Mapping[str, DestinationSettings]) -> None:
         self._destinations = dict(destinations)
         self._said: dict[str, str | None] = dict.fromkeys(destinations)
         self._asked_at = dict.fromkeys(destinations, float("-inf"))
@@ -41,7 +36,7 @@ class Identities:
         self._changed = Condition()
 
     def known(self) -> dict[str, str | None]:
-        """The broker_id of each, as text; None of one that has never answered."""
+        """The identity of each, as text; None of one that has never answered."""
         with self._changed:
             self._ask(time.monotonic())
             patience = self._wait_until - time.monotonic()
@@ -60,18 +55,16 @@ class Identities:
             Thread(target=self._hear, args=(name,), name=f"saf-{name}", daemon=True).start()
 
     def _hear(self, name: str) -> None:
-        said = _broker_id(self._destinations[name])
+        said = _identity(name, self._destinations[name])
         with self._changed:
             self._said[name] = said or self._said[name]
             self._asking.discard(name)
             self._changed.notify_all()
 
 
-def _broker_id(dsn: Dsn) -> str | None:
+def _identity(name: str, there: DestinationSettings) -> str | None:
     """None if it does not say: whoever delivers there says why."""
     try:
-        with dsn.connect(role="identify", autocommit=True) as connection:
-            ((broker_id,),) = fetch(connection, BROKER_ID)
-            return str(broker_id)
-    except (SafError, psycopg.Error, ValueError):
+        return str(there.identity(name))
+    except Exception:  # whatever its client raises
         return None

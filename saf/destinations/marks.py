@@ -1,7 +1,7 @@
 """Marks: how far a destination has got, as it knows itself and as its source remembers.
 
-A destination keeps a mark per (source, shard, lane), which moves in the transaction that stores
-messages: saf.watermark. When it has answered, the source writes the same mark into
+A destination keeps a mark per (source, shard, lane), which moves in the atomic step that stores
+messages: at a broker, saf.watermark. When it has answered, the source writes the same mark into
 saf.acknowledged, in the transaction that moves its own position. So at each contact the two are the
 same; or the mark is of messages whose answer never came, and then the source has these in hand
 still, or has parked them. Everything else says that one of the two was set back, by a backup or a
@@ -137,6 +137,16 @@ class InHand:
 
     batch: int
     opened_at: datetime | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What a destination knows of a source."""
+
+    destination: UUID
+    marks: Mapping[Place, Mark] = field(default_factory=dict)
+    epochs: Mapping[int, int] = field(default_factory=dict)
+    """By shard, the highest of its lanes'."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,15 +5,28 @@ Pure: rows and marks in, rows and marks out. The same for every destination that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from uuid import UUID
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from saf.destinations import Chunk
-from saf.destinations.marks import MAIN, NOTHING, ONCE, Mark, Place, place_name
+from saf.destinations.marks import (
+    MAIN,
+    NOTHING,
+    ONCE,
+    InHand,
+    Mark,
+    Place,
+    compare,
+    place_name,
+    shards_of,
+)
+from saf.errors import Ahead, AnotherBroker, Behind, Fenced, UnknownService
 from saf.setaside.lane_columns import has_lanes, lanes_of
 
 
@@ -26,6 +39,52 @@ def touched(chunk: Chunk) -> list[Place]:
     if not has_lanes(chunk.rows):
         return [(chunk.prefix + MAIN, shard) for shard in sorted(chunk.batch.shards)]
     return sorted(_places(chunk.rows, chunk.prefix)[0])
+
+
+def refuse(
+    where: str, chunk: Chunk, epochs: Mapping[Place, int], marks: Mapping[Place, Mark]
+) -> None:
+    """Raise if a destination must not store a chunk, by its epochs and marks of these places.
+
+    Raises:
+        Fenced: it has heard from a newer owner.
+        Behind: it has not any more what it has acknowledged.
+        Ahead: it has stored what the source does not know.
+    """
+    mine = dict(chunk.batch.epochs)
+    newer = [(lane, shard) for (lane, shard), epoch in epochs.items() if epoch > mine[shard]]
+    if newer:
+        raise Fenced(where, shards_of(newer))
+    in_hand = InHand(batch=chunk.batch.number, opened_at=chunk.batch.opened_at)
+    known = {place: mark for place, mark in chunk.known.items() if place in marks}
+    differ = compare(marks, known, dict.fromkeys(mine, in_hand))
+    if differ.behind:
+        raise Behind(where, shards_of(differ.behind), differ.since, differ.lower)
+    if differ.ahead:
+        ahead = {place: marks[place] for place in differ.ahead}
+        raise Ahead(where, shards_of(ahead), ahead)
+
+
+def for_others(rows: pa.Table, identity: UUID) -> list[str]:
+    """The brokers that rows are addressed to, and that are not this destination."""
+    addressed = rows["to_broker"]
+    if addressed.null_count == len(addressed):
+        return []
+    named = {UUID(bytes=one) for one in pc.unique(addressed.drop_null()).to_pylist()}
+    return sorted(map(str, named - {identity}))
+
+
+def not_for(
+    where: str, identity: UUID, rows: pa.Table, behind: Collection[str]
+) -> AnotherBroker | UnknownService | None:
+    """Why a destination that knows no services must not store some rows, if it must not.
+
+    ``behind`` is the chunk's: messages for these services wait, so that none overtakes another.
+    """
+    if others := for_others(rows, identity):
+        return AnotherBroker(where, str(identity), others, rows)
+    waiting = sorted({*behind} & {*pc.unique(rows["to_service"]).to_pylist()}) if behind else []
+    return UnknownService(where, waiting, rows) if waiting else None
 
 
 def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:

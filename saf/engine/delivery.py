@@ -48,7 +48,7 @@ from saf.engine.releasing import Releasing
 from saf.engine.resolving import Answers, Resolver
 from saf.engine.sorting import Part, sort, unroutable
 from saf.engine.source_session import SourceSession
-from saf.engine.storing import Storing, nowhere
+from saf.engine.storing import Storing, obstacle
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import Ahead, Behind, Fenced, Rejected, SafError, Unavailable, UsageError
 from saf.failpoints import fail_point
@@ -194,8 +194,7 @@ class Delivery:
         """Why messages have no way out of a lane."""
         if part.destination is None:
             return self.resolver.obstacle(lane)
-        there = part.destination in self.rules.destinations
-        return None if there else nowhere(part.destination)
+        return obstacle(self.rules, part.destination, part.quality)
 
     def _send_once(self, parts: Sequence[Part], position: int, aside: Aside) -> None:
         """Step 2: at most once. What may have left before is not sent, and not parked either."""

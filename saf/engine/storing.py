@@ -19,7 +19,6 @@ from saf.database.retry import while_unavailable
 from saf.destinations import Chunk, Destination, Stored
 from saf.destinations.marks import AGAIN, ONCE, Mark, Place, acknowledge, acknowledged, not_parked
 from saf.destinations.places import beyond, touched
-from saf.destinations.postgresql import PostgresInbox
 from saf.engine.aside import Aside
 from saf.engine.chunks import mark
 from saf.engine.held_lanes import HeldLanes
@@ -63,6 +62,18 @@ def nowhere(name: str) -> Unavailable:
     return Unavailable(f"destination {name!r}", f"saf.toml has no [destinations.{name}]")
 
 
+def obstacle(rules: ForwardingRules, name: str, quality: str | None) -> SafError | None:
+    """Why nothing can go to a destination in some quality of service, by what is configured."""
+    there = rules.destinations.get(name)
+    if there is None:
+        return nowhere(name)
+    try:
+        there.check_quality(quality)
+    except ValueError as error:
+        return Unavailable(f"destination {name!r}", f"by its route, {error}")
+    return None
+
+
 @dataclass
 class Storing:
     """The destinations of one task, each connected when something first goes there."""
@@ -75,7 +86,7 @@ class Storing:
     to_repair: SafError | None = None
     """A destination was refused until a person has repaired it."""
     _open: dict[str, Destination] = field(default_factory=dict)
-    _identities: dict[str, str] = field(default_factory=dict)
+    _identities: dict[str, UUID] = field(default_factory=dict)
     _known: dict[str, dict[Place, Mark | None]] = field(default_factory=dict)
     """The marks of destinations, by their names, as far as they were asked for."""
     _stored: list[tuple[UUID, Mapping[Place, Mark], Mapping[Place, Mark]]] = field(
@@ -89,8 +100,11 @@ class Storing:
         What does not go is in ``aside``.
         """
         assert part.destination is not None  # noqa: S101 - the caller's to see to
-        aside.write_ahead(self.source_session)
         name = part.destination
+        part = self._bury_too_large(part, aside)
+        if not part.rows.num_rows:
+            return
+        aside.write_ahead(self.source_session)
         behind = self.lanes.services(name) if part.main else frozenset()
         chunk = replace(self._chunk(part, end), behind=behind)
         try:
@@ -124,6 +138,8 @@ class Storing:
     def store_once(self, part: Part, aside: Aside) -> None:
         """Store a part at most once: what may have left is not sent again, and said to be dead."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
+        name = part.destination
+        part = self._bury_too_large(part, aside)
         if not part.rows.num_rows:
             return
         chunk = self._chunk(part, mark(part.rows, self.work.batch.number))
@@ -136,9 +152,9 @@ class Storing:
         except (*REFUSES, UnknownService, Rejected) as error:
             if isinstance(error, (Behind, Restored)):
                 self.to_repair = error
-            aside.bury(part.rows, part.destination, "unavailable", str(error))
+            aside.bury(part.rows, name, "unavailable", str(error))
         else:
-            self.receipts.of(part.destination).messages += stored.messages
+            self.receipts.of(name).messages += stored.messages
 
     def not_stored(self, part: Part) -> pa.Table:
         """The messages of a part that its destination, which is asked, has not stored before.
@@ -167,6 +183,20 @@ class Storing:
         """Give up all connections."""
         for destination in self._open.values():
             destination.close()
+
+    def _bury_too_large(self, part: Part, aside: Aside) -> Part:
+        """A part without what is larger than its destination takes, which becomes dead letters."""
+        assert part.destination is not None  # noqa: S101 - the caller's to see to
+        largest = self.rules.destinations[part.destination].capabilities.largest_body
+        if largest is None:
+            return part
+        fits = pc.less_equal(pc.binary_length(part.rows["body"]), largest)
+        error = Rejected(
+            f"destination {part.destination!r}", f"a body has more than {largest:,} bytes"
+        )
+        rows = part.rows.filter(pc.invert(fits))
+        aside.bury(rows, part.destination, "rejected", str(error))
+        return replace(part, rows=part.rows.filter(fits))
 
     def _store_halves(
         self, part: Part, end: tuple[int, int], aside: Aside, error: Rejected
@@ -253,7 +283,7 @@ class Storing:
         )
         new = {place: mark for place, mark in stored.marks.items() if known.get(place) != mark}
         if new:
-            self._stored.append((UUID(self._identities[name]), new, known))
+            self._stored.append((self._identities[name], new, known))
             self._known[name] |= new
         return stored
 
@@ -263,6 +293,8 @@ class Storing:
         """Ask a part's destination for something with the marks that are known of it; those too."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         name = part.destination
+        if error := obstacle(self.rules, name, part.quality):
+            raise error
         destination = self._destination(name)
         chunk = replace(chunk, prefix=_prefix(part))
         known = self._known_of(name, touched(chunk))
@@ -280,7 +312,7 @@ class Storing:
         """What the source remembers of some of a destination's marks; asked for once."""
         known = self._known.setdefault(name, {})
         if missing := [place for place in places if place not in known]:
-            there = UUID(self._identities[name])
+            there = self._identities[name]
             found = self.source_session(lambda source: acknowledged(source, there, missing))
             known |= {place: found.get(place) for place in missing}
         return {place: mark for place in places if (mark := known[place]) is not None}
@@ -294,15 +326,16 @@ class Storing:
         )
 
     def _destination(self, name: str) -> Destination:
-        destination = self._open.setdefault(
-            name, PostgresInbox(name, self.rules.destinations[name][0], keep=self.work.keep)
-        )
+        if name not in self._open:
+            there = self.rules.destinations[name]
+            self._open[name] = there.open(name, keep=self.work.keep)
+        destination = self._open[name]
         if name not in self._identities:
             identity = destination.identity()
             for other, known in self._identities.items():
                 if known == identity:
                     raise ConfigurationError(
-                        f"destinations {other!r} and {name!r} are the same broker: one watermark "
+                        f"destinations {other!r} and {name!r} are the same: one watermark "
                         "cannot serve both, so keep one of them in saf.toml"
                     )
             self._identities[name] = identity

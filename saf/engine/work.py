@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from uuid import UUID, uuid4
 
 from saf.database import Dsn
+from saf.destinations.settings import DestinationSettings
 from saf.log.cursor import Batch
 from saf.routing.matching import Routes
 from saf.setaside.parking import Backoff
@@ -66,8 +67,8 @@ class Work:
 class ForwardingRules:
     """How to deliver; the same for all tasks of a run."""
 
-    destinations: Mapping[str, tuple[Dsn, str]]
-    """By name: where it is, and its default quality of service."""
+    destinations: Mapping[str, DestinationSettings]
+    """By name."""
     chunk_rows: int
     chunk_bytes: int
     max_bytes: int
@@ -77,7 +78,7 @@ class ForwardingRules:
     @property
     def qualities(self) -> dict[str, str]:
         """The default quality of service of each destination."""
-        return {name: quality for name, (_, quality) in self.destinations.items()}
+        return {name: there.quality for name, there in self.destinations.items()}
 
 
 @dataclass(kw_only=True)

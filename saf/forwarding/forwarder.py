@@ -79,7 +79,7 @@ class Forwarder:
         """Tasks at a time, for the destinations' sake."""
         self.cycles = 0
         self.rules = ForwardingRules(
-            destinations={n: (d.dsn, d.quality) for n, d in settings.destinations.items()},
+            destinations=dict(settings.destinations),
             chunk_rows=options.chunk_rows,
             chunk_bytes=options.chunk_bytes,
             max_bytes=options.max_bytes,

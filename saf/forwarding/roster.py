@@ -54,7 +54,7 @@ class Roster:
         self._crew = BrokerThreads(min(THREADS, self.options.max_sessions))
         self._fleets = settings.fleets
         self._declared = settings.declared
-        self._identities = Identities({n: d.dsn for n, d in settings.destinations.items()})
+        self._identities = Identities(settings.destinations)
         self._ask_at = dict.fromkeys(settings.fleets, 0.0)
         self._listed: dict[str, dict[str, Broker]] = {"": dict(settings.brokers)}
         self._visit_at: dict[str, float] = {}

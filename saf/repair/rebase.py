@@ -39,16 +39,16 @@ from psycopg import sql
 
 from saf.broker.restored import is_restored
 from saf.database import fetch
-from saf.destinations.marks import adopt, shards_of
+from saf.destinations.marks import Known, adopt, shards_of
 from saf.dialogs.monologs import Heard
 from saf.errors import UsageError
 from saf.log.shards import IS_PRESENT, full
 from saf.repair.incarnation import raise_incarnation
-from saf.repair.set_back import Known, SetBack, known_at, set_back
+from saf.repair.set_back import SetBack, set_back
 from saf.setaside.lane import FOUND
 from saf.setaside.parking import PARKED_COLUMNS
 
-__all__ = ["Known", "Rebased", "known_at", "rebase"]
+__all__ = ["Rebased", "rebase"]
 
 # Waits for those who write, and keeps all out
 LOCK = """
@@ -148,9 +148,9 @@ def rebase(
 ) -> Rebased | None:
     """Make the logs' transaction ids this cluster's; None where there is nothing to repair.
 
-    ``known`` is what each destination answers to `known_at`. All forwarders and receivers are
-    stopped; ``force`` rebases even if nothing looks restored. ``monologs`` says what the
-    destinations have heard of this broker's; it is asked only if there is something to repair.
+    ``known`` is what each destination knows of it, of those that keep marks. All forwarders and
+    receivers are stopped; ``force`` rebases even if nothing looks restored. ``monologs`` says what
+    the destinations have heard of this broker's; it is asked only if there is something to repair.
 
     Raises:
         UsageError: a member is still at work, or the role may not do it.

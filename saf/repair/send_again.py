@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 from uuid import UUID
@@ -29,14 +29,16 @@ import psycopg
 
 from saf.broker.restored import refuse
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
-from saf.destinations.marks import adopt
+from saf.destinations.marks import Known, adopt
+from saf.destinations.settings import DestinationSettings
 from saf.dialogs.comparing import compare
 from saf.dialogs.monologs import heard, subscribers_set_back
+from saf.errors import CannotReadBack
 from saf.repair.incarnation import raise_incarnation
 from saf.repair.reconcile import lost
 from saf.repair.reconcile.outcome import Range
 from saf.repair.replay import replay
-from saf.repair.set_back import IDENTITY, Known, SetBack, known_at, remembered, set_back
+from saf.repair.set_back import IDENTITY, SetBack, remembered, set_back
 from saf.routing.matching import Routes
 from saf.setaside.parking import retry_now
 
@@ -58,12 +60,14 @@ class Sent:
     """The destinations that had been, and may go on."""
     not_compared: tuple[datetime, datetime] | None = None
     """Between these two times a destination has lost what the outbox may not have any more."""
+    unread: Mapping[str, str] = field(default_factory=dict)
+    """The destinations that cannot be read back, and why: nothing is sent to them again."""
 
 
 def send_again(
     name: str,
     source: Dsn,
-    destinations: Mapping[str, Dsn],
+    destinations: Mapping[str, DestinationSettings],
     routes: Callable[[psycopg.Connection[Any]], Routes],
     *,
     retention_seconds: float,
@@ -80,7 +84,7 @@ def send_again(
     Args:
         name: the source's, for people.
         source: where it is.
-        destinations: where all of its destinations are, by name.
+        destinations: the settings of all of its destinations, by name.
         routes: what says where messages go now, asked of the source.
         retention_seconds: as for `saf.repair.reconcile.reconcile`, and so are ``since`` and
         ``until``. why: for the audit. dry_run: only say what would be sent again. only_if_set_back:
@@ -90,24 +94,32 @@ def send_again(
         Unavailable: one of the databases does not answer.
         Restored: one of them is to be rebased first.
         UsageError: a role may not do it.
+        CannotReadBack: a destination was set back, and does not say what it holds.
     """
     with ExitStack() as stack:
         connection = stack.enter_context(_connected(f"broker {name!r}", source))
-        stores = {
+        brokers = {
             one: stack.enter_context(_connected(f"destination {one!r}", dsn))
-            for one, dsn in destinations.items()
+            for one, there in destinations.items()
+            if (dsn := there.broker())
         }
         with _turn(connection):
-            known, behind = _behind(connection, stores)
+            known, behind = _behind(connection, destinations)
             if only_if_set_back and not behind:
                 return None
             found = lost(
                 name, source, destinations,
                 since=since, until=until, retention_seconds=retention_seconds, routes=routes,
             )  # fmt: skip
+            if cannot := [one for one in behind if one in found.unread]:
+                raise CannotReadBack(
+                    cannot[0],
+                    f"{found.unread[cannot[0]]}. It was set back, and what it has lost is not "
+                    "known, so nothing is sent again",
+                )
             if not dry_run:
-                for one in behind:
-                    _raise_incarnation(stores[one])
+                for one in behind.keys() & brokers.keys():
+                    _raise_incarnation(brokers[one])
             with connection.transaction():
                 sent = replay(
                     connection, found.messages, routes(connection), why,
@@ -119,27 +131,29 @@ def send_again(
                 if behind and not dry_run:
                     compare(connection)
                     ((source_id,),) = fetch(connection, IDENTITY)
-                    for one in behind:
-                        told = heard(stores[one], source_id)
+                    for one in behind.keys() & brokers.keys():
+                        told = heard(brokers[one], source_id)
                         subscribers_set_back(connection, known[one].destination, told)
     return Sent(
         by_destination=sent,
         set_back=tuple(behind),
         not_compared=_gap(found.range, behind),
+        unread=found.unread,
     )
 
 
 def _behind(
-    connection: psycopg.Connection[Any], stores: Mapping[str, psycopg.Connection[Any]]
+    connection: psycopg.Connection[Any], destinations: Mapping[str, DestinationSettings]
 ) -> tuple[dict[str, Known], dict[str, SetBack]]:
-    """What each destination knows, and which of them were set back."""
+    """What each destination knows that keeps marks, and which of them were set back."""
     ((source,),) = fetch(connection, IDENTITY)
     known: dict[str, Known] = {}
     behind: dict[str, SetBack] = {}
-    for name, store in stores.items():
-        ((destination,),) = fetch(store, IDENTITY)
-        before = remembered(connection, destination)
-        known[name] = known_at(store, source)
+    for name, there in destinations.items():
+        if not there.capabilities.exactly_once:
+            continue
+        before = remembered(connection, there.identity(name))
+        known[name] = there.known(name, source, role="replay")
         differ = set_back(connection, name, known[name], before)
         if differ.behind:
             behind[name] = differ

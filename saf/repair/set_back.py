@@ -10,7 +10,7 @@ one snapshot: what it had remembered before must be there, and what is there it 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 from uuid import UUID
@@ -18,15 +18,11 @@ from uuid import UUID
 import psycopg
 
 from saf.database import fetch
-from saf.destinations.marks import MAIN, InHand, Lower, Mark, Place, compare, not_parked
+from saf.destinations.marks import MAIN, InHand, Known, Lower, Mark, Place, compare, not_parked
 
 IDENTITY = "SELECT broker_id FROM saf.broker"
 
 # Old versions of a mark may be there still; see saf.shards.newest
-KNOWN = """
-SELECT DISTINCT ON (lane, shard) lane, shard, epoch, batch, position, opened_at, acknowledged
-FROM saf.watermark WHERE source = %(source)s ORDER BY lane, shard, batch DESC
-"""
 ACKNOWLEDGED = """
 SELECT DISTINCT ON (lane, shard) lane, shard, batch, position, opened_at
 FROM saf.acknowledged WHERE destination = %(destination)s ORDER BY lane, shard, batch DESC
@@ -36,16 +32,6 @@ SELECT DISTINCT ON (shard) subscription_id, shard, epoch, batch, opened_at
 FROM saf.cursor JOIN saf.subscription s USING (subscription_id)
 WHERE s.log = 'outbox' AND s.name = 'forwarder' ORDER BY shard, batch DESC
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Known:
-    """What a destination knows of a source."""
-
-    destination: UUID
-    marks: Mapping[Place, Mark] = field(default_factory=dict)
-    epochs: Mapping[int, int] = field(default_factory=dict)
-    """By shard, the highest of its lanes'."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,17 +56,6 @@ class SetBack:
     """When the oldest batch was opened that the destination still has, of those behind."""
     lower: Lower | None = None
     """One of those behind, as an example."""
-
-
-def known_at(connection: psycopg.Connection[Any], source: UUID) -> Known:
-    """What a destination knows of a source."""
-    ((destination,),) = fetch(connection, IDENTITY)
-    marks: dict[Place, Mark] = {}
-    epochs: dict[int, int] = {}
-    for lane, shard, epoch, *mark in fetch(connection, KNOWN, {"source": source}):
-        marks[lane, shard] = Mark.of(*mark)
-        epochs[shard] = max(epoch, epochs.get(shard, 0))
-    return Known(destination=destination, marks=marks, epochs=epochs)
 
 
 def remembered(connection: psycopg.Connection[Any], destination: UUID) -> Remembered:

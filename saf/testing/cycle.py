@@ -9,6 +9,8 @@ from __future__ import annotations
 import saf.engine.delivery  # noqa: F401 - whoever lacks Arrow gets to know at once
 from saf.database import Dsn
 from saf.destinations.identities import Identities
+from saf.destinations.postgresql import Postgresql
+from saf.destinations.settings import DestinationSettings
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.forwarding.broker import SourceBroker
 from saf.forwarding.runner import InProcess
@@ -17,11 +19,21 @@ LEASE_SECONDS = 30.0
 
 
 def forwarding_rules(
-    quality: str = "exactly_once", chunk_rows: int = 1000, **destinations: Dsn
+    quality: str = "exactly_once",
+    chunk_rows: int = 1000,
+    **destinations: Dsn | DestinationSettings,
 ) -> ForwardingRules:
-    """Rules for small deliveries, without another attempt; the first destination is the default."""
+    """Rules for small deliveries, without another attempt; the first destination is the default.
+
+    A dsn stands for the inbox there, in this quality of service.
+    """
     return ForwardingRules(
-        destinations={name: (dsn, quality) for name, dsn in destinations.items()},
+        destinations={
+            name: Postgresql.model_validate({"dsn": there, "quality": quality})
+            if isinstance(there, Dsn)
+            else there
+            for name, there in destinations.items()
+        },
         chunk_rows=chunk_rows,
         chunk_bytes=1 << 20,
         max_bytes=1 << 26,
@@ -35,7 +47,7 @@ class Cycle:
     def __init__(
         self, app: Dsn, rules: ForwardingRules, *, lease_seconds: float = LEASE_SECONDS
     ) -> None:
-        identities = Identities({name: dsn for name, (dsn, _) in rules.destinations.items()})
+        identities = Identities(rules.destinations)
         self.broker = SourceBroker("app", app, lease_seconds=lease_seconds, identities=identities)
         self.rules = rules
         self.default = next(iter(rules.destinations), None)

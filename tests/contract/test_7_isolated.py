@@ -91,7 +91,7 @@ def test_a_chunk_whose_acknowledgement_got_lost_before_it_was_parked_is_stored_o
             send_to(connection, "shipping", str(number))
             send_to(connection, "billing", str(number))
         with monkeypatch.context() as patch:
-            patch.setattr("saf.engine.storing.PostgresInbox", AnswerLost)
+            patch.setattr("saf.destinations.postgresql.inbox.PostgresInbox", AnswerLost)
             run(app, mom=mom, other=other)
         assert 0 < len(bodies(other)) < 10, "the first chunk"
         assert count(app, "parked") == 10
@@ -255,7 +255,7 @@ def test_at_most_once_messages_wait_unsent_and_one_that_may_have_left_is_a_dead_
         connection.execute("UPDATE saf.route SET quality = 'at_most_once'")
         send_to(connection, "shipping", "one")
         with monkeypatch.context() as patch:
-            patch.setattr("saf.engine.storing.PostgresInbox", AnswerLost)
+            patch.setattr("saf.destinations.postgresql.inbox.PostgresInbox", AnswerLost)
             run(app, mom=mom, other=other)
         dead = connection.execute("SELECT reason FROM saf.dead_letter").fetchall()
         assert dead == [("unavailable",)]

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from saf.database import Dsn
-from saf.destinations import postgresql
+from saf.destinations.postgresql import inbox
 from saf.log.shards import NEWEST
 from tests.pipeline import Cycle, connect, forwarding_rules, send
 
@@ -47,7 +47,7 @@ def _lock(source: str) -> str:
         "lanes": [""] * SHARDS,
     }
     literals = {name: psycopg.sql.Literal(value) for name, value in values.items()}
-    return psycopg.sql.SQL(postgresql.LOCK).format(**literals).as_string(None)
+    return psycopg.sql.SQL(inbox.LOCK).format(**literals).as_string(None)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 
 from saf.database import Dsn
 from saf.destinations import Chunk, Stored
-from saf.destinations.postgresql import PostgresInbox
+from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.routing.routers import add_router
 from tests.destinations import NOWHERE, count
 from tests.hostile import LONG_KEY, dead, run, send, unbounded
@@ -60,7 +60,7 @@ def test_what_raises_leaves_its_lane_and_its_neighbours_arrive_in_order(
         assert count(app, "parked") == 28
         store.execute("INSERT INTO saf.service SELECT unnest(%s::text[])", [list(services)])
     let_time_pass(app)
-    monkeypatch.setattr("saf.engine.storing.PostgresInbox", Raising)
+    monkeypatch.setattr("saf.destinations.postgresql.inbox.PostgresInbox", Raising)
     run_once(app, mom=mom)
     assert sorted(bodies(mom)) == sorted(f"{s} {n}" for s in services for n in range(9))
     for service in services:
@@ -122,7 +122,7 @@ def test_what_an_attempt_before_has_moved_is_not_sent_from_there_as_well(
         assert count(app, "parked") == 7
         store.execute("INSERT INTO saf.service VALUES ('billing')")
     let_time_pass(app)
-    monkeypatch.setattr("saf.engine.storing.PostgresInbox", Late)
+    monkeypatch.setattr("saf.destinations.postgresql.inbox.PostgresInbox", Late)
     run_once(app, mom=mom)
     let_time_pass(app)
     run(app, mom=mom)

@@ -8,7 +8,7 @@ import pytest
 
 from saf.database import Dsn
 from saf.destinations import Chunk, Stored
-from saf.destinations.postgresql import PostgresInbox
+from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.errors import Unavailable
 from saf.failpoints import arm
 from saf.log.shards import shard_of
@@ -102,7 +102,7 @@ def test_what_waits_for_its_destination_goes_after_what_waits_for_its_service_si
         run(app, mom=mom, other=NOWHERE)
         let_time_pass(app)
         with monkeypatch.context() as patch:
-            patch.setattr("saf.engine.storing.PostgresInbox", DownAfterTheFirst)
+            patch.setattr("saf.destinations.postgresql.inbox.PostgresInbox", DownAfterTheFirst)
             with Cycle(app, forwarding_rules("exactly_once", 1, mom=mom, other=other)) as cycle:
                 cycle.run()
         lanes = connection.execute("SELECT kind FROM saf.parked ORDER BY id").fetchall()
@@ -171,7 +171,7 @@ def test_what_was_stored_before_its_service_went_is_not_parked_for_it(
         route(connection, "billing", "other")
         send_to(connection, "shipping", "stored", key="k")
         with monkeypatch.context() as patch:
-            patch.setattr("saf.engine.storing.PostgresInbox", AnswerLost)
+            patch.setattr("saf.destinations.postgresql.inbox.PostgresInbox", AnswerLost)
             run(app, mom=mom, other=other)
         assert bodies(other) == ["stored"]
         send_to(connection, "shipping", "not yet", key="k")

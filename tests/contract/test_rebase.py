@@ -8,8 +8,9 @@ import pytest
 import saf
 from saf.broker.embedded import EmbeddedServer
 from saf.database import Dsn, fetch
+from saf.destinations.postgresql.reading import known_at
 from saf.errors import Restored
-from saf.repair.rebase import known_at, rebase
+from saf.repair.rebase import rebase
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, send
 from tests.receivers import SUBSCRIPTION, prepare, put
 from tests.restored import burn_transaction_ids, elsewhere, repair, restore, run

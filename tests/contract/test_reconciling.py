@@ -9,7 +9,7 @@ from saf.database import Dsn
 from saf.operating import decide
 from saf.repair.reconcile import Outcome, reconcile
 from saf.setaside.dead import Filter
-from tests.pipeline import Cycle, connect, forward, forwarding_rules, send
+from tests.pipeline import Cycle, connect, forward, forwarding_rules, send, stores
 
 Broker = Callable[[str], Dsn]
 
@@ -19,7 +19,7 @@ NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
 def compare(
     app: Dsn, mom: Dsn, since: datetime | None = None, until: datetime | None = None
 ) -> Outcome:
-    return reconcile("app", app, {"mom": mom}, since=since, until=until, retention_seconds=86400)
+    return reconcile("app", app, stores(mom=mom), since=since, until=until, retention_seconds=86400)
 
 
 def counts(outcome: Outcome) -> dict[str, int]:

@@ -13,7 +13,7 @@ from saf.database import Dsn, fetch
 from saf.repair.replay import replay
 from saf.repair.send_again import send_again
 from saf.routing.matching import Route, Routes
-from tests.pipeline import Cycle, bodies, connect, forwarding_rules, send
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, send, stores
 from tests.programs import configuration, saf
 
 ROUTES = Routes(routes=(Route(destination="mom"),))
@@ -50,7 +50,7 @@ def test_what_a_restored_store_lost_arrives_before_what_was_sent_since(
         assert len(dry["mom"]) == 10
         assert fetch(connection, "SELECT FROM saf.parked") == []
     sent = send_again(
-        "app", app, {"mom": restored}, lambda _: ROUTES, retention_seconds=3600, why="disk died"
+        "app", app, stores(mom=restored), lambda _: ROUTES, retention_seconds=3600, why="disk died"
     )
     assert sent is not None
     assert sent.by_destination == dry

@@ -36,7 +36,7 @@ from saf.setaside.parking import parked
 from tests import classifiers
 from tests.destinations import Broker
 from tests.dying import Crash, crash
-from tests.pipeline import bodies, connect, let_time_pass
+from tests.pipeline import bodies, connect, let_time_pass, stores
 from tests.routing import without_default
 
 CLASSIFIERS = "tests.classifiers"
@@ -449,7 +449,7 @@ def test_reconciling_finds_each_message_where_its_router_has_sent_it(
     send(source, *["EWR", "all", "JFK", "nobody"] * 5, key="k")
     send(source, *[f"another key {number}" for number in range(10)], service="arrivals", key="k")
     run(app, ewr=ewr, jfk=jfk)
-    destinations = {"ewr": ewr, "jfk": jfk}
+    destinations = stores(ewr=ewr, jfk=jfk)
     assert reconcile("app", app, destinations, retention_seconds=1e6).same
     with connect(ewr) as store:
         store.execute("DELETE FROM saf.inbox WHERE to_service = 'EWR'")

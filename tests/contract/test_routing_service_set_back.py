@@ -8,15 +8,16 @@ from dataclasses import replace
 import pytest
 
 from saf.database import Dsn, fetch
+from saf.destinations.postgresql.reading import known_at
 from saf.dialogs.comparing import compare
 from saf.dialogs.statements import Code
-from saf.repair.rebase import known_at, rebase
+from saf.repair.rebase import rebase
 from saf.repair.reconcile import missing
 from saf.repair.send_again import send_again
 from saf.routing.routes import current_routes
 from tests.dialogs import ERROR, SHOP, begin, receive, said, say
 from tests.hub import Hub
-from tests.pipeline import connect
+from tests.pipeline import connect, stores
 from tests.set_backs import FORGET
 
 GoBack = Callable[[Hub, str, Dsn], Hub]
@@ -40,7 +41,7 @@ def repair(hub: Hub, name: str) -> None:
     for other, dsn in hub.places.items():
         if dsn not in places.values():
             continue
-        there = {one: to for one, to in hub.places.items() if one != other}
+        there = stores(**{one: to for one, to in hub.places.items() if one != other})
         with connect(dsn) as connection:
             for shard, number in missing(other, dsn, there, retention_seconds=86400.0):
                 connection.execute(FORGET, {"shard": shard, "id": number})

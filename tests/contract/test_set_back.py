@@ -11,13 +11,23 @@ from typing import Any
 import pytest
 
 from saf.database import Dsn, fetch
-from saf.destinations.postgresql import PostgresInbox
+from saf.destinations.postgresql.inbox import PostgresInbox
+from saf.destinations.postgresql.reading import known_at
 from saf.errors import Unavailable
 from saf.failpoints import arm
-from saf.repair.rebase import known_at, rebase
+from saf.repair.rebase import rebase
 from saf.repair.send_again import Sent, send_again
 from saf.routing.routes import current_routes
-from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, run, send
+from tests.pipeline import (
+    Cycle,
+    bodies,
+    connect,
+    forwarding_rules,
+    let_time_pass,
+    run,
+    send,
+    stores,
+)
 from tests.programs import configuration, saf
 
 Backup = Callable[[Dsn], Dsn]
@@ -61,7 +71,7 @@ def repair_store(app: Dsn, **destinations: Dsn) -> Sent | None:
     return send_again(
         "app",
         app,
-        destinations,
+        stores(**destinations),
         lambda source: current_routes(source, next(iter(destinations))),
         retention_seconds=3600,
     )
@@ -479,7 +489,7 @@ def test_two_who_replay_at_once_send_each_message_once(app: Dsn, mom: Dsn) -> No
             send_again(
                 "app",
                 app,
-                {"mom": mom},
+                stores(mom=mom),
                 lambda source: current_routes(source, "mom"),
                 retention_seconds=3600,
                 only_if_set_back=False,

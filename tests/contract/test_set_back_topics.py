@@ -12,14 +12,15 @@ import pytest
 
 from saf import Outbox
 from saf.database import Dsn, fetch
+from saf.destinations.marks import Known
+from saf.destinations.postgresql import Postgresql
 from saf.operating import decide
 from saf.repair.reconcile import reconcile
 from saf.repair.send_again import Sent, send_again
-from saf.repair.set_back import Known, known_at
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route, add_topic, current_routes, remove_topic
 from saf.setaside import dead
-from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, run
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, run, stores
 from tests.programs import configuration, saf
 
 Backup = Callable[[Dsn], Dsn]
@@ -47,7 +48,7 @@ def tell(
 
 def again(app: Dsn, **destinations: Dsn) -> dict[str, int]:
     """Repair; how many messages are sent again, by destination."""
-    sent = send_again("app", app, destinations, current_routes, retention_seconds=3600)
+    sent = send_again("app", app, stores(**destinations), current_routes, retention_seconds=3600)
     assert sent is not None
     return counts(sent)
 
@@ -70,7 +71,7 @@ def test_a_store_set_back_gets_its_copies_again_and_the_others_nothing(
     run(app, mom=older, other=other)
     for store in (older, other):
         assert bodies(store) == [str(number) for number in range(7)]
-    assert reconcile("app", app, {"mom": older, "other": other}, retention_seconds=3600).same
+    assert reconcile("app", app, stores(mom=older, other=other), retention_seconds=3600).same
 
 
 def test_reconcile_names_a_lost_copy_and_who_has_lost_it(
@@ -143,7 +144,7 @@ def test_a_new_subscriber_that_was_set_back_is_not_flooded_with_an_old_topic(
     older = backup(mom)
     tell(app, 6)
     run(app, mom=mom, other=other)
-    found = reconcile("app", app, {"mom": empty, "other": other}, retention_seconds=3600)
+    found = reconcile("app", app, stores(mom=empty, other=other), retention_seconds=3600)
     assert found.counts["lost"] == 2
     assert again(app, mom=older, other=other) == {"mom": 1}
     run(app, mom=older, other=other)
@@ -281,14 +282,16 @@ def test_a_forwarder_at_work_does_not_make_a_store_look_set_back(
     tell(app, 0)
     run(app, mom=mom)
 
-    def look(connection: Any, source: UUID) -> Known:
-        known = known_at(connection, source)
+    ask = Postgresql.known
+
+    def look(there: Postgresql, name: str, source: UUID, *, role: str) -> Known:
+        known = ask(there, name, source, role=role)
         tell(app, 1)
         run(app, mom=mom)
         return known
 
-    monkeypatch.setattr("saf.repair.send_again.known_at", look)
+    monkeypatch.setattr(Postgresql, "known", look)
     sent = send_again(
-        "app", app, {"mom": mom}, lambda one: current_routes(one, "mom"), retention_seconds=3600
+        "app", app, stores(mom=mom), lambda one: current_routes(one, "mom"), retention_seconds=3600
     )
     assert sent is None

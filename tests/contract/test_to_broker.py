@@ -20,7 +20,7 @@ from saf.setaside.lane import Lane
 from saf.setaside.parking import parked
 from tests.destinations import NOWHERE, count
 from tests.dying import Crash, crash
-from tests.pipeline import bodies, connect, let_time_pass
+from tests.pipeline import bodies, connect, let_time_pass, stores
 from tests.routing import broker_id, run, send, without_default
 
 Broker = Callable[[str], Dsn]
@@ -253,7 +253,7 @@ def test_what_is_for_a_broker_does_not_wait_while_the_one_destination_of_all_rou
 def test_a_destination_that_hangs_is_waited_for_once_and_shortly(mom: Dsn) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         hanging = Dsn(f"host=127.0.0.1 port={silent.getsockname()[1]} dbname=x")
-        identities = Identities({"mom": mom, "hanging": hanging, "down": NOWHERE})
+        identities = Identities(stores(mom=mom, hanging=hanging, down=NOWHERE))
         expected = {"mom": str(broker_id(mom)), "hanging": None, "down": None}
         began = time.monotonic()
         assert identities.known() == expected

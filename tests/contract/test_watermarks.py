@@ -14,7 +14,7 @@ from saf.database import Dsn, fetch
 from saf.database.bounds import Bounds
 from saf.destinations import Chunk, Stored
 from saf.destinations.marks import AGAIN
-from saf.destinations.postgresql import PostgresInbox
+from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.engine.chunks import mark
 from saf.engine.source import messages, read
 from saf.engine.work import Work

@@ -11,8 +11,9 @@ from psycopg import sql
 import saf
 import saf.engine.delivery
 from saf import Outbox
-from saf.destinations import Chunk, postgresql
-from saf.destinations.postgresql import PostgresInbox
+from saf.destinations import Chunk
+from saf.destinations.postgresql import inbox
+from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.dialogs import arrival
 from saf.dialogs.facts import Facts, Verdict, judge
 from saf.engine.aside import Aside
@@ -24,12 +25,12 @@ from saf.setaside import dead, parking
 
 
 def watermark_not_moved(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(postgresql, "MOVE_MARKS", "SELECT 1")
+    patch.setattr(inbox, "MOVE", "SELECT 1")
 
 
 def watermark_moved_and_a_row_not_stored(patch: pytest.MonkeyPatch) -> None:
-    whole = postgresql.inbox_rows
-    patch.setattr(postgresql, "inbox_rows", lambda rows, source: whole(rows, source).slice(1))
+    whole = inbox.inbox_rows
+    patch.setattr(inbox, "inbox_rows", lambda rows, source: whole(rows, source).slice(1))
 
 
 def marked_before_sent(patch: pytest.MonkeyPatch) -> None:
@@ -43,8 +44,8 @@ def marked_before_sent(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_fence_at_the_destination(patch: pytest.MonkeyPatch) -> None:
-    blind = postgresql.LOCK.replace("epoch,", "0::bigint AS epoch,", 1)
-    patch.setattr(postgresql, "LOCK", blind)
+    blind = inbox.LOCK.replace("epoch,", "0::bigint AS epoch,", 1)
+    patch.setattr(inbox, "LOCK", blind)
 
 
 def no_fence_at_the_source(patch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,9 @@ from psycopg.conninfo import make_conninfo
 from saf.broker.embedded import EmbeddedServer
 from saf.broker.grants import Kind, grant
 from saf.broker.migrate import migrate
-from saf.config import Broker, Destination, Settings, Waits
+from saf.config import Broker, Settings, Waits
 from saf.database import Dsn, fetch
+from saf.destinations.postgresql import Postgresql
 from saf.operating.doctor import Finding, Limits, examine
 from saf.operating.doctor.examination import BROKER
 from tests.pipeline import connect, forward, send
@@ -44,7 +45,7 @@ def examined(
 ) -> list[Finding]:
     settings = Settings(
         brokers={"app": Broker(dsn=app)},
-        destinations={"mom": Destination(dsn=mom or app)},
+        destinations={"mom": Postgresql(dsn=mom or app)},
         bounds=bounds,
     )
     return examine(settings, limits=limits, **options)

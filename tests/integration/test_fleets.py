@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from saf.broker.embedded import EmbeddedServer
-from saf.config import Destination, Fleet, Settings, load
+from saf.config import Fleet, Settings, load
 from saf.database import Dsn
+from saf.destinations.postgresql import Postgresql
 from saf.errors import ConfigurationError, Unavailable
 from saf.fleets import ask, ask_all
 from saf.operating.doctor import examine
@@ -174,7 +175,7 @@ def test_the_doctor_examines_a_fleet_and_names_what_is_wrong_with_it(
         "gone": Fleet(dsn=Dsn("host=/nonexistent dbname=x"), databases="*"),
     }
     settings = Settings.model_construct(
-        brokers={}, fleets=fleets, destinations={"mom": Destination(dsn=mom)}
+        brokers={}, fleets=fleets, destinations={"mom": Postgresql(dsn=mom)}
     )
     found = examine(settings)
     wrong = {(one.where, one.check) for one in found if one.severity == "error"}

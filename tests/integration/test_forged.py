@@ -10,8 +10,9 @@ from psycopg.conninfo import make_conninfo
 
 from saf import Outbox
 from saf.broker.grants import Kind, grant
-from saf.config import Broker, Destination, Settings
+from saf.config import Broker, Settings
 from saf.database import Dsn
+from saf.destinations.postgresql import Postgresql
 from saf.operating.doctor import Finding, examine
 from tests.pipeline import bodies, connect, forward, let_time_pass, send
 
@@ -33,7 +34,7 @@ def writer(app: Dsn) -> Iterator[Dsn]:
 
 
 def forged(app: Dsn) -> list[Finding]:
-    settings = Settings(brokers={"a": Broker(dsn=app)}, destinations={"m": Destination(dsn=app)})
+    settings = Settings(brokers={"a": Broker(dsn=app)}, destinations={"m": Postgresql(dsn=app)})
     found = examine(settings)
     mine = [one for one in found if one.check == "forged" and one.where == "broker 'a'"]
     assert mine, "the check was not made"

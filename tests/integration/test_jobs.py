@@ -21,6 +21,7 @@ import pytest
 from saf import config
 from saf.config import load
 from saf.database import Dsn
+from saf.destinations.postgresql import Postgresql
 from tests.programs import BIN, ROOT, configuration, received, run, saf, send
 
 JOBS = ROOT / "jobs"
@@ -298,7 +299,7 @@ def test_the_example_explains_every_setting_and_each_default_is_the_real_one(
     plain = load(JOBS / "saf.toml")
     for model, shown, real in (
         (config.Broker, tables["brokers"]["shop"], plain.brokers["shop"]),
-        (config.Destination, tables["destinations"]["mom"], plain.destinations["mom"]),
+        (Postgresql, tables["destinations"]["mom"], plain.destinations["mom"]),
         (config.Forwarder, tables["forwarder"], plain.forwarder),
         (config.Purge, tables["purge"], plain.purge),
     ):

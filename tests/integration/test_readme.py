@@ -85,7 +85,10 @@ def test_the_bounds_of_the_operations_page_are_those_that_hold_without_it(tmp_pa
     file = configuration(tmp_path / "saf.toml", {}, {"mom": Dsn("dbname=mom")})
     file.write_text('[brokers.app]\ndsn = "dbname=app"\n' + file.read_text() + text)
     settings = load(file)
-    assert settings.brokers["app"].dsn.bounds == settings.destinations["mom"].dsn.bounds == Bounds()
+    assert settings.brokers["app"].dsn.bounds == Bounds()
+    there = settings.destinations["mom"].broker()
+    assert there is not None
+    assert there.bounds == Bounds()
 
 
 def test_the_command_for_who_sends_gives_all_that_a_sender_needs(app: Dsn) -> None:

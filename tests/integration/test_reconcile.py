@@ -23,7 +23,7 @@ from saf.repair.reconcile import Outcome, missing, reconcile
 from saf.repair.reconcile.sides import read_both
 from saf.routing.routes import add_route, add_topic, remove_topic
 from saf.setaside import dead
-from tests.pipeline import Cycle, connect, forward, forwarding_rules
+from tests.pipeline import Cycle, connect, forward, forwarding_rules, stores
 from tests.programs import configuration, saf, send
 from tests.sizes import sized
 
@@ -52,7 +52,7 @@ def other(new_broker: Broker) -> Dsn:
 
 
 def compare(app: Dsn, since: datetime | None = None, **destinations: Dsn) -> Outcome:
-    return reconcile("app", app, destinations, since=since, retention_seconds=WEEK)
+    return reconcile("app", app, stores(**destinations), since=since, retention_seconds=WEEK)
 
 
 def counts(outcome: Outcome) -> dict[str, int]:
@@ -115,7 +115,7 @@ def test_each_lost_message_is_named_and_found_again(app: Dsn, mom: Dsn) -> None:
     assert {one.message_id for one in outcome.named} == lost
     sent = {row[:2]: row[2:] for row in execute(app, "SELECT shard, id, * FROM saf.outbox")}
     assert {one.message_id for one in outcome.named} == {
-        sent[place][3] for place in missing("app", app, {"mom": mom}, retention_seconds=WEEK)
+        sent[place][3] for place in missing("app", app, stores(mom=mom), retention_seconds=WEEK)
     }
     one = outcome.named[0]
     assert (one.service, one.stored) == ("billing", ())
@@ -126,7 +126,7 @@ def test_no_more_are_named_than_asked_for_but_all_are_counted(app: Dsn, mom: Dsn
     send(app, 200)
     forward(app, mom=mom)
     lose(mom, 50)
-    outcome = reconcile("app", app, {"mom": mom}, retention_seconds=WEEK, limit=3)
+    outcome = reconcile("app", app, stores(mom=mom), retention_seconds=WEEK, limit=3)
     assert (len(outcome.named), counts(outcome)) == (3, {"lost": 50})
 
 
@@ -324,7 +324,7 @@ def test_a_restored_destination_lacks_what_came_after_its_backup(app: Dsn, mom: 
     send(app, 40)
     forward(app, mom=mom)
     execute(mom, "DELETE FROM saf.inbox WHERE id > 100")
-    found = missing("app", app, {"mom": mom}, retention_seconds=WEEK)
+    found = missing("app", app, stores(mom=mom), retention_seconds=WEEK)
     assert sorted(id_ for _, id_ in found) == list(range(101, 141))
 
 
@@ -339,7 +339,7 @@ def test_only_messages_created_in_the_range_are_compared(app: Dsn, mom: Dsn) -> 
     forward(app, mom=mom)
     execute(mom, "DELETE FROM saf.inbox WHERE id = 1")
     assert compare(app, since=between, mom=mom).same
-    before = reconcile("app", app, {"mom": mom}, until=between, retention_seconds=WEEK)
+    before = reconcile("app", app, stores(mom=mom), until=between, retention_seconds=WEEK)
     assert (counts(before), total(before, "stored")) == ({"lost": 1}, 19)
 
 
@@ -374,7 +374,7 @@ def test_nothing_is_purged_while_the_two_sides_are_read(app: Dsn, mom: Dsn) -> N
     forward(app, mom=mom)
     execute(app, f"SELECT setval('saf.outbox_id_seq', {SLOT_ROWS}, false)")
     with connect(app) as connection:
-        with read_both("app", app, {"mom": mom}, since=None, until=None, retention_seconds=WEEK):
+        with read_both("app", app, stores(mom=mom), since=None, until=None, retention_seconds=WEEK):
             assert purge(connection, "outbox", retention_seconds=0)[0].state == "locked"
         assert purge(connection, "outbox", retention_seconds=0)[0].state == "purged"
 

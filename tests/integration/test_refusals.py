@@ -10,9 +10,10 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from saf.broker.embedded import EmbeddedServer
-from saf.config import Broker, Destination, Settings
+from saf.config import Broker, Settings
 from saf.database import Dsn
 from saf.database.refusal import CURES, SAID, SILENT, sqlstate
+from saf.destinations.postgresql import Postgresql
 from saf.errors import Unavailable
 from saf.operating.doctor import examine
 from tests.pipeline import connect
@@ -39,7 +40,7 @@ def strict(own_server: EmbeddedServer) -> EmbeddedServer:
 
 def said(dsn: Dsn) -> tuple[str, str]:
     """What the doctor says of a broker that cannot be reached."""
-    settings = Settings(brokers={"app": Broker(dsn=dsn)}, destinations={"m": Destination(dsn=dsn)})
+    settings = Settings(brokers={"app": Broker(dsn=dsn)}, destinations={"m": Postgresql(dsn=dsn)})
     (one,) = [found for found in examine(settings) if found.where == "broker 'app'"]
     assert (one.check, one.severity) == ("reachable", "error")
     assert PASSWORD not in one.what + one.cure

@@ -67,7 +67,8 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_the_commands_work_in_their_order(folder: Path) -> None:
-    erp = load(folder / "saf.toml").destinations["erp"].dsn
+    erp = load(folder / "saf.toml").destinations["erp"].broker()
+    assert erp is not None
     env = {"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
     env["ERP_ID"] = str(broker_id(erp))
     done = run(["bash", "-euxc", "".join(blocks("shell"))], env=env, cwd=folder)
@@ -225,7 +226,8 @@ def test_a_router_that_cannot_be_is_refused_with_the_reason(folder: Path) -> Non
 def with_hub(folder: Path, app: Dsn, new_broker: Any, monkeypatch: pytest.MonkeyPatch) -> Dsn:
     """The page's saf.toml: one more broker, and each is a source and a destination."""
     hub: Dsn = new_broker("hub")
-    erp = load(folder / "saf.toml").destinations["erp"].dsn
+    erp = load(folder / "saf.toml").destinations["erp"].broker()
+    assert erp is not None
     for name, dsn in (("SHOP_DSN", app), ("HUB_DSN", hub), ("ERP_DSN", erp)):
         monkeypatch.setenv(name, dsn.conninfo)
     (folder / "saf.toml").write_text("".join(blocks("hub")))
@@ -242,7 +244,7 @@ def test_a_routing_service_is_set_up_and_served_as_the_page_says(
     assert "hub: a message for 'departures' is really for 'JFK'" in done.stdout
     assert "hub: router 'departures' has sent on 0 messages" in done.stdout
     assert explained(folder, "departures", "--broker", "shop")["destinations"] == ["hub"]
-    places = {name: one.dsn for name, one in load(folder / "saf.toml").destinations.items()}
+    places = {name: one.dsn for name, one in load(folder / "saf.toml").brokers.items()}
 
     def forward(source: Dsn) -> None:
         with without_default(source, 100, **places) as cycle:
@@ -275,7 +277,7 @@ def test_replies_come_back_by_the_hub_of_the_page_without_a_route(
     done = run(["bash", "-euxc", "".join(blocks("forward"))], env=env, cwd=folder)
     assert done.returncode == DONE, done.stderr
     settings = load(folder / "saf.toml")
-    places = {name: one.dsn for name, one in settings.destinations.items()}
+    places = {name: one.dsn for name, one in settings.brokers.items()}
     erp = places["erp"]
     for dsn, service in ((app, "shop"), (erp, "JFK")):
         with connect(dsn) as connection:

@@ -34,7 +34,7 @@ from saf.broker.migrate import migrate
 from saf.config import load
 from saf.database import Dsn, fetch
 from saf.database.dsn import SECRETS
-from saf.destinations.postgresql import PostgresInbox
+from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.engine.delivery import Delivery
 from saf.engine.source import messages
 from saf.errors import ConfigurationError, SafError, Unavailable
@@ -443,7 +443,9 @@ def test_a_password_from_the_environment_may_hold_anything(
         )
         settings = load(file)
         dsns = [broker.dsn for broker in settings.brokers.values()]
-        dsns.append(settings.destinations["c"].dsn)
+        there = settings.destinations["c"].broker()
+        assert there is not None
+        dsns.append(there)
         for dsn in dsns:
             assert (dsn.parts["password"], dsn.parts["host"]) == (password, "h")
     with pytest.raises(ConfigurationError, match="%40"):

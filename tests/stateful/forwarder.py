@@ -17,7 +17,7 @@ import psycopg
 import pytest
 
 from saf.database import Dsn
-from saf.destinations.postgresql import PostgresInbox
+from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.engine.delivery import Delivery
 from saf.engine.source import messages
 from saf.engine.source_session import SourceSession

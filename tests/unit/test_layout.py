@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import saf
+from saf.destinations.kinds import OURS
 
 HERE = Path(saf.__file__).parent
 SPARK = {"pyspark", "py4j"}
@@ -102,6 +103,22 @@ def test_only_the_room_spark_knows_spark() -> None:
 def test_the_engine_knows_neither_those_who_drive_it_nor_spark() -> None:
     known = {room(one) for n, t in MODULES.items() if room(n) == "engine" for one in imports(t)}
     assert not known & {"forwarding", "spark", "receiving", "operating", "repair", "cli"}
+
+
+def test_nobody_outside_of_its_folder_knows_a_kind_of_destination() -> None:
+    """But for what makes settings, or databases, by itself: the registry, demos, the test kit."""
+    for kind in OURS:
+        folder = f"saf.destinations.{kind}"
+        knows = {
+            room(name)
+            for name, tree in MODULES.items()
+            if not name.startswith(folder)
+            for one in imports(tree, for_types=True)
+            if one.startswith(folder)
+        }
+        assert knows <= {"cli", "demo", "testing"}, kind
+    by_hand = [n for n, t in MODULES.items() if "saf.destinations.postgresql" in imports(t)]
+    assert sorted(by_hand) == ["saf.cli.demo_dialog", "saf.demo.run", "saf.testing.cycle"]
 
 
 def test_receiving_knows_no_dialogs() -> None:

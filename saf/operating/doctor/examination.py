@@ -85,7 +85,9 @@ def examine(
     of_source = (*BROKER, routes_by(config), set_back_by(config))
     databases = [(f"broker {name!r}", one.dsn, of_source) for name, one in config.brokers.items()]
     databases += [
-        (f"destination {name!r}", one.dsn, BROKER) for name, one in config.destinations.items()
+        (f"destination {name!r}", dsn, BROKER)
+        for name, one in config.destinations.items()
+        if (dsn := one.broker())
     ]
     found: list[Finding] = []
     patients: list[Patient] = []
@@ -103,7 +105,28 @@ def examine(
             patients.append(Patient(where=where, connection=connection, limits=limits, clock=clock))
             found += _examined(patients[-1], dsn, checks)
         found += _disagreements(patients)
-    return found + list(_fleets(config, limits, clock))
+    return [*found, *_elsewhere(config), *_fleets(config, limits, clock)]
+
+
+def _elsewhere(config: Settings) -> Iterator[Finding]:
+    """Of destinations that are no brokers what their kinds say."""
+    for name, there in config.destinations.items():
+        if there.broker() is not None:
+            continue
+        where = f"destination {name!r}"
+        try:
+            problems = [*there.problems(name)]
+        except Unavailable as error:
+            yield _unreachable(where, there.redact(error.reason))
+            continue
+        except Exception as error:
+            to_do = "mend what it says; until then its messages wait at their sources"
+            said = there.redact(str(error) or type(error).__name__)
+            yield Finding(check="destination", where=where, severity="error", what=said, cure=to_do)
+            continue
+        yield Finding(check=REACHABLE, where=where, severity="ok")
+        for what, to_do in problems:
+            yield Finding(check="destination", where=where, severity="error", what=what, cure=to_do)
 
 
 def _fleets(config: Settings, limits: Limits, clock: Callable[[], float]) -> Iterator[Finding]:

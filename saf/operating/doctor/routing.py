@@ -25,6 +25,16 @@ def routes_by(config: Settings) -> Check:
                     f"add [destinations.{route.destination}] to saf.toml{meant}, or saf route "
                     "remove",
                 )
+            else:
+                try:
+                    config.destinations[route.destination].check_quality(route.quality)
+                except ValueError as error:
+                    yield (
+                        "error",
+                        f"the route of {describe(route)}: {error}. Its messages are parked",
+                        f"saf route add {route.destination} --quality at_least_once, with the "
+                        "service and broker that it has",
+                    )
             instead = in_force.brokers.get(route.destination)
             if route.broker is not None and instead not in (None, route.broker):
                 yield (

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 import psycopg
 
 from saf.config import Settings
-from saf.database import check_schema
 from saf.destinations.marks import shards_of
 from saf.errors import SafError, in_words
 from saf.operating.doctor.patient import Check, Found, Patient
-from saf.repair.set_back import IDENTITY, SetBack, known_at, remembered
+from saf.repair.set_back import IDENTITY, SetBack, remembered
 from saf.repair.set_back import set_back as who_was
 
 ONE_SNAPSHOT = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
@@ -50,13 +49,12 @@ def _met(patient: Patient, config: Settings) -> Iterator[tuple[str, SetBack]]:
     """What the forwarder would meet at each destination that answers."""
     source = patient.connection
     ((broker_id,),) = patient.ask(IDENTITY)
-    for name, destination in config.destinations.items():
+    for name, there in config.destinations.items():
+        if not there.capabilities.exactly_once:
+            continue
         try:
-            with destination.dsn.connect(role="doctor", autocommit=True) as there:
-                check_schema(there)
-                ((store,),) = there.execute(IDENTITY).fetchall()
-                before = remembered(source, store)
-                known = known_at(there, broker_id)
+            before = remembered(source, there.identity(name))
+            known = there.known(name, broker_id, role="doctor")
         except (psycopg.OperationalError, SafError):
             continue  # its own examination says so
         with source.transaction():

@@ -10,6 +10,9 @@ in bounded memory, so that each message at fault is named:
     duplicate    in the destinations more often than at the source
     unexpected   in a destination, and not at the source
 
+A destination that cannot be read back is named, and not compared; what may be there and is nowhere
+else is counted as not compared (`saf.repair.reconcile.unread`).
+
 Complete is what `saf.log.cursor` says, less what stands in saf.parked or saf.dead_letter or was
 discarded by a person. A source does not record where each message went, so it is compared with
 all of its destinations together. Services that are topics, by any frozen routes that are kept, are
@@ -46,10 +49,12 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from saf.database import Dsn
+from saf.destinations.settings import DestinationSettings
 from saf.repair.reconcile.comparing import differences, figures
 from saf.repair.reconcile.copies import RoutesOf, set_back_copies
-from saf.repair.reconcile.outcome import Difference, Outcome, Range, Shard
+from saf.repair.reconcile.outcome import HARMLESS, Difference, Outcome, Range, Shard
 from saf.repair.reconcile.sides import Both, read_both
+from saf.repair.reconcile.unread import unread_of
 from saf.repair.replay import Copy
 from saf.routing.routes import current_routes
 
@@ -66,12 +71,14 @@ class Lost:
     """Those of topics that are lost at some destinations."""
     range: Range
     """What was compared."""
+    unread: Mapping[str, str]
+    """The destinations that were not compared, and why."""
 
 
 def reconcile(
     name: str,
     source: Dsn,
-    destinations: Mapping[str, Dsn],
+    destinations: Mapping[str, DestinationSettings],
     *,
     since: datetime | None = None,
     until: datetime | None = None,
@@ -84,7 +91,7 @@ def reconcile(
     Args:
         name: the source's, for people.
         source: where the source is.
-        destinations: where each of its destinations is, by name.
+        destinations: the settings of each of its destinations, by name.
         since: from which created_at on; by default from where on nothing was purged.
         until: before which created_at.
         retention_seconds: how long every purge, of either side, has kept messages at least.
@@ -104,7 +111,7 @@ def reconcile(
         named: list[Difference] = []
         for difference in _differences(both, shards, routes):
             counts[difference.kind] += 1
-            if difference.kind != "in_flight" and len(named) < limit:
+            if difference.kind not in HARMLESS and len(named) < limit:
                 named.append(difference)
         return Outcome(
             broker=name,
@@ -112,13 +119,14 @@ def reconcile(
             shards=tuple(shards),
             counts=counts,
             named=tuple(named),
+            unread=both.unread,
         )
 
 
 def lost(
     name: str,
     source: Dsn,
-    destinations: Mapping[str, Dsn],
+    destinations: Mapping[str, DestinationSettings],
     *,
     since: datetime | None = None,
     until: datetime | None = None,
@@ -145,18 +153,21 @@ def lost(
                 )
             else:
                 messages.append((one.shard, one.id))
-        return Lost(messages=sorted(messages), copies=copies, range=both.range)
+        return Lost(messages=sorted(messages), copies=copies, range=both.range, unread=both.unread)
 
 
 def missing(
-    name: str, source: Dsn, destinations: Mapping[str, Dsn], *, retention_seconds: float
+    name: str,
+    source: Dsn,
+    destinations: Mapping[str, DestinationSettings],
+    *,
+    retention_seconds: float,
 ) -> list[tuple[int, int]]:
     """(shard, id) of each message that no destination has, of all that can be compared."""
     return lost(name, source, destinations, retention_seconds=retention_seconds).messages
 
 
 def _differences(both: Both, shards: list[Shard], routes: RoutesOf) -> Iterator[Difference]:
-    copies = set_back_copies(
-        both.source, both.destinations, both.params["source"], both.topics, routes
-    )
-    return differences(both, [shard.shard for shard in shards if not shard.same], copies)
+    copies = set_back_copies(both.source, both.destinations, both.what.source, both.topics, routes)
+    unread = unread_of(both.source.connection, both.unread, routes)
+    return differences(both, [shard.shard for shard in shards if not shard.same], copies, unread)

@@ -9,18 +9,13 @@ from itertools import groupby
 from operator import itemgetter
 from uuid import UUID
 
-from psycopg import sql
-
+from saf.destinations.reading import Entry
 from saf.log.cursor import since as not_visible_in
-from saf.log.shards import shard_expression
-from saf.repair.reconcile.copies import Copies, Entry
+from saf.log.side import IN_RANGE, PLAIN, in_order, open_side
+from saf.repair.reconcile.copies import Copies
 from saf.repair.reconcile.outcome import Difference, Kind, Shard
-from saf.repair.reconcile.sides import Both, as_sql, open_side
-
-IN_RANGE = """
-created_at >= coalesce(%(since)s::timestamptz, '-infinity')
-AND created_at < coalesce(%(until)s::timestamptz, 'infinity')
-"""
+from saf.repair.reconcile.sides import Both
+from saf.repair.reconcile.unread import Unread
 
 SENT = f"""
 SELECT o.message_id, o.shard, o.id, o.to_service, o.to_broker, o.key, o.created_at,
@@ -39,15 +34,6 @@ LEFT JOIN (SELECT DISTINCT unnest(message_ids) FROM saf.audit WHERE action = 'di
 WHERE {IN_RANGE}
 """
 
-# The destination's own column is of its own number of shards
-STORED = f"""
-SELECT message_id, {{shard}} AS shard, id, to_service, to_broker, key, created_at,
-       'stored' AS state
-FROM saf.inbox WHERE source = %(source)s AND {IN_RANGE}
-"""
-
-# What is no topic's is compared by its figures alone
-PLAIN = "to_service <> ALL (%(topics)s::text[])"
 FIGURES_SENT = f"""
 SELECT shard, count(*) FILTER (WHERE state = 'complete'),
        count(*) FILTER (WHERE state = 'aside'), count(*) FILTER (WHERE state = 'pending'),
@@ -55,11 +41,6 @@ SELECT shard, count(*) FILTER (WHERE state = 'complete'),
        coalesce(sum(uuid_hash_extended(message_id, 0))
                 FILTER (WHERE state = 'complete' AND {PLAIN}), 0)
 FROM ({SENT}) AS sent GROUP BY shard
-"""
-FIGURES_STORED = f"""
-SELECT shard, count(*), count(*) FILTER (WHERE {PLAIN}),
-       coalesce(sum(uuid_hash_extended(message_id, 0)) FILTER (WHERE {PLAIN}), 0)
-FROM ({STORED}) AS stored GROUP BY shard
 """
 
 # For which destinations, and under which address, where a router had found one
@@ -79,57 +60,45 @@ SELECT uuid_send(message_id), '', 0::smallint, 0::bigint, '', NULL::uuid, NULL::
 FROM saf.audit, unnest(message_ids) AS message_id WHERE action = 'discard' ORDER BY message_id
 """
 
-# uuid_send: bytes sort like uuids do, and need no object each
-SORTED = """
-SELECT uuid_send(message_id), %(where)s::text, shard, id, to_service, to_broker, key, created_at,
-       {state}
-FROM ({rows}) AS rows
-WHERE (shard = ANY ({shards}::smallint[]) OR to_service = ANY (%(topics)s::text[])) AND {in_range}
-ORDER BY message_id
-"""
-
 
 def figures(both: Both) -> list[Shard]:
     """Count and sum of hashes of each shard, of both sides; the destinations' add up."""
-    found = {number: Shard(shard=number) for number in range(both.shards)}
+    found = {number: Shard(shard=number) for number in range(both.what.shards)}
     for number, complete, aside, pending, *plain in both.source.fetch(FIGURES_SENT, both.params):
         shard = found[number]
         shard.complete, shard.aside, shard.pending = complete, aside, pending
         shard.hashes = ((plain[0], int(plain[1])), (0, 0))
     for side in both.destinations:
-        query = sql.SQL(FIGURES_STORED).format(shard=_shard(both.shards))
-        for number, stored, count, hashed in side.fetch(query, both.params):
+        for number, stored, count, hashed in side.figures(both.what):
             shard = found[number]
             shard.stored += stored
             sent, (others, sum_of_others) = shard.hashes
-            shard.hashes = (sent, (others + count, sum_of_others + int(hashed)))
+            shard.hashes = (sent, (others + count, sum_of_others + hashed))
     return list(found.values())
 
 
-def differences(both: Both, shards: list[int], copies: Copies | None) -> Iterator[Difference]:
+def differences(
+    both: Both, shards: list[int], copies: Copies | None, unread: Unread
+) -> Iterator[Difference]:
     """What the two sides say differently of some shards and of topics, in no order."""
     if not shards and not both.topics:
         return
-    stored = sql.SQL(STORED).format(shard=_shard(both.shards))
-    everywhere = list(range(both.shards)) if both.topics else shards
+    everywhere = list(range(both.what.shards)) if both.topics else shards
     late = not_visible_in("outbox", everywhere, both.snapshot)
     with open_side("", both.source.what, both.later, "outbox") as later:
         streams = [
-            both.source.stream(_sorted(SENT, shards, state="state"), both.params),
-            later.stream(_sorted(late, shards, state="'pending'"), both.params),
-            *(
-                side.stream(_sorted(stored, shards, state="state"), both.params)
-                for side in both.destinations
-            ),
+            both.source.stream(in_order(SENT, shards, state="state"), both.params),
+            later.stream(in_order(late, shards, state="'pending'"), both.params),
+            *(side.stored(both.what, shards) for side in both.destinations),
         ]
         if copies is not None:
             streams += [both.source.stream(q, both.params) for q in (SET_ASIDE, DISCARDED)]
         for _, rows in groupby(merge(*streams, key=itemgetter(0)), key=itemgetter(0)):
-            yield from _judged([Entry._make(row) for row in rows], both.topics, copies)
+            yield from _judged([Entry._make(row) for row in rows], both.topics, copies, unread)
 
 
 def _judged(
-    entries: list[Entry], topics: frozenset[str], copies: Copies | None
+    entries: list[Entry], topics: frozenset[str], copies: Copies | None, unread: Unread
 ) -> Iterator[Difference]:
     """What is to be said of one message id, given every row that has it."""
     complete = [one for one in entries if one.state == "complete"]
@@ -146,7 +115,11 @@ def _judged(
     elif len(stored) > len(known):
         wrong = [("duplicate", known[0])]
     else:
-        wrong += [("lost", one) for one in complete[len(stored) :] if not lost_at]
+        wrong += [
+            ("not_compared" if unread.may_have(one) else "lost", one)
+            for one in complete[len(stored) :]
+            if not lost_at
+        ]
         wrong += [("in_flight", one) for one in known[len(complete) : len(stored)]]
     if lost_at:
         wrong.append(("lost", known[0]))
@@ -164,17 +137,3 @@ def _judged(
             stored=tuple(each.where for each in everywhere),
             lost_at=lost_at if kind == "lost" else (),
         )
-
-
-def _sorted(rows: sql.Composed | str, shards: list[int], *, state: str) -> sql.Composed:
-    return sql.SQL(SORTED).format(
-        state=sql.SQL(state),
-        rows=as_sql(rows),
-        shards=sql.Literal(shards),
-        in_range=sql.SQL(IN_RANGE),
-    )
-
-
-def _shard(shards: int) -> sql.SQL:
-    """The shard that a row has at a source with so many."""
-    return sql.SQL(shard_expression(shards, modulo="%%"))

@@ -24,24 +24,21 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import UUID
 
 import psycopg
 
 from saf.destinations.marks import NOTHING, Mark, Place, compare
-from saf.repair.reconcile.sides import Side
-from saf.repair.set_back import known_at, remembered
+from saf.destinations.reading import Entry, Reading
+from saf.log.side import Side
+from saf.repair.set_back import remembered
 from saf.routing.matching import Routes
 from saf.routing.routes import versions
 
 RoutesOf = Callable[[psycopg.Connection[Any]], Routes]
 """What says where a source's messages go now."""
 
-HELD = """
-SELECT to_service, min(created_at) FROM saf.inbox
-WHERE source = %(source)s AND to_service = ANY (%(topics)s::text[]) GROUP BY to_service
-"""
 MADE = """
 SELECT t.name, min(greatest(t.created_at, r.created_at))
 FROM saf.topic t JOIN saf.route r ON coalesce(r.service, t.name) = t.name
@@ -49,23 +46,6 @@ WHERE r.destination = %(destination)s GROUP BY t.name
 """
 
 ALWAYS = datetime.min.replace(tzinfo=UTC)
-
-
-class Entry(NamedTuple):
-    """A row of one side that has a message's id."""
-
-    message_id: bytes
-    where: str
-    """A destination: that stores it, or for which it is set aside; empty for all."""
-    shard: int
-    id: int
-    service: str
-    broker: UUID | None
-    key: str | None
-    created_at: datetime
-    """Of what was discarded: when that was."""
-    state: str
-    """pending, aside or complete, in the source's log; stored; set_aside or discarded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +97,7 @@ class Copies:
 
 def set_back_copies(
     here: Side,
-    there: Iterable[Side],
+    there: Iterable[Reading],
     source: UUID,
     topics: Collection[str],
     routes: RoutesOf,
@@ -128,7 +108,7 @@ def set_back_copies(
     """
     found: dict[str, Lacking] = {}
     for side in there if topics else ():
-        known = known_at(side.connection, source)
+        known = side.known(source)
         before = remembered(here.connection, known.destination)
         if behind := compare(known.marks, before.marks, before.in_hand).behind:
             found[side.name] = Lacking(
@@ -155,7 +135,7 @@ def _reached(marks: Mapping[Place, Mark], behind: Iterable[Place]) -> dict[int, 
     return found
 
 
-def _begun(here: Side, side: Side, source: UUID, topics: Collection[str]) -> dict[str, datetime]:
+def _begun(here: Side, side: Reading, source: UUID, topics: Collection[str]) -> dict[str, datetime]:
     """By topic, from when on a destination got its messages."""
     begun = [
         (topic, ALWAYS if one.is_first else one.created_at)
@@ -164,7 +144,7 @@ def _begun(here: Side, side: Side, source: UUID, topics: Collection[str]) -> dic
         if side.name in copied_to(one.routes, topic)
     ]
     begun += here.fetch(MADE, {"destination": side.name})
-    begun += side.fetch(HELD, {"source": source, "topics": list(topics)})
+    begun += side.begun(source, topics)
     earliest: dict[str, datetime] = {}
     for topic, moment in begun:
         earliest[topic] = min(moment, earliest.get(topic, moment))

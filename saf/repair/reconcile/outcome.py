@@ -8,8 +8,11 @@ from datetime import datetime
 from typing import Any, Literal
 from uuid import UUID
 
-Kind = Literal["lost", "duplicate", "unexpected", "in_flight"]
+Kind = Literal["lost", "duplicate", "unexpected", "in_flight", "not_compared"]
 
+
+HARMLESS = ("in_flight", "not_compared")
+"""Those that nothing is wrong with, as far as can be seen."""
 
 Figures = tuple[int, int]
 """How many, and the sum of the hashes of their ids."""
@@ -83,9 +86,11 @@ class Outcome:
     counts: Mapping[str, int]
     """Messages by `Kind`."""
     named: tuple[Difference, ...]
-    """As many of them as asked for; none that is only in flight."""
+    """As many of them as asked for; none that is only in flight, or not compared."""
+    unread: Mapping[str, str] = field(default_factory=dict)
+    """The destinations that were not compared, and why."""
 
     @property
     def same(self) -> bool:
-        """Whether nothing is lost, duplicated or unexpected."""
-        return not any(count for kind, count in self.counts.items() if kind != "in_flight")
+        """Whether nothing is lost, duplicated or unexpected, as far as it was compared."""
+        return not any(count for kind, count in self.counts.items() if kind not in HARMLESS)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
-INBOX, PLACES = "saf/destinations/postgresql.py", "saf/destinations/places.py"
+INBOX, PLACES = "saf/destinations/postgresql/inbox.py", "saf/destinations/places.py"
+FOLDER = "saf/destinations/jsonl/folder.py"
 ISOLATION = "saf/setaside/isolation.py"
 WATERMARKS, ISOLATED, CRASH = (
     "contract/test_watermarks.py",
@@ -46,7 +47,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "an older epoch is not refused",
-        INBOX,
+        PLACES,
         "if epoch > mine[shard]]",
         "if epoch > mine[shard] + 1000]",
         "contract/test_5_fenced.py::"
@@ -91,7 +92,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a source that was set back is not noticed",
-        INBOX,
+        PLACES,
         "if differ.ahead:",
         "if differ.ahead and not chunk.rows.num_rows:",
         f"{HONEST}::"
@@ -140,5 +141,26 @@ MUTANTS: list[Mutant] = [
         "            require_revision(self.dsn.database, found[0][0] if found else None)\n",
         "",
         "contract/test_connections.py::test_a_schema_that_has_changed_meanwhile_is_noticed",
+    ),
+    mutant(
+        "a folder forgets which file has no name yet",
+        FOLDER,
+        "            self._publish(source, state)\n            yield state",
+        "            yield state",
+        "contract/test_jsonl.py::test_what_a_killed_writer_has_not_named_is_named_by_the_next_one",
+    ),
+    mutant(
+        "a folder's marks are moved before its messages are there",
+        FOLDER,
+        "rows if wrong is None else None",
+        "None",
+        "contract/test_jsonl.py::test_messages_are_lines_in_their_order_and_each_is_there_once",
+    ),
+    mutant(
+        "what a destination that cannot be read back may have is taken for lost",
+        "saf/repair/reconcile/comparing.py",
+        '"not_compared" if unread.may_have(one) else "lost"',
+        '"lost"',
+        "contract/test_jsonl.py::test_what_readers_have_deleted_is_not_taken_for_lost",
     ),
 ]

@@ -35,13 +35,10 @@ from saf.database import (
     require_revision,
 )
 from saf.destinations import Chunk, Stored
-from saf.destinations.marks import InHand, Mark, Place, compare, shards_of
-from saf.destinations.places import beyond, last_of, touched
+from saf.destinations.marks import Mark, Place
+from saf.destinations.places import beyond, for_others, last_of, refuse, touched
 from saf.errors import (
-    Ahead,
     AnotherBroker,
-    Behind,
-    Fenced,
     Rejected,
     Restored,
     Unavailable,
@@ -88,7 +85,7 @@ WHERE w.source = {{source}}::uuid AND w.shard = s.shard AND w.lane = s.lane
 """
 
 # The epoch rises even where no row is stored, so that the owner before is fenced
-MOVE_MARKS = """
+MOVE = """
 UPDATE saf.watermark w SET epoch = mine.epoch, batch = mine.batch, position = mine.position,
        opened_at = mine.opened_at, acknowledged = mine.acknowledged
 FROM unnest({lanes}::text[], {shards}::smallint[], {epochs}::bigint[], {locked}::bigint[],
@@ -111,14 +108,15 @@ class PostgresInbox:
         self.dsn = dsn
         self.keep = keep
         self._connection: adbc.Connection | None = None
-        self._identity = ""
+        self._identity: UUID | None = None
         self._of_rows = False
         """Rows are given, so that what the server says now may be said of them."""
 
-    def identity(self) -> str:
+    def identity(self) -> UUID:
         """The inbox's broker_id."""
-        if not self._identity:
+        if self._identity is None:
             self.connect()
+        assert self._identity is not None  # noqa: S101 - learnt at the first contact
         return self._identity
 
     def connect(self) -> None:
@@ -134,7 +132,7 @@ class PostgresInbox:
             if exactly_once:
                 stored = {place: mark.number for place, mark in marks.items()}
                 rows = beyond(rows, chunk.number, stored, chunk.prefix)
-            others = for_others(rows, UUID(self._identity))
+            others = for_others(rows, self.identity())
             unknown = [] if others else self._unknown(cursor, rows, chunk.behind)
             # nobody who was owner before may store what the caller sets aside now
             moved = {} if others or unknown else last_of(chunk, marks)
@@ -147,7 +145,7 @@ class PostgresInbox:
             fail_point("mom_insert")
         fail_point("mom_commit")
         if others:
-            raise AnotherBroker(f"destination {self.name!r}", self._identity, others, rows)
+            raise AnotherBroker(f"destination {self.name!r}", str(self.identity()), others, rows)
         if unknown:
             raise UnknownService(f"destination {self.name!r}", unknown, rows)
         dropped = chunk.rows.num_rows - rows.num_rows
@@ -179,21 +177,8 @@ class PostgresInbox:
             self._connect().commit()
             found = _query(cursor, LOCK, values)
         epochs = {(lane, shard): epoch for lane, shard, epoch, *_ in found}
-        mine = dict(chunk.batch.epochs)
-        newer = [(lane, shard) for (lane, shard), epoch in epochs.items() if epoch > mine[shard]]
-        if newer:
-            raise Fenced(f"destination {self.name!r}", shards_of(newer))
         marks = {(lane, shard): Mark.of(*mark) for lane, shard, _, *mark in found}
-        in_hand = InHand(batch=chunk.batch.number, opened_at=chunk.batch.opened_at)
-        known = {place: mark for place, mark in chunk.known.items() if place in marks}
-        differ = compare(marks, known, dict.fromkeys(mine, in_hand))
-        if differ.behind:
-            raise Behind(
-                f"destination {self.name!r}", shards_of(differ.behind), differ.since, differ.lower
-            )
-        if differ.ahead:
-            ahead = {place: marks[place] for place in differ.ahead}
-            raise Ahead(f"destination {self.name!r}", shards_of(ahead), ahead)
+        refuse(f"destination {self.name!r}", chunk, epochs, marks)
         return epochs, marks
 
     def _move_watermarks(
@@ -222,7 +207,7 @@ class PostgresInbox:
             "acknowledged": [mark.acknowledged for mark in new.values()],
         }
         literals = {name: sql.Literal(column) for name, column in columns.items()}
-        _query(cursor, MOVE_MARKS, _values(chunk, list(new)) | literals)
+        _query(cursor, MOVE, _values(chunk, list(new)) | literals)
 
     def _unknown(self, cursor: adbc.Cursor, rows: pa.Table, behind: frozenset[str]) -> list[str]:
         """The services that are addressed and not known here, or as if they were not."""
@@ -268,7 +253,8 @@ class PostgresInbox:
             (exists,) = _query(cursor, HAS_SCHEMA)[0]
             found = _query(cursor, SCHEMA_REVISION) if exists else []
             require_revision(self.dsn.database, found[0][0] if found else None)
-            ((self._identity, restored),) = _query(cursor, IDENTITY)
+            ((identity, restored),) = _query(cursor, IDENTITY)
+            self._identity = UUID(identity)
             if restored:
                 raise Restored(self.dsn.database, f"destination {self.name!r}")
             _query(cursor, DURABLE)
@@ -293,15 +279,6 @@ def _values(chunk: Chunk, places: Sequence[Place]) -> dict[str, sql.Literal]:
         "lanes": sql.Literal([lane for lane, _ in places]),
         "shards": sql.Literal([shard for _, shard in places]),
     }
-
-
-def for_others(rows: pa.Table, broker: UUID) -> list[str]:
-    """The brokers that rows are addressed to, and that are not this one."""
-    addressed = rows["to_broker"]
-    if addressed.null_count == len(addressed):
-        return []
-    named = {UUID(bytes=one) for one in pc.unique(addressed.drop_null()).to_pylist()}
-    return sorted(map(str, named - {broker}))
 
 
 def inbox_rows(rows: pa.Table, source: UUID) -> pa.Table:

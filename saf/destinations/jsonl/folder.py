@@ -1,0 +1,177 @@
+"""A folder of files of JSON lines, filled a chunk at a time, exactly once.
+
+    saf.json                       what the folder is; see `saf.destinations.jsonl.state`
+    SOURCE/000000000001.jsonl      the messages of one source, a file for each chunk: by the names
+    SOURCE/000000000002.jsonl      of its files and by the lines in them, each key in its order
+    .saf/SOURCE.json               how far it is stored: its marks, and the number of its last file
+    .saf/SOURCE.lock               who writes holds its lock
+    .saf/SOURCE-2.tmp              a file that is being written, with the number that it gets
+
+A chunk is stored by one rename: that of SOURCE.json. Before it, the messages are in a file
+that is durable and seen by nobody. After it, that file gets its name, by whoever gets the lock next
+if this process does not: the marks in SOURCE.json say that it is stored. So of a process
+that is killed, at whatever point, each chunk is there whole and once, or not at all; a file never
+changes once it has its name. One that is stopped keeps its lock, for which others wait
+``lock_seconds``; when it goes on after others did, it reads their marks, and is fenced.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+from uuid import UUID
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from saf.destinations import Chunk, Stored
+from saf.destinations.jsonl.lines import content, lines
+from saf.destinations.jsonl.state import (
+    INSIDE,
+    State,
+    make_identity,
+    read_state,
+    sync,
+    unavailable_if_lost,
+    write,
+)
+from saf.destinations.marks import NOTHING, Mark, Place
+from saf.destinations.places import beyond, last_of, not_for, refuse, touched
+from saf.errors import Rejected, Unavailable
+from saf.failpoints import fail_point
+
+if TYPE_CHECKING:
+    from saf.destinations.jsonl import Jsonl
+
+POLL_SECONDS = 0.02
+
+
+class Folder:
+    """A folder as a `saf.destinations.Destination`."""
+
+    def __init__(self, name: str, settings: Jsonl) -> None:
+        self.what = f"destination {name!r}"
+        self.settings = settings
+        self.path = settings.folder
+
+    def identity(self) -> UUID:
+        """What its saf.json says; an empty folder becomes a new destination."""
+        with unavailable_if_lost(self.what):
+            return make_identity(self.path)
+
+    def connect(self) -> None:
+        """Be a folder that can be written to."""
+        self.identity()
+
+    def look(self) -> None:
+        """Raise what `connect` would; writes nothing."""
+        with unavailable_if_lost(self.what):
+            os.scandir(self.path).close()
+            if not os.access(self.path, os.W_OK | os.X_OK):
+                raise PermissionError(13, "Permission denied", str(self.path))
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+        """Store a chunk; see `saf.destinations.Destination`."""
+        identity = self.identity()
+        with unavailable_if_lost(self.what), self._locked(chunk.source) as state:
+            marks = self._marks(state, chunk)
+            rows = chunk.rows
+            if exactly_once:
+                stored = {place: mark.number for place, mark in marks.items()}
+                rows = beyond(rows, chunk.number, stored, chunk.prefix)
+            wrong = not_for(self.what, identity, rows, chunk.behind)
+            moved = {} if wrong else last_of(chunk, marks)
+            mine = dict(chunk.batch.epochs)
+            new = State(
+                number=state.number,
+                marks=state.marks | marks | moved,
+                epochs=state.epochs | {(lane, shard): mine[shard] for lane, shard in marks},
+            )
+            self._commit(chunk.source, new, rows if wrong is None else None, state)
+        if wrong:
+            raise wrong
+        dropped = chunk.rows.num_rows - rows.num_rows
+        return Stored(messages=rows.num_rows, dropped=dropped, marks=moved)
+
+    def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:
+        """How far the lanes and shards of a chunk are stored."""
+        self.identity()
+        with unavailable_if_lost(self.what), self._locked(chunk.source) as state:
+            return self._marks(state, chunk)
+
+    def _marks(self, state: State, chunk: Chunk) -> dict[Place, Mark]:
+        places = touched(chunk)
+        marks = {place: state.marks.get(place, NOTHING) for place in places}
+        refuse(self.what, chunk, {place: state.epochs.get(place, 0) for place in places}, marks)
+        return marks
+
+    def _commit(self, source: UUID, new: State, rows: pa.Table | None, before: State) -> None:
+        """Make the marks of a source, and the messages that they speak of, what is stored."""
+        inside = self.path / INSIDE
+        if rows is not None and rows.num_rows:
+            new.number += 1
+            (self.path / str(source)).mkdir(exist_ok=True)
+            write(draft_of(self.path, source, new.number), self._content(rows, source))
+        elif new == before:
+            return
+        write(inside / f"{source}.new", new.as_bytes())
+        sync(inside)
+        fail_point("mom_insert")
+        (inside / f"{source}.new").rename(inside / f"{source}.json")
+        sync(inside)
+        fail_point("mom_commit")
+        self._publish(source, new)
+
+    def _content(self, rows: pa.Table, source: UUID) -> memoryview:
+        written = lines(rows, source)
+        most = self.settings.max_line_bytes
+        if most is not None and pc.max(pc.binary_length(written)).as_py() > most:
+            raise Rejected(self.what, f"a line has more than max_line_bytes ({most:,})")
+        return content(written)
+
+    def _publish(self, source: UUID, state: State) -> None:
+        """Give the last file of a source its name, if it has none yet."""
+        draft, final = (of(self.path, source, state.number) for of in (draft_of, file_of))
+        if draft.exists():
+            draft.rename(final)
+            sync(final.parent)
+            sync(draft.parent)
+
+    @contextmanager
+    def _locked(self, source: UUID) -> Iterator[State]:
+        """The state of a source, which nobody else changes meanwhile."""
+        with (self.path / INSIDE / f"{source}.lock").open("wb") as lock:
+            self._wait_for(lock.fileno())
+            state = read_state(self.path, source)
+            self._publish(source, state)
+            yield state
+
+    def _wait_for(self, lock: int) -> None:
+        until = time.monotonic() + self.settings.lock_seconds
+        while True:
+            try:
+                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise Unavailable(
+                        self.what, "another forwarder holds its lock", hangs=True
+                    ) from None
+            time.sleep(POLL_SECONDS)
+
+
+def draft_of(folder: Path, source: UUID, number: int) -> Path:
+    """The file of a number, before it has its name."""
+    return folder / INSIDE / f"{source}-{number}.tmp"
+
+
+def file_of(folder: Path, source: UUID, number: int) -> Path:
+    """The file of a number."""
+    return folder / str(source) / f"{number:012}.jsonl"

@@ -1,0 +1,84 @@
+"""Kinds: what the ``kind`` of a destination stands for, found by its name.
+
+A kind is a class of settings (`saf.destinations.settings.DestinationSettings`), which a package
+declares as an entry point of the group ``saf.destinations``:
+
+    [project.entry-points."saf.destinations"]
+    paper = "our_package.paper:Paper"
+
+It is imported when a saf.toml uses it, and not before: a kind that nobody uses may lack its client.
+saf's own are declared in the same way, and known here too, so that they are there where only its
+modules are, such as on executors; another package cannot take their names.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated
+
+from pydantic import BeforeValidator, SerializeAsAny
+
+from saf.destinations.settings import DestinationSettings
+
+GROUP = "saf.destinations"
+DEFAULT = "postgresql"
+OURS = {
+    "postgresql": "saf.destinations.postgresql:Postgresql",
+    "jsonl": "saf.destinations.jsonl:Jsonl",
+}
+
+
+def known() -> list[str]:
+    """The names of all kinds."""
+    return sorted({*OURS, *(one.name for one in entry_points(group=GROUP))})
+
+
+def settings_of(kind: str) -> type[DestinationSettings]:
+    """The settings of a kind.
+
+    Raises:
+        ValueError: there is none of that name, or its package cannot be imported.
+    """
+    if kind in OURS:
+        module, _, name = OURS[kind].partition(":")
+        found = getattr(import_module(module), name)
+    else:
+        declared = next(iter(entry_points(group=GROUP, name=kind)), None)
+        if declared is None:
+            raise ValueError(
+                f"there is no kind {kind!r}, only {', '.join(known())}; is the package that has it "
+                "installed?"
+            )
+        found = _imported(declared)
+    if not (isinstance(found, type) and issubclass(found, DestinationSettings)):
+        raise ValueError(  # noqa: TRY004 - a setting is at fault, for pydantic
+            f"kind {kind!r} is {found!r}, which is no class of settings: its package is at fault"
+        )
+    return found
+
+
+def _imported(declared: EntryPoint) -> object:
+    try:
+        return declared.load()
+    except Exception as error:
+        package = declared.dist.name if declared.dist else declared.module
+        said = " ".join(str(error).split()) or "no more is known"
+        raise ValueError(
+            f"kind {declared.name!r} is of the package {package}, which cannot be imported: "
+            f"{type(error).__name__}: {said}"
+        ) from None
+
+
+def _of_its_kind(table: object) -> object:
+    """A table of saf.toml as the settings of its kind."""
+    if not isinstance(table, dict):
+        return table
+    kind = table.get("kind", DEFAULT)
+    if not isinstance(kind, str):
+        raise ValueError(f"a kind is a text, one of {', '.join(known())}")  # noqa: TRY004 - pydantic's
+    return settings_of(kind).model_validate(table)
+
+
+AnyDestination = Annotated[SerializeAsAny[DestinationSettings], BeforeValidator(_of_its_kind)]
+"""The union of all kinds, told apart by ``kind``."""

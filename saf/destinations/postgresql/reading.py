@@ -1,0 +1,108 @@
+"""What another broker's inbox holds of a source, and how far its watermarks are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+import psycopg
+from psycopg import sql
+
+from saf.database import Dsn, fetch
+from saf.destinations.marks import Known, Mark, Place
+from saf.destinations.reading import Compared, Figures, Reading
+from saf.log.side import IN_RANGE, PLAIN, Side, in_order, open_side, shard_of
+
+IDENTITY = "SELECT broker_id FROM saf.broker"
+
+# Old versions of a mark may be there still; see saf.shards.newest
+KNOWN = """
+SELECT DISTINCT ON (lane, shard) lane, shard, epoch, batch, position, opened_at, acknowledged
+FROM saf.watermark WHERE source = %(source)s ORDER BY lane, shard, batch DESC
+"""
+
+# The destination's own column is of its own number of shards
+STORED = f"""
+SELECT message_id, {{shard}} AS shard, id, to_service, to_broker, key, created_at,
+       'stored' AS state
+FROM saf.inbox WHERE source = %(source)s AND {IN_RANGE}
+"""
+FIGURES_STORED = f"""
+SELECT shard, count(*), count(*) FILTER (WHERE {PLAIN}),
+       coalesce(sum(uuid_hash_extended(message_id, 0)) FILTER (WHERE {PLAIN}), 0)::text
+FROM ({STORED}) AS stored GROUP BY shard
+"""
+HELD = """
+SELECT to_service, min(created_at) FROM saf.inbox
+WHERE source = %(source)s AND to_service = ANY (%(topics)s::text[]) GROUP BY to_service
+"""
+
+
+@dataclass(frozen=True)
+class InboxReading:
+    """One inbox, in one snapshot."""
+
+    side: Side
+
+    @property
+    def name(self) -> str:
+        """The destination's."""
+        return self.side.name
+
+    def identity(self) -> UUID:
+        """Its broker_id."""
+        ((broker_id,),) = self.side.fetch(IDENTITY, {})
+        return UUID(str(broker_id))
+
+    def purged(self) -> str | None:
+        """Its inbox, unless it never was."""
+        return "inbox" if self.side.may_be_purged() else None
+
+    def known(self, source: UUID) -> Known:
+        """Its watermarks."""
+        return known_at(self.side.connection, source)
+
+    def figures(self, what: Compared) -> Iterable[Figures]:
+        """Counted by the server."""
+        query = sql.SQL(FIGURES_STORED).format(shard=shard_of(what.shards))
+        for shard, stored, plain, hashed in self.side.fetch(query, _params(what)):
+            yield Figures(shard, stored, plain, int(hashed))
+
+    def stored(self, what: Compared, shards: Sequence[int]) -> Iterator[tuple[Any, ...]]:
+        """As they come, sorted by the server."""
+        rows = sql.SQL(STORED).format(shard=shard_of(what.shards))
+        return self.side.stream(in_order(rows, shards, state="state"), _params(what))
+
+    def begun(self, source: UUID, topics: Collection[str]) -> Iterable[tuple[Any, ...]]:
+        """It looks at the whole inbox."""
+        return self.side.fetch(HELD, {"source": source, "topics": [*topics]})
+
+
+@contextmanager
+def read(name: str, dsn: Dsn) -> Iterator[Reading]:
+    """An inbox, safe from purges, and no snapshot taken yet."""
+    with open_side(name, f"destination {name!r}", dsn, "inbox") as side:
+        yield InboxReading(side)
+
+
+def known_at(connection: psycopg.Connection[Any], source: UUID) -> Known:
+    """What the broker of a connection knows of a source."""
+    ((destination,),) = fetch(connection, IDENTITY)
+    marks: dict[Place, Mark] = {}
+    epochs: dict[int, int] = {}
+    for lane, shard, epoch, *mark in fetch(connection, KNOWN, {"source": source}):
+        marks[lane, shard] = Mark.of(*mark)
+        epochs[shard] = max(epoch, epochs.get(shard, 0))
+    return Known(destination=destination, marks=marks, epochs=epochs)
+
+
+def _params(what: Compared) -> dict[str, Any]:
+    return {
+        "source": what.source,
+        "since": what.since,
+        "until": what.until,
+        "topics": [*what.topics],
+    }

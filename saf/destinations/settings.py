@@ -1,0 +1,155 @@
+"""Settings of a destination: one table ``[destinations.NAME]`` of saf.toml, which is its kind.
+
+Each kind has a class of its own, derived from `DestinationSettings`, in a module that is quick to
+import: a forwarder's driver reads settings and has no Arrow. The class says what the kind can, and
+opens what does the work. `saf.destinations.kinds` finds it by its name.
+
+*Secrets.* Settings are logged, printed and shown in errors. So a secret is a `pydantic.SecretStr`,
+or a part of a `saf.database.Dsn`: both show themselves without it. A field whose name says that it
+may hold one and that is anything else is refused when its class is made. What a server or a driver
+says may quote a secret: `DestinationSettings.redact` takes it out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from uuid import UUID
+
+import pydantic
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+
+from saf.database import Dsn
+from saf.database.bounds import Bounds
+from saf.destinations import Capabilities, Destination
+from saf.destinations.marks import Known
+from saf.destinations.reading import Reading
+from saf.errors import CannotReadBack
+
+Quality = Literal["at_most_once", "at_least_once", "exactly_once"]
+
+
+def within(lowest: float, highest: float) -> AfterValidator:
+    """What every number has: a range, so that nothing later meets one that it cannot work with."""
+
+    def check(value: float) -> float:
+        if not lowest <= value <= highest:  # so is nan
+            raise ValueError(f"{value!r} is not from {lowest:,} to {highest:,}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _dsn(value: object) -> object:
+    return Dsn(value) if isinstance(value, str) else value
+
+
+Connections = Annotated[int, within(1, 100_000)]
+DsnField = Annotated[Dsn, BeforeValidator(_dsn), PlainSerializer(str)]
+
+MAY_HOLD_A_SECRET = re.compile(r"pass|secret|token|credential|dsn|ur[il]\b|ur[il]_", re.IGNORECASE)
+
+
+class DestinationSettings(BaseModel):
+    """Where a destination is, how it is used, and what opens it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    capabilities: ClassVar[Capabilities] = Capabilities()
+
+    kind: str
+    quality: Quality = Field(default=None, validate_default=True)
+    """By default, the best that the kind can."""
+    max_connections: Connections | None = None
+    """Connections that one run opens to it at most: so many tasks at a time."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Refuse a field that may show a secret."""
+        for name, field in cls.model_fields.items():
+            types = set(get_args(field.annotation) or [field.annotation]) - {type(None)}
+            if MAY_HOLD_A_SECRET.search(name) and not types <= {pydantic.SecretStr, Dsn}:
+                raise TypeError(
+                    f"{cls.__name__}.{name} may hold a secret, which would be shown: make it a "
+                    "pydantic.SecretStr, or a saf.database.Dsn"
+                )
+
+    @pydantic.field_validator("quality", mode="before")
+    @classmethod
+    def _can_be(cls, quality: object) -> object:
+        if quality is None:
+            return "exactly_once" if cls.capabilities.exactly_once else "at_least_once"
+        cls.check_quality(quality)
+        return quality
+
+    @classmethod
+    def check_quality(cls, quality: object) -> None:
+        """Raise a ValueError for a quality of service that the kind cannot give."""
+        if quality == "exactly_once" and not cls.capabilities.exactly_once:
+            kind = cls.model_fields["kind"].default
+            raise ValueError(
+                f"a destination of kind {kind!r} cannot store exactly once: say 'at_least_once'"
+            )
+
+    # What every kind has
+
+    def open(self, name: str, *, keep: bool = False) -> Destination:
+        """The destination, not connected yet. ``keep``: stay connected for the next task."""
+        raise NotImplementedError(name, keep)
+
+    def identity(self, name: str) -> UUID:
+        """What the destination is, as `Destination.identity`; by a connection of its own.
+
+        It is asked by the driver, which has no Arrow, and waits for it shortly.
+        """
+        raise NotImplementedError(name)
+
+    # What some kinds have
+
+    def known(self, name: str, source: UUID, *, role: str) -> Known:
+        """How far the destination has got with a source, if it stores exactly once.
+
+        ``role``: who asks, as servers show it.
+        """
+        raise NotImplementedError(name, source, role)
+
+    def reading(self, name: str) -> AbstractContextManager[Reading]:
+        """What the destination holds, if it can be read back; see `saf.destinations.reading`.
+
+        Raises:
+            CannotReadBack: it cannot, or not any more.
+        """
+        raise CannotReadBack(name, f"its kind, {self.kind!r}, cannot be read back")
+
+    def broker(self) -> Dsn | None:
+        """Where its broker is, if it is one: services live there, and ends of dialogs."""
+        return None
+
+    def bounded(self, bounds: Bounds) -> Self:  # noqa: ARG002 - for those that wait
+        """The same with saf.toml's ``[bounds]``, for a kind that waits."""
+        return self
+
+    def problems(self, name: str) -> Iterator[tuple[str, str]]:
+        """What is wrong with it, and the cure, for `saf doctor`; of a broker, the doctor knows.
+
+        Raises what opening it raises.
+        """
+        destination = self.open(name)
+        try:
+            destination.connect()
+        finally:
+            destination.close()
+        yield from ()
+
+    # Secrets
+
+    def redact(self, text: str) -> str:
+        """``text`` on one line and without the secrets of these settings."""
+        for value in self.__dict__.values():
+            if isinstance(value, Dsn):
+                text = value.redact(text)
+            elif isinstance(value, pydantic.SecretStr) and value.get_secret_value():
+                text = text.replace(value.get_secret_value(), "***")
+        return " ".join(text.split())

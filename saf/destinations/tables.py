@@ -1,0 +1,134 @@
+"""Reading back for kinds without a server that counts: all of a source as one table, in memory.
+
+It takes some 100 bytes a message. The figures are those that PostgreSQL comes to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from saf.destinations.marks import Known
+from saf.destinations.reading import Compared, Entry, Figures
+
+HELD = pa.schema([
+    ("message_id", pa.binary(16)), ("shard", pa.int64()), ("to_service", pa.string()),
+    ("to_broker", pa.binary()), ("key", pa.string()), ("created_at", pa.timestamp("us", "UTC")),
+])  # fmt: skip
+"""What is needed of each message."""
+
+Numbers = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableReading:
+    """A `saf.destinations.reading.Reading` of tables."""
+
+    name: str
+    is_: UUID
+    """Its identity."""
+    read: Callable[[UUID], pa.Table]
+    """All that is held of a source, in `HELD`."""
+    knows: Callable[[UUID], Known]
+
+    def identity(self) -> UUID:
+        """As it was given."""
+        return self.is_
+
+    def purged(self) -> str | None:
+        """Nothing."""
+        return None
+
+    def known(self, source: UUID) -> Known:
+        """As it was given."""
+        return self.knows(source)
+
+    def figures(self, what: Compared) -> Iterable[Figures]:
+        """Counted here."""
+        rows = self._compared(what)
+        plain = np.asarray(pc.invert(_of(rows, what.topics)))
+        hashes = uuid_hashes(rows["message_id"]).astype(object)
+        shards = np.asarray(rows["shard"])
+        for shard in np.unique(shards):
+            here = shards == shard
+            mine = here & plain
+            yield Figures(int(shard), int(here.sum()), int(mine.sum()), int(hashes[mine].sum()))
+
+    def stored(self, what: Compared, shards: Sequence[int]) -> Iterator[tuple[Any, ...]]:
+        """Sorted here."""
+        rows = self._compared(what)
+        wanted = pc.is_in(rows["shard"], pa.array(shards, pa.int64()))
+        rows = rows.filter(pc.or_(wanted, _of(rows, what.topics)))
+        rows = rows.set_column(0, "message_id", pc.cast(rows["message_id"], pa.binary()))
+        for row in rows.sort_by("message_id").to_pylist():
+            yield Entry(
+                message_id=row["message_id"],
+                where=self.name,
+                shard=row["shard"],
+                id=0,
+                service=row["to_service"],
+                broker=row["to_broker"] and UUID(bytes=row["to_broker"]),
+                key=row["key"],
+                created_at=row["created_at"],
+                state="stored",
+            )
+
+    def begun(self, source: UUID, topics: Collection[str]) -> Iterable[tuple[str, Any]]:
+        """The oldest of each topic."""
+        rows = self.read(source)
+        oldest = rows.filter(_of(rows, topics)).group_by("to_service")
+        for row in oldest.aggregate([("created_at", "min")]).to_pylist():
+            yield row["to_service"], row["created_at_min"]
+
+    def _compared(self, what: Compared) -> pa.Table:
+        rows = self.read(what.source)
+        for moment, keep in ((what.since, pc.greater_equal), (what.until, pc.less)):
+            if moment is not None:
+                bound = pa.scalar(moment, HELD.field("created_at").type)
+                rows = rows.filter(keep(rows["created_at"], bound))
+        return rows
+
+
+def _of(rows: pa.Table, topics: Collection[str]) -> pa.ChunkedArray:
+    return pc.is_in(rows["to_service"], pa.array([*topics], pa.string()))
+
+
+def uuid_hashes(ids: pa.ChunkedArray) -> npt.NDArray[np.int64]:
+    """PostgreSQL's ``uuid_hash_extended(id, 0)`` of 16 bytes each: Bob Jenkins' lookup3.
+
+    >>> uuid_hashes(pa.chunked_array([pa.array([bytes(16)], pa.binary(16))])).dtype
+    dtype('int64')
+    """
+    raw = b"".join(ids.to_pylist())
+    words = np.frombuffer(raw, "<u4").reshape(-1, 4).T
+    start = np.uint32(0x9E3779B9 + 16 + 3923095)
+    with np.errstate(over="ignore"):
+        a, b, c = _mixed(*(start + word for word in words[:3]))
+        b, c = _final(a + words[3], b, c)
+    return ((b.astype(np.uint64) << np.uint64(32)) | c.astype(np.uint64)).view(np.int64)
+
+
+def _mixed(a: Numbers, b: Numbers, c: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+    for bits in (4, 6, 8, 16, 19, 4):
+        a, c = (a - c) ^ _turned(c, bits), c + b
+        a, b, c = b, c, a  # the next one's turn
+    return a, b, c
+
+
+def _final(a: Numbers, b: Numbers, c: Numbers) -> tuple[Numbers, Numbers]:
+    for bits in (14, 11, 25, 16, 4, 14, 24):
+        c = (c ^ b) - _turned(b, bits)
+        a, b, c = b, c, a
+    # after seven turns: c is where b was before the last one
+    return a, b
+
+
+def _turned(number: Numbers, bits: int) -> Numbers:
+    return (number << np.uint32(bits)) | (number >> np.uint32(32 - bits))

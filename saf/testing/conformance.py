@@ -1,0 +1,565 @@
+"""What every kind of destination has to keep, as tests: subclass it for yours.
+
+    from saf.testing.conformance import DestinationConformance
+
+    class TestPaper(DestinationConformance):
+        @pytest.fixture
+        def settings(self, tmp_path):
+            return Paper(folder=tmp_path)
+
+        @pytest.fixture
+        def stored(self, settings):
+            return lambda: [...]
+
+The fixtures that have no default here are yours to give; their docstrings say what is expected.
+What a kind's `saf.destinations.Capabilities` exclude is not asked of it. The test then asks for
+what holds instead: that it is refused, or that it is harmless. No test is skipped.
+
+A kind calls ``fail_point("mom_insert")`` before it commits, and ``fail_point("mom_commit")`` after
+it (`saf.failpoints`); it is killed there. It is also killed at any moment.
+
+It needs the extra ``forwarder``, and no source database: the chunks are made here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID, uuid4
+
+import pyarrow as pa
+import pydantic
+import pytest
+
+from saf.columns import COLUMNS
+from saf.database import Dsn
+from saf.destinations import Chunk, Destination, Stored
+from saf.destinations.marks import AGAIN, Mark, Place
+from saf.destinations.reading import Compared
+from saf.destinations.settings import DestinationSettings
+from saf.errors import (
+    Ahead,
+    AnotherBroker,
+    Behind,
+    CannotReadBack,
+    Fenced,
+    Rejected,
+    SafError,
+    Unavailable,
+    UnknownService,
+)
+from saf.log.arrow import MESSAGES
+from saf.log.cursor import Batch
+from saf.message import DEFAULT_MAX_BYTES
+from saf.setaside.lane import NO_BROKER, Kind
+from saf.setaside.lane_columns import LANE
+from saf.testing.victim import READY, start
+
+SERVICE = "billing"
+OPENED_AT = datetime(2026, 1, 31, 12, tzinfo=UTC)
+SHARDS = 4
+CREATED_AT = datetime(2026, 1, 31, 11, 59, 59, 1, tzinfo=UTC)
+
+Row = dict[str, Any]
+Read = Callable[[], Sequence[Mapping[str, Any]]]
+WhileUnavailable = Callable[[], AbstractContextManager[object]]
+
+HARD: Mapping[str, Row] = {
+    "as little as there can be": {"key": None, "body": b"", "headers": None},
+    "unicode": {"key": "schlüssel ☃ 𝄞 \u2028", "body": "grüezi ☃ 𝄞 \u2028".encode()},
+    "quotes and ends of lines": {
+        "key": 'a"b\\c\t',
+        "body": b'{"a": "\\n"}\r\n\t"\\',
+        "headers": "{}",
+    },
+    "controls": {"key": "\x01\x1f\x7f", "body": bytes(range(1, 128))},
+    "bytes that are no text": {"key": "binary", "body": bytes(range(256)) + b"\xff\xfe"},
+    "zeros": {"key": "zeros", "body": b"\x00" * 5},
+    "headers": {"headers": '{"n": 1.5, "deep": {"list": [null, true, "\\u00fc"]}}'},
+    "headers that are null": {"headers": "null"},
+    "microseconds": {"created_at": datetime(1999, 12, 31, 23, 59, 59, 999_999, tzinfo=UTC)},
+    "times": {
+        "deliver_at": datetime(2026, 2, 1, 0, 0, 0, 1, tzinfo=UTC),
+        "expires_at": datetime(2199, 2, 1, tzinfo=UTC),
+    },
+    "of a dialog": {
+        "from_service": "shop",
+        "conversation_id": UUID(int=7),
+        "from_initiator": False,
+        "sequence": 2**62,
+        "message_type": "//example.com/ordered",
+    },
+}
+"""Messages that something may happen to on their way."""
+
+
+class Forwarder:
+    """What gives chunks to a destination: a source, a batch in hand, and what it remembers."""
+
+    def __init__(self) -> None:
+        self.source = uuid4()
+        self.epoch = 1
+        self.number = 1
+        self.opened_at = OPENED_AT
+        self.known: dict[Place, Mark] = {}
+        self._id = 0
+
+    def message(self, **columns: Any) -> Row:
+        """The next one of the outbox; by default of shard 0."""
+        self._id += 1
+        row = dict.fromkeys(MESSAGES.names) | {
+            "id": self._id,
+            "shard": 0,
+            "message_id": uuid4(),
+            "to_service": SERVICE,
+            "key": "k",
+            "headers": "{}",
+            "body": b"%d" % self._id,
+            "created_at": CREATED_AT,
+        }
+        return row | columns
+
+    def messages(self, count: int, **columns: Any) -> list[Row]:
+        """So many, of all shards in turn, unless it is said which."""
+        return [
+            self.message(**{"shard": number % SHARDS, "key": f"k{number % SHARDS}", **columns})
+            for number in range(count)
+        ]
+
+    def chunk(self, rows: Sequence[Row], *, lane: Kind | None = None, **fields: Any) -> Chunk:
+        """Messages as a chunk of the batch in hand."""
+        columns: dict[str, list[Any]] = {
+            name: [row[name].bytes if isinstance(row[name], UUID) else row[name] for row in rows]
+            for name in MESSAGES.names
+        }
+        table = pa.table(columns, schema=MESSAGES)
+        if lane is not None:
+            of = [str(lane), "", NO_BROKER.bytes]
+            for name, value in zip(LANE, of, strict=True):
+                table = table.append_column(name, pa.array([value] * len(rows)))
+        batch = Batch(
+            log="outbox",
+            subscription_id=1,
+            owner=UUID(int=self.epoch),
+            number=self.number,
+            done="1:1:",
+            open="2:2:",
+            position=0,
+            route_version=None,
+            opened_at=self.opened_at,
+            epochs=tuple((shard, self.epoch) for shard in range(SHARDS)),
+        )
+        return Chunk(
+            source=self.source, batch=batch, rows=table, number=self.number,
+            **{"known": dict(self.known), **fields},
+        )  # fmt: skip
+
+    def next_batch(self) -> None:
+        """Close the batch, and open another one."""
+        self.number += 1
+        self.opened_at += timedelta(seconds=1)
+
+    def learn(self, stored: Stored) -> Stored:
+        """Remember what the destination has acknowledged."""
+        self.known |= stored.marks
+        return stored
+
+
+class DestinationConformance:
+    """The suite."""
+
+    columns: Sequence[str] = COLUMNS
+    """What the destination holds of a message; by default, everything."""
+
+    # Yours
+
+    @pytest.fixture
+    def settings(self) -> DestinationSettings:
+        """A destination of the kind, that is there, empty, and the test's own."""
+        raise NotImplementedError("give the fixture `settings`")
+
+    @pytest.fixture
+    def stored(self) -> Read:
+        """A function for all messages that are there, oldest first, as mappings of ``columns``.
+
+        ``headers`` is JSON text; a UUID is a `uuid.UUID`, and a time has its zone.
+        """
+        raise NotImplementedError("give the fixture `stored`")
+
+    @pytest.fixture
+    def unavailable(self) -> WhileUnavailable:
+        """A context manager, within which the destination is not to be reached."""
+        raise NotImplementedError("give the fixture `unavailable`")
+
+    @pytest.fixture
+    def refused(self) -> DestinationSettings:
+        """The same destination with a login that it refuses, or a place that it may not use."""
+        raise NotImplementedError("give the fixture `refused`")
+
+    @pytest.fixture
+    def know(self) -> Callable[[str], None]:
+        """Tell the destination of a service, if it `Capabilities.knows_services`."""
+        raise NotImplementedError("give the fixture `know`: the kind knows services")
+
+    @pytest.fixture
+    def rejected(self) -> Row | None:
+        """Columns of a message that the destination rejects; None if it rejects none."""
+        return None
+
+    # What tests use
+
+    @pytest.fixture
+    def forwarder(self) -> Forwarder:
+        """A source with one shard after the other."""
+        return Forwarder()
+
+    @pytest.fixture
+    def destination(self, settings: DestinationSettings) -> Iterator[Destination]:
+        """The destination, opened."""
+        with closing(settings.open("conformance")) as one:
+            yield one
+
+    # Once
+
+    def test_a_chunk_is_stored_as_a_whole(
+        self, settings: DestinationSettings, forwarder: Forwarder, stored: Read
+    ) -> None:
+        rows = forwarder.messages(10)
+        done = _store(settings, forwarder.chunk(rows))
+        assert (done.messages, done.dropped) == (10, 0)
+        assert _ids(stored()) == _ids(rows)
+
+    @pytest.mark.parametrize("learnt", [False, True], ids=["answer lost", "answer heard"])
+    def test_a_chunk_that_is_given_twice_is_stored_once(
+        self,
+        settings: DestinationSettings,
+        forwarder: Forwarder,
+        stored: Read,
+        learnt: bool,
+    ) -> None:
+        """Where the answer to the commit was lost, the source does not know what is stored."""
+        rows = forwarder.messages(10)
+        first = _store(settings, forwarder.chunk(rows))
+        if learnt:
+            forwarder.learn(first)
+        again = _store(settings, forwarder.chunk(rows))
+        if settings.capabilities.exactly_once:
+            assert (again.messages, again.dropped) == (0, 10)
+            assert _ids(stored()) == _ids(rows)
+        else:
+            assert set(_ids(stored())) == set(_ids(rows))
+            with pytest.raises(pydantic.ValidationError, match="cannot store exactly once"):
+                type(settings).model_validate({**dict(settings), "quality": "exactly_once"})
+
+    def test_of_a_chunk_that_was_given_in_part_the_rest_is_stored(
+        self, settings: DestinationSettings, forwarder: Forwarder, stored: Read
+    ) -> None:
+        rows = forwarder.messages(10)
+        _store(settings, forwarder.chunk(rows[:7]))
+        rest = _store(settings, forwarder.chunk(rows))
+        assert set(_ids(stored())) == set(_ids(rows))
+        if settings.capabilities.exactly_once:
+            assert (rest.messages, rest.dropped) == (3, 7)
+            assert _ids(stored()) == _ids(rows)
+
+    def test_at_least_once_stores_what_it_is_given(
+        self, settings: DestinationSettings, forwarder: Forwarder, stored: Read
+    ) -> None:
+        rows = forwarder.messages(5)
+        for _ in range(2):
+            _store(settings, forwarder.chunk(rows, prefix=AGAIN), exactly_once=False)
+        assert sorted(map(str, _ids(stored()))) == sorted(map(str, _ids(rows) * 2))
+
+    def test_each_lane_has_a_mark_of_its_own(
+        self, settings: DestinationSettings, forwarder: Forwarder, stored: Read
+    ) -> None:
+        """What was set aside is stored after what came later."""
+        late, *rows = forwarder.messages(6, shard=0)
+        for row in rows:
+            forwarder.learn(_store(settings, forwarder.chunk([row])))
+        lane = forwarder.chunk([late], lane=Kind.RETRY)
+        for _ in range(2):
+            _store(settings, lane)
+        if settings.capabilities.exactly_once:
+            assert _ids(stored()) == _ids([*rows, late])
+        else:
+            assert set(_ids(stored())) == set(_ids([late, *rows]))
+
+    # Fenced, and honest
+
+    def test_an_older_epoch_stores_nothing(
+        self, settings: DestinationSettings, forwarder: Forwarder, stored: Read
+    ) -> None:
+        rows = forwarder.messages(4)
+        zombie = forwarder.chunk(rows)
+        forwarder.epoch += 1
+        _store(settings, forwarder.chunk(rows))
+        if settings.capabilities.fences:
+            with pytest.raises(Fenced):
+                _store(settings, zombie)
+        else:
+            _store(settings, zombie)
+        if settings.capabilities.exactly_once:
+            assert _ids(stored()) == _ids(rows)
+        else:
+            assert set(_ids(stored())) == set(_ids(rows))
+
+    def test_who_was_set_back_is_named(
+        self, settings: DestinationSettings, forwarder: Forwarder, stored: Read
+    ) -> None:
+        rows = forwarder.messages(4)
+        before = dict(forwarder.known)
+        marks = forwarder.learn(_store(settings, forwarder.chunk(rows))).marks
+        if not settings.capabilities.exactly_once:
+            assert marks == {}  # there is nothing to compare
+            return
+        assert set(marks) == {("", shard) for shard in range(SHARDS)}
+        assert settings.known("conformance", forwarder.source, role="test").marks == marks
+        forwarder.next_batch()
+        more = forwarder.messages(4)
+        ahead = {p: replace(mark, position=mark.position + 100) for p, mark in marks.items()}
+        with pytest.raises(Behind):
+            _store(settings, forwarder.chunk(more, known=ahead))
+        with pytest.raises(Ahead):
+            _store(settings, forwarder.chunk(more, known=before))
+        assert _ids(stored()) == _ids(rows)
+        _store(settings, forwarder.chunk(more))
+        assert _ids(stored()) == _ids([*rows, *more])
+
+    # Killed
+
+    @pytest.mark.parametrize("point", ["mom_insert", "mom_commit"])
+    def test_a_process_that_is_killed_at_its_commit_loses_nothing(
+        self, settings: DestinationSettings, forwarder: Forwarder, stored: Read, point: str
+    ) -> None:
+        rows = forwarder.messages(20)
+        chunk = forwarder.chunk(rows)
+        with start(settings, [chunk], fail_point=point) as victim:
+            assert victim.stdout is not None
+            victim.stdout.read()
+            assert victim.wait(timeout=120) in (-signal.SIGKILL, 0)  # 0: it has no such point
+        _store(settings, chunk)
+        self._is_there(settings, stored, rows)
+
+    def test_a_process_that_is_killed_at_any_moment_loses_nothing(
+        self, settings: DestinationSettings, forwarder: Forwarder, stored: Read
+    ) -> None:
+        rows = forwarder.messages(400)
+        chunks = [forwarder.chunk(rows[first : first + 4]) for first in range(0, 400, 4)]
+        with start(settings, chunks) as victim:
+            assert victim.stdout is not None
+            assert json.loads(victim.stdout.readline()) == READY
+            for _ in range(7):
+                victim.stdout.readline()
+            os.killpg(victim.pid, signal.SIGKILL)
+            assert victim.wait(timeout=60) == -signal.SIGKILL
+        with closing(settings.open("conformance")) as destination:
+            for chunk in chunks:
+                destination.store(chunk, exactly_once=settings.capabilities.exactly_once)
+        self._is_there(settings, stored, rows)
+
+    def _is_there(self, settings: DestinationSettings, stored: Read, rows: Sequence[Row]) -> None:
+        if settings.capabilities.exactly_once:
+            assert _ids(stored()) == _ids(rows)
+        else:
+            assert set(_ids(stored())) == set(_ids(rows))
+
+    # As they were sent
+
+    def test_each_key_arrives_in_its_order(
+        self, settings: DestinationSettings, forwarder: Forwarder, stored: Read
+    ) -> None:
+        rows: list[Row] = []
+        with closing(settings.open("conformance")) as destination:
+            for _ in range(5):
+                rows += (some := forwarder.messages(20))
+                once = settings.capabilities.exactly_once
+                forwarder.learn(destination.store(forwarder.chunk(some), exactly_once=once))
+                forwarder.next_batch()
+        arrived = _ids(stored())
+        for key in {row["key"] for row in rows}:
+            sent = [row["message_id"] for row in rows if row["key"] == key]
+            assert [one for one in arrived if one in sent] == sent
+
+    def test_every_column_arrives_as_it_was_sent(
+        self,
+        settings: DestinationSettings,
+        destination: Destination,
+        forwarder: Forwarder,
+        stored: Read,
+    ) -> None:
+        own = destination.identity()
+        sent = [forwarder.message(**columns) for columns in HARD.values()]
+        sent.append(forwarder.message(to_broker=own))
+        _store(settings, forwarder.chunk(sent))
+        for row, there in zip(sent, stored(), strict=True):
+            for name in self.columns:
+                if name == "headers" and row[name] is not None:
+                    assert json.loads(there[name]) == json.loads(row[name])
+                else:
+                    assert there[name] == row[name], name
+
+    def test_the_largest_body_arrives(
+        self, settings: DestinationSettings, forwarder: Forwarder, stored: Read
+    ) -> None:
+        most = settings.capabilities.largest_body
+        body = b"0123456789abcdef" * (min(most or DEFAULT_MAX_BYTES, DEFAULT_MAX_BYTES) // 16)
+        _store(settings, forwarder.chunk([forwarder.message(body=body)]))
+        (there,) = stored()
+        assert there["body"] == body
+
+    # Refused
+
+    def test_a_service_that_is_not_known_is_named_and_nothing_stored(
+        self,
+        settings: DestinationSettings,
+        forwarder: Forwarder,
+        stored: Read,
+        request: pytest.FixtureRequest,
+    ) -> None:
+        known, other = forwarder.message(), forwarder.message(to_service="nobody")
+        waiting: dict[str, Any] = {"behind": frozenset(["nobody"])}
+        if settings.capabilities.knows_services:
+            request.getfixturevalue("know")(SERVICE)
+            waiting = {}
+        with pytest.raises(UnknownService) as caught:
+            _store(settings, forwarder.chunk([known, other], **waiting))
+        assert caught.value.services == ["nobody"]
+        assert _ids(stored()) == []
+        _store(settings, forwarder.chunk([known]))
+        assert _ids(stored()) == _ids([known])
+
+    def test_what_is_addressed_to_another_broker_is_refused(
+        self, settings: DestinationSettings, forwarder: Forwarder, stored: Read
+    ) -> None:
+        away = uuid4()
+        rows = [forwarder.message(), forwarder.message(to_broker=away)]
+        with pytest.raises(AnotherBroker) as caught:
+            _store(settings, forwarder.chunk(rows))
+        assert caught.value.others == [str(away)]
+        assert _ids(stored()) == []
+        _store(settings, forwarder.chunk(rows[:1]))
+        assert _ids(stored()) == _ids(rows[:1])
+
+    def test_a_message_that_is_rejected_leaves_its_neighbours(
+        self,
+        settings: DestinationSettings,
+        forwarder: Forwarder,
+        stored: Read,
+        rejected: Row | None,
+    ) -> None:
+        rows = forwarder.messages(5, shard=0)
+        if rejected is None:
+            _store(settings, forwarder.chunk(rows))
+            assert _ids(stored()) == _ids(rows)
+            return
+        rows[2] |= rejected
+        with pytest.raises(Rejected):
+            _store(settings, forwarder.chunk(rows))
+        assert _ids(stored()) == []
+        for some in (rows[:2], rows[3:]):
+            _store(settings, forwarder.chunk(some))
+        assert _ids(stored()) == _ids([*rows[:2], *rows[3:]])
+
+    def test_a_login_that_is_refused_says_so_without_its_secrets(
+        self, refused: DestinationSettings
+    ) -> None:
+        with (
+            pytest.raises(SafError) as caught,
+            closing(refused.open("conformance")) as destination,
+        ):
+            destination.connect()
+        assert "conformance" in str(caught.value) or "database" in str(caught.value)
+        shown = f"{caught.value} {caught.value!r} {refused!r} {refused} {refused.model_dump_json()}"
+        for secret in _secrets(refused):
+            assert secret not in shown
+
+    def test_it_may_be_unavailable_and_come_back(
+        self,
+        settings: DestinationSettings,
+        forwarder: Forwarder,
+        stored: Read,
+        unavailable: WhileUnavailable,
+    ) -> None:
+        rows = forwarder.messages(6)
+        once = settings.capabilities.exactly_once
+        with closing(settings.open("conformance")) as destination:
+            forwarder.learn(destination.store(forwarder.chunk(rows[:3]), exactly_once=once))
+            with unavailable():
+                for _ in range(2):
+                    with pytest.raises(Unavailable):
+                        destination.store(forwarder.chunk(rows[3:]), exactly_once=once)
+            destination.store(forwarder.chunk(rows[3:]), exactly_once=once)
+        self._is_there(settings, stored, rows)
+
+    # What others ask of it
+
+    def test_it_is_the_same_one_whoever_asks(
+        self, settings: DestinationSettings, destination: Destination
+    ) -> None:
+        identity = destination.identity()
+        elsewhere = pickle.loads(pickle.dumps(settings))  # noqa: S301 - our own bytes
+        assert elsewhere.identity("conformance") == identity
+        with closing(elsewhere.open("conformance")) as another:
+            assert another.identity() == identity
+        if (broker := settings.broker()) is not None:
+            assert isinstance(broker, Dsn)
+        assert [*settings.problems("conformance")] == []
+
+    def test_what_it_holds_can_be_compared(
+        self, settings: DestinationSettings, forwarder: Forwarder
+    ) -> None:
+        rows = forwarder.messages(8)
+        rows.append(forwarder.message(to_service="a topic", shard=1))
+        old = timedelta(days=1)
+        rows.append(forwarder.message(created_at=CREATED_AT - old, shard=3))
+        _store(settings, forwarder.chunk(rows))
+        if not settings.capabilities.reads_back:
+            with pytest.raises(CannotReadBack, match="conformance"):
+                settings.reading("conformance").__enter__()
+            return
+        what = Compared(
+            source=forwarder.source, shards=SHARDS, since=CREATED_AT, until=None, topics=["a topic"]
+        )
+        with settings.reading("conformance") as reading:
+            assert reading.name == "conformance"
+            assert reading.identity() == settings.identity("conformance")
+            figures = {one.shard: one for one in reading.figures(what)}
+            held = [entry[0] for entry in reading.stored(what, [0])]
+            begun = dict(reading.begun(forwarder.source, ["a topic"]))
+        assert sum(one.stored for one in figures.values()) == 9
+        assert sum(one.plain for one in figures.values()) == 8
+        wanted = [r["message_id"].bytes for r in rows if r["to_service"] == "a topic"]
+        if set(figures) == set(range(SHARDS)):
+            wanted += [r["message_id"].bytes for r in rows[:8] if r["shard"] == 0]
+            assert sorted(held) == held
+        assert set(wanted) <= set(held)
+        assert begun == {"a topic": CREATED_AT}
+
+
+def _store(
+    settings: DestinationSettings, chunk: Chunk, *, exactly_once: bool | None = None
+) -> Stored:
+    """By a process of its own, as it were."""
+    once = settings.capabilities.exactly_once if exactly_once is None else exactly_once
+    with closing(settings.open("conformance")) as destination:
+        return destination.store(chunk, exactly_once=once)
+
+
+def _ids(rows: Sequence[Mapping[str, Any]]) -> list[UUID]:
+    return [row["message_id"] for row in rows]
+
+
+def _secrets(settings: DestinationSettings) -> Iterator[str]:
+    for value in dict(settings).values():
+        if isinstance(value, pydantic.SecretStr):
+            yield value.get_secret_value()
+        elif isinstance(value, Dsn) and value.parts.get("password"):
+            yield str(value.parts["password"])

@@ -1,0 +1,137 @@
+"""docs/destinations.md: its settings are all of them, and its commands and examples work."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from saf.database import Dsn
+from saf.destinations import Capabilities
+from saf.destinations.kinds import GROUP, OURS, settings_of
+from saf.destinations.settings import DestinationSettings
+from tests.pipeline import connect
+from tests.programs import BIN, ROOT, run, saf, send
+
+PAGE = (ROOT / "docs" / "destinations.md").read_text()
+
+
+def block(name: str) -> str:
+    (text,) = re.findall(rf"<!-- test: {re.escape(name)} -->\n```\w+\n(.*?)```", PAGE, re.DOTALL)
+    assert isinstance(text, str)
+    return text
+
+
+def section(title: str) -> str:
+    return PAGE.partition(f"# {title}\n")[2].partition("\n#")[0]
+
+
+def test_each_kind_and_each_setting_has_its_line() -> None:
+    common = set(re.findall(r"^\| `(\w+)`", section("Settings"), re.MULTILINE))
+    assert common == set(DestinationSettings.model_fields)
+    assert set(re.findall(r"^\| `(\w+)`", section("Kinds"), re.MULTILINE)) == set(OURS)
+    for kind in OURS:
+        own = set(re.findall(r"^\| `(\w+)`", section(kind), re.MULTILINE))
+        assert own == set(settings_of(kind).model_fields) - common
+
+
+def test_each_capability_is_told_and_each_kinds_are_true() -> None:
+    told = re.findall(r"^\| `(\w+)`", section("What is asked of a kind"), re.MULTILINE)
+    assert told == [*Capabilities.__dataclass_fields__]
+    for kind in OURS:
+        can = settings_of(kind).capabilities
+        (row,) = re.findall(rf"^\| `{kind}` \|[^|]*\|(.*)\|$", section("Kinds"), re.MULTILINE)
+        said = [cell.strip().startswith("yes") for cell in row.split("|")]
+        assert said == [can.exactly_once, can.fences, can.knows_services, can.reads_back]
+
+
+def test_its_commands_forward_to_a_folder(app: Dsn, tmp_path: Path) -> None:
+    bodies = send(app, 60)
+    (tmp_path / "saf.toml").write_text(block("toml"))
+    done = run(
+        ["bash", "-euxc", block("shell")],
+        env={"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin", "SHOP_DSN": app.conninfo},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    for key in {line["key"] for line in lines}:
+        mine = [line["body"] for line in lines if line["key"] == key]
+        assert mine == [body for body in bodies if body in mine]
+    assert sorted(line["body"] for line in lines) == sorted(bodies)
+    assert set(lines[0]) == set(json.loads(block("line"))) - {"headers"}  # these have none
+    found = saf("reconcile", "--json", env={"SHOP_DSN": app.conninfo}, cwd=tmp_path)
+    (outcome,) = json.loads(found.stdout)["brokers"]
+    assert (outcome["same"], outcome["unread"]) == (True, {})
+
+    # and what commands say of a folder that others have read, or that is not there
+    for file in (tmp_path / "lake").glob("*/*.jsonl"):
+        file.unlink()
+    env = {"SHOP_DSN": app.conninfo}
+    said = saf("reconcile", env=env, cwd=tmp_path)
+    assert said.returncode == 0, said.stderr
+    assert "destination 'lake' is not compared: " in said.stdout
+    assert "60 messages are not compared" in said.stdout
+    again = saf("replay", "--dry-run", env=env, cwd=tmp_path)
+    assert "nothing lost; nothing to lake, which was not compared: " in again.stdout
+    status = saf("status", "--json", env=env, cwd=tmp_path)
+    assert status.returncode == 0, status.stderr
+    assert "no destination of saf.toml is a broker" in (
+        saf("service", "create", "x", env=env, cwd=tmp_path).stderr
+    )
+    assert "of kind 'jsonl', and no broker" in (
+        saf("dialog", "list", "--broker", "lake", env=env, cwd=tmp_path).stderr
+    )
+    well = json.loads(saf("doctor", "--json", env=env, cwd=tmp_path).stdout)["findings"]
+    there = [(one["check"], one["severity"]) for one in well if "lake" in one["where"]]
+    assert there == [("reachable", "ok")]
+    (tmp_path / "lake").rename(tmp_path / "away")
+    doctor = saf("doctor", env=env, cwd=tmp_path)
+    assert doctor.returncode != 0
+    assert "destination 'lake': reachable: No such file or directory" in doctor.stdout
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """The page's package, installed."""
+    (tmp_path / "paper_outbox.py").write_text(block("paper_outbox.py"))
+    (tmp_path / "test_paper.py").write_text(block("test_paper.py"))
+    info = tmp_path / "paper_outbox-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: paper-outbox\nVersion: 1.0\n")
+    assert f'[project.entry-points."{GROUP}"]' in block("pyproject.toml")
+    (declared,) = re.findall(r'^(\w+) = "(.*)"$', block("pyproject.toml"), re.MULTILINE)
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\n{' = '.join(declared)}\n")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_kind_of_ones_own_passes_the_suite_and_is_forwarded_to(app: Dsn, package: Path) -> None:
+    tested = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_paper.py"],
+        cwd=package, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=200,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert tested.returncode == 0, tested.stdout
+    assert "skipped" not in tested.stdout
+    bodies = send(app, 20)
+    paper = package / "paper.txt"
+    (package / "saf.toml").write_text(
+        f'[brokers.shop]\ndsn = "${{SHOP_DSN}}"\n[destinations.p]\nkind = "paper"\n'
+        f'file = "{paper}"\n[forwarder]\ndefault_destination = "p"\n'
+    )
+    env = {"SHOP_DSN": app.conninfo, "PYTHONPATH": f"{package}:{ROOT}"}
+    done = subprocess.run(
+        [BIN / "saf", "forward"], cwd=package, env={**os.environ, **env}, timeout=200,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = [bytes.fromhex(line.split()[1]).decode() for line in paper.read_text().splitlines()]
+    assert sorted(printed) == sorted(bodies)
+    with connect(app) as connection:
+        assert connection.execute("SELECT FROM saf.parked").fetchall() == []
