@@ -43,6 +43,8 @@ def settings(master: str, *, quick: bool = False) -> dict[str, str]:
         "spark.python.unix.domain.socket.enabled": "true",
         # a task may fail and run again: reading a batch twice gives the same rows
         "spark.task.maxFailures": MAX_FAILURES,
+        # one that runs out of stack, by an expression, fails itself, and not all that its JVM does
+        "spark.executor.killOnFatalError.depth": "0",
         # nothing is stored in tables: saves loading Hive
         "spark.sql.catalogImplementation": "in-memory",
         # no shuffle and no joins, so nothing to adapt or to wait for
@@ -116,7 +118,7 @@ def first_line(error: BaseException) -> str:
     """What an error of Spark's says, without the stack that follows."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if not line.startswith("An error occurred while calling")]
-    return (told or lines or [type(error).__name__])[0].rstrip(".")
+    return (told or lines or [type(error).__name__])[0].lstrip(": ").rstrip(".")
 
 
 def prestart(
