@@ -25,9 +25,14 @@ def context() -> SparkContext:
     return session.start(MASTER)
 
 
+def runner() -> SparkRunner:
+    """A runner on it."""
+    return SparkRunner(lambda _: context())
+
+
 def forward(config: Path, exit_code: int = 0) -> dict[str, Any]:
     """A run until nothing is left; what ``saf forward --json`` would print."""
-    summary = Forwarder(load(config), SparkRunner(lambda _: context())).drain()
+    summary = Forwarder(load(config), runner()).drain()
     said = summary.as_dict()
     assert summary.exit_code == exit_code, said
     return said

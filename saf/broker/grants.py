@@ -229,6 +229,8 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             },
             "service": {"SELECT": WHOLE},
             "conversation": {"SELECT": TOLD},
+            # what an expression has raised is found out after its dead letter is written
+            "dead_letter": {"UPDATE": ("error",)},
         },
     ),
     Kind.RECEIVER: (

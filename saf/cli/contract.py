@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import psycopg
 import typer
-from rich.table import Table
 
 from saf.cli.brokers import AsJson, Config, Round, Where, everywhere
-from saf.cli.console import echo, plain_console
+from saf.cli.console import echo
+from saf.cli.listing import Listing
 from saf.config import load
 from saf.dialogs.contracts import contracts, create_contract, create_message_type
 from saf.errors import ConfigurationError
@@ -63,10 +63,12 @@ def list_(*, config: Config = None, broker: Where = None, as_json: AsJson = Fals
     if as_json:
         echo(json.dumps({"contracts": rows, "errors": round_.errors()}))
     else:
-        table = Table("broker", "contract", "version", "type", "version", "sent by", "validation")
+        listing = Listing(
+            "broker", "contract", "version", "type", "its version", "sent by", "validation"
+        )
         for row in rows:
-            table.add_row(*map(str, row.values()))
-        plain_console().print(table)
+            listing.add(*map(str, row.values()))
+        listing.show()
     round_.finish(say=not as_json)
 
 

@@ -10,10 +10,10 @@ from uuid import UUID
 
 import psycopg
 import typer
-from rich.table import Table
 
 from saf.cli.brokers import AsJson, Config, DryRun, Name, Round, Why, chosen, moment
-from saf.cli.console import echo, plain_console, write
+from saf.cli.console import echo, write
+from saf.cli.listing import Listing
 from saf.config import load
 from saf.errors import UsageError
 from saf.operating import decide
@@ -186,15 +186,16 @@ def _show(round_: Round, found: dict[str, list[DeadLetter]], *, as_json: bool) -
         rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
         echo(json.dumps({"dead_letters": rows, "errors": round_.errors()}))
     else:
-        table = Table(
-            "broker", "number", "when", "subscription", "reason", "service", "key", "bytes", "error"
+        listing = Listing(
+            *("broker", "number", "when", "subscription", "reason", "service", "key", "bytes"),
+            below="error",
         )
         for name, some in found.items():
             for one in some:
-                table.add_row(
+                listing.add(
                     name, str(one.dead_letter_id), f"{one.dead_letter_at:%Y-%m-%d %H:%M}",
                     one.subscription, one.reason, one.service, one.key or "", f"{one.bytes:,}",
-                    one.error,
+                    below=one.error,
                 )  # fmt: skip
-        plain_console().print(table)
+        listing.show()
     round_.finish(say=not as_json)

@@ -8,10 +8,10 @@ from uuid import UUID
 
 import psycopg
 import typer
-from rich.table import Table
 
 from saf.cli.brokers import AsJson, Config, Round, Where, everywhere
-from saf.cli.console import echo, plain_console
+from saf.cli.console import echo
+from saf.cli.listing import Listing
 from saf.config import load
 from saf.dialogs.comparing import compare
 from saf.dialogs.conversations import Conversation, clean_up, conversations
@@ -54,14 +54,16 @@ def list_(
         rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
         echo(json.dumps({"conversations": rows, "errors": round_.errors()}))
     else:
-        table = Table("broker", "handle", "state", "service", "with", "sent", "received", "error")
+        listing = Listing(
+            "broker", "handle", "state", "service", "with", "sent", "received", below="error"
+        )
         for name, some in found.items():
             for one in some:
-                table.add_row(
+                listing.add(
                     name, str(one.handle), one.state, one.service, one.far_service,
-                    str(one.send_sequence), _received(one), _error(one),
+                    str(one.send_sequence), _received(one), below=_error(one),
                 )  # fmt: skip
-        plain_console().print(table)
+        listing.show()
     round_.finish(say=not as_json)
 
 

@@ -7,10 +7,10 @@ from enum import StrEnum
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from saf.cli.brokers import AsJson, Config, Round, Store, store, stores
-from saf.cli.console import echo, plain_console
+from saf.cli.console import echo
+from saf.cli.listing import Listing
 from saf.cli.status import show_dropped
 from saf.config import load
 from saf.receiving import inbox
@@ -57,15 +57,17 @@ def status(config: Config = None, broker: Store = None, as_json: AsJson = False)
         answer = {"subscriptions": rows, "dropped": gone, "errors": round_.errors()}
         echo(json.dumps(answer))
     else:
-        table = Table("broker", "subscription", "unread", "lag", "parked", "keys", "dead letters")
+        listing = Listing(
+            "broker", "subscription", "unread", "lag", "parked", "keys", "dead letters"
+        )
         for where, some in found.items():
             for one in some:
                 lag = "-" if one.lag_seconds is None else f"{one.lag_seconds:,.0f} s"
-                table.add_row(
+                listing.add(
                     where, one.subscription, f"{one.unread:,}", lag,
                     f"{one.parked:,}", f"{one.keys_waiting:,}", f"{one.dead_letters:,}",
                 )  # fmt: skip
-        plain_console().print(table)
+        listing.show()
         show_dropped(counted)
     round_.finish(say=not as_json)
 
@@ -85,12 +87,12 @@ def peek(
         rows = [{"broker": where, **one.as_dict()} for where, some in found.items() for one in some]
         echo(json.dumps({"messages": rows, "errors": round_.errors()}))
     else:
-        table = Table("id", "message id", "service", "key", "type", "bytes", "received")
+        listing = Listing("id", "message id", "service", "key", "type", "bytes", "received")
         for some in found.values():
             for one in some:
-                table.add_row(
+                listing.add(
                     str(one.id), str(one.message_id), one.service, one.key or "",
                     one.message_type or "", f"{one.bytes:,}", f"{one.received_at:%H:%M:%S}",
                 )  # fmt: skip
-        plain_console().print(table)
+        listing.show()
     round_.finish(say=not as_json)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
-from saf.cli.console import echo, plain_console
+from saf.cli.console import echo
+from saf.cli.listing import Listing
 from saf.config import load, with_options
 from saf.operating.maintenance import Outcome, purge_by_rules
 
@@ -79,7 +79,7 @@ def command(
         brokers = [_as_dict(name, outcome) for name, outcome in known.items()]
         echo(json.dumps({"dry_run": dry_run, "brokers": brokers, "errors": round_.errors()}))
     elif known:
-        plain_console().print(_table(known))
+        _listing(known).show()
     round_.finish(say=not as_json)
 
 
@@ -97,16 +97,16 @@ def _as_dict(name: str, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _table(known: dict[str, Outcome]) -> Table:
-    table = Table("broker", "log", "slot", "state", "messages", "why")
+def _listing(known: dict[str, Outcome]) -> Listing:
+    listing = Listing("broker", "log", "slot", "state", "messages", "why")
     for name, outcome in known.items():
         if outcome.busy:
-            table.add_row(name, "", "", "busy", "", "another purge is at work")
+            listing.add(name, "", "", "busy", "", "another purge is at work")
         for slot in outcome.slots:
             if slot.state == "empty":
                 continue
             why = MEANING.get(slot.state, f"subscription {slot.subscription!r} has not read all")
-            table.add_row(
+            listing.add(
                 name,
                 slot.log,
                 str(slot.number),
@@ -114,4 +114,4 @@ def _table(known: dict[str, Outcome]) -> Table:
                 "" if slot.messages is None else f"{slot.messages:,}",
                 str(slot.archive or why),
             )
-    return table
+    return listing

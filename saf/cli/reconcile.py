@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from saf.cli.brokers import AsJson, Config, Name, Round, Since, Until, chosen, routes_of
-from saf.cli.console import echo, plain_console
+from saf.cli.console import echo
+from saf.cli.listing import Listing
 from saf.config import load
 from saf.repair.reconcile import Outcome, Range, reconcile
 
@@ -81,10 +81,11 @@ KINDS = ("lost", "duplicate", "unexpected", "in_flight", "not_compared")
 
 
 def _show(known: Collection[Outcome]) -> None:
-    console = plain_console()
-    table = Table("broker", "complete", "set aside", "pending", "stored", "in flight", *KINDS[:3])
+    listing = Listing(
+        *("broker", "complete", "set aside", "pending", "stored", "in flight"), *KINDS[:3]
+    )
     for outcome in known:
-        table.add_row(
+        listing.add(
             outcome.broker,
             *(
                 f"{sum(getattr(shard, figure) for shard in outcome.shards):,}"
@@ -96,17 +97,17 @@ def _show(known: Collection[Outcome]) -> None:
             ),
         )
     if known:
-        console.print(table)
+        listing.show()
     for outcome in known:
-        console.print(f"{outcome.broker}: compared {_range(outcome.range)}")
+        echo(f"{outcome.broker}: compared {_range(outcome.range)}")
         for name, why in outcome.unread.items():
-            console.print(f"destination {name!r} is not compared: {why}")
+            echo(f"destination {name!r} is not compared: {why}")
         if count := outcome.counts.get("not_compared", 0):
-            console.print(f"{count:,} messages are not compared, because they may be there")
+            echo(f"{count:,} messages are not compared, because they may be there")
         for one in outcome.named:
             where = f", stored at {', '.join(one.stored)}" if one.stored else ""
             where += f", and not any more at {', '.join(one.lost_at)}" if one.lost_at else ""
-            console.print(
+            echo(
                 f"{one.kind}: {one.message_id} for {one.service!r}, key {one.key!r}, "
                 f"shard {one.shard}, created {one.created_at.isoformat()}{where}"
             )

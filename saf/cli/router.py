@@ -184,18 +184,20 @@ def explain(
     """Say which service a message would be for, and where it would go. Sends nothing.
 
     The classifier runs here; that of one that forwards, for the broker where its service lives.
-    Exit codes: 75 if the message would wait at some broker, as it does for one in SQL, which only
-    Spark evaluates; 1 if it would become a dead letter.
+    One in SQL is evaluated by Spark, which takes some seconds to start. Exit codes: 75 if the
+    message would wait at some broker; 1 if it would become a dead letter.
     """
     from saf.operating.dry_run import try_out  # Arrow takes a while to import
+    from saf.spark.dry_run import DryRuns
 
     settings = load(config)
     message = Message(service=service, body=body, key=key, message_type=message_type)
     round_ = Round(chosen(settings, broker))
     default, declared = settings.forwarder.default_destination, settings.declared
-    found: dict[str, DryRun] = round_.visit(
-        "route", lambda connection, _: try_out(connection, message, default, declared)
-    )
+    with DryRuns() as in_sql:
+        found: dict[str, DryRun] = round_.visit(
+            "route", lambda connection, _: try_out(connection, message, default, declared, in_sql)
+        )
     if as_json:
         rows = [{"broker": where, **dry_run.as_dict()} for where, dry_run in found.items()]
         echo(json.dumps({"explanations": rows, "errors": round_.errors()}))

@@ -6,11 +6,11 @@ import json
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from saf.broker import services
 from saf.cli.brokers import AsJson, Config, Round, Store, store, stores
-from saf.cli.console import echo, plain_console
+from saf.cli.console import echo
+from saf.cli.listing import Listing
 from saf.config import load
 
 app = typer.Typer(no_args_is_help=True, help="Services: what messages are addressed to.")
@@ -45,11 +45,11 @@ def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) 
         ]
         echo(json.dumps({"services": rows, "errors": round_.errors()}))
     else:
-        table = Table("broker", "service", "subscriptions")
+        listing = Listing("broker", "service", "subscriptions")
         for where, some in found.items():
             for one in some:
-                table.add_row(where, one.name, ", ".join(one.subscriptions))
-        plain_console().print(table)
+                listing.add(where, one.name, ", ".join(one.subscriptions))
+        listing.show()
     round_.finish(say=not as_json)
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from saf.cli import parked
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
-from saf.cli.console import echo, plain_console
+from saf.cli.console import echo
+from saf.cli.listing import Listing
 from saf.config import load
 from saf.errors import ranges
 from saf.operating.status import BrokerStatus, broker_status
@@ -32,13 +32,11 @@ def command(
         brokers = [{"broker": name, **status.as_dict()} for name, status in known.items()]
         echo(json.dumps({"brokers": brokers, "errors": round_.errors()}))
     else:
-        console = plain_console()
-        console.print(_overview(known))
+        _overview(known).show()
         parked.show({name: status.waiting for name, status in known.items()})
         show_dropped({name: status.dropped for name, status in known.items()})
         if shards:
-            for name, status in known.items():
-                console.print(_by_shard(name, status))
+            _by_shard(known).show()
     round_.finish(say=not as_json)
 
 
@@ -52,20 +50,20 @@ def show_dropped(known: Mapping[str, Sequence[Dropped]]) -> None:
             )
 
 
-def _overview(known: dict[str, BrokerStatus]) -> Table:
-    table = Table(
-        "broker", "pending", "oldest", "parked", "dead letters", "shards and their owners"
+def _overview(known: dict[str, BrokerStatus]) -> Listing:
+    listing = Listing(
+        *("broker", "pending", "oldest", "parked", "dead letters"), below="shards and their owners"
     )
     for name, status in known.items():
-        table.add_row(
+        listing.add(
             name,
             f"{status.pending:,}",
             _age(status.oldest_pending_seconds),
             f"{status.parked:,}",
             f"{status.dead_letters:,}",
-            "\n".join(_map(status)),
+            below="; ".join(_map(status)),
         )
-    return table
+    return listing
 
 
 def _map(status: BrokerStatus) -> Iterator[str]:
@@ -79,18 +77,20 @@ def _map(status: BrokerStatus) -> Iterator[str]:
         yield f"nobody: {len(free)} ({ranges(free)})"
 
 
-def _by_shard(name: str, status: BrokerStatus) -> Table:
-    table = Table("shard", "owner", "epoch", "batch", "pending", "lag", title=name)
-    for shard in status.shards:
-        table.add_row(
-            str(shard.shard),
-            shard.owner or "-",
-            str(shard.epoch),
-            f"{shard.batch}{' open' if shard.open else ''}",
-            f"{shard.pending:,}",
-            _age(shard.lag_seconds),
-        )
-    return table
+def _by_shard(known: Mapping[str, BrokerStatus]) -> Listing:
+    listing = Listing("broker", "shard", "owner", "epoch", "batch", "pending", "lag")
+    for name, status in known.items():
+        for shard in status.shards:
+            listing.add(
+                name,
+                str(shard.shard),
+                shard.owner or "-",
+                str(shard.epoch),
+                f"{shard.batch}{' open' if shard.open else ''}",
+                f"{shard.pending:,}",
+                _age(shard.lag_seconds),
+            )
+    return listing
 
 
 def _age(seconds: float | None) -> str:

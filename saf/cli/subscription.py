@@ -6,12 +6,12 @@ import json
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from saf.broker import services
 from saf.broker.services import Start
 from saf.cli.brokers import AsJson, Config, Round, Store, store, stores
-from saf.cli.console import echo, plain_console
+from saf.cli.console import echo
+from saf.cli.listing import Listing
 from saf.cli.service import Discard
 from saf.config import load
 from saf.errors import UsageError
@@ -65,11 +65,11 @@ def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) 
         ]
         echo(json.dumps({"subscriptions": rows, "errors": round_.errors()}))
     else:
-        table = Table("broker", "subscription", "service")
+        listing = Listing("broker", "subscription", "service")
         for where, some in found.items():
             for one in some:
-                table.add_row(where, one.name, one.service or "(all)")
-        plain_console().print(table)
+                listing.add(where, one.name, one.service or "(all)")
+        listing.show()
     round_.finish(say=not as_json)
 
 

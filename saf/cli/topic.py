@@ -6,10 +6,10 @@ import json
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
-from saf.cli.console import echo, plain_console
+from saf.cli.console import echo
+from saf.cli.listing import Listing
 from saf.cli.route import configured
 from saf.config import load
 from saf.routing import routes
@@ -45,10 +45,10 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
         topics = [{"broker": w, "topic": n, "destinations": list(d)} for w, n, d in rows]
         echo(json.dumps({"topics": topics, "errors": round_.errors()}))
     else:
-        table = Table("broker", "topic", "destinations")
+        listing = Listing("broker", "topic", "destinations")
         for where, name, destinations in rows:
-            table.add_row(where, name, ", ".join(destinations) or "none")
-        plain_console().print(table)
+            listing.add(where, name, ", ".join(destinations) or "none")
+        listing.show()
     round_.finish(say=not as_json)
 
 

@@ -62,6 +62,13 @@ def put(keep: bool, role: str, dsn: Dsn, connection: Closeable) -> None:
         drop(before)
 
 
+def forget(dsn: Dsn) -> None:
+    """Close what this process keeps of one database, so that it can be dropped."""
+    for role, kept in list(_kept):
+        if kept == dsn and (connection := _kept.pop((role, kept), None)) is not None:
+            drop(connection)
+
+
 def drop(connection: Closeable) -> None:
     """Close a connection; one that the server has cut has nothing left to close."""
     try:

@@ -37,6 +37,8 @@ from saf.setaside.parking import ADDRESS
 
 MAX_HOPS = 16
 LATER = "of its dialog, the first message was not resolved"
+RAISED = "its expression raises an error"
+"""What is known inside a task of an expression in SQL that fails for a message."""
 
 Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.int64]

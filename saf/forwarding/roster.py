@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from saf.config import Broker, Settings
+from saf.database import connections
 from saf.destinations.identities import Identities
 from saf.engine.work import Work
 from saf.errors import Fenced, SafError, SchemaMissing
@@ -175,6 +176,7 @@ class Roster:
             there = wanted.get(name)
             if (there is None or there.dsn != broker.dsn) and name not in self._crew.busy:
                 broker.leave()
+                connections.forget(broker.dsn)
                 self._count(broker)
                 del self.brokers[name]
                 self._failures.pop(name, None)

@@ -7,7 +7,7 @@ everywhere, because the engine is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from saf.engine.work import ForwardingRules, Receipt, Work
@@ -58,8 +58,13 @@ def run_item(number: int, item: Work, rules: ForwardingRules) -> list[Receipt]:
 
 def item_alone(number: int, item: Work, rules: ForwardingRules) -> list[Receipt]:
     """One item of work, of which nothing is raised: others' items are in the same job."""
+    return bounded(number, item, lambda: run_item(number, item, rules))
+
+
+def bounded(number: int, item: Work, run: Callable[[], list[Receipt]]) -> list[Receipt]:
+    """What running an item gives; whatever it raises is that broker's problem."""
     try:
-        return run_item(number, item, rules)
+        return run()
     except Exception as error:
         log.exception("task_failed", broker=item.broker)
         unexpected = Unexpected(f"broker {item.broker!r}", error)

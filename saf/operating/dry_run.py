@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -13,10 +13,11 @@ import psycopg
 from saf.broker.services import lives_here
 from saf.engine.classifying import as_table
 from saf.engine.matcher import Matcher
-from saf.engine.resolving import Resolver
+from saf.engine.resolving import Answers, Resolver
 from saf.errors import Unroutable
 from saf.message import Message, encode
 from saf.routing.explain import Explanation, explain
+from saf.routing.matching import Routes
 from saf.routing.resolved import Resolved, resolved
 from saf.routing.routers import with_problems
 from saf.routing.routes import Declared, configuration, forwarding
@@ -58,6 +59,15 @@ class DryRun:
         return said
 
 
+InSql = Callable[[Routes], tuple[Routes, Answers | None]]
+"""The routes, with the problems of their routers in SQL; and what the others answer."""
+
+
+def of_none(routes: Routes) -> tuple[Routes, Answers | None]:
+    """Nobody here can evaluate SQL."""
+    return routes, None
+
+
 @dataclass
 class _Recall:
     connection: psycopg.Connection[Any]
@@ -74,8 +84,11 @@ def try_out(
     message: Message,
     default_destination: str | None,
     declared: Declared,
+    in_sql: InSql = of_none,
 ) -> DryRun:
     """What the next batch would make of a message; the classifier runs here.
+
+    ``in_sql`` is who evaluates classifiers in SQL, if anybody can; see `saf.spark.dry_run`.
 
     Or the routing service, if the message is for a router that forwards and whose service lives at
     this broker. Elsewhere it is a service like any other.
@@ -86,10 +99,14 @@ def try_out(
         routes = with_problems(replace(in_force, routers=(router,)))
     else:
         routes = with_problems(in_force)
+    answers = None
+    if any(one.service == message.service for one in routes.routers):
+        routes, answers = in_sql(routes)
     resolver = Resolver(
         routes.routers,
         Matcher(routes),
         _Recall(connection),
+        answers,
         further=[one.service for one in in_force.routers],
     )
     created = {"id": 0, "shard": 0, "created_at": datetime.now(UTC)}

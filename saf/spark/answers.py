@@ -8,19 +8,31 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 from uuid import UUID
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from saf.columns import EXPRESSED
 from saf.engine.classifying import ANSWERS, as_answers
+from saf.engine.resolving import RAISED
 from saf.engine.source import messages
 from saf.engine.work import ForwardingRules, Receipt, Work
-from saf.errors import Unavailable
+from saf.errors import JobFailed, Unavailable
 from saf.routing.matching import Router
 from saf.routing.resolved import Resolved
-from saf.spark.expressions import Compiled, compiled_for, evaluated
+from saf.spark.expressions import Compiled, compiled_for, evaluated, without_sql
+from saf.spark.reasons import LARGEST, MOST, Raised, explain
+from saf.spark.session import first_line
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+SAID = "number long, said binary"
+"""What a task hands back: the number of its item, and its receipts with what expressions raised."""
 
 
 class Answers:
@@ -37,6 +49,8 @@ class Answers:
         self._compiled = compiled
         self._parked: list[pa.RecordBatch] = []
         self._ahead: list[pa.RecordBatch] = []
+        self.raised: list[Raised] = []
+        """The first messages that expressions have raised for."""
         self._now: pa.Table = None
         self._name = "id"
         self._ids = self._order = np.array([], np.int64)
@@ -71,12 +85,17 @@ class Answers:
             raise Unavailable(f"broker {self._broker!r}", why)
         places = self._order[np.searchsorted(self._ids, wanted)]
         said = self._now[one.column].take(places).combine_chunks()
-        if one.structured:
-            texts = said.dictionary_encode()
-            answers = [_answer(text) for text in texts.dictionary.to_pylist()]
-            return as_answers(answers).take(texts.indices)
-        nothing = pa.nulls(len(said))
-        return pa.table([said, nothing, nothing, nothing], ANSWERS.names).cast(ANSWERS)
+        if said.null_count:
+            self._note(one, rows.filter(pc.is_null(said)))
+        return as_said(one, said)
+
+    def _note(self, one: Compiled, rows: pa.Table) -> None:
+        """Keep the first few messages of those that an expression raises for."""
+        number = "log_id" if "log_id" in rows.column_names else "id"
+        small = rows.filter(pc.less_equal(pc.binary_length(rows["body"]), LARGEST))
+        for row in small.slice(0, MOST - len(self.raised)).to_pylist():
+            message = {name: row[name] for name in (*EXPRESSED, "shard")}
+            self.raised.append(Raised(text=one.text, message={**message, "id": row[number]}))
 
     def _read(self, enough: Callable[[], bool]) -> None:
         """Parked ones come first, and may share a batch with the first of the others."""
@@ -92,36 +111,117 @@ def receipts(work: Sequence[Work], rules: ForwardingRules) -> list[Receipt]:
     """Forward items of work, some of which have routers in SQL; what the tasks say."""
     from pyspark.sql import SparkSession
 
-    spark = SparkSession.builder.getOrCreate()
-    work, compiled = compiled_for(spark, work)
+    return _receipts(SparkSession.builder.getOrCreate(), list(enumerate(work)), rules)
+
+
+def _receipts(
+    spark: SparkSession, numbered: Sequence[tuple[int, Work]], rules: ForwardingRules
+) -> list[Receipt]:
+    """Those of some items, each with the number that receipts call it by.
+
+    An expression may be the end of a job without being one that raises: a regular expression that
+    takes more stack than there is, say. Then each item has a job of its own, so that the others go
+    on. Where that fails too, and so does a job that does nothing but evaluate, what the item has
+    for routers in SQL waits.
+    """
+    from py4j.protocol import Py4JError, Py4JNetworkError
+    from pyspark.errors import PySparkException
+
+    work, compiled = compiled_for(spark, [item for _, item in numbered])
+    numbered = [(number, item) for (number, _), item in zip(numbered, work, strict=True)]
+    try:
+        return _job(spark, numbered, rules, compiled)
+    except Py4JNetworkError:
+        raise  # Spark has ended
+    except (Py4JError, PySparkException):
+        if not compiled:
+            raise
+        if len(numbered) == 1:
+            ((number, item),) = numbered
+            why = _fails_by_itself(spark, item, rules, compiled)
+            if why is None:
+                raise  # it is not the expressions' fault
+            why = f"Spark fails with its expression: {why}"
+            return _receipts(spark, [(number, without_sql(item, why))], rules)
+    return [receipt for one in numbered for receipt in _alone(spark, one, rules)]
+
+
+def _alone(
+    spark: SparkSession, numbered: tuple[int, Work], rules: ForwardingRules
+) -> list[Receipt]:
+    """Those of one item, in a job of its own; that it fails is that broker's problem."""
+    from py4j.protocol import Py4JError, Py4JNetworkError
+    from pyspark.errors import PySparkException
+
+    try:
+        return _receipts(spark, [numbered], rules)
+    except Py4JNetworkError:
+        raise  # Spark has ended
+    except (Py4JError, PySparkException) as error:
+        failed = JobFailed(first_line(error))
+        kind = type(failed).__name__
+        return [Receipt(work=numbered[0], destination=None, error_kind=kind, error=str(failed))]
+
+
+def _fails_by_itself(
+    spark: SparkSession, item: Work, rules: ForwardingRules, compiled: Mapping[str, Compiled]
+) -> str | None:
+    """Why the expressions of an item cannot be evaluated, whatever becomes of the answers."""
+    from py4j.protocol import Py4JError, Py4JNetworkError
+    from pyspark.errors import PySparkException
+
+    rows = evaluated(spark.range(0, 1, 1, 1), [item], compiled, rules.max_bytes)
+    try:
+        rows.write.format("noop").mode("overwrite").save()
+    except Py4JNetworkError:
+        raise  # Spark has ended
+    except (Py4JError, PySparkException) as error:
+        return first_line(error)
+    return None
+
+
+def _job(
+    spark: SparkSession,
+    numbered: Sequence[tuple[int, Work]],
+    rules: ForwardingRules,
+    compiled: Mapping[str, Compiled],
+) -> list[Receipt]:
+    work = [item for _, item in numbered]
     rows = spark.range(0, len(work), 1, len(work))
     if compiled:
         rows = evaluated(rows, work, compiled, rules.max_bytes)
-    said = rows.mapInArrow(deliver(work, rules, compiled), "receipts binary").collect()
-    return [one for row in said for one in pickle.loads(row.receipts)]  # noqa: S301 - our own bytes
+    found: list[Receipt] = []
+    for row in rows.mapInArrow(deliver(numbered, rules, compiled), SAID).collect():
+        receipts, raised = pickle.loads(row.said)  # noqa: S301 - our own bytes
+        found += receipts
+        if raised:
+            explain(spark, dict(numbered)[row.number], raised)
+    return found
 
 
 def deliver(
-    work: Sequence[Work], rules: ForwardingRules, compiled: Mapping[str, Compiled]
+    numbered: Sequence[tuple[int, Work]], rules: ForwardingRules, compiled: Mapping[str, Compiled]
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """The function for mapInArrow: answers in, receipts out; else as `saf.spark.runner`'s."""
-    pickled = [pickle.dumps(item) for item in work]
+    pickled = [pickle.dumps(one) for one in numbered]
 
     def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext  # exists inside a task only
 
         from saf.engine.delivery import Delivery
+        from saf.forwarding.runner import bounded
 
         context = TaskContext.get()
         assert context is not None  # noqa: S101 - for the type checker
         # the pipeline is narrow, so the partition's number is that of the item
-        number = context.partitionId()
-        item = pickle.loads(pickled[number])  # noqa: S301 - our own bytes
+        number, item = pickle.loads(pickled[context.partitionId()])  # noqa: S301 - our own bytes
         asked = any(router.expression in compiled for router in item.routes.routers)
         answers = Answers(item.broker, batches, compiled) if asked else None
         delivery = Delivery(number, item, rules, answers)
-        said = delivery.run(messages(item, rules.max_bytes))
-        yield pa.RecordBatch.from_pydict({"receipts": [pickle.dumps(said)]})
+        rows = messages(item, rules.max_bytes)
+        receipts = bounded(number, item, lambda: delivery.run(rows))
+        said = pickle.dumps((receipts, answers.raised if answers else []))
+        yield pa.RecordBatch.from_pydict({"number": [number], "said": [said]})
 
     return task
 
@@ -130,8 +230,20 @@ def _last(batch: pa.RecordBatch) -> int:
     return int(batch["id"][-1].as_py())
 
 
+def as_said(one: Compiled, said: pa.Array) -> pa.Table:
+    """What an expression gives, as answers: NULL if it raises, and empty if it says nothing."""
+    if one.structured:
+        texts = said.dictionary_encode()
+        answers = [*map(_answer, texts.dictionary.to_pylist()), RAISED]
+        return as_answers(answers).take(pc.fill_null(texts.indices, len(answers) - 1))
+    nothing = pa.nulls(len(said))
+    services = pc.if_else(pc.equal(said, b""), pa.scalar(None, said.type), said)
+    errors = pc.if_else(pc.is_null(said), RAISED, pa.scalar(None, pa.string()))
+    return pa.table([services, nothing, nothing, errors], ANSWERS.names).cast(ANSWERS)
+
+
 def _answer(text: bytes) -> Resolved | str:
-    value = json.loads(text)
+    value = json.loads(text or "{}")
     if value.get("service") is None:
         return "its classifier says nothing"
     try:

@@ -26,6 +26,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from saf.spark.children import left_to_itself
+
 AHEAD = "SAF_SPARK_DAEMON"
 """Names, to what Spark starts, the socket of the daemon that was started ahead."""
 STREAMS = 0, 1, 2
@@ -41,12 +43,14 @@ def start_ahead(env: Mapping[str, str]) -> str:
     folder = tempfile.mkdtemp(prefix="saf-")  # private
     path = str(Path(folder) / "daemon")
     global _ahead  # noqa: PLW0603 kept, for it is a child
-    _ahead = subprocess.Popen(
-        [sys.executable, "-m", "saf.spark.daemon", "ahead"],
-        env={**env, AHEAD: path},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        process_group=0,  # Ctrl-C is not for it
+    _ahead = left_to_itself(
+        subprocess.Popen(
+            [sys.executable, "-m", "saf.spark.daemon", "ahead"],
+            env={**env, AHEAD: path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            process_group=0,  # Ctrl-C is not for it
+        )
     )
     return path
 

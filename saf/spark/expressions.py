@@ -11,8 +11,12 @@ are narrow: partition, task and item of work are one.
 An expression sees the columns of a message (`saf.columns`), ``text``, the body as text, and
 ``json``, the body as a VARIANT, NULL if it is none. It sees them as the message was sent, also if
 another router came first. It gives the name of a service, or a struct with the fields service, and
-optionally broker and key. Where it fails it gives NULL, because Spark would otherwise fail the task
-for one message; an expression that cannot be is a problem of its router.
+optionally broker and key. Which expressions may be evaluated at all says `saf.spark.rowwise`; one
+that may not, or that Spark does not understand, is a problem of its router, whose messages wait.
+
+Where it raises for one message, Spark would fail the task for all. So what is evaluated says NULL
+then, for which Spark keeps no reason, and an empty text where the expression itself says nothing.
+`saf.spark.reasons` finds out what it has raised.
 """
 
 from __future__ import annotations
@@ -21,26 +25,31 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from saf.columns import EXPRESSED
 from saf.engine.work import Work
-from saf.routing.matching import SQL
+from saf.routing.matching import SQL, Routes
 from saf.spark.questions import OF_NONE, PLACE, questions
+from saf.spark.rowwise import refusal, refusal_of_analyzed
+from saf.spark.session import first_line
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 DERIVED = {"text": "CAST(body AS STRING)", "json": "try_parse_json(CAST(body AS STRING))"}
 FIELDS = ("service", "broker", "key")
+REFUSED = "{expression!r} is refused: {why}. Say another one by `saf router add`, or disable it"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
     """An expression that Spark understands."""
 
+    text: str
+    """What gives its answer, or raises."""
     safe: str
-    """In UTF-8, and NULL instead of a failure."""
+    """In UTF-8: empty if it says nothing, and NULL if it raises."""
     structured: bool
     """It gives the JSON of a struct, and not just a name."""
     columns: frozenset[str]
@@ -57,14 +66,25 @@ def compiled_for(
     spark: SparkSession, work: Sequence[Work]
 ) -> tuple[list[Work], dict[str, Compiled]]:
     """The work, with the problems of its routers in SQL; and by expression what is evaluated."""
+    routes, compiled = compiled_of(spark, [item.routes for item in work])
+    return [replace(i, routes=r) for i, r in zip(work, routes, strict=True)], compiled
+
+
+def compiled_of(
+    spark: SparkSession, all_routes: Sequence[Routes]
+) -> tuple[list[Routes], dict[str, Compiled]]:
+    """Routes, with the problems of their routers in SQL; and by expression what is evaluated."""
     wanted = {
-        router.expression for item in work for router in item.routes.routers if router.kind == SQL
+        router.expression
+        for routes in all_routes
+        for router in routes.routers
+        if router.kind == SQL and router.problem is None
     }
     found = {expression: _compiled(spark, expression) for expression in sorted(wanted)}
     usable = {e: one for e, one in found.items() if isinstance(one, Compiled)}
     problems = {e: one for e, one in found.items() if isinstance(one, str)}
     numbered = {e: replace(one, number=n) for n, (e, one) in enumerate(usable.items())}
-    return [_with_problems(item, problems) for item in work], numbered
+    return [_with_problems(routes, problems) for routes in all_routes], numbered
 
 
 def evaluated(
@@ -79,7 +99,7 @@ def evaluated(
     numbered = {expression: one.number for expression, one in compiled.items()}
     rows = numbers.mapInArrow(questions(work, numbered, kinds, max_bytes), schema)
     if "body" in columns:
-        rows = rows.withColumns({name: F.expr(text) for name, text in DERIVED.items()})
+        rows = with_derived(rows)
     each = [(one.number, one.column, F.expr(one.safe)) for one in compiled.values()]
     if len(each) == 1:
         answers = [answer.alias(column) for _, column, answer in each]
@@ -100,45 +120,78 @@ def evaluated(
     return rows.select("id", "parked_id", *answers)
 
 
-def _with_problems(item: Work, problems: Mapping[str, str]) -> Work:
+def without_sql(item: Work, problem: str) -> Work:
+    """The item with that problem of all its routers in SQL."""
+    problems = {r.expression: problem for r in item.routes.routers if r.kind == SQL}
+    return replace(item, routes=_with_problems(item.routes, problems))
+
+
+def _with_problems(routes: Routes, problems: Mapping[str, str]) -> Routes:
+    if not problems:
+        return routes
     routers = tuple(
         replace(router, problem=f"router {router.service!r}: {problems[router.expression]}")
-        if router.kind == SQL and router.expression in problems
+        if router.kind == SQL and not router.problem and router.expression in problems
         else router
-        for router in item.routes.routers
+        for router in routes.routers
     )
-    return replace(item, routes=replace(item.routes, routers=routers)) if problems else item
+    return replace(routes, routers=routers)
+
+
+def with_derived(rows: DataFrame) -> DataFrame:
+    """The rows with what expressions see besides the columns of a message."""
+    from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
+
+    return rows.withColumns({name: F.expr(text) for name, text in DERIVED.items()})
 
 
 @lru_cache(maxsize=1024)
 def _compiled(spark: SparkSession, expression: str) -> Compiled | str:
     """The expression, or why it is none."""
+    from py4j.protocol import Py4JError, Py4JNetworkError
     from pyspark.errors import PySparkException
+
+    try:
+        return _understood(spark, expression)
+    except Py4JNetworkError:
+        raise  # Spark has ended
+    except (PySparkException, Py4JError) as error:
+        return f"Spark does not understand {expression!r}: {first_line(error)}"
+
+
+def _understood(spark: SparkSession, expression: str) -> Compiled | str:
     from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
     from pyspark.sql.types import StringType, StructType
 
+    if why := refusal(spark, expression, {*EXPRESSED, *DERIVED}):
+        return REFUSED.format(expression=expression, why=why)
     schema = ", ".join(f"{name} {kind}" for name, kind in EXPRESSED.items())
-    rows = spark.createDataFrame([], schema)
-    rows = rows.withColumns({name: F.expr(text) for name, text in DERIVED.items()})
-    try:
-        kind = rows.select(F.expr(expression).alias("answer")).schema["answer"].dataType
-        if isinstance(kind, StructType) and not {"service"} <= set(kind.names) <= set(FIELDS):
-            return f"a struct has the fields {', '.join(FIELDS)}, and not {', '.join(kind.names)}"
-        text = expression if isinstance(kind, StringType) else f"CAST(({expression}) AS STRING)"
-        text = f"to_json({expression})" if isinstance(kind, StructType) else text
-        safe = f"try_to_binary({text}, 'utf-8')"
-        plan = rows.select(F.expr(safe))._jdf.queryExecution().analyzed().toString()
-    except PySparkException as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        return f"Spark does not understand {expression!r}: {lines[0] if lines else error}"
-    if re.search(r"^\W*Window ", plan, re.MULTILINE):
-        return f"{expression!r} looks at other messages, of which a task has only some"
+    rows = with_derived(spark.createDataFrame([], schema))
+    answers = rows.select(F.expr(expression).alias("answer"))
+    if why := refusal_of_analyzed(_analyzed(answers), _analyzed(rows)):
+        return REFUSED.format(expression=expression, why=why)
+    kind = answers.schema["answer"].dataType
+    if isinstance(kind, StructType) and not {"service"} <= set(kind.names) <= set(FIELDS):
+        return f"a struct has the fields {', '.join(FIELDS)}, and not {', '.join(kind.names)}"
+    text = f"(\n{expression}\n)"  # it may end with a comment
+    if isinstance(kind, StructType):
+        text = f"to_json{text}"
+    elif not isinstance(kind, StringType):
+        text = f"CAST({text} AS STRING)"
+    safe = f"try_to_binary(coalesce({text}, ''), 'utf-8')"
+    rows.select(F.expr(safe))
     words = set(re.findall(r"\w+", expression.lower()))
     columns = set(EXPRESSED) if "*" in expression else words & set(EXPRESSED)
     if words & set(DERIVED):
         columns.add("body")
     return Compiled(
+        text=text,
         safe=safe,
         structured=isinstance(kind, StructType),
         columns=frozenset(columns),
     )
+
+
+def _analyzed(rows: DataFrame) -> Any:
+    jvm: Any = rows._jdf
+    return jvm.queryExecution().analyzed()

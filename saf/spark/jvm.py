@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import IO
 
 from saf.errors import SafError
+from saf.spark.children import left_to_itself
 from saf.spark.java import Java, cache_folder, major
 
 GATEWAY = ("org.apache.spark.deploy.SparkSubmit", "pyspark-shell")
@@ -143,7 +144,7 @@ def launch(java: Java, conf: Mapping[str, str], env: Mapping[str, str]) -> Jvm:
     assert process.stdout is not None  # noqa: S101 it is a pipe
     said = threading.Thread(target=_pass_on, args=[process.stdout], daemon=True)
     said.start()
-    return Jvm(process=process, folder=folder, said=said)
+    return Jvm(process=left_to_itself(process), folder=folder, said=said)
 
 
 def command(java: Java, conf: Mapping[str, str]) -> list[str]:

@@ -6,6 +6,7 @@ makes one, and `prestart` lets its JVM come up while the caller does something e
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -30,6 +31,9 @@ NO_CONF: Mapping[str, str] = MappingProxyType({})
 MAX_FAILURES = "4"
 LOCAL = re.compile(r"local(?:\[(\*|[0-9]{1,6})(,[0-9]{1,6})?\])?")
 
+RAISED = re.compile(r"(?!at |SQLSTATE)[A-Za-z_][\w.]*(: .*)?$")
+"""The last line of a Python traceback."""
+
 _launched: Jvm | None = None
 
 
@@ -43,6 +47,8 @@ def settings(master: str, *, quick: bool = False) -> dict[str, str]:
         "spark.python.unix.domain.socket.enabled": "true",
         # a task may fail and run again: reading a batch twice gives the same rows
         "spark.task.maxFailures": MAX_FAILURES,
+        # one that runs out of stack, by an expression, fails itself, and not all that its JVM does
+        "spark.executor.killOnFatalError.depth": "0",
         # nothing is stored in tables: saves loading Hive
         "spark.sql.catalogImplementation": "in-memory",
         # no shuffle and no joins, so nothing to adapt or to wait for
@@ -113,10 +119,17 @@ def with_attempts(master: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of Spark's says, without the stack that follows."""
+    """What an error of Spark's says, without the stack that follows.
+
+    >>> first_line(Exception("Thrown: Traceback:\\n File x\\nKeyError: 'k'\\n at a.B(C.java:1)"))
+    "Thrown: Traceback: KeyError: 'k'"
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if not line.startswith("An error occurred while calling")]
-    return (told or lines or [type(error).__name__])[0].rstrip(".")
+    first = (told or lines or [type(error).__name__])[0].lstrip(": ")
+    if first.endswith(":"):  # what Python has raised in a task is at the end of its traceback
+        first = next((f"{first} {line}" for line in reversed(told) if RAISED.match(line)), first)
+    return first.rstrip(".")
 
 
 def prestart(
@@ -158,7 +171,10 @@ def start(
         prestart(master, conf=conf, quick=quick)
     from py4j.protocol import Py4JJavaError
     from pyspark import SparkConf, SparkContext
+    from pyspark.logger import PySparkLogger
 
+    # what an expression raises is told by who has asked; PySpark would print it, stack and all
+    PySparkLogger.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL + 1)
     if submitted or SparkContext._active_spark_context is not None:
         return SparkContext.getOrCreate()
     if SparkContext._gateway is None:

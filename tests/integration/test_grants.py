@@ -68,7 +68,7 @@ MATRIX = {
     "timeline       ": "-      -         -         -         -       -       -",
     "parked         ": "-      SIuD      SIuD      -         -       -       SIuD",
     "backoff        ": "-      SIuD      SIuD      -         -       -       SIuD",
-    "dead_letter    ": "-      sI        sI        -         -       -       SIuD",
+    "dead_letter    ": "-      sIu       sI        -         -       -       SIuD",
     "service        ": "-      S         -         S         -       -       SiD",
     "dropped        ": "-      -         Siu       -         -       Siu     Siu",
     "audit          ": "-      -         -         -         -       -       Si",

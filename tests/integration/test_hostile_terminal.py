@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -16,6 +15,7 @@ from saf.database import Dsn
 from tests.hostile import unbounded
 from tests.pipeline import connect, forward
 from tests.programs import BIN, ROOT, configuration, environment, saf
+from tests.terminals import on_a_terminal
 
 COMMANDS_OF_A_TERMINAL = "\x1b]0;owned\x07\x1b[2J\x9b\u202eevil\u2066\u200f\r\n"
 NAME = f"x{COMMANDS_OF_A_TERMINAL}y"
@@ -98,23 +98,6 @@ def test_every_dead_letter_is_listed_and_shown_whatever_is_in_it(config: Path) -
     done = subprocess.run([BIN / "saf", *show], env=environment(), capture_output=True, check=True)
     assert done.stdout == NAME.encode()
     assert on_a_terminal(*show).replace("\r\n", "\n") == shown(NAME, lines=True)
-
-
-def on_a_terminal(*arguments: str) -> str:
-    """What a command writes to a terminal."""
-    terminal, theirs = os.openpty()
-    with subprocess.Popen(
-        [BIN / "saf", *arguments], env=environment(), stdout=theirs, stderr=theirs
-    ):
-        os.close(theirs)
-        said = b""
-        try:
-            while data := os.read(terminal, 65536):
-                said += data
-        except OSError:
-            pass  # Linux says the end so
-    os.close(terminal)
-    return said.decode().removesuffix("\r\n")
 
 
 def test_commands_print_in_one_way() -> None:

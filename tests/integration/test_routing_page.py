@@ -202,10 +202,6 @@ def test_explain_says_what_a_router_would_make_of_a_message(folder: Path) -> Non
     assert one["dead"] == "router 'orders': its classifier raised KeyError: 'country'"
     code, one = said("{}", "billing")
     assert (code, one["resolved"]["service"]) == (0, "billing"), "no router"
-    saf("router", "add", "departures", "--sql", "text", cwd=folder)
-    code, one = said("{}", "departures")
-    assert (code, one["resolved"]) == (TRY_AGAIN, None)
-    assert "needs Spark" in one["waits"]
 
 
 def test_a_router_that_cannot_be_is_refused_with_the_reason(folder: Path) -> None:

@@ -101,7 +101,9 @@ def test_a_loop_notes_the_problem_and_goes_on(app: Dsn, mom: Dsn, tmp_path: Path
         assert process.wait(timeout=60) == 0
     finally:
         process.kill()
-        process.communicate()
+        _, err = process.communicate()
+    assert "\tat " not in err, "no stack of the JVM"
+    assert "Traceback" not in err
     assert sorted(map(int, bodies(mom))) == list(range(1, 1001))
 
 

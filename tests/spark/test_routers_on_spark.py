@@ -135,7 +135,12 @@ def test_an_expression_may_fail_for_one_message_and_look_at_all_columns(
     assert len(stored(stores["lga"])) == 1
     errors = [(one.service, one.reason, one.error) for one in dead_letters(source, Filter())]
     assert errors == [
-        ("departures", "unresolved", "router 'departures': its classifier says nothing"),
+        (
+            "departures",
+            "unresolved",
+            "router 'departures': its expression raises an error: "
+            "[USER_RAISED_EXCEPTION] told to fail SQLSTATE: P0001",
+        ),
         (
             "departures",
             "unresolved",
@@ -174,7 +179,7 @@ def test_an_expression_that_spark_does_not_understand_makes_its_messages_wait(
     assert numbers(stores["ewr"]) == [0]
     waits = {lane["lane"]: lane["error"] for lane in said["waiting"]}
     assert "get_json_objekt" in waits["no route, route 'departures'"]
-    assert "looks at other messages" in waits["no route, route 'windows'"]
+    assert "WindowExpression, which does not look at one row" in waits["no route, route 'windows'"]
 
     add_router(source, "departures", "sql", "json:origin")
     add_router(source, "windows", "sql", "'JFK'")

@@ -210,3 +210,22 @@ def descendants(driver: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def is_java(process: psutil.Process) -> bool:
     return bool(process.name() == "java")
+
+
+RAISES = """
+try:
+    spark.parallelize([1]).map(lambda n: n / 0).collect()
+except Exception as error:
+    print("raised", session.first_line(error))
+"""
+
+
+def test_a_job_that_fails_is_said_in_a_line_and_what_was_started_leaves_no_warning(
+    shared_cache: Path,
+) -> None:
+    env = driver_env(shared_cache, PYTHONWARNINGS="always::ResourceWarning")
+    done = run_driver(env, START, RAISES, STOP)
+    assert "ZeroDivisionError: division by zero" in done.stdout
+    assert "\tat " not in done.stderr, "the stack of the JVM"
+    assert "still running" not in done.stderr
+    assert all(len(line) < 1000 for line in done.stderr.splitlines())

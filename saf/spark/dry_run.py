@@ -1,0 +1,78 @@
+"""Trial: classifiers in SQL for one message, for who asks where it would go.
+
+Spark is started when there is a router in SQL to be asked, and evaluates without a job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from saf.engine.classifying import as_answers
+from saf.engine.resolving import RAISED, Answers
+from saf.errors import MissingExtra
+from saf.routing.matching import SQL, Router, Routes
+from saf.spark import session
+from saf.spark.answers import as_said
+from saf.spark.expressions import Compiled, compiled_of
+from saf.spark.reasons import Raised, answer, reason
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+
+
+class DryRuns:
+    """A `saf.operating.dry_run.InSql`; a context manager, because what it starts has to end."""
+
+    def __init__(self) -> None:
+        self._context: SparkContext | None = None
+        self._lock = Lock()
+
+    def __enter__(self) -> DryRuns:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._context is not None:
+            session.stop(self._context)
+
+    def __call__(self, routes: Routes) -> tuple[Routes, Answers | None]:
+        """As `InSql`. Without the packages that Spark needs, nobody can say."""
+        if not any(one.kind == SQL and not one.problem for one in routes.routers):
+            return routes, None
+        try:
+            session.require_packages()
+        except MissingExtra:
+            return routes, None
+        from pyspark.sql import SparkSession
+
+        with self._lock:
+            if self._context is None:
+                self._context = session.start("local[1]", app_name="saf router", quick=True)
+            spark = SparkSession.builder.getOrCreate()
+            (routes,), compiled = compiled_of(spark, [routes])
+        return routes, _Answers(spark, compiled)
+
+
+class _Answers:
+    def __init__(self, spark: Any, compiled: Mapping[str, Compiled]) -> None:
+        self._spark = spark
+        self._compiled = compiled
+
+    def about(self, rows: pa.Table) -> npt.NDArray[np.bool_]:
+        return np.ones(len(rows), np.bool_)
+
+    def to(self, router: Router, rows: pa.Table) -> pa.Table:
+        one = self._compiled[router.expression]
+        return pa.concat_tables([self._to(one, row) for row in rows.to_pylist()])
+
+    def _to(self, one: Compiled, message: Mapping[str, Any]) -> pa.Table:
+        why = reason(self._spark, Raised(text=one.text, message=message))
+        if why is not None:
+            return as_answers([f"{RAISED}: {why}"])
+        text = answer(self._spark, one.text, message) or ""
+        return as_said(one, pa.array([text.encode()], pa.binary()))

@@ -1,0 +1,170 @@
+"""Row-wise: which expressions of routers Spark may evaluate, and why it may not the others.
+
+An expression comes from saf.toml, or from a source's saf.router, which others than the forwarder's
+owner may write. It is evaluated in the forwarder's processes, and again when a batch is read again.
+So it may compute with the columns of one message, and with nothing else:
+
+- not with other messages (aggregates, windows, queries), nor make several rows of one (generators);
+- not with what is different the next time (the clock, random numbers, the number of a task);
+- not with what is outside of the row (Java by reflection, files, the user, the session), nor by
+  functions that somebody has added to Spark: such a classifier is a function in Python or Arrow.
+
+What is known to be like that is listed, by the names of Spark's functions and the classes of its
+parsed syntax: whatever another version of Spark adds is refused until somebody has looked at it.
+What is not on the lists is refused before Spark has looked up a function or loaded a class for it.
+What Spark then makes of it is looked at once more, because names can be given another meaning.
+
+One thing cannot be told from an expression: a text in a message that is a time of day without a
+date is one of the current day, where it is cast to a timestamp.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+CATALYST = "org.apache.spark.sql.catalyst."
+
+FUNCTION_NAMES = """
+    abs acos acosh add_months aggregate and array array_append array_compact array_contains
+    array_distinct array_except array_insert array_intersect array_join array_max array_min
+    array_position array_prepend array_remove array_repeat array_size array_sort array_union
+    arrays_overlap arrays_zip ascii asin asinh assert_true atan atan2 atanh base64 between bigint
+    bin binary bit_count bit_get bit_length bitmap_bit_position bitmap_bucket_number bitmap_count
+    boolean bround btrim cardinality cast cbrt ceil ceiling char char_length character_length chr
+    coalesce collate collation concat concat_ws contains conv convert_timezone cos cosh cot crc32
+    csc date date_add date_diff date_format date_from_unix_date date_part date_sub date_trunc
+    dateadd datediff datepart day dayname dayofmonth dayofweek dayofyear decimal decode degrees div
+    double e element_at elt encode endswith equal_null exists exp expm1 extract factorial filter
+    find_in_set flatten float floor forall format_number format_string from_base32 from_csv
+    from_json from_unixtime from_utc_timestamp get get_json_object getbit greatest hash hex hour
+    hypot if ifnull ilike in initcap instr int is_valid_utf8 is_valid_variant is_variant_null isnan
+    isnotnull isnull jaro_winkler_similarity json_array_length json_object_keys last_day lcase
+    least left len length levenshtein like ln locate log log10 log1p log2 lower lpad ltrim
+    luhn_check make_date make_dt_interval make_interval make_time make_timestamp make_timestamp_ltz
+    make_timestamp_ntz make_valid_utf8 make_ym_interval map map_concat map_contains_key map_entries
+    map_filter map_from_arrays map_from_entries map_keys map_values map_zip_with mask md5 minute
+    mod month monthname months_between named_struct nanvl negative next_day not nullif nullifzero
+    nvl nvl2 octet_length or overlay parse_json parse_url pi pmod position positive pow power
+    printf quarter quote radians raise_error reduce regexp regexp_count regexp_extract
+    regexp_extract_all regexp_instr regexp_like regexp_replace regexp_substr repeat replace reverse
+    right rint rlike round rpad rtrim schema_of_csv schema_of_json schema_of_variant sec second
+    sentences sequence sha sha1 sha2 shiftleft shiftright shiftrightunsigned sign signum sin sinh
+    size slice smallint sort_array soundex space split split_part sqrt startswith str_to_map string
+    struct substr substring substring_index tan tanh time time_bucket time_diff time_from_micros
+    time_from_millis time_from_seconds time_to_micros time_to_millis time_to_seconds time_trunc
+    timestamp timestamp_micros timestamp_millis timestamp_nanos timestamp_seconds tinyint to_base32
+    to_binary to_char to_csv to_date to_json to_number to_time to_timestamp to_timestamp_ltz
+    to_timestamp_ntz to_unix_timestamp to_utc_timestamp to_varchar to_variant_object transform
+    transform_keys transform_values translate trim trunc try_add try_divide try_element_at
+    try_make_interval try_make_timestamp try_make_timestamp_ltz try_make_timestamp_ntz try_mod
+    try_multiply try_parse_json try_parse_url try_subtract try_to_binary try_to_date try_to_number
+    try_to_time try_to_timestamp try_url_decode try_validate_utf8 try_variant_array_append
+    try_variant_get try_variant_insert try_variant_set typeof ucase unbase64 unhex unix_date
+    unix_micros unix_millis unix_nanos unix_seconds upper url_decode url_encode validate_utf8
+    variant_array_append variant_delete variant_get variant_insert variant_set variant_strip_nulls
+    weekday weekofyear when width_bucket xxhash64 year zeroifnull zip_with
+"""
+FUNCTIONS = frozenset(FUNCTION_NAMES.split())
+"""Spark's functions of one row that give the same for the same arguments."""
+
+SYNTAX_CLASSES = """
+    Add Alias And BitwiseAnd BitwiseNot BitwiseOr BitwiseXor CaseWhen Cast Collate Concat
+    CreateNamedStruct CreateStruct Divide EqualNullSafe EqualTo GreaterThan GreaterThanOrEqual
+    If ILike In IntegralDivide IsNotNull IsNull LambdaFunction LessThan LessThanOrEqual Like LikeAll
+    LikeAny Literal Lower Multiply NamePlaceholder$ Not NotLikeAll NotLikeAny Or Overlay
+    RLike Remainder SemiStructuredExtract ShiftLeft ShiftRight ShiftRightUnsigned StringLocate
+    StringTrim StringTrimBoth StringTrimLeft StringTrimRight Substring Subtract TimestampAdd
+    TimestampDiff UnaryMinus UnaryPositive UnresolvedAttribute UnresolvedCollation
+    UnresolvedExtractValue UnresolvedFunction UnresolvedNamedLambdaVariable UnresolvedStar
+"""
+SYNTAX = frozenset(SYNTAX_CLASSES.split())
+"""What else an expression is parsed to."""
+
+FOREIGN = re.compile(
+    r"UDF|UserDefined|^Aggregate|Aggregator|Subquery|Reflection|^Current|^Now$|^Local"
+)
+"""Classes of Spark's own package that run what is not Spark's, or look elsewhere."""
+
+TYPES = {"DATE", "TIME", "TIMESTAMP", "TIMESTAMP_NTZ", "TIMESTAMP_LTZ"}
+OF_NOW = re.compile(r"\s*(now|today|tomorrow|yesterday|T?\d{1,2}:)", re.IGNORECASE)
+"""Texts that stand for a moment which depends on the current one."""
+
+
+def refusal(spark: SparkSession, expression: str, columns: Collection[str]) -> str | None:
+    """Why an expression may not be evaluated, as far as that can be said before it is analyzed.
+
+    Raises PySparkException if it is no expression at all.
+    """
+    session: Any = spark._jsparkSession
+    for node in _nodes(session.sessionState().sqlParser().parseExpression(expression)):
+        kind = _kind(node)
+        if kind == "UnresolvedFunction":
+            name = ".".join(_items(node.nameParts()))
+            if name.lower() not in FUNCTIONS:
+                return f"it calls {name}, which is not a function of one row alone"
+        elif kind == "UnresolvedAttribute":
+            name = next(_items(node.nameParts()))
+            if name.lower() not in columns:
+                return f"it says {name}, which is no column of a message"
+        elif kind not in SYNTAX:
+            return f"it has a {kind.rstrip('$')}, which does not look at one row alone"
+    if (said := _of_now(spark, expression)) is not None:
+        return f"it says {said}, which is another time whenever it is read"
+    return None
+
+
+def refusal_of_analyzed(plan: Any, before: Any) -> str | None:
+    """Why what Spark has made of an expression may not be evaluated.
+
+    ``plan`` selects it alone from the plan ``before``.
+    """
+    if plan.getClass().getSimpleName() != "Project" or not plan.child().sameResult(before):
+        return "it looks at other rows, or makes several of one"
+    for node in _nodes(plan.projectList().apply(0)):
+        kind = _kind(node)
+        own = node.getClass().getName().startswith(f"{CATALYST}expressions.")
+        if not own or FOREIGN.search(kind):
+            return f"Spark makes a {kind} of it, which is not Spark's own or looks elsewhere"
+        if not node.deterministic():
+            return f"Spark makes a {kind} of it, which says something else each time"
+        if kind in ("Cast", "ParseToDate", "ParseToTimestamp", "ParseToTime"):
+            for child in _items(node.children()):
+                if _kind(child) == "Literal" and OF_NOW.match(text := str(child.toString())):
+                    return f"it says {text!r}, which is another time whenever it is read"
+    return None
+
+
+def _of_now(spark: SparkSession, expression: str) -> str | None:
+    """A literal such as DATE 'today', of which the parser makes the day that it is."""
+    jvm: Any = spark._jvm
+    parser = getattr(jvm, f"{CATALYST}parser")
+    stream = parser.UpperCaseCharStream(jvm.org.antlr.v4.runtime.CharStreams.fromString(expression))
+    tokens = parser.SqlBaseLexer(stream).getAllTokens()
+    said = [str(token.getText()) for token in tokens if token.getChannel() == 0]
+    for kind, literal in pairwise(said):
+        if kind.upper() in TYPES and OF_NOW.match(literal.lstrip("rR").strip("'\"")):
+            return f"{kind} {literal}"
+    return None
+
+
+def _nodes(expression: Any) -> Iterator[Any]:
+    """An expression and all that is in it."""
+    left = [expression]
+    while left:
+        node = left.pop()
+        yield node
+        left += _items(node.children())
+
+
+def _items(of_scala: Any) -> Iterator[Any]:
+    return (of_scala.apply(place) for place in range(of_scala.size()))
+
+
+def _kind(node: Any) -> str:
+    return str(node.getClass().getName()).rpartition(".")[2]

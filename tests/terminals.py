@@ -1,0 +1,30 @@
+"""Commands on a terminal of some width."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import subprocess
+import termios
+
+from tests.programs import BIN, environment
+
+ROWS = 50
+
+
+def on_a_terminal(*arguments: str, columns: int = 80) -> str:
+    """What the command ``saf`` writes to a terminal, its errors too."""
+    terminal, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
+    env = {name: value for name, value in environment().items() if name != "COLUMNS"}
+    with subprocess.Popen([BIN / "saf", *arguments], env=env, stdout=theirs, stderr=theirs):
+        os.close(theirs)
+        said = b""
+        try:
+            while data := os.read(terminal, 65536):
+                said += data
+        except OSError:
+            pass  # Linux says the end so
+    os.close(terminal)
+    return said.decode().removesuffix("\r\n")
