@@ -68,7 +68,7 @@ def list_(*, config: Config = None, broker: Where = None, as_json: AsJson = Fals
         )
         for row in rows:
             listing.add(*map(str, row.values()))
-        listing.print()
+        listing.show()
     round_.finish(say=not as_json)
 
 

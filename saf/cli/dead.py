@@ -197,5 +197,5 @@ def _show(round_: Round, found: dict[str, list[DeadLetter]], *, as_json: bool) -
                     one.subscription, one.reason, one.service, one.key or "", f"{one.bytes:,}",
                     below=one.error,
                 )  # fmt: skip
-        listing.print()
+        listing.show()
     round_.finish(say=not as_json)

@@ -63,7 +63,7 @@ def list_(
                     name, str(one.handle), one.state, one.service, one.far_service,
                     str(one.send_sequence), _received(one), below=_error(one),
                 )  # fmt: skip
-        listing.print()
+        listing.show()
     round_.finish(say=not as_json)
 
 

@@ -67,7 +67,7 @@ def status(config: Config = None, broker: Store = None, as_json: AsJson = False)
                     where, one.subscription, f"{one.unread:,}", lag,
                     f"{one.parked:,}", f"{one.keys_waiting:,}", f"{one.dead_letters:,}",
                 )  # fmt: skip
-        listing.print()
+        listing.show()
         show_dropped(counted)
     round_.finish(say=not as_json)
 
@@ -94,5 +94,5 @@ def peek(
                     str(one.id), str(one.message_id), one.service, one.key or "",
                     one.message_type or "", f"{one.bytes:,}", f"{one.received_at:%H:%M:%S}",
                 )  # fmt: skip
-        listing.print()
+        listing.show()
     round_.finish(say=not as_json)

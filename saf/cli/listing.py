@@ -35,7 +35,7 @@ class Listing:
         """One more row."""
         self._rows.append((tuple(map(shown, cells)), shown(below)))
 
-    def print(self) -> None:
+    def show(self) -> None:
         """Write it to standard output, as wide as that is."""
         console = plain_console()
         for line in self.lines(console.width if console.is_terminal else None):
@@ -46,12 +46,12 @@ class Listing:
 
         >>> listing = Listing("broker", "reason", below="error")
         >>> listing.add("shop", "rejected", below="it is no number: seven")
-        >>> print(*listing.lines(None), sep="$")
-        broker  reason    error$shop    rejected  it is no number: seven
-        >>> print(*listing.lines(20), sep="$")
-        broker  reason$shop    rejected$    it is no number:$    seven
-        >>> print(*listing.lines(15), sep="$")
-        broker: shop$    reason: rejected$    it is no$    number:$    seven
+        >>> "$".join(listing.lines(None))
+        'broker  reason    error$shop    rejected  it is no number: seven'
+        >>> "$".join(listing.lines(20))
+        'broker  reason$shop    rejected$    it is no number:$    seven'
+        >>> "$".join(listing.lines(15))
+        'broker: shop$    reason: rejected$    it is no$    number:$    seven'
         """
         rows = [(cells, below) for cells, below in self._rows]
         if width is None:

@@ -79,7 +79,7 @@ def command(
         brokers = [_as_dict(name, outcome) for name, outcome in known.items()]
         echo(json.dumps({"dry_run": dry_run, "brokers": brokers, "errors": round_.errors()}))
     elif known:
-        _listing(known).print()
+        _listing(known).show()
     round_.finish(say=not as_json)
 
 

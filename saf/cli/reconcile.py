@@ -97,7 +97,7 @@ def _show(known: Collection[Outcome]) -> None:
             ),
         )
     if known:
-        listing.print()
+        listing.show()
     for outcome in known:
         echo(f"{outcome.broker}: compared {_range(outcome.range)}")
         for one in outcome.named:

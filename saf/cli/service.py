@@ -49,7 +49,7 @@ def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) 
         for where, some in found.items():
             for one in some:
                 listing.add(where, one.name, ", ".join(one.subscriptions))
-        listing.print()
+        listing.show()
     round_.finish(say=not as_json)
 
 

@@ -32,11 +32,11 @@ def command(
         brokers = [{"broker": name, **status.as_dict()} for name, status in known.items()]
         echo(json.dumps({"brokers": brokers, "errors": round_.errors()}))
     else:
-        _overview(known).print()
+        _overview(known).show()
         parked.show({name: status.waiting for name, status in known.items()})
         show_dropped({name: status.dropped for name, status in known.items()})
         if shards:
-            _by_shard(known).print()
+            _by_shard(known).show()
     round_.finish(say=not as_json)
 
 

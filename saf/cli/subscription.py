@@ -69,7 +69,7 @@ def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) 
         for where, some in found.items():
             for one in some:
                 listing.add(where, one.name, one.service or "(all)")
-        listing.print()
+        listing.show()
     round_.finish(say=not as_json)
 
 

@@ -48,7 +48,7 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
         listing = Listing("broker", "topic", "destinations")
         for where, name, destinations in rows:
             listing.add(where, name, ", ".join(destinations) or "none")
-        listing.print()
+        listing.show()
     round_.finish(say=not as_json)
 
 
