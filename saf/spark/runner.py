@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from saf.database import Dsn
 from saf.engine.work import Policy, Receipt, Work
 from saf.errors import JobFailed, SparkGone
 from saf.routing.ways import SQL
@@ -73,6 +74,9 @@ class SparkRunner:
         """End the session, if it was started, in order."""
         if self._spark is not None:
             session.stop(self._spark)
+
+    def let_go(self, source: Dsn) -> None:
+        """Nothing: its workers end, or let go by themselves, a minute after they had work of it."""
 
     def cancel(self, group: str) -> None:
         """Cancel the job, unless Spark does not answer either."""

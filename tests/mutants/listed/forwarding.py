@@ -263,7 +263,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is kept of a database that no fleet lists stays open",
         "saf/forwarding/roster.py",
-        "                connections.forget(broker.dsn)\n",
+        "                self._left(broker.dsn)\n",
         "",
         "contract/test_dropped_databases.py"
         "::test_a_database_that_no_fleet_lists_any_more_can_be_dropped_without_force",
