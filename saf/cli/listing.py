@@ -46,12 +46,12 @@ class Listing:
 
         >>> listing = Listing("broker", "reason", below="error")
         >>> listing.add("shop", "rejected", below="it is no number: seven")
-        >>> print(*listing.lines(None), sep="$")
-        broker  reason    error$shop    rejected  it is no number: seven
-        >>> print(*listing.lines(20), sep="$")
-        broker  reason$shop    rejected$    it is no number:$    seven
-        >>> print(*listing.lines(15), sep="$")
-        broker: shop$    reason: rejected$    it is no$    number:$    seven
+        >>> "$".join(listing.lines(None))
+        'broker  reason    error$shop    rejected  it is no number: seven'
+        >>> "$".join(listing.lines(20))
+        'broker  reason$shop    rejected$    it is no number:$    seven'
+        >>> "$".join(listing.lines(15))
+        'broker: shop$    reason: rejected$    it is no$    number:$    seven'
         """
         rows = [(cells, below) for cells, below in self._rows]
         if width is None:

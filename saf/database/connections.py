@@ -2,7 +2,9 @@
 
 To connect takes an ADBC driver longer than a task of a few hundred messages takes for all else: it
 asks the server for its types. Kept are a few, one for each purpose and database, those that were
-used last; in a process that is not used any more they end with it.
+used last; in a process that is not used any more they end with it. One that was not used for a
+minute is closed when another is put back, so that nobody is in the way of who wants to drop its
+database.
 
 What is kept may be lost by the time it is wanted. So what makes a connection fit for its purpose is
 done each time that it is taken, and where that fails on one that was kept, a new one is made.
@@ -10,6 +12,7 @@ done each time that it is taken, and where that fails on one that was kept, a ne
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +23,8 @@ from saf.database import Dsn
 
 MOST = 6
 """So many are kept by a process: two sources, to read and to mark, and two destinations."""
+IDLE_SECONDS = 60.0
+"""How long one is kept without being used."""
 
 
 class Closeable(Protocol):
@@ -33,6 +38,8 @@ C = TypeVar("C", bound=Closeable)
 
 _kept: dict[tuple[str, Dsn], Any] = {}
 """By purpose and database, the last used last."""
+_since: dict[tuple[str, Dsn], float] = {}
+"""When each was put back."""
 
 
 def take(role: str, dsn: Dsn, connect: Callable[[], C], fit: Callable[[C], object]) -> C:
@@ -60,6 +67,12 @@ def put(keep: bool, role: str, dsn: Dsn, connection: Closeable) -> None:
         before = _kept.pop(next(iter(_kept)))
     if before is not None:
         drop(before)
+    _since[role, dsn] = now = time.monotonic()
+    for key, since in list(_since.items()):
+        if key not in _kept or now - since > IDLE_SECONDS:
+            del _since[key]
+            if (idle := _kept.pop(key, None)) is not None:
+                drop(idle)
 
 
 def forget(dsn: Dsn) -> None:

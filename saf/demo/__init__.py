@@ -1,4 +1,4 @@
 """The demo: an example application, and the proof that nothing went wrong on the way.
 
-Read `saf.demo.flights` to see how an application sends. `saf demo` runs it.
+`saf demo` runs it. Applications to read and to copy from are in the project's folder examples/.
 """

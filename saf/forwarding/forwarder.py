@@ -73,7 +73,7 @@ class Forwarder:
         self.runner = runner
         self.progress = progress
         self.summary = Summary()
-        self.roster = Roster(settings, self._problem)
+        self.roster = Roster(settings, self._problem, runner.let_go)
         limits = [d.max_connections for d in settings.destinations.values() if d.max_connections]
         self.most = min(limits, default=None)
         """Tasks at a time, for the destinations' sake."""
@@ -276,7 +276,7 @@ class Forwarder:
         """
         Thread(target=self.runner.cancel, args=[vigil.group], daemon=True).start()
         if not wait_for([job], timeout=CANCEL_SECONDS).done:
-            self.runner.let_go()
+            self.runner.abandon()
             raise error
         if job.exception() is None:
             return job.result()  # it has come to its end after all

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from saf.config import Broker, Settings
-from saf.database import connections
+from saf.database import Dsn
 from saf.destinations.identities import Identities
 from saf.engine.work import Work
 from saf.errors import Fenced, SafError, SchemaMissing
@@ -39,11 +39,17 @@ NEVER = float("inf")
 class Roster:
     """All source brokers, those of fleets included.
 
-    ``problem`` is told what fails, and where. ``once``: in a run that ends when everything is
+    ``problem`` is told what fails, and where; ``left``, which database is no source any more.
+    ``once``: in a run that ends when everything is
     drained, who has nothing more or has failed is not visited again.
     """
 
-    def __init__(self, settings: Settings, problem: Callable[[str, SafError], None]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        problem: Callable[[str, SafError], None],
+        left: Callable[[Dsn], None],
+    ) -> None:
         self.options = settings.forwarder
         self.once = True
         self.stopped = False
@@ -52,6 +58,7 @@ class Roster:
         """Some were not visited, because ``max_sessions`` or all threads were taken."""
         self.brokers: dict[str, SourceBroker] = {}
         self._problem = problem
+        self._left = left
         self._crew = BrokerThreads(min(THREADS, self.options.max_sessions))
         self._fleets = settings.fleets
         self._declared = settings.declared
@@ -176,7 +183,7 @@ class Roster:
             there = wanted.get(name)
             if (there is None or there.dsn != broker.dsn) and name not in self._crew.busy:
                 broker.leave()
-                connections.forget(broker.dsn)
+                self._left(broker.dsn)
                 self._count(broker)
                 del self.brokers[name]
                 self._failures.pop(name, None)

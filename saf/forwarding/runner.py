@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from saf.database import Dsn
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import Unexpected
 from saf.logger import Log
@@ -41,10 +42,13 @@ class Runner(Protocol):
             SparkGone: what runs them has ended.
         """
 
+    def let_go(self, source: Dsn) -> None:
+        """A database is no source any more: keep no connection to it, so that it can be dropped."""
+
     def cancel(self, group: str) -> None:
         """Have a call that hangs come to its end; raises nothing, and may be in vain."""
 
-    def let_go(self) -> None:
+    def abandon(self) -> None:
         """Let go of what does not answer any more: `run` raises SparkGone."""
 
 
@@ -91,8 +95,14 @@ class InProcess:
             receipt for number, item in enumerate(work) for receipt in run_item(number, item, rules)
         ]
 
+    def let_go(self, source: Dsn) -> None:
+        """Close what this process has kept of it."""
+        from saf.database import connections  # needs Arrow
+
+        connections.forget(source)
+
     def cancel(self, group: str) -> None:
         """Nobody can: it is this process that hangs."""
 
-    def let_go(self) -> None:
+    def abandon(self) -> None:
         """There is nothing to let go of."""

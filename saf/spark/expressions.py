@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
 DERIVED = {"text": "CAST(body AS STRING)", "json": "try_parse_json(CAST(body AS STRING))"}
 FIELDS = ("service", "broker", "key")
-REFUSED = "{expression!r} is refused: {why}. Say another one by `saf router add`, or disable it"
+QUOTED = 500
+"""So much of an expression is said in an error."""
+REFUSED = "{expression} is refused: {why}. Say another one by `saf router add`, or disable it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +158,12 @@ def _compiled(spark: SparkSession, expression: str) -> Compiled | str:
     except Py4JNetworkError:
         raise  # Spark has ended
     except (PySparkException, Py4JError) as error:
-        return f"Spark does not understand {expression!r}: {first_line(error)}"
+        return f"Spark does not understand {quoted(expression)}: {first_line(error)}"
+
+
+def quoted(expression: str) -> str:
+    """An expression, or its beginning, for an error."""
+    return f"{expression!r:.{QUOTED}}"
 
 
 def _understood(spark: SparkSession, expression: str) -> Compiled | str:
@@ -164,12 +171,12 @@ def _understood(spark: SparkSession, expression: str) -> Compiled | str:
     from pyspark.sql.types import StringType, StructType
 
     if why := refusal(spark, expression, {*EXPRESSED, *DERIVED}):
-        return REFUSED.format(expression=expression, why=why)
+        return REFUSED.format(expression=quoted(expression), why=why)
     schema = ", ".join(f"{name} {kind}" for name, kind in EXPRESSED.items())
     rows = with_derived(spark.createDataFrame([], schema))
     answers = rows.select(F.expr(expression).alias("answer"))
     if why := refusal_of_analyzed(_analyzed(answers), _analyzed(rows)):
-        return REFUSED.format(expression=expression, why=why)
+        return REFUSED.format(expression=quoted(expression), why=why)
     kind = answers.schema["answer"].dataType
     if isinstance(kind, StructType) and not {"service"} <= set(kind.names) <= set(FIELDS):
         return f"a struct has the fields {', '.join(FIELDS)}, and not {', '.join(kind.names)}"

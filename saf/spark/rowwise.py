@@ -91,6 +91,8 @@ FOREIGN = re.compile(
 )
 """Classes of Spark's own package that run what is not Spark's, or look elsewhere."""
 
+LONGEST = 10_000
+"""Characters of an expression: to look at each of its parts takes the driver's time."""
 TYPES = {"DATE", "TIME", "TIMESTAMP", "TIMESTAMP_NTZ", "TIMESTAMP_LTZ"}
 OF_NOW = re.compile(r"\s*(now|today|tomorrow|yesterday|T?\d{1,2}:)", re.IGNORECASE)
 """Texts that stand for a moment which depends on the current one."""
@@ -101,6 +103,8 @@ def refusal(spark: SparkSession, expression: str, columns: Collection[str]) -> s
 
     Raises PySparkException if it is no expression at all.
     """
+    if len(expression) > LONGEST:
+        return f"it has {len(expression):,} characters, and {LONGEST:,} are looked at"
     session: Any = spark._jsparkSession
     for node in _nodes(session.sessionState().sqlParser().parseExpression(expression)):
         kind = _kind(node)

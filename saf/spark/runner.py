@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from saf.database import Dsn
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import JobFailed, SparkGone
 from saf.routing.matching import SQL
@@ -74,14 +75,17 @@ class SparkRunner:
         if self._spark is not None:
             session.stop(self._spark)
 
+    def let_go(self, source: Dsn) -> None:
+        """Nothing: its workers end, or let go by themselves, a minute after they had work of it."""
+
     def cancel(self, group: str) -> None:
         """Cancel the job, unless Spark does not answer either."""
         with suppress(Exception):  # it may not answer, and be cut off
             self.spark.cancelJobGroup(group)
 
-    def let_go(self) -> None:
+    def abandon(self) -> None:
         """Leave a JVM that does not answer any more."""
-        session.let_go()
+        session.abandon()
 
 
 def parts(work: Sequence[Work]) -> list[tuple[int, bytes]]:

@@ -205,7 +205,7 @@ def stop(spark: SparkContext) -> None:
     spark.stop()
 
 
-def let_go() -> None:
+def abandon() -> None:
     """Leave a JVM that does not answer any more: whoever waits for it is told that it has gone."""
     from pyspark import SparkContext
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -146,3 +147,17 @@ def test_what_cannot_be_connected_to_is_named_as_people_know_it(app: Dsn, mom: D
                 ask()
     (receipt,) = [one for one in forward(app, forwarding_rules(mom=nowhere)) if one.error]
     assert (receipt.error or "").startswith("destination 'mom' is unavailable")
+
+
+def test_one_that_is_not_used_for_a_while_is_closed_though_others_are(
+    app: Dsn, mom: Dsn, new_broker: Callable[[str], Dsn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = new_broker("other")
+    sent(app, "first")
+    forward(app, forwarding_rules(mom=mom))
+    assert len(sessions(app, app)) == 2
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.0)
+    sent(other, "second")
+    forward(other, forwarding_rules(mom=mom))
+    assert sessions(app, app) == []
+    assert bodies(mom) == ["first", "second"]

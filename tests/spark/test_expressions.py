@@ -91,6 +91,11 @@ def test_what_looks_beyond_its_row_or_says_something_else_each_time_is_refused(
     assert repr(expression) in said
 
 
+def test_one_that_is_too_long_to_be_looked_at_or_nested_too_deeply_is_refused() -> None:
+    assert "10,000 are looked at" in str(compiled("'a' || " * 2000 + "'b'"))
+    assert "Spark does not understand" in str(compiled("(" * 4990 + "'a'" + ")" * 4990))
+
+
 def test_a_function_that_somebody_has_added_to_spark_is_refused_whatever_its_name() -> None:
     from pyspark.sql import SparkSession
 

@@ -261,6 +261,14 @@ MUTANTS: list[Mutant] = [
         "contract/test_connections.py::test_those_that_were_used_last_are_kept",
     ),
     mutant(
+        "what is kept of a database that no fleet lists stays open",
+        "saf/forwarding/roster.py",
+        "                self._left(broker.dsn)\n",
+        "",
+        "contract/test_dropped_databases.py"
+        "::test_a_database_that_no_fleet_lists_any_more_can_be_dropped_without_force",
+    ),
+    mutant(
         "a reader that was left in the middle is kept",
         "saf/engine/source.py",
         "            connections.drop(connection)\n            raise\n",

@@ -21,6 +21,7 @@ DURABLE = (
 )
 ZOMBIE = "contract/test_set_aside_once.py::test_a_zombie_neither_chooses_for_a_key_nor_resolves_it"
 EXPLAINED = "contract/test_explained.py"
+OF_SQL = "spark/test_expressions.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
@@ -187,6 +188,20 @@ MUTANTS: list[Mutant] = [
         "",
         f"{OF_ROUTERS}::"
         "test_a_router_classifies_the_first_message_of_a_key_and_later_ones_bypass_it",
+    ),
+    mutant(
+        "what an expression has raised is not found out",
+        "saf/spark/answers.py",
+        "        if raised:\n",
+        "        if not raised:\n",
+        f"{OF_SQL}::test_the_dead_letter_says_what_its_expression_has_raised",
+    ),
+    mutant(
+        "an expression that Spark fails with fails the job again",
+        "saf/spark/answers.py",
+        "        if len(numbered) == 1:\n",
+        "        if len(numbered) >= 1:\n            raise\n        if len(numbered) == 1:\n",
+        f"{OF_SQL}::test_an_expression_that_spark_dies_of_parks_its_messages_and_holds_up_nobody",
     ),
     mutant(
         "what waits for a router is explained as lost",

@@ -1,0 +1,36 @@
+"""A worker: the service billing, which writes an invoice for each order.
+
+    export STORE_DSN=postgresql://localhost/store        # `saf migrate --dsn "$STORE_DSN"` was run
+    saf service create billing                           # once; it lives in that database
+    saf worker worker:billing                            # any number of them share the work
+
+Each message is handled exactly once, and those of an order in order: the handler's work and the
+note that the message is handled are one transaction. A handler that raises is tried again later,
+and the messages of its order wait for it; those of others do not.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import psycopg
+
+import saf
+
+billing = saf.Worker(os.environ["STORE_DSN"], "billing")
+
+TABLE = "CREATE TABLE IF NOT EXISTS invoice (number text PRIMARY KEY, total int NOT NULL)"
+INSERT = "INSERT INTO invoice (number, total) VALUES (%s, %s)"
+
+
+@billing.handler("OrderPlaced")
+def placed(message: saf.Received, connection: psycopg.Connection[Any]) -> None:
+    """Write the invoice of an order."""
+    order = message.json()
+    connection.execute(TABLE)
+    connection.execute(INSERT, [order["order"], order["total"]])
+
+
+if __name__ == "__main__":
+    billing.run()
