@@ -24,6 +24,7 @@ from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import JobFailed, Unavailable
 from saf.routing.matching import Router
 from saf.routing.resolved import Resolved
+from saf.spark import items
 from saf.spark.expressions import Compiled, compiled_for, evaluated, without_sql
 from saf.spark.reasons import LARGEST, MOST, Raised, explain
 from saf.spark.session import first_line
@@ -170,7 +171,7 @@ def _fails_by_itself(
     from py4j.protocol import Py4JError, Py4JNetworkError
     from pyspark.errors import PySparkException
 
-    rows = evaluated(spark.range(0, 1, 1, 1), [item], compiled, rules.max_bytes)
+    rows = evaluated(items.rows(spark, [(0, item)]), [item], compiled, rules.max_bytes)
     try:
         rows.write.format("noop").mode("overwrite").save()
     except Py4JNetworkError:
@@ -186,12 +187,11 @@ def _job(
     rules: ForwardingRules,
     compiled: Mapping[str, Compiled],
 ) -> list[Receipt]:
-    work = [item for _, item in numbered]
-    rows = spark.range(0, len(work), 1, len(work))
+    rows = items.rows(spark, numbered)
     if compiled:
-        rows = evaluated(rows, work, compiled, rules.max_bytes)
+        rows = evaluated(rows, [item for _, item in numbered], compiled, rules.max_bytes)
     found: list[Receipt] = []
-    for row in rows.mapInArrow(deliver(numbered, rules, compiled), SAID).collect():
+    for row in rows.mapInArrow(deliver(rules, compiled), SAID).collect():
         receipts, raised = pickle.loads(row.said)  # noqa: S301 - our own bytes
         found += receipts
         if raised:
@@ -200,21 +200,16 @@ def _job(
 
 
 def deliver(
-    numbered: Sequence[tuple[int, Work]], rules: ForwardingRules, compiled: Mapping[str, Compiled]
+    rules: ForwardingRules, compiled: Mapping[str, Compiled]
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """The function for mapInArrow: answers in, receipts out; else as `saf.spark.runner`'s."""
-    pickled = [pickle.dumps(one) for one in numbered]
+    """The function for mapInArrow: an item and its answers in, receipts out."""
 
-    def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        from pyspark import TaskContext  # exists inside a task only
-
+    def task(partition: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from saf.engine.delivery import Delivery
         from saf.forwarding.runner import bounded
 
-        context = TaskContext.get()
-        assert context is not None  # noqa: S101 - for the type checker
-        # the pipeline is narrow, so the partition's number is that of the item
-        number, item = pickle.loads(pickled[context.partitionId()])  # noqa: S301 - our own bytes
+        handed, batches = items.taken(partition)
+        number, item = items.opened(handed)
         asked = any(router.expression in compiled for router in item.routes.routers)
         answers = Answers(item.broker, batches, compiled) if asked else None
         delivery = Delivery(number, item, rules, answers)

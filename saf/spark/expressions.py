@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from saf.columns import EXPRESSED
 from saf.engine.work import Work
 from saf.routing.matching import SQL, Routes
+from saf.spark.items import ITEM
 from saf.spark.questions import OF_NONE, PLACE, questions
 from saf.spark.rowwise import refusal, refusal_of_analyzed
 from saf.spark.session import first_line
@@ -90,16 +91,16 @@ def compiled_of(
 
 
 def evaluated(
-    numbers: DataFrame, work: Sequence[Work], compiled: Mapping[str, Compiled], max_bytes: int
+    rows: DataFrame, work: Sequence[Work], compiled: Mapping[str, Compiled], max_bytes: int
 ) -> DataFrame:
-    """The answers to the messages of each item of work, a partition each."""
+    """The answers to the messages of each item of work, a partition each, after the item itself."""
     from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 
     columns = frozenset[str]().union(*(one.columns for one in compiled.values()))
     kinds = PLACE | {name: kind for name, kind in EXPRESSED.items() if name in columns}
-    schema = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
+    schema = ", ".join(f"{name} {kind}" for name, kind in ({ITEM: "binary"} | kinds).items())
     numbered = {expression: one.number for expression, one in compiled.items()}
-    rows = numbers.mapInArrow(questions(work, numbered, kinds, max_bytes), schema)
+    rows = rows.mapInArrow(questions(numbered, kinds, max_bytes), schema)
     if "body" in columns:
         rows = with_derived(rows)
     each = [(one.number, one.column, F.expr(one.safe)) for one in compiled.values()]
@@ -119,7 +120,7 @@ def evaluated(
             .alias(column)
             for number, column, answer in each
         ]
-    return rows.select("id", "parked_id", *answers)
+    return rows.select(ITEM, "id", "parked_id", *answers)
 
 
 def without_sql(item: Work, problem: str) -> Work:

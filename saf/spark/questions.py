@@ -6,8 +6,7 @@ those of the batch in the order of their ids; and of them no more than the expre
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,6 +19,7 @@ from saf.errors import Unavailable
 from saf.log.arrow import OF_SPARK
 from saf.log.columns import bounded
 from saf.setaside import parking
+from saf.spark import items
 
 PLACE = {"id": "long", "parked_id": "long", "asked": "int"}
 """Which message a question is about, and which expression its own router has."""
@@ -27,40 +27,36 @@ OF_NONE = -1
 
 
 def questions(
-    work: Sequence[Work],
-    numbers: Mapping[str, int],
-    kinds: Mapping[str, str],
-    max_bytes: int,
+    numbers: Mapping[str, int], kinds: Mapping[str, str], max_bytes: int
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """The function for mapInArrow: numbers of items of work in, what is asked about out.
+    """The function for mapInArrow: an item of work in (`saf.spark.items`), what is asked about out.
+
+    The first row is about no message: it hands the item on.
 
     Args:
-        work: the items.
         numbers: of the expressions.
-        kinds: the columns that come out, `PLACE` and some of `EXPRESSED`.
+        kinds: the columns that come out besides the item, `PLACE` and some of `EXPRESSED`.
         max_bytes: larger bodies are left out.
     """
-    pickled = [pickle.dumps(item) for item in work]
     schema = pa.schema([(name, OF_SPARK[kind]) for name, kind in kinds.items()])
 
     def task(partition: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for batch in partition:
-            for number in batch.column(0).to_pylist():
-                item = pickle.loads(pickled[number])  # noqa: S301 - our own bytes
-                asked = {
-                    router.service: numbers.get(router.expression, OF_NONE)
-                    for router in item.routes.routers
-                }
-                if not set(asked.values()) - {OF_NONE}:
-                    continue
-                for query in _queries(
-                    item, list(asked), {"to_service", *kinds} - PLACE.keys(), max_bytes
-                ):
-                    try:
-                        for rows in read(item, query):
-                            yield _shaped(rows, asked, schema)
-                    except Unavailable:
-                        return  # the delivery meets it too, and says so
+        handed, _ = items.taken(partition)
+        yield _first(handed, schema)
+        _, item = items.opened(handed)
+        asked = {
+            router.service: numbers.get(router.expression, OF_NONE)
+            for router in item.routes.routers
+        }
+        if not set(asked.values()) - {OF_NONE}:
+            return
+        columns = {"to_service", *kinds} - PLACE.keys()
+        try:
+            for query in _queries(item, list(asked), columns, max_bytes):
+                for rows in read(item, query):
+                    yield _with_item(_shaped(rows, asked, schema), pa.nulls(len(rows), pa.binary()))
+        except Unavailable:
+            return  # the delivery meets it too, and says so
 
     return task
 
@@ -86,6 +82,15 @@ def _as_text(name: str, max_bytes: int) -> str | sql.Composable:
     if EXPRESSED[name] == "string":
         return sql.SQL("{0}::text AS {0}").format(sql.Identifier(name))
     return name
+
+
+def _first(handed: bytes, schema: pa.Schema) -> pa.RecordBatch:
+    none = [pa.array([OF_NONE if f.name == "asked" else None], f.type) for f in schema]
+    return _with_item(pa.RecordBatch.from_arrays(none, schema=schema), pa.array([handed]))
+
+
+def _with_item(rows: pa.RecordBatch, handed: pa.Array) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([handed, *rows.columns], [items.ITEM, *rows.schema.names])
 
 
 def _shaped(rows: pa.RecordBatch, asked: Mapping[str, int], schema: pa.Schema) -> pa.RecordBatch:

@@ -5,7 +5,6 @@ The driver imports this and no Arrow, which takes longer than most runs have wor
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from saf.database import Dsn
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import JobFailed, SparkGone
 from saf.routing.matching import SQL
-from saf.spark import session
+from saf.spark import items, session
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -63,7 +62,9 @@ class SparkRunner:
 
                 return receipts(work, rules)
             return (
-                self.spark.parallelize(parts(work), len(work)).mapPartitions(task(rules)).collect()
+                self.spark.parallelize(items.partitions(list(enumerate(work))), len(work))
+                .mapPartitions(task(rules))
+                .collect()
             )
         except (Py4JNetworkError, ConnectionError) as error:
             raise SparkGone(session.first_line(error)) from error
@@ -88,22 +89,13 @@ class SparkRunner:
         session.abandon()
 
 
-def parts(work: Sequence[Work]) -> list[tuple[int, bytes]]:
-    """A partition's content for each item, with its place.
+def task(rules: ForwardingRules) -> Callable[[Iterable[bytes]], Iterator[Receipt]]:
+    """The function for mapPartitions: an item in, receipts out."""
 
-    Items hold the passwords of their sources. So they are neither in a plan, which Spark shows, nor
-    in the function, which goes to every task: a task gets its own partition alone.
-    """
-    return [(number, pickle.dumps(item)) for number, item in enumerate(work)]
-
-
-def task(rules: ForwardingRules) -> Callable[[Iterable[tuple[int, bytes]]], Iterator[Receipt]]:
-    """The function for mapPartitions: `parts` in, receipts out."""
-
-    def run(part: Iterable[tuple[int, bytes]]) -> Iterator[Receipt]:
+    def run(partition: Iterable[bytes]) -> Iterator[Receipt]:
         from saf.forwarding.runner import item_alone
 
-        for number, item in part:
-            yield from item_alone(number, pickle.loads(item), rules)  # noqa: S301 - our own bytes
+        for handed in partition:
+            yield from item_alone(*items.opened(handed), rules)
 
     return run

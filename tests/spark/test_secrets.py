@@ -27,6 +27,7 @@ import pytest
 from psycopg import pq, sql
 from psycopg.conninfo import make_conninfo
 from pyspark import SparkContext
+from pyspark.sql import SparkSession
 
 from saf.broker.embedded import EmbeddedServer
 from saf.broker.grants import Kind, grant
@@ -39,7 +40,10 @@ from saf.engine.delivery import Delivery
 from saf.engine.source import messages
 from saf.errors import ConfigurationError, SafError, Unavailable
 from saf.forwarding.forwarder import Forwarder
+from saf.spark import items
+from saf.spark.questions import PLACE, questions
 from saf.spark.runner import SparkRunner
+from tests import on_spark
 from tests.pipeline import Cycle, connect, forwarding_rules
 from tests.programs import BIN, environment, last_json, run, send
 
@@ -404,6 +408,24 @@ def test_nothing_that_holds_the_password_shows_it_when_printed(
         assert not shows(repr(thing)), type(thing)
         assert not shows(str(thing)), type(thing)
     assert "authentication failed" in str(failure.value)
+
+
+def test_neither_a_plan_nor_a_function_that_goes_to_every_task_holds_the_password(
+    locked: Locked,
+) -> None:
+    app, mom = locked.dsns()
+    send(locked.owner, 5)
+    with Cycle(app, forwarding_rules(mom=mom)) as cycle:
+        (work,) = cycle.open()
+    rows = items.rows(SparkSession(on_spark.context()), [(0, work), (1, work)])
+    handed = rows.mapInArrow(
+        questions({}, PLACE, 1 << 20), "item binary, id long, parked_id long, asked int"
+    )
+    plans = handed._jdf.queryExecution()  # type: ignore[operator] # the JVM's
+    assert not shows(plans.toString())
+    assert not shows(plans.logical().toJSON())
+    packed = [items.opened(bytes(row.item)) for row in handed.collect()]
+    assert [(number, one.dsn) for number, one in packed] == [(0, app), (1, app)]
 
 
 def _no_spark(much: bool) -> SparkContext:
