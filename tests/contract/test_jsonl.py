@@ -15,6 +15,7 @@ import psycopg
 import pyarrow as pa
 import pytest
 
+from saf.config import Broker, Settings
 from saf.database import Dsn, fetch
 from saf.destinations.jsonl import Jsonl
 from saf.destinations.reading import Compared
@@ -22,6 +23,7 @@ from saf.destinations.settings import DestinationSettings
 from saf.destinations.tables import uuid_hashes
 from saf.engine.work import Receipt
 from saf.failpoints import arm
+from saf.operating.doctor import examine
 from saf.repair.reconcile import Outcome, reconcile
 from saf.repair.send_again import send_again
 from saf.repair.set_back import set_back
@@ -189,6 +191,36 @@ def test_a_folder_that_was_set_back_is_refused_and_gets_again_what_it_has_lost(
     assert compare(app, files=files).same
 
 
+def test_an_empty_folder_is_compared_and_repaired_like_any_other(app: Dsn, files: Jsonl) -> None:
+    """Nothing was forwarded there yet, and who only asks writes nothing."""
+    send_numbers(app, 0)
+    outcome = compare(app, files=files)
+    assert (outcome.same, outcome.unread) == (True, {})
+    assert send_again("app", app, {"files": files}, current_routes, retention_seconds=WEEK) is None
+    assert [*files.problems("files")] == []
+    assert [*files.folder.iterdir()] == []
+
+
+def test_a_folder_whose_disk_is_not_mounted_is_not_taken_for_a_new_one(
+    app: Dsn, files: Jsonl, tmp_path: Path
+) -> None:
+    send_numbers(app, 0)
+    run(app, files=files)
+    files.folder.rename(tmp_path / "disk")
+    files.folder.mkdir()
+    send_numbers(app, 1)
+    assert [one.error_kind for one in run(app, files=files) if one.error_kind] == ["Behind"]
+    shutil.rmtree(files.folder)
+    (tmp_path / "disk").rename(files.folder)
+    let_time_pass(app)
+    run(app, files=files)
+    assert texts(files) == ["0", "1"]
+    elsewhere = Jsonl(folder=files.folder.rename(tmp_path / "elsewhere"))
+    send_numbers(app, 2)
+    run(app, files=elsewhere)
+    assert texts(elsewhere) == ["0", "1", "2"]
+
+
 def test_what_readers_have_deleted_is_not_taken_for_lost(app: Dsn, mom: Dsn, files: Jsonl) -> None:
     with connect(app) as connection:
         route(connection, "shipping", "mom")
@@ -254,6 +286,12 @@ def test_a_route_that_asks_for_more_than_the_kind_can_lets_its_messages_wait(
         assert (texts(files), bodies(mom)) == ([], ["2"])
         ((error,),) = fetch(connection, "SELECT error FROM saf.backoff")
         assert "cannot store exactly once" in error
+        config = Settings(
+            brokers={"app": Broker(dsn=app)}, destinations={"files": blind, **stores(mom=mom)}
+        )
+        assert [
+            one.severity for one in examine(config) if "cannot store exactly once" in one.what
+        ] == ["error"]
         connection.execute("UPDATE saf.route SET quality = NULL")
         connection.execute("UPDATE saf.parked SET quality = NULL")
         let_time_pass(app)
