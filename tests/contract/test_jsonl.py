@@ -17,11 +17,13 @@ import pytest
 
 from saf.config import Broker, Settings
 from saf.database import Dsn, fetch
+from saf.destinations import Capabilities
 from saf.destinations.jsonl import Jsonl
 from saf.destinations.reading import Compared
 from saf.destinations.settings import DestinationSettings
 from saf.destinations.tables import uuid_hashes
 from saf.engine.work import Receipt
+from saf.errors import CannotReadBack
 from saf.failpoints import arm
 from saf.operating.doctor import examine
 from saf.repair.reconcile import Outcome, reconcile
@@ -46,7 +48,16 @@ WEEK = 7 * 86400.0
 class Blind(Jsonl):
     """The same folder, as if it could not be read back, nor keep marks."""
 
-    capabilities = Jsonl.capabilities.__class__(largest_body=10)
+    capabilities = Capabilities(largest_body=10)
+
+    def reading(self, name: str) -> Any:
+        return DestinationSettings.reading(self, name)
+
+
+class Silent(Jsonl):
+    """The same, with its marks, as if it could not be read back."""
+
+    capabilities = Capabilities(exactly_once=True, fences=True)
 
     def reading(self, name: str) -> Any:
         return DestinationSettings.reading(self, name)
@@ -325,6 +336,29 @@ def test_what_a_kind_cannot_say_is_said_of_it_and_the_others_are_compared(
     outcome = compare(app, files=blind, **stores(mom=mom))
     assert outcome.unread == {"files": "its kind, 'jsonl', cannot be read back"}
     assert (outcome.counts, outcome.same) == ({"not_compared": 1}, True)
+
+
+def test_one_that_was_set_back_and_cannot_be_read_is_named_and_the_others_repaired(
+    app: Dsn, files: Jsonl, tmp_path: Path
+) -> None:
+    other = Jsonl(folder=tmp_path / "other")
+    other.folder.mkdir()
+    with connect(app) as connection:
+        route(connection, "shipping", "other")
+        route(connection, "billing", "files")
+        for number in range(3):
+            send_to(connection, "shipping", f"s{number}")
+            send_to(connection, "billing", f"b{number}")
+    run(app, files=files, other=other)
+    for one in (files, other):  # emptied
+        shutil.rmtree(one.folder)
+        one.folder.mkdir()
+    there = {"files": Silent(folder=files.folder), "other": other}
+    with pytest.raises(CannotReadBack, match=r"'files' is not compared: .* It was set back"):
+        send_again("app", app, there, current_routes, retention_seconds=WEEK)
+    let_time_pass(app)
+    run(app, files=files, other=other)
+    assert (texts(files), texts(other)) == ([], ["s0", "s1", "s2"])
 
 
 def test_two_names_of_one_folder_are_refused(app: Dsn, files: Jsonl) -> None:
