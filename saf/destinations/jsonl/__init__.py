@@ -49,6 +49,11 @@ class Jsonl(DestinationSettings):
 
         return Folder(name, self)
 
+    @classmethod
+    def preload(cls) -> None:
+        """The folder."""
+        import saf.destinations.jsonl.folder  # noqa: F401
+
     def identity(self, name: str) -> UUID:
         """What its ``saf.json`` says, or will say."""
         return read_identity(f"destination {name!r}", self.folder)
