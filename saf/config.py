@@ -432,7 +432,8 @@ def _explain(problem: Any, tables: Mapping[str, Any] = MappingProxyType({})) -> 
     where = [str(part) for part in problem["loc"]]
     if problem["type"] == "extra_forbidden":
         *table, name = where
-        return f"unknown setting {'.'.join(where)}{did_you_mean(name, _known(table, tables))}"
+        known = [one for one in _known(table, tables) if one != name]  # a variable said the kind
+        return f"unknown setting {'.'.join(where)}{did_you_mean(name, known)}"
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"].startswith(("int", "float", "literal", "bool")) and where[-1] != "dsn":
         message += f", and not {problem['input']!r}"[:LONGEST]

@@ -60,6 +60,10 @@ def add(
     """
     settings = load(config)
     _known(settings, destination)
+    try:
+        settings.destinations[destination].check_quality(quality)
+    except ValueError as error:
+        raise ConfigurationError(f"--quality: {error}") from None
     round_ = Round(chosen(settings, broker))
     added = round_.visit(
         "route",

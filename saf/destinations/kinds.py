@@ -58,6 +58,12 @@ def settings_of(kind: str) -> type[DestinationSettings]:
     return found
 
 
+def preload() -> None:
+    """Import what saf's own kinds need to store, for a process that others are forked from."""
+    for kind in OURS:
+        settings_of(kind).preload()
+
+
 def _imported(declared: EntryPoint) -> object:
     try:
         return declared.load()

@@ -99,6 +99,10 @@ class DestinationSettings(BaseModel):
         """The destination, not connected yet. ``keep``: stay connected for the next task."""
         raise NotImplementedError(name, keep)
 
+    @classmethod
+    def preload(cls) -> None:
+        """Import what `open` imports; of saf's own kinds only."""
+
     def identity(self, name: str) -> UUID:
         """What the destination is, as `Destination.identity`; by a connection of its own.
 

@@ -102,8 +102,6 @@ class Storing:
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         name = part.destination
         part = self._bury_too_large(part, aside)
-        if not part.rows.num_rows:
-            return
         aside.write_ahead(self.source_session)
         behind = self.lanes.services(name) if part.main else frozenset()
         chunk = replace(self._chunk(part, end), behind=behind)

@@ -94,7 +94,8 @@ def send_again(
         Unavailable: one of the databases does not answer.
         Restored: one of them is to be rebased first.
         UsageError: a role may not do it.
-        CannotReadBack: a destination was set back, and does not say what it holds.
+        CannotReadBack: a destination was set back, and does not say what it holds; the others
+            are repaired.
     """
     with ExitStack() as stack:
         connection = stack.enter_context(_connected(f"broker {name!r}", source))
@@ -111,12 +112,9 @@ def send_again(
                 name, source, destinations,
                 since=since, until=until, retention_seconds=retention_seconds, routes=routes,
             )  # fmt: skip
-            if cannot := [one for one in behind if one in found.unread]:
-                raise CannotReadBack(
-                    cannot[0],
-                    f"{found.unread[cannot[0]]}. It was set back, and what it has lost is not "
-                    "known, so nothing is sent again",
-                )
+            stuck = [one for one in behind if one in found.unread]
+            for one in stuck:
+                del behind[one]
             if not dry_run:
                 for one in behind.keys() & brokers.keys():
                     _raise_incarnation(brokers[one])
@@ -134,6 +132,12 @@ def send_again(
                     for one in behind.keys() & brokers.keys():
                         told = heard(brokers[one], source_id)
                         subscribers_set_back(connection, known[one].destination, told)
+    if stuck and not dry_run:
+        raise CannotReadBack(
+            stuck[0],
+            f"{found.unread[stuck[0]]}. It was set back, and what it has lost is not known, so "
+            "nothing is sent to it again; other destinations are repaired",
+        )
     return Sent(
         by_destination=sent,
         set_back=tuple(behind),

@@ -292,6 +292,20 @@ class DestinationConformance:
         else:
             assert set(_ids(stored())) == set(_ids([late, *rows]))
 
+    def test_an_empty_chunk_is_taken(
+        self, settings: DestinationSettings, forwarder: Forwarder, stored: Read
+    ) -> None:
+        """Whoever was owner before is fenced by it too."""
+        rows = forwarder.messages(2)
+        zombie = forwarder.chunk(rows)
+        forwarder.epoch += 1
+        done = _store(settings, forwarder.chunk([]))
+        assert (done.messages, done.dropped, done.marks) == (0, 0, {})
+        if settings.capabilities.fences:
+            with pytest.raises(Fenced):
+                _store(settings, zombie)
+        assert _ids(stored()) == []
+
     # Fenced, and honest
 
     def test_an_older_epoch_stores_nothing(
@@ -370,6 +384,19 @@ class DestinationConformance:
             assert _ids(stored()) == _ids(rows)
         else:
             assert set(_ids(stored())) == set(_ids(rows))
+
+    def test_of_two_that_store_the_same_at_the_same_time_nothing_is_there_twice(
+        self, settings: DestinationSettings, forwarder: Forwarder, stored: Read
+    ) -> None:
+        """A task that is run twice: neither is older than the other."""
+        rows = forwarder.messages(80)
+        chunks = [forwarder.chunk(rows[first : first + 4]) for first in range(0, 80, 4)]
+        with start(settings, chunks) as one, start(settings, chunks) as other:
+            for process in (one, other):
+                assert process.stdout is not None
+                process.stdout.read()
+                assert process.wait(timeout=120) == 0
+        self._is_there(settings, stored, rows)
 
     # As they were sent
 

@@ -15,13 +15,17 @@ import psycopg
 import pyarrow as pa
 import pytest
 
+from saf.config import Broker, Settings
 from saf.database import Dsn, fetch
+from saf.destinations import Capabilities
 from saf.destinations.jsonl import Jsonl
 from saf.destinations.reading import Compared
 from saf.destinations.settings import DestinationSettings
 from saf.destinations.tables import uuid_hashes
 from saf.engine.work import Receipt
+from saf.errors import CannotReadBack
 from saf.failpoints import arm
+from saf.operating.doctor import examine
 from saf.repair.reconcile import Outcome, reconcile
 from saf.repair.send_again import send_again
 from saf.repair.set_back import set_back
@@ -44,7 +48,16 @@ WEEK = 7 * 86400.0
 class Blind(Jsonl):
     """The same folder, as if it could not be read back, nor keep marks."""
 
-    capabilities = Jsonl.capabilities.__class__(largest_body=10)
+    capabilities = Capabilities(largest_body=10)
+
+    def reading(self, name: str) -> Any:
+        return DestinationSettings.reading(self, name)
+
+
+class Silent(Jsonl):
+    """The same, with its marks, as if it could not be read back."""
+
+    capabilities = Capabilities(exactly_once=True, fences=True)
 
     def reading(self, name: str) -> Any:
         return DestinationSettings.reading(self, name)
@@ -109,8 +122,8 @@ def die() -> None:
 def test_what_a_killed_writer_has_not_named_is_named_by_the_next_one(
     app: Dsn, files: Jsonl, point: str, there: list[str]
 ) -> None:
-    """Also if that one has nothing to write, and a reader deletes what it has read."""
-    send_numbers(app, *range(3))
+    """And not again where a reader has deleted what it has read."""
+    send_numbers(app, *range(5))
     arm(point, die)
     try:
         with pytest.raises(Died):
@@ -124,13 +137,14 @@ def test_what_a_killed_writer_has_not_named_is_named_by_the_next_one(
         what = Compared(source=source, shards=64, since=None, until=None, topics=[])
         assert sum(one.stored for one in reading.figures(what)) == len(there)
     outlive_lease(app)
-    run(app, files=files)
-    assert texts(files) == ["0", "1", "2"]
+    with Cycle(app, forwarding_rules(chunk_rows=10, files=files)) as cycle:  # these, and two more
+        cycle.run()
+    assert texts(files) == ["0", "1", "2", "3", "4"]
     for file in files.folder.glob("*/*.jsonl"):
         file.unlink()
-    send_numbers(app, 3)
+    send_numbers(app, 5)
     run(app, files=files)
-    assert texts(files) == ["3"]
+    assert texts(files) == ["5"]
 
 
 def test_it_is_compared_like_an_inbox(app: Dsn, files: Jsonl) -> None:
@@ -186,6 +200,36 @@ def test_a_folder_that_was_set_back_is_refused_and_gets_again_what_it_has_lost(
     run(app, files=files)
     assert texts(files) == [str(number) for number in range(5)]
     assert compare(app, files=files).same
+
+
+def test_an_empty_folder_is_compared_and_repaired_like_any_other(app: Dsn, files: Jsonl) -> None:
+    """Nothing was forwarded there yet, and who only asks writes nothing."""
+    send_numbers(app, 0)
+    outcome = compare(app, files=files)
+    assert (outcome.same, outcome.unread) == (True, {})
+    assert send_again("app", app, {"files": files}, current_routes, retention_seconds=WEEK) is None
+    assert [*files.problems("files")] == []
+    assert [*files.folder.iterdir()] == []
+
+
+def test_a_folder_whose_disk_is_not_mounted_is_not_taken_for_a_new_one(
+    app: Dsn, files: Jsonl, tmp_path: Path
+) -> None:
+    send_numbers(app, 0)
+    run(app, files=files)
+    files.folder.rename(tmp_path / "disk")
+    files.folder.mkdir()
+    send_numbers(app, 1)
+    assert [one.error_kind for one in run(app, files=files) if one.error_kind] == ["Behind"]
+    shutil.rmtree(files.folder)
+    (tmp_path / "disk").rename(files.folder)
+    let_time_pass(app)
+    run(app, files=files)
+    assert texts(files) == ["0", "1"]
+    elsewhere = Jsonl(folder=files.folder.rename(tmp_path / "elsewhere"))
+    send_numbers(app, 2)
+    run(app, files=elsewhere)
+    assert texts(elsewhere) == ["0", "1", "2"]
 
 
 def test_what_readers_have_deleted_is_not_taken_for_lost(app: Dsn, mom: Dsn, files: Jsonl) -> None:
@@ -253,6 +297,12 @@ def test_a_route_that_asks_for_more_than_the_kind_can_lets_its_messages_wait(
         assert (texts(files), bodies(mom)) == ([], ["2"])
         ((error,),) = fetch(connection, "SELECT error FROM saf.backoff")
         assert "cannot store exactly once" in error
+        config = Settings(
+            brokers={"app": Broker(dsn=app)}, destinations={"files": blind, **stores(mom=mom)}
+        )
+        assert [
+            one.severity for one in examine(config) if "cannot store exactly once" in one.what
+        ] == ["error"]
         connection.execute("UPDATE saf.route SET quality = NULL")
         connection.execute("UPDATE saf.parked SET quality = NULL")
         let_time_pass(app)
@@ -286,6 +336,29 @@ def test_what_a_kind_cannot_say_is_said_of_it_and_the_others_are_compared(
     outcome = compare(app, files=blind, **stores(mom=mom))
     assert outcome.unread == {"files": "its kind, 'jsonl', cannot be read back"}
     assert (outcome.counts, outcome.same) == ({"not_compared": 1}, True)
+
+
+def test_one_that_was_set_back_and_cannot_be_read_is_named_and_the_others_repaired(
+    app: Dsn, files: Jsonl, tmp_path: Path
+) -> None:
+    other = Jsonl(folder=tmp_path / "other")
+    other.folder.mkdir()
+    with connect(app) as connection:
+        route(connection, "shipping", "other")
+        route(connection, "billing", "files")
+        for number in range(3):
+            send_to(connection, "shipping", f"s{number}")
+            send_to(connection, "billing", f"b{number}")
+    run(app, files=files, other=other)
+    for one in (files, other):  # emptied
+        shutil.rmtree(one.folder)
+        one.folder.mkdir()
+    there = {"files": Silent(folder=files.folder), "other": other}
+    with pytest.raises(CannotReadBack, match=r"'files' is not compared: .* It was set back"):
+        send_again("app", app, there, current_routes, retention_seconds=WEEK)
+    let_time_pass(app)
+    run(app, files=files, other=other)
+    assert (texts(files), texts(other)) == ([], ["s0", "s1", "s2"])
 
 
 def test_two_names_of_one_folder_are_refused(app: Dsn, files: Jsonl) -> None:

@@ -135,3 +135,9 @@ def test_a_kind_of_ones_own_passes_the_suite_and_is_forwarded_to(app: Dsn, packa
     assert sorted(printed) == sorted(bodies)
     with connect(app) as connection:
         assert connection.execute("SELECT FROM saf.parked").fetchall() == []
+    refused = subprocess.run(
+        [BIN / "saf", "route", "add", "p", "--quality", "exactly_once"], cwd=package,
+        env={**os.environ, **env}, timeout=200, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert refused.returncode == 2
+    assert "of kind 'paper' cannot store exactly once" in refused.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from saf.database import REVISION, Dsn
+from saf.destinations.kinds import GROUP, OURS
 from tests.programs import ROOT, configuration, last_json, received, run, send
 
 ABSENT = """
@@ -118,6 +120,9 @@ def test_the_wheel_is_typed_and_the_heavy_packages_come_with_the_extra_only(
     assert (package / "py.typed").is_file()
     assert (package / "testing" / "__init__.py").is_file()
     (about,) = package.parent.glob("saf_outbox-*.dist-info/METADATA")
+    declared = configparser.ConfigParser()
+    declared.read(about.with_name("entry_points.txt"))
+    assert dict(declared[GROUP]) == OURS
     needs = [line for line in about.read_text().splitlines() if line.startswith("Requires-Dist")]
     for name in ("adbc-driver-postgresql", "pandas", "pyarrow", "pyspark"):
         mine = [need for need in needs if re.match(rf"Requires-Dist: {name}\W", need + " ")]

@@ -421,7 +421,7 @@ def test_neither_a_plan_nor_a_function_that_goes_to_every_task_holds_the_passwor
     handed = rows.mapInArrow(
         questions({}, PLACE, 1 << 20), "item binary, id long, parked_id long, asked int"
     )
-    plans = handed._jdf.queryExecution()  # type: ignore[operator] # the JVM's
+    plans = handed._jdf.queryExecution()
     assert not shows(plans.toString())
     assert not shows(plans.logical().toJSON())
     packed = [items.opened(bytes(row.item)) for row in handed.collect()]

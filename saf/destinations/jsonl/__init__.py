@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 from uuid import UUID
 
+from pydantic import AfterValidator
+
 from saf.destinations import Capabilities, Destination
 from saf.destinations.jsonl.state import known_of, read_identity
 from saf.destinations.marks import Known
@@ -34,8 +36,8 @@ class Jsonl(DestinationSettings):
     )
 
     kind: Literal["jsonl"] = "jsonl"
-    folder: Path
-    """It exists; an empty one becomes a new destination at the first message."""
+    folder: Annotated[Path, AfterValidator(Path.absolute)]
+    """It exists; an empty one becomes a destination at the first message."""
     max_line_bytes: Annotated[int, within(1024, 1 << 31)] | None = None
     """A message whose line is longer is a dead letter: not every reader takes long lines."""
     lock_seconds: Annotated[float, within(0.01, 86_400)] = 30.0
@@ -47,8 +49,13 @@ class Jsonl(DestinationSettings):
 
         return Folder(name, self)
 
+    @classmethod
+    def preload(cls) -> None:
+        """The folder."""
+        import saf.destinations.jsonl.folder  # noqa: F401
+
     def identity(self, name: str) -> UUID:
-        """What its ``saf.json`` says."""
+        """What its ``saf.json`` says, or will say."""
         return read_identity(f"destination {name!r}", self.folder)
 
     def known(self, name: str, source: UUID, *, role: str) -> Known:  # noqa: ARG002 - nobody asks

@@ -60,9 +60,8 @@ class Folder:
         self.path = settings.folder
 
     def identity(self) -> UUID:
-        """What its saf.json says; an empty folder becomes a new destination."""
-        with unavailable_if_lost(self.what):
-            return make_identity(self.path)
+        """What its saf.json says; an empty folder becomes a destination."""
+        return make_identity(self.what, self.path)
 
     def connect(self) -> None:
         """Be a folder that can be written to."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import NAMESPACE_URL, UUID, uuid4, uuid5
 
 from saf.destinations.marks import Known, Mark, Place
 from saf.errors import Refused, Unavailable
@@ -68,30 +68,33 @@ def unavailable_if_lost(what: str) -> Iterator[None]:
 
 
 def read_identity(what: str, folder: Path) -> UUID:
-    """What the folder is.
+    """What the folder is; what an empty one would be, without writing anything.
+
+    That follows from its path. So one that is emptied, or whose disk is not mounted, is not taken
+    for a new one, but for itself without what it had acknowledged.
 
     Raises:
-        Unavailable: nothing was ever stored there, or it is not there.
+        Unavailable: it is not there.
     """
     with unavailable_if_lost(what):
-        return UUID(json.loads((folder / IDENTITY).read_bytes())["destination"])
-
-
-def make_identity(folder: Path) -> UUID:
-    """What the folder is; a new one is made a destination, once, whoever else does it too."""
-    file = folder / IDENTITY
-    if not file.exists():
-        (folder / INSIDE).mkdir(exist_ok=True)
-        draft = folder / INSIDE / f"{uuid4()}.tmp"
-        write(draft, json.dumps({"destination": str(uuid4())}).encode())
         try:
-            os.link(draft, file)
-        except FileExistsError:
-            pass
-        finally:
-            draft.unlink()
-        sync(folder)
-    return UUID(json.loads(file.read_bytes())["destination"])
+            return UUID(json.loads((folder / IDENTITY).read_bytes())["destination"])
+        except FileNotFoundError:
+            os.scandir(folder).close()
+            return uuid5(NAMESPACE_URL, folder.resolve().as_uri())
+
+
+def make_identity(what: str, folder: Path) -> UUID:
+    """What the folder is, and goes on to be if it is moved; an empty one is made a destination."""
+    identity = read_identity(what, folder)
+    with unavailable_if_lost(what):
+        (folder / INSIDE).mkdir(exist_ok=True)
+        if not (folder / IDENTITY).exists():
+            draft = folder / INSIDE / f"{uuid4()}.tmp"
+            write(draft, json.dumps({"destination": str(identity)}).encode())
+            draft.rename(folder / IDENTITY)  # whoever else does it writes the same
+            sync(folder)
+    return identity
 
 
 def read_state(folder: Path, source: UUID) -> State:

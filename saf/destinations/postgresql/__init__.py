@@ -39,6 +39,11 @@ class Postgresql(DestinationSettings):
 
         return inbox.PostgresInbox(name, self.dsn, keep=keep)
 
+    @classmethod
+    def preload(cls) -> None:
+        """The inbox."""
+        import saf.destinations.postgresql.inbox  # noqa: F401
+
     def identity(self, name: str) -> UUID:
         """Its broker_id."""
         with (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
+SIDE, INBOX_READING = "saf/log/side.py", "saf/destinations/postgresql/reading.py"
 COMPARING, SIDES, OUTCOME, COPIES = (
     "saf/repair/reconcile/comparing.py",
     "saf/repair/reconcile/sides.py",
@@ -40,14 +41,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "the last moment of a range is in it",
-        COMPARING,
+        SIDE,
         "AND created_at < coalesce(%(until)s",
         "AND created_at <= coalesce(%(until)s",
         f"{RECONCILING}::test_since_is_included_and_until_is_not",
     ),
     mutant(
         "the first moment of a range is not in it",
-        COMPARING,
+        SIDE,
         "created_at >= coalesce(%(since)s",
         "created_at > coalesce(%(since)s",
         f"{RECONCILING}::test_since_is_included_and_until_is_not",
@@ -61,7 +62,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "other sources' messages are counted too",
-        COMPARING,
+        INBOX_READING,
         "FROM saf.inbox WHERE source = %(source)s AND {IN_RANGE}",
         "FROM saf.inbox WHERE %(source)s::uuid IS NOT NULL AND {IN_RANGE}",
         f"{RECONCILING}::test_what_other_sources_have_stored_there_is_theirs",
@@ -97,13 +98,13 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a difference makes both sides the same",
         OUTCOME,
-        'if kind != "in_flight")',
+        "if kind not in HARMLESS)",
         'if kind == "unexpected")',
         f"{RECONCILED}::test_each_lost_message_is_named_and_found_again",
     ),
     mutant(
         "a purge may come between the two sides",
-        SIDES,
+        SIDE,
         "            connection.execute(sql.SQL(KEEP_UNPURGED).format(log=sql.Identifier(log)))\n",
         "",
         f"{RECONCILED}::test_nothing_is_purged_while_the_two_sides_are_read",
@@ -111,8 +112,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "two names of a destination count its messages twice",
         SIDES,
-        "        if broker_id in known:\n",
-        "        if broker_id in known and not known:\n",
+        "        if identity in known:\n",
+        "        if identity in known and not known:\n",
         f"{RECONCILED}::test_two_names_of_one_destination_are_refused",
     ),
     mutant(
@@ -376,8 +377,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what a destination still has of a topic says nothing",
         COPIES,
-        "    begun += side.fetch(HELD,",
-        "    side.fetch(HELD,",
+        "    begun += side.begun(source, topics)\n",
+        "    side.begun(source, topics)\n",
         f"{OF_TOPICS}::"
         "test_since_when_a_store_gets_a_topic_is_known_also_where_the_first_routes_are_forgotten",
     ),
