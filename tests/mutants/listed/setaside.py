@@ -160,18 +160,17 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "messages that wait count as attempted",
-        "saf/engine/delivery.py",
-        """        if not parts:
-            return
-        aside.write_ahead(""",
-        """        if parts:
+        "saf/engine/sending.py",
+        """        if once:
+            aside.write_ahead(""",
+        """        if any(part.quality == AT_MOST_ONCE for part in parts):
             aside.write_ahead(""",
         f"{ONCE}::"
         "test_at_most_once_messages_that_wait_are_not_attempted_and_so_are_not_lost_by_a_crash",
     ),
     mutant(
         "the only destination's messages are parked one by one",
-        "saf/engine/delivery.py",
+        "saf/engine/sending.py",
         "        self._stay_open(aside)\n",
         "",
         f"{ISOLATED}::test_the_only_destination_down_leaves_the_batch_open_until_its_time",
@@ -179,7 +178,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what was set aside before a crash is sent as well",
         "saf/engine/delivery.py",
-        "                self._find_set_aside()\n",
+        "                self.before.look()\n",
         "",
         f"{ONCE}::test_what_is_a_dead_letter_already_is_not_delivered_as_well_after_a_crash",
     ),
