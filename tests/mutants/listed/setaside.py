@@ -161,10 +161,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "messages that wait count as attempted",
         "saf/engine/sending.py",
-        """        if once:
-            aside.write_ahead(""",
-        """        if any(part.quality == AT_MOST_ONCE for part in parts):
-            aside.write_ahead(""",
+        "            self.at_source(lambda source: attempt(",
+        "        self.at_source(lambda source: attempt(",
         f"{ONCE}::"
         "test_at_most_once_messages_that_wait_are_not_attempted_and_so_are_not_lost_by_a_crash",
     ),
@@ -203,5 +201,20 @@ MUTANTS: list[Mutant] = [
             parking.touch(source, subscription_id, lanes, "has""",
         """            parking.touch(source, subscription_id, lanes, "has""",
         f"{ONCE}::test_a_zombie_leads_nothing_to_a_route_that_has_come",
+    ),
+    mutant(
+        "what expires in a lane is dead although its destination has stored it",
+        RELEASING,
+        "                never = self.storing.not_stored(replace(part, rows=never))\n",
+        "                pass\n",
+        "contract/test_expired_in_lanes.py::"
+        "test_what_is_stored_already_is_not_dead_because_its_answer_got_lost",
+    ),
+    mutant(
+        "a service that is called like another one at a broker has that one's marks",
+        "saf/destinations/marks.py",
+        'f"{name}@" if addressable',
+        "name if addressable",
+        "contract/test_lane_names.py::test_no_two_lanes_have_the_same_name",
     ),
 ]
