@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from uuid import UUID
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from saf.log.arrow import distinct
 from saf.routing.matching import Match
 from saf.routing.route_choices import Asker
 
@@ -35,7 +35,7 @@ def share(rows: pa.Table, matches: Sequence[Match], choose: Choose) -> pa.Table:
     route = rows["route"].to_numpy(zero_copy_only=False)
     taken = pc.fill_null(rows["route"], -1).to_numpy().copy()
     keyed = pc.is_valid(rows["key"]).to_numpy()
-    first, which = distinct(rows.select(["to_service", "to_broker", "key"]))
+    first, which = _distinct(rows.select(["to_service", "to_broker", "key"]))
     among = {
         place: matches[int(route[row])]
         for place, row in enumerate(first)
@@ -54,6 +54,23 @@ def share(rows: pa.Table, matches: Sequence[Match], choose: Choose) -> pa.Table:
         taken = np.where(mine & keyed, numbers[which], taken)
     column = pa.array(taken.astype(np.int32), mask=taken < 0)
     return rows.set_column(rows.column_names.index("route"), "route", column)
+
+
+def _distinct(columns: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Of the distinct rows, in order of appearance, where each is first; and which each row is."""
+    codes = np.zeros(columns.num_rows, np.int64)
+    for column in columns.columns:
+        if column.null_count < len(column):
+            encoded = column.combine_chunks().dictionary_encode()
+            numbers = pc.fill_null(encoded.indices, -1).to_numpy() + 1
+            codes = np.unique(codes * (len(encoded.dictionary) + 1) + numbers, return_inverse=True)[
+                1
+            ]
+    _, first, which = np.unique(codes, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    return first[order], place[which]
 
 
 def _askers(rows: pa.Table) -> list[Asker]:

@@ -71,12 +71,13 @@ def sort(
     matches: Sequence[Match],
     qualities: Mapping[str, str],
     held: Mapping[Lane, str],
+    waiting: pa.Table | None = None,
 ) -> list[Part]:
     """The parts of a chunk whose column ``route`` says which of ``matches`` each message has.
 
-    None of them is shared any more. ``qualities`` are the known destinations' defaults. A route to
-    any other is none; but of a topic's, whose messages wait for that destination alone. Nor is
-    there one for messages behind others that still wait for it.
+    None of the ways is shared any more. ``qualities`` are the known destinations' defaults. A route
+    to any other is none; but of a topic's, whose messages wait for that destination alone. Nor is
+    there one for messages behind others that still wait for it. What is ``waiting`` has no way now.
     """
     rows = _behind(rows, {lane for lane in held if lane.unrouted})
     numbers: dict[tuple[str, str | None] | None, list[int | None]] = defaultdict(list)
@@ -95,11 +96,9 @@ def sort(
         if len(mine) < len(there):
             chosen = rows.filter(pc.is_in(rows["route"], pa.array(mine, pa.int32())))
         chosen = chosen.drop_columns(["route"])
-        if there_by is None:
-            parts.append(unroutable(chosen))
-        else:
-            parts += _routed(chosen, *there_by, held)
-    return parts
+        destination, quality = there_by or (None, None)
+        parts += _parts(chosen, destination, quality, held)
+    return parts if waiting is None else [*parts, *_parts(waiting, None, None, held)]
 
 
 def unroutable(rows: pa.Table) -> Part:
@@ -120,10 +119,13 @@ def _behind(rows: pa.Table, unrouted: Collection[Lane]) -> pa.Table:
     return rows.set_column(rows.column_names.index("route"), "route", route)
 
 
-def _routed(
-    rows: pa.Table, destination: str, quality: str | None, held: Mapping[Lane, str]
+def _parts(
+    rows: pa.Table, destination: str | None, quality: str | None, held: Mapping[Lane, str]
 ) -> Iterator[Part]:
     """One part, and another for messages behind others of their service that wait."""
+    if destination is None:
+        yield unroutable(rows)
+        return
     mine = [lane for lane in held if lane.destination == destination and lane.of_service]
     if mine:
         found, unknown = found_lanes(route_lanes(rows)), service_lanes(rows)

@@ -41,7 +41,7 @@ import pytest
 from saf.columns import COLUMNS
 from saf.database import Dsn
 from saf.destinations import Chunk, Destination, Stored
-from saf.destinations.marks import AGAIN, Mark, Place
+from saf.destinations.marks import AGAIN, NOTHING, Mark, Place
 from saf.destinations.reading import Compared
 from saf.destinations.settings import DestinationSettings
 from saf.errors import (
@@ -291,6 +291,19 @@ class DestinationConformance:
             assert _ids(stored()) == _ids([*rows, late])
         else:
             assert set(_ids(stored())) == set(_ids([late, *rows]))
+
+    def test_it_says_how_far_the_lanes_of_a_chunk_are_stored(
+        self, settings: DestinationSettings, forwarder: Forwarder, stored: Read
+    ) -> None:
+        """And stores nothing of the chunk, whoever asks."""
+        rows = forwarder.messages(10)
+        _store(settings, forwarder.chunk(rows[:5]))
+        first = forwarder.learn(_store(settings, forwarder.chunk(rows[:7])))
+        with closing(settings.open("conformance")) as one:
+            marks = one.marks(forwarder.chunk(rows))
+        assert {place: mark for place, mark in marks.items() if mark != NOTHING} == first.marks
+        if settings.capabilities.exactly_once:
+            assert _ids(stored()) == _ids(rows[:7])
 
     def test_an_empty_chunk_is_taken(
         self, settings: DestinationSettings, forwarder: Forwarder, stored: Read

@@ -15,7 +15,7 @@ from saf.destinations.jsonl import Jsonl
 from saf.destinations.jsonl.folder import Folder
 from saf.errors import Fenced, Rejected, SafError, UnknownService
 from saf.testing.conformance import DestinationConformance, Forwarder
-from tests.contract.test_destination_conformance import lines
+from tests.json_lines import lines
 
 Store = Callable[[Folder, Chunk, bool], Stored]
 

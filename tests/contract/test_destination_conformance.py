@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from base64 import b64decode
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
-from typing import Any
-from uuid import UUID
 
 import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from saf.broker.embedded import EmbeddedServer
-from saf.columns import COLUMNS, MESSAGE
+from saf.columns import COLUMNS
 from saf.database import Dsn, fetch
 from saf.destinations.jsonl import Jsonl
 from saf.destinations.postgresql import Postgresql
 from saf.destinations.settings import DestinationSettings
 from saf.testing.conformance import DestinationConformance, Read, Row, WhileUnavailable
 from tests.destinations import know
+from tests.json_lines import lines
 from tests.pipeline import connect
 
 pytestmark = pytest.mark.slow
@@ -121,29 +117,3 @@ class TestJsonlWithShortLines(TestJsonl):
     @pytest.fixture
     def rejected(self) -> Row:
         return {"body": b"\x01" * (20 << 20)}  # six characters each
-
-
-UUIDS = {column.name for column in MESSAGE if column.type == "uuid"}
-MOMENTS = {column.name for column in MESSAGE if column.type == "timestamptz"}
-
-
-def lines(folder: Path) -> list[Mapping[str, Any]]:
-    """All messages, by the names of their files and the lines in them."""
-    found: list[Mapping[str, Any]] = []
-    for file in sorted(folder.glob("*/*.jsonl")):
-        for line in file.read_text(encoding="utf-8").split("\n")[:-1]:
-            said = json.loads(line)
-            found.append({name: _value(name, said) for name in COLUMNS})
-    return found
-
-
-def _value(name: str, said: Mapping[str, Any]) -> object:
-    if name == "body":
-        return said["body"].encode() if "body" in said else b64decode(said["body_base64"])
-    if name not in said:
-        return None
-    if name == "headers":
-        return json.dumps(said[name])
-    if name in UUIDS:
-        return UUID(said[name])
-    return datetime.fromisoformat(said[name]) if name in MOMENTS else said[name]

@@ -72,7 +72,7 @@ def test_what_is_stored_already_is_not_dead_because_its_answer_got_lost(
         for text in ("1", "2"):
             send_to(source, "s", text)
         with monkeypatch.context() as patch:
-            patch.setattr("saf.engine.storing.PostgresInbox", AnswerLost)
+            patch.setattr("saf.destinations.postgresql.inbox.PostgresInbox", AnswerLost)
             run(app, mom=mom, other=other)
         send_to(source, "s", "3")
         run(app, mom=mom, other=NOWHERE)

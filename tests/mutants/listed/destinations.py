@@ -72,8 +72,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "at least once moves the position",
         "saf/engine/storing.py",
-        "else AGAIN",
-        'else ""',
+        'or "", AGAIN)',
+        'or "", "")',
         f"{WATERMARKS}::test_at_least_once_raises_the_epoch_and_leaves_the_position",
     ),
     mutant(

@@ -43,8 +43,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "items of work share a task",
         "saf/spark/runner.py",
-        "parallelize(parts(work), len(work))",
-        "parallelize(parts(work), max(1, len(work) - 1))",
+        "parallelize(items.partitions(list(enumerate(work))), len(work))",
+        "parallelize(items.partitions(list(enumerate(work))), max(1, len(work) - 1))",
         f"{FORWARDER}::test_each_item_of_work_is_a_task_of_its_own",
     ),
     mutant(
@@ -278,8 +278,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "in Spark, a task does nothing",
         "saf/spark/runner.py",
-        "        for number, item in part:\n",
-        "        for number, item in list(part)[:0]:\n",
+        "        for handed in partition:\n",
+        "        for handed in list(partition)[:0]:\n",
         "spark/test_forward.py::test_a_second_run_has_nothing_to_do",
     ),
 ]

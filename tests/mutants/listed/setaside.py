@@ -160,18 +160,15 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "messages that wait count as attempted",
-        "saf/engine/delivery.py",
-        """        if not parts:
-            return
-        aside.write_ahead(""",
-        """        if parts:
-            aside.write_ahead(""",
+        "saf/engine/sending.py",
+        "            self.source_session(lambda source: attempt(",
+        "        self.source_session(lambda source: attempt(",
         f"{ONCE}::"
         "test_at_most_once_messages_that_wait_are_not_attempted_and_so_are_not_lost_by_a_crash",
     ),
     mutant(
         "the only destination's messages are parked one by one",
-        "saf/engine/delivery.py",
+        "saf/engine/sending.py",
         "        self._stay_open(aside)\n",
         "",
         f"{ISOLATED}::test_the_only_destination_down_leaves_the_batch_open_until_its_time",
@@ -179,7 +176,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what was set aside before a crash is sent as well",
         "saf/engine/delivery.py",
-        "                self._find_set_aside()\n",
+        "                self.before.look()\n",
         "",
         f"{ONCE}::test_what_is_a_dead_letter_already_is_not_delivered_as_well_after_a_crash",
     ),
@@ -204,5 +201,20 @@ MUTANTS: list[Mutant] = [
             parking.touch(source, subscription_id, lanes, "has""",
         """            parking.touch(source, subscription_id, lanes, "has""",
         f"{ONCE}::test_a_zombie_leads_nothing_to_a_route_that_has_come",
+    ),
+    mutant(
+        "what expires in a lane is dead although its destination has stored it",
+        RELEASING,
+        "                never = self.storing.not_stored(replace(part, rows=never))\n",
+        "                pass\n",
+        "contract/test_expired_in_lanes.py::"
+        "test_what_is_stored_already_is_not_dead_because_its_answer_got_lost",
+    ),
+    mutant(
+        "a service that is called like another one at a broker has that one's marks",
+        "saf/destinations/marks.py",
+        'f"{name}@" if addressable',
+        "name if addressable",
+        "contract/test_lane_names.py::test_no_two_lanes_have_the_same_name",
     ),
 ]

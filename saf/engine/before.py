@@ -1,0 +1,76 @@
+"""Before: what was done with a batch's messages by a task that did not come to its end.
+
+What it had set aside beyond the position is not sent, and new messages wait behind it. What it had
+attempted to send at most once is not sent again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from saf.engine.aside import MAY_HAVE_LEFT, Aside
+from saf.engine.held_lanes import HeldLanes
+from saf.engine.sorting import Part
+from saf.engine.source_session import SourceSession
+from saf.log.cursor import Batch, attempt
+from saf.routing.matching import Match
+from saf.setaside import parking
+
+
+class Before:
+    """Of one batch; `look` before the first message, and again after a step has raised."""
+
+    def __init__(self, batch: Batch, source_session: SourceSession, lanes: HeldLanes) -> None:
+        self._batch = batch
+        self._at_source = source_session
+        self._lanes = lanes
+        self._set_aside: dict[str, pa.Array] = {}
+        """Ids beyond the position that are set aside already, by destination."""
+        self._attempted: npt.NDArray[np.int64] | None = None
+        """By shard, up to which id messages had been attempted."""
+
+    def look(self) -> None:
+        """Find what is set aside, and hold the lanes that it is in."""
+        ids: dict[str, list[int]] = defaultdict(list)
+        found = self._at_source(lambda source: parking.set_aside(source, self._batch))
+        for id_, destination, lane in found:
+            ids[destination].append(id_)
+            if lane is not None:
+                self._lanes.hold(lane, "behind others")
+                self._lanes.ahead.add(lane)
+        self._set_aside = {name: pa.array(some, pa.int64()) for name, some in ids.items()}
+
+    def fresh(self, rows: pa.Table, destination: str = "") -> pa.Table:
+        """The messages that are not set aside for a destination; or, if it is empty, for all."""
+        if destination not in self._set_aside:
+            return rows
+        return rows.filter(pc.invert(pc.is_in(rows["id"], self._set_aside[destination])))
+
+    def unfinished(self, routed: pa.Table, matches: Sequence[Match]) -> pa.Table:
+        """The messages of which anything is left to do: of a topic, some copy may be."""
+        if not self._set_aside:
+            return routed
+        topics = [number for number, match in enumerate(matches) if match.to_all]
+        copies = pc.is_in(routed["route"], pa.array(topics, pa.int32()))
+        aside = pa.concat_arrays(list(self._set_aside.values()))
+        return routed.filter(pc.or_(copies, pc.invert(pc.is_in(routed["id"], aside))))
+
+    def unattempted(self, part: Part, aside: Aside) -> Part:
+        """A part without what may have been sent at most once, which is buried."""
+        if self._attempted is None:
+            found = self._at_source(lambda source: attempt(source, self._batch, 0))
+            self._attempted = np.zeros(max(found) + 1, np.int64)
+            self._attempted[list(found)] = list(found.values())
+        limits = self._attempted[part.rows["shard"].to_numpy()]
+        left = part.rows["id"].to_numpy() <= limits
+        if not left.any():
+            return part
+        aside.bury(part.rows.filter(pa.array(left)), part.waits_at, *MAY_HAVE_LEFT)
+        return replace(part, rows=part.rows.filter(pa.array(~left)))

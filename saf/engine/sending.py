@@ -1,0 +1,85 @@
+"""Sending: the parts of a chunk, each stored at its destination, parked in its lanes, or buried.
+
+What is sent at most once goes last, after all that could raise for a message, because an attempt is
+not made again: it is recorded at the source, durably, before it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from saf.engine.aside import Aside
+from saf.engine.before import Before
+from saf.engine.held_lanes import HeldLanes
+from saf.engine.resolving import Resolver
+from saf.engine.sorting import Part
+from saf.engine.source_session import SourceSession
+from saf.engine.storing import Storing, obstacle
+from saf.engine.work import ForwardingRules, Work
+from saf.errors import SafError
+from saf.log.cursor import attempt
+from saf.routing.matching import AT_MOST_ONCE
+from saf.setaside import backoff
+from saf.setaside.lane import Lane
+
+
+@dataclass(kw_only=True)
+class Sending:
+    """Of one task."""
+
+    work: Work
+    rules: ForwardingRules
+    source_session: SourceSession
+    lanes: HeldLanes
+    resolver: Resolver
+    storing: Storing
+    before: Before
+
+    def send(self, parts: Sequence[Part], position: int, aside: Aside) -> None:
+        """Send the parts of the chunk that ends at a position; what does not go is in ``aside``.
+
+        Raises:
+            SafError: the only destination is down, so nothing is gained by parking.
+        """
+        number = self.work.batch.number
+        once = [part for part in parts if part.quality == AT_MOST_ONCE]
+        for part in parts:
+            if part.quality != AT_MOST_ONCE and not self._waits(part, aside):
+                self.storing.store(part, (number, position), aside)
+        once = [self.before.unattempted(part, aside) for part in once]
+        once = [part for part in once if not self._waits(part, aside)]
+        if once:
+            aside.write_ahead(self.source_session)
+            self.source_session(lambda source: attempt(source, self.work.batch, position))
+        for part in once:
+            self.storing.store_once(part, aside)
+        self._stay_open(aside)
+
+    def _waits(self, part: Part, aside: Aside) -> bool:
+        """Park a part that cannot go, behind those of its lanes that wait; whether it was one."""
+        for lane in part.lanes:
+            if lane not in self.lanes.held and (obstacle := self._obstacle(part, lane)):
+                aside.failed[lane] = obstacle
+                self.lanes.hold(lane, str(obstacle))
+        # its lane waits; or it is not the destination's own, so it is behind others
+        waits = not part.main or Lane(destination=part.waits_at) in self.lanes.held
+        if waits:
+            aside.wait(part)
+        return waits
+
+    def _obstacle(self, part: Part, lane: Lane) -> SafError | None:
+        """Why messages have no way out of a lane."""
+        if part.destination is None:
+            return self.resolver.obstacle(lane)
+        return obstacle(self.rules, part.destination, part.quality)
+
+    def _stay_open(self, aside: Aside) -> None:
+        """Raise, instead of parking, while the only destination is down."""
+        alone = Lane(destination=self.work.alone or "")
+        if alone in aside.failed:
+            error, subscription_id = aside.failed[alone], self.work.batch.subscription_id
+            self.source_session(
+                lambda source: backoff.postpone(source, subscription_id, {alone: str(error)})
+            )
+            raise error
