@@ -15,9 +15,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from saf.engine.aside import MAY_HAVE_LEFT, Aside
 from saf.engine.held_lanes import HeldLanes
-from saf.engine.sorting import Part
+from saf.engine.parts import Part
+from saf.engine.set_aside import MAY_HAVE_LEFT, SetAside
 from saf.engine.source_session import SourceSession
 from saf.log.cursor import Batch, attempt
 from saf.routing.matching import Match
@@ -59,10 +59,10 @@ class Before:
             return routed
         topics = [number for number, match in enumerate(matches) if match.to_all]
         copies = pc.is_in(routed["route"], pa.array(topics, pa.int32()))
-        aside = pa.concat_arrays(list(self._set_aside.values()))
-        return routed.filter(pc.or_(copies, pc.invert(pc.is_in(routed["id"], aside))))
+        set_aside = pa.concat_arrays(list(self._set_aside.values()))
+        return routed.filter(pc.or_(copies, pc.invert(pc.is_in(routed["id"], set_aside))))
 
-    def unattempted(self, part: Part, aside: Aside) -> Part:
+    def unattempted(self, part: Part, set_aside: SetAside) -> Part:
         """A part without what may have been sent at most once, which is buried."""
         if self._attempted is None:
             found = self._at_source(lambda source: attempt(source, self._batch, 0))
@@ -72,5 +72,5 @@ class Before:
         left = part.rows["id"].to_numpy() <= limits
         if not left.any():
             return part
-        aside.bury(part.rows.filter(pa.array(left)), part.waits_at, *MAY_HAVE_LEFT)
+        set_aside.bury(part.rows.filter(pa.array(left)), part.waits_at, *MAY_HAVE_LEFT)
         return replace(part, rows=part.rows.filter(pa.array(~left)))

@@ -27,14 +27,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import sql
 
-from saf.engine.aside import MAY_HAVE_LEFT, Aside
 from saf.engine.chunks import chunks, mark
 from saf.engine.held_lanes import HeldLanes
 from saf.engine.load_sharing import share
 from saf.engine.matcher import Matcher
+from saf.engine.parts import Part
 from saf.engine.receipts import Receipts
 from saf.engine.resolving import Resolver
-from saf.engine.sorting import Part
+from saf.engine.set_aside import MAY_HAVE_LEFT, SetAside
 from saf.engine.source import read
 from saf.engine.source_session import SourceSession
 from saf.engine.storing import Storing, nowhere
@@ -188,16 +188,16 @@ class Releasing:
     def _find_routes(self, found: set[Lane], rows: pa.Table) -> None:
         """Move messages to where routes lead now, and note in ``found`` to which lanes."""
         if "body" in rows.column_names and rows["body"].null_count:
-            aside = self._aside()
-            readable = aside.bury_unread(rows)
-            self._settle(rows.filter(pc.is_null(rows["body"])), aside)
+            set_aside = self._aside()
+            readable = set_aside.bury_unread(rows)
+            self._settle(rows.filter(pc.is_null(rows["body"])), set_aside)
             rows = readable
         resolution = self.resolver.resolve(rows)
         for some, error in resolution.dead:
             # what its router does not know where to send to leaves its lane
-            aside = self._aside()
-            aside.bury(some, "", "unresolved", error)
-            self._settle(some, aside)
+            set_aside = self._aside()
+            set_aside.bury(some, "", "unresolved", error)
+            self._settle(some, set_aside)
         routed = self.matcher.route(resolution.rows)
         routed = routed.filter(routed["route"].is_valid())
         found |= self._move(share(routed, self.matcher.matches, self.source_session.choose))
@@ -289,48 +289,48 @@ class Releasing:
         rows = rows.filter(is_in(rows, left))
         if not rows.num_rows:
             return
-        aside = self._aside(destination)
+        set_aside = self._aside(destination)
         once: list[Part] = []
-        for part in self._fit(destination, rows, aside):
+        for part in self._fit(destination, rows, set_aside):
             if part.quality == AT_MOST_ONCE:
                 once.append(part)
-            elif destination in aside.down:
-                aside.wait(part)
+            elif destination in set_aside.down:
+                set_aside.wait(part)
             else:
-                self.storing.store(part, mark(part.rows), aside)
-        if destination in aside.down:
+                self.storing.store(part, mark(part.rows), set_aside)
+        if destination in set_aside.down:
             for part in once:
-                aside.wait(part)
+                set_aside.wait(part)
             once = []
         sent_once = [number for part in once for number in part.rows["parked_id"].to_pylist()]
         later = pc.is_in(rows["parked_id"], pa.array(sent_once, pa.int64()))
         others = rows.filter(pc.invert(later))
-        if others.num_rows or aside:
-            self._settle(others, aside)
-        for lane, error in aside.failed.items():
+        if others.num_rows or set_aside:
+            self._settle(others, set_aside)
+        for lane, error in set_aside.failed.items():
             self._hold([lane], str(error))
-        left.difference_update(aside.failed)
-        if aside.down:
-            self._postpone(dict.fromkeys(left, next(iter(aside.failed.values()))))
+        left.difference_update(set_aside.failed)
+        if set_aside.down:
+            self._postpone(dict.fromkeys(left, next(iter(set_aside.failed.values()))))
             left.clear()
         for part in once:
             self._deliver_once(part)
 
-    def _fit(self, destination: str, rows: pa.Table, aside: Aside) -> Iterator[Part]:
+    def _fit(self, destination: str, rows: pa.Table, set_aside: SetAside) -> Iterator[Part]:
         """What may go of a chunk, by quality; what is too large, doubtful or expired is buried."""
         kind = rows[KIND][0].as_py()
-        rows = aside.bury_unread(rows)
+        rows = set_aside.bury_unread(rows)
         if kind == Kind.DOUBT:
-            aside.bury(rows, destination, *MAY_HAVE_LEFT)
+            set_aside.bury(rows, destination, *MAY_HAVE_LEFT)
             return
         for part in self._qualities(destination, rows):
-            fresh = part if kind in SENT_AGAIN else self._unexpired(part, aside)
+            fresh = part if kind in SENT_AGAIN else self._unexpired(part, set_aside)
             if fresh.rows.num_rows:
                 yield fresh
 
-    def _unexpired(self, part: Part, aside: Aside) -> Part:
+    def _unexpired(self, part: Part, set_aside: SetAside) -> Part:
         """A part without what has expired, which is buried unless the destination has stored it."""
-        expired_ones = aside.expired(part.rows)
+        expired_ones = set_aside.expired(part.rows)
         if expired_ones is None:
             return part
         never = part.rows.filter(expired_ones)
@@ -339,12 +339,12 @@ class Releasing:
                 never = self.storing.not_stored(replace(part, rows=never))
             except SafError:
                 return part  # the storing meets it too, and says so
-        aside.bury(never, part.waits_at, "expired", expired.EXPIRED)
+        set_aside.bury(never, part.waits_at, "expired", expired.EXPIRED)
         gone = pc.is_in(part.rows["parked_id"], never["parked_id"].combine_chunks())
         return replace(part, rows=part.rows.filter(pc.invert(gone)))
 
-    def _aside(self, destination: str = "") -> Aside:
-        return Aside(
+    def _aside(self, destination: str = "") -> SetAside:
+        return SetAside(
             work=self.work,
             from_lanes=True,
             destination=destination,
@@ -354,13 +354,13 @@ class Releasing:
     def _deliver_once(self, part: Part) -> None:
         """Deliver at most once, after all else that could raise."""
         self._doubt(part)
-        aside = self._aside()
+        set_aside = self._aside()
         isolate(
             part.rows,
-            lambda some: self.storing.store_once(replace(part, rows=some), aside),
-            lambda one, error: aside.bury(one, part.waits_at, "rejected", error),
+            lambda some: self.storing.store_once(replace(part, rows=some), set_aside),
+            lambda one, error: set_aside.bury(one, part.waits_at, "rejected", error),
         )
-        self._settle(part.rows, aside)
+        self._settle(part.rows, set_aside)
 
     def _qualities(self, destination: str, rows: pa.Table) -> Iterator[Part]:
         """Messages by their quality of service."""
@@ -401,9 +401,9 @@ class Releasing:
 
         def bury(message: pa.Table, error: str) -> None:
             if message["parked_id"][0].as_py() not in gone:
-                aside = self._aside(destination)
-                aside.bury_as_stored(message, error)
-                self._settle(message, aside)
+                set_aside = self._aside(destination)
+                set_aside.bury_as_stored(message, error)
+                self._settle(message, set_aside)
 
         def make(some: pa.Table) -> None:
             left = remaining(some)
@@ -445,18 +445,18 @@ class Releasing:
         self.lanes.untried.add(lane)  # empty again soon, unless others' are there too
         fail_point("unpark_commit")
 
-    def _settle(self, rows: pa.Table, aside: Aside) -> None:
+    def _settle(self, rows: pa.Table, set_aside: SetAside) -> None:
         """Take what has gone out of its lane."""
 
         def settle(source: psycopg.Connection[Any]) -> None:
             hold(source, self.work.batch)
-            aside.write_from_lanes(source, rows["parked_id"].to_pylist())
+            set_aside.write_from_lanes(source, rows["parked_id"].to_pylist())
             self.storing.acknowledge(source)
             fail_point("unpark")
 
         self.source_session(settle)
         self.storing.settled()
-        self.receipts.of(None).dead += aside.dead_letters
+        self.receipts.of(None).dead += set_aside.dead_letters
         fail_point("unpark_commit")
 
     def _postpone(self, failed: Mapping[Lane, SafError]) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from saf.engine.aside import Aside
 from saf.engine.before import Before
 from saf.engine.held_lanes import HeldLanes
+from saf.engine.parts import Part
 from saf.engine.resolving import Resolver
-from saf.engine.sorting import Part
+from saf.engine.set_aside import SetAside
 from saf.engine.source_session import SourceSession
 from saf.engine.storing import Storing, obstacle
 from saf.engine.work import ForwardingRules, Work
@@ -36,7 +36,7 @@ class Sending:
     storing: Storing
     before: Before
 
-    def send(self, parts: Sequence[Part], position: int, aside: Aside) -> None:
+    def send(self, parts: Sequence[Part], position: int, set_aside: SetAside) -> None:
         """Send the parts of the chunk that ends at a position; what does not go is in ``aside``.
 
         Raises:
@@ -45,27 +45,27 @@ class Sending:
         number = self.work.batch.number
         once = [part for part in parts if part.quality == AT_MOST_ONCE]
         for part in parts:
-            if part.quality != AT_MOST_ONCE and not self._waits(part, aside):
-                self.storing.store(part, (number, position), aside)
-        once = [self.before.unattempted(part, aside) for part in once]
-        once = [part for part in once if not self._waits(part, aside)]
+            if part.quality != AT_MOST_ONCE and not self._waits(part, set_aside):
+                self.storing.store(part, (number, position), set_aside)
+        once = [self.before.unattempted(part, set_aside) for part in once]
+        once = [part for part in once if not self._waits(part, set_aside)]
         if once:
-            aside.write_ahead(self.source_session)
+            set_aside.write_ahead(self.source_session)
             self.source_session(lambda source: attempt(source, self.work.batch, position))
         for part in once:
-            self.storing.store_once(part, aside)
-        self._stay_open(aside)
+            self.storing.store_once(part, set_aside)
+        self._stay_open(set_aside)
 
-    def _waits(self, part: Part, aside: Aside) -> bool:
+    def _waits(self, part: Part, set_aside: SetAside) -> bool:
         """Park a part that cannot go, behind those of its lanes that wait; whether it was one."""
         for lane in part.lanes:
             if lane not in self.lanes.held and (obstacle := self._obstacle(part, lane)):
-                aside.failed[lane] = obstacle
+                set_aside.failed[lane] = obstacle
                 self.lanes.hold(lane, str(obstacle))
         # its lane waits; or it is not the destination's own, so it is behind others
         waits = not part.main or Lane(destination=part.waits_at) in self.lanes.held
         if waits:
-            aside.wait(part)
+            set_aside.wait(part)
         return waits
 
     def _obstacle(self, part: Part, lane: Lane) -> SafError | None:
@@ -74,11 +74,11 @@ class Sending:
             return self.resolver.obstacle(lane)
         return obstacle(self.rules, part.destination, part.quality)
 
-    def _stay_open(self, aside: Aside) -> None:
+    def _stay_open(self, set_aside: SetAside) -> None:
         """Raise, instead of parking, while the only destination is down."""
         alone = Lane(destination=self.work.alone or "")
-        if alone in aside.failed:
-            error, subscription_id = aside.failed[alone], self.work.batch.subscription_id
+        if alone in set_aside.failed:
+            error, subscription_id = set_aside.failed[alone], self.work.batch.subscription_id
             self.source_session(
                 lambda source: backoff.postpone(source, subscription_id, {alone: str(error)})
             )

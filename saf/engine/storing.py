@@ -19,11 +19,11 @@ from saf.database.retry import while_unavailable
 from saf.destinations import Chunk, Destination, Stored
 from saf.destinations.marks import AGAIN, ONCE, Mark, Place, acknowledge, acknowledged, not_parked
 from saf.destinations.places import beyond, touched
-from saf.engine.aside import Aside
 from saf.engine.chunks import mark
 from saf.engine.held_lanes import HeldLanes
+from saf.engine.parts import Part, unroutable
 from saf.engine.receipts import Receipts
-from saf.engine.sorting import Part, unroutable
+from saf.engine.set_aside import SetAside
 from saf.engine.source_session import SourceSession
 from saf.engine.work import ForwardingRules, Work
 from saf.errors import (
@@ -94,15 +94,15 @@ class Storing:
     )
     """What is to be acknowledged: destination, marks, and those before them."""
 
-    def store(self, part: Part, end: tuple[int, int], aside: Aside) -> None:
+    def store(self, part: Part, end: tuple[int, int], set_aside: SetAside) -> None:
         """Store a part, which completes its lane up to (batch, position) ``end``.
 
         What does not go is in ``aside``.
         """
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         name = part.destination
-        part = self._bury_too_large(part, aside)
-        aside.write_ahead(self.source_session)
+        part = self._bury_too_large(part, set_aside)
+        set_aside.write_ahead(self.source_session)
         behind = self.lanes.services(name) if part.main else frozenset()
         chunk = replace(self._chunk(part, end), behind=behind)
         try:
@@ -110,34 +110,34 @@ class Storing:
         except REFUSES as error:
             if not isinstance(error, Unavailable) or isinstance(error, Refused):
                 self.to_repair = error
-            aside.failed |= dict.fromkeys(part.lanes, error)
-            aside.down.add(name)
-            aside.wait(part)
+            set_aside.failed |= dict.fromkeys(part.lanes, error)
+            set_aside.down.add(name)
+            set_aside.wait(part)
             if part.main:
                 self.lanes.hold(Lane(destination=name), str(error))
         except AnotherBroker as error:
-            self._store_own(part, end, aside, error)
+            self._store_own(part, end, set_aside, error)
         except UnknownService as error:
-            self._store_known(part, end, aside, error)
+            self._store_known(part, end, set_aside, error)
         except Fenced as error:
             # a newer owner than the source itself knows of: raises Fenced, or is not so
             self.source_session(lambda source: hold(source, self.work.batch))
             raise Ahead(f"destination {name!r}", error.shards) from None
         except Rejected as error:
-            self._store_halves(part, end, aside, error)
+            self._store_halves(part, end, set_aside, error)
         else:
             self.receipts.of(name).messages += stored.messages
             self.receipts.of(name).dropped += stored.dropped
             lane = Lane(destination=name)
             if part.main and lane in self.lanes.untried:
                 self.lanes.untried.discard(lane)
-                aside.opened.add(lane)
+                set_aside.opened.add(lane)
 
-    def store_once(self, part: Part, aside: Aside) -> None:
+    def store_once(self, part: Part, set_aside: SetAside) -> None:
         """Store a part at most once: what may have left is not sent again, and said to be dead."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         name = part.destination
-        part = self._bury_too_large(part, aside)
+        part = self._bury_too_large(part, set_aside)
         if not part.rows.num_rows:
             return
         chunk = self._chunk(part, mark(part.rows, self.work.batch.number))
@@ -145,12 +145,12 @@ class Storing:
             stored = self._store(part, chunk)
         except AnotherBroker as error:
             mine, others = _told_apart(error)
-            self._let_wait(others, aside, error)
-            self.store_once(replace(part, rows=mine), aside)
+            self._let_wait(others, set_aside, error)
+            self.store_once(replace(part, rows=mine), set_aside)
         except (*REFUSES, UnknownService, Rejected) as error:
             if isinstance(error, (Behind, Restored)):
                 self.to_repair = error
-            aside.bury(part.rows, name, "unavailable", str(error))
+            set_aside.bury(part.rows, name, "unavailable", str(error))
         else:
             self.receipts.of(name).messages += stored.messages
 
@@ -182,7 +182,7 @@ class Storing:
         for destination in self._open.values():
             destination.close()
 
-    def _bury_too_large(self, part: Part, aside: Aside) -> Part:
+    def _bury_too_large(self, part: Part, set_aside: SetAside) -> Part:
         """A part without what is larger than its destination takes, which becomes dead letters."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         largest = self.rules.destinations[part.destination].capabilities.largest_body
@@ -193,44 +193,44 @@ class Storing:
             f"destination {part.destination!r}", f"a body has more than {largest:,} bytes"
         )
         rows = part.rows.filter(pc.invert(fits))
-        aside.bury(rows, part.destination, "rejected", str(error))
+        set_aside.bury(rows, part.destination, "rejected", str(error))
         return replace(part, rows=part.rows.filter(fits))
 
     def _store_halves(
-        self, part: Part, end: tuple[int, int], aside: Aside, error: Rejected
+        self, part: Part, end: tuple[int, int], set_aside: SetAside, error: Rejected
     ) -> None:
         """Store what can be of a part with something that the destination rejects."""
         if part.rows.num_rows == 1:
-            aside.bury(part.rows, part.destination or "", "rejected", str(error))
+            set_aside.bury(part.rows, part.destination or "", "rejected", str(error))
             return
         half = part.rows.num_rows // 2
         first = replace(part, rows=part.rows.slice(0, half))
-        self.store(first, mark(first.rows, end[0]), aside)
+        self.store(first, mark(first.rows, end[0]), set_aside)
         second = replace(part, rows=part.rows.slice(half))
-        if part.destination in aside.down:
-            aside.wait(second)
+        if part.destination in set_aside.down:
+            set_aside.wait(second)
         else:
-            self.store(second, end, aside)
+            self.store(second, end, set_aside)
 
     def _store_own(
-        self, part: Part, end: tuple[int, int], aside: Aside, error: AnotherBroker
+        self, part: Part, end: tuple[int, int], set_aside: SetAside, error: AnotherBroker
     ) -> None:
         """Store the rest of a part, some of which is for other brokers: that waits for a route."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         mine, others = _told_apart(error)
-        self._let_wait(others, aside, error)
-        self._store_rest(part, mine, end, aside, error.rows)
+        self._let_wait(others, set_aside, error)
+        self._store_rest(part, mine, end, set_aside, error.rows)
 
-    def _let_wait(self, rows: pa.Table, aside: Aside, error: AnotherBroker) -> None:
+    def _let_wait(self, rows: pa.Table, set_aside: SetAside, error: AnotherBroker) -> None:
         """Let messages wait for a route, as those do that have none."""
         waiting = unroutable(rows)
         for lane in waiting.lanes:
-            aside.failed[lane] = error
+            set_aside.failed[lane] = error
             self.lanes.hold(lane, str(error))
-        aside.move(waiting)
+        set_aside.move(waiting)
 
     def _store_known(
-        self, part: Part, end: tuple[int, int], aside: Aside, error: UnknownService
+        self, part: Part, end: tuple[int, int], set_aside: SetAside, error: UnknownService
     ) -> None:
         """Store the rest of a part, some of whose services the destination does not know.
 
@@ -255,22 +255,22 @@ class Storing:
         for lane in waiting.lanes:
             why = error.of(lane.subject)
             if not part.main or lane not in self.lanes.held:
-                aside.failed[lane] = why
+                set_aside.failed[lane] = why
             self.lanes.hold(lane, str(why))
         if staying.rows.num_rows:
-            aside.wait(staying)
+            set_aside.wait(staying)
         if going.rows.num_rows:
-            aside.move(going)
-        self._store_rest(part, error.rows.filter(pc.invert(unknown)), end, aside, error.rows)
+            set_aside.move(going)
+        self._store_rest(part, error.rows.filter(pc.invert(unknown)), end, set_aside, error.rows)
 
     def _store_rest(
-        self, part: Part, rest: pa.Table, end: tuple[int, int], aside: Aside, fresh: pa.Table
+        self, part: Part, rest: pa.Table, end: tuple[int, int], set_aside: SetAside, fresh: pa.Table
     ) -> None:
         """Store what a destination has not refused of the ``fresh`` rows of a part."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         self.receipts.of(part.destination).dropped += part.rows.num_rows - fresh.num_rows
         if rest.num_rows:
-            self.store(replace(part, rows=rest), end, aside)
+            self.store(replace(part, rows=rest), end, set_aside)
 
     def _store(self, part: Part, chunk: Chunk) -> Stored:
         """Store a chunk where its part goes, if the marks there are those that are known."""

@@ -2,7 +2,7 @@
 
 The driver holds leases and opens and closes batches; messages never pass through it. Tasks, run by
 a `saf.forwarding.runner`, read,
-deliver and mark (`saf.engine.source`, `saf.engine.delivery`). Whatever goes wrong for one broker
+deliver and mark (`saf.engine.source`, `saf.engine.task`). Whatever goes wrong for one broker
 or one destination is noted in the `Summary`, and the others go on.
 
 *Little and deep.* A cycle is one job of the runner, and ends when its last task does. So that

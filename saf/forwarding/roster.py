@@ -59,7 +59,7 @@ class Roster:
         self.brokers: dict[str, SourceBroker] = {}
         self._problem = problem
         self._left = left
-        self._crew = BrokerThreads(min(THREADS, self.options.max_sessions))
+        self._threads = BrokerThreads(min(THREADS, self.options.max_sessions))
         self._fleets = settings.fleets
         self._declared = settings.declared
         self._identities = Identities(settings.destinations)
@@ -79,7 +79,7 @@ class Roster:
     @property
     def waiting(self) -> bool:
         """Somebody has not been asked, or has not answered yet."""
-        return self.skipped or bool(self._crew.busy)
+        return self.skipped or bool(self._threads.busy)
 
     def visit(
         self, default_destination: str | None, but: Collection[SourceBroker] = ()
@@ -100,20 +100,20 @@ class Roster:
             broker
             for name, broker in self.brokers.items()
             if self._visit_at.get(name, 0.0) <= now
-            and name not in self._crew.busy
+            and name not in self._threads.busy
             and broker not in but
         ]
         # from the end: those that had no turn for longest first, those that fail last
         left.sort(key=lambda b: (-self._failures.get(b.name, 0), -b.last_turn))
-        while left and (self._may_connect(left[-1]) or self._crew.hear()):
+        while left and (self._may_connect(left[-1]) or self._threads.hear()):
             if self._may_connect(left[-1]):
                 broker = left.pop()
                 look = partial(broker.visit, default_destination, brief=brief)
                 self._start(broker, look, partial(heard, broker))
         self.skipped = bool(left)
-        self._crew.finish(set(self.brokers))
-        while self.once and not (found or but or self.stopped) and self._crew.busy:
-            self._crew.hear()  # there is nothing else to do
+        self._threads.finish(set(self.brokers))
+        while self.once and not (found or but or self.stopped) and self._threads.busy:
+            self._threads.hear()  # there is nothing else to do
         return found
 
     def each(
@@ -129,10 +129,10 @@ class Roster:
         """
         names = set()
         for broker in brokers:
-            if broker.name not in self._crew.busy:
+            if broker.name not in self._threads.busy:
                 names.add(broker.name)
                 self._start(broker, partial(action, broker), lambda _: None, quiet=quiet)
-        self._crew.finish(names)
+        self._threads.finish(names)
 
     def well(self) -> list[SourceBroker]:
         """Those that answered when they were last asked."""
@@ -153,7 +153,7 @@ class Roster:
     def leave(self) -> None:
         """Leave all brokers. Who does not answer is not waited for."""
         self.each(SourceBroker.leave, [b for b in self.brokers.values() if b.connected], quiet=True)
-        self._crew.dismiss(
+        self._threads.dismiss(
             lambda name: self.brokers[name].leave() if name in self.brokers else None
         )
 
@@ -161,13 +161,13 @@ class Roster:
         """Ask the fleets whose time has come who belongs to them."""
         for name, fleet in self._fleets.items():
             key = f"fleet {name}"
-            if key in self._crew.busy or time.monotonic() < self._ask_at[name]:
+            if key in self._threads.busy or time.monotonic() < self._ask_at[name]:
                 continue
             self._ask_at[name] = NEVER if self.once else time.monotonic() + fleet.refresh_seconds
             failed = partial(self._problem, name)
-            self._crew.start(key, partial(ask, name, fleet), partial(self._hears, name), failed)
+            self._threads.start(key, partial(ask, name, fleet), partial(self._hears, name), failed)
         asked = {f"fleet {name}" for name in self._fleets}
-        while not self._crew.finish(asked) and self.once and not self.stopped:
+        while not self._threads.finish(asked) and self.once and not self.stopped:
             pass
 
     def _hears(self, fleet: str, listing: Listing) -> None:
@@ -181,7 +181,7 @@ class Roster:
         wanted = {name: one for listed in self._listed.values() for name, one in listed.items()}
         for name, broker in list(self.brokers.items()):
             there = wanted.get(name)
-            if (there is None or there.dsn != broker.dsn) and name not in self._crew.busy:
+            if (there is None or there.dsn != broker.dsn) and name not in self._threads.busy:
                 broker.leave()
                 self._left(broker.dsn)
                 self._count(broker)
@@ -218,7 +218,7 @@ class Roster:
             self._fails(broker, error, quiet=quiet)
 
         self._sessions.add(broker.name)
-        self._crew.start(broker.name, action, answered, failed)
+        self._threads.start(broker.name, action, answered, failed)
 
     def _count(self, broker: SourceBroker) -> None:
         if not broker.connected:
@@ -226,13 +226,13 @@ class Roster:
 
     def _may_connect(self, broker: SourceBroker) -> bool:
         """There is a thread, and the number of connections stays within ``max_sessions``."""
-        if self._crew.full or broker.name in self._crew.busy:
+        if self._threads.full or broker.name in self._threads.busy:
             return False
         room = not self.brief or len(self._sessions) < self.options.max_sessions
         return room or broker.name in self._sessions
 
     def _is_well(self, broker: SourceBroker) -> bool:
-        return broker.name not in self._crew.busy and not self._failures.get(broker.name)
+        return broker.name not in self._threads.busy and not self._failures.get(broker.name)
 
     def _fails(self, broker: SourceBroker, error: SafError, *, quiet: bool) -> None:
         if isinstance(error, Fenced):

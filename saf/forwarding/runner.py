@@ -54,10 +54,10 @@ class Runner(Protocol):
 
 def run_item(number: int, item: Work, rules: ForwardingRules) -> list[Receipt]:
     """One item of work, in this process; ``number`` is its place among those of a call."""
-    from saf.engine.delivery import Delivery  # needs Arrow, which a driver of Spark does not
     from saf.engine.source import messages
+    from saf.engine.task import Task  # needs Arrow, which a driver of Spark does not
 
-    return Delivery(number, item, rules).run(messages(item, rules.max_bytes))
+    return Task(number, item, rules).run(messages(item, rules.max_bytes))
 
 
 def item_alone(number: int, item: Work, rules: ForwardingRules) -> list[Receipt]:

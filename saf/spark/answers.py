@@ -205,14 +205,14 @@ def deliver(
     """The function for mapInArrow: an item and its answers in, receipts out."""
 
     def task(partition: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        from saf.engine.delivery import Delivery
+        from saf.engine.task import Task
         from saf.forwarding.runner import bounded
 
         handed, batches = items.taken(partition)
         number, item = items.opened(handed)
         asked = any(router.expression in compiled for router in item.routes.routers)
         answers = Answers(item.broker, batches, compiled) if asked else None
-        delivery = Delivery(number, item, rules, answers)
+        delivery = Task(number, item, rules, answers)
         rows = messages(item, rules.max_bytes)
         receipts = bounded(number, item, lambda: delivery.run(rows))
         said = pickle.dumps((receipts, answers.raised if answers else []))

@@ -87,7 +87,7 @@ def preload() -> None:
 
     import pyspark.worker  # noqa: F401
 
-    import saf.engine.delivery  # noqa: F401
+    import saf.engine.task  # noqa: F401
     from saf.destinations import kinds
 
     kinds.preload()

@@ -6,7 +6,7 @@ the JVM, is left out; the promises of delivery are the same, in milliseconds.
 
 from __future__ import annotations
 
-import saf.engine.delivery  # noqa: F401 - whoever lacks Arrow gets to know at once
+import saf.engine.task  # noqa: F401 - whoever lacks Arrow gets to know at once
 from saf.database import Dsn
 from saf.destinations.identities import Identities
 from saf.destinations.postgresql import Postgresql

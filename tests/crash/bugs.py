@@ -9,14 +9,15 @@ import pytest
 from psycopg import sql
 
 import saf
-import saf.engine.delivery
+import saf.engine.before
+import saf.engine.sending
 from saf import Outbox
 from saf.destinations import Chunk
 from saf.destinations.postgresql import inbox
 from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.dialogs import arrival
 from saf.dialogs.facts import Facts, Verdict, judge
-from saf.engine.aside import Aside
+from saf.engine.set_aside import SetAside
 from saf.engine.storing import Storing
 from saf.errors import Rejected
 from saf.log import cursor, ring
@@ -36,7 +37,7 @@ def watermark_moved_and_a_row_not_stored(patch: pytest.MonkeyPatch) -> None:
 def marked_before_sent(patch: pytest.MonkeyPatch) -> None:
     store = Storing.store
 
-    def early(self: Storing, part: Any, mark: tuple[int, int], aside: Aside) -> None:
+    def early(self: Storing, part: Any, mark: tuple[int, int], aside: SetAside) -> None:
         self.source_session(lambda source: cursor.advance(source, self.work.batch, mark[1]))
         store(self, part, mark, aside)
 
@@ -87,8 +88,8 @@ def read_in_no_order(patch: pytest.MonkeyPatch) -> None:
 def moved_past_a_chunk_that_failed(patch: pytest.MonkeyPatch) -> None:
     store = Storing.store
 
-    def carefree(self: Storing, part: Any, mark: tuple[int, int], _: Aside) -> None:
-        store(self, part, mark, Aside(work=self.work))
+    def carefree(self: Storing, part: Any, mark: tuple[int, int], _: SetAside) -> None:
+        store(self, part, mark, SetAside(work=self.work))
 
     patch.setattr(Storing, "store", carefree)
 
@@ -108,9 +109,9 @@ def purged_without_the_check(patch: pytest.MonkeyPatch) -> None:
 
 def neighbours_rejected_too(patch: pytest.MonkeyPatch) -> None:
     store = PostgresInbox.store
-    bury = Aside.bury
+    bury = SetAside.bury
 
-    def all_or_nothing(self: Storing, part: Any, _: tuple[int, int], aside: Aside) -> None:
+    def all_or_nothing(self: Storing, part: Any, _: tuple[int, int], aside: SetAside) -> None:
         chunk = Chunk(
             source=self.work.source,
             batch=self.work.batch,
@@ -126,7 +127,7 @@ def neighbours_rejected_too(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_rejected_message_below_the_watermark(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Aside, "ahead", False)
+    patch.setattr(SetAside, "ahead", False)
 
 
 def set_aside_twice(patch: pytest.MonkeyPatch) -> None:
@@ -134,7 +135,8 @@ def set_aside_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def attempts_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(saf.engine.delivery, "attempt", lambda *_: {})
+    for room in (saf.engine.before, saf.engine.sending):
+        patch.setattr(room, "attempt", lambda _, batch, __: dict.fromkeys(batch.shards, 0))
 
 
 def sent_outside_of_the_transaction(patch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,9 @@ import pytest
 
 from saf.database import Dsn
 from saf.destinations.postgresql.inbox import PostgresInbox
-from saf.engine.delivery import Delivery
 from saf.engine.source import messages
 from saf.engine.source_session import SourceSession
+from saf.engine.task import Task
 from saf.engine.work import Receipt
 from saf.errors import Fenced, SafError, Unavailable
 from saf.failpoints import arm
@@ -127,7 +127,7 @@ class Forwarder:
         rules = self.cycle.rules
         reading = cast("Generator[Any]", messages(work, rules.max_bytes))
         with closing(reading) as rows:
-            receipts = Delivery(number, work, rules).run(rows)
+            receipts = Task(number, work, rules).run(rows)
         self.receipts += receipts
         for receipt in receipts:
             if receipt.error_kind not in EXPECTED:

@@ -11,7 +11,7 @@ FORWARD, BROKER, PLAN = (
 )
 STORING, SORTING, SUMMARY = (
     "saf/engine/storing.py",
-    "saf/engine/sorting.py",
+    "saf/engine/parts.py",
     "saf/forwarding/summary.py",
 )
 FORWARDER, OWNERS, ISOLATED = (
@@ -178,21 +178,22 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the second half of what was rejected in part is not stored",
         STORING,
-        "            self.store(second, end, aside)\n",
+        "            self.store(second, end, set_aside)\n",
         "            pass\n",
         REJECTED,
     ),
     mutant(
         "the first half takes the watermark of the whole",
         STORING,
-        "self.store(first, mark(first.rows, end[0]), aside)",
-        "self.store(first, end, aside)",
+        "self.store(first, mark(first.rows, end[0]), set_aside)",
+        "self.store(first, end, set_aside)",
         REJECTED,
     ),
     mutant(
         "neighbours of an unknown service wait with it",
         STORING,
-        "        if rest.num_rows:\n            self.store(replace(part, rows=rest), end, aside)\n",
+        "        if rest.num_rows:\n"
+        "            self.store(replace(part, rows=rest), end, set_aside)\n",
         "",
         UNKNOWN,
     ),

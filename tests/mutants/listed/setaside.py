@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant, harmless, mutant
 
 PARKING, BACKOFF = "saf/setaside/parking.py", "saf/setaside/backoff.py"
 DEAD, DECIDE = "saf/setaside/dead.py", "saf/operating/decide.py"
-ASIDE, RELEASING = "saf/engine/aside.py", "saf/engine/releasing.py"
+ASIDE, RELEASING = "saf/engine/set_aside.py", "saf/engine/releasing.py"
 ONCE, ISOLATED, LETTERS = (
     "contract/test_set_aside_once.py",
     "contract/test_7_isolated.py",
@@ -145,17 +145,17 @@ MUTANTS: list[Mutant] = [
     ),
     harmless(
         "what a chunk sets aside is written without asking for the position",
-        "saf/engine/delivery.py",
-        "new = bool(aside) and hold(source, self.work.batch) < position",
-        "new = bool(aside)",
+        "saf/engine/task.py",
+        "new = bool(set_aside) and hold(source, self.work.batch) < position",
+        "new = bool(set_aside)",
         "what is there already is not written again (parking.known, dead.known), and advance() in "
         "the same transaction fences who is not the owner",
     ),
     mutant(
         "what is parked commits without the position",
-        "saf/engine/delivery.py",
-        "                aside.write(source)\n",
-        "                SourceSession(self.work, 1)(aside.write)\n",
+        "saf/engine/task.py",
+        "                set_aside.write(source)\n",
+        "                SourceSession(self.work, 1)(set_aside.write)\n",
         f"{ONCE}::test_what_is_parked_commits_with_the_position_that_passes_it",
     ),
     mutant(
@@ -169,13 +169,13 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the only destination's messages are parked one by one",
         "saf/engine/sending.py",
-        "        self._stay_open(aside)\n",
+        "        self._stay_open(set_aside)\n",
         "",
         f"{ISOLATED}::test_the_only_destination_down_leaves_the_batch_open_until_its_time",
     ),
     mutant(
         "what was set aside before a crash is sent as well",
-        "saf/engine/delivery.py",
+        "saf/engine/task.py",
         "                self.before.look()\n",
         "",
         f"{ONCE}::test_what_is_a_dead_letter_already_is_not_delivered_as_well_after_a_crash",
@@ -190,8 +190,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a zombie takes messages out of a lane",
         RELEASING,
-        "            hold(source, self.work.batch)\n            aside.write_from_lanes(",
-        "            aside.write_from_lanes(",
+        "            hold(source, self.work.batch)\n            set_aside.write_from_lanes(",
+        "            set_aside.write_from_lanes(",
         f"{ONCE}::test_a_zombie_takes_nothing_out_of_a_lane",
     ),
     mutant(

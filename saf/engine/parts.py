@@ -1,4 +1,4 @@
-"""Sorting a chunk: which of its messages go where, and which wait in a lane.
+"""Parts of a chunk: which of its messages go where, and which wait in a lane.
 
 Pure: rows and rules in, parts out. All that goes to one destination is one part, whatever routes
 it took, because the watermark there says of a whole chunk that it is stored; each part is in
@@ -66,7 +66,7 @@ class Part:
         return [{**lane, "broker": UUID(bytes=lane["broker"])} for lane in lanes]
 
 
-def sort(
+def split(
     rows: pa.Table,
     matches: Sequence[Match],
     qualities: Mapping[str, str],

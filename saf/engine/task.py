@@ -1,4 +1,4 @@
-"""Delivery: what a Spark task does with the messages that it reads.
+"""The task: what is done, in Spark or elsewhere, with the messages that it reads.
 
 First the parked messages whose time has come, lane by lane; then the batch. Per chunk, in the
 order of the ids:
@@ -32,18 +32,18 @@ from typing import Any
 import psycopg
 import pyarrow as pa
 
-from saf.engine.aside import Aside
 from saf.engine.before import Before
 from saf.engine.chunks import chunks
 from saf.engine.held_lanes import HeldLanes
 from saf.engine.load_sharing import share
 from saf.engine.matcher import Matcher
+from saf.engine.parts import split
 from saf.engine.pulse import Pulse
 from saf.engine.receipts import Receipts
 from saf.engine.releasing import Releasing
 from saf.engine.resolving import Answers, Resolver
 from saf.engine.sending import Sending
-from saf.engine.sorting import sort
+from saf.engine.set_aside import SetAside
 from saf.engine.source_session import SourceSession
 from saf.engine.storing import Storing
 from saf.engine.work import ForwardingRules, Receipt, Work
@@ -58,7 +58,7 @@ BEATS = 6
 EXPECTED = (Unavailable, Rejected, Fenced, Ahead, Behind, UsageError)
 
 
-class Delivery:
+class Task:
     """One task: the remaining messages of one batch, and the parked ones of its shards."""
 
     def __init__(
@@ -126,52 +126,52 @@ class Delivery:
         read -> fit -> resolved -> routed -> shared -> parts, sent or set aside -> settled
         """
         position = int(read["id"][-1].as_py())
-        aside = Aside(work=self.work)
-        fit = aside.bury_unfit(self.before.fresh(read), self.rules.max_bytes)
+        set_aside = SetAside(work=self.work)
+        fit = set_aside.bury_unfit(self.before.fresh(read), self.rules.max_bytes)
         self.lanes.look(self.source_session, self.work.batch, fit)
         resolution = self.resolver.resolve(fit, self.lanes.held)
         resolved = resolution.rows
         if self.resolver:
             self.lanes.look(self.source_session, self.work.batch, fit, resolved)
         for some, error in resolution.dead:
-            aside.bury(some, "", "unresolved", error)
+            set_aside.bury(some, "", "unresolved", error)
         matches = self.matcher.matches
         routed = self.before.unfinished(self.matcher.route(resolved), matches)
         shared = share(routed, matches, self.source_session.choose)
         parts = [
             replace(part, rows=self.before.fresh(part.rows, part.waits_at))
-            for part in sort(
+            for part in split(
                 shared, matches, self.rules.qualities, self.lanes.held, resolution.waiting
             )
         ]
-        self.sending.send(parts, position, aside)
-        return self._settle(aside, position)
+        self.sending.send(parts, position, set_aside)
+        return self._settle(set_aside, position)
 
-    def _settle(self, aside: Aside, position: int) -> bool:
+    def _settle(self, set_aside: SetAside, position: int) -> bool:
         """Step 3; return whether the task should stop."""
 
         def settle(source: psycopg.Connection[Any]) -> bool:
             # once, also where the answer to the commit before got lost; not only here is that seen
-            # to, because `Aside.write` leaves out what is there already, and `advance` fences
-            new = bool(aside) and hold(source, self.work.batch) < position
+            # to, because `SetAside.write` leaves out what is there already, and `advance` fences
+            new = bool(set_aside) and hold(source, self.work.batch) < position
             stop = advance(source, self.work.batch, position)
             self.storing.acknowledge(source)
             if new:
-                aside.write(source)
+                set_aside.write(source)
             fail_point("mark_forwarded")
             return stop
 
         stop = self.source_session(settle)
         fail_point("mark_commit")
         self.storing.settled()
-        aside.written()
+        set_aside.written()
         summary = self.receipts.of(None)
-        summary.parked += aside.parked_messages
-        summary.dead += aside.dead_letters
+        summary.parked += set_aside.parked_messages
+        summary.dead += set_aside.dead_letters
         return stop
 
     def _bury(self, message: pa.Table, error: str) -> bool:
         """Make a dead letter of the one message that a step has raised for, and go past it."""
-        aside = Aside(work=self.work)
-        aside.bury(self.before.fresh(message), "", "rejected", error)
-        return self._settle(aside, int(message["id"][0].as_py()))
+        set_aside = SetAside(work=self.work)
+        set_aside.bury(self.before.fresh(message), "", "rejected", error)
+        return self._settle(set_aside, int(message["id"][0].as_py()))

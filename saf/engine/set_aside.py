@@ -1,7 +1,7 @@
 """What one chunk sets aside, gathered while it is delivered and written with its position.
 
-Or before, where a watermark is about to pass it (`Aside.write_ahead`). What is there already is not
-written again: the answer to a commit may have got lost.
+Or before, where a watermark is about to pass it (`SetAside.write_ahead`). What is there already is
+not written again: the answer to a commit may have got lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from saf.columns import COLUMNS
 from saf.dialogs.statements import TELL
-from saf.engine.sorting import Part
+from saf.engine.parts import Part
 from saf.engine.source_session import SourceSession
 from saf.engine.work import Work
 from saf.errors import SafError
@@ -43,7 +43,7 @@ _UUIDS = ("message_id", "to_broker", "conversation_id")
 
 
 @dataclass
-class Aside:
+class SetAside:
     """Of one chunk: lanes that failed or are open again, parked messages, dead letters."""
 
     work: Work
