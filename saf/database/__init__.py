@@ -5,12 +5,9 @@ is asked over it, and any table of the schema but its revision, belongs to those
 """
 
 from saf.database.asking import (
-    HANGING,
-    HANGS,
     LOST,
     NoAnswer,
     fetch,
-    lacks_right,
     unavailable_if_lost,
 )
 from saf.database.bounds import CONNECT_TIMEOUT_SECONDS
@@ -22,21 +19,22 @@ from saf.database.revision import (
     check_schema,
     require_revision,
 )
+from saf.database.sqlstates import Meaning, meaning, translated
 
 __all__ = [
     "CONNECT_TIMEOUT_SECONDS",
-    "HANGING",
-    "HANGS",
     "HAS_SCHEMA",
     "LOST",
     "REVISION",
     "SCHEMA_REVISION",
     "Dsn",
+    "Meaning",
     "NoAnswer",
     "check_schema",
     "fetch",
-    "lacks_right",
+    "meaning",
     "refuse_unescaped",
     "require_revision",
+    "translated",
     "unavailable_if_lost",
 ]

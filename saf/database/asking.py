@@ -10,15 +10,16 @@ import psycopg
 from psycopg.abc import QueryNoTemplate
 from psycopg.rows import tuple_row
 
-from saf.errors import ConfigurationError, Rejected, Unavailable
+from saf.database.sqlstates import Meaning, meaning, translated
+from saf.errors import Rejected
 
 
 class NoAnswer(psycopg.OperationalError):
     """A server has said nothing for too long."""
 
+    sqlstate = psycopg.errors.QueryCanceled.sqlstate
+    """What the server would have said, had it been able to."""
 
-HANGS = (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled, NoAnswer)
-"""The database is there, and something holds up what was asked of it."""
 
 LOST = (
     psycopg.OperationalError,
@@ -28,18 +29,7 @@ LOST = (
 )
 """The connection is not there any more, or what was asked over it did not come to its end."""
 
-INCOMPLETE = (
-    psycopg.errors.UndefinedTable,
-    psycopg.errors.UndefinedColumn,
-    psycopg.errors.UndefinedFunction,
-    psycopg.errors.InvalidSchemaName,
-)
-"""Something of the schema is not there any more."""
-
-HANGING = frozenset({
-    psycopg.errors.LockNotAvailable.sqlstate,
-    psycopg.errors.QueryCanceled.sqlstate,
-})  # fmt: skip
+FOR_A_PERSON = (Meaning.NO_RIGHT, Meaning.READ_ONLY, Meaning.INCOMPLETE)
 
 
 @contextmanager
@@ -50,31 +40,16 @@ def unavailable_if_lost(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except psycopg.errors.InsufficientPrivilege as error:
-        raise lacks_right(what, str(error)) from error
-    except psycopg.errors.ReadOnlySqlTransaction as error:
-        raise ConfigurationError(
-            f"{what} is read-only: it is a standby, or default_transaction_read_only is on for "
-            "this role or database. Name the primary in the dsn, or turn it off"
-        ) from error
-    except INCOMPLETE as error:
-        raise ConfigurationError(
-            f"{what}: its schema saf is not whole: {str(error).splitlines()[0]}. Restore what is "
-            "missing from a backup; `saf migrate` does not create again what it had created"
-        ) from error
-    except LOST as error:
-        reason = " ".join(str(error).split())
-        if (error.sqlstate or "").startswith("54"):  # a limit: said of the rows
-            raise Rejected(what, reason) from error
-        raise Unavailable(what, reason, hangs=isinstance(error, HANGS)) from error
-
-
-def lacks_right(what: str, reason: str) -> ConfigurationError:
-    """The error for a login that may not do what it has to."""
-    return ConfigurationError(
-        f"{what} refuses this user: {' '.join(reason.split())}. Let the owner of its schema saf "
-        "run `saf grant --role …` for the user"
-    )
+    except psycopg.Error as error:
+        said = meaning(error.sqlstate)
+        if said not in FOR_A_PERSON and not isinstance(error, LOST):
+            raise
+        reason = str(error)
+        if said is Meaning.OF_THE_ROWS:  # a limit
+            raise Rejected(what, " ".join(reason.split())) from error
+        if said is Meaning.INCOMPLETE:
+            reason = reason.splitlines()[0]
+        raise translated(what, error.sqlstate, reason) from error
 
 
 def fetch(

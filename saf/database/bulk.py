@@ -16,16 +16,12 @@ from typing import Any
 import adbc_driver_manager
 import adbc_driver_manager.dbapi as adbc
 import adbc_driver_postgresql
-import psycopg.errors
 import pyarrow as pa
 
-from saf.database import HANGING, Dsn
+from saf.database import Dsn, NoAnswer
 from saf.database.bounds import Limits
 from saf.database.patience import Waiting, answer_within, shut, sockets
 from saf.errors import Unavailable
-
-NOT_ANSWERED = psycopg.errors.QueryCanceled.sqlstate
-"""What the server would have said, had it been able to."""
 
 _direct: set[Dsn] = set()
 """Databases that this process has met without a pooler in between."""
@@ -92,11 +88,6 @@ def _types_known(uri: str) -> Any:
         if len(_known) > KNOWN:
             _known.popitem(last=False)[1].close()
         return read.clone()
-
-
-def hangs(error: adbc.Error) -> bool:
-    """The database is there, and something holds up what was asked of it."""
-    return error.sqlstate in HANGING
 
 
 class Connection(adbc.Connection):
@@ -177,5 +168,5 @@ def _answered(seconds: float | None, cut: Callable[[], None]) -> Iterator[Waitin
             raise adbc.OperationalError(
                 str(waiting),
                 status_code=adbc_driver_manager.AdbcStatusCode.TIMEOUT,
-                sqlstate=NOT_ANSWERED,
+                sqlstate=NoAnswer.sqlstate,
             ) from error

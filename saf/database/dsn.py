@@ -16,11 +16,12 @@ import psycopg
 from psycopg.abc import PQGen
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from saf.database.asking import HANGS, NoAnswer, fetch
+from saf.database.asking import NoAnswer, fetch
 from saf.database.bounds import CONNECT_TIMEOUT_SECONDS, Bounds, network
 from saf.database.patience import answer_within, shut
 from saf.database.poolers import pooled
 from saf.database.refusal import to_mend
+from saf.database.sqlstates import Meaning, meaning
 from saf.errors import ConfigurationError, Refused, Unavailable
 
 if TYPE_CHECKING:
@@ -124,10 +125,11 @@ class Dsn:
                 raise
         except psycopg.OperationalError as error:
             what, reason = f"database {self}", self.redact(str(error))
-            answers = not isinstance(error, (*HANGS, psycopg.errors.ConnectionTimeout))
+            hangs = meaning(error.sqlstate) is Meaning.HANGS
+            answers = not (hangs or isinstance(error, psycopg.errors.ConnectionTimeout))
             if answers and (cure := to_mend(self.for_role(role))):
                 raise Refused(what, reason, cure) from None
-            raise Unavailable(what, reason, hangs=isinstance(error, HANGS)) from None
+            raise Unavailable(what, reason, hangs=hangs) from None
         if not direct:
             connection.close()
             raise pooled(f"database {self}")

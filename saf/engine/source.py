@@ -16,7 +16,7 @@ import adbc_driver_manager.dbapi as adbc
 import pyarrow as pa
 from psycopg import sql
 
-from saf.database import bulk, connections
+from saf.database import bulk, connections, translated
 from saf.engine.windows import (
     BATCH_BYTES,
     ISOLATION,
@@ -27,7 +27,6 @@ from saf.engine.windows import (
     survey,
 )
 from saf.engine.work import Work
-from saf.errors import Unavailable
 from saf.log.columns import common, completed, plain, selected
 
 # One snapshot for all that one reader asks. Before any query of the transaction.
@@ -109,9 +108,7 @@ def _cursor(work: Work) -> Iterator[bulk.BulkCursor]:
         connections.put(work.keep, "read", dsn, connection)
     # of a stream that breaks off Arrow itself says so
     except (adbc.Error, OSError) as error:
-        reason = dsn.redact(str(error))
-        hangs = isinstance(error, adbc.Error) and bulk.hangs(error)
-        raise Unavailable(what, reason, hangs=hangs) from None
+        raise translated(what, getattr(error, "sqlstate", None), dsn.redact(str(error))) from None
 
 
 def _fit(connection: bulk.Connection) -> None:

@@ -34,10 +34,11 @@ from saf.errors import (
     Fenced,
     Refused,
     Rejected,
-    Restored,
     SafError,
+    SchemaError,
     Unavailable,
     UnknownService,
+    UsageError,
 )
 from saf.log.cursor import hold
 from saf.routing.matching import AT_MOST_ONCE, EXACTLY_ONCE
@@ -53,8 +54,11 @@ from saf.setaside.lane_columns import (
 
 T = TypeVar("T")
 
-REFUSES = (Unavailable, Behind, Restored)
-"""Nothing can be stored there now; by itself, or before a person has repaired it."""
+TO_REPAIR = (Behind, ConfigurationError, Refused, SchemaError)
+"""Nothing can be stored there before a person has repaired something."""
+
+REFUSES = (Unavailable, *TO_REPAIR)
+"""Nothing can be stored there now."""
 
 
 def nowhere(name: str) -> Unavailable:
@@ -108,7 +112,7 @@ class Storing:
         try:
             stored = while_unavailable(self.rules.attempts, lambda: self._store(part, chunk))
         except REFUSES as error:
-            if not isinstance(error, Unavailable) or isinstance(error, Refused):
+            if isinstance(error, TO_REPAIR):
                 self.to_repair = error
             set_aside.failed |= dict.fromkeys(part.lanes, error)
             set_aside.down.add(name)
@@ -148,7 +152,7 @@ class Storing:
             self._let_wait(others, set_aside, error)
             self.store_once(replace(part, rows=mine), set_aside)
         except (*REFUSES, UnknownService, Rejected) as error:
-            if isinstance(error, (Behind, Restored)):
+            if isinstance(error, TO_REPAIR):
                 self.to_repair = error
             set_aside.bury(part.rows, name, "unavailable", str(error))
         else:
@@ -332,7 +336,7 @@ class Storing:
             identity = destination.identity()
             for other, known in self._identities.items():
                 if known == identity:
-                    raise ConfigurationError(
+                    raise UsageError(
                         f"destinations {other!r} and {name!r} are the same: one watermark "
                         "cannot serve both, so keep one of them in saf.toml"
                     )

@@ -19,7 +19,7 @@ from uuid import uuid4
 from psycopg import sql
 
 from saf.columns import COLUMNS
-from saf.database import Dsn
+from saf.database import Dsn, translated
 from saf.errors import MissingExtra, Unavailable
 from saf.log.ring import Contents, Slot
 
@@ -74,7 +74,8 @@ class ParquetArchive:
                     part.unlink(missing_ok=True)
                 return file
         except adbc.Error as error:
-            raise Unavailable(f"slot saf.{slot.table}", self.dsn.redact(str(error))) from None
+            reason = self.dsn.redact(str(error))
+            raise translated(f"slot saf.{slot.table}", error.sqlstate, reason) from None
         except OSError as error:
             raise Unavailable(f"archive {self.folder}", error.strerror or str(error)) from None
 

@@ -19,15 +19,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 import psycopg
 
+from saf.database import Meaning, meaning
 from saf.errors import InvalidMessage, Rejected, SafError, UnreadableBody, UnreadableHeaders
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 T = TypeVar("T")
-
-OF_THE_ROWS = ("09", "22", "23", "27", "38", "39", "44", "54", "P0")
-"""Classes of SQLSTATE: data, constraints, limits of size, and what triggers raise."""
 
 OF_VALUES = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError),
@@ -37,15 +35,6 @@ OF_VALUES = (
 
 MAX_ERROR = 2000
 """Characters of an error that are kept."""
-
-
-def of_the_rows(sqlstate: str | None) -> bool:
-    """Whether a database says an error of the rows, rather than of itself.
-
-    >>> of_the_rows("54000"), of_the_rows("53200"), of_the_rows(None)
-    (True, False, False)
-    """
-    return (sqlstate or "")[:2] in OF_THE_ROWS
 
 
 def of_messages(error: Exception) -> bool:
@@ -60,9 +49,10 @@ def of_messages(error: Exception) -> bool:
         return isinstance(error, (InvalidMessage, Rejected, UnreadableBody, UnreadableHeaders))
     if isinstance(error, psycopg.Error):
         # without a state it is psycopg's own: a value that it cannot send
-        return of_the_rows(error.sqlstate) or isinstance(error, psycopg.DataError)
+        of_rows = meaning(error.sqlstate) is Meaning.OF_THE_ROWS
+        return of_rows or isinstance(error, psycopg.DataError)
     if hasattr(error, "sqlstate"):
-        return of_the_rows(error.sqlstate)
+        return meaning(error.sqlstate) is Meaning.OF_THE_ROWS
     arrow = sys.modules.get("pyarrow")
     return isinstance(error, OF_VALUES) or (
         arrow is not None and isinstance(error, arrow.ArrowException)

@@ -18,7 +18,6 @@ from typing import Any
 from uuid import UUID
 
 import adbc_driver_manager.dbapi as adbc
-import psycopg.errors
 import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import sql
@@ -29,10 +28,12 @@ from saf.database import (
     HAS_SCHEMA,
     SCHEMA_REVISION,
     Dsn,
+    Meaning,
     bulk,
     connections,
-    lacks_right,
+    meaning,
     require_revision,
+    translated,
 )
 from saf.destinations import Chunk, Stored
 from saf.destinations.marks import Mark, Place
@@ -41,12 +42,10 @@ from saf.errors import (
     AnotherBroker,
     Rejected,
     Restored,
-    Unavailable,
     UnknownService,
 )
 from saf.failpoints import fail_point
 from saf.log.shards import LAST
-from saf.setaside.isolation import of_the_rows
 
 # A server whose default is off would acknowledge what a crash could still lose. A stricter
 # default (remote_apply) stays.
@@ -262,15 +261,12 @@ class PostgresInbox:
 
     def _translate(self, error: adbc.Error) -> Exception:
         reason = self.dsn.redact(str(error))
-        state = error.sqlstate or ""
-        if state == psycopg.errors.InsufficientPrivilege.sqlstate:
-            return lacks_right(f"destination {self.name!r}", reason)
         # Only what is said of the rows themselves is a rejection. All else (lost connections, a
         # full disk, a standby, a lock or transaction timeout, a missing table, a constraint of
         # saf.watermark) is the server's, and would make dead letters of everything.
-        if self._of_rows and of_the_rows(state):
+        if self._of_rows and meaning(error.sqlstate) is Meaning.OF_THE_ROWS:
             return Rejected(f"destination {self.name!r}", reason)
-        return Unavailable(f"destination {self.name!r}", reason, hangs=bulk.hangs(error))
+        return translated(f"destination {self.name!r}", error.sqlstate, reason)
 
 
 def _values(chunk: Chunk, places: Sequence[Place]) -> dict[str, sql.Literal]:

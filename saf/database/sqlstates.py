@@ -1,0 +1,86 @@
+"""What a server means by an SQLSTATE: one policy for the errors of both drivers.
+
+    of the rows   data, constraints, limits of size, and what triggers raise: some message's doing
+    hangs         the server is there, and something holds up what was asked of it
+    no right      the login may not do what it has to
+    read-only     the server is a standby, or is told to take no writes
+    incomplete    something of the schema saf is missing
+
+Whatever has no meaning here is passing: the connection is lost, the disk is full, the server
+restarts. It is tried again later, and nobody's message is to blame.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from psycopg import errors
+
+from saf.errors import ConfigurationError, SafError, Unavailable
+
+
+class Meaning(Enum):
+    """What a SQLSTATE says; see above."""
+
+    OF_THE_ROWS = "of the rows"
+    HANGS = "hangs"
+    NO_RIGHT = "no right"
+    READ_ONLY = "read-only"
+    INCOMPLETE = "incomplete"
+
+
+OF_THE_ROWS = ("09", "22", "23", "27", "38", "39", "44", "54", "P0")
+"""Classes of SQLSTATE, their first two characters."""
+
+MEANINGS = {
+    errors.LockNotAvailable.sqlstate: Meaning.HANGS,
+    errors.QueryCanceled.sqlstate: Meaning.HANGS,
+    errors.InsufficientPrivilege.sqlstate: Meaning.NO_RIGHT,
+    errors.ReadOnlySqlTransaction.sqlstate: Meaning.READ_ONLY,
+    errors.UndefinedTable.sqlstate: Meaning.INCOMPLETE,
+    errors.UndefinedColumn.sqlstate: Meaning.INCOMPLETE,
+    errors.UndefinedFunction.sqlstate: Meaning.INCOMPLETE,
+    errors.InvalidSchemaName.sqlstate: Meaning.INCOMPLETE,
+}
+
+
+def meaning(sqlstate: str | None) -> Meaning | None:
+    """What a server means; None: it may pass.
+
+    >>> meaning("54000"), meaning("53200"), meaning(None)
+    (<Meaning.OF_THE_ROWS: 'of the rows'>, None, None)
+    """
+    if sqlstate is None:
+        return None
+    return MEANINGS.get(sqlstate) or (
+        Meaning.OF_THE_ROWS if sqlstate.startswith(OF_THE_ROWS) else None
+    )
+
+
+def translated(what: str, sqlstate: str | None, reason: str) -> SafError:
+    """The error for what a server says of itself, rather than of some rows.
+
+    Args:
+        what: the database, as people know it.
+        sqlstate: what the server says; None if it says nothing.
+        reason: the text of the error, without secrets.
+    """
+    reason = " ".join(reason.split())
+    match meaning(sqlstate):
+        case Meaning.NO_RIGHT:
+            return ConfigurationError(
+                f"{what} refuses this user: {reason}. Let the owner of its schema saf run "
+                "`saf grant --role …` for the user"
+            )
+        case Meaning.READ_ONLY:
+            return ConfigurationError(
+                f"{what} is read-only: it is a standby, or default_transaction_read_only is on for "
+                "this role or database. Name the primary in the dsn, or turn it off"
+            )
+        case Meaning.INCOMPLETE:
+            return ConfigurationError(
+                f"{what}: its schema saf is not whole: {reason}. Restore what is missing from a "
+                "backup; `saf migrate` does not create again what it had created"
+            )
+        case one:
+            return Unavailable(what, reason, hangs=one is Meaning.HANGS)
