@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant, mutant
 
 INBOX, PLACES = "saf/destinations/postgresql/inbox.py", "saf/destinations/places.py"
 FOLDER = "saf/destinations/jsonl/folder.py"
-ISOLATION = "saf/setaside/isolation.py"
+SQLSTATES = "saf/database/sqlstates.py"
 WATERMARKS, ISOLATED, CRASH = (
     "contract/test_watermarks.py",
     "contract/test_7_isolated.py",
@@ -115,7 +115,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what is wrong with the server makes dead letters",
-        ISOLATION,
+        SQLSTATES,
         '"44", "54", "P0")',
         '"44", "54", "P0", "25", "42", "55", "XX")',
         f"{CRASH}::"
@@ -123,7 +123,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what is wrong with a message is taken for the server's fault",
-        ISOLATION,
+        SQLSTATES,
         '("09", "22", "23",',
         '("09", "22",',
         f"{ISOLATED}::test_a_rejected_message_becomes_a_dead_letter_and_its_neighbours_are_delivered",

@@ -135,8 +135,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a source's reader shows the password",
         "saf/engine/source.py",
-        "reason = dsn.redact(str(error))",
-        "reason = str(error)",
+        "dsn.redact(str(error))) from None",
+        "str(error)) from None",
         "contract/test_watermarks.py::"
         "test_what_a_source_says_to_its_reader_is_shown_without_the_password",
     ),
