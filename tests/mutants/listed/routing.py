@@ -13,7 +13,7 @@ SOURCE = "saf/engine/source_session.py"
 OF_ROUTES, OF_ROUTERS, OF_MATCHING = (
     "contract/test_routes.py",
     "contract/test_routers.py",
-    "unit/test_ways.py",
+    "unit/test_matching.py",
 )
 DURABLE = (
     "contract/test_6_durable.py::"
