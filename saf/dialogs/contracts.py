@@ -17,6 +17,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal
 
 import psycopg
@@ -123,9 +124,10 @@ class MessageType:
         """What is most wrong with a value by the schema, if there is one."""
         if self.schema is None:
             return None
+        validator = _validator(self.schema)
         from jsonschema.exceptions import best_match
 
-        return best_match(_validator(self.schema).iter_errors(value))
+        return best_match(validator.iter_errors(value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,11 +276,16 @@ def contracts(
     return [Contract.from_row(*row) for row in fetch(connection, CONTRACTS, params)]
 
 
+# Its modules import each other in a circle: a second thread would meet one that is half there
+_IMPORTING = Lock()
+
+
 @lru_cache(maxsize=256)
 def _validator(schema: str) -> Validator:
     try:
-        from jsonschema.exceptions import SchemaError
-        from jsonschema.validators import validator_for
+        with _IMPORTING:
+            from jsonschema.exceptions import SchemaError
+            from jsonschema.validators import validator_for
     except ModuleNotFoundError:
         raise MissingExtra("schema", "a message type with a JSON Schema") from None
     value = json.loads(schema)

@@ -157,8 +157,8 @@ def test_a_destination_under_two_names_is_refused(app: Dsn, mom: Dsn, tmp_path: 
             )
     file = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom, "again": mom})
     summary = forwarder(load(file), InProcess()).drain()
-    assert [one["kind"] for one in summary.problems] == ["ConfigurationError"]
-    assert "are the same broker" in summary.problems[0]["error"]
+    assert [one["kind"] for one in summary.problems] == ["UsageError"]
+    assert "are the same: one watermark" in summary.problems[0]["error"]
 
 
 # Brief visits: with more sources than it may stay connected to
