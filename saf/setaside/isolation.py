@@ -1,14 +1,14 @@
 """Isolation: no message holds up another one, whatever is wrong with it.
 
-A step for many messages, at a source, in a lane or at a receiver, may raise for what one of them
-is. Nobody has to know which step, or why: the step is undone by its transaction, and made again for
-half of the messages, down to the one that raises alone. That one becomes a dead letter which says
-what was raised; its neighbours go on.
+A step for many messages, at a source, in a lane or at a receiver, may raise because of one of them.
+Nobody has to know which step, or why. A transaction undoes the step, and it is made again for half
+of the messages, down to the one that raises alone. That one becomes a dead letter with the error,
+and its neighbours go on.
 
-What raises for other reasons is not of the messages: a database or a destination that does not
-answer, a missing right or table, a setting. That is raised, as it would be for any message.
+Errors for other reasons are not about the messages: a database or a destination that does not
+answer, a missing right or table, a setting. They are raised, as they would be for any message.
 
-A step has to bear being made again, as after a crash.
+So a step must be able to be made again, as after a crash.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OF_THE_ROWS = ("09", "22", "23", "27", "38", "39", "44", "54", "P0")
-"""Classes of SQLSTATE: data, constraints, limits of size, and what triggers raise."""
+"""Classes of SQLSTATE that are about data, constraints, limits of size, and triggers' errors."""
 
 OF_VALUES = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError),
     *(MemoryError, RecursionError, TypeError, ValueError),
 )
-"""What Python raises for values that it did not expect, or that are too much."""
+"""What Python raises for values that it does not expect, or that are too much for it."""
 
 MAX_ERROR = 2000
-"""Characters of an error that are kept."""
+"""How many characters of an error are kept."""
 
 
 def of_the_rows(sqlstate: str | None) -> bool:
-    """Whether a database says an error of the rows, rather than of itself.
+    """Whether an error of a database is about the rows, and not about the database itself.
 
     >>> of_the_rows("54000"), of_the_rows("53200"), of_the_rows(None)
     (True, False, False)
@@ -49,7 +49,7 @@ def of_the_rows(sqlstate: str | None) -> bool:
 
 
 def of_messages(error: Exception) -> bool:
-    """Whether an error may be some message's doing.
+    """Whether an error may be caused by one of the messages.
 
     >>> of_messages(RecursionError()), of_messages(psycopg.errors.ProgramLimitExceeded())
     (True, True)
@@ -59,7 +59,7 @@ def of_messages(error: Exception) -> bool:
     if isinstance(error, SafError):
         return isinstance(error, (InvalidMessage, Rejected, UnreadableBody, UnreadableHeaders))
     if isinstance(error, psycopg.Error):
-        # without a state it is psycopg's own: a value that it cannot send
+        # without a state, it is psycopg's own error: it cannot send a value
         return of_the_rows(error.sqlstate) or isinstance(error, psycopg.DataError)
     if hasattr(error, "sqlstate"):
         return of_the_rows(error.sqlstate)
@@ -75,9 +75,10 @@ def isolate(
     bury: Callable[[pa.Table, str], T],
     undo: Callable[[], None] = lambda: None,
 ) -> T:
-    """Make a step for messages, in their order, and ``bury`` those that it raises for alone.
+    """Make a step for messages, in their order, and ``bury`` those for which it raises alone.
 
-    What the last step or burial returns. ``undo``: before a step is made again for fewer.
+    Return what the last step or burial returns. ``undo`` is called before a step is made again for
+    fewer messages.
     """
     try:
         return step(rows)
@@ -93,7 +94,7 @@ def isolate(
 
 
 def said(error: BaseException | str) -> str:
-    """An error as it is kept. PostgreSQL's text holds no NUL, nor half a character.
+    """An error as text that is kept. PostgreSQL's text holds no NUL, and no half of a character.
 
     >>> said(ValueError("no such account")), said("a\\0b")
     ('ValueError: no such account', 'a\\ufffdb')
@@ -105,7 +106,7 @@ def said(error: BaseException | str) -> str:
 
 
 def kept(text: str) -> str:
-    r"""A text of elsewhere as PostgreSQL can keep it.
+    r"""A text from elsewhere, changed so that PostgreSQL can keep it.
 
     >>> kept("a\0b\ud800")
     'a\ufffdb?'
