@@ -42,7 +42,7 @@ class BrokerThreads:
         heard: Callable[[T], None],
         failed: Callable[[SafError], None],
     ) -> None:
-        """Run ``action`` in a thread; `hear` calls ``heard`` or ``failed`` with what comes of it."""
+        """Run ``action`` in a thread; `hear` calls ``heard`` or ``failed`` with the result."""
         self.busy.add(name)
         self._jobs[self._pool.submit(action)] = (name, heard, failed)
 
