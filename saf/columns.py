@@ -1,8 +1,8 @@
-"""The columns of a message, said once: in PostgreSQL, in Arrow, in Spark, and who may set them.
+"""The columns of a message, defined once: for PostgreSQL, Arrow, Spark, and who may set them.
 
-Every table that holds messages has them, in this order; whoever reads, moves, sends or describes a
-message takes its list from here. Imports nothing, because an application that sends has neither
-Arrow nor Spark.
+Every table that holds messages has these columns, in this order. All code that reads, moves, sends
+or describes messages takes its list from here. This module imports nothing, because an application
+that only sends has neither Arrow nor Spark.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ class Column:
 
     name: str
     type: str
-    """In PostgreSQL."""
+    """Its type in PostgreSQL."""
     sent: bool = False
-    """An `Outbox` sets it; the others are a dialog's, or the server's."""
+    """Whether an `Outbox` sets it; a dialog or the server sets the others."""
     needed: bool = False
-    """It is never NULL."""
+    """Whether it is never NULL."""
     default: str | None = None
-    """What the server sets where nobody does, in SQL."""
+    """SQL for the value that the server sets by default."""
     seldom: bool = False
-    """A message outside of dialogs, for any time and any broker, does not have it."""
+    """Whether a message outside of dialogs, for any time and any broker, leaves it empty."""
 
 
 MESSAGE = (
@@ -45,9 +45,9 @@ MESSAGE = (
 )
 
 COLUMNS = tuple(column.name for column in MESSAGE)
-"""Their names."""
+"""The names of the columns."""
 SENT = {column.name: column.type for column in MESSAGE if column.sent}
-"""What an `Outbox` sets, with its type in PostgreSQL."""
+"""The columns that an `Outbox` sets, each with its type in PostgreSQL."""
 SELDOM = tuple(column.name for column in MESSAGE if column.seldom)
 UUIDS = tuple(column.name for column in MESSAGE if column.type == "uuid")
 JSON = tuple(column.name for column in MESSAGE if column.type == "jsonb")
@@ -61,6 +61,6 @@ SPARK = {
     "bytea": "binary",
     "timestamptz": "timestamp",
 }
-"""What Spark calls a type of PostgreSQL; text for what it has no type of."""
+"""Spark's names for PostgreSQL's types; a type that is not here is text in Spark."""
 EXPRESSED = {column.name: SPARK[column.type] for column in MESSAGE}
-"""The columns as expressions in SQL see them, with their types in Spark."""
+"""The columns that SQL expressions of classifiers see, with their types in Spark."""

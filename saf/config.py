@@ -20,10 +20,10 @@ Many sources of a kind need not be written down; see `saf.fleets`:
     databases = "tenant_*"
 
 ``${NAME}`` is replaced by the environment variable, so that secrets stay out of the file. In a dsn,
-it stands for the value of one parameter, taken as it is: no character of a password means anything
-there, and none is percent-encoded. Only where a dsn begins with it is it a part of the text.
-Environment variables also override single settings: ``SAF_FORWARDER__CHUNK_ROWS=10000``.
-Unknown names are refused, with the nearest known one.
+it stands for the value of one parameter and is taken as it is: no character of a password has a
+special meaning, and none is percent-encoded. Only at the beginning of a dsn is it a part of the
+text. Environment variables also override single settings: ``SAF_FORWARDER__CHUNK_ROWS=10000``.
+Unknown names are refused; the error names the nearest known one.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ from saf.routing.routes import Configured, ConfiguredRouter, Declared
 DEFAULT_FILE = Path("saf.toml")
 DAY = 86400
 LONGEST = 100
-"""So much of a value is quoted."""
+"""How many characters of a wrong value an error quotes."""
 LONGEST_BOUND = 1e6
-"""Seconds of a bound: the server's timeouts end at 24 days."""
+"""The values of a bound, in seconds; the server's timeouts end at 24 days."""
 
 
 def _printable(name: str) -> str:
@@ -98,22 +98,22 @@ class Broker(_Table):
 
     dsn: DsnField
     max_connections: SourceConnections | None = None
-    """Connections that one run opens to it at most; by default, forwarder.max_connections."""
+    """The most connections that one run opens to it; by default, forwarder.max_connections."""
 
 
 class Fleet(_Table):
     """Any number of databases whose outboxes are forwarded; see `saf.fleets`."""
 
     dsn: DsnField
-    """Where to ask which they are."""
+    """Where to ask for the list of databases."""
     databases: str | None = Field(default=None, min_length=1)
-    """A pattern (``*``, ``?``, ``[abc]``): the brokers among this server's databases so named."""
+    """A pattern (``*``, ``?``, ``[abc]``) for the names of databases on this server."""
     query: str | None = Field(default=None, min_length=1)
-    """Or a query for two columns: name and dsn."""
+    """A query for two columns, name and dsn; instead of a pattern."""
     refresh_seconds: Seconds = 60.0
-    """With --loop: how often to ask."""
+    """With --loop: how often to ask, in seconds."""
     max_connections: SourceConnections | None = None
-    """As of a broker, for each of them."""
+    """For each of the brokers: the most connections that one run opens to it."""
 
     @pydantic.model_validator(mode="after")
     def _one_way_to_list(self) -> Fleet:
@@ -127,15 +127,15 @@ class Route(_Table):
 
     service: Name | None = None
     broker: UUID | None = None
-    """A broker_id; None, like a service of None, stands for any."""
+    """A broker_id; None stands for any broker, as a service of None stands for any service."""
     destination: str
     quality: Quality | None = None
-    """None: the destination's."""
+    """The quality of service; None: the destination's."""
     expires_at: pydantic.AwareDatetime | None = None
     comment: str | None = None
 
     def as_configured(self) -> Configured:
-        """The same in the words of `saf.routing.routes`."""
+        """This route as `saf.routing.routes` describes it."""
         leads = Leads(
             service=self.service,
             broker=str(self.broker) if self.broker else None,
@@ -158,15 +158,15 @@ class Router(_Table):
 
     kind: Literal["sql", "arrow", "python"]
     expression: str
-    """Spark SQL, or ``module:function``."""
+    """The classifier: Spark SQL, or ``module:function``."""
     once_per: Literal["message", "key"] = "message"
-    """What is classified once; a conversation always is."""
+    """What is classified once: a message or a key; a conversation always is."""
     mode: Literal["redirect", "forward"] = "redirect"
-    """At the source, or by a routing service."""
+    """Whether it redirects at the source, or forwards by a routing service."""
     comment: str | None = None
 
     def as_configured(self, service: str) -> ConfiguredRouter:
-        """The same in the words of `saf.routing.routes`."""
+        """This router as `saf.routing.routes` describes it."""
         router = Stands(
             service=service, kind=self.kind, expression=self.expression, once_per=self.once_per
         )
@@ -182,7 +182,7 @@ class Forwarder(_Table):
     """How the forwarder works."""
 
     default_destination: str | None = None
-    """Where messages go that no row of saf.route matches."""
+    """The destination of messages that no route matches."""
     chunk_rows: Rows = 50_000
     """Messages per transaction at a destination."""
     chunk_bytes: Bytes = 32 * 1024 * 1024
@@ -190,17 +190,17 @@ class Forwarder(_Table):
     max_bytes: Bytes = DEFAULT_MAX_BYTES
     """Messages with a larger body become dead letters."""
     lease_seconds: Lease = 30.0
-    """How long a forwarder that died keeps its shards."""
+    """How long a forwarder that died keeps its shards, in seconds."""
     interval_seconds: Seconds = 1.0
-    """With --loop: the pause after a cycle that found nothing."""
+    """With --loop: the pause after a cycle that found nothing, in seconds."""
     turn_seconds: Seconds = 2.0
-    """How long deep backlogs go on at least, before they stop for another one that waits."""
+    """How long deep backlogs go on at least before they stop for another that waits, in seconds."""
     max_connections: SourceConnections | None = None
-    """Connections that one run opens to a source at most; by default, as its tasks need."""
+    """The most connections that one run opens to a source; by default, what its tasks need."""
     max_sessions: Connections = 200
-    """Sources that one run stays connected to; with more, it connects to them in turn."""
+    """How many sources one run stays connected to; if there are more, it connects in turn."""
     attempts: Attempts = 3
-    """Tries per chunk while a destination does not answer, before the run gives up on it."""
+    """Attempts per chunk while a destination does not answer, before the run gives up on it."""
     master: str = "local[*]"
     """Spark's master; under spark-submit, its own --master wins."""
     tasks: Connections | None = None
@@ -210,18 +210,18 @@ class Forwarder(_Table):
 
 
 class Purge(_Table):
-    """When a log's old messages go, a slot at a time; see `saf.log.ring`."""
+    """When the old messages of a log are deleted, a slot at a time; see `saf.log.ring`."""
 
     retention_seconds: Age = 7.0 * DAY
-    """How long a message is kept at least, forwarded or not."""
+    """How long a message is kept at least, forwarded or not, in seconds."""
     rotate_after_seconds: Seconds = float(DAY)
-    """From what age of its oldest message on a slot is left for the next one."""
+    """The age of its oldest message at which a slot is left for the next one, in seconds."""
     archive: Path | None = None
-    """A folder for the messages of each slot as Parquet, before they go."""
+    """A folder where the messages of each slot are kept as Parquet before they are deleted."""
 
 
 class Waits(_Table):
-    """How long anybody waits; see `saf.database.bounds`."""
+    """The bounds: how long anything is waited for; see `saf.database.bounds`."""
 
     network_seconds: float = Field(default=Bounds.network_seconds, ge=1, le=LONGEST_BOUND)
     lock_seconds: float = Field(default=Bounds.lock_seconds, gt=0, le=LONGEST_BOUND)
@@ -345,24 +345,25 @@ def _bounds(info: pydantic.ValidationInfo) -> Bounds:
 
 
 def load(path: Path | None = None) -> Settings:
-    """Read and check a saf.toml; by default SAF_CONFIG's, or the one in the current folder.
+    """Read and check a saf.toml: by default $SAF_CONFIG, or the one in the current folder.
 
     Raises:
-        ConfigurationError: naming the file, the setting and the value at fault.
+        ConfigurationError: it names the file, the setting and the value at fault.
     """
     path = path or Path(os.environ.get("SAF_CONFIG") or DEFAULT_FILE)
     try:
         return _read(path)
     except ConfigurationError as error:
-        # anew, without the frames below: their variables hold passwords, and some tools log those
+        # raised anew, without the frames below: their variables hold passwords, and some tools log
+        # those
         raise ConfigurationError(str(error)) from None
 
 
 def with_options(table: T, **options: object) -> T:
-    """A table of settings with those that a command line has given, None for not, instead.
+    """Return a table of settings with the options that a command line has given; None: not given.
 
     Raises:
-        ConfigurationError: naming the setting and the value at fault.
+        ConfigurationError: it names the setting and the value at fault.
     """
     given = {name: value for name, value in options.items() if value is not None}
     try:
@@ -392,14 +393,14 @@ def _read(path: Path) -> Settings:
         problems = [_explain(problem, tables) for problem in error.errors()]
         raise ConfigurationError(f"{path}: " + "; ".join(problems)) from None
     except SettingsError as error:
-        # of an environment variable; what it says is in the error's cause only
+        # about an environment variable; only the error's cause says its value
         raise ConfigurationError(f"{path}: {error}") from None
     except ConfigurationError as error:
         raise ConfigurationError(f"{path}: {error}") from None
 
 
 def _expand(value: Any, where: tuple[str, ...]) -> Any:
-    """``value`` with every ``${NAME}`` replaced from the environment."""
+    """Return ``value`` with every ``${NAME}`` replaced from the environment."""
     if isinstance(value, dict):
         return {key: _expand(item, (*where, key)) for key, item in value.items()}
     if isinstance(value, list):
@@ -424,7 +425,7 @@ def _expand(value: Any, where: tuple[str, ...]) -> Any:
     try:
         parts = conninfo_to_dict(value)
     except (psycopg.ProgrammingError, ValueError):  # a password's % is no UTF-8, say
-        return value  # refused as a dsn, without what the environment holds
+        return value  # it is refused later as a dsn, without what the environment holds
     return make_conninfo("", **{name: replaced(str(part)) for name, part in parts.items()})
 
 
@@ -458,6 +459,6 @@ def _known(table: list[str], tables: Mapping[str, Any]) -> list[str]:
 
 
 def did_you_mean(name: str, known: Any) -> str:
-    """The nearest of some names, in words, or nothing."""
+    """Name the nearest of the known names in words; an empty text if none is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -1,13 +1,13 @@
 """Every error that saf raises on purpose.
 
     SafError
-    ├── UsageError                what was asked cannot be: mend the call, the file or the database
+    ├── UsageError                this cannot be done: mend the call, the file or the database
     │   ├── ConfigurationError    saf.toml, an option or an environment variable
     │   ├── InvalidMessage        a message that no broker would store
     │   ├── AutocommitError       a send that would not be part of the caller's transaction
     │   ├── MissingExtra          an optional dependency is not installed
     │   ├── CannotReadBack        what a destination holds cannot be read
-    │   ├── DialogError           a dialog, or what was asked of it
+    │   ├── DialogError           something is wrong with a dialog, or with what was asked of it
     │   │   ├── NoSuchService     a dialog is to begin from a service that does not live here
     │   │   ├── NoSuchContract    … under a contract that is not known here
     │   │   ├── DialogNotFound    no conversation has this handle
@@ -24,21 +24,21 @@
     │       └── Restored          of another cluster, or of an older state: run ``saf rebase``
     ├── Unavailable               a service does not answer: nothing is lost, try again later
     │   └── Refused               … or does not let this login in: nothing is lost, mend it
-    ├── Unexpected                no known failure, of one broker: the others go on
+    ├── Unexpected                an unknown failure of one broker: the others go on
     ├── JobFailed                 a Spark job failed, such as when a worker was killed: tried again
     ├── SparkGone                 Spark itself has ended: the next run goes on
     ├── UnknownService            a destination does not know services that are addressed
     ├── AnotherBroker             a destination is not the broker that messages are addressed to
     ├── Unroutable                no route and no default destination for a service
-    ├── Rejected                  a destination will not have a message
+    ├── Rejected                  a destination does not accept a message
     ├── UnreadableBody            a received body is not what its content type says
-    ├── UnreadableHeaders         received headers are more than Python reads
+    ├── UnreadableHeaders         Python cannot read the received headers
     ├── Ahead                     a destination knows more of a source than the source itself
     ├── Behind                    a destination knows less of a source than it has acknowledged
     └── Fenced                    another owner has taken over: stop writing
 
-A message names the value at fault and the way out, and never holds a password. Programs tell
-errors apart by class, and find the value at fault in its attributes.
+The text of an error names the value at fault and the way out, and never holds a password. Programs
+tell errors apart by class, and find the value at fault in the attributes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from typing import Any
 from uuid import UUID
 
 NAMED = 10
-"""So many of what may be many are named by one error."""
+"""How many of possibly many values one error names."""
 
 
 class SafError(Exception):
@@ -106,7 +106,7 @@ class CannotReadBack(UsageError):
 
 
 class DialogError(UsageError):
-    """A dialog, or what was asked of it."""
+    """Something is wrong with a dialog, or with what was asked of it."""
 
 
 class NoSuchService(DialogError):
@@ -121,7 +121,7 @@ class NoSuchService(DialogError):
 
 
 class NoSuchContract(DialogError):
-    """A contract that is not known at this broker."""
+    """The contract is not known at this broker."""
 
     def __init__(self, contract: str, version: int | None, database: str) -> None:
         which = f"contract {contract!r}" + (f" version {version}" if version is not None else "")
@@ -145,7 +145,7 @@ class DialogNotFound(DialogError):
 
 
 class DialogElsewhere(DialogError):
-    """The handle is of another database."""
+    """The handle belongs to a dialog in another database."""
 
     def __init__(self, handle: UUID, broker: str, database: str) -> None:
         super().__init__(
@@ -156,7 +156,7 @@ class DialogElsewhere(DialogError):
 
 
 class DialogEnded(DialogError):
-    """Nothing more can be sent. ``state`` is the endpoint's."""
+    """Nothing more can be sent on the dialog. ``state`` is that of this end."""
 
     def __init__(self, handle: UUID, state: str, error: str | None) -> None:
         why = {
@@ -182,7 +182,7 @@ class DialogExpired(DialogError):
 
 
 class ContractViolation(DialogError):
-    """A message that the contract of its dialog does not allow."""
+    """The contract of a dialog does not allow a message."""
 
 
 class TypeNotInContract(ContractViolation):
@@ -208,7 +208,7 @@ class WrongDirection(ContractViolation):
 
 
 class SchemaViolation(ContractViolation):
-    """A body is not what its message type says. ``path`` leads to the value at fault."""
+    """A body is not what its message type requires. ``path`` leads to the value at fault."""
 
     def __init__(self, message_type: str, path: str, problem: str) -> None:
         super().__init__(f"message type {message_type!r}: at {path}: {problem}")
@@ -231,7 +231,7 @@ class SchemaMissing(SchemaError):
 
 
 class SchemaMismatch(SchemaError):
-    """The ``saf`` schema is at another revision than this library was written for."""
+    """The ``saf`` schema is at a revision that this library was not written for."""
 
     def __init__(self, database: str, found: str, expected: str) -> None:
         older = found < expected
@@ -245,7 +245,7 @@ class SchemaMismatch(SchemaError):
 
 
 class Restored(SchemaError):
-    """The database was restored: its transaction ids mean nothing here."""
+    """The database was restored, so the transaction ids in its rows mean nothing here."""
 
     def __init__(self, database: str, where: str = "") -> None:
         super().__init__(
@@ -260,7 +260,7 @@ class Restored(SchemaError):
 class Unavailable(SafError):
     """A database does not answer. Nothing is lost: the next run goes on where this one stopped.
 
-    ``hangs``: it is there, and has been waited for in vain; to ask again at once is no use.
+    ``hangs``: the server is there, but does not answer in time, so to ask again at once is no use.
     """
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: cron and Airflow try again
@@ -274,7 +274,7 @@ class Unavailable(SafError):
         self.hangs = hangs
 
     def of(self, what: str) -> Unavailable:
-        """The same of what people know the database as."""
+        """Return the same error with the name by which people know the database."""
         renamed = Unavailable(what, self.reason)
         renamed.hangs = self.hangs
         return renamed
@@ -291,12 +291,12 @@ class Refused(Unavailable):
         self.cure = cure
 
     def of(self, what: str) -> Refused:
-        """The same of what people know the database as."""
+        """Return the same error with the name by which people know the database."""
         return Refused(what, self.reason, self.cure)
 
 
 class Unexpected(SafError):
-    """Something that is no known failure; it is one broker's, and the others go on."""
+    """An unknown failure. It concerns one broker only, and the others go on."""
 
     def __init__(self, what: str, error: BaseException) -> None:
         said = " ".join(str(error).split()) or "no more is known"
@@ -334,9 +334,9 @@ class SparkGone(SafError):
 
 
 class UnknownService(SafError):
-    """A destination does not know services that are addressed there; nothing was stored.
+    """A destination does not know a service that is addressed there; nothing was stored.
 
-    ``rows`` are the messages that it does not have, those for other services among them.
+    ``rows`` are the messages that were not stored, including those for services that it knows.
     """
 
     exit_code = 75
@@ -353,14 +353,14 @@ class UnknownService(SafError):
         self.rows = rows
 
     def of(self, service: str) -> UnknownService:
-        """What concerns one of the services."""
+        """Return the error for one of the services."""
         return UnknownService(self.destination, [service])
 
 
 class AnotherBroker(SafError):
     """A destination is not the broker that messages are addressed to; nothing was stored.
 
-    ``rows`` are the messages that it does not have, those that are for it among them.
+    ``rows`` are the messages that were not stored, including those that are for it.
     """
 
     exit_code = 75
@@ -377,7 +377,7 @@ class AnotherBroker(SafError):
 class Unroutable(SafError):
     """No route leads from a message's service, and its broker if it names one, to a destination.
 
-    ``elsewhere`` are the destinations that routes lead to, and the brokers that they are instead.
+    ``elsewhere`` has the destinations that routes lead to, each with the broker that it really is.
     """
 
     exit_code = 75
@@ -406,7 +406,7 @@ class Unroutable(SafError):
 
 
 class Rejected(SafError):
-    """A destination answers, and will not have these messages."""
+    """A destination answers, but does not accept these messages."""
 
     def __init__(self, destination: str, reason: str) -> None:
         super().__init__(f"{destination} rejects messages: {reason}")
@@ -426,7 +426,7 @@ class UnreadableBody(SafError, ValueError):
 
 
 class UnreadableHeaders(SafError, ValueError):
-    """Received headers are JSON, and deeper than Python goes, or with a longer number."""
+    """Received headers are JSON that Python cannot read: too deep, or with too long a number."""
 
     def __init__(self, message_id: UUID, problem: str) -> None:
         super().__init__(f"the headers of message {message_id} cannot be read: {problem}")
@@ -434,7 +434,7 @@ class UnreadableHeaders(SafError, ValueError):
 
 
 class Ahead(SafError):
-    """A destination has stored what the source, by its own account, has never sent."""
+    """A destination has stored messages that its source does not know to have sent."""
 
     exit_code = 2
 
@@ -451,7 +451,7 @@ class Ahead(SafError):
 
 
 class Behind(SafError):
-    """A destination does not have any more what it has acknowledged."""
+    """A destination no longer has messages that it has acknowledged."""
 
     exit_code = 2
 
@@ -476,7 +476,7 @@ class Behind(SafError):
 
 
 class Fenced(SafError):
-    """Another owner has taken the shards over, so nothing more may be written for them."""
+    """Another owner has taken over the shards, so nothing more may be written for them."""
 
     def __init__(self, where: str, shards: list[int]) -> None:
         super().__init__(
@@ -488,7 +488,7 @@ class Fenced(SafError):
 
 
 def in_words(shards: Iterable[int]) -> str:
-    """Shards for people.
+    """Shards in words for people.
 
     >>> in_words([5]), in_words(range(64))
     ('shard 5', 'shards 0-63')
@@ -498,7 +498,7 @@ def in_words(shards: Iterable[int]) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Rising numbers, written short.
+    """Rising numbers as short ranges.
 
     >>> ranges([0, 1, 2, 3, 7, 9, 10]), ranges([])
     ('0-3, 7, 9-10', '')

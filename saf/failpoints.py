@@ -1,4 +1,4 @@
-"""Named places where a process can be made to die, for tests of what survives it.
+"""Named places where tests can make a process die, to see what survives it.
 
 The seven steps of store-and-forward, in order:
 
@@ -6,14 +6,14 @@ The seven steps of store-and-forward, in order:
     mom_insert    mom_commit                                at the destination
     mark_forwarded  mark_commit                             back at the source
 
-those of routers, of routes that share, and of messages that have found one: resolved, chosen,
+those of routers, of routes that share, and of messages whose match was found: resolved, chosen,
 routed
 
 and those of a receiver: receive_read, receive_handled, receive_settled, receive_committed, and
-attempt_counted before what failed is tried alone.
+attempt_counted, which comes before a failed message is tried alone.
 
-``SAF_FAILPOINT=mom_commit`` kills the process group there with SIGKILL, ``mom_commit:3`` at the
-third time this process comes by. Unset, a point costs one comparison per chunk.
+``SAF_FAILPOINT=mom_commit`` kills the process group there with SIGKILL; ``mom_commit:3`` does so
+the third time that this process comes by. If it is not set, a point costs one comparison per chunk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 
 def die() -> None:
-    """Kill this process and all of its group."""
+    """Kill this process and its whole process group."""
     os.killpg(0, signal.SIGKILL)
 
 
@@ -34,7 +34,7 @@ _action: Callable[[], None] = die
 
 
 def arm(point: str, action: Callable[[], None] = die) -> None:
-    """Choose where this process dies, once: ``NAME`` or ``NAME:TIMES``; empty for nowhere."""
+    """Choose where this process dies: ``NAME`` or ``NAME:TIMES``; empty for nowhere."""
     global _armed, _left, _action  # noqa: PLW0603 - one per process, as SAF_FAILPOINT promises
     _armed, _, times = point.partition(":")
     _left = int(times or 1)

@@ -4,15 +4,15 @@
     dsn = "postgresql://saf@db2/postgres"         dsn = "postgresql://saf@control/tenancy"
     databases = "tenant_*"                        query = "SELECT name, dsn FROM shops WHERE live"
 
-*By pattern*: the databases of the server at ``dsn`` whose names match and that carry the schema
-saf; ``dsn`` with their names is where they are. *By query*: one row each, its name and its own dsn,
-which is taken as it stands: it inherits no password, and nothing in it is replaced. The query runs
-in a transaction that may only read.
+*By pattern*: the databases on the server at ``dsn`` whose names match and that have the schema saf.
+Each is reached by ``dsn`` with its name. *By query*: one row for each database, with its name and
+its own dsn. This dsn is used as it is: it inherits no password, and nothing in it is replaced. The
+query runs in a transaction that may only read.
 
-Each is a broker named FLEET/NAME. A row that is none is a problem of its own, named by its number
-alone, because a password may be anywhere in it; the others go on. A forwarder asks again every
-``refresh_seconds``: what is new is forwarded from then on, what has gone is left alone, and while
-nobody answers everything stays as it was.
+Each is a broker named FLEET/NAME. A row that is no broker is a problem of its own, and the others
+go on. The problem names the row only by its number, because a password may be anywhere in it. A
+forwarder asks again every ``refresh_seconds``: new brokers are forwarded from then on, those that
+have gone are left alone, and while nobody answers everything stays as it was.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ SELECT datname FROM pg_catalog.pg_database WHERE datallowconn AND NOT datistempl
 
 COLUMNS = 2
 OF_THE_QUERY = "42"
-"""The class of SQLSTATE whose messages speak of the query, and never quote what it has read."""
+"""A class of SQLSTATE whose messages are about the query, and never quote what it has read."""
 
 
 class Candidate(Broker):
-    """A database that a pattern matches. Only a visit tells whether it is a broker."""
+    """A database whose name a pattern matches. Only a connection tells whether it is a broker."""
 
 
 @dataclass(kw_only=True)
 class Listing:
-    """The brokers of fleets by name, and what was wrong with others."""
+    """The brokers of fleets by name, and the problems with others."""
 
     brokers: dict[str, Broker] = field(default_factory=dict)
     problems: list[tuple[str, SafError]] = field(default_factory=list)
-    """Each with the name of the fleet."""
+    """The problems, each with the name of its fleet."""
 
 
 def ask(name: str, fleet: Fleet) -> Listing:
-    """Who belongs to a fleet now. Connects, and reads only.
+    """List who belongs to a fleet now. Connects, and only reads.
 
     Raises:
-        Unavailable, ConfigurationError: nobody can say.
+        Unavailable, ConfigurationError: the list cannot be had.
     """
     with (
         unavailable_if_lost(f"fleet {name!r}"),
@@ -69,7 +69,7 @@ def ask(name: str, fleet: Fleet) -> Listing:
 
 
 def ask_all(fleets: Mapping[str, Fleet]) -> Listing:
-    """Who belongs to any of the fleets; one that cannot say is a problem."""
+    """List who belongs to any of the fleets; a fleet that cannot be listed is a problem."""
     found = Listing()
     for name, fleet in fleets.items():
         try:

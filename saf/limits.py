@@ -1,13 +1,13 @@
-"""What a message may have at most, as SQL: for the schema, and for those who read a log.
+"""The limits of a message's size, as SQL: for the schema, and for those who read a log.
 
 Sizes are in bytes, because indexes, COPY and memory have limits in bytes. Headers are measured as
 text, which is how they travel: ``1e100000`` takes 12 bytes in a jsonb, and 100,001 as text.
 
-`BOUNDED` is a CHECK on both logs: what indexes hold, and what grows on its way, is refused when it
-is sent, from any language; `saf.message.encode` refuses more. A log may hold rows that are older
-than the constraint, so whoever reads one asks for `READABLE` as well, which costs little for a
-common row and never makes a long text of a hostile one. A row that is not readable is never
-fetched: it becomes a dead letter inside of the database.
+`BOUNDED` is a CHECK on both logs. It refuses, in any language and at the time of sending, what does
+not fit in an index and what grows on its way; `saf.message.encode` refuses more. A log may hold
+rows that are older than the constraint, so whoever reads a log checks `READABLE` too. That costs
+little for a common row, and never makes a long text of a hostile one. A row that is not readable is
+never fetched: it becomes a dead letter inside the database.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from __future__ import annotations
 from saf.message import MAX_BODY, MAX_HEADERS, MAX_KEY, MAX_NAME
 
 LONG_NAMES = 64 * 1024
-"""Names and key together, of a row that can be read."""
+"""The most bytes that names and key have together, in a row that can be read."""
 
-# Uncompressed, however it is stored
+# Its size when uncompressed, however it is stored
 _RAW = "pg_column_size(headers || '{}')"
 
-# A jsonb needs 16 bytes for a number, of which 147,456 characters may become. So what is small is
-# within the limit whatever it holds, and what is large is not, because text of at most MAX_HEADERS
-# never takes so much.
+# A jsonb stores a number in 16 bytes that may become 147,456 characters as text. So headers up to
+# _SMALL are within the limit whatever they hold, and headers above _LARGE are not, because text of
+# at most MAX_HEADERS never takes so much.
 _SMALL, _LARGE = 96, 8 * MAX_HEADERS
 
 BOUNDED = f"""
 octet_length(to_service) <= {MAX_NAME} AND octet_length(key) <= {MAX_KEY}
 AND ({_RAW} <= {_SMALL} OR octet_length(CAST(headers AS text)) <= {MAX_HEADERS})
 """
-"""What a log takes. Short, because PostgreSQL prepares it for each statement that inserts."""
+"""What a log accepts. Kept short, because PostgreSQL prepares it for each inserting statement."""
 
 NAMES_READABLE = f"""
 octet_length(to_service) + coalesce(octet_length(key), 0) + coalesce(octet_length(from_service), 0)
 + coalesce(octet_length(message_type), 0) <= {LONG_NAMES}
 """
 
-# At least so many characters, to the power of ten, without a text being made
+# A lower bound of the characters, as a power of ten, computed without making a text
 _LENGTH = f"""
 scale(CAST(n AS numeric)) + CASE {
     " ".join(
@@ -45,7 +45,7 @@ scale(CAST(n AS numeric)) + CASE {
     )
 } ELSE 1 END
 """
-# Up to 2 kB that are stored as they are, and so up to 18 MB of text, cost two look-ups
+# Headers of up to 2 kB that are stored as they are, up to 18 MB of text, cost two look-ups
 HEADERS_READABLE = f"""
 CASE WHEN headers IS NULL THEN true
      WHEN pg_column_size(headers) <= 2048 AND pg_column_compression(headers) IS NULL THEN true
@@ -58,7 +58,7 @@ CASE WHEN headers IS NULL THEN true
 
 
 def body_readable(max_bytes: int = MAX_BODY) -> str:
-    """Whether a body is no larger; see `saf.message.MAX_BODY`."""
+    """SQL: whether a body has at most ``max_bytes``; see `saf.message.MAX_BODY`."""
     return f"octet_length(body) <= {int(max_bytes)}"
 
 
@@ -66,10 +66,10 @@ KEPT = """
 (SELECT convalidated FROM pg_catalog.pg_constraint
  WHERE conrelid = 'saf.{log}'::regclass AND conname = '{log}_bounded')
 """
-"""Whether the constraint holds for all rows of a log, so that none has to be asked for its size."""
+"""SQL: whether the constraint holds for all rows of a log, so that no row needs to be checked."""
 
 READABLE = f"({NAMES_READABLE}) AND ({HEADERS_READABLE}) AND {body_readable()}"
-"""What can be fetched, to be looked at."""
+"""SQL: whether a row can be fetched, for someone to look at it."""
 
 WHY_NOT = f"""
 CASE WHEN octet_length(body) > %(max_bytes)s
@@ -77,4 +77,4 @@ CASE WHEN octet_length(body) > %(max_bytes)s
      WHEN NOT ({NAMES_READABLE}) THEN 'names and key have more than {LONG_NAMES} bytes'
      ELSE 'the headers have more than {MAX_HEADERS} bytes as text' END
 """
-"""Why a row cannot be fetched; ``setting`` says how large a body may be."""
+"""SQL: why a row cannot be fetched; ``setting`` names what limits the size of a body."""

@@ -1,7 +1,7 @@
-"""A message before it is sent: checked and encoded without a database.
+"""A message that is about to be sent: it is checked and encoded here, without a database.
 
-Whatever `encode` accepts, every broker can store; whatever it refuses, it refuses with
-`InvalidMessage` before anything is written.
+Every broker can store what `encode` accepts. What it refuses, it refuses with `InvalidMessage`
+before anything is written.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from saf.errors import InvalidMessage
 MAX_NAME = 255
 """Longest service or message type, in bytes of UTF-8."""
 MAX_KEY = 1024
-"""Longest key, in bytes of UTF-8: indexes hold it, and PostgreSQL's take 2,704 bytes."""
+"""Longest key, in bytes of UTF-8. Keys are indexed, and PostgreSQL's indexes take 2,704 bytes."""
 MAX_HEADERS = 1024 * 1024
-"""Most bytes of headers, as JSON text; large content belongs into the body."""
+"""Most bytes that the headers may have as JSON text; large content belongs in the body."""
 DEFAULT_MAX_BYTES = 64 * 1024 * 1024
-"""Largest body, in bytes, unless an `Outbox` is made for larger ones."""
+"""Largest body that an `Outbox` accepts by default, in bytes."""
 MAX_BODY = 500 * 1024 * 1024
-"""Largest body that any may have: written out as text, it takes twice as much, and a row of
-PostgreSQL's protocol has less than 1 GB."""
+"""Largest value of an Outbox's ``max_bytes``. A body written out as text takes twice its size, and
+a row of PostgreSQL's protocol must have less than 1 GB."""
 
 CONTENT_TYPE = "content-type"
 RESERVED_HEADER = "saf-"
-"""What the headers begin with that are saf's own."""
+"""The prefix of the headers that saf writes itself; an application must not use it."""
 FRAGMENT, WHOLE = f"{RESERVED_HEADER}fragment", f"{RESERVED_HEADER}whole"
-"""Headers of a large body's parts: of one that others follow, and of the last."""
+"""Headers of a large body's fragments: on each fragment but the last, and on the last one."""
 
 EXPONENT = re.compile(r"\de[+-](\d{1,3})(?!\d)")
-"""Of a number as `json.dumps` writes it."""
+"""Finds the exponent of a number as `json.dumps` writes it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +108,7 @@ def encode(message: Message, max_bytes: int = DEFAULT_MAX_BYTES) -> Row:
 
 
 def encode_body(body: object) -> tuple[bytes, str]:
-    r"""The bytes of a body, and their content type.
+    r"""Return a body as bytes, and its content type.
 
     >>> encode_body(b"\x00\x01")
     (b'\x00\x01', 'application/octet-stream')
@@ -131,7 +131,7 @@ def encode_body(body: object) -> tuple[bytes, str]:
 
 
 def encode_headers(headers: Mapping[str, Any] | None, content_type: str) -> str:
-    """The headers as JSON text, the body's content type among them unless the caller gave one."""
+    """Return the headers as JSON text, with the body's content type unless the caller gave one."""
     if not headers:
         return f'{{"{CONTENT_TYPE}":"{content_type}"}}'
     if not isinstance(headers, Mapping) or not all(isinstance(name, str) for name in headers):
@@ -151,7 +151,7 @@ def encode_headers(headers: Mapping[str, Any] | None, content_type: str) -> str:
 
 
 def fits(text: str, longest: int) -> bool:
-    """Whether a text has at most so many bytes.
+    """Whether a text has at most ``longest`` bytes in UTF-8.
 
     >>> fits("a" * 255, 255), fits("好" * 85, 255), fits("好" * 86, 255)
     (True, True, False)
@@ -162,13 +162,13 @@ def fits(text: str, longest: int) -> bool:
 
 
 def _stored_size(headers: str) -> int:
-    """How many bytes headers have at most as PostgreSQL writes them: of 1e+300, all digits.
+    """The most bytes that headers can have as PostgreSQL writes them: 1e+300 with all its digits.
 
     >>> _stored_size("[1e+300, " * 5000) > MAX_HEADERS > _stored_size("[1, " * 5000)
     True
     """
     if len(headers) * 60 < MAX_HEADERS:
-        return len(headers)  # of no matter: more than 50 bytes each character is not
+        return len(headers)  # too large in any case: no character takes more than 50 bytes
     return len(headers) + sum(map(int, EXPONENT.findall(headers)))
 
 

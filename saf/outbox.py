@@ -87,13 +87,13 @@ class Outbox:
             key: what must stay in order together (an order's number); up to 1024 bytes.
             headers: JSON values by name.
             message_type: what the body is, for the consumer's dispatch.
-            deliver_at: not handed to a consumer before; a datetime with a time zone.
-            expires_at: of no use after; a datetime with a time zone.
+            deliver_at: no consumer gets the message before this time; a datetime with a time zone.
+            expires_at: the message is of no use after this time; a datetime with a time zone.
             to_broker: the one broker that it is for, where several host the service.
             from_service: the sender's service name.
 
         Raises:
-            InvalidMessage: before anything is written.
+            InvalidMessage: the message cannot be stored; raised before anything is written.
             AutocommitError: the connection would commit the message by itself.
             SchemaMissing, SchemaMismatch: the database is not a broker of this version.
         """

@@ -1,4 +1,4 @@
-"""A message as a consumer gets it. Nothing is decoded that is not asked for."""
+"""A message as a consumer gets it. Headers and body are decoded only when they are asked for."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from saf.message import CONTENT_TYPE
 if TYPE_CHECKING:
     from saf.dialogs.dialog import Dialog
 
-# What the database gives in the form that costs least to fetch; what is too large is NULL, and the
-# body of its row as well
+# Each column in the form that is cheapest to fetch. A value that is too large is fetched as NULL,
+# and so is the body of its row.
 _CHEAP = {
     "message_id": "uuid_send(message_id)",
     "headers": f"CASE WHEN {HEADERS_READABLE} THEN headers::text END",
@@ -33,7 +33,7 @@ READ = ("id", "shard", *COLUMNS)
 
 
 def expressions(**others: str) -> str:
-    """The columns, for a SELECT from the inbox or from saf.parked, some of them in other words."""
+    """The columns for a SELECT from the inbox or saf.parked; ``others`` replaces some of them."""
     return ", ".join({**_CHEAP, **others}.get(column, column) for column in READ)
 
 
@@ -61,9 +61,9 @@ class Received:
     ) -> None:
         self._row = row
         self.parked_id = parked_id
-        """Where it waits, if it has been set aside before."""
+        """The id of its row in saf.parked, if it has been set aside before."""
         self.attempt = attempt
-        """How often it has been handed out, with this time."""
+        """How often it has been handed out, this time included."""
 
     id: int = _field("id", "Its place in the inbox: rises with each message of a key.")
     shard: int = _field("shard", "Where its key falls.")
@@ -81,7 +81,7 @@ class Received:
 
     @property
     def body(self) -> bytes:
-        """As it was sent; see `text` and `json`."""
+        """The body's bytes as they were sent; see `text` and `json` to decode them."""
         body: bytes = self._row[_BODY]
         return body
 
@@ -92,21 +92,21 @@ class Received:
 
     @property
     def first_sequence(self) -> int | None:
-        """Its number; of one that came in fragments, the first one's."""
+        """The message's number in its dialog; for a message in fragments, that of the first one."""
         return self.sequence
 
     def open(self) -> io.BufferedIOBase:
-        """The body as a file, from its beginning: for what is too large to be in memory."""
+        """The body as a file, from its beginning; for a body that is too large for memory."""
         return io.BytesIO(self.body)
 
     @property
     def dialog(self) -> Dialog | None:
-        """This end of the dialog that it belongs to, to reply on; None if it belongs to none."""
-        # not set before it is asked for, because most messages are no dialog's
+        """This end of the message's dialog, to reply on; None if it belongs to no dialog."""
+        # set only when it is asked for, because most messages belong to no dialog
         return getattr(self, "_dialog", None)
 
     def belongs_to(self, dialog: Dialog) -> None:
-        """Say which dialog that is."""
+        """Set the dialog that this message belongs to."""
         self._dialog = dialog
 
     @property
@@ -116,10 +116,10 @@ class Received:
 
     @property
     def headers(self) -> dict[str, Any]:
-        """JSON values by name.
+        """The headers as JSON values by name.
 
         Raises:
-            UnreadableHeaders: they are deeper than Python goes, or hold a longer number.
+            UnreadableHeaders: too deeply nested for Python, or with too long a number.
         """
         headers = self._row[_HEADERS]
         try:
@@ -128,13 +128,13 @@ class Received:
             raise UnreadableHeaders(self.message_id, str(error)) from None
 
     def may_say(self, header: str) -> bool:
-        """False if no header has that name. Nothing is decoded for it."""
+        """Whether the headers may hold this one; False is certain. Decodes nothing to find out."""
         headers = self._row[_HEADERS]
         return headers is not None and header in headers
 
     @property
     def content_type(self) -> str | None:
-        """What the headers say that the body is."""
+        """The content type that the headers give for the body."""
         try:
             said = self.headers[CONTENT_TYPE]
         except (UnreadableHeaders, LookupError, TypeError):
@@ -153,7 +153,7 @@ class Received:
             raise UnreadableBody(self.message_id, self.content_type, str(error)) from None
 
     def json(self) -> Any:
-        """The value that the body is the JSON of.
+        """The body, decoded from JSON.
 
         Raises:
             UnreadableBody: it is not JSON.
@@ -165,12 +165,12 @@ class Received:
 
     @property
     def lane(self) -> str:
-        """The subject of the lane in which its key waits: the key; one without waits alone."""
+        """The subject of its lane: its key. A message without a key has a lane of its own."""
         key = self._row[_KEY]
         return str(self.message_id) if key is None else key
 
     def stored(self) -> dict[str, Any]:
-        """Its columns, to store it elsewhere."""
+        """The message's columns by name, to store it elsewhere."""
         return dict(zip(READ, self._row, strict=False)) | {"message_id": self.message_id}
 
     def __repr__(self) -> str:

@@ -1,25 +1,25 @@
-"""Routing service: a router that forwards, as an ordinary service in a broker of its own.
+"""Routing service: serves a router that forwards, as an ordinary service in its own broker.
 
     RoutingService(engine, "departures").run()        # or: saf router serve departures
 
-Messages for the router come to its broker by a route, as those of any service. Here they are
-classified and sent on, in the transaction in which they are received: exactly once, and in order,
-whatever dies when. Any number of replicas share the work, as all receivers do.
+Messages for the router come to its broker by a route, like those of any service. Here they are
+classified and sent on in the transaction in which they are received: exactly once, and in order,
+whatever fails. Any number of replicas share the work, as all receivers do.
 
-- A message of no dialog is sent on to the service that it is for, as it is, with an id that follows
-  from its own: the same message always gets the same one.
-- The first message of a dialog begins a second one, from the router to that service; all that is
-  said in either of them, replies, Ends and Errors too, is passed on in the other
+- A message of no dialog is sent on unchanged to the service that it is for, with an id that is
+  computed from its own: the same message always gets the same new id.
+- The first message of a dialog begins a second dialog, from the router to that service. All that is
+  said in one of the two, replies, Ends and Errors too, is passed on in the other
   (`saf.dialogs.passing`).
-- What cannot be resolved is a dead letter with the reason; a dialog that begins so ends with an
-  error, which its initiator gets.
-- More than `MAX_HOPS` routing services in a row are refused in the same way.
+- A message that cannot be resolved is a dead letter with the reason. If it begins a dialog, the
+  dialog ends with an error, which its initiator gets.
+- A message that has come by more than `MAX_HOPS` routing services is refused in the same way.
 
-Which router it is, and which services routes lead to, is read with each delivery, so a change
-counts from the next one on. What is wrong with the deployment stops it instead: the router is not
-there, or its function cannot be imported. Then nothing has been received.
+The router, and which services routes lead to, are read with each delivery, so a change counts from
+the next delivery on. A mistake in the deployment stops the service instead: the router does not
+exist, or its function cannot be imported. Then nothing has been received.
 
-Needs Arrow, as the forwarder does, and no Spark.
+It needs Arrow, as the forwarder does, but no Spark.
 """
 
 from __future__ import annotations
@@ -73,16 +73,16 @@ SEND_ON = f"INSERT INTO saf.outbox ({', '.join(SENT_ON)}) SELECT * FROM unnest({
 
 @dataclass(frozen=True, kw_only=True)
 class InTransaction:
-    """What was resolved once, read and written in a transaction that goes on."""
+    """Reads and writes what was resolved, in a transaction that goes on."""
 
     connection: psycopg.Connection[Any]
 
     def resolved(self, router: str, keys: Collection[str]) -> Mapping[str, Resolved]:
-        """What is known of these keys."""
+        """Return what is remembered of these keys."""
         return resolved(self.connection, router, keys)
 
     def keep(self, router: str, new: Mapping[str, Resolved]) -> Mapping[str, Resolved]:
-        """What counts of these keys from now on."""
+        """Remember new resolutions; return what counts for these keys from now on."""
         return keep(self.connection, router, new)
 
 
@@ -90,12 +90,12 @@ class RoutingService(Loop):
     """Serves one router.
 
     Args:
-        engine: as for `saf.receive`: the broker where the router's service lives.
-        router: its name, which is its service's and its subscription's.
-        default_destination: where the forwarder of this broker sends what no route matches.
+        engine: the broker where the router's service lives; as for `saf.receive`.
+        router: the router's name, which is also that of its service and its subscription.
+        default_destination: where this broker's forwarder sends what no route matches.
         declared: what saf.toml says, if it declares routes or routers.
-        max_messages: how many at most in one transaction.
-        threads: how many deliveries at a time in this process.
+        max_messages: the most messages in one transaction.
+        threads: how many deliveries this process handles at a time.
         policy: what happens to messages that cannot be sent on.
         listen: be notified of what arrives; see `saf.receiving.notify`.
 
@@ -127,7 +127,7 @@ class RoutingService(Loop):
         self.declared = declared
 
     def _check(self) -> None:
-        # a database that does not answer is tried again, as any worker's
+        # if the database does not answer, the loop tries again, as for any worker
         with suppress(Unavailable), connected(self.engine) as link, link.transaction():
             self._resolver(link.raw)
 
@@ -157,7 +157,7 @@ class RoutingService(Loop):
     def _resolve(
         self, raw: psycopg.Connection[Any], messages: list[Received], errors: dict[int, str]
     ) -> dict[int, Resolved]:
-        """By id, what messages are for, and into ``errors`` why nobody can say."""
+        """Resolve messages, by their ids; put into ``errors`` why a message cannot be resolved."""
         if not messages:
             return {}
         rows = as_table(map(_as_begun, messages))
@@ -174,7 +174,7 @@ class RoutingService(Loop):
         }
 
     def _resolver(self, raw: psycopg.Connection[Any]) -> Resolver:
-        """For this router, as it is configured now."""
+        """Make the resolver for this router, as it is configured now."""
         there = configuration(raw, self.default_destination, self.declared)
         router = forwarding(there, self.subscription)
         if router is None:
@@ -190,7 +190,7 @@ class RoutingService(Loop):
     def _refuse(
         self, delivery: Delivery[Any], work: Savepoints, message: Received, error: str
     ) -> None:
-        """Make a dead letter; whoever has begun a dialog with it gets to know."""
+        """Make a dead letter of a message; if it begins a dialog, tell the initiator."""
         if (dialog := message.dialog) is not None:
             with work.piece():
                 dialog.fail(enter(work.raw), Code.UNRESOLVED, error, ending=True)
@@ -199,7 +199,7 @@ class RoutingService(Loop):
     def _send_on(
         self, raw: psycopg.Connection[Any], messages: list[Received], found: Mapping[int, Resolved]
     ) -> None:
-        """Send messages of no dialog to whom they are for, in their order."""
+        """Send messages of no dialog, in their order, to the services that they are for."""
         rows = [
             one.stored()
             | {
@@ -220,21 +220,21 @@ class RoutingService(Loop):
 
 
 def _begins(message: Received) -> bool:
-    """It is to be classified: it is no dialog's, or the first of one."""
+    """Whether a message is to be classified: it is of no dialog, or the first of one."""
     return message.dialog is None or bool(message.from_initiator and message.first_sequence == 1)
 
 
 def _as_begun(message: Received) -> dict[str, Any]:
-    """A message to be classified, whole; of what is too large to be in memory, without its body."""
+    """The whole message, to classify it; without its body if that is too large for memory."""
     return message.stored() | {
-        "to_broker": None,  # it was addressed to this one
+        "to_broker": None,  # it was addressed to this broker
         "sequence": message.first_sequence,
         "body": message.body if message.size <= DEFAULT_MAX_BYTES else b"",
     }
 
 
 def _hops(message: Received) -> int:
-    """How many routing services it has come by, with this one."""
+    """How many routing services a message has come by, this one included."""
     try:
         before = message.headers[HOPS]
     except (UnreadableHeaders, LookupError, TypeError):
@@ -245,7 +245,7 @@ def _hops(message: Received) -> int:
 def _go_on(
     raw: psycopg.Connection[Any], delivery: Delivery[Any], message: Received, to: Resolved | None
 ) -> None:
-    """Pass a message on, in the dialog that is begun for it or goes on already."""
+    """Pass a message on in its second dialog, which is begun if this is the first message."""
     dialog = message.dialog
     assert dialog is not None  # noqa: S101 - the caller's to see to
     passed = message.message_type in (END, ERROR, TIMER)

@@ -1,10 +1,10 @@
 """The tables of a broker, defined once.
 
-Everything lives in the PostgreSQL schema ``saf``. The Alembic migrations create exactly what
+Everything is in the PostgreSQL schema ``saf``. The Alembic migrations create exactly what
 `build_metadata` describes; a test compares the two in the catalogs.
 
-Both logs are rings: partitioned by ``(id / SLOT_ROWS) % SLOTS``, so that ids walk through the
-slots by themselves, no DDL happens at run time, and old rows go by TRUNCATE of a whole slot.
+Both logs are rings: they are partitioned by ``(id / SLOT_ROWS) % SLOTS``, so ids walk through the
+slots by themselves, no DDL happens at run time, and TRUNCATE removes the old rows of a whole slot.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ IN_CALENDAR = " AND ".join(
 )
 
 
-# A later one than now is no transaction's either, but what is now differs between clusters, and a
-# dump has to go into any: `saf.operating.doctor` finds those.
+# An id above the current one is no transaction's either, but the current one differs between
+# clusters, and a dump must fit into any of them: `saf.operating.doctor` finds such ids.
 POSSIBLE = "txid < '9223372036854775808'::xid8"
 
 
@@ -76,11 +76,11 @@ TYPES: dict[str, sa.types.TypeEngine[Any]] = {
     "timestamptz": sa.DateTime(timezone=True),
 }
 COLLATED = {"key": sa.Text(collation="C")}
-"""Compared byte by byte, so that an index holds the same order on every server."""
+"""Text that is compared byte by byte, so that an index has the same order on every server."""
 
 
 def message_columns() -> list[sa.Column[Any]]:
-    """The columns of one message, the same in every table that holds messages."""
+    """The columns of a message, which are the same in every table that holds messages."""
     return [
         sa.Column(
             column.name,
@@ -113,7 +113,7 @@ def _log(
             comment="in bytes: indexes, COPY and memory have limits in bytes; see saf.limits",
         ),
         sa.Index(f"{name}_shard_txid", "shard", "txid"),
-        # doubled, because SQLAlchemy hands this part to the driver as it is
+        # % is doubled, because SQLAlchemy hands this part to the driver as it is
         postgresql_partition_by=f"LIST (((id / {SLOT_ROWS}) %% {SLOTS}))",
         comment=comment,
     )
@@ -268,7 +268,7 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             server_default=now,
             comment="give or take a day; what nobody uses is forgotten",
         ),
-        # the key first: it alone tells nearly all of them
+        # the key comes first, because it alone tells nearly all rows apart
         sa.UniqueConstraint(
             "key",
             "service",
@@ -362,7 +362,7 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             server_default="0",
             comment="rises with each change of owner; fences the owners before",
         ),
-        # in the key only so that the newest version is found first; see saf.shards.newest
+        # in the key only so that the newest version is found first; see saf.log.shards.NEWEST
         sa.Column("batch", sa.BigInteger, primary_key=True, server_default="0"),
         sa.Column(
             "done",
@@ -415,7 +415,7 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         ),
         sa.CheckConstraint("attempted >= 0 AND position >= 0", name="cursor_rises"),
         sa.CheckConstraint("allowance > 0", name="cursor_allowance"),
-        # short rows, rewritten with each batch: room on the page keeps the updates HOT
+        # short rows, rewritten with each batch: free room on the page keeps the updates HOT
         postgresql_with={"fillfactor": "40"},
         comment="how far a subscription has got in one shard",
     )
@@ -567,7 +567,7 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             ["subscription_id"], ["saf.subscription.subscription_id"], ondelete="CASCADE"
         ),
         sa.CheckConstraint("reason <> '' AND messages > 0", name="dropped_counted"),
-        # counted by who has the shard in hand, so nobody waits for a row
+        # only the owner of the shard counts here, so nobody waits for a row
         postgresql_with={"fillfactor": "60"},
         comment="how many messages a subscription took without handing them on, and why",
     )
@@ -587,7 +587,7 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
 
 
 def _one_each(metadata: sa.MetaData, name: str, *columns: str) -> sa.Table:
-    """The keys of a table that has the batch in its own; its triggers are in the migrations."""
+    """A table of the keys of one that has the batch in its key; migrations make its triggers."""
     keys = [column.split() for column in columns]
     types = {"integer": sa.Integer, "smallint": sa.SmallInteger, "uuid": pg.UUID, "text": sa.Text}
     return sa.Table(

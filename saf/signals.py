@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as requests to stop: what is in hand is finished, no more is taken."""
+"""SIGTERM and SIGINT as requests to stop: work in hand is finished, and no more is taken."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FrameType
 
 @contextmanager
 def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """The first SIGTERM or SIGINT calls ``stop``, a second one ends the process at once.
+    """Let the first SIGTERM or SIGINT call ``stop``; a second one ends the process at once.
 
     Only the main thread may handle signals; in another one nothing changes.
     """

@@ -3,7 +3,7 @@
 ``conn`` may be a SQLAlchemy Session or Connection (on any PostgreSQL driver), or a psycopg
 connection or cursor. Nothing here opens, commits or rolls back a transaction.
 
-Statements have psycopg's named parameters, each in a CAST, which every driver understands.
+Statements have psycopg's named parameters, each in a CAST, so that every driver understands them.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
 
 
 class Transaction(Protocol):
-    """What is needed of the caller's connection."""
+    """What saf needs of the caller's connection."""
 
     pooled: bool
-    """There may be a pooler in between, so nothing is prepared under a name."""
+    """Whether a pooler may be in between, so that no statement is prepared under a name."""
 
     @property
     def database(self) -> object:
-        """Identifies the database among those already checked."""
+        """An object that identifies the database among those already checked."""
         ...
 
     @property
     def process(self) -> int | None:
-        """The server's process at the other end, as the client was told; None: it was not."""
+        """The id of the server's process, as the client was told; None: the client was not told."""
         ...
 
     def commits_by_itself(self) -> bool:
@@ -57,18 +57,18 @@ class Transaction(Protocol):
         ...
 
     def execute(self, statement: str, params: Mapping[str, Any] | None = None) -> None:
-        """Run a statement that gives no rows."""
+        """Run a statement that returns no rows."""
         ...
 
     def fetch(
         self, statement: str, params: Mapping[str, Any] | None = None
     ) -> Sequence[tuple[Any, ...]]:
-        """The rows of a statement."""
+        """Run a statement and return its rows."""
         ...
 
 
 class Entrance:
-    """Where callers' transactions come in.
+    """Takes a caller's connection and gives its `Transaction`.
 
     It remembers which databases it has checked the schema of, so only the first transaction of
     each costs extra queries.
@@ -76,22 +76,23 @@ class Entrance:
 
     def __init__(self) -> None:
         self._checked: dict[object, bool] = {}
-        """Whether each is behind a pooler."""
+        """By database, whether a pooler is in between."""
 
     def __call__(self, conn: object, *, allow_autocommit: bool = False) -> Transaction:
-        """The caller's transaction.
+        """Return the caller's transaction.
 
         Raises:
             AutocommitError: the connection would commit each statement by itself.
             SchemaMissing, SchemaMismatch: the database is not a broker of this version.
-            UsageError: ``conn`` is no connection.
+            UsageError: ``conn`` is not a connection.
         """
         transaction = _transaction(conn)
         if not allow_autocommit and transaction.commits_by_itself():
             raise AutocommitError
         database = transaction.database
         if database not in self._checked:
-            # the table's existence first: a failed query would abort the caller's transaction
+            # checks first whether the table exists: a failed query would abort the caller's
+            # transaction
             ((exists,),) = transaction.fetch(HAS_SCHEMA)
             ((name, process),) = transaction.fetch("SELECT current_database(), pg_backend_pid()")
             found = transaction.fetch(SCHEMA_REVISION) if exists else []
@@ -102,7 +103,7 @@ class Entrance:
 
 
 enter = Entrance()
-"""One for the whole process."""
+"""The entrance of the whole process."""
 
 
 class _Psycopg:
@@ -131,13 +132,13 @@ class _Psycopg:
     def fetch(
         self, statement: str, params: Mapping[str, Any] | None = None
     ) -> Sequence[tuple[Any, ...]]:
-        # the caller's row factory may make anything of a row
+        # a cursor of our own, because the caller's row factory may turn a row into anything
         with psycopg.Cursor(self.connection, row_factory=tuple_row) as cursor:
             return cursor.execute(statement, params, prepare=self._prepare).fetchall()
 
     @property
     def _prepare(self) -> bool | None:
-        return False if self.pooled else None  # None: as psycopg thinks best
+        return False if self.pooled else None  # None: let psycopg decide
 
 
 class _SQLAlchemy:
@@ -171,7 +172,7 @@ class _SQLAlchemy:
 
     @property
     def _psycopg(self) -> psycopg.Connection[Any] | psycopg.AsyncConnection[Any] | None:
-        """The connection below, if it is psycopg's; other drivers are the caller's to set up."""
+        """The psycopg connection below; None for other drivers, which the caller sets up."""
         raw = self.connection.connection.driver_connection
         return raw if isinstance(raw, (psycopg.Connection, psycopg.AsyncConnection)) else None
 
@@ -184,7 +185,7 @@ _texts: dict[str, sa.TextClause] = {}
 
 
 def _text(statement: str) -> sa.TextClause:
-    """``statement`` with SQLAlchemy's parameters, parsed once per process."""
+    """Turn ``statement`` into one with SQLAlchemy's parameters, parsed once per process."""
     if statement not in _texts:
         import sqlalchemy as sa  # only where the caller uses it already
 
@@ -197,7 +198,7 @@ def _transaction(conn: object) -> Transaction:
         return _Psycopg(conn)
     if isinstance(conn, psycopg.Cursor):
         return _Psycopg(conn.connection)
-    # whoever hands over a Session has imported SQLAlchemy; others need not pay for it
+    # whoever hands over a Session has imported SQLAlchemy; others need not pay for the import
     if "sqlalchemy" in sys.modules:
         import sqlalchemy as sa
         import sqlalchemy.orm

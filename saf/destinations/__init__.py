@@ -1,22 +1,22 @@
 """Where messages are delivered: what the forwarder asks of a destination, of whatever kind.
 
-Here are the protocol, what every kind shares (marks, places, reading back) and a folder or module
-for each kind of saf's own. Nothing outside of a kind's folder knows the kind: what it needs it asks
-of `saf.destinations.settings.DestinationSettings`, which `saf.destinations.kinds` finds by name.
+Here are the protocol, what all kinds share (marks, places, reading back), and a folder or module
+for each of saf's own kinds. Code outside of a kind's folder does not know the kind. It asks what it
+needs of `saf.destinations.settings.DestinationSettings`, which `saf.destinations.kinds` finds.
 
-A destination stores a chunk of messages in one transaction. If it can keep a watermark, it
-stores a chunk exactly once however often it is given: that is ``exactly_once``. What it raises:
+A destination stores a chunk of messages in one transaction. If it can keep a watermark, it stores a
+chunk exactly once, however often it is given: that is ``exactly_once``. It raises:
 
     Unavailable      it does not answer; the chunk may or may not be stored; give it again later
-    UnknownService   services that are addressed do not live there; nothing was stored
-    AnotherBroker    messages are addressed to another broker than it is; nothing was stored
+    UnknownService   a service that is addressed does not live there; nothing was stored
+    AnotherBroker    a message is addressed to another broker; nothing was stored
     Fenced           it has heard from a newer owner of these shards; nothing was stored
     Ahead            it has stored what the source does not know; nothing was stored
-    Behind           it has not any more what it has acknowledged; nothing was stored
-    Restored         it is of another cluster, and not repaired; nothing was stored
-    Rejected         it answers, and will not have these messages
+    Behind           it no longer has what it has acknowledged; nothing was stored
+    Restored         it was restored, and not repaired; nothing was stored
+    Rejected         it answers, but does not accept these messages
 
-A kind says by its `Capabilities` which of this it can; `saf.testing.conformance` proves it.
+The `Capabilities` of a kind say which of this it can do; `saf.testing.conformance` proves it.
 """
 
 from __future__ import annotations
@@ -35,71 +35,71 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a kind of destination can. What it says here it has to keep."""
+    """What a kind of destination can do. It must keep what it says here."""
 
     exactly_once: bool = False
     """It keeps a mark for each place, which moves with the messages or not at all."""
     fences: bool = False
-    """It refuses an older epoch than one that it has heard of (`Fenced`)."""
+    """It refuses an epoch older than one that it has heard of (`Fenced`)."""
     knows_services: bool = False
     """It can be told which services live there, and refuses others (`UnknownService`)."""
     reads_back: bool = False
-    """What it holds can be read: it is reconciled, and what it has lost is sent again."""
+    """What it holds can be read, so it is reconciled, and what it has lost is sent again."""
     largest_body: int | None = None
-    """Bytes; None if it takes any that saf takes. Larger ones are dead letters."""
+    """The largest body that it takes, in bytes; larger ones are dead letters. None: saf's limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
     """Messages for one destination, in the order of their lanes.
 
-    ``rows`` has the columns ``id`` and ``shard`` of the source, and `saf.message.COLUMNS`; parked
-    ones also have the ``batch`` they were parked in, and when that was opened.
+    ``rows`` has the source's columns ``id`` and ``shard``, and `saf.message.COLUMNS`. Rows of
+    parked messages also have the ``batch`` that they were parked in, and when that was opened.
 
-    The messages of the destination's own lane are in the order of their ids. All others have the
-    columns `saf.setaside.lane_columns.LANE`, and may be of many. Storing them completes, in each
-    lane, every message of a shard up to the last one that is here.
+    Messages of the destination's own lane are in the order of their ids. Messages of other lanes
+    have the columns `saf.setaside.lane_columns.LANE`, and may be of many lanes. Storing a chunk
+    completes, in each lane, every message of a shard up to the last one that is in it.
     """
 
     source: UUID
     batch: Batch
-    """The batch in hand: whose shards these are."""
+    """The open batch, to which the shards belong."""
     rows: pa.Table
     number: int
-    """Of the batch that the last row is from."""
+    """When the batch of the last row was opened."""
     prefix: str = ""
-    """What the names of its marks begin with: other qualities have other marks."""
+    """The prefix of its marks' names, because each quality of service has marks of its own."""
     known: Mapping[Place, Mark] = field(default_factory=dict)
-    """What the source remembers of the destination's marks in these lanes."""
+    """The destination's marks in these lanes, as the source remembers them."""
     behind: frozenset[str] = frozenset()
-    """Services of which older messages wait in a lane of their own: those that are not stored yet
-    wait too, as if the services were unknown."""
+    """Services with older messages in a lane of their own. New messages for them, if they are not
+    stored yet, wait too, as if the destination did not know the services."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """What became of a chunk: messages stored now, and dropped as stored before."""
+    """What became of a chunk: how many messages were stored now, and dropped as stored before."""
 
     messages: int
     dropped: int = 0
     marks: Mapping[Place, Mark] = field(default_factory=dict)
-    """Of the lanes and shards that the chunk has messages of, as they are now."""
+    """The marks of the lanes and shards of the chunk's messages, as they are now."""
 
 
 class Destination(Protocol):
     """One place to deliver to. Used by one task at a time, and closed at its end."""
 
     def identity(self) -> UUID:
-        """What tells it apart from every other, whatever it is called here, and for ever."""
+        """What tells it apart from every other destination, for ever, whatever its name is here."""
 
     def connect(self) -> None:
-        """Be connected: what fails here has sent nothing."""
+        """Connect. If this fails, nothing has been sent."""
 
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
-        """Store a chunk durably, whole or not at all, and commit."""
+        """Store a chunk durably, the whole or nothing, and commit."""
 
     def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:
-        """How far the lanes and shards of a chunk are stored; nothing of the chunk is.
+        """Return how far the lanes and shards of a chunk are stored; store nothing.
 
         Raises what `store` does.
         """

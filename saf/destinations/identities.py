@@ -1,13 +1,13 @@
-"""Identities: what each destination of saf.toml is; of a broker, its broker_id.
+"""Identities: what each destination of saf.toml is; for a broker, its broker_id.
 
-Whoever drives a forwarder asks them, side by side and each by a connection of its own, when there
-is something to forward and not before; and again from time to time, because a name may come to
-stand for another database. What is known is frozen with each batch (`saf.routing.routes.freeze`),
-so a task asks nobody.
+A forwarder's driver asks the destinations, in parallel and each by its own connection, when there
+is something to forward, and not before. It asks again from time to time, because a name may come
+to stand for another database. The answers are frozen with each batch
+(`saf.routing.routes.freeze`), so a task asks nobody.
 
-One that does not answer holds nobody up: it is waited for once, and shortly. Until it answers,
-what was known of it before counts; if nothing was, it is left to the destination itself to refuse
-what is not for it.
+A destination that does not answer holds nobody up: the driver waits for it once, and shortly. Until
+it answers, what was known of it before counts. If nothing was known, the destination itself refuses
+messages that are not for it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from saf.destinations.settings import DestinationSettings
 WAIT_SECONDS = 1.0
 ASK_AGAIN_SECONDS = 60.0
 ASK_WHO_FAILED_SECONDS = 5.0
-"""How long until those are asked again that have not answered."""
+"""How long until a destination that has not answered is asked again, in seconds."""
 
 
 class Identities:
-    """Of each destination what it has said to be. Safe to use by several threads."""
+    """The identity that each destination has said. Safe to use from several threads."""
 
     def __init__(self, destinations: Mapping[str, DestinationSettings]) -> None:
         self._destinations = dict(destinations)
@@ -36,7 +36,7 @@ class Identities:
         self._changed = Condition()
 
     def known(self) -> dict[str, str | None]:
-        """The identity of each, as text; None of one that has never answered."""
+        """The identity of each destination, as text; None if it has never answered."""
         with self._changed:
             self._ask(time.monotonic())
             patience = self._wait_until - time.monotonic()
@@ -63,8 +63,8 @@ class Identities:
 
 
 def _identity(name: str, there: DestinationSettings) -> str | None:
-    """None if it does not say: whoever delivers there says why."""
+    """Ask a destination for its identity. None if it does not say: delivery tells why."""
     try:
         return str(there.identity(name))
-    except Exception:  # whatever its client raises
+    except Exception:  # anything that its client may raise
         return None

@@ -1,4 +1,4 @@
-"""Kinds: what the ``kind`` of a destination stands for, found by its name.
+"""Kinds: a destination's ``kind`` names the class of its settings.
 
 A kind is a class of settings (`saf.destinations.settings.DestinationSettings`), which a package
 declares as an entry point of the group ``saf.destinations``:
@@ -6,9 +6,9 @@ declares as an entry point of the group ``saf.destinations``:
     [project.entry-points."saf.destinations"]
     paper = "our_package.paper:Paper"
 
-It is imported when a saf.toml uses it, and not before: a kind that nobody uses may lack its client.
-saf's own are declared in the same way, and known here too, so that they are there where only its
-modules are, such as on executors; another package cannot take their names.
+It is imported when a saf.toml uses it, and not before, so a kind that nobody uses may lack its
+client. saf's own kinds are declared in the same way, but known here too, so that they are found
+where only saf's modules are, such as on executors. Another package cannot take their names.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def known() -> list[str]:
 
 
 def settings_of(kind: str) -> type[DestinationSettings]:
-    """The settings of a kind.
+    """Return the class of settings of a kind.
 
     Raises:
-        ValueError: there is none of that name, or its package cannot be imported.
+        ValueError: there is no such kind, or its package cannot be imported.
     """
     if kind in OURS:
         module, _, name = OURS[kind].partition(":")
@@ -77,7 +77,7 @@ def _imported(declared: EntryPoint) -> object:
 
 
 def _of_its_kind(table: object) -> object:
-    """A table of saf.toml as the settings of its kind."""
+    """Read a table of saf.toml as the settings of its kind."""
     if not isinstance(table, dict):
         return table
     kind = table.get("kind", DEFAULT)
@@ -87,4 +87,4 @@ def _of_its_kind(table: object) -> object:
 
 
 AnyDestination = Annotated[SerializeAsAny[DestinationSettings], BeforeValidator(_of_its_kind)]
-"""The union of all kinds, told apart by ``kind``."""
+"""Settings of any kind; ``kind`` says which."""

@@ -1,24 +1,24 @@
 """Marks: how far a destination has got, as it knows itself and as its source remembers.
 
-A destination keeps a mark per (source, shard, lane), which moves in the atomic step that stores
-messages: at a broker, saf.watermark. When it has answered, the source writes the same mark into
-saf.acknowledged, in the transaction that moves its own position. So at each contact the two are the
-same; or the mark is of messages whose answer never came, and then the source has these in hand
-still, or has parked them. Everything else says that one of the two was set back, by a backup or a
-failover that had not got everything:
+A destination keeps a mark for each source, shard and lane, which moves in the atomic step that
+stores messages: at a broker, in saf.watermark. When the destination has answered, the source writes
+the same mark into saf.acknowledged, in the transaction that moves its own position. So at each
+contact the two marks are the same; or the destination's mark is of messages whose answer never
+came, and then the source still has these in hand, or has parked them. Anything else says that one
+of the two was set back, by a backup or a failover that did not have everything:
 
-    the destination's mark is lower       the destination was (`saf.errors.Behind`)
-    it is higher, or of another batch     the source was (`saf.errors.Ahead`)
+    the destination's mark is lower       the destination was set back (`saf.errors.Behind`)
+    it is higher, or of another batch     the source was set back (`saf.errors.Ahead`)
 
-A number alone would not do: after a set-back the same are given again. So a mark says as well when
-its batch was opened; of messages that a person sends again, or that have found a route, when that
-was (saf.parked.opened_at).
+A number alone is not enough, because the same numbers are given again after a set-back. So a mark
+also says when its batch was opened. For messages that a person sends again, or that have found a
+route, it says when that happened (saf.parked.opened_at).
 
-A mark is moved, and remembered, only for shards that the chunk has messages of. So a quiet shard or
-destination costs nothing, and a busy one a row per shard and chunk at either side.
+A mark is moved, and remembered, only for shards of the chunk's messages. So a quiet shard or
+destination costs nothing, and a busy one costs a row per shard and chunk on either side.
 
-Marks that were moved before sources remembered them are taken for right, if they are of no later
-batch than the source's own. So are those of at_most_once, whose answers nobody waits for.
+Marks from the time before sources remembered them are trusted if they are of no later batch than
+the source's own. So are the marks of at_most_once, because nobody waits for their answers.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from saf.log.shards import LAST
 from saf.setaside.lane import BROKER, Kind, Lane, given
 
 Place = tuple[str, int]
-"""What has a mark: a lane, by its `place_name` behind that of the quality, and a shard."""
+"""What has a mark: a lane and a shard. The lane is named by the quality and `place_name`."""
 
 MAIN = ""
 """The name of a destination's own lane."""
 
-# Of each place the newest version; see saf.shards.newest
+# The newest version of each place; see saf.log.shards.newest
 ACKNOWLEDGED = f"""
 SELECT a.lane, a.shard, a.batch, a.position, a.opened_at
 FROM unnest(%(lanes)s::text[], %(shards)s::smallint[]) AS s (lane, shard)
@@ -54,8 +54,8 @@ CROSS JOIN LATERAL (
 WHERE a.destination = %(destination)s AND a.lane = s.lane AND a.shard = s.shard
 """
 
-# ``known`` is the batch of the version that is there. Said again, because the answer to a commit
-# got lost, it changes nothing.
+# ``known`` is the batch of the version that is there. If a mark is written again, because the
+# answer to a commit got lost, this changes nothing.
 ACKNOWLEDGE = """
 WITH marks AS (
     SELECT * FROM unnest(
@@ -84,7 +84,7 @@ LANES = f"""
 SELECT kind, subject, {BROKER} FROM saf.backoff
 WHERE subscription_id = %(subscription_id)s AND destination = %(name)s
 """
-# Messages that have not left their lane: what is stored of them nobody has answered
+# Messages that are still in their lane: if they are stored, no answer has come
 PARKED = """
 SELECT m.place
 FROM unnest(%(kinds)s::text[], %(subjects)s::text[], %(brokers)s::uuid[], %(shards)s::smallint[],
@@ -98,30 +98,30 @@ WHERE EXISTS (
 """
 
 AGAIN, ONCE = "again:", "once:"
-"""The names of lanes whose marks nothing is dropped by begin so: at_least_once, at_most_once."""
+"""Prefixes of lanes' names for marks by which nothing is dropped: at_least_once, at_most_once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """What is stored of a shard, in a lane: everything up to (batch, position)."""
+    """How far a shard is stored, in a lane: everything up to (batch, position)."""
 
     batch: int = 0
     position: int = 0
     opened_at: datetime | None = None
-    """Of the batch in hand when it was moved."""
+    """When the batch was opened that was open when the mark was moved."""
     acknowledged: bool = False
-    """The source remembers it; it need not remember marks of at_most_once."""
+    """Whether the source remembers it; it need not remember marks of at_most_once."""
 
     @classmethod
     def of(
         cls, batch: int, position: int, opened_at: datetime | None, acknowledged: bool = True
     ) -> Mark:
-        """What a row of saf.watermark, or of saf.acknowledged, says."""
+        """Make a mark from a row of saf.watermark or of saf.acknowledged."""
         return cls(batch=batch, position=position, opened_at=opened_at, acknowledged=acknowledged)
 
     @property
     def number(self) -> tuple[int, int]:
-        """What is compared."""
+        """The numbers by which marks are compared."""
         return self.batch, self.position
 
     def __str__(self) -> str:
@@ -146,7 +146,7 @@ class Known:
     destination: UUID
     marks: Mapping[Place, Mark] = field(default_factory=dict)
     epochs: Mapping[int, int] = field(default_factory=dict)
-    """By shard, the highest of its lanes'."""
+    """For each shard, the highest epoch of its lanes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +159,7 @@ class Lower:
     found: Mark
 
     def __str__(self) -> str:
-        """In words.
+        """The difference in words.
 
         >>> old, new = Mark(batch=2, position=70), Mark(batch=5, position=90)
         >>> print(Lower(lane="", shard=7, acknowledged=new, found=old))
@@ -173,16 +173,16 @@ class Lower:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Places in which the two sides do not agree."""
+    """The places in which the two sides do not agree."""
 
     ahead: Sequence[Place] = ()
-    """The source was set back."""
+    """Places that say that the source was set back."""
     behind: Sequence[Place] = ()
-    """The destination was."""
+    """Places that say that the destination was set back."""
     since: datetime | None = field(default=None, compare=False, repr=False)
-    """When the oldest batch was opened that the destination still has, of those behind."""
+    """When the oldest batch was opened that the destination still has, in the places behind."""
     lower: Lower | None = field(default=None, compare=False, repr=False)
-    """One of those behind, as an example."""
+    """One of the places behind, as an example."""
 
 
 _LOOKS_ADDRESSED = re.compile(r".*@[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}@*", re.DOTALL)
@@ -201,11 +201,11 @@ _NAMES = {
 
 
 def place_name(lane: Lane) -> str:
-    """What a lane is called in marks. Nothing but this makes such a name, and nobody reads it.
+    """The name of a lane in marks. Only this function makes such a name, and nobody reads it.
 
-    Marks outlive what they are of, in databases of others: a lane has the same name for ever, and
-    no two have one. So where a service's own name ends like that of a broker's lane, an @ more
-    tells the two apart.
+    Marks live longer than what they are about, in databases of others. So a lane has the same name
+    for ever, and no two lanes have the same name. If a service's own name ends like that of a
+    broker's lane, one more @ tells the two apart.
 
     >>> at = UUID(int=7)
     >>> print(place_name(Lane(kind=Kind.ROUTE, subject="x", broker=at)))
@@ -230,9 +230,9 @@ def shards_of(places: Iterable[Place]) -> list[int]:
 def compare(
     theirs: Mapping[Place, Mark], ours: Mapping[Place, Mark], in_hand: Mapping[int, InHand]
 ) -> Difference:
-    """Whether a destination's marks are what a source remembers; ``in_hand`` is by shard.
+    """Compare a destination's marks with what a source remembers; ``in_hand`` is by shard.
 
-    Those of messages that are parked still look as if the source was set back; see `not_parked`.
+    Marks of messages that are parked still look as if the source was set back; see `not_parked`.
 
     >>> one, two = Mark(batch=1, acknowledged=True), Mark(batch=2, acknowledged=True)
     >>> here, of = ("", 7), {7: InHand(batch=5, opened_at=None)}
@@ -264,7 +264,7 @@ def compare(
 
 
 def _is_ahead(lane: str, mark: Mark, known: Mark, in_hand: InHand | None) -> bool:
-    """Whether a mark that is not lower is one that the source knows nothing of."""
+    """Whether a mark, which is not lower, is one that the source knows nothing of."""
     if mark.number == (0, 0) or (mark.number, mark.opened_at) == (known.number, known.opened_at):
         return False
     if in_hand is None:
@@ -279,7 +279,7 @@ def _is_ahead(lane: str, mark: Mark, known: Mark, in_hand: InHand | None) -> boo
 def acknowledged(
     connection: psycopg.Connection[Any], destination: UUID, places: Collection[Place]
 ) -> dict[Place, Mark]:
-    """What a source remembers of a destination."""
+    """Return the marks of a destination that a source remembers."""
     params = {"destination": destination, **_columns(places)}
     return {
         (lane, shard): Mark.of(*mark)
@@ -293,7 +293,7 @@ def acknowledge(
     marks: Mapping[Place, Mark],
     known: Mapping[Place, Mark],
 ) -> None:
-    """Remember marks instead of those ``known`` before. Call it in a transaction."""
+    """Remember marks in place of those ``known`` before. Call it in a transaction."""
     places = sorted(marks)
     connection.execute(
         ACKNOWLEDGE,
@@ -326,7 +326,7 @@ def not_parked(
     name: str,
     marks: Mapping[Place, Mark],
 ) -> list[Place]:
-    """Of which marks no message is parked still, for a destination by name."""
+    """Which marks of a destination, given by its name, have no message that is still parked."""
     if not marks:
         return []
     params: dict[str, Any] = {"subscription_id": subscription_id, "name": name}

@@ -1,6 +1,6 @@
 """Places: the lanes and shards that the messages of a chunk are of, each with a mark of its own.
 
-Pure: rows and marks in, rows and marks out. The same for every destination that keeps marks.
+Pure: it takes and returns rows and marks, for every destination that keeps marks.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from saf.setaside.lane_columns import has_lanes, lanes_of
 
 
 def touched(chunk: Chunk) -> list[Place]:
-    """Whose marks a chunk needs, in the order in which they are locked.
+    """The places whose marks a chunk needs, in the order in which they are locked.
 
-    In the destination's own lane that is every shard in hand: an owner before is fenced also where
-    nothing is stored.
+    In the destination's own lane, these are all shards in hand: an owner before must be fenced even
+    where nothing is stored.
     """
     if not has_lanes(chunk.rows):
         return [(chunk.prefix + MAIN, shard) for shard in sorted(chunk.batch.shards)]
@@ -48,7 +48,7 @@ def refuse(
 
     Raises:
         Fenced: it has heard from a newer owner.
-        Behind: it has not any more what it has acknowledged.
+        Behind: it no longer has what it has acknowledged.
         Ahead: it has stored what the source does not know.
     """
     mine = dict(chunk.batch.epochs)
@@ -66,7 +66,7 @@ def refuse(
 
 
 def for_others(rows: pa.Table, identity: UUID) -> list[str]:
-    """The brokers that rows are addressed to, and that are not this destination."""
+    """The brokers other than this destination that rows are addressed to."""
     addressed = rows["to_broker"]
     if addressed.null_count == len(addressed):
         return []
@@ -77,7 +77,7 @@ def for_others(rows: pa.Table, identity: UUID) -> list[str]:
 def not_for(
     where: str, identity: UUID, rows: pa.Table, behind: Collection[str]
 ) -> AnotherBroker | UnknownService | None:
-    """Why a destination that knows no services must not store some rows, if it must not.
+    """Why a destination that knows no services must not store some rows; None if it may.
 
     ``behind`` is the chunk's: messages for these services wait, so that none overtakes another.
     """
@@ -88,8 +88,8 @@ def not_for(
 
 
 def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
-    """The marks after a chunk is stored, of the places that it has messages of."""
-    rows, heard = chunk.rows, chunk.prefix != ONCE  # of what is sent once, nobody waits for answers
+    """The marks after a chunk is stored, for the places of its messages."""
+    rows, heard = chunk.rows, chunk.prefix != ONCE  # nobody waits for the answer to at_most_once
     if not rows.num_rows:
         return {}
     places, which = _places(rows, chunk.prefix)
@@ -114,9 +114,9 @@ def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
 def beyond(
     rows: pa.Table, number: int, stored: Mapping[Place, tuple[int, int]], prefix: str = ""
 ) -> pa.Table:
-    """The rows after what is stored of their place: (batch, position). Others' are fresh.
+    """The rows after what is stored of their place: (batch, position). Rows of other places stay.
 
-    ``number`` is the batch of all rows, unless they have a column that says which.
+    ``number`` is the batch of all rows, unless a column says the batch of each.
     """
     if not stored or not rows.num_rows:
         return rows
@@ -130,7 +130,7 @@ def beyond(
 
 
 def _places(rows: pa.Table, prefix: str) -> tuple[list[Place], npt.NDArray[np.int64]]:
-    """The places that rows are of, and which of them each row is."""
+    """The places of rows, and the number of each row's place."""
     shards = rows["shard"].to_numpy().astype(np.int64)
     names = [prefix + MAIN]
     if has_lanes(rows):

@@ -1,8 +1,7 @@
 """Reading back: what a destination holds of a source, as of one moment, for `saf reconcile`.
 
-Optional: a kind that cannot say it (`Capabilities.reads_back`) is named and not compared. It reads
-only. To enter it keeps what is there from being purged, if something could; the moment that it
-shows is that of the first question.
+Optional: a kind that cannot be read (`Capabilities.reads_back`) is named, and not compared. It only
+reads. While it is entered, what it holds is not purged. It shows the moment of the first question.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ class Compared:
 
     source: UUID
     shards: int
-    """How many the source has."""
+    """The number of shards at the source."""
     since: datetime | None
     until: datetime | None
-    """By created_at: since <= created_at < until; None is without end."""
+    """The range of created_at: since <= created_at < until; None is without a limit."""
     topics: Sequence[str]
-    """Services whose messages are not in the hashes, because there is more than one of each."""
+    """Services whose messages are not in the hashes, because there are several copies of each."""
 
 
 class Figures(NamedTuple):
-    """What is held of one shard of a source."""
+    """How much is held of one shard of a source."""
 
     shard: int
     stored: int
     plain: int
-    """Those of no topic."""
+    """The number of messages of no topic."""
     hashed: int
-    """The sum of ``uuid_hash_extended(message_id, 0)`` of those of no topic."""
+    """The sum of ``uuid_hash_extended(message_id, 0)`` over the messages of no topic."""
 
 
 class Entry(NamedTuple):
@@ -46,16 +45,17 @@ class Entry(NamedTuple):
 
     message_id: bytes
     where: str
-    """A destination: that stores it, or for which it is set aside; empty for all."""
+    """The destination that stores it, or for which it is set aside; empty for all."""
     shard: int
     id: int
     service: str
     broker: UUID | None
     key: str | None
     created_at: datetime
-    """Of what was discarded: when that was."""
+    """When it was discarded, if it was."""
     state: str
-    """pending, aside or complete, in the source's log; stored; set_aside or discarded."""
+    """In the source's log: pending, aside or complete; at a destination: stored; or set_aside or
+    discarded."""
 
 
 class Reading(Protocol):
@@ -63,22 +63,22 @@ class Reading(Protocol):
 
     @property
     def name(self) -> str:
-        """The destination's."""
+        """The destination's name."""
 
     def identity(self) -> UUID:
-        """As of `saf.destinations.Destination`."""
+        """The destination's identity, as `saf.destinations.Destination` gives it."""
 
     def purged(self) -> str | None:
-        """What it may have purged of on purpose, in words such as "inbox"; None if nothing."""
+        """What it may have purged on purpose, in words such as "inbox"; None if nothing."""
 
     def known(self, source: UUID) -> Known:
-        """How far it has got with a source; without marks, if it keeps none."""
+        """Return how far it has got with a source; without marks, if it keeps none."""
 
     def figures(self, what: Compared) -> Iterable[Figures]:
-        """Of each shard that anything is held of."""
+        """Return the figures of each shard of which it holds anything."""
 
     def stored(self, what: Compared, shards: Sequence[int]) -> Iterator[tuple[Any, ...]]:
-        """Each message of some shards, and of all topics, as an `Entry`, by message id, sorted."""
+        """Give an `Entry` for each message of some shards and of all topics, by message id."""
 
     def begun(self, source: UUID, topics: Collection[str]) -> Iterable[tuple[str, datetime]]:
-        """By topic, when the oldest message was created that is held."""
+        """Return, for each topic, when the oldest message that is held was created."""

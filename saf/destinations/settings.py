@@ -1,13 +1,13 @@
-"""Settings of a destination: one table ``[destinations.NAME]`` of saf.toml, which is its kind.
+"""Settings of a destination: a table ``[destinations.NAME]`` of saf.toml, whose kind is a class.
 
 Each kind has a class of its own, derived from `DestinationSettings`, in a module that is quick to
-import: a forwarder's driver reads settings and has no Arrow. The class says what the kind can, and
-opens what does the work. `saf.destinations.kinds` finds it by its name.
+import, because a forwarder's driver reads settings and has no Arrow. The class says what the kind
+can do, and opens what does the work. `saf.destinations.kinds` finds the class by the kind's name.
 
 *Secrets.* Settings are logged, printed and shown in errors. So a secret is a `pydantic.SecretStr`,
-or a part of a `saf.database.Dsn`: both show themselves without it. A field whose name says that it
-may hold one and that is anything else is refused when its class is made. What a server or a driver
-says may quote a secret: `DestinationSettings.redact` takes it out.
+or a part of a `saf.database.Dsn`: both are shown without it. Any other field whose name says that
+it may hold a secret is refused when its class is defined. A message of a server or a driver may
+quote a secret: `DestinationSettings.redact` takes it out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Quality = Literal["at_most_once", "at_least_once", "exactly_once"]
 
 
 def within(lowest: float, highest: float) -> AfterValidator:
-    """What every number has: a range, so that nothing later meets one that it cannot work with."""
+    """The range that a number must have, so that nothing later meets one it cannot work with."""
 
     def check(value: float) -> float:
         if not lowest <= value <= highest:  # so is nan
@@ -61,9 +61,9 @@ class DestinationSettings(BaseModel):
 
     kind: str
     quality: Quality = Field(default=None, validate_default=True)
-    """By default, the best that the kind can."""
+    """The quality of service; by default, the best that the kind can give."""
     max_connections: Connections | None = None
-    """Connections that one run opens to it at most: so many tasks at a time."""
+    """The most connections that one run opens to it, which is the most tasks at a time."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -96,49 +96,49 @@ class DestinationSettings(BaseModel):
     # What every kind has
 
     def open(self, name: str, *, keep: bool = False) -> Destination:
-        """The destination, not connected yet. ``keep``: stay connected for the next task."""
+        """Return the destination, not connected yet. ``keep``: stay connected for the next task."""
         raise NotImplementedError(name, keep)
 
     @classmethod
     def preload(cls) -> None:
-        """Import what `open` imports; of saf's own kinds only."""
+        """Import the modules that `open` imports; called for saf's own kinds only."""
 
     def identity(self, name: str) -> UUID:
-        """What the destination is, as `Destination.identity`; by a connection of its own.
+        """Return what the destination is, as `Destination.identity` does; by its own connection.
 
-        It is asked by the driver, which has no Arrow, and waits for it shortly.
+        The driver asks this. It has no Arrow, and waits only shortly.
         """
         raise NotImplementedError(name)
 
     # What some kinds have
 
     def known(self, name: str, source: UUID, *, role: str) -> Known:
-        """How far the destination has got with a source, if it stores exactly once.
+        """Return how far the destination has got with a source, if it stores exactly once.
 
-        ``role``: who asks, as servers show it.
+        ``role`` says who asks, as servers show it.
         """
         raise NotImplementedError(name, source, role)
 
     def reading(self, name: str) -> AbstractContextManager[Reading]:
-        """What the destination holds, if it can be read back; see `saf.destinations.reading`.
+        """Open what the destination holds for reading; see `saf.destinations.reading`.
 
         Raises:
-            CannotReadBack: it cannot, or not any more.
+            CannotReadBack: it cannot be read, or not any more.
         """
         raise CannotReadBack(name, f"its kind, {self.kind!r}, cannot be read back")
 
     def broker(self) -> Dsn | None:
-        """Where its broker is, if it is one: services live there, and ends of dialogs."""
+        """The dsn of its broker, if it is one: then services and ends of dialogs live there."""
         return None
 
     def bounded(self, bounds: Bounds) -> Self:  # noqa: ARG002 - for those that wait
-        """The same with saf.toml's ``[bounds]``, for a kind that waits."""
+        """Return these settings with saf.toml's ``[bounds]``, if the kind waits for anything."""
         return self
 
     def problems(self, name: str) -> Iterator[tuple[str, str]]:
-        """What is wrong with it, and the cure, for `saf doctor`; of a broker, the doctor knows.
+        """Give each problem and its cure, for `saf doctor`, which itself examines a broker.
 
-        Raises what opening it raises.
+        Raises what opening the destination raises.
         """
         destination = self.open(name)
         try:
@@ -150,7 +150,7 @@ class DestinationSettings(BaseModel):
     # Secrets
 
     def redact(self, text: str) -> str:
-        """``text`` on one line and without the secrets of these settings."""
+        """Return ``text`` on one line, without the secrets of these settings."""
         for value in self.__dict__.values():
             if isinstance(value, Dsn):
                 text = value.redact(text)

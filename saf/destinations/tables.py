@@ -1,6 +1,6 @@
-"""Reading back for kinds without a server that counts: all of a source as one table, in memory.
+"""Reading back for kinds without a server that counts: a source's messages as one table in memory.
 
-It takes some 100 bytes a message. The figures are those that PostgreSQL comes to.
+It takes some 100 bytes per message. The figures are the same as PostgreSQL's.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ HELD = pa.schema([
     ("message_id", pa.binary(16)), ("shard", pa.int64()), ("to_service", pa.string()),
     ("to_broker", pa.binary()), ("key", pa.string()), ("created_at", pa.timestamp("us", "UTC")),
 ])  # fmt: skip
-"""What is needed of each message."""
+"""The columns that are needed of each message."""
 
 Numbers = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableReading:
-    """A `saf.destinations.reading.Reading` of tables."""
+    """A `saf.destinations.reading.Reading` that has tables in memory."""
 
     name: str
     is_: UUID
-    """Its identity."""
+    """The destination's identity."""
     read: Callable[[UUID], pa.Table]
-    """All that is held of a source, in `HELD`."""
+    """Returns all that is held of a source, with the columns `HELD`."""
     knows: Callable[[UUID], Known]
 
     def identity(self) -> UUID:
-        """As it was given."""
+        """The identity that was given."""
         return self.is_
 
     def purged(self) -> str | None:
-        """Nothing."""
+        """None: nothing is purged."""
         return None
 
     def known(self, source: UUID) -> Known:
-        """As it was given."""
+        """Return what was given."""
         return self.knows(source)
 
     def figures(self, what: Compared) -> Iterable[Figures]:
-        """Counted here."""
+        """Count the messages of each shard."""
         rows = self._compared(what)
         plain = np.asarray(pc.invert(_of(rows, what.topics)))
         hashes = uuid_hashes(rows["message_id"]).astype(object)
@@ -62,7 +62,7 @@ class TableReading:
             yield Figures(int(shard), int(here.sum()), int(mine.sum()), int(hashes[mine].sum()))
 
     def stored(self, what: Compared, shards: Sequence[int]) -> Iterator[tuple[Any, ...]]:
-        """Sorted here."""
+        """Give the messages, sorted by their ids."""
         rows = self._compared(what)
         wanted = pc.is_in(rows["shard"], pa.array(shards, pa.int64()))
         rows = rows.filter(pc.or_(wanted, _of(rows, what.topics)))
@@ -81,7 +81,7 @@ class TableReading:
             )
 
     def begun(self, source: UUID, topics: Collection[str]) -> Iterable[tuple[str, Any]]:
-        """The oldest of each topic."""
+        """Return when the oldest message of each topic was created."""
         rows = self.read(source)
         oldest = rows.filter(_of(rows, topics)).group_by("to_service")
         for row in oldest.aggregate([("created_at", "min")]).to_pylist():
@@ -101,7 +101,7 @@ def _of(rows: pa.Table, topics: Collection[str]) -> pa.ChunkedArray:
 
 
 def uuid_hashes(ids: pa.ChunkedArray) -> npt.NDArray[np.int64]:
-    """PostgreSQL's ``uuid_hash_extended(id, 0)`` of 16 bytes each: Bob Jenkins' lookup3.
+    """PostgreSQL's ``uuid_hash_extended(id, 0)`` for ids of 16 bytes: Bob Jenkins' lookup3.
 
     >>> uuid_hashes(pa.chunked_array([pa.array([bytes(16)], pa.binary(16))])).dtype
     dtype('int64')

@@ -1,24 +1,24 @@
 """Arrival: what a delivery's messages of dialogs do to the endpoints that they are for.
 
-It happens when a message is received, in the receiver's transaction, for all messages of a
-delivery at once: the rows of their groups are locked, then those of the endpoints; the target's is
-made if the message is the first; `saf.dialogs.facts` says which messages are taken; and what the
-endpoints then know is written. So the application finds the state that its messages have led to,
-and what it does on them commits together with their having been received.
+It happens when messages are received, in the receiver's transaction, for all messages of a delivery
+at once. The rows of their groups are locked, then those of the endpoints. If a message is the first
+of a dialog, the target's endpoint is created. `saf.dialogs.facts` says which messages are taken,
+and what the endpoints then know is written. So the application finds the state that its messages
+have led to, and what it does commits together with the messages' receipt.
 
-What is dropped is counted (`saf.setaside.dropped`). An answer to a dialog that has no end here is
-left for a person: nothing that goes right sends one.
+Dropped messages are counted (`saf.setaside.dropped`). An answer to a dialog that has no end here is
+left for a person, because nothing that goes right sends one.
 
-A message that is set aside has not been received: `take_back` undoes that. One that is given up
-fails its conversation, and so does one that the contract does not allow: both ends get an Error.
+A message that is set aside has not been received: `take_back` undoes that. A message that is given
+up fails its conversation, and so does one that the contract does not allow: both ends get an Error.
 
 Fragments of a large body are set aside; the last one is the message (`saf.dialogs.assembly`).
 
-What is ahead of a message that is missing is parked in a lane of its conversation, and goes from
-there to the delayed messages, due at once, when the missing one has come.
+A message that is ahead is parked in a lane of its conversation. When the missing message has come,
+it goes from there to the delayed messages, and is due at once.
 
-Related conversations are in one receiver's hand at a time, because it holds the row of their group
-until it ends. Who wants it waits.
+One receiver at a time has related conversations in hand, because it holds the row of their group
+until its transaction ends. Other receivers wait for the row.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from saf.setaside.isolation import of_messages
 from saf.setaside.lane import Kind
 from saf.transaction import enter
 
-# What follows without a gap, and what waits for nothing: an Error, or what will be dropped
+# What follows without a gap, and what need not wait: an Error, or what will be dropped
 GO_ON = f"""
 UPDATE saf.parked p SET kind = '{Kind.LATER}', subject = p.shard::text, deliver_at = now()
 FROM (
@@ -87,16 +87,16 @@ class DialogArrival(Arrival):
     """What became of the messages of a delivery, and of the endpoints that they are for."""
 
     not_copied: list[Received] = field(default_factory=list)
-    """Of the fragments, those that are not where they wait."""
+    """The fragments whose bodies are not yet where they wait."""
     assembled: list[Assembled] = field(default_factory=list)
-    """Of the messages, those whose bodies have come in fragments."""
+    """The messages whose bodies have come in fragments."""
     before: dict[Received, tuple[Endpoint, Facts]] = field(default_factory=dict)
-    """By message to be handed out: its endpoint, and what that knew before."""
+    """For each message to hand out: its endpoint, and what that knew before the message."""
 
     def take_back(self, messages: Sequence[Received]) -> None:
-        """Messages that were to be handed out have not been received, in their order.
+        """Undo the arrival of some messages, given in order: they have not been received.
 
-        Of the others, nobody needs the fragments any more.
+        The fragments of the other messages are deleted, because nobody needs them any more.
         """
         known: dict[UUID, Endpoint] = {}
         for message in messages:
@@ -113,9 +113,9 @@ class DialogArrival(Arrival):
                 one.forget()
 
     def give_up(self, message: Received) -> None:
-        """A message will never be handled: its conversation ends with an error, at both ends."""
+        """Note that a message will never be handled: its conversation fails at both ends."""
         if message.dialog is not None:
-            # what it failed with is not for the other end to read: the dead letter says it
+            # the other end must not read what it failed with: the dead letter says that
             text = f"message {message.sequence or message.message_type} could not be handled"
             message.dialog.fail(enter(self.raw), Code.QUARANTINED, text)
 
@@ -126,9 +126,9 @@ def arrive(
     messages: list[Received],
     behind: list[Received],
 ) -> DialogArrival:
-    """Let messages arrive at their endpoints; those that are of no dialog pass.
+    """Let messages arrive at their endpoints. Messages of no dialog pass unchanged.
 
-    What is ``behind`` others that wait does so as well.
+    A message that is ``behind`` others of its key that wait, waits too.
     """
     arrival = DialogArrival(raw=raw)
     problems = [(one, _malformed(one)) for one in messages]
@@ -167,7 +167,7 @@ def arrive(
 def _come_to(
     arrival: DialogArrival, reader: Reader, endpoint: Endpoint, message: Received, last: int
 ) -> None:
-    """A message comes to its end; before the number ``last``, an Error has overtaken it."""
+    """Let a message come to its end. An Error has overtaken all numbers before ``last``."""
     if endpoint.failure and message.sequence == 1 and message.from_initiator:
         arrival.refused.append((message, endpoint.failure[1]))
     elif endpoint.failure:
@@ -182,7 +182,7 @@ def _come_to(
 
 
 def _meet_nobody(arrival: DialogArrival, message: Received) -> None:
-    """There is no such end here: it is not begun yet, or forgotten, or somewhere else."""
+    """Deal with a message without an end here: not begun yet, forgotten, or somewhere else."""
     if message.sequence is None:
         arrival.dropped.append((message, Reason.OUTDATED))
     elif message.from_initiator:
@@ -192,12 +192,12 @@ def _meet_nobody(arrival: DialogArrival, message: Received) -> None:
 
 
 def _malformed(message: Received) -> str | None:
-    """Why a message can be no dialog's, though it says that it is."""
+    """Why a message cannot belong to a dialog, though it says that it does."""
     if message.from_initiator is None:
         return None
     if message.conversation_id is None:
         return "it is of a dialog, and has no conversation_id"
-    counted = message.message_type != COMPARE  # an end that has said nothing compares at 0
+    counted = message.message_type != COMPARE  # an end that has said nothing compares with 0
     if message.sequence is not None and message.sequence < counted:
         return f"its number in the dialog is {message.sequence}"
     if message.sequence == 1 and message.from_initiator and not message.from_service:
@@ -223,7 +223,7 @@ class Dialogs(Hook):
         fail_unseen(raw, message)
 
     def by_itself(self, message: Received) -> Callable[[Any], object] | None:
-        """End a dialog that the other end has ended, or that has failed; forget a timer."""
+        """Return what ends a dialog that the other end has ended or failed, or forgets a timer."""
         dialog = message.dialog
         if dialog is None or message.message_type not in (END, ERROR, TIMER):
             return None
@@ -231,7 +231,7 @@ class Dialogs(Hook):
 
 
 def fail_unseen(raw: psycopg.Connection[Any], message: Received) -> None:
-    """A message cannot be received: its conversation, if it is known, ends with an error."""
+    """End the conversation of a message that cannot be received, if it is known, with an error."""
     if message.from_initiator is None or message.conversation_id is None:
         return
     number = message.sequence or message.message_type
@@ -241,7 +241,7 @@ def fail_unseen(raw: psycopg.Connection[Any], message: Received) -> None:
                 text = f"message {number} could not be received"
                 open_dialog(raw, handle).fail(enter(raw), Code.QUARANTINED, text)
     except (psycopg.DatabaseError, UsageError) as error:
-        # of what the conversation is: nothing more can be said on it
+        # the error is about the conversation itself: nothing more can be said on it
         if raw.broken or not of_messages(error):
             raise
 
@@ -276,7 +276,7 @@ def _meet(arrival: DialogArrival, reader: Reader, endpoint: Endpoint, message: R
 
 
 def _checked(arrival: DialogArrival, reader: Reader, dialog: Dialog, message: Received) -> Received:
-    """An application's message, as it is handed out; raise a `ContractViolation` if it must not."""
+    """Return a message as it is handed out; raise a `ContractViolation` if it must not be."""
     known = None
     if dialog.contract:
         known = dialog.contract.allowed(
@@ -300,7 +300,7 @@ def _checked(arrival: DialogArrival, reader: Reader, dialog: Dialog, message: Re
 
 
 def _go_on(raw: psycopg.Connection[Any], reader: Reader, endpoints: dict[End, Endpoint]) -> None:
-    """What waited for messages that have arrived is due."""
+    """Make due what waited for messages that have arrived."""
     ends = [
         {
             "subject": str(conversation_id),
@@ -317,7 +317,7 @@ def _go_on(raw: psycopg.Connection[Any], reader: Reader, endpoints: dict[End, En
 
 
 def _in_sequence(messages: list[Received]) -> list[Received]:
-    """The messages, those of one end in the order of their numbers."""
+    """Sort messages, so that those of one end are in the order of their numbers."""
     places: dict[End, list[int]] = defaultdict(list)
     for place, message in enumerate(messages):
         if message.from_initiator is not None and message.sequence is not None:

@@ -1,12 +1,13 @@
 """Assembly: fragments wait in saf.fragment, and are read from there as one body.
 
-A receiver copies the fragments that its end takes from the inbox into saf.fragment, server-side,
-in the transaction in which they count as received: their bodies never pass through it, a restart
-goes on after the last one that was copied, and the inbox may be purged meanwhile. Where a fragment
-has to wait (`saf.dialogs.arrival`), its row does so without the body, which is in saf.fragment too.
+When an end takes fragments, its receiver lets the database copy them from the inbox into
+saf.fragment, in the transaction in which they count as received. Their bodies never pass through
+the receiver, a restart goes on after the last fragment that was copied, and the inbox may be purged
+meanwhile. Where a fragment has to wait (`saf.dialogs.arrival`), its row waits without the body,
+which is in saf.fragment too.
 
-The message that the last one brings is an `Assembled`. What is copied goes in the transaction in
-which that was handled; and, if that never happens, by `saf purge` once the end is over.
+The last fragment brings the message, as an `Assembled`. The copies are deleted in the transaction
+that handles it; if that never happens, by `saf purge` once the end is over.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ FORGET = f"DELETE {OF_ONE}"
 
 
 def is_fragment(message: Received) -> bool:
-    """Whether it is one of several, and not the last."""
+    """Whether a message is a fragment, but not the last one."""
     spoken = message.from_initiator is not None and message.sequence is not None
     return spoken and FRAGMENT in _headers(message)
 
 
 def whole(message: Received) -> tuple[int, int] | None:
-    """Of how many fragments and bytes a message is the last, if it is."""
+    """If a message is the last fragment, how many fragments and bytes the whole has; else None."""
     try:
         said = _headers(message)[WHOLE]
         fragments, length = int(said["fragments"]), int(said["bytes"])
@@ -66,7 +67,7 @@ def _headers(message: Received) -> dict[str, Any]:
 
 
 class Assembled(Received):
-    """A message whose body has come in fragments. Read it in the transaction it was received in."""
+    """A message whose body has come in fragments. Read it in the transaction that receives it."""
 
     __slots__ = ("_raw", "_size", "fragments")
 
@@ -85,15 +86,15 @@ class Assembled(Received):
 
     @property
     def first_sequence(self) -> int:
-        """The number of its first fragment."""
+        """The number of the first fragment."""
         return int(self._others["first"])
 
     @property
     def body(self) -> bytes:
-        """The whole, put together each time it is asked for; see `open` for what is too large.
+        """The whole body, put together at each access; use `open` for a body too large for memory.
 
         Raises:
-            UsageError: it has more than `saf.message.DEFAULT_MAX_BYTES`.
+            UsageError: the body has more than `saf.message.DEFAULT_MAX_BYTES`.
         """
         if self.size > DEFAULT_MAX_BYTES:
             raise UsageError(
@@ -107,17 +108,17 @@ class Assembled(Received):
         return io.BufferedReader(_Pieces(self._pieces()))
 
     def is_there(self) -> bool:
-        """Whether all its fragments are."""
+        """Whether all its fragments have come."""
         ((fragments, size),) = fetch(self._raw, THERE, self._others)
         return bool((fragments + 1, size + super().size) == (self.fragments, self.size))
 
     def forget(self) -> None:
-        """It has been handled: nobody needs the fragments any more."""
+        """Delete the fragments: the message has been handled, and nobody needs them any more."""
         self._raw.execute(FORGET, self._others)
 
     @property
     def _others(self) -> dict[str, Any]:
-        """All fragments but the last, which is this message's row."""
+        """The parameters for all fragments but the last, which is this message's own row."""
         assert self.sequence is not None  # noqa: S101 - it is of a dialog
         return {
             "conversation_id": self.conversation_id,
@@ -146,7 +147,7 @@ class Assembled(Received):
 
 
 class _Pieces(io.RawIOBase):
-    """Pieces of bytes as a file."""
+    """Reads an iterator of bytes as a file."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces

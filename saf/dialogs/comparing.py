@@ -1,16 +1,16 @@
-"""Comparing: what an end says of where it stands, and what a repair makes all ends say.
+"""Comparing: an end says how much it has sent and received; after a repair, all ends do.
 
 A message of type `COMPARE` says how much its sender has sent, as its own number, and how much it
-has received. It has no number of its own: nothing is counted by it. It goes the way of all that was
-said before, so when it arrives, that has arrived as well, or is missing. What the other end makes
-of it is said in `saf.dialogs.set_back`.
+has received. It does not count as a message of the dialog. It goes the way of everything that was
+said before it, so when it arrives, those messages have arrived too, or are missing.
+`saf.dialogs.set_back` says what the other end makes of it.
 
 `announce` is for the repair of a broker that was set back. It gives the open ends a lineage, so
-that all they say from then on is known as the new incarnation's, and lets each compare. What was
-said after the set-back but before the repair has the new incarnation as well: it is what was
-created after the newest batch that a destination knows, and that this broker never opened.
+that others know all they say from then on as the new incarnation's, and lets each end compare. What
+was said between the set-back and the repair belongs to the new incarnation too: it was created
+after the newest batch that a destination knows, and that this broker never opened.
 
-The subscribers of a monolog do not answer: `saf.dialogs.monologs` says what becomes of these.
+The subscribers of a monolog do not answer: `saf.dialogs.monologs` says what becomes of monologs.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ SAY_ALL = SAY.format(
     which=f"state <> 'closed' AND error_code IS NULL AND NOT monolog AND {HEARD_OF}"
 )
 
-# Dialogs that will begin with what is not received yet, though their initiators may have forgotten
-# them. The inbox keeps no message for longer than its conversation is remembered.
+# Dialogs that will begin with messages that are not received yet, though their initiators may have
+# forgotten them. The inbox keeps no message for longer than its conversation is remembered.
 SAY_UNREAD = f"""
 INSERT INTO saf.outbox (message_id, from_service, to_service, to_broker, key, conversation_id,
                         from_initiator, sequence, message_type, headers, body)
@@ -63,9 +63,9 @@ WHERE from_initiator AND sequence = 1 AND from_service <> ''
       WHERE c.conversation_id = i.conversation_id AND NOT c.is_initiator)
 """
 
-# Numbers above ``after`` are the new incarnation's. What an earlier repair has found stays, as far
-# as it is about numbers that are there still. An end that is over says nothing more, unless it has
-# said something since.
+# Numbers above ``after`` are the new incarnation's. What an earlier repair has found is kept for
+# the numbers that are still there. An end that is over says nothing more, so it gets no lineage
+# unless it has said something since.
 NEW_LINEAGE = f"""
 WITH since AS (
     SELECT conversation_id, from_initiator AS is_initiator, min(sequence) - 1 AS after
@@ -87,7 +87,7 @@ FROM fork, saf.broker b
 WHERE c.handle = fork.handle
 """
 
-# What waits to be forwarded was copied as it was
+# Copies that wait to be forwarded need the lineage too, because they were made without it
 STAMP = f"""
 UPDATE {{table}} m SET headers = m.headers || jsonb_build_object('{LINEAGE}', c.lineage)
 FROM saf.conversation c
@@ -105,7 +105,7 @@ STAMPS = (
 def compare(connection: psycopg.Connection[Any]) -> int:
     """Let all open ends of this broker compare; return how many. Call it in a transaction.
 
-    So do those that will be begun by what waits in the inbox.
+    Ends that messages waiting in the inbox will begin compare as well.
     """
     ((count,),) = fetch(connection, SAY_ALL, {"answer": True})
     connection.execute(SAY_UNREAD)
@@ -113,7 +113,7 @@ def compare(connection: psycopg.Connection[Any]) -> int:
 
 
 def say_these(raw: psycopg.Connection[Any], handles: Iterable[UUID], *, answer: bool) -> None:
-    """Let some ends here compare; ``answer``: the other one is to do so as well."""
+    """Let some ends here compare; ``answer``: the other end is to compare as well."""
     if named := list(handles):
         raw.execute(SAY_THESE, {"handles": named, "answer": answer})
 
@@ -121,11 +121,12 @@ def say_these(raw: psycopg.Connection[Any], handles: Iterable[UUID], *, answer: 
 def announce(
     connection: psycopg.Connection[Any], since: datetime | None, known: Iterable[Heard] = ()
 ) -> int:
-    """Let all ends know that their broker is a new incarnation; return how many dialogs compare.
+    """Tell all ends that their broker is a new incarnation; return how many dialogs compare.
 
     It is part of `saf.repair.incarnation.raise_incarnation`; nobody else may send in a dialog
     meanwhile. ``since`` is when the newest batch was opened that a destination knows and this
-    broker does not, if there is one; ``known``, what destinations have heard of its monologs.
+    broker does not, if there is one. ``known`` is what destinations have heard of this broker's
+    monologs.
     """
     connection.execute(NEW_LINEAGE, {"since": since})
     if since is not None:

@@ -3,10 +3,10 @@
     saf.create_message_type(connection, "order", validation="json_schema", schema={…})
     saf.create_contract(connection, "ordering", {"order": "initiator", "delivery": "target"})
 
-Both are immutable, and versioned: another definition is another version, and a dialog keeps the
-one that it began with. The same version is created at both ends; what differs between them is
-noticed on arrival, where every message is checked again. A dialog without a contract takes
-messages of any type from both ends.
+Both are immutable and versioned: a changed definition is another version, and a dialog keeps the
+version that it began with. Create the same version at both ends. A difference between the ends is
+noticed on arrival, where every message is checked again. A dialog without a contract takes messages
+of any type from both ends.
 
 Functions take a psycopg connection and write in a transaction of their own, or in the caller's.
 """
@@ -43,7 +43,7 @@ Sender = Literal["initiator", "target", "any"]
 VALIDATIONS, SENDERS = ("none", "empty", "json", "json_schema"), ("initiator", "target", "any")
 
 RESERVED = "saf/"
-"""What the message types begin with that are saf's own: no contract has them."""
+"""The prefix of the message types that are saf's own; no contract has such a type."""
 
 CREATE_TYPE = """
 INSERT INTO saf.message_type (name, version, validation, schema)
@@ -69,7 +69,7 @@ FROM unnest(%(types)s::text[], %(versions)s::int[], %(senders)s::text[])
      AS m (message_type, message_type_version, sent_by)
 """
 
-# A contract in one value, so that it travels with the row of a conversation
+# Puts a whole contract into one value, so that it comes with the row of a conversation
 DEFINITION = """
 SELECT jsonb_object_agg(m.message_type, jsonb_build_object(
            'sent_by', m.sent_by, 'version', t.version,
@@ -97,15 +97,15 @@ class MessageType:
     sent_by: Sender
     validation: Validation
     schema: str | None
-    """JSON Schema, as JSON."""
+    """The JSON Schema as JSON text."""
 
     @property
     def reads(self) -> bool:
-        """Whether `check` looks into the body, which has to be in memory for it."""
+        """Whether `check` looks into the body, which must then be in memory."""
         return self.validation != "none"
 
     def check(self, body: bytes) -> None:
-        """Raise a `SchemaViolation` unless a body is what the type says."""
+        """Raise a `SchemaViolation` unless a body is as its message type says."""
         if self.validation == "empty" and body:
             raise SchemaViolation(self.name, "$", f"expected no body, got {len(body):,} bytes")
         if self.validation not in ("json", "json_schema"):
@@ -121,7 +121,7 @@ class MessageType:
             raise SchemaViolation(self.name, worst.json_path, worst.message)
 
     def _worst(self, value: Any) -> ValidationError | None:
-        """What is most wrong with a value by the schema, if there is one."""
+        """The worst violation of the schema in a value, if there is one."""
         if self.schema is None:
             return None
         validator = _validator(self.schema)
@@ -143,7 +143,7 @@ class Contract:
 
     @classmethod
     def from_row(cls, name: str, version: int, definition: Mapping[str, Any] | str) -> Contract:
-        """From what the database keeps."""
+        """Make a contract from what the database keeps."""
         types = json.loads(definition) if isinstance(definition, str) else definition
         return cls(
             name=name,
@@ -163,7 +163,7 @@ class Contract:
         )
 
     def allowed(self, message_type: str | None, *, from_initiator: bool) -> MessageType:
-        """The type, if this end may send messages of it; otherwise raise a `ContractViolation`."""
+        """Return the type if this end may send such messages; else raise a `ContractViolation`."""
         known = self.types.get(message_type or "")
         if known is None:
             raise TypeNotInContract(message_type, str(self), sorted(self.types))
@@ -180,18 +180,18 @@ def create_message_type(
     validation: Validation = "none",
     schema: Mapping[str, Any] | None = None,
 ) -> bool:
-    """Say what bodies of a type are; False if that version says the same already.
+    """Define what bodies of a message type are; False if that version is defined so already.
 
     Args:
-        connection: to the broker that is to know it.
-        name: of the type.
-        version: of the definition.
+        connection: to the broker that is to know the type.
+        name: the type's name.
+        version: the version of the definition.
         validation: "none"; "empty" for no body; "json" for any JSON; or "json_schema".
-        schema: for the last of these: a JSON Schema.
+        schema: the JSON Schema, if the validation is "json_schema".
 
     Raises:
-        ConfigurationError: that version says something else.
-        UsageError: it is no definition.
+        ConfigurationError: that version has another definition.
+        UsageError: this is no valid definition.
         MissingExtra: jsonschema is not installed.
     """
     _check_name("message type", name, version)
@@ -224,18 +224,18 @@ def create_contract(
     *,
     version: int = 1,
 ) -> bool:
-    """Say which types the messages of dialogs have; False if that version says the same already.
+    """Define a contract: which types messages have. False if that version is defined so already.
 
     Args:
-        connection: to the broker that is to know it.
-        name: of the contract.
-        types: who sends each: "initiator", "target" or "any". The newest version of each type
-            belongs to the contract; one that is not known becomes one without validation.
-        version: of the contract.
+        connection: to the broker that is to know the contract.
+        name: the contract's name.
+        types: who sends each type: "initiator", "target" or "any". The contract has the newest
+            version of each type; a type that is not known yet is created without validation.
+        version: the version of the contract.
 
     Raises:
-        ConfigurationError: that version says something else.
-        UsageError: it is no definition.
+        ConfigurationError: that version has another definition.
+        UsageError: this is no valid definition.
     """
     _check_name("contract", name, version)
     for one, sender in types.items():
@@ -268,7 +268,7 @@ def create_contract(
 def contracts(
     connection: psycopg.Connection[Any], which: list[tuple[str, int]] | None = None
 ) -> list[Contract]:
-    """The contracts of a broker, or those of some names and versions, by name and version."""
+    """Return a broker's contracts, or only those of some names and versions, in that order."""
     params = {
         "names": None if which is None else [name for name, _ in which],
         "versions": None if which is None else [version for _, version in which],

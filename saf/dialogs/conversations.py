@@ -1,4 +1,4 @@
-"""The conversations of a broker, as people look at them and clean them up."""
+"""The conversations of a broker, as people look at them, and how old ones are cleaned up."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ WHERE handle = %(handle)s RETURNING handle
 
 SHARD = shard_expression("shards", "CAST(conversation_id AS text)", modulo="%%")
 
-# Of an end that is over, the rest of a body is not waited for. What has come of it is counted,
-# except for what is ahead: of that a row waits elsewhere, and is counted from there.
+# An end that is over does not wait for the rest of a body. The fragments that have come are
+# counted as dropped, except those that are ahead: a row for each waits elsewhere, and is counted
+# from there.
 DROP_FRAGMENTS = f"""
 WITH gone AS (
     DELETE FROM saf.fragment f USING saf.conversation c
@@ -67,7 +68,7 @@ WHERE received GROUP BY 1, 2 ORDER BY 1, 2
 {ADD}
 """
 
-# Of a group that is empty, nobody knows the name
+# Nobody knows the name of a group that is empty
 FORGET = """
 WITH forgotten AS (
     DELETE FROM saf.conversation
@@ -81,7 +82,7 @@ WHERE NOT EXISTS (SELECT FROM saf.conversation c WHERE c.group_id = g.group_id)
 """
 
 KEPT_SECONDS = 86400.0
-"""How long a closed conversation is remembered at least."""
+"""How long a closed conversation is remembered at least, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +110,10 @@ class Conversation:
     created_at: datetime
     changed_at: datetime
     ahead: int
-    """Messages that wait for one before them, which is missing."""
+    """How many messages wait here because one before them is missing."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The conversation as a dict for JSON."""
         return {
             name: str(value)
             if isinstance(value, UUID)
@@ -132,17 +133,17 @@ def conversations(
     handle: UUID | None = None,
     limit: int | None = None,
 ) -> list[Conversation]:
-    """The ends of conversations in this database, oldest first.
+    """Return the ends of conversations in this database, the oldest first.
 
     Args:
         conn: as for `saf.Outbox.send`.
-        service: only those of this service.
-        states: only those in one of these.
-        handle: only this one.
-        limit: at most so many.
+        service: only ends of this service.
+        states: only ends in one of these states.
+        handle: only the end with this handle.
+        limit: at most so many ends.
 
     Raises:
-        UsageError: there is no such state.
+        UsageError: one of the states does not exist.
     """
     wanted = None if states is None else list(states)
     for state in wanted or ():
@@ -160,7 +161,7 @@ def clean_up(connection: psycopg.Connection[Any], handle: UUID) -> None:
     """Close an end for good, whatever its state. The other end is not told.
 
     Raises:
-        DialogNotFound: there is none in this database.
+        DialogNotFound: no end in this database has this handle.
     """
     with connection.transaction():
         if not fetch(connection, CLEAN_UP, {"handle": handle}):
@@ -169,10 +170,10 @@ def clean_up(connection: psycopg.Connection[Any], handle: UUID) -> None:
 
 
 def forget(connection: psycopg.Connection[Any], retention_seconds: float) -> int:
-    """Forget conversations that were closed long ago; return how many.
+    """Forget conversations that were closed longer ago than this; return how many.
 
-    Fragments that came for an end that is over go at once.
-    For as long as a log may hold a message of theirs, they are remembered.
+    A conversation is remembered for as long as a log may hold one of its messages. Fragments that
+    came for an end that is over are deleted at once.
     """
     with connection.transaction():
         connection.execute(DROP_FRAGMENTS, {"handle": None})

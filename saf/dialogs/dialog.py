@@ -4,14 +4,14 @@
     dialog.send(conn, {"order": 7}, message_type="order")
     dialog.end(conn)
 
-An end is a row of saf.conversation. To send is one statement: it counts ``send_sequence`` up under
-the row's lock, and inserts into the outbox what travels as any other message does, with the
-conversation's id as its key. The other end takes each number once, and in order (`saf.dialogs.
-arrival`). An Error is the exception: it is taken as soon as it arrives, and what was sent before it
-and has not been received by then never is.
+An end is a row of saf.conversation. To send is one statement: it increases ``send_sequence`` under
+the row's lock, and inserts a message into the outbox, which travels like any other, with the
+conversation's id as its key. The other end takes each number once, and in order
+(`saf.dialogs.arrival`). An Error is the exception: it is taken as soon as it arrives, and messages
+sent before it that have not been received by then never will be.
 
-An end puts messages to itself into its own inbox, for later: an Error for when its lifetime is
-over, and the timer. They have no number.
+An end also puts messages to itself into its own inbox, for later: the Error for the end of its
+lifetime, and the timer. These have no number.
 
 ``conn`` is as for `saf.Outbox.send`, and the transaction stays the caller's.
 """
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from saf.transaction import Conn
 
 LONGEST_SECONDS = 1_000 * 365 * 86_400
-"""Longest lifetime and timer: a thousand years, so that they end before the calendar does."""
+"""Longest lifetime and timer, in seconds: a thousand years, so that they end in the calendar."""
 
 SAVEPOINT = "SAVEPOINT saf_fragments"
 UNDO = "ROLLBACK TO SAVEPOINT saf_fragments"
@@ -81,22 +81,22 @@ RELEASE = "RELEASE SAVEPOINT saf_fragments"
 
 @dataclass(frozen=True, kw_only=True)
 class Dialog:
-    """One end of a conversation. Holds no connection; pick it up again with `open_dialog`."""
+    """One end of a conversation. Holds no connection; `open_dialog` picks it up again."""
 
     handle: UUID
-    """Names this end, in its database; the other end has another one."""
+    """Names this end in its database; the other end has a handle of its own."""
     conversation_id: UUID
-    """The same at both ends."""
+    """The conversation's id, which is the same at both ends."""
     is_initiator: bool
     monolog: bool
     service: str
-    """Of this end."""
+    """The service of this end."""
     far_service: str
-    """Of the other end."""
+    """The service of the other end."""
     contract: Contract | None
-    """The version of it that the dialog began with."""
+    """The version of the contract that the dialog began with; None if it has no contract."""
     broker_id: UUID
-    """Where this end lives."""
+    """The broker where this end lives."""
 
     def send(
         self,
@@ -108,22 +108,24 @@ class Dialog:
         max_bytes: int = LARGEST_BYTES,
         fragment_bytes: int = FRAGMENT_BYTES,
     ) -> UUID:
-        """Say something to the other end, and return the message's id.
+        """Send a message to the other end, and return the message's id.
 
         Args:
             conn: the caller's connection, with the transaction that the message is part of.
-            body: as for `saf.Outbox.send`; or a binary file, which is read from where it is to its
-                end, a fragment at a time.
+            body: as for `saf.Outbox.send`; or a binary file, which is read from its current
+                position to its end, one fragment at a time.
             message_type: what the body is; see `saf.dialogs.contracts`.
             headers: JSON values by name.
-            max_bytes: largest body accepted; one that the contract looks into, or a monolog's, is
-                in memory and has no more than `saf.message.DEFAULT_MAX_BYTES` in any case.
-            fragment_bytes: a dialog's body that is larger travels in pieces of this size.
+            max_bytes: largest body accepted. A body that the contract looks into, and a monolog's,
+                is held in memory, and has no more than `saf.message.DEFAULT_MAX_BYTES` in any case.
+            fragment_bytes: a dialog's larger body travels in pieces of this size, in bytes.
 
         Raises:
-            InvalidMessage: nothing is written, also if a file turns out to be too large.
-            TypeNotInContract, WrongDirection, SchemaViolation: the same.
-            DialogEnded: here, there or by an error.
+            InvalidMessage: the message cannot be stored. Nothing is written, even if a file turns
+                out to be too large only at its end.
+            TypeNotInContract, WrongDirection, SchemaViolation: the contract does not allow the
+                message; nothing is written.
+            DialogEnded: one of the ends has ended, or there was an error.
             DialogExpired: its lifetime is over.
             DialogElsewhere, DialogNotFound: this is not the database of the dialog.
             AutocommitError, SchemaMissing, SchemaMismatch: as `saf.Outbox.send`.
@@ -151,7 +153,7 @@ class Dialog:
         max_bytes: int = LARGEST_BYTES,
         fragment_bytes: int = FRAGMENT_BYTES,
     ) -> UUID:
-        """The same, for saf's own: nothing of it is reserved."""
+        """Send a message like `send`, but also one whose type or headers are reserved for saf."""
         if not 1 <= fragment_bytes <= DEFAULT_MAX_BYTES:
             raise InvalidMessage(
                 "fragment_bytes", f"{fragment_bytes:,} is not from 1 to {DEFAULT_MAX_BYTES:,}"
@@ -175,24 +177,24 @@ class Dialog:
         return self._say_in_fragments(enter(conn), row, file, fragment_bytes, max_bytes)
 
     def end(self, conn: Conn) -> None:
-        """End this side in order. The other side may still send; that is dropped here.
+        """End this side in order. The other side may still send; those messages are dropped here.
 
         Raises:
-            DialogEnded: it is ended here already.
+            DialogEnded: this end has ended already.
             DialogElsewhere, DialogNotFound: this is not the database of the dialog.
         """
         self._say(enter(conn), END_HERE, self._encoded(b"", END))
 
     def end_with_error(self, conn: Conn, code: int, text: str) -> None:
-        """End both sides: the other one gets the error instead of what it has not received yet.
+        """End both sides. The other side gets the error instead of what it has not received yet.
 
         Args:
             conn: as for `send`.
-            code: the application's own, above zero.
+            code: the application's own error code, above zero.
             text: what went wrong, for whoever is at the other end.
 
         Raises:
-            DialogEnded: it is ended here already.
+            DialogEnded: this end has ended already.
             DialogElsewhere, DialogNotFound: this is not the database of the dialog.
         """
         if code <= 0:
@@ -200,7 +202,7 @@ class Dialog:
         self.fail(enter(conn), code, text, ending=True)
 
     def start_timer(self, conn: Conn, seconds: float) -> None:
-        """Get a message of type `TIMER` after so long; an earlier timer of this end is forgotten.
+        """Get a message of type `TIMER` after so many seconds, instead of by an earlier timer.
 
         Raises what `end` raises.
         """
@@ -228,16 +230,16 @@ class Dialog:
         here: bool = True,
         original: Mapping[str, Any] | None = None,
     ) -> None:
-        """Tell the other end of an error; unless it is ``ending``, this end too, by a message.
+        """Tell the other end of an error, and this end too, by a message, unless it is ``ending``.
 
         Args:
             transaction: the caller's.
             code: what is wrong, for programs.
             text: what is wrong, for people.
-            ending: this end is over with it.
-            again: the other end is told even if this one has failed or ended before.
-            here: whether this end is told, unless it is ending.
-            original: of one that was passed on, what it was at first.
+            ending: this end is closed by the error, and needs no message.
+            again: tell the other end even if this one has failed or ended before.
+            here: whether this end is told, if it is not ending.
+            original: for an error that was passed on, what it was at first.
         """
         text = said(text)
         wrapped = {} if original is None else {"original": original}
@@ -251,7 +253,7 @@ class Dialog:
             )
             and here
         ):
-            # not the same message: its id would be in two logs
+            # another message, because the same id would be in two logs
             row = row._replace(message_id=uuid4())
             transaction.execute(
                 TELL_ONESELF, {**row._asdict(), "handle": self.handle, "seconds": 0}
@@ -283,7 +285,7 @@ class Dialog:
         fragment_bytes: int,
         max_bytes: int,
     ) -> UUID:
-        """Say what is in a file, all of it or nothing: the caller may go on after an error."""
+        """Send what is in a file, all or nothing, because the caller may go on after an error."""
         headers = json.loads(row.headers)
         transaction.execute(SAVEPOINT)
         try:
@@ -294,7 +296,8 @@ class Dialog:
                 )
                 self._say(transaction, SEND, one)
         except BaseException:
-            # of an error of the connection there is nothing to undo, and the caller is to see it
+            # if the connection has failed there is nothing to undo, and the caller must see that
+            # error
             with suppress(Exception):
                 transaction.execute(UNDO)
             raise
@@ -325,21 +328,21 @@ def begin_dialog(
     to_broker: UUID | None = None,
     related: UUID | Dialog | None = None,
 ) -> Dialog:
-    """Begin a dialog. The other end hears of it with the first message.
+    """Begin a dialog. The other end hears of it by the first message.
 
     Args:
         conn: the caller's connection, with the transaction that the dialog begins in.
-        from_service: of this end: it lives in this database, and gets the replies.
-        to_service: of the other end.
-        contract: what may be said; its newest version here. None for anything.
-        lifetime: seconds after which it is over for both ends, if one has not ended.
-        to_broker: the one broker that it is with, where several host the service.
-        related: a dialog here whose group it is to belong to; see `saf.dialogs.groups`.
+        from_service: the service of this end; it lives in this database, and gets the replies.
+        to_service: the service of the other end.
+        contract: which messages may be sent: the contract's newest version here. None: any.
+        lifetime: seconds after which it is over for both ends, if one has not ended by then.
+        to_broker: the broker of the other end, where several host the service.
+        related: a dialog in this database whose group the new one joins; see `saf.dialogs.groups`.
 
     Raises:
-        NoSuchService, NoSuchContract: in this database.
-        DialogNotFound: there is no such related dialog.
-        InvalidMessage: a name that no message could have.
+        NoSuchService, NoSuchContract: this database has no such service, or no such contract.
+        DialogNotFound: there is no such related dialog in this database.
+        InvalidMessage: a name is one that no message could have.
         AutocommitError, SchemaMissing, SchemaMismatch: as `saf.Outbox.send`.
     """
     return _begin(
@@ -349,10 +352,11 @@ def begin_dialog(
 
 
 def begin_monolog(conn: Conn, *, from_service: str, topic: str) -> Dialog:
-    """Begin a monolog: what it sends goes to all who subscribe to the topic, in order.
+    """Begin a monolog, whose messages go to all who subscribe to the topic, in order.
 
     A topic is a service that routes lead to several destinations (see `saf.routing.routes`), and
-    each may have any number of subscriptions. Nobody answers; its end is the last message.
+    each of these may have any number of subscriptions. Nobody answers. A monolog ends with its
+    last message.
 
     Raises what `begin_dialog` raises.
     """
@@ -363,7 +367,7 @@ def open_dialog(conn: Conn, handle: UUID) -> Dialog:
     """Pick a dialog up again by its handle, from any process.
 
     Raises:
-        DialogNotFound: there is none in this database.
+        DialogNotFound: no end in this database has this handle.
     """
     transaction = enter(conn, allow_autocommit=True)
     ((broker_id, database, contract, version, definition, *fields),) = transaction.fetch(

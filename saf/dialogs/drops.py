@@ -1,4 +1,4 @@
-"""Drops: why an end of a dialog does not take a message that it is not to wait for. Pure."""
+"""Drops: why an end of a dialog drops a message. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from saf.setaside.dropped import Reason
 
 
 def why_dropped(facts: Facts, message: Received, *, ended_here: bool, over: bool) -> Reason:
-    """Of a message that `saf.dialogs.facts.judge` drops, by what was known before it.
+    """The reason for which `saf.dialogs.facts.judge` drops a message, from the facts before it.
 
-    ``over``: the lifetime is.
+    ``over``: whether the dialog's lifetime is over.
     """
     if message.sequence is None:
         return Reason.OUTDATED
@@ -22,7 +22,7 @@ def why_dropped(facts: Facts, message: Received, *, ended_here: bool, over: bool
 
 
 def no_end(message: Received) -> str:
-    """What is wrong with a message that answers a dialog which nobody has begun here."""
+    """The error of a message that answers a dialog which nobody has begun here."""
     broker = message.to_broker
     there = "" if broker is None else f" It is addressed to broker {broker}."
     return (

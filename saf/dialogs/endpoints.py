@@ -1,10 +1,10 @@
-"""The endpoints in a receiver's hand: locked, made for the first messages, and written.
+"""The endpoints in a receiver's hand: locked, created for first messages, and written.
 
-An initiator's end that was begun with a router gets to know its true far end with the first answer:
-from then on it addresses the service that the router has resolved to.
+An initiator that has begun a dialog with a router learns its true far end from the first answer.
+From then on it addresses the service that the router has resolved to.
 
-In one order, so that two receivers wait for each other instead of deadlocking: first the rows of
-the groups, then those of the endpoints.
+Locks are taken in one order, so that two receivers wait for each other instead of deadlocking:
+first the rows of the groups, then those of the endpoints.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from saf.setaside.isolation import kept
 
 FIRST_DAY = datetime(1, 1, 2, tzinfo=UTC)
 LAST_DAY = datetime(9999, 12, 31, tzinfo=UTC)
-"""What has a time before it can be stored; see `saf.schema.IN_CALENDAR`."""
+"""Times before this cannot be stored; see `saf.schema.IN_CALENDAR`."""
 
 End = tuple[UUID, bool]
-"""A conversation, and whether it is the initiator's end."""
+"""One end: the id of its conversation, and whether it is the initiator's end."""
 
 OF_THESE = """
 unnest(%(conversation_id)s::uuid[], %(is_initiator)s::boolean[])
@@ -60,8 +60,8 @@ BEGUN = {
     "group_id": "uuid",
     "expires_at": "timestamptz",
 }
-# Where a broker was set back, or the dialog is not at its beginning, there may have been an end
-# before, whose numbers are given again: see saf.dialogs.set_back
+# If the broker was set back, or the message is not a dialog's first, there may have been an end
+# here before, whose numbers this one gives again: see saf.dialogs.set_back
 CREATE = f"""
 WITH begun AS (
     SELECT * FROM unnest({", ".join(f"%({name})s::{type_}[]" for name, type_ in BEGUN.items())},
@@ -78,7 +78,8 @@ WITH begun AS (
 SELECT FROM endpoint
 """
 
-# The way that routers have led to who answers; what they gave another key goes on by them
+# Follows what routers have resolved, up to the service that answers. A router that gives another
+# key ends the way (to_key IS NULL): its messages must go on by it.
 REDIRECTED = """
 WITH RECURSIVE way (conversation_id, service, broker) AS (
     SELECT c.conversation_id, far_service, far_broker
@@ -113,7 +114,7 @@ FROM unnest({", ".join(f"%({name})s::{type_}[]" for name, type_ in RECEIVED.item
 WHERE c.handle = r.handle
 """
 
-# What the application has done since stays: an end, a new timer
+# What the application has done since then stays: an end, a new timer
 TAKE_BACK = f"""
 UPDATE saf.conversation c SET changed_at = now(), timer = coalesce(c.timer, r.timer), {
     ", ".join(f"{name} = r.{name}" for name in RECEIVED if name not in ("handle", "timer"))
@@ -139,31 +140,31 @@ class Endpoint:
     far_lineage: Lineage
     failure: tuple[Code, str] | None = None
     answers: bool = False
-    """It has been asked where it stands."""
+    """The other end has asked it how much it has sent and received."""
     asks: bool = False
-    """It misses something that may be lost."""
+    """It waits for a message that may be lost."""
 
     @property
     def row(self) -> dict[str, Any]:
-        """What `RECEIVE` writes."""
+        """The row that `RECEIVE` writes."""
         return {"handle": self.dialog.handle, **vars(self.facts)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Introduction:
-    """What the initiator's first message tells the target of the dialog."""
+    """What the initiator's first message tells the target about the dialog."""
 
     contract: str | None = None
     version: int | None = None
     broker: UUID | None = None
-    """Where the initiator lives: replies go there."""
+    """The broker where the initiator lives, and where replies go."""
     expires_at: datetime | None = None
     problem: str | None = None
-    """Why nobody can tell."""
+    """Why the introduction cannot be read, if it cannot."""
 
 
 def in_hand(raw: psycopg.Connection[Any], messages: list[Received]) -> dict[End, Endpoint]:
-    """The endpoints that messages are for, locked until the transaction ends."""
+    """Return the endpoints that messages are for, locked until the transaction ends."""
     spoken = [message for message in messages if message.from_initiator is not None]
     ends = list(dict.fromkeys(map(end_of, spoken)))
     rows = _lock(raw, ends)
@@ -210,13 +211,13 @@ def _lock(raw: psycopg.Connection[Any], ends: list[End]) -> list[tuple[Any, ...]
     while True:
         groups |= {group_id for (group_id,) in fetch(raw, LOCK_GROUPS, params)}
         rows = fetch(raw, LOCK, params)
-        # another group, if it was moved meanwhile
+        # another group, if the dialog was moved meanwhile
         if all(row[9] in groups for row in rows):
             return rows
 
 
 def _answers_of_others(spoken: list[Received], rows: list[tuple[Any, ...]]) -> list[Received]:
-    """The first answers that come from another service than the one that was addressed."""
+    """The first answers that come from a service other than the one that was addressed."""
     far = {(row[1], row[2]): row[5] for row in rows}
     firsts = [one for one in spoken if one.sequence == 1 and not one.from_initiator]
     return [one for one in firsts if far.get(end_of(one), one.from_service) != one.from_service]
@@ -239,20 +240,20 @@ def _endpoint(row: tuple[Any, ...], known: dict[tuple[str, int], Contract]) -> E
 
 
 def _begins(message: Received) -> bool:
-    """It is the first of a dialog."""
+    """Whether a message is the first of its dialog."""
     first = message.sequence == 1 and message.message_type != COMPARE
     return first and bool(message.from_initiator)
 
 
 def _is_late(message: Received) -> bool:
-    """It is not the first, and says all the same what an end has to know that is not there."""
+    """Whether a later message also tells what an end that is missing here has to know."""
     if not message.from_initiator or message.message_type not in (COMPARE, ERROR):
         return False
     return (message.sequence or 0) > 0 and message.may_say(HELLO)
 
 
 def _introduction(message: Received) -> Introduction:
-    """What a first message says; or that it cannot be read."""
+    """Read the introduction from a first message; it says so if it cannot be read."""
     try:
         said = message.headers.get(HELLO) or {}
         seconds, broker = said.get("lifetime_seconds"), said.get("broker")
@@ -277,7 +278,7 @@ def _introduction(message: Received) -> Introduction:
 def _begun(
     message: Received, hello: Introduction, known: dict[tuple[str, int], Contract]
 ) -> dict[str, Any]:
-    """The row of a target's endpoint, from the first message of the initiator."""
+    """The row of a target's endpoint, made from the initiator's first message."""
     contract = known.get((hello.contract or "", hello.version or 0))
     return {
         "conversation_id": message.conversation_id,
@@ -293,17 +294,17 @@ def _begun(
 
 
 def write(raw: psycopg.Connection[Any], statement: str, endpoints: Iterable[Endpoint]) -> None:
-    """Write what endpoints know, by `RECEIVE` or `TAKE_BACK`."""
+    """Write what endpoints know, by the statement `RECEIVE` or `TAKE_BACK`."""
     if rows := [one.row for one in endpoints]:
         raw.execute(statement, columns(RECEIVED, rows))
 
 
 def columns(names: Iterable[str], rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Rows as the arrays that unnest takes."""
+    """Turn rows into the arrays that unnest takes, by column."""
     return {name: [row[name] for row in rows] for name in names}
 
 
 def end_of(message: Received) -> End:
-    """Which end a message is for."""
+    """The end that a message is for."""
     assert message.conversation_id is not None  # noqa: S101 - it is of a dialog
     return message.conversation_id, not message.from_initiator

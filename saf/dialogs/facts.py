@@ -1,7 +1,8 @@
 """What an end of a dialog knows of what it has received, and what it takes. Pure.
 
-Of what the other end has sent, an end takes the next number only: a repeat is dropped, and what
-is ahead waits for what is missing. So a dialog is exactly once and in order, whatever carried it.
+An end takes only the next number of what the other end has sent: a repeat is dropped, and a message
+that is ahead waits for what is missing. So a dialog is exactly once and in order, whatever carried
+its messages.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ class Verdict(Enum):
     """What becomes of a message that has arrived."""
 
     TAKE = 1
-    """It is the application's."""
+    """It is for the application."""
     DROP = 2
-    """It was there before, or nobody wants it any more."""
+    """It was received before, or nobody wants it any more."""
     WAIT = 3
-    """One before it is missing."""
+    """A message before it is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The facts of an endpoint that messages change."""
+    """The facts of an endpoint that received messages change."""
 
     receive_sequence: int = 0
     ended_there: bool = False
@@ -39,7 +40,7 @@ class Facts:
     timer: UUID | None = None
 
     def with_error(self, body: bytes) -> Facts:
-        """What is known after an Error."""
+        """The facts after an Error has been received."""
         try:
             said = json.loads(body)
             code, text = _code(said["code"]), kept(str(said["text"]))[:MAX_ERROR]
@@ -49,7 +50,7 @@ class Facts:
 
 
 def _code(said: Any) -> int:
-    """A code as the column error_code holds it; raise a ValueError if it cannot."""
+    """The code of an Error, for the column error_code; raise a ValueError if it cannot be."""
     code = int(said)
     if not -(2**31) <= code < 2**31:
         raise ValueError(said)
@@ -59,7 +60,7 @@ def _code(said: Any) -> int:
 def judge(
     facts: Facts, message: Received, *, ended_here: bool, over: bool
 ) -> tuple[Verdict, Facts]:
-    """What becomes of a message, and what is known afterwards; ``over``: the lifetime is."""
+    """What becomes of a message, and the facts afterwards; ``over``: the lifetime is over."""
     if message.sequence is None:
         return _from_oneself(facts, message, ended_here=ended_here)
     wanted = Verdict.DROP if ended_here else Verdict.TAKE
@@ -76,14 +77,14 @@ def judge(
 
 
 def _from_oneself(facts: Facts, message: Received, *, ended_here: bool) -> tuple[Verdict, Facts]:
-    """The timer; or an Error, of which there is one: that of the lifetime may come too late."""
+    """Judge a message to oneself: the timer, or an Error, which may come too late."""
     wanted = Verdict.DROP if ended_here else Verdict.TAKE
     if message.message_type == TIMER:
         if facts.timer != message.message_id or facts.error_code is not None:
             return Verdict.DROP, facts
         return wanted, replace(facts, timer=None)
     failed = facts.with_error(message.body)
-    again = facts.error_code == Code.UNRESOLVED  # of each message that leads nowhere
+    again = facts.error_code == Code.UNRESOLVED  # sent for each message that cannot be resolved
     if again or facts.error_code not in (None, failed.error_code):
         return Verdict.DROP, facts
     return wanted, failed

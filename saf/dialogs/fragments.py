@@ -1,11 +1,11 @@
 """Fragments: how a large body travels, cut into consecutive messages of its conversation.
 
-All but the last say that they are fragments. The last one *is* the message: its id, headers and
-type are those of the whole, and with it the whole is received. It says in how many fragments and
-bytes that is, so nobody has to know the length of a file before it has been read.
+Every fragment but the last says that it is one. The last one *is* the message: its id, headers and
+type are those of the whole, and the whole is received with it. It says how many fragments and bytes
+the whole has, so nobody has to know the length of a file before it has been read.
 
-Each has its own number, and both ends count them as any other message: what holds for messages
-(in order, once; what is ahead waits; a restart loses nothing) holds for fragments.
+Each fragment has its own number, and both ends count it like any other message. So what holds for
+messages (in order, once; what is ahead waits; a restart loses nothing) holds for fragments.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from saf.errors import InvalidMessage
 from saf.message import FRAGMENT, WHOLE
 
 FRAGMENT_BYTES = 1024 * 1024
-"""Longest body that travels in one piece; docs/conversations.md says why."""
+"""Longest body that travels in one piece, in bytes; docs/conversations.md says why."""
 LARGEST_BYTES = 2 * 1024 * 1024 * 1024
-"""Longest body in fragments, as in Service Broker."""
+"""Longest body in fragments, in bytes; the same as in Service Broker."""
 
 
 class Readable(Protocol):
     """A binary file, or what reads like one."""
 
     def read(self, size: int, /) -> bytes:
-        """At most so many bytes; none at the end."""
+        """Return at most so many bytes; none at the end."""
         ...
 
 
 def is_file(body: object) -> TypeGuard[Readable]:
-    """Whether a body is to be read."""
+    """Whether a body is a file, which has to be read."""
     return callable(getattr(body, "read", None))
 
 
 def split(
     file: Readable, fragment_bytes: int, max_bytes: int = LARGEST_BYTES
 ) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """A body's fragments, and what the headers of each say. Two are in memory at a time.
+    """Cut a body into fragments; give each with its headers. Two at a time are in memory.
 
     Raises:
-        InvalidMessage: it has more than ``max_bytes``.
+        InvalidMessage: the body has more than ``max_bytes``.
 
     >>> import io
     >>> list(split(io.BytesIO(b"large"), 4))
@@ -68,7 +68,7 @@ def count(length: int, fragment_bytes: int) -> int:
 
 
 def _fill(file: Readable, size: int) -> bytes:
-    """So many bytes, unless the file ends before: a pipe may give fewer at a time."""
+    """Read so many bytes, or up to the end of the file: a pipe may give fewer at a time."""
     piece = file.read(size)
     while piece and len(piece) < size and (more := file.read(size - len(piece))):
         piece += more

@@ -1,9 +1,9 @@
 """Groups: related conversations, which one receiver at a time has in hand.
 
-Each dialog begins a group of its own, or joins that of another one (``related=``). A receiver holds
-the groups of its messages until its transaction ends; others, in whatever shards, wait for it. So
-what belongs to one piece of business is handled by one at a time, and may keep its state in the
-group: any JSON value, which commits with the rest.
+Each dialog begins a group of its own, or joins the group of another dialog (``related=``). A
+receiver holds the groups of its messages until its transaction ends; other receivers, of whatever
+shards, wait for it. So one receiver at a time handles what belongs to one piece of business. It may
+keep the state of that in the group: any JSON value, which commits with the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from saf.transaction import Transaction, enter
 if TYPE_CHECKING:
     from saf.transaction import Conn
 
-# As a receiver locks it, so that two who count up the state do it one after the other
+# Locks the group's row as a receiver does, so that two who change the state do it one by one
 STATE = """
 SELECT CAST(state AS text) FROM saf.conversation_group
 WHERE group_id = (SELECT group_id FROM saf.conversation WHERE handle = CAST(%(handle)s AS uuid))
@@ -47,10 +47,10 @@ EXISTS = "SELECT handle FROM saf.conversation WHERE handle = CAST(%(handle)s AS 
 
 
 def group_state(conn: Conn, dialog: Dialog) -> Any:
-    """The state of a dialog's group, which is locked until the transaction ends; at first None.
+    """Return the state of a dialog's group, None at first; locks it until the transaction ends.
 
     Raises:
-        DialogNotFound: it is not in this database any more.
+        DialogNotFound: the dialog is not in this database any more.
     """
     transaction = enter(conn)
     found = transaction.fetch(STATE, {"handle": dialog.handle})
@@ -60,10 +60,10 @@ def group_state(conn: Conn, dialog: Dialog) -> Any:
 
 
 def set_group_state(conn: Conn, dialog: Dialog, state: Any) -> None:
-    """Set it to any JSON value; None forgets it.
+    """Set the state of a dialog's group to any JSON value; None forgets the state.
 
     Raises:
-        DialogNotFound: it is not in this database any more.
+        DialogNotFound: the dialog is not in this database any more.
     """
     transaction = enter(conn)
     value = None if state is None else json.dumps(state)
@@ -72,12 +72,12 @@ def set_group_state(conn: Conn, dialog: Dialog, state: Any) -> None:
 
 
 def move_dialog(conn: Conn, dialog: Dialog, related: Dialog | None) -> None:
-    """Let a dialog belong to the group of another one, or, with None, to one of its own.
+    """Move a dialog to the group of another one; or, with None, to a new group of its own.
 
-    It waits for who has either group in hand.
+    This waits for a receiver that has either group in hand.
 
     Raises:
-        DialogNotFound: one of them is not in this database any more.
+        DialogNotFound: one of the dialogs is not in this database any more.
     """
     transaction = enter(conn)
     params = {

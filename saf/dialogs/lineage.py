@@ -1,14 +1,14 @@
 """Lineage: which incarnation of its broker has said which numbers of an end. Pure.
 
-A broker that was set back and repaired is a new *incarnation* of itself: what it says from then on
-has numbers that it may have given before, to something else. So an end that was there when its
-broker was repaired has a lineage, ``((incarnation, after), …)``: numbers above ``after`` were said
-by that incarnation, up to the next one's ``after``. Numbers before the first were said by a broker
+A broker that was set back and repaired is a new *incarnation* of itself: from then on, it may give
+numbers that it has given before, to other messages. So an end that was there when its broker was
+repaired has a lineage, ``((incarnation, after), …)``: numbers above ``after`` were said by that
+incarnation, up to the next one's ``after``. Numbers before the first pair were said by a broker
 that had never been set back.
 
-Two ends agree about a number if their lineages give it to the same incarnation. That is all that
-is asked of a lineage; that it travels with each message is what makes the question answerable
-whenever the message arrives, and in whatever order.
+Two ends agree about a number if their lineages give it to the same incarnation. Nothing else is
+asked of a lineage. It travels with each message, so the question can be answered whenever the
+message arrives, and in whatever order.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from itertools import pairwise
 Lineage = tuple[tuple[int, int], ...]
 
 HEADER = "saf-lineage"
-"""The header that says the sender's; where it is missing, the sender has none."""
+"""The header with the sender's lineage; where it is missing, the sender has none."""
 
 LARGEST = 2**63 - 1
 """PostgreSQL's largest bigint."""
 
 
 def read(said: object) -> Lineage:
-    """A lineage from JSON; none, if it cannot be read.
+    """Read a lineage from JSON; return an empty one if it cannot be read.
 
     >>> read([[17, 3], [21, 8]]), read(None), read([["?"]]), read([[21, 8], [17, 3]])
     (((17, 3), (21, 8)), (), (), ())
@@ -46,7 +46,7 @@ def read(said: object) -> Lineage:
 
 
 def incarnation(lineage: Lineage) -> int:
-    """The one that speaks now; 0 where none is known.
+    """The incarnation that speaks now; 0 where none is known.
 
     >>> incarnation(((17, 3), (21, 8))), incarnation(())
     (21, 0)
@@ -55,7 +55,7 @@ def incarnation(lineage: Lineage) -> int:
 
 
 def said_by(lineage: Lineage, number: int) -> int:
-    """The incarnation that has said a number.
+    """The incarnation that has said a number; 0 for the broker before any set-back.
 
     >>> [said_by(((17, 3), (21, 8)), number) for number in (3, 4, 8, 9)]
     [0, 17, 17, 21]
@@ -64,7 +64,7 @@ def said_by(lineage: Lineage, number: int) -> int:
 
 
 def fork(one: Lineage, other: Lineage) -> int | None:
-    """The last number that two lineages agree about; None if they agree about all.
+    """The last number that two lineages agree about; None if they agree about all numbers.
 
     >>> fork(((17, 3), (21, 8)), ((17, 3),)), fork(((17, 3),), ((21, 2),)), fork((), ())
     (8, 2, None)

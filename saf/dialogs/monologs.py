@@ -1,17 +1,16 @@
-"""Monologs of which a message is lost for good: an Error in its place, so that no gap is silent.
+"""Monologs that have lost a message for good: an Error takes its place, so no gap is silent.
 
-Nobody answers a monolog, so its ends cannot compare (`saf.dialogs.comparing`). But who repairs is
-connected to both sides, and asks: a destination's inbox says how much has come of each monolog.
+Nobody answers a monolog, so its ends cannot compare (`saf.dialogs.comparing`). But a repair is
+connected to both sides, and asks a destination's inbox how much of each monolog has come.
 
 - *The publisher was set back.* A monolog that it remembers ends, because subscribers may have
-  received more than it knows of. So does one that it has forgotten, if a destination has heard it.
+  received more than it knows of. A monolog that it has forgotten also ends, if a destination has
+  heard it.
 - *A destination was set back.* What the publisher still has is sent again. If it does not have all
-  that the destination lacks, the subscribers there get the Error in place of that, and the monolog
-  goes on: it is whole at the other destinations.
+  that the destination lacks, the subscribers there get the Error instead, and the monolog goes on:
+  it is whole at the other destinations.
 
-What was purged from the inbox there as well is not known to anybody.
-
-A message that a person gives up on its way, a dead letter, has an Error in its place likewise.
+If a person gives up a message on its way (a dead letter), an Error takes its place as well.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from saf.dialogs.statements import END, ERROR, Code
 
 JSON = "jsonb_build_object('content-type', 'application/json')"
 
-# Up to where there is no gap; a late subscriber may have begun in the middle
+# How far each monolog was heard without a gap; a late subscriber may have begun in the middle
 HEARD = f"""
 SELECT conversation_id, max(from_service), max(to_service),
        max(sequence) FILTER (WHERE sequence = first + place - 1),
@@ -85,7 +84,7 @@ FAIL_FORGOTTEN = IN_PLACE.format(
     GROUP BY conversation_id) AS forgotten""",
 )
 
-# In place of what nobody has any more; its number is the last of these
+# Takes the place of messages that nobody has any more; its number is that of the last one
 LOST = IN_PLACE.format(
     code=int(Code.SET_BACK),
     failed=f"""(
@@ -115,7 +114,7 @@ WITH there AS MATERIALIZED (
 """
 
 
-# To the subscribers at the destination that a copy was for; to all, if it was for none yet
+# Goes to the subscribers at the destination that the copy was for; to all, if it had none yet
 GIVE_UP = IN_PLACE.format(
     code=int(Code.GIVEN_UP),
     failed="""(
@@ -139,13 +138,16 @@ class Heard:
     from_service: str
     to_service: str
     sequence: int
-    """The last number before which nothing is missing."""
+    """The last number before which no message is missing."""
     failed: bool
-    """It has come to an Error."""
+    """Whether an Error has come."""
 
 
 def heard(connection: psycopg.Connection[Any], source: UUID) -> list[Heard]:
-    """What a destination has heard of the monologs of a source. It looks at the whole inbox."""
+    """Return what a destination has heard of a source's monologs. Reads the whole inbox.
+
+    It is for a destination's database; ``source`` is the publishers' broker.
+    """
     return [
         Heard(
             conversation_id=one,
@@ -161,11 +163,12 @@ def heard(connection: psycopg.Connection[Any], source: UUID) -> list[Heard]:
 def publisher_set_back(
     connection: psycopg.Connection[Any], since: datetime | None, known: Iterable[Heard]
 ) -> None:
-    """End the monologs of which subscribers may know more. Call it in the repair's transaction.
+    """End monologs of which subscribers may know more. Call it in the repair's transaction.
 
     Args:
         connection: to the publishers' broker.
-        since: as for `saf.dialogs.comparing.announce`; None: only those that are known to be more.
+        since: as for `saf.dialogs.comparing.announce`; None: end only monologs of which more is
+            known.
         known: what the destinations have heard.
     """
     params = _columns(one for one in known if not one.failed)
@@ -176,12 +179,12 @@ def publisher_set_back(
 def subscribers_set_back(
     connection: psycopg.Connection[Any], broker: UUID, known: Iterable[Heard]
 ) -> None:
-    """Tell a destination's subscribers of what nobody can send them again. In a transaction.
+    """Tell a destination's subscribers what nobody can send again. Call it in a transaction.
 
     Args:
         connection: to the publishers' broker.
-        broker: the destination.
-        known: what it has heard, since it was set back.
+        broker: the destination's broker_id.
+        known: what the destination has heard since it was set back.
     """
     connection.execute(TELL_OF_LOSS, _columns(known) | {"broker": broker})
 

@@ -1,13 +1,13 @@
-"""Passing on: two dialogs of which one goes on where the other one has come to.
+"""Passing on: what arrives on one of two joined dialogs is said on the other.
 
-What arrives at one of the two ends here is said on the other one, in the same transaction. Both are
-of one group, so that one receiver at a time has both in hand, whichever way it comes from; they
-have the same contract, and their lifetimes are over at the same time.
+It is said in the transaction in which it arrives. Both ends here are of one group, so that one
+receiver at a time has both in hand, whichever way a message comes. They have the same contract, and
+their lifetimes end at the same time.
 
-``saf.resolved_conversation`` says of each conversation of the two which end the other one has here:
-both ways are the same look-up. An End or an Error ends both ends here, and what joins them goes.
-What one side says after the other one has ended is dropped, as it would be there; who passes it on
-is told, and counts it.
+``saf.resolved_conversation`` says of each of the two conversations which end the other one has
+here, so both directions are the same look-up. An End or an Error ends both ends here, and the row
+that joins them is deleted. What one side says after the other has ended is dropped, as it would be
+there; `pass_on` returns False, so that the caller can count it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ WHERE router = CAST(%(router)s AS text)
 
 
 def go_on(conn: Conn, dialog: Dialog, to: Resolved) -> Dialog:
-    """Begin the dialog that this one goes on in: from the same service to another one."""
+    """Begin the dialog that this one goes on in: from the same service to the resolved one."""
     transaction = enter(conn)
     handle = uuid4()
     transaction.execute(
@@ -82,7 +82,7 @@ def go_on(conn: Conn, dialog: Dialog, to: Resolved) -> Dialog:
 
 
 def partner(conn: Conn, dialog: Dialog) -> Dialog | None:
-    """The other one of the two ends here; None if nothing joins this one to another."""
+    """The end here that this one is joined with; None if it is joined with none."""
     params = {"router": dialog.service, "conversation_id": dialog.conversation_id}
     found = enter(conn).fetch(PARTNER, params)
     return open_dialog(conn, found[0][0]) if found else None
@@ -91,13 +91,13 @@ def partner(conn: Conn, dialog: Dialog) -> Dialog | None:
 def pass_on(
     conn: Conn, message: Received, dialog: Dialog, other: Dialog, **headers: object
 ) -> bool:
-    """Say on the ``other`` end what has arrived on a dialog's, with further headers.
+    """Say on the ``other`` end what has arrived on a dialog, with further headers.
 
-    False if that has ended, and the message is dropped.
+    False if the other end has ended, and the message is dropped.
     """
     if message.message_type == TIMER:
         return True
-    said = message.message_type in (END, ERROR)  # which both have then, one way or the other
+    said = message.message_type in (END, ERROR)  # both ends have ended after either of these
     with suppress(DialogEnded, DialogExpired):
         if message.message_type == END:
             other.end(conn)
@@ -122,7 +122,7 @@ def pass_on(
 
 
 def _error(message: Received) -> tuple[int, str, dict[str, Any]]:
-    """Code and text of an Error, and what it was before anybody passed it on."""
+    """The code and text of an Error, and what the Error was before anybody passed it on."""
     facts = Facts().with_error(message.body)
     code, text = facts.error_code or 0, facts.error_text or ""
     try:

@@ -12,7 +12,7 @@ SENDERS = ("initiator", "target", "any")
 
 
 def add_tables(metadata: sa.MetaData) -> None:
-    """Describe them in the metadata of a broker."""
+    """Add these tables to the metadata of a broker."""
     now = sa.text("now()")
     moment = sa.DateTime(timezone=True)
 
@@ -140,7 +140,7 @@ def add_tables(metadata: sa.MetaData) -> None:
             name="conversation_lineages",
         ),
         sa.Index("conversation_of_group", "group_id"),
-        # rewritten with each message: room on the page keeps the updates HOT
+        # the row is rewritten with each message: free room on the page keeps the updates HOT
         postgresql_with={"fillfactor": "60"},
         comment="the endpoints of dialogs that live here; the state follows from the facts",
     )
@@ -151,6 +151,7 @@ def add_tables(metadata: sa.MetaData) -> None:
         sa.Column("from_initiator", sa.Boolean, primary_key=True, comment="which end has sent it"),
         sa.Column("sequence", sa.BigInteger, primary_key=True, autoincrement=False),
         sa.Column("body", sa.LargeBinary, nullable=False),
-        # no key of saf.conversation: what has come before its dialog's first message waits as well
+        # no foreign key to saf.conversation: what comes before its dialog's first message waits
+        # here too
         comment="of bodies in fragments: what has come, until the whole is received",
     )

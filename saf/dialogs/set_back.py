@@ -1,29 +1,31 @@
-"""Set back: what becomes of a dialog whose one end came back with less than it had.
+"""Set back: what becomes of a dialog when one end came back with less than it had.
 
-A backup is restored, or a standby that lacked the last transactions takes over, and one end does
-not know any more what it has said or received. After the repair (`saf rebase`) it speaks as a new
-incarnation of its broker, which every message says (`saf.dialogs.lineage`). Whoever hears of a new
-incarnation, by whatever message comes first, looks how far the two agree:
+A backup is restored, or a standby that lacked the last transactions takes over: then one end no
+longer knows what it has said or received. After the repair (`saf rebase`) it speaks as a new
+incarnation of its broker, which every message says (`saf.dialogs.lineage`). When an end hears of a
+new incarnation, by whatever message comes first, it looks how far the two ends agree:
 
-- *Numbers that this end has received, and the other end does not know any more*: what that says
-  under these numbers now would be taken for repeats. Both ends get an Error, `Code.SET_BACK`, that
-  says which numbers.
-- *None*: the dialog goes on. What the earlier incarnation has said beyond, and what comes only now,
+- *This end has received numbers that the other end does not know any more.* What the other end says
+  under these numbers now would be taken for repeats. So both ends get an Error, `Code.SET_BACK`,
+  that says which numbers.
+- *There are none:* the dialog goes on. What the earlier incarnation has said beyond that, and comes
+  only now, is not mixed up with the new messages: it is a dead letter.
   is not mixed up with the new: it is a dead letter.
 
-What an end has lost of what it *received* comes again if whoever sent it still has it
+What an end has lost of what it *received* comes again if the sender still has it
 (docs/operations.md). If not, nobody would say so, and the end would wait for ever. So ends compare
-(`saf.dialogs.comparing`): who is told that more was sent than has come, or that more was received
-than it has sent, fails at both ends as well; so does who is asked while its own end has failed. An
-end that was set back asks: at the repair, and whenever something has to wait for what is missing.
+(`saf.dialogs.comparing`). An end fails, and so does the other one, if it is told that more was sent
+than has come, if it is told that more was received than it has sent, or if it has failed before. An
+end that was set back asks: at the repair, and whenever a message has to wait for a missing one.
 
-Where an end is gone altogether, because the dialog had begun after the backup:
+An end is gone altogether if the dialog had begun after the backup:
 
-- what is for an initiator that is not there is answered with an Error, and is a dead letter;
-- what is for a target that is not there may be too early, and waits; if the broker was set back, it
-  asks the initiator, whose answer makes it an end that has failed, for the application to know.
+- a message for an initiator that is not there is answered with an Error, and is a dead letter;
+- a message for a target that is not there may only be too early, so it waits. If the broker was set
+  back, it asks the initiator. The answer makes a failed end, for the application to know.
 
-An end that is begun where one may have been before has a lineage from its first number on, so that
+An end that begins where one may have been before has a lineage from its first number on, so that
+the other end, which may have received such numbers before, can tell the two apart.
 the other end, which may have received such numbers, can tell.
 """
 
@@ -45,7 +47,7 @@ from saf.dialogs.statements import COMPARE, ERROR, Code
 from saf.received import Received
 from saf.transaction import enter
 
-# What has come of bodies that the earlier incarnation was about to send is nobody's
+# Fragments of bodies that the earlier incarnation was about to send are of no use to anybody
 HEAR = """
 WITH heard AS (
     UPDATE saf.conversation c SET far_lineage = h.lineage
@@ -60,8 +62,8 @@ WHERE (f.conversation_id, f.from_initiator) = (h.conversation_id, h.from_initiat
 """
 
 WHO = "SELECT broker_id, incarnation FROM saf.broker"
-# To where the message came from, because nothing else is known of it. The number is none that the
-# end has given: it has no memory of any.
+# Goes to where the message came from, because nothing else is known of that end. The end here
+# remembers no number, so the answer's number is none that it has given.
 ANSWER = f"""
 INSERT INTO saf.outbox (message_id, from_service, to_service, to_broker, key, conversation_id,
                         from_initiator, sequence, message_type, headers, body)
@@ -85,14 +87,14 @@ ANSWERS = (
 
 @dataclass(kw_only=True)
 class Hearing:
-    """What was found of a delivery's messages before they are judged."""
+    """What `hear` finds out about a delivery's messages before they are judged."""
 
     messages: list[Received] = field(default_factory=list)
-    """To be judged."""
+    """Messages to judge."""
     stale: list[tuple[Received, str]] = field(default_factory=list)
-    """Of ends that are as good as gone, and why: nobody will take them."""
+    """Messages of ends that are as good as gone, each with the reason: nobody will take them."""
     done: list[Received] = field(default_factory=list)
-    """saf's own, of which nothing is to be made any more."""
+    """Messages of saf itself that need nothing more."""
 
 
 def hear(
@@ -131,7 +133,7 @@ def hear(
 
 
 def compare(endpoint: Endpoint, message: Received) -> None:
-    """What an end makes of where the other one stands."""
+    """Compare what an end knows with how much the other end says it has sent and received."""
     facts, text = endpoint.facts, None
     sent, (received, asks) = message.sequence or 0, _standing(message)
     if facts.error_code is not None:
@@ -154,7 +156,7 @@ def compare(endpoint: Endpoint, message: Received) -> None:
 
 
 def answer(raw: psycopg.Connection[Any], endpoints: Iterable[Endpoint]) -> None:
-    """Let those ends compare that were asked to, and those that miss something ask."""
+    """Let ends compare that were asked to; let those ask that miss something."""
     ends = [one for one in endpoints if not one.failure]
     asking = {one.dialog.handle for one in ends if one.asks}
     say_these(raw, asking, answer=True)
@@ -163,13 +165,13 @@ def answer(raw: psycopg.Connection[Any], endpoints: Iterable[Endpoint]) -> None:
 
 
 def fail(raw: psycopg.Connection[Any], endpoint: Endpoint, text: str) -> None:
-    """Let both ends have the Error; this one only if it has neither ended nor failed before."""
+    """Send both ends the Error; to this end only if it has neither ended nor failed before."""
     here = not endpoint.ended_here and endpoint.stored.error_code is None
     endpoint.dialog.fail(enter(raw), Code.SET_BACK, text, again=True, here=here)
 
 
 def _lineage(message: Received) -> Lineage:
-    """The sender's."""
+    """The lineage of the sender."""
     if not message.may_say(HEADER):
         return ()
     headers = message.headers
@@ -181,7 +183,7 @@ def _hear_of(
     endpoints: dict[End, Endpoint],
     lineages: dict[Received, Lineage],
 ) -> None:
-    """Let ends know of the newest incarnation that speaks to them."""
+    """Tell ends of the newest incarnation that speaks to them."""
     heard: list[dict[str, Any]] = []
     for message, lineage in sorted(lineages.items(), key=lambda one: incarnation(one[1])):
         endpoint = endpoints.get(end_of(message))
@@ -203,7 +205,7 @@ def _hear_of(
                 "lineage": json.dumps(lineage),
                 "conversation_id": message.conversation_id,
                 "from_initiator": message.from_initiator,
-                # what this end has received goes with it, as of any end that has failed
+                # for this end, what it has received goes too, as for any end that has failed
                 "after": max(after, received),
             }
         )
@@ -220,7 +222,7 @@ def _is_stale(message: Received, lineage: Lineage, endpoint: Endpoint) -> bool:
 
 
 def _strangers(raw: psycopg.Connection[Any], unknown: list[Received]) -> set[Received]:
-    """Of messages for ends that are not here, those that nobody will take: they are answered."""
+    """Answer messages for ends that are not here; return those that nobody will ever take."""
     unknown = [one for one in unknown if one.from_service]
     if not unknown:
         return set()
@@ -257,7 +259,7 @@ def _answer(message: Received, sequence: int, message_type: str, body: object) -
 
 
 def _standing(message: Received) -> tuple[int, bool]:
-    """How much the sender has received, and whether it wants to know the same."""
+    """How much the sender has received, and whether it asks this end to compare too."""
     try:
         said = json.loads(message.body)
         return int(said["received"]), bool(said["answer"])

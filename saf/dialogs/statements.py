@@ -1,7 +1,7 @@
-"""What is written of an end of a conversation: whole statements, for `saf.dialogs.dialog`.
+"""Statements that write an end of a conversation, each one whole, for `saf.dialogs.dialog`.
 
-Each has psycopg's named parameters in CASTs; see `saf.transaction`. What is said is one statement:
-it changes the endpoint, and inserts into the outbox what the change comes to.
+Each has psycopg's named parameters in CASTs; see `saf.transaction`. To say something is one
+statement: it changes the endpoint, and inserts into the outbox what follows from the change.
 """
 
 from __future__ import annotations
@@ -12,42 +12,43 @@ from saf.dialogs.contracts import DEFINITION, RESERVED
 from saf.dialogs.lineage import HEADER as LINEAGE
 
 END, ERROR, TIMER = f"{RESERVED}end-dialog", f"{RESERVED}error", f"{RESERVED}dialog-timer"
-"""The message types of what is not the application's."""
+"""The types of messages that are not the application's."""
 
 COMPARE = f"{RESERVED}compare"
-"""The type of what one end tells the other of where it stands; see `saf.dialogs.set_back`."""
+"""The type of a message by which an end tells how much it has sent and received; see
+`saf.dialogs.set_back`."""
 
 HELLO = "saf-dialog"
-"""The header of a dialog's first message: what the other end has to know of it."""
+"""The header of a dialog's first message that tells the other end what it has to know."""
 
 
 class Code(IntEnum):
     """The codes of saf's own errors; an application's are above zero."""
 
     EXPIRED = -1
-    """The lifetime is over."""
+    """The dialog's lifetime is over."""
     QUARANTINED = -2
     """A message could not be handled."""
     VIOLATION = -3
-    """A message was not what the contract says."""
+    """A message was not what the contract allows."""
     NO_CONTRACT = -4
-    """The contract is not known at the target."""
+    """The target does not know the contract."""
     UNRESOLVED = -5
-    """A router does not know which service it is for."""
+    """A router does not know for which service a message is."""
     SET_BACK = -6
-    """One end was set back, and the other one knows of messages that it does not."""
+    """One end was set back, so the other end knows of messages that it does not know any more."""
     GIVEN_UP = -7
     """A person has given up a message that was a dead letter on its way."""
 
 
-# What the target has to know
+# What the target has to know of the dialog
 INTRODUCTION = f"""
 jsonb_build_object('{HELLO}', jsonb_strip_nulls(jsonb_build_object(
     'contract', contract, 'version', contract_version,
     'lifetime_seconds', extract(epoch FROM expires_at - now()),
     'broker', (SELECT broker_id FROM saf.broker))))
 """
-# It comes with the first message, so it need not be asked for; and with the Error of a set-back,
+# Sent with the first message, so that nobody has to ask for it; and with the Error of a set-back,
 # because the target's end may be gone
 HEADERS = f"""
 CASE WHEN is_initiator AND NOT monolog AND (send_sequence = 1 OR error_code = {Code.SET_BACK:d})
@@ -56,8 +57,8 @@ CASE WHEN is_initiator AND NOT monolog AND (send_sequence = 1 OR error_code = {C
         ELSE jsonb_build_object('{LINEAGE}', lineage) END
 """
 
-# The lock on the row is the order: who waits for it finds what was counted before, and the
-# message's id is drawn under it.
+# The lock on the row makes the order: whoever waits for it sees what was counted before, and the
+# message's id is drawn under the lock.
 SAY = f"""
 WITH endpoint AS (
     UPDATE saf.conversation SET {{change}}, changed_at = now()
@@ -75,7 +76,7 @@ WITH endpoint AS (
 SELECT send_sequence FROM endpoint
 """
 
-# Where nothing was sent, nobody is there to hear of an error or an end
+# If nothing was sent, there is no other end to hear of an error or an end
 HEARD_OF = "(send_sequence > 0 OR NOT is_initiator)"
 COUNT = f"send_sequence = send_sequence + CASE WHEN {HEARD_OF} THEN 1 ELSE 0 END"
 OVER = "coalesce(expires_at <= now(), false)"
@@ -101,7 +102,7 @@ END_WITH_ERROR = SAY.format(
     said="send_sequence > 0",
 )
 FAIL = SAY.format(change=f"{COUNT}, {FAILURE}", when="error_code IS NULL", said="send_sequence > 0")
-# The other end does not know of any error, whatever this one has said before
+# Used where the other end does not know of any error, whatever this end has said before
 FAIL_SET_BACK = SAY.format(
     change="""send_sequence = send_sequence + 1,
         error_code = coalesce(error_code, CAST(%(code)s AS int)),
@@ -110,7 +111,7 @@ FAIL_SET_BACK = SAY.format(
     said="true",
 )
 
-# To oneself, as if from the other end
+# Puts a message to oneself into the inbox, as if it came from the other end
 TO_ONESELF = """
 INSERT INTO saf.inbox (message_id, from_service, to_service, key, conversation_id, from_initiator,
                        message_type, headers, body, deliver_at, source)
@@ -135,7 +136,7 @@ EXPIRE = TO_ONESELF.format(
     deliver_at="expires_at",
     when="expires_at IS NOT NULL",
 )
-# By whoever finds that what an end has said leads nowhere
+# For a broker on the way that finds that what an end has said leads nowhere
 TELL = f"""
 WITH endpoint AS (
     SELECT DISTINCT ON (conversation_id, is_initiator) c.conversation_id, c.is_initiator, c.service,
@@ -155,7 +156,7 @@ WITH endpoint AS (
     )
 }
 """
-# Of dead letters at the source, which nobody will send again: the other end would wait for them
+# For dead letters at the source that nobody will send again: the other end would wait for them
 GIVE_UP = f"""
 WITH endpoint AS (
     UPDATE saf.conversation c SET {COUNT}, changed_at = now(), error_code = {Code.GIVEN_UP:d},

@@ -1,8 +1,8 @@
-"""The states of a dialog's endpoint, and what leads from one to the other. Pure.
+"""The states of a dialog's endpoint, and which events lead from one to another. Pure.
 
-The states are Service Broker's, by readable names. In the database, the state is not written but
-follows from facts that are (`STATE`): what was sent, what was received, who has ended, whether
-there was an error. So each event changes one fact, and the table below is what that comes to.
+The states are Service Broker's, with readable names. The database does not store the state. It
+computes it (`STATE`) from facts that it stores: what was sent, what was received, who has ended,
+and whether there was an error. Each event changes one fact; the table below shows the result.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ S, E = State, Event
 TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
     S.STARTED_OUTBOUND: {
         E.SEND: S.CONVERSING,
-        # the other end has not heard of it, and never will
+        # the other end has not heard of the dialog, and never will
         E.END: S.CLOSED,
         E.END_WITH_ERROR: S.CLOSED,
         E.EXPIRE: S.ERROR,
@@ -77,7 +77,7 @@ TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
         E.EXPIRE: S.ERROR,
     },
     S.DISCONNECTED_OUTBOUND: {
-        # dropped: the application has said that it wants no more
+        # dropped, because the application has said that it wants no more
         E.RECEIVE: S.DISCONNECTED_OUTBOUND,
         E.RECEIVE_END: S.CLOSED,
         E.RECEIVE_ERROR: S.CLOSED,
@@ -89,11 +89,12 @@ TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
     },
     S.CLOSED: {},
 }
-"""What is not here is refused if the application asks for it, and dropped if it is received."""
+"""The next state by state and event. An event that is missing here is refused if the application
+asks for it, and dropped if it is received."""
 
 
 def after(state: State, event: Event) -> State | None:
-    """The state that an event leads to; None if it is refused, or dropped.
+    """The state that an event leads to; None if the event is refused or dropped.
 
     >>> after(State.CONVERSING, Event.END), after(State.CLOSED, Event.SEND)
     (<State.DISCONNECTED_OUTBOUND: 'disconnected_outbound'>, None)
@@ -110,4 +111,4 @@ STATE = """CASE
     WHEN NOT is_initiator AND receive_sequence = 0 THEN 'started_inbound'
     ELSE 'conversing'
 END"""
-"""The state, from an endpoint's facts."""
+"""SQL: the state, computed from an endpoint's facts."""

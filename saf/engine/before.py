@@ -1,7 +1,7 @@
-"""Before: what was done with a batch's messages by a task that did not come to its end.
+"""Before: what an earlier task, which did not come to its end, has done with a batch's messages.
 
-What it had set aside beyond the position is not sent, and new messages wait behind it. What it had
-attempted to send at most once is not sent again.
+Messages that it has set aside beyond the position are not sent, and new messages wait behind them.
+Messages that it has tried to send at most once are not sent again.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from saf.setaside import parking
 
 
 class Before:
-    """Of one batch; `look` before the first message, and again after a step has raised."""
+    """What was done with one batch. Call `look` first, and again after a step has raised."""
 
     def __init__(self, batch: Batch, source_session: SourceSession, lanes: HeldLanes) -> None:
         self._batch = batch
         self._at_source = source_session
         self._lanes = lanes
         self._set_aside: dict[str, pa.Array] = {}
-        """Ids beyond the position that are set aside already, by destination."""
+        """For each destination, the ids beyond the position that are set aside already."""
         self._attempted: npt.NDArray[np.int64] | None = None
-        """By shard, up to which id messages had been attempted."""
+        """For each shard, the id up to which sending had been attempted."""
 
     def look(self) -> None:
         """Find what is set aside, and hold the lanes that it is in."""
@@ -48,13 +48,13 @@ class Before:
         self._set_aside = {name: pa.array(some, pa.int64()) for name, some in ids.items()}
 
     def fresh(self, rows: pa.Table, destination: str = "") -> pa.Table:
-        """The messages that are not set aside for a destination; or, if it is empty, for all."""
+        """The messages that are not set aside for a destination; or for all, if it is empty."""
         if destination not in self._set_aside:
             return rows
         return rows.filter(pc.invert(pc.is_in(rows["id"], self._set_aside[destination])))
 
     def unfinished(self, routed: pa.Table, matches: Sequence[Match]) -> pa.Table:
-        """The messages of which anything is left to do: of a topic, some copy may be."""
+        """The messages with anything left to do; of a topic's message, some copy may be left."""
         if not self._set_aside:
             return routed
         topics = [number for number, match in enumerate(matches) if match.to_all]
@@ -63,7 +63,7 @@ class Before:
         return routed.filter(pc.or_(copies, pc.invert(pc.is_in(routed["id"], set_aside))))
 
     def unattempted(self, part: Part, set_aside: SetAside) -> Part:
-        """A part without what may have been sent at most once, which is buried."""
+        """A part without the messages that may have been sent at most once; these are buried."""
         if self._attempted is None:
             found = self._at_source(lambda source: attempt(source, self._batch, 0))
             self._attempted = np.zeros(max(found) + 1, np.int64)

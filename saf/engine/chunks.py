@@ -8,7 +8,7 @@ import pyarrow as pa
 
 
 def chunks(batches: Iterable[pa.RecordBatch], max_rows: int, max_bytes: int) -> Iterator[pa.Table]:
-    """Arrow batches gathered, and cut where they are long, into tables of bounded size.
+    """Gather Arrow batches, and cut them where they are long, into tables of bounded size.
 
     A table has at most ``max_rows`` rows, and ends with the batch that reaches ``max_bytes``.
     """
@@ -30,7 +30,7 @@ def chunks(batches: Iterable[pa.RecordBatch], max_rows: int, max_bytes: int) -> 
 
 
 def mark(rows: pa.Table, number: int = 0) -> tuple[int, int]:
-    """(batch, position) of the last row; ``number`` is the batch of rows that do not say."""
+    """(batch, position) of the last row; ``number`` is the batch of rows without that column."""
     if "batch" in rows.column_names:
         number = int(rows["batch"][-1].as_py())
     return number, int(rows["id"][-1].as_py())

@@ -1,8 +1,8 @@
-"""Classifying: what a router's function answers to messages, as Arrow.
+"""Classifying: a router's function answers for messages, as Arrow.
 
-A table of answers has a row for each message: the service, the broker and the key that it is really
-addressed to, or in the column ``error`` why nobody can say. One message that a function fails for
-is found among its neighbours by halving, and theirs are answered.
+A table of answers has a row for each message: the service, broker and key that it is really
+addressed to; or, in the column ``error``, why this cannot be found out. If the function fails for
+one message, halving finds it among its neighbours, which are answered.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def by_python(function: Function, rows: pa.Table) -> pa.Table:
 
 
 def as_answers(answers: Sequence[Resolved | str]) -> pa.Table:
-    """A table of these; a text is the error of a message that could not be resolved."""
+    """Make a table of answers; a text is the error of a message that could not be resolved."""
     found = [one if isinstance(one, Resolved) else None for one in answers]
     return pa.table(
         [
@@ -60,10 +60,10 @@ def as_answers(answers: Sequence[Resolved | str]) -> pa.Table:
 
 
 def from_columns(said: pa.RecordBatch | pa.Table, count: int) -> pa.RecordBatch:
-    """Answers in the columns service, and optionally broker and key.
+    """Read answers from the columns service, and optionally broker and key.
 
     Raises:
-        ValueError, TypeError: they are none.
+        ValueError, TypeError: these are not answers.
     """
     if said.num_rows != count:
         raise ValueError(f"{said.num_rows} answers to {count} messages")
@@ -80,7 +80,7 @@ def from_columns(said: pa.RecordBatch | pa.Table, count: int) -> pa.RecordBatch:
 
 
 def as_table(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
-    """Messages as a task reads them; what a row does not say is null."""
+    """Make a table of messages as a task reads them; what a row does not have is null."""
     binary = [
         {name: one.bytes if isinstance(one, UUID) else one for name, one in row.items()}
         for row in rows
@@ -89,7 +89,7 @@ def as_table(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
 
 
 def received(rows: pa.Table) -> Iterator[Received]:
-    """The messages one by one, as consumers see them."""
+    """Give the messages one by one, as consumers see them."""
     ids = [one and UUID(bytes=one) for one in _values(rows["conversation_id"])]
     columns = [ids if name == "conversation_id" else _values(rows[name]) for name in READ]
     for row in zip(*columns, strict=True):
@@ -139,7 +139,7 @@ def _plain(column: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def _brokers(column: pa.Array) -> pa.Array:
-    """Uuids, or their texts, as their 16 bytes."""
+    """Turn UUIDs, or their texts, into their 16 bytes."""
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         texts = column.dictionary_encode()
         bytes_ = [
@@ -153,7 +153,7 @@ def _brokers(column: pa.Array) -> pa.Array:
 
 
 def _values(column: pa.ChunkedArray) -> Iterable[Any]:
-    """What is empty for all costs nothing, and a moment not the microseconds that Arrow takes."""
+    """The values. A column of nulls costs nothing; times cost less than Arrow takes for them."""
     if column.null_count == len(column):
         return repeat(None, len(column))
     if pa.types.is_timestamp(column.type):

@@ -15,38 +15,38 @@ from saf.setaside.lane_columns import lanes_of, route_lanes
 
 @dataclass
 class HeldLanes:
-    """Which lanes new messages park in, and which nobody has tried yet.
+    """Which lanes new messages park in, and which lanes nobody has tried yet.
 
-    Of a destination's lanes that is known all along. Of the lanes of services there may be any
-    number, so it is looked up for each chunk, of those that the chunk is for.
+    A task knows from the start which lanes a destination has. There may be any number of lanes of
+    services, so those for a chunk's services are looked up chunk by chunk.
     """
 
     held: dict[Lane, str] = field(default_factory=dict)
-    """New messages have to park in these, and why."""
+    """The lanes in which new messages have to park, each with the reason."""
     ahead: set[Lane] = field(default_factory=set)
-    """They have messages that the batch itself had set aside, before a crash: those stay until the
+    """Lanes with messages that the batch itself had set aside before a crash. These stay until the
     position has passed them, and what comes after them in the batch has to stay behind them."""
     untried: set[Lane] = field(default_factory=set)
-    """Their time has come, but they had nothing of these shards to try."""
+    """Lanes whose time has come, but that held nothing of these shards to try."""
     of_services: bool = False
-    """There may be lanes of services."""
+    """Whether there may be lanes of services."""
 
     def hold(self, lane: Lane, why: str) -> None:
-        """New messages park behind those of this lane; all for a destination behind a replay."""
+        """Let new messages park behind this lane; behind a replay, all for its destination."""
         self.held[lane] = why
         self.of_services |= lane.of_service
         if lane.kind == Kind.REPLAY:
             self.held[Lane(destination=lane.destination)] = why
 
     def open(self, lane: Lane) -> None:
-        """Nothing of these shards is in the lane any more, unless the batch has put it there."""
+        """Note that nothing of these shards is in the lane, unless the batch has put it there."""
         if lane in self.ahead:
             return
         if Lane(destination=lane.destination, kind=Kind.REPLAY) not in self.held:
             self.held.pop(lane, None)
 
     def look(self, source_session: SourceSession, batch: Batch, *messages: pa.Table) -> None:
-        """Find the lanes of the services that some messages are for; others' are not held then."""
+        """Find the lanes of the services of some messages; only these lanes are held then."""
         if self.of_services:
             older = {lane for rows in messages for lane in _older(rows)}
             found = source_session(
@@ -56,7 +56,7 @@ class HeldLanes:
             self.held = mine | found
 
     def services(self, destination: str) -> frozenset[str]:
-        """Those whose messages wait for the destination to know them."""
+        """The services whose messages wait for the destination to know them."""
         mine = [lane for lane in self.held if lane.destination == destination]
         return frozenset(lane.subject for lane in mine if lane.kind == Kind.SERVICE)
 

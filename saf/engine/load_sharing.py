@@ -1,8 +1,8 @@
 """Load sharing: which route each message takes, where its match is one of several.
 
-Messages without a key take them in turn by their ids, so those of a batch go the same way again.
-Those with a key go where their key has chosen to (`saf.routing.route_choices`): a chunk asks once,
-of each key once.
+Messages without a key take them in turn by their ids, so a batch read again goes the same way.
+Messages with a key take the route that their key has chosen (`saf.routing.route_choices`): a chunk
+asks once, and once for each key.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Choose = Callable[[Mapping[Asker, Sequence[str]]], Mapping[Asker, str]]
 
 
 def share(rows: pa.Table, matches: Sequence[Match], choose: Choose) -> pa.Table:
-    """The rows with one route each in the column ``route``, instead of several that share."""
+    """Give each row one route in the column ``route``, in place of several that share."""
     shared = [
         n for n in pc.unique(rows["route"]).to_pylist() if n is not None and matches[n].shared
     ]
@@ -57,7 +57,7 @@ def share(rows: pa.Table, matches: Sequence[Match], choose: Choose) -> pa.Table:
 
 
 def _distinct(columns: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Of the distinct rows, in order of appearance, where each is first; and which each row is."""
+    """Where each distinct row is first, in order of appearance; and which of them each row is."""
     codes = np.zeros(columns.num_rows, np.int64)
     for column in columns.columns:
         if column.null_count < len(column):

@@ -1,8 +1,8 @@
 """The matcher: where each message of a chunk goes, inside the task that delivers it.
 
-By look-ups of Arrow in hash tables of what the routes name, so that a thousand routes cost what one
-does: some 10 ns a message. (In Spark, a CASE over 1,000 conditions takes minutes to compile, and a
-literal map or a broadcast join of 1,000 costs half a µs a message.)
+It looks services and brokers up in hash tables of Arrow, made from what the routes name. So a
+thousand routes cost what one does: some 10 ns a message. (In Spark, a CASE over 1,000 conditions
+takes minutes to compile, and a literal map or a broadcast join of 1,000 costs half a µs a message.)
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Matcher:
     def __init__(self, routes: Routes) -> None:
         self.routes = routes
         self.matches: list[Match] = distinct_matches(routes)
-        """What the numbers in the column ``route`` mean."""
+        """The matches that the numbers in the column ``route`` stand for."""
         number = {match: place for place, match in enumerate(self.matches)}
         self._for_any = _Table(routes.matches, number)
         self._to_known = _Table(routes.matches_of_known, number)
         self._to_unknown = _Table(routes.matches_of_unknown, number)
 
     def route(self, rows: pa.Table) -> pa.Table:
-        """The rows with a column ``route``: the number of each one's match, or null."""
+        """Add the column ``route``: the number of each row's match, or null."""
         services, brokers = rows["to_service"], rows["to_broker"]
         route = pc.coalesce(self._for_any.by_service(services), self._for_any.any)
         if brokers.null_count < len(brokers):
@@ -47,7 +47,7 @@ class Matcher:
 
 
 class _Table:
-    """The numbers of matches, by what routes name."""
+    """The numbers of matches, by the service and broker that routes name."""
 
     def __init__(self, matches: Mapping[Named, Match], number: Mapping[Match, int]) -> None:
         self._services: dict[str, int] = {}
@@ -66,15 +66,15 @@ class _Table:
                 self.any = pa.scalar(number[match], pa.int32())
 
     def by_service(self, services: pa.ChunkedArray) -> pa.ChunkedArray:
-        """Of each service the number of its match, or null."""
+        """For each service, the number of its match, or null."""
         return _looked_up(services, pa.array(self._services, pa.string()), self._services.values())
 
     def by_broker(self, brokers: pa.ChunkedArray) -> pa.ChunkedArray:
-        """Of each broker the number of its match, or null."""
+        """For each broker, the number of its match, or null."""
         return _looked_up(brokers, pa.array(self._brokers, pa.binary()), self._brokers.values())
 
     def by_both(self, services: pa.ChunkedArray, brokers: pa.ChunkedArray) -> pa.ChunkedArray:
-        """Of each service at a broker the number of its match, or null."""
+        """For each service at a broker, the number of its match, or null."""
         service = pa.array(dict.fromkeys(service for service, _ in self._both), pa.string())
         broker = pa.array(dict.fromkeys(broker for _, broker in self._both), pa.binary())
         width = np.int64(len(broker))
@@ -89,6 +89,6 @@ class _Table:
 
 
 def _looked_up(column: pa.ChunkedArray, names: pa.Array, numbers: Iterable[int]) -> pa.ChunkedArray:
-    """Of each value the number that its name has, or null."""
+    """For each value, the number that its name has, or null."""
     places = pc.index_in(column, value_set=names, skip_nulls=True)
     return pa.array(numbers, pa.int32()).take(places)

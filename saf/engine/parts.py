@@ -1,9 +1,9 @@
 """Parts of a chunk: which of its messages go where, and which wait in a lane.
 
-Pure: rows and rules in, parts out. All that goes to one destination is one part, whatever routes
-it took, because the watermark there says of a whole chunk that it is stored; each part is in
-order. A topic's message is in the part of each of its destinations, and each of these waits and
-is set aside by itself.
+Pure: it takes rows and rules, and returns parts. All messages for one destination are one part,
+whatever routes they took, because the watermark there says that a whole chunk is stored; each part
+is in order. A topic's message is in the part of each of its destinations, and in each it waits, or
+is set aside, by itself.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ _MAIN = {"kind": Kind.MAIN, "subject": "", "broker": NO_BROKER}
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Messages with the same way: a destination, or None where no route leads to one."""
+    """Messages that go the same way: to a destination, or None where no route leads to one."""
 
     destination: str | None
     quality: str | None
     rows: pa.Table
-    """With the columns `LANE`, unless all are in the destination's own lane (`Kind.MAIN`)."""
+    """The messages; with the columns `LANE`, unless all are in the destination's own lane."""
     waits_at: str
-    """The destination whose lanes these are; empty for none's."""
+    """The destination that these lanes belong to; empty if none."""
 
     @property
     def main(self) -> bool:
-        """They belong in the destination's own lane, and so may go there at once."""
+        """Whether they belong in the destination's own lane, and so may go there at once."""
         return not has_lanes(self.rows)
 
     @property
     def lanes(self) -> list[Lane]:
-        """Those that the messages belong to."""
+        """The lanes that the messages belong to."""
         if self.main:
             return [Lane(destination=self.waits_at)]
         return lanes_of(self.rows, self.waits_at)[0]
@@ -73,11 +73,12 @@ def split(
     held: Mapping[Lane, str],
     waiting: pa.Table | None = None,
 ) -> list[Part]:
-    """The parts of a chunk whose column ``route`` says which of ``matches`` each message has.
+    """Split a chunk into parts; its column ``route`` says which of ``matches`` each message has.
 
-    None of the ways is shared any more. ``qualities`` are the known destinations' defaults. A route
-    to any other is none; but of a topic's, whose messages wait for that destination alone. Nor is
-    there one for messages behind others that still wait for it. What is ``waiting`` has no way now.
+    Each match has one route, or is a topic's: load sharing is done. ``qualities`` are the default
+    qualities of the known destinations. A route to an unknown destination does not count; but a
+    topic's message waits for that destination alone. Messages behind others that wait for a route
+    have none either. Messages that are ``waiting`` have no way now.
     """
     rows = _behind(rows, {lane for lane in held if lane.unrouted})
     numbers: dict[tuple[str, str | None] | None, list[int | None]] = defaultdict(list)
@@ -102,15 +103,15 @@ def split(
 
 
 def unroutable(rows: pa.Table) -> Part:
-    """Messages that wait for a route: those for each service, and broker, in a lane of theirs."""
+    """Messages that wait for a route, in a lane for each service and broker."""
     rows = in_lanes(rows, route_lanes(rows))
     return Part(destination=None, quality=None, rows=rows, waits_at="")
 
 
 def _behind(rows: pa.Table, unrouted: Collection[Lane]) -> pa.Table:
-    """The rows without a route for those whose service, and broker, have messages waiting for one.
+    """Take the route from rows whose service, and broker, have messages waiting for a route.
 
-    Each of these finds its route with them, so that it comes to its destination after them.
+    Each of these finds its route together with those, and so comes to its destination after them.
     """
     if not unrouted:
         return rows
@@ -122,7 +123,7 @@ def _behind(rows: pa.Table, unrouted: Collection[Lane]) -> pa.Table:
 def _parts(
     rows: pa.Table, destination: str | None, quality: str | None, held: Mapping[Lane, str]
 ) -> Iterator[Part]:
-    """One part, and another for messages behind others of their service that wait."""
+    """One part; and another for messages behind others of their service that wait."""
     if destination is None:
         yield unroutable(rows)
         return

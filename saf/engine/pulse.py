@@ -1,11 +1,11 @@
 """A pulse: the sign of life that a task gives, so that its driver keeps the lease for it.
 
-The driver cannot know by itself whether a task is slow or its process is stopped; a lease that it
-went on renewing would keep the shards from everybody else for ever. So the task's session at the
-source holds an advisory lock by which the driver knows it, and a thread lets it be heard of now and
-then. A thread of a process that is stopped is stopped too.
+The driver cannot know by itself whether a task is slow or its process is stopped. If it renewed the
+lease for a stopped process, the shards would be kept from everybody else for ever. So the task's
+session at the source holds an advisory lock by which the driver knows the session, and a thread
+uses the session now and then. When a process is stopped, its thread is stopped too.
 
-It also falls silent when the task has asked no database for anything for as long as a chunk may
+The pulse also stops when the task has asked no database for anything for as long as a chunk may
 take: then its own code hangs, such as a classifier.
 """
 
@@ -21,14 +21,14 @@ import psycopg
 from saf.database import fetch
 from saf.database.patience import quiet_seconds
 
-# By a session that may have been another task's before
+# The session may have been another task's before
 BEGIN = """
 SELECT pg_advisory_unlock_all(), pg_advisory_lock_shared(hashtextextended(%(life)s, 0))
 """
 END = "SELECT pg_advisory_unlock_all()"
 
-# Of tasks that have a session: for how long it has done nothing. A task may run twice, and one of
-# them may have lost its machine.
+# For tasks that have a session: for how long it has done nothing. A task may run twice, and one of
+# the runs may have lost its machine.
 SILENT = """
 SELECT min(CASE WHEN a.state = 'active' THEN 0
                 ELSE extract(epoch FROM clock_timestamp() - a.state_change) END)::float
@@ -43,12 +43,12 @@ GROUP BY t.life
 
 
 def silent(connection: psycopg.Connection[Any], lives: list[str]) -> list[float]:
-    """For how many seconds each of some tasks was not heard of; of those that are at work."""
+    """For how many seconds each task was not heard of; only for tasks that are at work."""
     return [float(seconds) for (seconds,) in fetch(connection, SILENT, {"lives": lives})]
 
 
 class Pulse:
-    """Beats while its block runs, in a thread of its own, several times a lease."""
+    """Beats several times a lease while its block runs, in a thread of its own."""
 
     def __init__(self, beat: Callable[[], object], every_seconds: float, patience: float) -> None:
         self._beat = beat

@@ -8,14 +8,14 @@ from saf.engine.work import Receipt
 
 
 class Receipts:
-    """Those of one task."""
+    """The receipts of one task."""
 
     def __init__(self, work: int) -> None:
         self._work = work
         self._by_destination: dict[str | None, Receipt] = {}
 
     def of(self, destination: str | None) -> Receipt:
-        """The one for a destination, or for what concerns no single one."""
+        """The receipt for a destination; None: the one for what concerns no single destination."""
         return self._by_destination.setdefault(
             destination, Receipt(work=self._work, destination=destination)
         )

@@ -1,16 +1,16 @@
-"""Releasing: parked messages whose time has come, before the new ones.
+"""Releasing: parked messages whose time has come go before the new ones.
 
-Those that have waited for a route, or for their router, first move to lanes of the destinations
-that routes lead to now, a topic's as a copy for each, in one transaction and with the place in the
-order that they had. From then on each waits for its destination alone.
+Messages that have waited for a route, or for their router, first move to lanes of the destinations
+that routes lead to now; a topic's message moves as a copy for each. This is one transaction, and
+they keep their place in the order. From then on each copy waits for its destination alone.
 
-Lanes are released together, those of a destination by their rank (`saf.setaside.backoff.rank`): one
+Lanes of a destination are released together, by their rank (`saf.setaside.backoff.rank`): one
 ordered read, and chunks that go to the destination in one transaction each, whatever lanes they are
-of. What stands in the way of one lane keeps only that one's messages back.
+of. An obstacle for one lane keeps only that lane's messages back.
 
-Messages of healthy lanes do not wait for long until it is their turn: after `RELEASE_SECONDS`, and
-one chunk at least, the task goes on with what is new. What is left goes on in the next cycle,
-behind the lanes that had no turn.
+Messages of healthy lanes must not wait for long. So after `RELEASE_SECONDS`, and at least one
+chunk, the task goes on with new messages. What is left goes on in the next cycle, after the lanes
+that had no turn.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ from saf.setaside.lane_columns import (
 from saf.setaside.parking import ADDRESS, Backoff
 
 SENT_AGAIN = (Kind.REPLAY, Kind.FOUND_REPLAY)
-"""What a destination has lost is sent again though it has expired since: its reader decides."""
+"""Kinds of lanes whose messages are sent although they have expired since: what a destination has
+lost is sent again, and its reader decides."""
 
 RELEASE_SECONDS = 5.0
-"""After that, no more is begun; a chunk in hand is finished."""
+"""After so many seconds, no further chunk is begun; a chunk in hand is finished."""
 
 
 @dataclass
@@ -105,13 +106,13 @@ class Releasing:
                 self._release(destination, lanes)
 
     def forget_untried(self) -> None:
-        """Lanes that had nothing here, and to which nothing new went either."""
+        """Forget lanes that held nothing here, and to which nothing new went either."""
         if self.lanes.untried:
             subscription_id, untried = self.work.batch.subscription_id, self.lanes.untried
             self.source_session(lambda source: backoff.forget(source, subscription_id, untried))
 
     def _bury_unrouted(self) -> None:
-        """What has expired without a route has been sent nowhere: it is dead at once."""
+        """Make dead letters of messages that expired without a route and were sent nowhere."""
 
         def bury(source: psycopg.Connection[Any]) -> int:
             hold(source, self.work.batch)
@@ -127,7 +128,7 @@ class Releasing:
         return time.monotonic() > self._until
 
     def _hold(self, lanes: Collection[Lane], why: str) -> None:
-        """New messages wait behind these. Of lanes of services that is looked up."""
+        """Let new messages wait behind these lanes. Lanes of services are looked up instead."""
         for lane in lanes:
             if not lane.of_service:
                 self.lanes.hold(lane, why)
@@ -135,7 +136,7 @@ class Releasing:
     # Routing
 
     def _route(self, lanes: Sequence[Lane]) -> set[Lane]:
-        """Move what has waited for a route to where routes lead now; return to which lanes."""
+        """Move messages that waited for a route to where routes lead now; return to which lanes."""
         if not lanes:
             return set()
         found: set[Lane] = set()
@@ -159,9 +160,9 @@ class Releasing:
         return found
 
     def _led(self, lanes: Sequence[Lane]) -> set[Lane]:
-        """Those in which something may have a way out.
+        """The lanes in which some message may have a way out.
 
-        A lane says which service it is of; so what has none need not be read to find that out.
+        A lane says for which service it is, so a lane without a way out need not be read.
         """
         unrouted = [lane for lane in lanes if lane.unrouted]
         brokers = [lane.broker and lane.broker.bytes for lane in unrouted]
@@ -180,13 +181,13 @@ class Releasing:
         return others.union(unrouted[n] for n in rows.filter(led)["number"].to_pylist())
 
     def _stay(self, lanes: Sequence[Lane]) -> None:
-        """What is left in these has no way out."""
+        """Note that what is left in these lanes has no way out."""
         here = self.source_session(lambda s: parking.occupied(s, self.work.batch, lanes))
         self._postpone({lane: self.resolver.obstacle(lane) for lane in lanes if lane in here})
         self.lanes.untried.update(lane for lane in lanes if lane not in here)
 
     def _find_routes(self, found: set[Lane], rows: pa.Table) -> None:
-        """Move messages to where routes lead now, and note in ``found`` to which lanes."""
+        """Move messages to where routes lead now, and add to ``found`` the lanes they moved to."""
         if "body" in rows.column_names and rows["body"].null_count:
             set_aside = self._aside()
             readable = set_aside.bury_unread(rows)
@@ -194,7 +195,7 @@ class Releasing:
             rows = readable
         resolution = self.resolver.resolve(rows)
         for some, error in resolution.dead:
-            # what its router does not know where to send to leaves its lane
+            # a message that its router cannot resolve leaves its lane
             set_aside = self._aside()
             set_aside.bury(some, "", "unresolved", error)
             self._settle(some, set_aside)
@@ -221,7 +222,7 @@ class Releasing:
         return lanes
 
     def _copies(self, rows: pa.Table) -> Iterator[tuple[str, str | None, list[dict[str, Any]]]]:
-        """By destination and quality, the messages that go there, with their lanes there."""
+        """For each destination and quality, the messages that go there, with their lanes there."""
         waited_for_route = pc.equal(rows[KIND], str(Kind.ROUTE))
         rows = in_lanes(rows, found_lanes(either(waited_for_route, route_lanes(rows), rows)))
         there: dict[tuple[str, str | None], list[int]] = {}
@@ -256,7 +257,7 @@ class Releasing:
         self.lanes.untried |= left - tried
 
     def _blocked(self, destination: str, lanes: Sequence[Lane]) -> dict[Lane, SafError]:
-        """Which cannot leave, and why: no match, or older messages that wait in another lane."""
+        """Which lanes cannot leave, and why: no match, or older messages wait in another lane."""
         if destination not in self.rules.qualities:
             return dict.fromkeys(lanes, nowhere(destination))
         main = Lane(destination=destination)
@@ -284,7 +285,7 @@ class Releasing:
     def _deliver(self, destination: str, left: set[Lane], rows: pa.Table) -> None:
         """Deliver a chunk, and take what has gone out of its lane.
 
-        Of the lanes ``left`` only; those that fail are not any more.
+        Only messages of the lanes ``left`` are delivered; lanes that fail are removed from it.
         """
         rows = rows.filter(is_in(rows, left))
         if not rows.num_rows:
@@ -317,7 +318,7 @@ class Releasing:
             self._deliver_once(part)
 
     def _fit(self, destination: str, rows: pa.Table, set_aside: SetAside) -> Iterator[Part]:
-        """What may go of a chunk, by quality; what is too large, doubtful or expired is buried."""
+        """What may go of a chunk, by quality; what is too large, in doubt or expired is buried."""
         kind = rows[KIND][0].as_py()
         rows = set_aside.bury_unread(rows)
         if kind == Kind.DOUBT:
@@ -329,12 +330,12 @@ class Releasing:
                 yield fresh
 
     def _unexpired(self, part: Part, set_aside: SetAside) -> Part:
-        """A part without what has expired, which is buried unless the destination has stored it."""
+        """A part without expired messages, which are buried unless the destination has them."""
         expired_ones = set_aside.expired(part.rows)
         if expired_ones is None:
             return part
         never = part.rows.filter(expired_ones)
-        if part.quality != AT_MOST_ONCE:  # of that, nothing that is in a lane has been sent
+        if part.quality != AT_MOST_ONCE:  # a message sent at most once has left its lane
             try:
                 never = self.storing.not_stored(replace(part, rows=never))
             except SafError:
@@ -352,7 +353,7 @@ class Releasing:
         )
 
     def _deliver_once(self, part: Part) -> None:
-        """Deliver at most once, after all else that could raise."""
+        """Deliver a part at most once, after everything else that could raise."""
         self._doubt(part)
         set_aside = self._aside()
         isolate(
@@ -384,7 +385,7 @@ class Releasing:
         """Make a step for messages of lanes; one that it raises for alone becomes a dead letter."""
         numbers, lanes = rows["parked_id"], rows.select(LANE)
         gone: set[int] = set()
-        """What an attempt before has written durably: it is in that lane no more."""
+        """Messages that an attempt before has written durably: they have left that lane."""
 
         def undo() -> None:
             ids = numbers.to_pylist()
@@ -420,7 +421,7 @@ class Releasing:
         *,
         found: bool,
     ) -> Iterator[pa.Table]:
-        """What lanes hold of these shards, each in order, in chunks."""
+        """Read what lanes hold of these shards, each lane in order, in chunks."""
         if lanes:
             query = parking.in_lanes(self.work.batch, destination, lanes, columns, found=found)
             yield from chunks(read(self.work, query), self.rules.chunk_rows, self.rules.chunk_bytes)
@@ -428,7 +429,7 @@ class Releasing:
     def _doubt(self, part: Part) -> None:
         """Note, durably, that messages are about to be sent that must not be sent again.
 
-        They wait in a lane of which nothing is sent: where they stay there, because this process
+        They wait in a lane from which nothing is sent. If they stay there, because this process
         ends meanwhile, they become dead letters.
         """
         lane = Lane(destination=part.waits_at, kind=Kind.DOUBT)
@@ -442,7 +443,7 @@ class Releasing:
             fail_point("unpark")
 
         self.source_session(doubt)
-        self.lanes.untried.add(lane)  # empty again soon, unless others' are there too
+        self.lanes.untried.add(lane)  # empty again soon, unless other messages are there too
         fail_point("unpark_commit")
 
     def _settle(self, rows: pa.Table, set_aside: SetAside) -> None:

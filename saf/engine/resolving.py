@@ -1,14 +1,14 @@
 """Resolving: which services the messages for routers are really addressed to.
 
-Before routing, inside the task that delivers: the target sees the true sender, and there is nothing
-in between that could be a bottleneck. A router may resolve to a router; `MAX_HOPS` of them at most,
-and none twice. What is classified once only is remembered at the source
-(`saf.routing.resolved`), durably before anything is sent.
+This happens before routing, inside the task that delivers: the target sees the true sender, and
+nothing in between could become a bottleneck. A router may resolve to another router, `MAX_HOPS` of
+them at most, and none twice. What is to be classified only once is remembered at the source
+(`saf.routing.resolved`), durably, before anything is sent.
 
-A message that cannot be resolved becomes a dead letter, as it was sent: its classifier raises, says
-nothing, or names what cannot be a service or what no route leads to. Its neighbours go on. Messages
-of a router with a problem (`saf.routing.routers`) wait in the lane of their service, and what else
-is addressed to it behind them.
+A message that cannot be resolved becomes a dead letter as it was sent: its classifier raises, gives
+no answer, or names something that cannot be a service, or to which no route leads. Its neighbours
+go on. Messages of a router with a problem (`saf.routing.routers`) wait in the lane of their
+service, and later messages for that service wait behind them.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ from saf.setaside.parking import ADDRESS
 MAX_HOPS = 16
 LATER = "of its dialog, the first message was not resolved"
 RAISED = "its expression raises an error"
-"""What is known inside a task of an expression in SQL that fails for a message."""
+"""All that a task knows of the error when an expression in SQL fails for a message."""
 
 Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.int64]
 
 
 class Memory(Protocol):
-    """What was resolved once; see `saf.routing.resolved`."""
+    """Remembers what was resolved; see `saf.routing.resolved`."""
 
     def resolved(self, router: str, keys: Collection[str]) -> Mapping[str, Resolved]:
-        """What is known of these keys."""
+        """Return what is remembered of these keys."""
 
     def keep(self, router: str, new: Mapping[str, Resolved]) -> Mapping[str, Resolved]:
-        """What counts of these keys from now on, committed."""
+        """Remember resolutions, committed; return what counts for these keys from now on."""
 
 
 class Answers(Protocol):
-    """What expressions in SQL say to messages, evaluated by others in step with the delivery."""
+    """The answers of expressions in SQL, which others evaluate in step with the delivery."""
 
     def about(self, rows: pa.Table) -> Mask:
-        """From now on it is about these messages; which of them have answers."""
+        """Go on to these messages; return which of them have answers."""
 
     def to(self, router: Router, rows: pa.Table) -> pa.Table:
-        """The answers of a router to some of these messages, as `saf.engine.classifying` has them.
+        """The answers of a router for some of these messages, as in `saf.engine.classifying`.
 
         Raises:
-            Unavailable: there are none, because the source could not be read to the end.
+            Unavailable: there are no answers, because the source could not be read to the end.
         """
 
 
@@ -73,11 +73,11 @@ class Resolution:
     """What became of some messages."""
 
     rows: pa.Table
-    """Those that go on, with the addresses that they really have."""
+    """The messages that go on, with their real addresses."""
     dead: list[tuple[pa.Table, str]] = field(default_factory=list)
-    """As they were sent, and why nobody can say where to."""
+    """The messages that cannot be resolved, as they were sent, each group with the reason."""
     waiting: pa.Table | None = None
-    """As they were sent: their router cannot be asked."""
+    """The messages whose router cannot be asked, as they were sent."""
 
 
 class Resolver:
@@ -92,7 +92,7 @@ class Resolver:
         *,
         further: Collection[str] = (),
     ) -> None:
-        """Those that others resolve ``further`` on need no route here."""
+        """``further`` are services that others resolve later; they need no route here."""
         routers = [_usable(router, answers) for router in routers]
         self._routers = {router.service: router for router in routers}
         self._by_spark = answers
@@ -101,7 +101,7 @@ class Resolver:
         self._memory = memory
         self._functions: dict[str, Function] = {}
         self.problems: dict[str, str] = {}
-        """Why the messages for some services wait."""
+        """For each service whose messages wait, why they wait."""
 
     def __bool__(self) -> bool:
         return bool(self._routers)
@@ -116,7 +116,7 @@ class Resolver:
         return Unroutable(service, broker, elsewhere)
 
     def resolve(self, rows: pa.Table, held: Iterable[Lane] = ()) -> Resolution:
-        """The rows with their real addresses; those behind a lane that is ``held`` wait.
+        """Give rows their real addresses; rows behind a lane that is ``held`` wait.
 
         Raises:
             ConfigurationError: a classifier cannot be loaded here, though it could at the driver.
@@ -131,7 +131,7 @@ class Resolver:
         if self._by_spark is not None:
             unasked = ~self._by_spark.about(rows)
             if "parked_id" in rows.column_names:
-                waiting |= left & unasked  # parked since
+                waiting |= left & unasked  # parked since then
         left &= ~waiting
         addressed, errors, trails = rows, dict[int, str](), dict[int, list[str]]()
         for _ in range(MAX_HOPS):
@@ -166,7 +166,7 @@ class Resolver:
         )
 
     def _answers(self, router: Router, rows: pa.Table) -> pa.Table:
-        """The answers to the rows; where one counts for a key, that of the first to have one."""
+        """The answers for rows; where one counts for a key, that of its first answered row."""
         keys = _once(router, rows)
         if keys.null_count == len(keys):
             return self._classified(router, rows)
@@ -181,7 +181,7 @@ class Resolver:
         places, own = np.flatnonzero(asked), self._classified(router, _filtered(rows, asked))
         failed = which[places[own["error"].is_valid().to_numpy()]]
         again = np.isin(which, failed[failed >= 0]) & ~asked
-        if again.any():  # after a dead letter, the key's others are asked as well
+        if again.any():  # the first became a dead letter, so the key's others are asked as well
             places = np.concatenate([places, np.flatnonzero(again)])
             own = pa.concat_tables([own, self._classified(router, _filtered(rows, again))])
         new: dict[str, Resolved] = {}
@@ -200,7 +200,7 @@ class Resolver:
         return pa.concat_tables([own, of_keys]).take(take)
 
     def _classified(self, router: Router, rows: pa.Table) -> pa.Table:
-        """What the classifier answers; of a dialog it is asked for the first message only."""
+        """The classifier's answers; of a dialog, it is asked about the first message only."""
         later = _later(rows)
         if not later.any():
             return self._judged(router, rows)
@@ -209,7 +209,7 @@ class Resolver:
         return answers.take(np.argsort(np.argsort(later, kind="stable")))
 
     def _judged(self, router: Router, rows: pa.Table) -> pa.Table:
-        """What the classifier answers; an error where that is nothing, or leads nowhere."""
+        """The classifier's answers; those that are empty or lead nowhere become errors."""
         answers = self._asked(router, rows)
         services, keys, error = answers["service"], answers["key"], answers["error"]
         addresses = {
@@ -250,7 +250,7 @@ def _usable(router: Router, answers: Answers | None) -> Router:
 
 
 def _once(router: Router, rows: pa.Table) -> pa.Array:
-    """By what each message is classified once: its conversation, or its key, or not at all."""
+    """What each message is classified once for: its conversation, its key, or nothing."""
     conversations = rows["conversation_id"]
     keys = rows["key"] if router.once_per == KEY else pa.nulls(len(rows), pa.string())
     if conversations.null_count < len(conversations):
@@ -260,11 +260,11 @@ def _once(router: Router, rows: pa.Table) -> pa.Array:
 
 
 def _later(rows: pa.Table) -> Mask:
-    """Which are of a dialog, and not its first message."""
+    """Which messages belong to a dialog, but are not its first message."""
     said = rows["from_initiator"]
     if said.null_count == len(said):
         return np.zeros(len(said), np.bool_)
-    # what compares has the number of the last message, and says nothing that could be classified
+    # a COMPARE has the number of the last message, and holds nothing that could be classified
     compares = pc.equal(rows["message_type"], COMPARE)
     follows = pc.or_kleene(pc.greater(rows["sequence"], 1), compares)
     later = pc.and_(said.is_valid(), pc.fill_null(follows, False))
@@ -272,7 +272,7 @@ def _later(rows: pa.Table) -> Mask:
 
 
 def _resolved(places: Places, answers: pa.Table, keyed: Mask) -> Iterable[tuple[int, Resolved]]:
-    """The answers that are to be remembered, with the rows that they are for."""
+    """The answers to remember, each with the row that it is for."""
     for place, row in zip(places.tolist(), answers.to_pylist(), strict=True):
         if keyed[place] and row["error"] is None:
             broker = UUID(bytes=row["broker"]) if row["broker"] else None
@@ -280,7 +280,7 @@ def _resolved(places: Places, answers: pa.Table, keyed: Mask) -> Iterable[tuple[
 
 
 def _readdressed(rows: pa.Table, mine: Mask, answers: pa.Table) -> pa.Table:
-    """The rows with the answers, as far as they say something, as the addresses of ``mine``."""
+    """The rows, with the answers as the addresses of ``mine``, as far as these say anything."""
     for name, answer in zip(ADDRESS, ANSWERS.names[:-1], strict=True):
         new = answers[answer].combine_chunks()
         if new.null_count < len(new):
@@ -295,7 +295,7 @@ def _readdressed(rows: pa.Table, mine: Mask, answers: pa.Table) -> pa.Table:
 def _circles(
     trails: dict[int, list[str]], sent: pa.ChunkedArray, now: pa.ChunkedArray, left: Mask
 ) -> dict[int, str]:
-    """Go one further on the trail of each row that is left; what closes a circle is an error."""
+    """Go one step on the trail of each row that is left; one that closes a circle is an error."""
     found = {}
     for row in np.flatnonzero(left).tolist():
         trail, service = trails.setdefault(row, [sent[row].as_py()]), now[row].as_py()
@@ -321,7 +321,7 @@ def _errors(places: Places, errors: pa.ChunkedArray) -> dict[int, str]:
 
 
 def _unfit(names: pa.ChunkedArray, longest: int) -> pa.ChunkedArray:
-    """Which cannot be a name, or a key, of so many bytes at most."""
+    """Which names, or keys, are empty or have too many bytes."""
     length = pc.binary_length(names)
     bad = pc.or_(pc.equal(length, 0), pc.greater(length, longest))
     return pc.fill_null(pc.or_(bad, pc.match_substring(names, "\0")), False)

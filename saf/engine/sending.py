@@ -1,7 +1,7 @@
 """Sending: the parts of a chunk, each stored at its destination, parked in its lanes, or buried.
 
-What is sent at most once goes last, after all that could raise for a message, because an attempt is
-not made again: it is recorded at the source, durably, before it is made.
+What is sent at most once goes last, after everything that could raise for a message. The attempt is
+recorded at the source, durably, before it is made, because it is not made again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from saf.setaside.lane import Lane
 
 @dataclass(kw_only=True)
 class Sending:
-    """Of one task."""
+    """Sends the parts of one task's chunks."""
 
     work: Work
     rules: ForwardingRules
@@ -37,10 +37,10 @@ class Sending:
     before: Before
 
     def send(self, parts: Sequence[Part], position: int, set_aside: SetAside) -> None:
-        """Send the parts of the chunk that ends at a position; what does not go is in ``aside``.
+        """Send the parts of a chunk that ends at a position; what cannot go is in ``set_aside``.
 
         Raises:
-            SafError: the only destination is down, so nothing is gained by parking.
+            SafError: the only destination is down, so parking would gain nothing.
         """
         number = self.work.batch.number
         once = [part for part in parts if part.quality == AT_MOST_ONCE]
@@ -57,25 +57,25 @@ class Sending:
         self._stay_open(set_aside)
 
     def _waits(self, part: Part, set_aside: SetAside) -> bool:
-        """Park a part that cannot go, behind those of its lanes that wait; whether it was one."""
+        """Park a part that cannot go, behind messages that wait in its lanes; return whether so."""
         for lane in part.lanes:
             if lane not in self.lanes.held and (obstacle := self._obstacle(part, lane)):
                 set_aside.failed[lane] = obstacle
                 self.lanes.hold(lane, str(obstacle))
-        # its lane waits; or it is not the destination's own, so it is behind others
+        # its lane waits; or the part is not in the destination's own lane, so it is behind others
         waits = not part.main or Lane(destination=part.waits_at) in self.lanes.held
         if waits:
             set_aside.wait(part)
         return waits
 
     def _obstacle(self, part: Part, lane: Lane) -> SafError | None:
-        """Why messages have no way out of a lane."""
+        """Why messages cannot leave a lane; None if they can."""
         if part.destination is None:
             return self.resolver.obstacle(lane)
         return obstacle(self.rules, part.destination, part.quality)
 
     def _stay_open(self, set_aside: SetAside) -> None:
-        """Raise, instead of parking, while the only destination is down."""
+        """Raise, instead of parking, if the only destination is down."""
         alone = Lane(destination=self.work.alone or "")
         if alone in set_aside.failed:
             error, subscription_id = set_aside.failed[alone], self.work.batch.subscription_id

@@ -1,7 +1,7 @@
-"""What one chunk sets aside, gathered while it is delivered and written with its position.
+"""What one chunk sets aside: it is gathered during delivery, and written with the position.
 
-Or before, where a watermark is about to pass it (`SetAside.write_ahead`). What is there already is
-not written again: the answer to a commit may have got lost.
+It is written earlier where a watermark is about to pass it (`SetAside.write_ahead`). What is there
+already is not written again, because the answer to a commit may have got lost.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAY_HAVE_LEFT = (
     "unavailable",
     "a forwarder ended while it sent this at most once: it may have arrived, or not",
 )
-"""Reason and error of what is not sent again."""
+"""The reason and the error of messages that are not sent again."""
 
 _FOUND = pa.array([str(kind) for kind in FOUND.values()], pa.string())
 _UUIDS = ("message_id", "to_broker", "conversation_id")
@@ -44,59 +44,59 @@ _UUIDS = ("message_id", "to_broker", "conversation_id")
 
 @dataclass
 class SetAside:
-    """Of one chunk: lanes that failed or are open again, parked messages, dead letters."""
+    """What one chunk sets aside: lanes that failed or are open again, parked and dead messages."""
 
     work: Work
     from_lanes: bool = False
-    """The chunk was parked already, and its rows say in which lanes; else it is of new messages."""
+    """Whether the chunk was parked before, so that its rows say their lanes; else it is new."""
     destination: str = ""
-    """Whose lanes these are; empty for none's."""
+    """The destination that these lanes belong to; empty for none."""
     failed: dict[Lane, SafError] = field(default_factory=dict)
     down: set[str] = field(default_factory=set)
     """Destinations that do not answer."""
     opened: set[Lane] = field(default_factory=set)
     parked: list[Part] = field(default_factory=list)
     dead: list[tuple[pa.Table, str, str, str]] = field(default_factory=list)
-    """Messages, the destination, the reason, the error."""
+    """Dead letters: the messages, the destination, the reason, the error."""
     unread: list[AsStored] = field(default_factory=list)
     """Messages that become dead letters as they are stored: too large to be read, or isolated."""
     max_bytes: int = MAX_BODY
-    """Of a body that is read."""
+    """The largest body that is read, in bytes."""
     dead_letters: int = 0
     """How many messages have become dead letters."""
     parked_messages: int = 0
     _staying: set[int] = field(default_factory=set)
-    """Of the messages that were parked already, those that stay so."""
+    """The messages that were parked before and stay so."""
 
     @property
     def ahead(self) -> bool:
-        """There is something that a watermark must not pass unwritten."""
+        """Whether there is anything that a watermark must not pass before it is written."""
         return bool(self.parked or self.dead or self.unread)
 
     def __bool__(self) -> bool:
         return bool(self.failed or self.opened or self.parked or self.dead or self.unread)
 
     def wait(self, part: Part) -> None:
-        """These are parked in their lanes, or stay there."""
+        """Park messages in their lanes, or let them stay there."""
         if self.from_lanes:
             self._staying |= set(part.rows["parked_id"].to_pylist())
         else:
             self.parked.append(part)
 
     def move(self, part: Part) -> None:
-        """These are parked in lanes that they were not in before."""
+        """Park messages in lanes that they were not in before."""
         self.parked.append(part)
         if self.from_lanes:
             self._staying |= set(part.rows["parked_id"].to_pylist())
 
     def bury(self, rows: pa.Table, destination: str, reason: str, error: str) -> None:
-        """These become dead letters."""
+        """Make dead letters of messages."""
         if rows.num_rows:
             self.dead.append((rows, destination, reason, error))
             self.dead_letters += rows.num_rows
 
     def bury_unread(self, rows: pa.Table) -> pa.Table:
-        """Messages that are too large to be read become dead letters; return the others."""
+        """Make dead letters of messages that are too large to be read; return the others."""
         if not rows["body"].null_count:
             return rows
         large = rows.filter(pc.is_null(rows["body"]))
@@ -105,15 +105,15 @@ class SetAside:
         return rows.filter(pc.is_valid(rows["body"]))
 
     def bury_as_stored(self, rows: pa.Table, error: str) -> None:
-        """These become dead letters by what is stored of them: nobody knows what can be read."""
+        """Make dead letters of messages as they are stored; nobody knows what can be read."""
         for shard, id_ in self._places(rows):
             self.unread.append(AsStored(shard=shard, id=id_, reason="rejected", error=error))
         self.dead_letters += rows.num_rows
 
     def bury_unfit(self, rows: pa.Table, max_bytes: int) -> pa.Table:
-        """Messages that have expired or are too large become dead letters; return the others.
+        """Make dead letters of messages that have expired or are too large; return the others.
 
-        By the time at which the batch was opened: read again, it gives the same.
+        The time that counts is when the batch was opened, so a second reading gives the same.
         """
         self.max_bytes = max_bytes
         rows = self.bury_unread(rows)
@@ -124,7 +124,7 @@ class SetAside:
         return rows
 
     def expired(self, rows: pa.Table) -> pa.ChunkedArray | None:
-        """Which messages have expired when the batch was opened; None if none has."""
+        """Which messages had expired when the batch was opened; None if none had."""
         expiry = rows["expires_at"]
         if expiry.null_count == len(expiry):
             return None
@@ -133,7 +133,7 @@ class SetAside:
         return expired if pc.any(expired).as_py() else None
 
     def write(self, source: psycopg.Connection[Any]) -> None:
-        """Write it all, in the caller's transaction."""
+        """Write all of it, in the caller's transaction."""
         subscription_id = self.work.batch.subscription_id
         rows: list[dict[str, Any]] = []
         for destination in {part.waits_at for part in self.parked}:
@@ -149,7 +149,7 @@ class SetAside:
         backoff.succeeded(source, subscription_id, self.opened)
 
     def write_ahead(self, source_session: SourceSession) -> None:
-        """Write what there is so far, if a watermark must not pass it unwritten."""
+        """Write what has been gathered so far, if a watermark must not pass it before."""
         if not self.ahead:
             return
 
@@ -168,7 +168,7 @@ class SetAside:
         fail_point("set_aside")
 
     def written(self) -> None:
-        """What there is so far needs no writing any more."""
+        """Note that what has been gathered so far is written."""
         self.parked_messages += sum(part.rows.num_rows for part in self.parked)
         self.opened.clear()
         self.parked.clear()
@@ -176,7 +176,7 @@ class SetAside:
         self.unread.clear()
 
     def write_from_lanes(self, source: psycopg.Connection[Any], parked_ids: Sequence[int]) -> None:
-        """The same for messages that were parked already: what has gone leaves its lane."""
+        """Write it for messages that were parked before: those that have gone leave their lane."""
         subscription_id = self.work.batch.subscription_id
         gone = [number for number in parked_ids if number not in self._staying]
         if self.parked:
@@ -211,7 +211,7 @@ class SetAside:
             ]
             here = dead.known(source, subscription_id, destination, [row["id"] for row in dicts])
             new = [row for row in dicts if row["id"] not in here]
-            dead.bury(source, sorted(new, key=itemgetter("id")))  # retried in the order they died
+            dead.bury(source, sorted(new, key=itemgetter("id")))  # a retry keeps this order
             _tell(source, [row for row in new if row["reason"] == "unresolved"])
         dead.bury_as_stored(
             source,
@@ -248,7 +248,7 @@ class SetAside:
 
 
 def _tell(source: psycopg.Connection[Any], rows: Iterable[dict[str, Any]]) -> None:
-    """Whoever has said these in a dialog, here at the source, gets an Error."""
+    """Send an Error to the ends of dialogs, here at the source, that have said these messages."""
     said = [row for row in rows if row["from_initiator"] is not None]
     if said:
         source.execute(

@@ -1,7 +1,7 @@
-"""The source: the open batch of a broker (a group of its shards), inside the Spark task.
+"""The source: it reads the open batch of a broker, for a group of its shards, inside a task.
 
-Read by COPY into Arrow: no Python runs per message. Reading claims nothing and changes nothing, so
-a task may run twice; the batch gives the same rows each time.
+It reads by COPY into Arrow, so no Python runs per message. Reading claims nothing and changes
+nothing, so a task may run twice; the batch gives the same rows each time.
 
 The columns are those of `saf.log.columns`.
 """
@@ -29,17 +29,17 @@ from saf.engine.windows import (
 from saf.engine.work import Work
 from saf.log.columns import common, completed, plain, selected
 
-# One snapshot for all that one reader asks. Before any query of the transaction.
+# One snapshot for all statements of a reader. Must come before any query of the transaction.
 ONE_SNAPSHOT = f"SET TRANSACTION ISOLATION LEVEL {ISOLATION}, READ ONLY"
 
-# Tasks are the parallelism: workers of PostgreSQL's own would hand each row from one to the other,
-# and compiling the query takes longer than most batches.
+# Tasks are the parallelism: parallel workers of PostgreSQL would only pass rows to each other, and
+# compiling the query takes longer than most batches.
 ALONE = "SELECT set_config('max_parallel_workers_per_gather', '0', false), \
 set_config('jit', 'off', false)"
 
 
 def messages(work: Work, max_bytes: int) -> Iterator[pa.RecordBatch]:
-    """What is left of one item of work, in `saf.log.columns`, in the order of the ids.
+    """Give what is left of one item of work, with the columns of `saf.log.columns`, by id.
 
     Raises as `read` does.
     """
@@ -68,17 +68,17 @@ def _in_windows(work: Work, columns: list[str | sql.Composable]) -> Iterator[pa.
                 whole = [complete for some in rows if (complete := completed(some)) is not None]
                 if len(whole) == len(rows):
                     return whole
-                asked = columns  # others will have what these have
+                asked = columns  # the other windows will have the columns that these have
             return _rows(cursor, window.rows(batch, columns))
 
         yield from in_order(survey(cursor, batch), within)
 
 
 def read(work: Work, query: str) -> Iterator[pa.RecordBatch]:
-    """What a query gives at the source, about 4 MiB at a time, in types that Arrow computes with.
+    """Give a query's result at the source, about 4 MiB at a time, in types Arrow computes with.
 
     Raises:
-        Unavailable: the source does not answer, or not to the end.
+        Unavailable: the source does not answer, or stops answering before the end.
     """
     with _cursor(work) as cursor:
         yield from _rows(cursor, query)
@@ -94,19 +94,19 @@ def _rows(cursor: bulk.BulkCursor, query: str) -> Iterator[pa.RecordBatch]:
 
 @contextmanager
 def _cursor(work: Work) -> Iterator[bulk.BulkCursor]:
-    """Of a connection that is kept only if what it was for came to its end."""
+    """A cursor; its connection is kept only if the work with it came to its end."""
     dsn, what = work.dsn, f"broker {work.broker!r}"
     try:
         connection = connections.take("read", dsn, lambda: bulk.connect(dsn, "read", what), _fit)
         try:
             with connection.cursor() as cursor:
                 yield cursor
-            connection.rollback()  # not to hold on to its snapshot
-        except BaseException:  # also a reader that is left before the end
+            connection.rollback()  # so that it does not hold on to its snapshot
+        except BaseException:  # also if the reader stops before the end
             connections.drop(connection)
             raise
         connections.put(work.keep, "read", dsn, connection)
-    # of a stream that breaks off Arrow itself says so
+    # Arrow itself raises for a stream that breaks off
     except (adbc.Error, OSError) as error:
         raise translated(what, getattr(error, "sqlstate", None), dsn.redact(str(error))) from None
 

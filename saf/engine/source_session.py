@@ -23,9 +23,9 @@ T = TypeVar("T")
 
 
 class SourceSession:
-    """Writes at the source, each in a transaction of its own; tried again, so it has to bear that.
+    """Writes at the source, each write in its own transaction; a lost one is tried again.
 
-    Connects at the first write.
+    So a write must be able to run twice. Connects at the first write.
     """
 
     def __init__(self, work: Work, attempts: int) -> None:
@@ -34,10 +34,10 @@ class SourceSession:
         self._connection: psycopg.Connection[Any] | None = None
 
     def __call__(self, write: Callable[[psycopg.Connection[Any]], T]) -> T:
-        """What ``write`` returns, committed.
+        """Commit ``write`` and return what it returns.
 
         Raises:
-            Unavailable: the source does not answer; it may have committed.
+            Unavailable: the source does not answer; the write may have been committed.
         """
 
         def transaction() -> T:
@@ -50,7 +50,7 @@ class SourceSession:
         return while_unavailable(self._attempts, transaction)
 
     def choose(self, among: Mapping[Asker, Sequence[str]]) -> Mapping[Asker, str]:
-        """The destinations of keys that several routes share, committed."""
+        """Choose the destinations of keys that several routes share, committed."""
 
         def write(source: psycopg.Connection[Any]) -> Mapping[Asker, str]:
             hold(source, self._work.batch)
@@ -61,11 +61,11 @@ class SourceSession:
         return chosen
 
     def resolved(self, router: str, keys: Collection[str]) -> Mapping[str, Resolved]:
-        """What a router has resolved once; see `saf.routing.resolved`."""
+        """Return what a router has resolved before; see `saf.routing.resolved`."""
         return self(lambda source: resolved(source, router, keys))
 
     def keep(self, router: str, new: Mapping[str, Resolved]) -> Mapping[str, Resolved]:
-        """What a router has resolved now, or another task before it, committed."""
+        """Keep what a router has resolved, committed; return what counts for these keys."""
 
         def write(source: psycopg.Connection[Any]) -> Mapping[str, Resolved]:
             hold(source, self._work.batch)
@@ -76,7 +76,7 @@ class SourceSession:
         return kept
 
     def beat(self) -> None:
-        """Let the session be heard of, from any thread; a lost one has nothing to say."""
+        """Give a sign of life, from any thread; a session that is lost gives none."""
         connection = self._connection
         if connection is not None:
             with suppress(psycopg.Error):

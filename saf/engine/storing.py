@@ -1,7 +1,7 @@
 """Storing: the step of a delivery in which messages reach their destinations.
 
-What stands in the way of some messages delays only those. What a destination rejects is found by
-halving, and its neighbours are stored.
+An obstacle delays only the messages that it is about. Halving finds a message that a destination
+rejects, and its neighbours are stored.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def nowhere(name: str) -> Unavailable:
 
 
 def obstacle(rules: ForwardingRules, name: str, quality: str | None) -> SafError | None:
-    """Why nothing can go to a destination in some quality of service, by what is configured."""
+    """Why, by the configuration, nothing can go to a destination in a quality of service."""
     there = rules.destinations.get(name)
     if there is None:
         return nowhere(name)
@@ -80,7 +80,7 @@ def obstacle(rules: ForwardingRules, name: str, quality: str | None) -> SafError
 
 @dataclass
 class Storing:
-    """The destinations of one task, each connected when something first goes there."""
+    """The destinations of one task; each is connected when something first goes there."""
 
     work: Work
     rules: ForwardingRules
@@ -88,20 +88,20 @@ class Storing:
     lanes: HeldLanes
     receipts: Receipts
     to_repair: SafError | None = None
-    """A destination was refused until a person has repaired it."""
+    """Destinations that were refused until a person has repaired them."""
     _open: dict[str, Destination] = field(default_factory=dict)
     _identities: dict[str, UUID] = field(default_factory=dict)
     _known: dict[str, dict[Place, Mark | None]] = field(default_factory=dict)
-    """The marks of destinations, by their names, as far as they were asked for."""
+    """The marks of destinations, by their names, as far as they have been read."""
     _stored: list[tuple[UUID, Mapping[Place, Mark], Mapping[Place, Mark]]] = field(
         default_factory=list
     )
-    """What is to be acknowledged: destination, marks, and those before them."""
+    """What to acknowledge: the destination, its marks, and the marks before them."""
 
     def store(self, part: Part, end: tuple[int, int], set_aside: SetAside) -> None:
         """Store a part, which completes its lane up to (batch, position) ``end``.
 
-        What does not go is in ``aside``.
+        Messages that cannot be stored are in ``set_aside``.
         """
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         name = part.destination
@@ -124,7 +124,8 @@ class Storing:
         except UnknownService as error:
             self._store_known(part, end, set_aside, error)
         except Fenced as error:
-            # a newer owner than the source itself knows of: raises Fenced, or is not so
+            # if the source knows of a newer owner too, this raises Fenced; otherwise the
+            # destination is ahead
             self.source_session(lambda source: hold(source, self.work.batch))
             raise Ahead(f"destination {name!r}", error.shards) from None
         except Rejected as error:
@@ -138,7 +139,7 @@ class Storing:
                 set_aside.opened.add(lane)
 
     def store_once(self, part: Part, set_aside: SetAside) -> None:
-        """Store a part at most once: what may have left is not sent again, and said to be dead."""
+        """Store a part at most once: what may have left becomes dead letters, not sent again."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         name = part.destination
         part = self._bury_too_large(part, set_aside)
@@ -159,9 +160,9 @@ class Storing:
             self.receipts.of(name).messages += stored.messages
 
     def not_stored(self, part: Part) -> pa.Table:
-        """The messages of a part that its destination, which is asked, has not stored before.
+        """Ask its destination which messages of a part it has not stored before.
 
-        Raises what storing does, and leaves it to that to say so.
+        Raises what storing raises; storing says so in the receipt.
         """
         number = mark(part.rows, self.work.batch.number)
         chunk = self._chunk(part, number)
@@ -173,12 +174,12 @@ class Storing:
         return beyond(part.rows, chunk.number, stored, _prefix(part))
 
     def acknowledge(self, source: psycopg.Connection[Any]) -> None:
-        """Remember what destinations have stored, with the position that moves past it."""
+        """Write what destinations have stored, with the position that moves past it."""
         for there, marks, before in self._stored:
             acknowledge(source, there, marks, before)
 
     def settled(self) -> None:
-        """What was to be acknowledged is."""
+        """Note that what was to be acknowledged is."""
         self._stored.clear()
 
     def close(self) -> None:
@@ -187,7 +188,7 @@ class Storing:
             destination.close()
 
     def _bury_too_large(self, part: Part, set_aside: SetAside) -> Part:
-        """A part without what is larger than its destination takes, which becomes dead letters."""
+        """A part without messages too large for its destination, which become dead letters."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         largest = self.rules.destinations[part.destination].capabilities.largest_body
         if largest is None:
@@ -203,7 +204,7 @@ class Storing:
     def _store_halves(
         self, part: Part, end: tuple[int, int], set_aside: SetAside, error: Rejected
     ) -> None:
-        """Store what can be of a part with something that the destination rejects."""
+        """Store what can be stored of a part in which the destination rejects something."""
         if part.rows.num_rows == 1:
             set_aside.bury(part.rows, part.destination or "", "rejected", str(error))
             return
@@ -219,14 +220,14 @@ class Storing:
     def _store_own(
         self, part: Part, end: tuple[int, int], set_aside: SetAside, error: AnotherBroker
     ) -> None:
-        """Store the rest of a part, some of which is for other brokers: that waits for a route."""
+        """Store the rest of a part with messages for other brokers: these wait for a route."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         mine, others = _told_apart(error)
         self._let_wait(others, set_aside, error)
         self._store_rest(part, mine, end, set_aside, error.rows)
 
     def _let_wait(self, rows: pa.Table, set_aside: SetAside, error: AnotherBroker) -> None:
-        """Let messages wait for a route, as those do that have none."""
+        """Let messages wait for a route, as messages without a route do."""
         waiting = unroutable(rows)
         for lane in waiting.lanes:
             set_aside.failed[lane] = error
@@ -236,12 +237,13 @@ class Storing:
     def _store_known(
         self, part: Part, end: tuple[int, int], set_aside: SetAside, error: UnknownService
     ) -> None:
-        """Store the rest of a part, some of whose services the destination does not know.
+        """Store the rest of a part with services that the destination does not know.
 
-        Those wait in lanes of their services, so that the rest need not. In lanes that messages
-        come to when they have found a route, unless they wait there already or are in the order
-        that they were sent in: what was stored before the service went, or is sent again, must not
-        meet another lane's watermark.
+        Messages for these services wait in lanes of the services, so that the rest need not wait.
+        The lanes are those for messages that have found a route, unless the messages wait in the
+        service's lane already or are in the order in which they were sent. Otherwise a message that
+        was stored before the service went, or that is sent again, would meet another lane's
+        watermark.
         """
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         unknown = pc.is_in(error.rows["to_service"], pa.array(error.services, pa.string()))
@@ -270,14 +272,14 @@ class Storing:
     def _store_rest(
         self, part: Part, rest: pa.Table, end: tuple[int, int], set_aside: SetAside, fresh: pa.Table
     ) -> None:
-        """Store what a destination has not refused of the ``fresh`` rows of a part."""
+        """Store those of the ``fresh`` rows of a part that a destination has not refused."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         self.receipts.of(part.destination).dropped += part.rows.num_rows - fresh.num_rows
         if rest.num_rows:
             self.store(replace(part, rows=rest), end, set_aside)
 
     def _store(self, part: Part, chunk: Chunk) -> Stored:
-        """Store a chunk where its part goes, if the marks there are those that are known."""
+        """Store a chunk where its part goes, if the marks there are the known ones."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         name, exactly_once = part.destination, part.quality == EXACTLY_ONCE
         known, stored = self._in_step(
@@ -292,7 +294,7 @@ class Storing:
     def _in_step(
         self, part: Part, chunk: Chunk, ask: Callable[[Destination, Chunk], T]
     ) -> tuple[Mapping[Place, Mark], T]:
-        """Ask a part's destination for something with the marks that are known of it; those too."""
+        """Ask a part's destination for something, with its known marks; return these too."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         name = part.destination
         if error := obstacle(self.rules, name, part.quality):
@@ -304,14 +306,14 @@ class Storing:
         try:
             return known, ask(destination, chunk)
         except Ahead as error:
-            # or it was stored, nobody heard the answer, and it waits to be stored again
+            # or the messages were stored, nobody heard the answer, and they wait to be stored again
             subscription_id, marks = self.work.batch.subscription_id, error.marks
             if self.source_session(lambda s: not_parked(s, subscription_id, name, marks)):
                 raise
             return known, ask(destination, replace(chunk, known={**known, **marks}))
 
     def _known_of(self, name: str, places: Sequence[Place]) -> dict[Place, Mark]:
-        """What the source remembers of some of a destination's marks; asked for once."""
+        """Return marks of a destination that the source remembers; the source is asked once."""
         known = self._known.setdefault(name, {})
         if missing := [place for place in places if place not in known]:
             there = self._identities[name]
@@ -345,12 +347,12 @@ class Storing:
 
 
 def _prefix(part: Part) -> str:
-    """What the names of a part's marks begin with."""
+    """The prefix of the names of a part's marks."""
     return {EXACTLY_ONCE: "", AT_MOST_ONCE: ONCE}.get(part.quality or "", AGAIN)
 
 
 def _told_apart(error: AnotherBroker) -> tuple[pa.Table, pa.Table]:
-    """Of the rows that were refused, those that are for the destination, and the others."""
+    """Split refused rows into those that are for the destination, and the others."""
     others = pa.array([UUID(one).bytes for one in error.others], pa.binary())
     away = pc.is_in(error.rows["to_broker"], value_set=others, skip_nulls=True)
     return error.rows.filter(pc.invert(away)), error.rows.filter(away)

@@ -1,26 +1,27 @@
-"""The task: what is done, in Spark or elsewhere, with the messages that it reads.
+"""The task: what is done with the messages of one item of work, in Spark or elsewhere.
 
 First the parked messages whose time has come, lane by lane; then the batch. Per chunk, in the
 order of the ids:
 
-0. routers: to whom each message is really addressed; routes that share: which one it takes. What
-   is to be remembered of both is written at the source, durably, before anything is sent
-1. one transaction per destination; committed, durable, before the next step
-2. at_most_once routes: record the attempt at the source, durably; then send (`saf.engine.sending`)
-3. one transaction at the source: move the position, and with it set aside what could not go
+0. Find out for routers to which service each message is really addressed, and for routes that share
+   which one it takes. What must be remembered of both is written at the source, durably, before
+   anything is sent.
+1. One transaction per destination; committed and durable before the next step.
+2. at_most_once routes: record the attempt at the source, durably; then send (`saf.engine.sending`).
+3. One transaction at the source: move the position, and set aside what could not go.
 
-What is set aside while something is still to be stored is written at the source first: a crash
-before step 3 would leave it below the watermark, where it looks stored.
+If something is set aside while other messages are still to be stored, it is written at the source
+first. A crash before step 3 would leave it below the watermark, where it looks stored.
 
-What stands in the way of some messages delays only those: a destination that is down, a missing
-route or service parks them (see `saf.setaside.parking`), a message that is rejected, expired or too
-large becomes a dead letter (see `saf.setaside.dead`), found among its neighbours by halving. While
+An obstacle delays only the messages that it is about. A destination that is down, and a missing
+route or service, park them (see `saf.setaside.parking`). A message that is rejected, expired or too
+large becomes a dead letter (see `saf.setaside.dead`); halving finds it among its neighbours. While
 the only destination is down, the batch stays open instead.
 
-A crash anywhere loses nothing: the next run reads the same batch from the last position, and
-the destination's watermark drops what it has. A task never raises for what an operator can wait
-out or mend: it ends there and says so in its receipt. Receipts, one per task and destination,
-are all that reaches the driver.
+A crash loses nothing: the next run reads the same batch from the last position, and the
+destination's watermark drops what it has. A task never raises for what an operator can wait out or
+mend: it ends, and its receipt says why. Receipts, one per task and destination, are all that
+reaches the driver.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ from saf.log.cursor import advance, hold
 from saf.setaside.isolation import isolate
 
 BEATS = 6
-"""How often in a lease a task is heard of: twice as often as the lease is renewed."""
+"""How often in a lease a task gives a sign of life: twice as often as the lease is renewed."""
 
 EXPECTED = (Unavailable, Rejected, Fenced, Ahead, Behind, UsageError)
 
 
 class Task:
-    """One task: the remaining messages of one batch, and the parked ones of its shards."""
+    """One task: it forwards the rest of one batch, and the parked messages of its shards."""
 
     def __init__(
         self, number: int, work: Work, rules: ForwardingRules, answers: Answers | None = None
@@ -148,11 +149,12 @@ class Task:
         return self._settle(set_aside, position)
 
     def _settle(self, set_aside: SetAside, position: int) -> bool:
-        """Step 3; return whether the task should stop."""
+        """Do step 3: move the position; return whether the task should stop."""
 
         def settle(source: psycopg.Connection[Any]) -> bool:
-            # once, also where the answer to the commit before got lost; not only here is that seen
-            # to, because `SetAside.write` leaves out what is there already, and `advance` fences
+            # done once, also where the answer to the commit before got lost. `SetAside.write` and
+            # `advance` see to that too: the first leaves out what is there already, and the second
+            # fences
             new = bool(set_aside) and hold(source, self.work.batch) < position
             stop = advance(source, self.work.batch, position)
             self.storing.acknowledge(source)
@@ -171,7 +173,7 @@ class Task:
         return stop
 
     def _bury(self, message: pa.Table, error: str) -> bool:
-        """Make a dead letter of the one message that a step has raised for, and go past it."""
+        """Make a dead letter of the one message for which a step has raised, and go past it."""
         set_aside = SetAside(work=self.work)
         set_aside.bury(self.before.fresh(message), "", "rejected", error)
         return self._settle(set_aside, int(message["id"][0].as_py()))

@@ -1,12 +1,11 @@
 """A deep backlog in the order of its ids, without sorting it at the source.
 
-A log is stored nearly in the order of its ids, but not quite: who inserts at the same time fills
-pages of his own. To sort millions of rows takes the server as long as to read them, and files as
-large as they are. So a deep batch is read in windows, some pages each. What is surveyed first is
-the lowest id in each. They are read in the order of those; so when a window ends, all rows below
-the lowest id of the next are known, and are put in order here. The others are held back.
-
-Survey and reading need one snapshot: under that, a row stays where it is.
+A log is stored nearly in the order of its ids, but not quite, because those who insert at the same
+time fill different pages. To sort millions of rows takes the server as long as to read them, and
+needs files as large as they are. So a deep batch is read in windows of some pages each. First the
+lowest id in each window is surveyed, and the windows are read in the order of these ids. So when a
+window ends, all rows below the lowest id of the next window are known, and are sorted here. The
+others are held back.
 """
 
 from __future__ import annotations
@@ -23,28 +22,28 @@ from saf.log.cursor import Batch, begun_since, since
 from saf.log.ring import SLOT_ROWS, SLOTS
 
 WINDOW_BYTES = 8 * 1024 * 1024
-"""Of a window, as they are stored."""
+"""The size of a window, in bytes, as it is stored."""
 
 HELD_BYTES = 64 * 1024 * 1024
-"""So much may be held back; also of a window alone, whose bodies may have been compressed."""
+"""The most bytes that may be held back; also in one window, whose bodies may be compressed."""
 
 AT_ONCE = 256
-"""Windows that are surveyed by one statement."""
+"""How many windows one statement surveys."""
 
 BATCH_BYTES = 4 * 1024 * 1024
-"""Of what is in order, given on at a time."""
+"""How many bytes of sorted rows are given on at a time."""
 
-# That a full slot holds nothing of the batch, only the index can say quickly. To read some pages it
-# is of no use, whatever the planner hopes of it. Each a query, because ADBC prepares.
+# Only the index can say quickly that a full slot holds nothing of the batch. To read some pages the
+# index is of no use, whatever the planner expects. A query each, because ADBC prepares statements.
 BY_INDEX = """
 SELECT set_config('enable_seqscan', 'off', true), set_config('enable_bitmapscan', 'off', true),
        current_setting('transaction_isolation')
 """
 BY_PAGES = "SELECT set_config('enable_indexscan', 'off', true)"
 ISOLATION = "repeatable read"
-"""Of the transaction: under it, all statements have one snapshot."""
+"""The isolation level of the transaction, with one snapshot for all its statements."""
 
-# The slot as the log is partitioned, so that the planner leaves out the others
+# The slot by the expression of the partitions, so that the planner leaves out the others
 IN_SLOT = "(SELECT * FROM {log} WHERE (id / {slot_rows}) % {slots} = {slot}) AS slot"
 IN_WINDOW = """
 SELECT * FROM {log} WHERE (id / {slot_rows}) % {slots} = {slot}
@@ -61,27 +60,27 @@ LOWEST = "(SELECT min(id) FROM ({rows}) AS rows)"
 
 
 class Querying(Protocol):
-    """What is needed of a database's cursor."""
+    """What is needed of a cursor of a database."""
 
     def execute(self, operation: str, /) -> object:
         """Run a statement."""
 
     def fetchall(self) -> list[tuple[Any, ...]]:
-        """What it gives."""
+        """Return its rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """The rows of a batch on some pages of a slot, from the ``first`` to before the ``end``."""
+    """The rows of a batch on some pages of a slot, from page ``first`` to before page ``end``."""
 
     slot: int
     first: int
     end: int
     lowest: int = 0
-    """The lowest id of them."""
+    """The lowest id in the window."""
 
     def rows(self, batch: Batch, columns: Iterable[str | sql.Composable]) -> str:
-        """The query for them, in no order."""
+        """The query for these rows, in no order."""
         xmax, in_progress = begun_since(batch.done)
         found = sql.SQL(IN_WINDOW).format(
             **_slot(batch, self.slot),
@@ -99,7 +98,7 @@ class NotInWindows(Exception):
 
 
 def survey(cursor: Querying, batch: Batch) -> list[Window]:
-    """The windows that hold rows of a batch, in the order in which they have to be read.
+    """Return the windows with rows of a batch, in the order in which they have to be read.
 
     Raises:
         NotInWindows: the transaction is not one of repeatable reads.
@@ -129,7 +128,7 @@ def survey(cursor: Querying, batch: Batch) -> list[Window]:
 def in_order(
     windows: Sequence[Window], read: Callable[[Window], Iterable[pa.RecordBatch]]
 ) -> Iterator[pa.RecordBatch]:
-    """What ``read`` gives for surveyed windows, in the order of the ids.
+    """Give what ``read`` gives for surveyed windows, in the order of the ids.
 
     Raises:
         NotInWindows: too much would have to be held back.
@@ -147,10 +146,10 @@ def in_order(
 def bounded(
     batches: Iterable[pa.RecordBatch], beside: Iterable[pa.RecordBatch] = ()
 ) -> list[pa.RecordBatch]:
-    """All of them, unless together with those ``beside`` they are more than may be held.
+    """Return all batches, unless together with those ``beside`` they exceed what may be held.
 
     Raises:
-        NotInWindows
+        NotInWindows: they do.
     """
     size = sum(batch.nbytes for batch in beside)
     held = []
@@ -163,7 +162,7 @@ def bounded(
 
 
 def _in_order(rows: pa.Table, bound: int | None) -> tuple[pa.Table, int]:
-    """The rows in order, and how many are below the bound, if there is one."""
+    """Sort rows; return them, and how many are below the bound, if there is one."""
     ids = rows["id"].to_numpy()
     if (np.diff(ids) < 0).any():
         order = np.argsort(ids, kind="stable")
@@ -172,7 +171,7 @@ def _in_order(rows: pa.Table, bound: int | None) -> tuple[pa.Table, int]:
 
 
 def _batches(rows: pa.Table) -> list[pa.RecordBatch]:
-    """The rows as batches of a bounded size; what was sorted is a single one."""
+    """Split rows into batches of a bounded size, because sorting made a single one of them."""
     if not rows.num_rows:
         return []
     few = max(1, BATCH_BYTES * rows.num_rows // max(1, rows.nbytes))
@@ -180,14 +179,14 @@ def _batches(rows: pa.Table) -> list[pa.RecordBatch]:
 
 
 def _cut(slot: int, pages: int, size: int) -> Iterator[Window]:
-    """A slot of so many pages and bytes, those in which large bodies are stored among them."""
+    """Cut a slot of so many pages and bytes into windows; the bytes include large bodies."""
     step = max(1, WINDOW_BYTES * pages // size)
     for first in range(0, pages, step):
         yield Window(slot=slot, first=first, end=first + step)
 
 
 def _sizes(batch: Batch, slot: int) -> str:
-    """The query for how large a slot is, if it holds any of the batch."""
+    """The query for the size of a slot, if it holds anything of the batch."""
     part = sql.SQL(IN_SLOT).format(**_slot(batch, slot))
     query = sql.SQL(SIZES).format(
         slot=slot,

@@ -17,62 +17,63 @@ LEASE_SECONDS = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One task: forward one batch of one broker."""
+    """One item of work: forward one open batch of one broker."""
 
     broker: str
     """The source's name, for people."""
     source: UUID
-    """The source's broker_id, for watermarks."""
+    """The source's broker_id, by which destinations keep watermarks."""
     dsn: Dsn
     batch: Batch
     routes: Routes
-    """Frozen with the batch."""
+    """The routes that are frozen with the batch."""
     much: bool = False
-    """Worth more than one task."""
+    """Whether it is worth more than one task."""
     deep: bool = False
-    """Too many to have them sorted; see `saf.engine.windows`."""
+    """Whether it has too many messages to have them sorted; see `saf.engine.windows`."""
     keep: bool = False
-    """There will be more like it soon, so connections are kept; see `saf.database.connections`."""
+    """Whether more work like it comes soon, so that connections are kept; see
+    `saf.database.connections`."""
     waiting: tuple[Backoff, ...] = ()
-    """What a cycle has to know of the lanes, in the order in which they are tried; see
+    """The lanes that a cycle must know, in the order in which they are tried; see
     `saf.setaside.backoff.waiting`."""
     of_services: bool = False
-    """There are lanes of services, due or not."""
+    """Whether there are lanes of services, due or not."""
     cycle: str = field(default_factory=lambda: uuid4().hex)
-    """Tells this time apart from any other at which the batch is worked on."""
+    """Tells this work on the batch apart from any other work on it."""
     lease_seconds: float = LEASE_SECONDS
-    """How long the task may not be heard of; see `saf.engine.pulse`."""
+    """How long nothing may be heard of the task, in seconds; see `saf.engine.pulse`."""
 
     @property
     def life(self) -> str:
-        """By what the driver knows that the task lives."""
+        """The name by which the driver sees that the task lives."""
         return f"{self.cycle} {self.batch.shards[0]}"
 
     @property
     def alone(self) -> str | None:
-        """The one destination that all messages go to, if it is one.
+        """The destination that all messages go to, if there is only one.
 
-        While that is down, nothing is gained by parking: the batch is left open. What is addressed
-        to a broker may go to any that is known, whatever the routes say.
+        While it is down, parking gains nothing, so the batch is left open. A message that is
+        addressed to a broker may go to any known destination, whatever the routes say.
         """
         destinations = {route.destination for route in self.routes.routes} | {*self.routes.brokers}
         return destinations.pop() if len(destinations) == 1 else None
 
     def split(self, parts: int) -> list[Work]:
-        """The same messages as at most ``parts`` tasks, by shards."""
+        """Split the messages into at most ``parts`` items of work, by shards."""
         return [replace(self, batch=batch) for batch in self.batch.split(parts)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardingRules:
-    """How to deliver; the same for all tasks of a run."""
+    """How a run delivers; the same for all its tasks."""
 
     destinations: Mapping[str, DestinationSettings]
-    """By name."""
+    """The destinations by name."""
     chunk_rows: int
     chunk_bytes: int
     max_bytes: int
-    """Larger bodies are dead letters."""
+    """Messages with a larger body, in bytes, become dead letters."""
     attempts: int
 
     @property
@@ -83,7 +84,7 @@ class ForwardingRules:
 
 @dataclass(kw_only=True)
 class Receipt:
-    """What one task did for one destination (None: what concerns no single one)."""
+    """What one task did for one destination; None: what concerns no single destination."""
 
     work: int
     destination: str | None
@@ -92,9 +93,9 @@ class Receipt:
     parked: int = 0
     dead: int = 0
     complete: bool = False
-    """Every message of the batch is delivered."""
+    """Whether every message of the batch is delivered."""
     stopped: bool = False
-    """It was asked to stop before the end."""
+    """Whether it was asked to stop before the end."""
     error_kind: str | None = None
     """The class name of the error that ended the task early, or that a person has to mend."""
     error: str | None = None

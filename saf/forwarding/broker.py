@@ -31,14 +31,14 @@ LOG = "outbox"
 SUBSCRIPTION = "forwarder"
 
 LITTLE = 5000
-"""Messages that one task forwards sooner than two tasks have connected."""
+"""How many messages one task forwards in the time that two tasks need to connect."""
 
 DEEP = 300_000
-"""About so many messages, by what a few shards hold: sooner surveyed and read than sorted."""
+"""From about so many messages on, a batch is quicker to survey and read than to sort."""
 SAMPLE = 4
-"""So many shards are counted for that."""
+"""How many shards are counted to estimate the size of a batch."""
 
-# What anybody would find, for those who own no shard
+# Finds what any member would find; for a process that owns no shard
 PENDING = f"""
 SELECT done::text, array_agg(shard), bool_or(open IS NOT NULL) FROM {NEWEST} AS c
 GROUP BY done::text
@@ -75,15 +75,15 @@ class SourceBroker:
         self.shards = 0
         """How many shards this member owns."""
         self.idle = False
-        """It is a member, and the others own all shards."""
+        """Whether it is a member, but the others own all shards."""
         self.resumed = False
-        """The work in hand holds batches that an earlier cycle opened, so more may be pending."""
+        """Whether the work in hand has batches of an earlier cycle, so more may be pending."""
         self.last_turn = 0
         """The cycle in which it last had tasks."""
         self.unfinished = False
-        """The last cycle left some of its work open, for the next one."""
+        """Whether the last cycle left some of its work open for the next one."""
         self.vigil: Vigil | None = None
-        """Over the tasks at work."""
+        """The vigil over the tasks at work."""
         self._connection: psycopg.Connection[Any] | None = None
         self._member: Member | None = None
         self._broker_id: UUID | None = None
@@ -92,21 +92,20 @@ class SourceBroker:
         self.waiting = Summary()
         """Lanes of parked messages, and destinations that are left alone until their time."""
         self.lanes_left = False
-        """The last cycle had no time for some lanes that were due when this run began."""
+        """Whether the last cycle had no time for lanes that were due when this run began."""
         self._lanes: tuple[Backoff, ...] = ()
         self._of_services = False
         self._began: datetime | None = None
 
     @property
     def connected(self) -> bool:
-        """It holds a connection, and with it shards."""
+        """Whether it holds a connection, and with it shards."""
         return self._connection is not None
 
     def visit(self, default_destination: str | None, *, brief: bool) -> list[Work]:
-        """Between cycles: what there is to forward now.
+        """Return what there is to forward now. Called between cycles.
 
-        A ``brief`` visit that finds nothing writes nothing, and ends with the connection.
-
+        A ``brief`` visit that finds nothing writes nothing, and disconnects at its end.
         Raises:
             Unavailable, UsageError
         """
@@ -122,7 +121,7 @@ class SourceBroker:
         return work
 
     def tend(self) -> None:
-        """Between cycles: be connected, be a member, keep the lease and the fair share.
+        """Connect, be a member, keep the lease and the fair share. Called between cycles.
 
         Raises:
             Unavailable, SchemaMissing, SchemaMismatch
@@ -134,17 +133,17 @@ class SourceBroker:
             try:
                 self._balance(connection)
             except Fenced:
-                # slept past the lease and was forgotten: come back as a new member
+                # this process slept past its lease and was forgotten: it comes back as a new member
                 self._member = None
                 self._balance(connection)
 
     @property
     def renewal_due(self) -> bool:
-        """It is time to `renew`."""
+        """Whether it is time to `renew`."""
         return self._member is not None and self._due()
 
     def renew(self) -> None:
-        """During a cycle: keep the lease, if it is time to, for tasks that are heard of."""
+        """Renew the lease, if it is time to, while tasks are heard of. Called during a cycle."""
         if self._member is None or not self._due():
             return
         with unavailable_if_lost(f"broker {self.name!r}"):
@@ -158,13 +157,13 @@ class SourceBroker:
             try:
                 self._member.renew(connection, silent)
             except Fenced:
-                return  # the tasks learn it from their own writes, and `tend` joins again
+                return  # the tasks learn of it by their own writes, and `tend` joins again
 
     def open_work(self, default_destination: str | None) -> list[Work]:
-        """What there is to forward now.
+        """Return what there is to forward now.
 
-        Batches in hand, and a new one if there is anything new or a lane's time has come; nothing
-        while the only destination is down and its time has not.
+        These are batches in hand, and a new one if there is anything new or a lane's time has come.
+        Nothing is returned while the only destination is down and its time has not come.
         """
         member = self._member
         self.resumed = False
@@ -205,7 +204,7 @@ class SourceBroker:
         """Close the batches of completed work.
 
         Raises:
-            Fenced: another member has taken shards over; theirs to close.
+            Fenced: another member has taken over shards, and closes their batches.
         """
         batches = cursor.join_splits(work.batch for work in complete)
         if batches:
@@ -214,7 +213,7 @@ class SourceBroker:
         self.look_at_waiting()
 
     def look_at_waiting(self) -> None:
-        """After a cycle: the lanes that wait now."""
+        """Read the lanes that wait now. Called after a cycle."""
         if self._member is not None:
             with unavailable_if_lost(f"broker {self.name!r}"):
                 connection, member = self._connect(), self._member
@@ -224,7 +223,7 @@ class SourceBroker:
                 )
 
     def _look_at_lanes(self, connection: psycopg.Connection[Any], member: Member) -> None:
-        """Before a cycle: the lanes that it has to know."""
+        """Read the lanes that the cycle must know. Called before a cycle."""
         if self._began is None:
             ((self._began,),) = fetch(connection, "SELECT now()")
         self._lanes = backoff.waiting(connection, member.subscription_id, member.member_id)
@@ -238,13 +237,13 @@ class SourceBroker:
                 self._member.stop(self._connection)
 
     def go_on(self) -> None:
-        """After `stop` and the end of the cycle: there will be another."""
+        """Take `stop` back after the end of the cycle, because there will be another."""
         if self._member is not None and self._connection is not None:
             with unavailable_if_lost(f"broker {self.name!r}"):
                 self._member.go_on(self._connection)
 
     def leave(self) -> None:
-        """Free the shards and disconnect; a server that is gone frees them by itself."""
+        """Free the shards and disconnect. If the server is gone, they become free by themselves."""
         connection, self._connection = self._connection, None
         member, self._member = self._member, None
         if connection is None:
@@ -258,7 +257,7 @@ class SourceBroker:
             connection.close()
 
     def forget_connection(self) -> None:
-        """After `Unavailable`: start afresh at the next `tend`."""
+        """Drop the connection after `Unavailable`; the next `tend` starts afresh."""
         if self._connection is not None:
             self._connection.close()
         self._connection = self._member = None
@@ -301,7 +300,7 @@ class SourceBroker:
         return self._routes[version]
 
     def _pending(self) -> bool:
-        """Whether anybody would find something to forward. Reads only."""
+        """Whether any member would find something to forward. Only reads."""
         with unavailable_if_lost(f"broker {self.name!r}"):
             connection = self._connect()
             subscription_id = self._identify(connection)
@@ -313,7 +312,7 @@ class SourceBroker:
             ) or backoff.any_due(connection, subscription_id)
 
     def _due(self) -> bool:
-        """A third of the lease: two renewals may fail before it is over."""
+        """Whether a third of the lease has passed: two renewals may fail before it is over."""
         return time.monotonic() - self._renewed > self.lease_seconds / 3
 
     def _work(self, connection: psycopg.Connection[Any], batch: cursor.Batch) -> Work:

@@ -1,8 +1,8 @@
-"""Broker threads: each deals with one database, so that none holds up another.
+"""Broker threads: each deals with one database, so that no database holds up another.
 
-There is one thing at a time for each. Whoever takes longer than all others is not waited for: a
-database that does not answer takes ``connect_timeout`` of its own thread and of nobody else. What
-it says in the end is heard later.
+Each database has one thing done at a time. Nobody waits for one that takes longer than all others:
+a database that does not answer takes ``connect_timeout`` of its own thread, and of nothing else.
+What it answers in the end is heard later.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from saf.errors import SafError, Unexpected
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 1.0
-"""How long nothing may come back before the slow ones are left to themselves."""
+"""How long nothing may come back before slow databases are left to themselves, in seconds."""
 
 
 class BrokerThreads:
-    """So many threads, and what they are at."""
+    """A number of threads, and the databases that they deal with."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="saf-broker")
         self._jobs: dict[Future[Any], tuple[str, Callable[[Any], None], Callable[[Any], None]]] = {}
         self.busy: set[str] = set()
-        """Those that have not answered yet."""
+        """The databases that have not answered yet."""
 
     @property
     def full(self) -> bool:
-        """Everybody is at something."""
+        """Whether every thread is at work."""
         return len(self.busy) >= self.threads
 
     def start(
@@ -42,12 +42,12 @@ class BrokerThreads:
         heard: Callable[[T], None],
         failed: Callable[[SafError], None],
     ) -> None:
-        """Do it in a thread; `hear` hands the result, or the error, to the one it is for."""
+        """Run ``action`` in a thread; `hear` calls ``heard`` or ``failed`` with the result."""
         self.busy.add(name)
         self._jobs[self._pool.submit(action)] = (name, heard, failed)
 
     def hear(self, timeout: float = PATIENCE_SECONDS) -> bool:
-        """Take what has come, or comes first; False if nothing does in time."""
+        """Take the results that have come, or the first that comes; False if none comes in time."""
         done, _ = wait(self._jobs, timeout=timeout, return_when=FIRST_COMPLETED)
         for job in done:
             name, heard, failed = self._jobs.pop(job)
@@ -63,14 +63,14 @@ class BrokerThreads:
         return bool(done)
 
     def finish(self, names: set[str]) -> bool:
-        """Hear all of these; False if some are left to themselves."""
+        """Take the results of all of these; False if some databases are left to themselves."""
         while self.busy & names:
             if not self.hear():
                 return False
         return True
 
     def dismiss(self, last: Callable[[str], None]) -> None:
-        """No more work; who is still at something does ``last`` after it."""
+        """Take no more work; a thread that is still at work does ``last`` after it."""
         for job, (name, *_) in self._jobs.items():
             job.add_done_callback(partial(_afterwards, last, name))
         self._pool.shutdown(wait=False, cancel_futures=True)

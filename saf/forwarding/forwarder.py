@@ -1,16 +1,15 @@
 """The forwarder: cycles of open, read, route, deliver, close, over any number of source brokers.
 
-The driver holds leases and opens and closes batches; messages never pass through it. Tasks, run by
-a `saf.forwarding.runner`, read,
-deliver and mark (`saf.engine.source`, `saf.engine.task`). Whatever goes wrong for one broker
-or one destination is noted in the `Summary`, and the others go on.
+The driver holds leases, and opens and closes batches; messages never pass through it. Tasks, which
+a `saf.forwarding.runner` runs, read, deliver and mark (`saf.engine.source`, `saf.engine.task`).
+What goes wrong for one broker or one destination is noted in the `Summary`, and the others go on.
 
-*Little and deep.* A cycle is one job of the runner, and ends when its last task does. So that
-nobody waits for another one's deep backlog, deep backlogs leave one slot free, and while they are
-worked on the driver goes on with cycles of little work beside them. If another backlog turns out to
-be deep, or there is only one slot, it asks the tasks in hand after ``turn_seconds``, as in `stop`,
-to end with their chunk: their batches stay open, and the next cycle goes on from their positions
-with all of them. While nobody waits, nothing is interrupted.
+*Little and deep.* A cycle is one job of the runner, and ends when its last task does. Nobody should
+wait for another broker's deep backlog. So deep backlogs leave one slot free, and while tasks work
+on them the driver goes on with cycles of little work beside them. If another backlog turns out to
+be deep, or there is only one slot, then after ``turn_seconds`` the driver asks the tasks in hand to
+end with their chunk, as in `stop`. Their batches stay open, and the next cycle goes on with all
+backlogs from their positions. While nobody waits, nothing is interrupted.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ log = Log("saf.forward")
 
 TICK_SECONDS = 0.2
 CANCEL_SECONDS = 10.0
-"""How long a runner may take to end a job that was given up."""
+"""How long a runner may take to end a job that was given up, in seconds."""
 PURGES_IN_A_PAUSE = 50
-"""So many brokers, so that forwarding goes on soon."""
+"""How many brokers are purged at a time, so that forwarding goes on soon."""
 
 
 @dataclass(frozen=True)
 class Beside:
-    """Little work that is done beside a job of deep backlogs, and the cap of its tasks."""
+    """Little work that is done beside a job of deep backlogs, and the limit of its tasks."""
 
     little: Sequence[Work]
     cap: int | None
@@ -76,7 +75,7 @@ class Forwarder:
         self.roster = Roster(settings, self._problem, runner.let_go)
         limits = [d.max_connections for d in settings.destinations.values() if d.max_connections]
         self.most = min(limits, default=None)
-        """Tasks at a time, for the destinations' sake."""
+        """The most tasks at a time, so that no destination gets too many connections."""
         self.cycles = 0
         self.rules = ForwardingRules(
             destinations=dict(settings.destinations),
@@ -87,7 +86,7 @@ class Forwarder:
         )
         self.purging = Purging(settings.purge)
         self._failed_job: JobFailed | None = None
-        """Of this cycle; and the brokers whose work it was:"""
+        """The work of this cycle, and below the brokers that it belongs to."""
         self._failed_at: set[str] = set()
         self._stop = False
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="saf-runner")
@@ -99,7 +98,7 @@ class Forwarder:
     def drain(self) -> Summary:
         """Forward everything that was committed before the call, and end.
 
-        What is committed meanwhile goes along as long as the cycles stay full, so a run under
+        What is committed meanwhile is forwarded too as long as the cycles stay full. So a run under
         steady load ends too.
         """
         started = time.monotonic()
@@ -165,7 +164,7 @@ class Forwarder:
         if not found:
             return False
         self._start(much=any(item.much for item in found))
-        # asked anew each time: a cluster's executors come and go
+        # asked in each cycle, because a cluster's executors come and go
         slots = self.options.tasks or self.runner.slots()
         room = slots if self.most is None else min(slots, self.most)
         limited = room < slots
@@ -188,7 +187,7 @@ class Forwarder:
         cap: int | None,
         beside: Beside | None = None,
     ) -> None:
-        """One job, and what it leaves behind; with cycles of little work ``beside`` it."""
+        """Run one job and settle its results; run cycles of little work ``beside`` it."""
         self.summary.cycles += 1
         self.cycles += 1
         last_turn = {name: broker.last_turn for name, broker in self.roster.brokers.items()}
@@ -226,7 +225,7 @@ class Forwarder:
         }
 
     def _start(self, *, much: bool) -> None:
-        """Let the runner be ready; meanwhile, the leases are kept."""
+        """Make the runner ready; keep the leases meanwhile."""
         started = self._pool.submit(self.runner.start, much=much)
         while not wait_for([started], timeout=TICK_SECONDS).done:
             self._renew()
@@ -241,7 +240,7 @@ class Forwarder:
         *,
         left_out: bool,
     ) -> list[Receipt]:
-        """Wait for a job; meanwhile, leases are renewed and a wish to stop is passed on."""
+        """Wait for a job; meanwhile, renew leases and pass a wish to stop on."""
         working = self._at_work(work)
         deep = self._at_work(item for item in work if item.much)
         began = looked = time.monotonic()
@@ -269,7 +268,7 @@ class Forwarder:
     def _give_up(
         self, job: Future[list[Receipt]], vigil: Vigil, error: Unavailable
     ) -> list[Receipt]:
-        """End a job that hangs: its batches stay open, and its brokers are left alone.
+        """End a job that hangs. Its batches stay open, and its brokers are left alone for a while.
 
         Raises:
             Unavailable: the runner itself does not answer any more.
@@ -286,7 +285,7 @@ class Forwarder:
         return []
 
     def _look_beside(self, working: Sequence[SourceBroker], beside: Beside | None) -> bool:
-        """Forward the little work of others; return whether anybody has to wait."""
+        """Forward the little work of other brokers; return whether any broker has to wait."""
         if len(self.roster.brokers) == 1:
             return False
         others = self.roster.visit(self.options.default_destination, but=working)

@@ -1,8 +1,8 @@
 """A meter: how far the tasks at work are, for people who watch.
 
-It asks in a thread and by connections of its own. So to count a deep backlog, which reads it all,
-holds up neither leases nor tasks; and whatever goes wrong with it, the forwarder goes on and
-nothing is shown. Sources whose connections are limited are left out: there is none to spare.
+It asks in a thread and by its own connections. So when it counts a deep backlog, for which it reads
+all of it, it holds up neither leases nor tasks. If anything goes wrong with it, the forwarder goes
+on and nothing is shown. Sources with limited connections are left out: there is none to spare.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ log = Log("saf.forward")
 
 LOOK_SECONDS = 0.5
 LEAVE_SECONDS = 1.0
-"""A meter that asks somebody who does not answer is not waited for longer."""
+"""How long a meter is waited for at its end, if a source does not answer, in seconds."""
 
-# A shard that has gone on to another batch, or has none in hand, is through with this one
+# A shard that has another batch, or none in hand, has completed this one
 POSITIONS = f"""
 SELECT avg(CASE WHEN open IS NOT NULL AND batch = %(batch)s THEN least(position, %(highest)s)
            ELSE %(highest)s END)::float8

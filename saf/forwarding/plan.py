@@ -1,14 +1,14 @@
 """Planning: which work of a cycle becomes which tasks, and in which order. Pure.
 
-Spark starts tasks in order, as many at a time as it has slots. Little work goes first: it ends
-soon, and then everything else may take the time it takes. Deep backlogs share the slots, each
-broker as many as another, and are split among them by shards.
+Spark starts tasks in order, as many at a time as it has slots. Little work goes first, because it
+ends soon; then everything else may take its time. Deep backlogs share the slots equally among
+brokers, and are split among them by shards.
 
 Connections: a task has up to `PER_TASK` to its source (one that reads the batch, one that reads
-what is parked, one that marks), besides the driver's own, and one to each destination that it
-delivers to. So a broker's limit is kept by giving it few tasks, and a destination's by planning no
-more tasks than that. What a cap leaves out stays open, and those who have waited longest go first
-in the next cycle.
+parked messages, one that marks), besides the driver's own, and one to each destination that it
+delivers to. So few tasks keep a broker's limit, and no more tasks than a destination's limit are
+planned. What a cap leaves out stays open, and brokers that have waited longest go first in the next
+cycle.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PER_DRIVER = 1
 
 
 def tasks_within(max_connections: int) -> int:
-    """How many tasks a source's limit leaves room for; one at least.
+    """How many tasks a source's limit on connections leaves room for; at least one.
 
     >>> tasks_within(4), tasks_within(6), tasks_within(10), tasks_within(31)
     (1, 1, 3, 10)
@@ -42,11 +42,11 @@ def plan(
     """The tasks of a cycle, in the order in which they start.
 
     Args:
-        work: what is open, by broker oldest first.
+        work: the open work, each broker's oldest first.
         slots: how many tasks run at a time.
-        limits: for brokers that have one, how many tasks they may have.
-        cap: how many tasks there may be at most.
-        last_turn: by broker, the cycle in which it last had a task.
+        limits: for brokers that have a limit, how many tasks they may have.
+        cap: the most tasks.
+        last_turn: for each broker, the cycle in which it last had a task.
     """
     by_broker: dict[str, list[Work]] = {}
     for item in work:
@@ -62,7 +62,7 @@ def plan(
         _split(by_broker[name], share if name in deep else 1, limits.get(name))
         for name in sorted(by_broker, key=turn)
     ]
-    # the first of each before the second of any
+    # each broker's first task before any broker's second
     in_turns = [task for task in chain.from_iterable(zip_longest(*tasks)) if task is not None]
     if cap is None:
         in_turns.sort(key=lambda task: task.much)
@@ -70,7 +70,7 @@ def plan(
 
 
 def _split(items: Sequence[Work], share: int, limit: int | None) -> list[Work]:
-    """One broker's work as about ``share`` tasks, and no more than its limit."""
+    """Split one broker's work into about ``share`` tasks, but no more than its limit."""
     share = share if limit is None else min(share, limit)
     parts = max(1, share // len(items))
     tasks = [part for item in items for part in (item.split(parts) if item.much else [item])]

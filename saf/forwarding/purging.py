@@ -1,4 +1,4 @@
-"""Purging by the forwarder: its sources' old messages, now and then, some brokers side by side."""
+"""Purging by the forwarder: now and then it purges its sources, some brokers in parallel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Purging:
         meanwhile: Callable[[], None],
         most: int | None = None,
     ) -> None:
-        """Purge those whose time has come, or ``most`` of them; call ``meanwhile`` every tick."""
+        """Purge the brokers that are due, or ``most`` of them; call ``meanwhile`` every tick."""
         now = time.monotonic()
         due = [broker for broker in brokers if now >= self._at.get(broker.name, now)][:most]
         if not due:
@@ -55,5 +55,5 @@ class Purging:
                 check_schema(connection)
                 purge_by_rules(connection, broker.dsn, self.rules)
         except SafError as error:
-            # no reason to fail: a forwarder need not have the right, and `saf purge` says why
+            # not an error: a forwarder need not have the right to purge, and `saf purge` says why
             log.debug("not_purged", broker=broker.name, error=str(error))

@@ -1,8 +1,8 @@
 """The roster: the source brokers of a run, each dealt with in a thread of `BrokerThreads`.
 
 A broker that fails is a problem of this cycle, and is tried again after 1, 2, 4, … 32 times
-``interval_seconds``; in a run that only drains, not again. Fleets are asked anew as `saf.fleets`
-says.
+``interval_seconds``; in a run that only drains, it is not tried again. Fleets are asked again as
+`saf.fleets` says.
 
 *Connections.* The driver stays connected to a broker, because a member of a subscription is a
 session. With more brokers than ``max_sessions``, it connects to each in turn, and stays only for
@@ -31,17 +31,17 @@ from saf.setaside.parking import wait_seconds
 log = Log("saf.forward")
 
 THREADS = 64
-"""Brokers that are dealt with at a time."""
+"""How many brokers are dealt with at a time."""
 LONGEST_WAIT = 32
 NEVER = float("inf")
 
 
 class Roster:
-    """All source brokers, those of fleets included.
+    """All source brokers, including those of fleets.
 
-    ``problem`` is told what fails, and where; ``left``, which database is no source any more.
-    ``once``: in a run that ends when everything is
-    drained, who has nothing more or has failed is not visited again.
+    ``problem`` is called with what fails, and where; ``left``, with a database that is no longer a
+    source. With ``once``, for a run that ends when everything is drained, a broker that has nothing
+    more, or has failed, is not visited again.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Roster:
         self.options = settings.forwarder
         self.once = True
         self.stopped = False
-        """Nobody is waited for any more."""
+        """Whether to wait for no broker any more."""
         self.skipped = False
-        """Some were not visited, because ``max_sessions`` or all threads were taken."""
+        """Whether some brokers were not visited, because connections or threads were all taken."""
         self.brokers: dict[str, SourceBroker] = {}
         self._problem = problem
         self._left = left
@@ -68,23 +68,23 @@ class Roster:
         self._visit_at: dict[str, float] = {}
         self._failures: dict[str, int] = {}
         self._sessions: set[str] = set()
-        """Those that may be connected."""
+        """The brokers that may be connected."""
         self._enlist()
 
     @property
     def brief(self) -> bool:
-        """There are too many to stay connected to all."""
+        """Whether there are too many brokers to stay connected to all."""
         return len(self.brokers) > self.options.max_sessions
 
     @property
     def waiting(self) -> bool:
-        """Somebody has not been asked, or has not answered yet."""
+        """Whether any broker has not been asked, or has not answered yet."""
         return self.skipped or bool(self._threads.busy)
 
     def visit(
         self, default_destination: str | None, but: Collection[SourceBroker] = ()
     ) -> list[Work]:
-        """What there is to forward now, at those who say so in time; ``but`` some at work."""
+        """Return what there is to forward at brokers that answer in time; ``but`` some at work."""
         if not but:
             self._refresh()
         found: list[Work] = []
@@ -103,7 +103,7 @@ class Roster:
             and name not in self._threads.busy
             and broker not in but
         ]
-        # from the end: those that had no turn for longest first, those that fail last
+        # taken from the end: brokers that had no turn for longest come first, those that fail last
         left.sort(key=lambda b: (-self._failures.get(b.name, 0), -b.last_turn))
         while left and (self._may_connect(left[-1]) or self._threads.hear()):
             if self._may_connect(left[-1]):
@@ -123,9 +123,9 @@ class Roster:
         *,
         quiet: bool = False,
     ) -> None:
-        """Do something with those of the brokers that are free, and wait until most have done it.
+        """Call ``action`` for those of the brokers that are free, and wait until most have done it.
 
-        What fails is a problem, or with ``quiet`` a line in the log.
+        A failure is a problem; with ``quiet``, it is a line in the log.
         """
         names = set()
         for broker in brokers:
@@ -135,30 +135,30 @@ class Roster:
         self._threads.finish(names)
 
     def well(self) -> list[SourceBroker]:
-        """Those that answered when they were last asked."""
+        """The brokers that answered when they were last asked."""
         return [broker for broker in self.brokers.values() if self._is_well(broker)]
 
     def failed(self, name: str) -> None:
-        """Nothing more can be done for this broker now: leave it alone for a while."""
+        """Leave a broker alone for a while, because nothing more can be done for it now."""
         failures = self._failures[name] = self._failures.get(name, 0) + 1
         seconds = wait_seconds(failures, 1, LONGEST_WAIT) * self.options.interval_seconds
         self._visit_at[name] = NEVER if self.once else time.monotonic() + seconds
 
     def rest(self, but: Collection[SourceBroker] = ()) -> None:
-        """If there are too many to stay connected, make room for others; ``but`` some at work."""
+        """If there are too many brokers to stay connected, make room; ``but`` some at work."""
         if self.brief:
             done = [b for b in self.brokers.values() if b.connected and b not in but]
             self.each(SourceBroker.leave, done)
 
     def leave(self) -> None:
-        """Leave all brokers. Who does not answer is not waited for."""
+        """Leave all brokers. A broker that does not answer is not waited for."""
         self.each(SourceBroker.leave, [b for b in self.brokers.values() if b.connected], quiet=True)
         self._threads.dismiss(
             lambda name: self.brokers[name].leave() if name in self.brokers else None
         )
 
     def _refresh(self) -> None:
-        """Ask the fleets whose time has come who belongs to them."""
+        """Ask the fleets that are due for their brokers."""
         for name, fleet in self._fleets.items():
             key = f"fleet {name}"
             if key in self._threads.busy or time.monotonic() < self._ask_at[name]:
@@ -177,7 +177,7 @@ class Roster:
         self._enlist()
 
     def _enlist(self) -> None:
-        """New brokers come, those that are gone or elsewhere now go."""
+        """Add new brokers, and remove those that have gone or are elsewhere now."""
         wanted = {name: one for listed in self._listed.values() for name, one in listed.items()}
         for name, broker in list(self.brokers.items()):
             there = wanted.get(name)
@@ -225,7 +225,7 @@ class Roster:
             self._sessions.discard(broker.name)
 
     def _may_connect(self, broker: SourceBroker) -> bool:
-        """There is a thread, and the number of connections stays within ``max_sessions``."""
+        """Whether a thread is free, and one more connection stays within ``max_sessions``."""
         if self._threads.full or broker.name in self._threads.busy:
             return False
         room = not self.brief or len(self._sessions) < self.options.max_sessions
@@ -246,6 +246,6 @@ class Roster:
         self.failed(broker.name)
         fleet = self._listed.get(broker.name.partition("/")[0], {})
         if isinstance(error, SchemaMissing) and isinstance(fleet.get(broker.name), Candidate):
-            self._visit_at[broker.name] = NEVER  # no broker, or not yet
+            self._visit_at[broker.name] = NEVER  # it is no broker, or not yet
             return
         self._problem(broker.name, error)

@@ -1,8 +1,8 @@
-"""Runners: what maps the engine over items of work, and hands back their receipts.
+"""Runners: they run the engine for items of work, and return its receipts.
 
-A forwarder plans its work and has it run: by Spark (`saf.spark.runner`) where there is much of it
-or executors are elsewhere, or in this process (`InProcess`). What comes of an item is the same
-everywhere, because the engine is.
+A forwarder plans its work and has a runner run it: Spark (`saf.spark.runner`), if there is much
+work or executors are on other machines; or this process (`InProcess`). The result for an item is
+the same everywhere, because the engine is the same.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ class Runner(Protocol):
     """Runs items of work, some at a time. Called from threads of the forwarder, one at a time."""
 
     def start(self, *, much: bool) -> None:
-        """Be ready, which may take seconds; called before all else, and again for each cycle.
+        """Get ready, which may take seconds; called before all else, and again for each cycle.
 
-        A run that finds nothing to do never calls it. ``much`` says what the first work is.
+        A run that finds nothing to do never calls it. ``much`` says whether the first work is much.
         """
 
     def slots(self) -> int:
         """How many items run at a time now.
 
         Raises:
-            SparkGone: what runs them has ended.
+            SparkGone: Spark has ended.
         """
 
     def run(self, work: Sequence[Work], rules: ForwardingRules, group: str) -> list[Receipt]:
         """Run each item to its end; ``group`` tells this call apart from others.
 
         Raises:
-            JobFailed: it ended without receipts, and may go better another time.
-            SparkGone: what runs them has ended.
+            JobFailed: the job ended without receipts; another attempt may succeed.
+            SparkGone: Spark has ended.
         """
 
     def let_go(self, source: Dsn) -> None:
-        """A database is no source any more: keep no connection to it, so that it can be dropped."""
+        """Keep no connection to a database that is no longer a source: it may be dropped."""
 
     def cancel(self, group: str) -> None:
-        """Have a call that hangs come to its end; raises nothing, and may be in vain."""
+        """End a call that hangs. Raises nothing; it may be in vain."""
 
     def abandon(self) -> None:
-        """Let go of what does not answer any more: `run` raises SparkGone."""
+        """Give up what does not answer any more; `run` then raises SparkGone."""
 
 
 def run_item(number: int, item: Work, rules: ForwardingRules) -> list[Receipt]:
-    """One item of work, in this process; ``number`` is its place among those of a call."""
+    """Run one item of work in this process; ``number`` is its place in the call."""
     from saf.engine.source import messages
     from saf.engine.task import Task  # needs Arrow, which a driver of Spark does not
 
@@ -61,12 +61,12 @@ def run_item(number: int, item: Work, rules: ForwardingRules) -> list[Receipt]:
 
 
 def item_alone(number: int, item: Work, rules: ForwardingRules) -> list[Receipt]:
-    """One item of work, of which nothing is raised: others' items are in the same job."""
+    """Run one item of work. Raises nothing, because other brokers' items are in the same job."""
     return bounded(number, item, lambda: run_item(number, item, rules))
 
 
 def bounded(number: int, item: Work, run: Callable[[], list[Receipt]]) -> list[Receipt]:
-    """What running an item gives; whatever it raises is that broker's problem."""
+    """Call ``run`` and return its receipts; what it raises is the problem of that broker."""
     try:
         return run()
     except Exception as error:
@@ -77,7 +77,7 @@ def bounded(number: int, item: Work, run: Callable[[], list[Receipt]]) -> list[R
 
 
 class InProcess:
-    """Runs items one after the other, here: for little work, for tests, without Spark.
+    """Runs items one after the other, in this process: for little work, and for tests.
 
     Classifiers in SQL need Spark; messages for them wait.
     """
@@ -102,7 +102,7 @@ class InProcess:
         connections.forget(source)
 
     def cancel(self, group: str) -> None:
-        """Nobody can: it is this process that hangs."""
+        """Does nothing, because it is this process that hangs."""
 
     def abandon(self) -> None:
-        """There is nothing to let go of."""
+        """Does nothing."""

@@ -15,29 +15,29 @@ class Summary:
 
     forwarded: int = 0
     dropped: int = 0
-    """Delivered again and dropped by a watermark."""
+    """Messages delivered again, and dropped by a watermark."""
     parked: int = 0
-    """Set aside until a destination, a route or a service is there."""
+    """Messages set aside until a destination, a route or a service is there."""
     dead: int = 0
-    """Set aside for a person."""
+    """Messages set aside for a person."""
     by_destination: dict[str, int] = field(default_factory=dict)
     batches: int = 0
     cycles: int = 0
     seconds: float = 0.0
     stopped: bool = False
     idle: bool = False
-    """Other forwarders hold all shards of all brokers."""
+    """Whether other forwarders hold all shards of all brokers."""
     waiting: list[dict[str, Any]] = field(default_factory=list)
     """Some lanes: ``broker``, ``lane``, ``kind``, ``subject``, ``attempts``,
     ``next_attempt_at``, ``error``."""
     waiting_lanes: int = 0
-    """How many there are."""
+    """How many lanes wait."""
     problems: list[dict[str, str]] = field(default_factory=list)
     """What went wrong: ``broker``, ``kind`` (an error's class) and ``error``."""
 
     @property
     def exit_code(self) -> int:
-        """0 done or nothing to do, 75 try again later, 2 to be mended by a person, 1 other."""
+        """0: done or nothing to do; 75: try again later; 2: a person must mend it; 1: other."""
         codes = {getattr(errors, problem["kind"]).exit_code for problem in self.problems}
         for code in (SafError.exit_code, UsageError.exit_code):
             if code in codes:
@@ -45,7 +45,7 @@ class Summary:
         return Unavailable.exit_code if codes or self.waiting_lanes else 0
 
     def add(self, cycle: Summary) -> None:
-        """Count another's work in."""
+        """Add the counts of another summary."""
         self.forwarded += cycle.forwarded
         self.dropped += cycle.dropped
         self.parked += cycle.parked
@@ -56,7 +56,7 @@ class Summary:
             self.by_destination[name] = self.by_destination.get(name, 0) + count
 
     def as_dict(self) -> dict[str, Any]:
-        """For one line of JSON."""
+        """The summary as a dict, for one line of JSON."""
         rate = self.forwarded / self.seconds if self.seconds else 0.0
         return {
             **asdict(self),

@@ -1,10 +1,10 @@
 """A vigil: whether the tasks of a job are heard of; see `saf.engine.pulse`.
 
-The driver renews a lease for as long only as its tasks live. A task that has a session at its
-source and is silent for a lease is given up, and the job with it: Spark kills the process, the
-batch stays open, and whoever forwards next goes on from its position. So is a job none of whose
-tasks is heard of any more, as when Spark itself hangs. One that has not begun yet waits for Spark,
-and has longer; its shards are the others' meanwhile.
+The driver renews a lease only as long as its tasks live. If a task has a session at its source and
+is silent for a whole lease, it is given up, and the job with it: Spark kills the process, the batch
+stays open, and whoever forwards next goes on from its position. A job is given up too if none of
+its tasks is heard of any more, as when Spark itself hangs. A job that has not begun waits for Spark
+for longer; meanwhile, its shards may go to others.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from saf.engine.work import Work
 from saf.errors import Unavailable
 
 BEGIN_SECONDS = 600.0
-"""How long a job may wait for its first task: executors may have to be started."""
+"""How long a job may wait for its first task, in seconds: executors may have to be started."""
 
 
 class Vigil:
-    """Over one job."""
+    """The vigil over the tasks of one job."""
 
     def __init__(self, work: Sequence[Work]) -> None:
         self.group = f"saf {uuid4()}"
-        """What Spark knows the job by."""
+        """The name by which Spark knows the job."""
         self._lives: dict[str, list[str]] = {}
         for item in work:
             self._lives.setdefault(item.broker, []).append(item.life)
@@ -40,7 +40,7 @@ class Vigil:
 
     @property
     def brokers(self) -> list[str]:
-        """Whose tasks they are."""
+        """The brokers that its tasks belong to."""
         return list(self._lives)
 
     def look(self, broker: str, connection: psycopg.Connection[Any]) -> float:
@@ -57,7 +57,7 @@ class Vigil:
 
     @property
     def given_up(self) -> Unavailable | None:
-        """Why the job is not waited for any longer."""
+        """Why the job is not waited for any longer; None if it is."""
         lost = sorted(name for name, seconds in self._lost.items() if seconds >= self._lease)
         quiet = time.monotonic() - self._heard_at
         if lost:

@@ -2,12 +2,12 @@
 
     FOLDER/<broker_id>/outbox-3-<first id>-<last id>.parquet
 
-A file holds every column of every message of the slot, in no order; of what is too large to be read
-(see `saf.limits`) nothing, because a dead letter has it whole. It is read in one snapshot and
-in bounded memory, written under another name, brought to the disk and then renamed, so a file with
-this name is whole. The caller truncates afterwards, and only if the snapshot still shows every row;
-if it does not come to that, the next archive of the slot replaces the file, or lies beside it
-under another range of ids, and an id that is in two files is one message.
+A file has every column of every message of the slot, in no order. What is too large to be read (see
+`saf.limits`) is left out, because a dead letter has it whole. The slot is read in one snapshot and
+in bounded memory. The file is written under another name, brought to the disk and then renamed, so
+a file with this name is whole. The caller truncates the slot afterwards, and only if the snapshot
+still shows every row. If it does not, the next archive of the slot replaces the file, or lies
+beside it under another range of ids; an id that is in two files is one message.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ except ImportError:
     raise MissingExtra("forwarder", "an archive in Parquet") from None
 
 ARROW_BATCH_BYTES = 4 * 1024 * 1024
-"""Also about the size of a row group."""
+"""The bytes of a batch that is read; also about the size of a row group."""
 
 COLUMNS_OF_LOG = {"outbox": COLUMNS, "inbox": (*COLUMNS, "source", "received_at")}
 
@@ -51,7 +51,7 @@ class ParquetArchive:
         self.folder = folder
 
     def __call__(self, contents: Contents) -> Path | None:
-        """Write the messages of a slot; None if they are not as many as there were.
+        """Write the messages of a slot to a file; None if their number has changed meanwhile.
 
         Raises:
             Unavailable: the folder cannot be written to, or the database does not answer.
@@ -80,7 +80,7 @@ class ParquetArchive:
             raise Unavailable(f"archive {self.folder}", error.strerror or str(error)) from None
 
     def _folder(self, cursor: adbc.Cursor) -> Path:
-        """The broker's own folder: names of brokers may repeat, and their ids all begin at 1."""
+        """The broker's own folder, because names of brokers may repeat, and all ids begin at 1."""
         cursor.execute(BROKER_ID)
         ((broker_id,),) = cursor.fetchall()
         folder = self.folder / str(broker_id)

@@ -16,7 +16,7 @@ READ = {
     "bytea": pa.binary(),
     "timestamptz": MOMENT,
 }
-"""By the type in PostgreSQL, once `saf.log.columns.plain` has made it one to compute with."""
+"""Arrow's types by PostgreSQL's, as `saf.log.columns.plain` gives them."""
 TYPES = {column.name: READ[column.type] for column in MESSAGE}
 
 OF_SPARK = {
@@ -27,7 +27,7 @@ OF_SPARK = {
     "binary": pa.binary(),
     "timestamp": MOMENT,
 }
-"""By what Spark calls it."""
+"""Arrow's types by Spark's names."""
 
 MESSAGES = pa.schema([("id", pa.int64()), ("shard", pa.int16()), *TYPES.items()])
-"""Messages as the engine reads them."""
+"""The schema of messages as the engine reads them."""

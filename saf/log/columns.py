@@ -1,10 +1,10 @@
 """The columns that are read of a log: ``id`` and ``shard`` at the source, and the message's.
 
-To read that there is nothing takes as long as to read a number. So of a deep backlog, what most
-messages do not have is read only where some have it.
+To read a NULL takes as long as to read a number. So of a deep backlog, the columns that most
+messages do not have are read only where some message has them.
 
-Of a row that is too large to be read (see `saf.limits`), what is too large is NULL, and so is the
-body, which tells it from others.
+If a row is too large to be read (see `saf.limits`), its large values are NULL, and so is its body,
+which tells it from other rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLUMNS = ("id", "shard", *columns.COLUMNS)
 UNCOMMON = {name: TYPES[name] for name in SELDOM}
 
 MORE = "more"
-"""True for a row that has any of them, else NULL."""
+"""SQL: true for a row that has any of the seldom columns, else NULL."""
 MORE_THAN_COMMON = sql.SQL("CASE WHEN {} THEN NULL ELSE true END AS {}").format(
     sql.SQL(" AND ").join(sql.SQL("{} IS NULL").format(sql.Identifier(name)) for name in UNCOMMON),
     sql.Identifier(MORE),
@@ -33,21 +33,21 @@ MORE_THAN_COMMON = sql.SQL("CASE WHEN {} THEN NULL ELSE true END AS {}").format(
 
 
 def selected(max_bytes: int | None, log: str | None = None) -> list[str | sql.Composable]:
-    """What to select to get `COLUMNS`; a body over ``max_bytes`` is NULL.
+    """The expressions to select for `COLUMNS`; a body over ``max_bytes`` is NULL.
 
-    From a ``log``, or from the parked messages.
+    They are for a ``log``, or for the parked messages.
     """
     return [bounded(name, max_bytes, log) for name in COLUMNS]
 
 
 def common(columns: Iterable[str | sql.Composable]) -> list[str | sql.Composable]:
-    """Without those that most messages do not have; instead, `MORE` says whether a row does."""
+    """The expressions without the seldom columns; `MORE` says whether a row has any of these."""
     named = zip(COLUMNS, columns, strict=True)
     return [*(column for name, column in named if name not in UNCOMMON), MORE_THAN_COMMON]
 
 
 def completed(rows: pa.RecordBatch) -> pa.RecordBatch | None:
-    """What was read as `common`, with all columns; None if a row has one that was not read."""
+    """Add the seldom columns to what `common` has read; None if a row has one of them."""
     if rows[MORE].null_count < rows.num_rows:
         return None
     lacking = {name: pa.nulls(rows.num_rows, kind) for name, kind in UNCOMMON.items()}
@@ -59,7 +59,7 @@ def completed(rows: pa.RecordBatch) -> pa.RecordBatch | None:
 def bounded(
     name: str, max_bytes: int | None = None, log: str | None = None
 ) -> str | sql.Composable:
-    """A column, or NULL where it is too large; the body too where anything of the row is."""
+    """A column, or NULL where it is too large; the body is NULL where anything in the row is."""
     kept = KEPT.format(log=log) if log else "false"
     if name in ("to_service", "key"):
         return _where(f"{kept} OR octet_length({name}) <= {LONG_NAMES}", name)
@@ -79,7 +79,7 @@ def _where(condition: str, name: str) -> sql.Composable:
 
 
 def plain(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """What PostgreSQL sent, in types that Arrow computes with: uuid as binary, jsonb as text."""
+    """Turn what PostgreSQL sent into types for Arrow to compute with: uuid binary, jsonb text."""
     return pa.RecordBatch.from_arrays([_storage(c) for c in rows.columns], names=rows.schema.names)
 
 

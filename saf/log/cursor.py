@@ -1,20 +1,20 @@
-"""The one mechanism: a log read in batches between two snapshots of a cursor.
+"""How every log is read: in batches, each between two snapshots of a cursor.
 
-Everything that reads a log, the forwarder or a consumer, reads it like this. Each row of a log
-carries the id of the transaction that wrote it (``txid``). A cursor, one per subscription and
-shard, holds two snapshots of which transactions were complete:
+Every reader of a log, the forwarder or a consumer, reads it like this. Each row of a log has the id
+of the transaction that wrote it (``txid``). A cursor, one per subscription and shard, holds two
+snapshots, which say which transactions were complete:
 
     done        every row visible in it is complete
     open        the batch in hand is the rows visible in ``open`` and not in ``done``
     position    within the batch, the rows with ``id <= position`` are complete
 
-and moves in three steps:
+It moves in three steps:
 
     open        open = the snapshot of now, batch = batch + 1
     advance     position = the last id completed, as often as one likes
     close       done = open, open = NULL
 
-What this gives, where simpler schemes fail (the idea is PgQ's, here per shard):
+What this gives, where simpler schemes fail (the idea is PgQ's; here it is per shard):
 
 - *Nothing is skipped.* Ids are drawn before the commit, so reading ``id > last`` loses the row
   that commits late with a lower id. A row that commits after the snapshot ``open`` is not visible
@@ -30,8 +30,8 @@ What this gives, where simpler schemes fail (the idea is PgQ's, here per shard):
 - *Nothing is forwarded that the source could still lose.* ``open`` commits with
   synchronous_commit = on; the log is written in order, so everything visible before is durable.
 
-Every write names owner and epoch (see `saf.log.shards`) and the batch; one that finds them changed
-writes nothing and raises `Fenced`.
+Every write names owner and epoch (see `saf.log.shards`) and the batch. If it finds any of them
+changed, it writes nothing and raises `Fenced`.
 
 What it does not do: it never reads from a standby, never deletes, and does not order messages of
 different shards among each other.
@@ -57,7 +57,7 @@ from saf.log.shards import NEWEST, THIS_ROW, Member
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Rows of some shards of a log, between two snapshots. Picklable; holds no connection."""
+    """Rows of some shards of a log, between two snapshots. Can be pickled; holds no connection."""
 
     log: str
     subscription_id: int
@@ -71,17 +71,17 @@ class Batch:
     """Rows up to this id are complete already."""
     route_version: int | None
     opened_at: datetime
-    """By the log's database; what expires in the batch has expired by then."""
+    """When it was opened, by the database's clock; what had expired by then counts as expired."""
     epochs: tuple[tuple[int, int], ...]
     """(shard, epoch) of each shard, by shard."""
 
     @property
     def shards(self) -> list[int]:
-        """The shards whose rows these are."""
+        """The shards that its rows are in."""
         return [shard for shard, _ in self.epochs]
 
     def split(self, parts: int) -> list[Batch]:
-        """The same rows as at most ``parts`` batches of about as many shards each."""
+        """Split the rows into at most ``parts`` batches of about as many shards each."""
         parts = min(parts, len(self.epochs))
         return [replace(self, epochs=self.epochs[part::parts]) for part in range(parts)]
 
@@ -99,8 +99,8 @@ class Batch:
     ) -> str:
         """The query for the batch's remaining rows, in no order.
 
-        Or for those that are among what another query has ``found``, as `since` does. A complete
-        text without parameters, because COPY takes none; each part is quoted by psycopg.
+        With ``found``, only for rows among those that another query finds, as `since` does. It is a
+        complete text without parameters, because COPY takes none; psycopg quotes each part.
         """
         return (
             sql.SQL(ROWS)
@@ -162,8 +162,8 @@ WHERE owner = %(owner)s AND open IS NULL
 GROUP BY done::text
 """
 
-# Most polls find nothing, which only the index can say quickly. With stale statistics the planner
-# may hope to meet a row early on in a scan of the whole table.
+# Most polls find nothing, which only the index can say quickly. With stale statistics, the planner
+# may choose to scan the whole table, hoping to meet a row early.
 BY_INDEX = "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off"
 
 # All shards that are opened together get the same number, above any they had, so that they stay
@@ -200,8 +200,8 @@ UPDATE saf.cursor c SET attempted = greatest(c.attempted, %(position)s) FROM {MI
 RETURNING c.shard
 """
 
-# What is written beside a position, such as parked messages, is written once: a commit whose answer
-# got lost is recognised by the position.
+# What is written with a position, such as parked messages, is written once: if the answer to a
+# commit got lost, the position shows that the commit has happened.
 HOLD = f"SELECT c.shard, c.position FROM saf.cursor c, {MINE} FOR UPDATE OF c"
 
 CLOSE = f"""
@@ -211,7 +211,7 @@ RETURNING c.shard
 
 
 def in_hand(connection: psycopg.Connection[Any], log: str, member: Member) -> list[Batch]:
-    """The open batches of the shards that a member owns, oldest first."""
+    """Return the open batches of the shards that a member owns, the oldest first."""
     with psycopg.Cursor[Any](connection, row_factory=dict_row) as cursor:
         rows = cursor.execute(
             IN_HAND, {"subscription_id": member.subscription_id, "owner": member.member_id}
@@ -250,7 +250,7 @@ def any_since(connection: psycopg.Connection[Any], log: str, shards: list[int], 
 
 
 def has_more_than(connection: psycopg.Connection[Any], batch: Batch, rows: int) -> bool:
-    """Whether the batch has more than so many rows left; reads no more than that."""
+    """Whether the batch has more than so many rows left; reads no more rows than that."""
     query = f"SELECT count(*) FROM ({batch.rows(['id'])} LIMIT {int(rows) + 1}) AS few"
     with connection.transaction():
         connection.execute(BY_INDEX)
@@ -261,9 +261,9 @@ def has_more_than(connection: psycopg.Connection[Any], batch: Batch, rows: int) 
 def open_batch(
     connection: psycopg.Connection[Any], member: Member, route_version: int | None = None
 ) -> None:
-    """Open a batch of everything committed so far, for the member's shards that have none.
+    """Open a batch of everything committed so far, for the member's shards without a batch.
 
-    The commit is durable, and with it everything that the batch holds.
+    The commit is durable, and so is everything that the batch holds.
     """
     with connection.transaction():
         connection.execute("SET LOCAL synchronous_commit = on")
@@ -280,8 +280,8 @@ def open_batch(
 def advance(connection: psycopg.Connection[Any], batch: Batch, position: int) -> bool:
     """Mark the batch's rows up to ``position`` complete; return whether the member should stop.
 
-    Does not wait for the disk: a mark lost in a crash is made again, and the watermark drops
-    what is then sent twice. Call it in a transaction.
+    It does not wait for the disk. If a crash loses the mark, the messages are sent again, and the
+    watermark drops them. Call it in a transaction.
     """
     connection.execute("SET LOCAL synchronous_commit = off")
     rows = _write(connection, ADVANCE, batch, position=position)
@@ -291,8 +291,8 @@ def advance(connection: psycopg.Connection[Any], batch: Batch, position: int) ->
 def attempt(connection: psycopg.Connection[Any], batch: Batch, position: int) -> dict[int, int]:
     """Record, durably, that at_most_once rows up to ``position`` are about to be sent.
 
-    Returns, by shard, up to which id they had been attempted before: those are not sent again.
-    Call it in a transaction, and send after its commit.
+    Return, for each shard, the id up to which rows had been attempted before: they are not sent
+    again. Call it in a transaction, and send after its commit.
     """
     connection.execute("SET LOCAL synchronous_commit = on")
     before = _write(connection, ATTEMPTED, batch)
@@ -303,20 +303,20 @@ def attempt(connection: psycopg.Connection[Any], batch: Batch, position: int) ->
 def hold(connection: psycopg.Connection[Any], batch: Batch) -> int:
     """Lock the batch's cursors until the transaction ends; return their position.
 
-    What is written meanwhile on behalf of the batch cannot be an older owner's.
+    So an older owner can write nothing for the batch meanwhile.
     """
     return min(int(position) for _, position in _write(connection, HOLD, batch))
 
 
 def close(connection: psycopg.Connection[Any], batches: Iterable[Batch]) -> None:
-    """Mark every row of the batches complete, all or none."""
+    """Mark every row of the batches complete: all batches, or none."""
     with connection.transaction():
         for batch in batches:
             _write(connection, CLOSE, batch)
 
 
 def join_splits(batches: Iterable[Batch]) -> list[Batch]:
-    """Put splits of the same batch together again, to close them in one write."""
+    """Join splits of the same batch again, so that one write closes them."""
     parts: dict[Batch, list[tuple[int, int]]] = defaultdict(list)
     for batch in batches:
         parts[replace(batch, epochs=())].extend(batch.epochs)
@@ -334,10 +334,10 @@ def _write(
 
 
 def since(log: str | sql.Composable, shards: list[int], done: str) -> sql.Composed:
-    """The query for all rows that are not visible in a snapshot, whether committed or not.
+    """The query for all rows that are not visible in a snapshot, committed or not.
 
-    ``log`` is one, or a slot of its ring, by name; or a part of it as it stands in FROM. What is
-    visible in a snapshot is what began before its xmax, and was not in progress.
+    ``log`` is the name of a log or of a slot of its ring, or a part of it as it stands in FROM. A
+    snapshot shows the transactions that began before its xmax and were not in progress.
     """
     xmax, in_progress = begun_since(done)
     parts = {

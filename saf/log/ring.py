@@ -52,10 +52,10 @@ SLOTS = 8
 SLOT_ROWS = 1 << 20
 
 LOCK_TIMEOUT_SECONDS = 0.2
-"""Readers of the log queue behind a lock that is waited for, so it is not waited for long."""
+"""How long a lock is waited for, in seconds; short, because readers of the log queue behind it."""
 
 AGE_COLUMN = {"outbox": "created_at", "inbox": "received_at"}
-"""By log: the column that says how old a row is."""
+"""For each log, the column that says how old a row is."""
 
 State = Literal[
     "empty",  # holds nothing; was not locked
@@ -80,11 +80,11 @@ class Slot:
     number: int
     state: State
     subscription: str | None = None
-    """Which one needs it; there may be more."""
+    """A subscription that needs it; there may be more."""
     messages: int | None = None
-    """How many were purged, or would be."""
+    """How many messages were purged, or would be."""
     archive: Path | None = None
-    """The file that they are in now."""
+    """The file that the messages are in now."""
 
     @property
     def table(self) -> str:
@@ -107,8 +107,8 @@ class Contents:
 
 
 Archive = Callable[[Contents], Path | None]
-"""Writes a slot's messages to a file, durably, and names it; None if they are not the same any
-more. See `saf.log.archive`."""
+"""Writes a slot's messages to a file, durably, and returns its name; None if the messages are no
+longer the same. See `saf.log.archive`."""
 
 NEXT_ID = "SELECT last_value + is_called::int FROM {sequence}"
 SEQUENCE = "SELECT pg_get_serial_sequence('saf.' || %(log)s, 'id')"
@@ -193,9 +193,9 @@ def rotate(
     rotate_after_seconds: float,
     dry_run: bool = False,
 ) -> bool:
-    """Leave the current slot if it holds a message of that age, and the next slot is empty.
+    """Leave the current slot if it has a message of that age and the next slot is empty.
 
-    Blocks no writer, and is safe however many rotate or write at once.
+    It blocks no writer, and is safe however many rotate or write at once.
     """
     next_id = _next_id(connection, log)
     current = _slot_of(next_id)
@@ -229,7 +229,7 @@ def _purge_slot(
         return obstacle
     try:
         if not dry_run:
-            # Who holds the slot for long is met here, before all of it is read in vain.
+            # A transaction that holds the slot for long is met here, before all of it is read.
             with _exclusively(connection, slot, lock_timeout_seconds):
                 pass
         contents = _survey(connection, slot)
@@ -267,7 +267,7 @@ def _obstacle(
 ) -> Slot | None:
     """Why a slot has to stay, as of now, or None. Call it in a transaction.
 
-    A row that ``contents`` does not show is a reason too.
+    A row that is not in ``contents`` is a reason too.
     """
     connection.execute(BY_INDEX)
     readers = fetch(connection, READERS, {"log": slot.log})
@@ -285,7 +285,7 @@ def _obstacle(
 def _behind(
     connection: psycopg.Connection[Any], slot: Slot, readers: Sequence[tuple[str, str, list[int]]]
 ) -> str | None:
-    """A reader whose snapshot does not show every row of the slot; in one round trip."""
+    """Find a reader whose snapshot does not show every row of the slot, in one round trip."""
     query = sql.SQL(" UNION ALL ").join(
         sql.SQL(BEHIND).format(name=sql.Literal(name), since=since(slot.table, shards, done))
         for name, done, shards in readers
@@ -298,10 +298,10 @@ def _behind(
 def _exclusively(
     connection: psycopg.Connection[Any], slot: Slot, lock_timeout_seconds: float
 ) -> Iterator[None]:
-    """A transaction that alone has the slot: nobody else reads it or has written to it.
+    """Run the block in a transaction that has the slot alone: nobody else reads or writes it.
 
     Raises:
-        psycopg.errors.LockNotAvailable: not within the timeout.
+        psycopg.errors.LockNotAvailable: the lock was not free within the timeout.
     """
     with connection.transaction():
         connection.execute(BEGIN_TO_LOCK)

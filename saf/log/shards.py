@@ -8,14 +8,14 @@ through the rows of `saf.member` and `saf.cursor` and the database's clock alone
   (it hangs, or the network does) is forgotten by whoever looks next, and its shards are free.
 - Each member works out its own fair share and releases or acquires only the difference, so
   that the fewest shards move. A lock on the subscription's row makes the members do so in turn.
-- Acquiring a shard raises its *epoch*. Every write on behalf of a shard names owner and epoch,
-  so one who was taken over, however long it slept, changes no row and learns it (`Fenced`).
-- A receiver that died left a trace on the cursors that it had in hand (see `saf.receiving.claim`),
-which
-  any write wipes out. So whoever writes a cursor here notes it (`NOTE_FAILURE`).
+- Acquiring a shard raises its *epoch*. Every write for a shard names owner and epoch. So a member
+  that was taken over, however long it slept, changes no row, and learns of it (`Fenced`).
+- A receiver that died left a trace on the cursors that it had in hand (see `saf.receiving.claim`).
+  Any write wipes the trace out, so a statement here that writes a cursor notes it first
+  (`NOTE_FAILURE`).
 
-What a lease is not: proof of ownership at this moment. Only the epoch, checked by the write
-itself, is.
+A lease does not prove that a member owns a shard at this moment. Only the epoch does, which the
+write itself checks.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def _final(a: int, b: int, c: int) -> tuple[int, int]:
 def fair_share(held: Mapping[str, int], shards: int) -> dict[str, int]:
     """How many of ``shards`` each member should own, given how many it holds.
 
-    Everyone gets ⌊M/n⌋; the remainder stays with those who hold most, so that the fewest move.
-    Ties go by name, so every member comes to the same answer.
+    Every member gets ⌊M/n⌋. The remainder stays with those that hold most, so that the fewest
+    shards move. Names decide ties, so every member comes to the same answer.
 
     >>> fair_share({"a": 20, "b": 20, "c": 20, "d": 20, "e": 20, "f": 0}, 100)
     {'a': 17, 'b': 17, 'c': 17, 'd': 17, 'e': 16, 'f': 16}
@@ -170,7 +170,7 @@ NEWEST = newest()
 THIS_ROW = """
 c.subscription_id = %(subscription_id)s AND c.shard = n.shard AND c.batch = n.batch
 """
-"""SQL: a row of saf.cursor that is to be written is the newest found, n."""
+"""SQL: the row of saf.cursor to be written is the newest version, n."""
 
 JOIN = """
 INSERT INTO saf.member (member_id, subscription_id, name, lease_until)
@@ -205,10 +205,10 @@ AND (m.lease_until < clock_timestamp() OR NOT {IS_PRESENT})
 ANY_DEAD = f"SELECT EXISTS (SELECT FROM saf.member m WHERE {IS_DEAD})"
 LIVING = "SELECT name FROM saf.member WHERE subscription_id = %(subscription_id)s ORDER BY name"
 
-# A receiver's delivery that failed is told from the row's last version: see saf.claim
+# A receiver's failed delivery shows in the row's last version: see saf.receiving.claim
 NOTE_FAILURE = f"allowance = CASE WHEN {failed('xmax')} THEN 1 ELSE allowance END"
 
-# Their shards are free, and their batches stay open.
+# Dead members: their shards become free, and their batches stay open.
 FREE_DEAD = f"""
 UPDATE saf.cursor c SET owner = NULL, {NOTE_FAILURE}
 FROM (SELECT shard, batch, owner FROM {NEWEST} AS c
@@ -323,8 +323,8 @@ class Member:
     ) -> int:
         """Release or acquire shards up to the fair share; return how many are owned now.
 
-        Call it only while no work on the member's shards is under way. ``releasing`` is called
-        with those that go, in the transaction that lets them go.
+        Call it only while no work on the member's shards is under way. ``releasing`` is called with
+        the shards that go, in the transaction that lets them go.
         """
         params = self._params
         with connection.transaction():
@@ -348,7 +348,7 @@ class Member:
         return not dead and self._lacks(connection) == 0
 
     def _lacks(self, connection: psycopg.Connection[Any]) -> int:
-        """How many shards the fair share is above what is held."""
+        """How many more shards the fair share has than this member holds."""
         held = dict(fetch(connection, HOLDINGS, self._params))
         me = str(self.member_id)
         if me not in held:

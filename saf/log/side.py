@@ -1,6 +1,6 @@
 """A log from outside: all that a broker's outbox or inbox holds, read in one snapshot.
 
-For those who compare logs. Who reads on reads through a cursor.
+It is for comparing logs. A reader that goes on reading does so through a cursor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from saf.log.shards import shard_expression
 Row = tuple[Any, ...]
 ROWS_AT_A_TIME = 10_000
 NUMBERS = count()
-"""Several of one side may be read at the same time."""
+"""How many logs of one side may be read at the same time."""
 
 # In a REPEATABLE READ transaction a lock alone takes no snapshot
 KEEP_UNPURGED = "LOCK TABLE saf.{log} IN ACCESS SHARE MODE"
@@ -40,10 +40,10 @@ created_at >= coalesce(%(since)s::timestamptz, '-infinity')
 AND created_at < coalesce(%(until)s::timestamptz, 'infinity')
 """
 
-# What is no topic's is compared by its figures alone
+# Messages of no topic are compared by their figures alone
 PLAIN = "to_service <> ALL (%(topics)s::text[])"
 
-# uuid_send: bytes sort like uuids do, and need no object each
+# uuid_send, because bytes sort like uuids, and need no object for each
 SORTED = """
 SELECT uuid_send(message_id), %(where)s::text, shard, id, to_service, to_broker, key, created_at,
        {state}
@@ -88,7 +88,7 @@ class Side:
 
 @contextmanager
 def open_side(name: str, what: str, dsn: Dsn, log: str) -> Iterator[Side]:
-    """Connected, its log safe from purges, and no snapshot taken yet."""
+    """Connect; keep the log from being purged, and take no snapshot yet."""
     with dsn.connect(role="reconcile") as connection:
         connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         connection.read_only = True
@@ -110,10 +110,10 @@ def in_order(rows: sql.Composed | str, shards: Sequence[int], *, state: str) -> 
 
 
 def shard_of(shards: int) -> sql.SQL:
-    """The shard that a row has at a source with so many."""
+    """SQL: the shard that a row has at a source with so many shards."""
     return sql.SQL(shard_expression(shards, modulo="%%"))
 
 
 def as_sql(query: sql.Composed | str) -> sql.Composed:
-    """The same as a part of other queries."""
+    """Turn a query into a part of other queries."""
     return sql.SQL(query).format() if isinstance(query, str) else query

@@ -1,4 +1,4 @@
-"""Operating: what a person asks a broker and tells it to clean up.
+"""Operating: what a person asks a broker, and tells it to clean up.
 
-Here belong status, doctor, trials of routers and the purge. What repairs is in `saf.repair`.
+Status, doctor, dry runs of routers and the purge are here. Repairs are in `saf.repair`.
 """

@@ -5,9 +5,9 @@
 ahead of what waits there. `discard` gives them up. Both let a key go on that waited for the
 decision, and remember who did it, when and why in ``saf.audit``.
 
-A dialog of which a message is a dead letter on its way to the other end waits for it there. It goes
-on in order if that is retried, and fails at both ends if it is given up. A monolog goes on
-meanwhile, and its subscribers get an Error in place of what is given up.
+If a message of a dialog is a dead letter on its way, the other end waits for it. The dialog goes on
+in order if the message is retried, and fails at both ends if it is given up. A monolog goes on
+meanwhile; its subscribers get an Error in place of a message that is given up.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from saf.setaside.lane import Kind
 
 LOCKED = f"SELECT dead_letter_id, message_id, destination {CHOSEN} ORDER BY 1 FOR UPDATE OF d"
 
-# The number of a retry, its audit_id, rises with each, and so does the lane's watermark; within it
-# the order is the one in which they died. What had expired goes all the same: a person says so.
+# A retry's number, its audit_id, rises with each retry, and so does the lane's watermark; within a
+# retry, the order is that in which the messages died. Expired messages go too: a person says so.
 RETRIED = f"""
 saf.dead_letter d JOIN saf.subscription s USING (subscription_id)
 CROSS JOIN LATERAL (
@@ -53,7 +53,7 @@ FROM {RETRIED}
 ON CONFLICT (subscription_id, destination, kind, subject, broker)
 DO UPDATE SET attempts = 0, next_attempt_at = now()
 """
-# Keys that waited for a person's word
+# Lets keys go on that waited for a person's decision
 GO_ON = f"""
 UPDATE saf.backoff b SET next_attempt_at = now() FROM {RETRIED}
   AND (b.subscription_id, b.destination, b.kind, b.subject)
@@ -64,9 +64,9 @@ DELETE = "DELETE FROM saf.dead_letter WHERE dead_letter_id = ANY (%(dead_letter_
 
 
 def retry(connection: psycopg.Connection[Any], chosen: Filter, why: str) -> list[UUID]:
-    """Hand dead letters to who had them, again; return their message ids, in order.
+    """Hand dead letters again to the program that had them; return their message ids, in order.
 
-    One that is retried is no dead letter any more, so doing it twice does it once.
+    A message that is retried is no longer a dead letter, so a second retry of it does nothing.
     """
     with connection.transaction():
         connection.execute(ONE_AT_A_TIME)
@@ -83,7 +83,8 @@ def retry(connection: psycopg.Connection[Any], chosen: Filter, why: str) -> list
 def discard(connection: psycopg.Connection[Any], chosen: Filter, why: str) -> list[UUID]:
     """Give dead letters up for good; return their message ids.
 
-    Both ends of a dialog that lacks one of them get an Error, and so do a monolog's subscribers.
+    Both ends of a dialog that lacks one of them get an Error, and so do the subscribers of a
+    monolog.
     """
     with connection.transaction():
         ids, message_ids = _locked(connection, chosen)

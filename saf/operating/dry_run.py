@@ -30,13 +30,13 @@ class DryRun:
     """What would become of a message."""
 
     service: str
-    """As it is addressed."""
+    """The service that it is addressed to."""
     goes: Explanation
-    """For the service that it is really for, if it is neither dead nor waits."""
+    """Where messages for its real service go, if it neither becomes a dead letter nor waits."""
     dead: str | None = None
-    """Why it would become a dead letter."""
+    """Why it would become a dead letter, if it would."""
     waits: str | None = None
-    """Why its router could not be asked."""
+    """Why its router could not be asked, if it could not."""
 
     @property
     def exit_code(self) -> int:
@@ -60,11 +60,11 @@ class DryRun:
 
 
 InSql = Callable[[Routes], tuple[Routes, Answers | None]]
-"""The routes, with the problems of their routers in SQL; and what the others answer."""
+"""Takes routes; returns them with the problems of routers in SQL, and the answers of the others."""
 
 
 def of_none(routes: Routes) -> tuple[Routes, Answers | None]:
-    """Nobody here can evaluate SQL."""
+    """Evaluate nothing: there is no Spark here to evaluate SQL."""
     return routes, None
 
 

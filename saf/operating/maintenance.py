@@ -4,10 +4,9 @@ Call `purge_broker` as often as you like, such as after each run of the forwarde
 nothing to do, it asks some twenty quick questions and writes nothing. Of several that run at once,
 one works and the others do nothing.
 
-Old versions of the routes go too, once no cursor refers to them, and choices of routes by keys that
-nobody has used for as long as messages are kept, and conversations that were closed that long ago.
-Members that are gone need no
-care here: those who live forget them (`saf.log.shards`).
+Old versions of the routes are deleted too, once no cursor refers to them; and choices of routes by
+keys that nobody has used for as long as messages are kept; and conversations that were closed that
+long ago. Members that have gone need no care here: living members forget them (`saf.log.shards`).
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ class Outcome:
 
     slots: tuple[Slot, ...]
     route_versions: int
-    """Frozen routes that were forgotten."""
+    """How many versions of frozen routes were forgotten."""
     route_choices: int = 0
-    """Keys whose choice of a route was forgotten."""
+    """For how many keys the choice of a route was forgotten."""
     conversations: int = 0
-    """Ends of conversations that were forgotten."""
+    """How many ends of conversations were forgotten."""
     busy: bool = False
-    """Another purge of this broker is at work, so this one did nothing."""
+    """Whether another purge of this broker is at work, so that this one did nothing."""
 
 
 TAKE_TURN = "SELECT pg_try_advisory_lock(hashtextextended('saf purge', 0))"
@@ -113,7 +112,7 @@ def purge_broker(
 def purge_by_rules(
     connection: psycopg.Connection[Any], dsn: Dsn, rules: Purge, *, dry_run: bool = False
 ) -> Outcome:
-    """`purge_broker` as the configuration has it, with its archive."""
+    """Call `purge_broker` as the configuration says, with its archive."""
     archive = None
     if rules.archive is not None and not dry_run:
         from saf.log.archive import ParquetArchive  # needs the extra, and says so

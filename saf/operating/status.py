@@ -1,4 +1,4 @@
-"""What an operator asks of a broker: what is pending, how old it is, and who is at it."""
+"""What an operator asks of a broker: what is pending, how old it is, and who works on it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ShardStatus:
     epoch: int
     batch: int
     open: bool
-    """A batch is in hand."""
+    """Whether a batch is open."""
     pending: int
     oldest: datetime | None
     """When the oldest pending message was written."""
@@ -74,7 +74,7 @@ class MemberStatus:
     name: str
     """host:pid"""
     lease_seconds: float
-    """Until others may take its shards over; below 0 if they may."""
+    """Seconds until others may take its shards over; below 0 if they may already."""
     shards: list[int]
 
 
@@ -85,10 +85,10 @@ class BrokerStatus:
     shards: tuple[ShardStatus, ...]
     members: tuple[MemberStatus, ...]
     waiting: Waiting
-    """What waits for something, why, and when it is tried next."""
+    """The lanes that wait: for what, why, and when they are tried next."""
     dead_letters: int
     dropped: tuple[Dropped, ...] = ()
-    """What nobody misses, by subscription and reason."""
+    """How many messages were dropped, by subscription and reason."""
 
     @property
     def pending(self) -> int:
@@ -102,7 +102,7 @@ class BrokerStatus:
 
     @property
     def lanes(self) -> tuple[Parked, ...]:
-        """Lanes that wait; of many, those that hold up most."""
+        """The lanes that wait; if there are many, those that hold up most."""
         return self.waiting.shown
 
     @property

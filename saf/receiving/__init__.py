@@ -1,5 +1,5 @@
 """Receiving: a consumer's side, which reads an inbox in order and in its own transaction.
 
-Here belong deliveries, workers and processors. What a conversation adds to a received message is
-`saf.dialogs`, which hooks itself in; nothing here imports it.
+Deliveries, workers and processors are here. `saf.dialogs` adds conversations to received messages
+by installing a hook; nothing here imports it.
 """

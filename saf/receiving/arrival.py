@@ -1,8 +1,8 @@
 """Arrival: what becomes of a delivery's messages before they are handed out.
 
-By default nothing: all are. What is more than a message on its own, such as one of a dialog, is
-taken care of by a `Hook` that is installed once for the process (`install`); the package ``saf``
-installs `saf.dialogs`. Receiving itself knows of no dialogs.
+By default nothing: every message is handed out. A message that is more than a message on its own,
+such as one of a dialog, is handled by a `Hook`, which is installed once for the process
+(`install`). The package ``saf`` installs `saf.dialogs`; receiving itself knows no dialogs.
 """
 
 from __future__ import annotations
@@ -22,32 +22,33 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Arrival:
-    """What became of the messages of a delivery."""
+    """What became of the messages of a delivery: each is in one of these lists."""
 
     raw: psycopg.Connection[Any]
     messages: list[Received] = field(default_factory=list)
-    """To be handed out."""
+    """Messages to hand out."""
     ahead: list[Received] = field(default_factory=list)
-    """To wait for others."""
+    """Messages that must wait for an earlier one."""
     dropped: list[tuple[Received, Reason]] = field(default_factory=list)
     stray: list[tuple[Received, str]] = field(default_factory=list)
-    """What answers something that was not begun here, and what is wrong with it."""
+    """Messages that answer a dialog which was not begun here, each with what is wrong with it."""
     done: list[Received] = field(default_factory=list)
-    """saf's own, which has had its effect."""
+    """Messages of saf itself, which have had their effect."""
     refused: list[tuple[Received, str]] = field(default_factory=list)
-    """What must not be handed out, and why."""
+    """Messages that must not be handed out, each with the reason."""
     fragments: list[tuple[int, Received]] = field(default_factory=list)
-    """What is received without being handed out, after how many messages that are."""
+    """Messages that are received without being handed out, each with the number of messages in
+    ``messages`` that precede it."""
 
     def take_back(self, messages: Sequence[Received]) -> None:
-        """Messages that were to be handed out have not been received, in their order."""
+        """Undo the arrival of some messages, given in order: they have not been received."""
 
     def give_up(self, message: Received) -> None:
-        """A message will never be handled."""
+        """Note that a message will never be handled."""
 
 
 class Hook:
-    """What is done with messages besides handing them out; as it stands, nothing."""
+    """What is done with arriving messages besides handing them out; by default, nothing."""
 
     def arrive(
         self,
@@ -56,16 +57,16 @@ class Hook:
         messages: list[Received],
         behind: list[Received],  # noqa: ARG002 - the hook's signature
     ) -> Arrival:
-        """Let messages arrive; what is ``behind`` others that wait does so as well."""
+        """Let messages arrive. One that is ``behind`` others of its key that wait, waits too."""
         return Arrival(raw=raw, messages=messages)
 
     def fail_unseen(self, raw: psycopg.Connection[Any], message: Received) -> None:
-        """A message cannot be received: it becomes a dead letter without having arrived."""
+        """Deal with a message that cannot be received: a dead letter that has not arrived."""
 
     def by_itself(self, message: Received) -> Callable[[Any], object] | None:  # noqa: ARG002 - the hook's signature
-        """What a message that no handler is for leads to, on a delivery's connection.
+        """Return what to do, with a delivery's connection, about a message that has no handler.
 
-        None: nothing, so that it is for a person.
+        None means nothing: the message becomes a dead letter.
         """
         return None
 
@@ -74,11 +75,11 @@ _installed = Hook()
 
 
 def install(hook: Hook) -> None:
-    """From now on, messages of this process arrive by a hook."""
+    """Let all messages that this process receives arrive by this hook."""
     global _installed  # noqa: PLW0603 one for the process
     _installed = hook
 
 
 def hook() -> Hook:
-    """The hook that is installed."""
+    """Return the hook that is installed."""
     return _installed

@@ -1,33 +1,33 @@
 """Receivers of one subscription: which shards each has in hand, and what it reads of them.
 
 Receivers read the inbox by the mechanism of `saf.log.cursor`, with one difference. A consumer's
-work and its position commit together, in one transaction of one database; so that transaction can
-own the shards as well. It locks their cursors (FOR UPDATE SKIP LOCKED), reads, works, and moves
-them:
+work and its position commit in one transaction of one database, so that transaction can own the
+shards as well. It locks their cursors (FOR UPDATE SKIP LOCKED), reads, works, and moves them:
 
-    claim      lock the cursors of shards with something new, no more than it takes
-    read       the next messages of those shards, by one query
-    move       position, or done = open, for all of them
+    claim      lock the cursors of shards that have something new, and no more than are needed
+    read       read the next messages of those shards, by one query
+    move       write the position, or done = open, for all of them
 
 Nobody else gets a message of these shards meanwhile, so a key is never in two hands. A receiver
-that dies takes its locks with it: its shards are free at once, at the position they had. There is
-no lease, owner or epoch, and nothing to fence: a transaction that is gone cannot write.
+that dies loses its locks: its shards are free at once, at the position that they had. There is no
+lease, owner or epoch, and nothing to fence: a transaction that is gone cannot write.
 
-*Members.* A reader may be a member as well (`saf.log.shards`), for what it keeps in memory between
-deliveries. It claims the shards that it owns, and the others those that nobody owns. Whose they are
-is asked by the same statement that locks them, so they stay so until its transaction ends.
+*Members.* A reader may also be a member (`saf.log.shards`), for what it keeps in memory between
+deliveries. A member claims the shards that it owns; other readers claim those that nobody owns.
+The statement that locks a shard also checks its owner, so the owner cannot change until the
+transaction ends.
 
-*Whose transaction died?* One that locks a row leaves its id in the row's xmax. So a cursor that can
-be locked, and whose xmax did not commit, tells that the last delivery from its shard was rolled
-back or died. That costs nothing, needs no second transaction, and survives any kill. The shard is
-then handed out more carefully (``allowance``; see `saf.receiving.retries`).
+*Whose transaction died?* A transaction that locks a row leaves its id in the row's xmax. So if a
+cursor can be locked, and its xmax did not commit, the last delivery from its shard was rolled back
+or died. This costs nothing, needs no second transaction, and survives any kill. The shard is then
+handed out more carefully (``allowance``; see `saf.receiving.retries`).
 
 *Deep backlogs.* Rows are ordered by id, but only (shard, txid) is indexed, so a read sorts what is
-left of a shard's batch. A batch need not reach up to now: it may end at any transaction id X, if
-every message of the shard from X on has a higher id than every one below (a clean cut). Then it is
-as if the snapshot had been taken earlier, and the order by id is kept. A deep shard is looked
-through once for such cuts (``cuts``), and opened from one to the next, up to the snapshot that they
-are cuts of (``until``).
+left of a shard's batch. A batch need not reach up to now: it may end at a transaction id X if every
+message of the shard from X on has a higher id than every message before X (a clean cut). That is
+as if the snapshot had been taken earlier, and the order by id is kept. A deep shard is searched
+once for such cuts (``cuts``). Its batches are then opened from one cut to the next, up to the
+snapshot for which the cuts were found (``until``).
 """
 
 from __future__ import annotations
@@ -49,18 +49,19 @@ from saf.received import EXPRESSIONS, ID, READ, SHARD, Received, expressions
 from saf.setaside.lane import Kind
 
 CUT_ROWS, CUTS = 250, 64
-"""A batch of a deep backlog holds at least so many messages; so many batches are known ahead."""
+"""A batch of a deep backlog holds at least the first number of messages; the second is how many
+cuts are found ahead."""
 
 ALL_CLEAR = 256
-"""From this allowance on, a shard that had failed is handed out as any other."""
+"""From this allowance on, a shard that had failed is handed out like any other."""
 
-# Each statement sees what was committed before it, as the cursors' snapshots have to. Estimates for
-# a ring's slots are rough, and compiling a query takes longer than running it.
+# Each statement must see what was committed before it, because the cursors' snapshots do. JIT is
+# off because the estimates for a ring's slots are rough, and compiling takes longer than running.
 BEGIN = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; SET LOCAL jit = off"
 
-# Whoever has locked a table is waited for here, within a bound, and not later: who asks for such a
-# lock meanwhile comes after this transaction. The rest of it is the application's, which has bounds
-# of its own; one for locks holds here too.
+# Waits here, within a bound, for whoever has locked a table. Whoever asks for such a lock later
+# waits for this transaction. The rest of the transaction is the application's, with its own bounds;
+# a bound for locks that it sets holds here too.
 MEET = """
 SELECT set_config('saf.lock_timeout', current_setting('lock_timeout'), true),
        CASE WHEN current_setting('lock_timeout') = '0'
@@ -71,8 +72,8 @@ SELECT FROM saf.parked, saf.backoff WHERE false;
 SELECT set_config('lock_timeout', current_setting('saf.lock_timeout'), true)
 """
 
-# ORDER BY txid, because for that the index is the only quick way: without it, the planner may hope
-# to meet a row early on in a scan of the whole table.
+# ORDER BY txid makes the planner use the index. Without it, the planner may choose to scan the
+# whole table, hoping to meet a row early.
 NEW = """(
     SELECT i.txid FROM saf.inbox i WHERE i.shard = c.shard AND i.txid >= pg_snapshot_xmax(c.done)
     ORDER BY i.txid LIMIT 1) IS NOT NULL
@@ -80,13 +81,13 @@ OR EXISTS (
     SELECT FROM saf.inbox i
     WHERE i.shard = c.shard AND i.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done))))"""
 
-# Outside of what locks: there the columns are as they were before
+# Outside of the part that locks, because only there the columns are as they were before
 FAILED = failed("touched")
 
-# In random order, so that receivers seldom meet and no shard is always the last. The rows are
-# locked as the join asks for them, one by one, until enough messages are counted: the others stay
-# for other receivers. A shard without any for this service counts as one, and is passed by. Whose
-# it is, and whether it is handed out with care, is asked again of the row as it is locked.
+# In random order, so that receivers seldom meet and no shard is always the last. The join locks
+# rows one by one until enough messages are counted; the other rows stay for other receivers. A
+# shard that has no message for this service counts as one message, and is passed by. The owner of
+# a shard, and whether it is handed out with care, are checked again as its row is locked.
 CLAIM = f"""
 SELECT shard, bool_or(failed), count(*) FROM (
     SELECT c.shard, {FAILED} AS failed
@@ -128,7 +129,7 @@ SELECT shard, {FAILED}, 0 FROM (
 ) AS c
 """
 
-# After the locks, so that no cursor's snapshot is later than this one
+# Runs after the locks are taken, so that no cursor has a later snapshot than this one
 STATE = f"""
 SELECT pg_current_snapshot()::text, pg_current_xact_id()::text,
        ARRAY(SELECT subject FROM saf.backoff
@@ -145,7 +146,7 @@ SELECT shard, batch, done::text, open::text, position, allowance, until::text,
 FROM {IN_HAND} AS c
 """
 
-# Of a dialog: to be handed out now, if it is its turn
+# Fates of a message. NOW: it can be handed out; a message of a dialog only if it is its turn
 NOW, LATE, EXPIRED, SPOKEN, UNREAD = 0, 1, 2, 3, 4
 FATE = f"""
 CASE WHEN NOT ({READABLE}) THEN {UNREAD}
@@ -153,7 +154,7 @@ CASE WHEN NOT ({READABLE}) THEN {UNREAD}
      WHEN from_initiator IS NOT NULL THEN {SPOKEN} ELSE {NOW} END
 """
 
-# UNION ALL, as in saf.cursor: what was in progress at done, and what began after
+# UNION ALL, as in saf.log.cursor: what was in progress at ``done``, and what began after it
 SINCE = """
     SELECT * FROM saf.inbox i WHERE i.shard = c.shard AND i.txid >= pg_snapshot_xmax(c.done)
     UNION ALL
@@ -164,7 +165,7 @@ IN_BATCH = """
 txid < pg_snapshot_xmax({open}) AND pg_visible_in_snapshot(txid, {open})
 AND (%(service)s::text IS NULL OR to_service = %(service)s)
 """
-# A fragment's is copied to where it waits without passing by here; see saf.dialogs.assembly
+# The database copies a fragment's body to where it waits: see saf.dialogs.assembly
 BODY = f"""
 CASE WHEN from_initiator IS NOT NULL AND sequence IS NOT NULL AND %(converses)s
           AND headers -> '{FRAGMENT}' IS NOT NULL
@@ -186,7 +187,8 @@ WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Ki
 ORDER BY deliver_at, id LIMIT %(limit)s
 """
 
-# By transaction: is every message before it lower than all from it on, and how many are before it?
+# For each transaction: does every message before it have a lower id than all messages from it on,
+# and how many messages are before it?
 FIND_CUTS = f"""
 SELECT shard, array_agg(txid::text ORDER BY txid) FROM (
     SELECT shard, min(txid) AS txid FROM (
@@ -223,23 +225,23 @@ FIELDS = ("shard", "batch", "done", "open", "position", "allowance", "until", "c
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """Whose cursors these are: a subscription of the inbox."""
+    """Who reads: a subscription of the inbox, and the member that reads for it, if there is one."""
 
     subscription_id: int
     name: str
     service: str | None
     owner: UUID | None = None
-    """The member that this reader is: it gets its own shards, and others those that nobody owns."""
+    """The member that reads: it claims its own shards only. None: claims those that nobody owns."""
 
     @property
     def converses(self) -> bool:
-        """Whether it is an end of dialogs: a service's own subscription is; others listen in."""
+        """Whether it is an end of dialogs. A service's own subscription is; others listen in."""
         return self.name == self.service
 
 
 @dataclass(kw_only=True)
 class Shard:
-    """A cursor in hand; `move` writes it. Snapshots are text."""
+    """The cursor of a shard in hand; `move` writes it. Snapshots are held as text."""
 
     shard: int
     batch: int
@@ -248,13 +250,13 @@ class Shard:
     position: int
     allowance: int | None
     until: str | None
-    """What `cuts` are cuts of."""
+    """The snapshot for which ``cuts`` were found."""
     cuts: list[str]
     """Transaction ids at which the next batches may end, in order."""
     epoch: int
 
     def open_at(self, snapshot: str) -> None:
-        """Take a batch in hand: up to the next cut, or to the snapshot if there is none."""
+        """Open a batch: up to the next cut, or up to the snapshot if there is no cut."""
         self.batch += 1
         if self.cuts:
             self.until = self.until or snapshot
@@ -263,7 +265,7 @@ class Shard:
             self.until, self.open = None, snapshot
 
     def close(self) -> None:
-        """The batch is complete."""
+        """Close the batch, which is complete."""
         assert self.open is not None  # noqa: S101 - only what is open is closed
         self.done, self.open, self.position = self.open, None, 0
         if self.until is not None and self.cuts:
@@ -281,40 +283,41 @@ class Hand:
     """The id of the transaction that has locked them."""
     shards: dict[int, Shard]
     failed: frozenset[int]
-    """Whose last delivery did not come to its end."""
+    """The shards whose last delivery did not come to its end."""
     waiting: frozenset[str]
-    """The keys of these shards that wait."""
+    """The lanes of keys in these shards that wait."""
     late: list[int]
     """The shards with delayed messages whose time has come."""
     messages: list[Received] = field(default_factory=list)
-    """To be handed out, in order."""
+    """The messages to hand out, in order."""
     aside: dict[int, list[Received]] = field(
         default_factory=lambda: {LATE: [], EXPIRED: [], UNREAD: []}
     )
-    """Not to be handed out now, by why."""
+    """The messages not to hand out now, by their fate."""
     spoken: bool = False
-    """Whether there are messages of dialogs among them."""
+    """Whether any of the messages belongs to a dialog."""
 
     @property
     def all(self) -> list[Received]:
-        """Whatever was read."""
+        """Every message that was read."""
         return [*self.messages, *(one for some in self.aside.values() for one in some)]
 
     def take(self, message: Received, fate: int) -> None:
-        """Put a message to the others of its fate."""
+        """Add a message to the others that have the same fate."""
         self.spoken = self.spoken or fate == SPOKEN
         self.aside.get(fate, self.messages).append(message)
 
 
 def begin(lock_seconds: float) -> str:
-    """What a transaction begins with that claims shards; one question to the database."""
+    """The statements that begin a transaction which claims shards; sent in one round trip."""
     return f"{BEGIN};{MEET.format(milliseconds=max(1, round(lock_seconds * 1000)))}"
 
 
 def claim(connection: psycopg.Connection[Any], reader: Reader, limit: int) -> Hand | None:
-    """Lock shards that have up to ``limit`` messages; None if no free one has any.
+    """Lock free shards until they have about ``limit`` messages; None if none has any.
 
-    Call it in a transaction begun with `begin`, and `move` what it returns in the same.
+    Call it in a transaction begun with `begin`, and pass the result to `move` in the same
+    transaction.
     """
     params = {
         "subscription_id": reader.subscription_id,
@@ -328,7 +331,7 @@ def claim(connection: psycopg.Connection[Any], reader: Reader, limit: int) -> Ha
 def claim_shard(
     connection: psycopg.Connection[Any], reader: Reader, shard: int, limit: int
 ) -> Hand | None:
-    """Lock one shard, whatever there is; None if it is in somebody's hand. Otherwise as `claim`."""
+    """Lock one shard, even one without messages; None if another transaction has locked it."""
     params = {
         "subscription_id": reader.subscription_id,
         "owner": reader.owner,
@@ -351,7 +354,7 @@ def _hand(
         "shards": [shard for shard, *_ in locked],
     }
     ((now, transaction, waiting, late),) = fetch(connection, STATE, params)
-    # PostgreSQL counts the asking transaction as complete, and the block may yet write messages
+    # PostgreSQL counts the asking transaction as complete, but the block may yet write messages
     now = without(now, int(transaction))
     shards = {
         row[0]: Shard(**dict(zip((*FIELDS, "epoch"), row, strict=True)))
@@ -378,7 +381,7 @@ def _hand(
 def read(
     connection: psycopg.Connection[Any], hand: Hand, shards: Iterable[int], limit: int
 ) -> None:
-    """Take the next messages of shards in hand, up to ``limit``, and move the shards past them."""
+    """Read the next messages of the shards, up to ``limit``, and move the shards past them."""
     numbers = list(shards)
     params = {
         "subscription_id": hand.reader.subscription_id,
@@ -400,7 +403,7 @@ def read(
     last = {row[SHARD]: row[ID] for row in rows}
     complete = set(numbers)
     if len(rows) == limit:
-        # the shard that the limit was met in may have more, and those after it were not looked at
+        # the last shard read may have more messages, and those after it were not looked at
         complete = set(list(last)[:-1])
         for partly in list(last)[-1:]:
             hand.shards[partly].position = last[partly]
@@ -415,10 +418,10 @@ def read(
 
 
 def move(connection: psycopg.Connection[Any], hand: Hand) -> None:
-    """Write how far each shard in hand is.
+    """Write the position of each shard in hand.
 
     Raises:
-        UsageError: the transaction that has locked them is over.
+        UsageError: the transaction that locked the shards is over.
     """
     columns: dict[str, Any] = {
         name: [getattr(shard, name) for shard in hand.shards.values()] for name in FIELDS
@@ -434,12 +437,12 @@ def move(connection: psycopg.Connection[Any], hand: Hand) -> None:
 
 
 def _order(message: Received) -> tuple[bool, int]:
-    """What was delayed comes first, as it was read; the rest by id."""
+    """A sort key: delayed messages come first, as they were read; the others come by id."""
     return (True, message.id) if message.parked_id is None else (False, 0)
 
 
 def cut(snapshot: str, txid: int) -> str:
-    """The part of a snapshot that lies before a transaction.
+    """Return the part of a snapshot that lies before a transaction.
 
     >>> cut("10:20:10,15", 12), cut("10:20:10,15", 17), cut("18:20:18", 17)
     ('10:12:10', '10:17:10,15', '17:17:')
@@ -450,7 +453,7 @@ def cut(snapshot: str, txid: int) -> str:
 
 
 def without(snapshot: str, txid: int) -> str:
-    """A snapshot in which one transaction is in progress.
+    """Return a snapshot in which one transaction counts as still in progress.
 
     >>> without("10:20:10,15", 12), without("20:20:", 19), without("20:20:", 25)
     ('10:20:10,12,15', '19:20:19', '20:20:')

@@ -1,8 +1,8 @@
-"""A delivery: messages in hand, the transaction to work in, and what became of each message.
+"""A delivery: messages in hand, the transaction to work in, and what becomes of each message.
 
-Iterating over it gives the messages in order. One that cannot be handled is set aside with `park`
-(to be tried again) or `reject` (for a person); the later messages of its key in the same delivery
-are then skipped by the iteration, and wait behind it. What is not set aside is handled, as soon as
+Iterating over it gives the messages in order. A message that cannot be handled is set aside with
+`park` (to be tried again) or `reject` (for a person). The iteration then skips the later messages
+of the same key, which wait behind it. All messages that are not set aside count as handled once
 the transaction commits.
 """
 
@@ -27,10 +27,10 @@ C = TypeVar("C")
 
 
 class Delivery(Sequence[Received], Generic[C]):
-    """Messages in order, and the connection to handle them on; false if there are none.
+    """Messages in order, and the connection to handle them on. An empty delivery is false.
 
     ``connection`` is of the kind that was given to `saf.receive`. Its transaction is the
-    delivery's: write on it, and neither commit nor roll back.
+    delivery's: write on it, but neither commit nor roll it back.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class Delivery(Sequence[Received], Generic[C]):
             self._arrival = hook().arrive(raw, hand.reader, self._messages, self._behind)
             self._messages = self._arrival.messages
         self._stopped: dict[str, int] = {}
-        """By key, from which place in the delivery on its messages are not handled."""
+        """For each lane, the place in the delivery from which on its messages are not handled."""
         self._waiting: dict[str, Waiting] = {}
         self._dead: dict[int, tuple[Received, str, str]] = {}
-        """By place in the delivery, with reason and error."""
+        """Dead letters by their place in the delivery: the message, the reason and the error."""
         self.errors: list[tuple[Received, BaseException | str]] = []
-        """What was set aside with `park` or `reject`, and why, in that order."""
+        """The messages set aside with `park` or `reject`, in that order, each with its error."""
 
     @overload
     def __getitem__(self, at: int) -> Received: ...
@@ -75,18 +75,18 @@ class Delivery(Sequence[Received], Generic[C]):
         return len(self._messages)
 
     def __iter__(self) -> Iterator[Received]:
-        """The messages in order, without those whose key was set aside meanwhile."""
+        """Give the messages in order, without those whose key has been set aside meanwhile."""
         return self.still(self._messages)
 
     def still(self, messages: Iterable[Received]) -> Iterator[Received]:
-        """Those of some messages whose key has not been set aside meanwhile."""
+        """Give those of some messages whose key has not been set aside meanwhile."""
         for message in messages:
             if not self._stopped or message.lane not in self._stopped:
                 yield message
 
     @property
     def handled(self) -> int:
-        """How many messages are handled: neither set aside nor behind one of their key that is."""
+        """How many messages are handled: neither set aside, nor behind one of their key that is."""
         if not self._stopped and not self._dead:
             return len(self._messages)
         return sum(
@@ -95,7 +95,7 @@ class Delivery(Sequence[Received], Generic[C]):
         )
 
     def park(self, message: Received, error: BaseException | str) -> None:
-        """Try this message again later; its key waits. After the last attempt it is dead."""
+        """Try this message again later; its key waits. After the last attempt, a dead letter."""
         policy = self._policy
         permanent = isinstance(error, policy.permanent)
         if permanent or message.attempt >= policy.max_attempts:
@@ -107,9 +107,9 @@ class Delivery(Sequence[Received], Generic[C]):
     def reject(
         self, message: Received, error: BaseException | str, *, reason: str = "failed"
     ) -> None:
-        """Make a dead letter of this message; its key goes on, or waits if the policy says so.
+        """Make a dead letter of this message. Its key goes on, or waits if the policy says so.
 
-        A dialog does not go on: it ends with an error for both ends.
+        If the message belongs to a dialog, the dialog ends with an error at both ends.
         """
         place = self._place(message)
         self._dead[place] = (message, reason, said(error))
@@ -120,15 +120,15 @@ class Delivery(Sequence[Received], Generic[C]):
             self._stop(message, f"behind a dead letter: {said(error)}", None)
 
     def drop(self, message: Received, reason: Reason) -> None:
-        """Count a message that was handed out as one that led to nothing."""
+        """Count a message that was handed out, but led to nothing, as dropped for a reason."""
         self._count([(message, reason)])
 
     def presume(self, message: Received, error: str) -> None:
-        """Let the message wait in its lane, with its attempts, as if this one had failed."""
+        """Let a message wait in its lane with its attempts counted, as if this one had failed."""
         self._stop(message, error, self._policy.wait_seconds(message.attempt))
 
     def epoch(self, message: Received) -> int:
-        """The epoch of the shard that the message is in."""
+        """The epoch of the shard that holds the message."""
         assert self._hand is not None  # noqa: S101 - there is a message
         return self._hand.shards[message.shard].epoch
 
@@ -237,7 +237,7 @@ class Delivery(Sequence[Received], Generic[C]):
         )
 
     def _waits(self, fragment: Received, place: int) -> bool:
-        """Whether a fragment comes after a message of its key that waits."""
+        """Whether a fragment comes after a waiting message of the same key."""
         return fragment.lane in self._waiting and place > self._stopped[fragment.lane]
 
     def _place(self, message: Received) -> int:
@@ -252,9 +252,9 @@ def _lane(kind: Kind, subject: object) -> Lane:
 
 
 def bury_alone(raw: psycopg.Connection[Any], hand: Hand, error: Exception) -> None:
-    """Make a dead letter of the one message in hand, for which whatever is done raises.
+    """Make a dead letter of the one message in hand, because every way to handle it raises.
 
-    Its conversation ends with an error, and the shard goes past it.
+    Its conversation ends with an error, and its shard goes past it.
     """
     gone = bury_as_stored(raw, hand, [(one, said(error)) for one in hand.all])
     parking.unpark(raw, [number for number in gone if number])
@@ -267,9 +267,10 @@ def bury_alone(raw: psycopg.Connection[Any], hand: Hand, error: Exception) -> No
 def bury_as_stored(
     raw: psycopg.Connection[Any], hand: Hand, some: Sequence[tuple[Received, str | None]]
 ) -> list[int | None]:
-    """Make dead letters of messages by what is stored of them, not by what was read.
+    """Make dead letters of messages from what is stored of them, not from what was read.
 
-    Each with its error; None: that it is too large to be read. Return where they were parked.
+    Each comes with its error; None stands for "too large to be read". Return their ids in
+    saf.parked.
     """
     for table, places in (
         ("inbox", [(one.id, one, error) for one, error in some if one.parked_id is None]),

@@ -1,4 +1,4 @@
-"""An inbox as people look at it, and the guard of consumers whose tables are elsewhere."""
+"""An inbox as people look at it, and `inbox_once` for consumers whose tables are elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from saf.received import Received
 from saf.receiving.claim import SINCE
 from saf.setaside.dead import SHOWN
 
-# Each shard's rows that are not complete, by the index; as in saf.status for the outbox
+# Each shard's rows that are not complete, found by the index; as in saf.status for the outbox
 UNREAD = f"""
 saf.cursor c CROSS JOIN LATERAL ({SINCE}) AS since
 WHERE c.subscription_id = s.subscription_id AND since.id > c.position
@@ -53,7 +53,7 @@ CREATE TABLE IF NOT EXISTS saf_inbox_once (
     PRIMARY KEY (subscription, message_id)
 )
 """
-"""The table that `inbox_once` needs in the consumer's database."""
+"""Creates the table that `inbox_once` needs in the consumer's database."""
 
 ONCE = """
 INSERT INTO saf_inbox_once (subscription, message_id) VALUES (%(subscription)s, %(message_id)s)
@@ -63,21 +63,21 @@ ON CONFLICT DO NOTHING
 
 @dataclass(frozen=True, kw_only=True)
 class SubscriptionStatus:
-    """What one reader of the inbox has left."""
+    """How many messages one subscription of the inbox still has to handle."""
 
     subscription: str
     service: str | None
     unread: int
-    """Committed messages that are neither handled nor set aside."""
+    """Messages that are committed, but neither handled nor set aside."""
     oldest: datetime | None
-    """When the oldest of them came."""
+    """When the oldest of them was stored here."""
     lag_seconds: float | None
     parked: int
     keys_waiting: int
     dead_letters: int
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The status as a dict for JSON."""
         return asdict(self) | {"oldest": self.oldest and self.oldest.isoformat()}
 
 
@@ -95,16 +95,16 @@ class Peeked:
     received_at: datetime
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The message as a dict for JSON."""
         moments = {name: getattr(self, name).isoformat() for name in ("created_at", "received_at")}
         return asdict(self) | moments | {"message_id": str(self.message_id)}
 
 
 def inbox_status(connection: psycopg.Connection[Any]) -> list[SubscriptionStatus]:
-    """What each subscription of the inbox has left. Reads only.
+    """Return how much each subscription of the inbox still has to handle. Only reads.
 
     Raises:
-        Restored: its cursors do not say what was read.
+        Restored: the database was restored, so its cursors do not say what was read.
     """
     refuse(connection)
     with psycopg.Cursor(connection, row_factory=class_row(SubscriptionStatus)) as cursor:
@@ -112,7 +112,7 @@ def inbox_status(connection: psycopg.Connection[Any]) -> list[SubscriptionStatus
 
 
 def peek(connection: psycopg.Connection[Any], subscription: str, limit: int = 20) -> list[Peeked]:
-    """The next messages of a subscription, in order; nothing is received by that.
+    """Return the next messages of a subscription, in order, without receiving them.
 
     Raises:
         ConfigurationError: there is no such subscription.
@@ -123,15 +123,16 @@ def peek(connection: psycopg.Connection[Any], subscription: str, limit: int = 20
 
 
 def inbox_once(connection: psycopg.Connection[Any], subscription: str, message: Received) -> bool:
-    """Whether a message is handled for the first time, in the consumer's own database.
+    """Whether the consumer's own database sees this message for the first time.
 
-    For a consumer whose tables are not in the inbox's database: its work and the position are two
-    commits, so a message may come again after a crash between them. Call this in the transaction
-    that does the work, and do it only if the answer is True. The table is made by `GUARD`; rows
-    older than any message that may still come again can be deleted.
+    For a consumer whose tables are not in the inbox's database: its work and its position are two
+    commits, so a message may come again after a crash between them. Call this function in the
+    transaction that does the work, and do the work only if it returns True. `GUARD` creates the
+    table that it needs. Delete the table's rows once they are older than any message that may come
+    again.
 
-    Better, where it can be: let the forwarder deliver into that database's inbox, and receive
-    there.
+    It is better, where possible, to let the forwarder deliver into that database's inbox and to
+    receive there.
     """
     params = {"subscription": subscription, "message_id": message.message_id}
     return psycopg.Cursor(connection).execute(ONCE, params).rowcount == 1

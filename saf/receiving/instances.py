@@ -1,4 +1,4 @@
-"""The instances of a member that are live: found by key, and let go by age."""
+"""The live instances of a member: found by key, and passivated when they are old."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from saf.receiving.processor import Processor
 
 @dataclass(kw_only=True, eq=False)
 class Instance:
-    """A processor, and the ownership that it lives by."""
+    """A processor, and the shard and epoch by which it is owned."""
 
     processor: Processor
     lane: str
@@ -21,7 +21,7 @@ class Instance:
     epoch: int
     used_at: float = field(default_factory=time.monotonic)
     active: bool = False
-    """It has been activated."""
+    """Whether it has been activated."""
 
 
 class Instances:
@@ -29,18 +29,18 @@ class Instances:
 
     def __init__(self) -> None:
         self._by_lane: OrderedDict[str, Instance] = OrderedDict()
-        """The least recently used first."""
+        """Instances by lane, the least recently used first."""
         self._due: deque[Instance] = deque()
 
     def __len__(self) -> int:
         return len(self._by_lane)
 
     def __iter__(self) -> Iterator[Instance]:
-        """The instances now, whatever is thrown away meanwhile."""
+        """Give the instances that are live now, even if some are thrown away meanwhile."""
         return iter(list(self._by_lane.values()))
 
     def use(self, message: Received, epoch: int, processor: type[Processor]) -> Instance:
-        """The instance of a message's key; a new one, if there is none of this epoch."""
+        """Return the instance of a message's key; a new one, if there is none of this epoch."""
         lane = message.lane
         one = self._by_lane.get(lane)
         if one is None or one.epoch != epoch:
@@ -57,17 +57,17 @@ class Instances:
         self._by_lane.pop(lane, None)
 
     def throw_away(self, ones: Iterable[Instance]) -> None:
-        """Have them no longer."""
+        """Throw away some instances, without telling them."""
         for one in ones:
             if self._by_lane.get(one.lane) is one:
                 del self._by_lane[one.lane]
 
     def used_since(self, moment: float) -> list[Instance]:
-        """Those that were used at a moment of `time.monotonic`, or later."""
+        """The instances that were used at this moment of `time.monotonic`, or later."""
         return [one for one in self if one.used_at >= moment]
 
     def superfluous(self, most: int, idle_seconds: float, limit: int) -> list[Instance]:
-        """Those that are idle, or more than ``most``; the least recently used, up to a limit."""
+        """Up to ``limit`` instances that are idle or exceed ``most``, least recently used first."""
         found: list[Instance] = []
         too_many = len(self) - most
         idle_since = time.monotonic() - idle_seconds
@@ -78,22 +78,22 @@ class Instances:
         return found
 
     def oldest(self) -> Instance | None:
-        """The one that was used least recently."""
+        """The instance that was used least recently."""
         return next(iter(self._by_lane.values()), None)
 
-    # Those whose turn comes one after the other
+    # The instances that take turns
 
     @property
     def due(self) -> bool:
-        """Whether there are any whose turn has not come."""
+        """Whether any instance still has to take its turn."""
         return bool(self._due)
 
     def let_all_be_due(self) -> None:
-        """Give each one that is live now a turn."""
+        """Give each instance that is live now a turn."""
         self._due = deque(self._by_lane.values())
 
     def next_due(self, limit: int) -> list[Instance]:
-        """The next of those whose turn it is and that are live still."""
+        """The next instances whose turn it is and that are still live."""
         found: list[Instance] = []
         while self._due and len(found) < limit:
             one = self._due.popleft()
@@ -102,6 +102,6 @@ class Instances:
         return found
 
     def clear(self) -> None:
-        """Throw all away."""
+        """Throw away all instances."""
         self._by_lane.clear()
         self._due.clear()

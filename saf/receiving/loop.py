@@ -1,14 +1,14 @@
 """The loop that feeds handlers: deliveries, one after the other, until it is told to stop.
 
-What handles them is a `Loop`: a `saf.Worker`, `saf.Processors` or a `saf.routing_service`. A
-handler works on the delivery's connection, inside a savepoint: if it raises, its own work is
-undone, the message is set aside with the error, and the rest of the delivery goes on
-(`saf.receiving.retries` says what happens to the message).
+A `Loop` handles them: a `saf.Worker`, `saf.Processors` or a `saf.routing_service`. A handler works
+on the delivery's connection, inside a savepoint. If it raises, its own work is undone, the message
+is set aside with the error, and the rest of the delivery goes on (`saf.receiving.retries` says
+what happens to the message).
 
-One that finds nothing polls less and less often, up to every
-`saf.receiving.receive.LONGEST_PAUSE_SECONDS`, or listens for notifications
-(`saf.receiving.notify`). `stop`, SIGTERM and SIGINT end the deliveries in hand and take no more. A
-database that does not answer is tried again for as long as it takes.
+A loop that finds nothing polls less and less often, until it waits
+`saf.receiving.receive.LONGEST_PAUSE_SECONDS` between polls; or it listens for notifications
+(`saf.receiving.notify`). After `stop`, SIGTERM or SIGINT, it finishes the deliveries in hand and
+takes no more. While a database does not answer, it tries again for as long as it takes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ RELEASE = "RELEASE SAVEPOINT saf"
 
 
 class Loop(ABC):
-    """Handles the messages of one subscription, in some threads, each with a connection.
+    """Handles the messages of one subscription in some threads, each with its own connection.
 
     Raises:
         UsageError: a number is out of range.
@@ -79,7 +79,7 @@ class Loop(ABC):
     def run(self) -> int:
         """Handle messages until stopped; return how many were handled.
 
-        In the main thread, the first SIGTERM or SIGINT stops in order, a second one at once.
+        In the main thread, the first SIGTERM or SIGINT stops in order; a second one stops at once.
 
         Raises:
             ConfigurationError: there is no such subscription.
@@ -87,7 +87,7 @@ class Loop(ABC):
         """
         self._check()
         threads = [
-            # daemons, because a second signal ends the process at once, whatever handlers do
+            # daemon threads, because a second signal must end the process at once, whatever they do
             threading.Thread(
                 target=self._work, name=f"saf {self.subscription} {number}", daemon=True
             )
@@ -97,7 +97,7 @@ class Loop(ABC):
             for thread in threads:
                 thread.start()
             for thread in threads:
-                # in steps, because a signal is not noticed while a thread is waited for
+                # in short steps, because Python notices no signal while it waits for a thread
                 while thread.is_alive():
                     thread.join(0.2)
         self._stopping.clear()
@@ -106,7 +106,7 @@ class Loop(ABC):
         return self._handled
 
     def stop(self) -> None:
-        """End in order, from any thread: deliveries in hand are finished, no more are taken."""
+        """Stop in order, from any thread: finish the deliveries in hand, and take no more."""
         self._stopping.set()
 
     def drain(self) -> int:
@@ -114,7 +114,7 @@ class Loop(ABC):
         return sum(delivery.handled for delivery in self.deliveries())
 
     def deliveries(self) -> Iterator[Delivery[Any]]:
-        """Handle what is there and due now, in this thread; each delivery once it is committed."""
+        """Handle what is there and due now, in this thread; give each delivery after its commit."""
         self._check()
         with connected(self.engine) as link, self._receiving(link) as receiver:
             while delivery := self._deliver(receiver, wait_seconds=0):
@@ -126,10 +126,10 @@ class Loop(ABC):
 
     @abstractmethod
     def _handle(self, delivery: Delivery[Any], work: Savepoints) -> None:
-        """Handle a delivery that has messages."""
+        """Handle a delivery, which is not empty."""
 
     def _work(self) -> None:
-        """One thread: deliveries, one after the other, over as many connections as it takes."""
+        """Run one thread: handle deliveries, and connect again whenever the connection is lost."""
         while not self._stopping.is_set():
             try:
                 with connected(self.engine) as link, self._receiving(link) as receiver:
@@ -139,7 +139,7 @@ class Loop(ABC):
                 self._failed.append(error)
                 self.stop()
             except Exception as error:
-                # whatever it was, its transaction is gone: what was in hand comes again
+                # whatever went wrong, the transaction is gone: what was in hand comes again
                 said = " ".join(str(error).split())
                 log.warning("delivery_failed", subscription=self.subscription, error=said)
                 self._stopping.wait(RECONNECT_SECONDS)
@@ -153,7 +153,7 @@ class Loop(ABC):
         receiver.forget()
 
     def _deliver(self, receiver: Receiver, wait_seconds: float) -> Delivery[Any]:
-        """Handle one delivery, which is empty if there was nothing."""
+        """Handle one delivery and return it; it is empty if there was nothing."""
         with receiver.delivery(wait_seconds, self._stopping) as delivery:
             if delivery:
                 with Savepoints(receiver.link.raw) as work:
@@ -170,9 +170,9 @@ class Loop(ABC):
         message: Received,
         known: Iterable[str | None],
     ) -> None:
-        """What becomes of a message that no handler is for: a dead letter.
+        """Make a dead letter of a message that has no handler.
 
-        But one of saf's own, such as the end of a dialog, has its effect by itself.
+        A message of saf itself, such as the end of a dialog, has its effect instead.
         """
         effect = hook().by_itself(message)
         if effect is None:
@@ -209,8 +209,8 @@ class Loop(ABC):
 class Savepoints:
     """Pieces of work in one transaction, each of which is undone if it raises.
 
-    One savepoint is set as the last one is released, so that a piece costs one question to the
-    database, which is what a handler that does little costs at all.
+    The statement that releases a savepoint sets the next one, so a piece costs one round trip to
+    the database. For a handler that does little, that is nearly all it costs.
     """
 
     def __init__(self, raw: psycopg.Connection[Any]) -> None:
@@ -222,15 +222,16 @@ class Savepoints:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            # not left to the commit: what is written after has to be the transaction's own
+            # released here and not by the commit, because what is written next is outside of the
+            # pieces
             self.raw.execute(RELEASE)
 
     @contextmanager
     def piece(self) -> Iterator[None]:
-        """Work that is undone if the block raises; the transaction goes on."""
+        """Run the block; if it raises, undo its work. The transaction goes on."""
         try:
             yield
-            # fails if a statement has failed, and its error was swallowed
+            # raises if a statement of the block has failed and the block has swallowed the error
             self.raw.execute(NEXT)
         except BaseException:
             if not self.raw.broken:
@@ -239,7 +240,7 @@ class Savepoints:
 
 
 def check_handler(call: Callable[..., object], what: str, *arguments: str) -> None:
-    """Raise a `UsageError` unless a function can be called with so many arguments."""
+    """Raise a `UsageError` unless a function can be called with these arguments."""
     try:
         inspect.signature(call).bind(*arguments)
     except TypeError:
@@ -252,7 +253,7 @@ def check_handler(call: Callable[..., object], what: str, *arguments: str) -> No
 
 
 def described(message_type: str | None) -> str:
-    """A message type, in errors.
+    """A message type in the words of an error.
 
     >>> described("OrderPlaced"), described(None)
     ("message type 'OrderPlaced'", 'any type')
@@ -261,6 +262,6 @@ def described(message_type: str | None) -> str:
 
 
 def no_handler(message: Received, known: Iterable[str | None]) -> str:
-    """What is wrong with a message that no handler is for."""
+    """The error of a message that has no handler."""
     types = ", ".join(map(repr, known))
     return f"no handler for message type {message.message_type!r}, only for {types}"

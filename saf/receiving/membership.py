@@ -1,8 +1,8 @@
-"""A member whose lease is kept by a thread, for as long as its process lives and answers.
+"""A member whose lease a thread renews for as long as the process lives and the database answers.
 
-The thread has a connection of its own: a delivery may take longer than a third of the lease, and
-the member ends with the session that joined. So that session must be a real one, and not one of a
-pooler.
+The thread has a connection of its own, because a delivery may take longer than a third of the
+lease. The member ends with the session that has joined, so this must be a real session and not one
+that a pooler lends.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class Membership:
 
     Raises:
         Unavailable: the database does not answer.
-        ConfigurationError: a pooler does.
+        ConfigurationError: the connection goes through a pooler.
     """
 
     def __init__(self, engine: Engine, subscription_id: int, lease_seconds: float) -> None:
         self.member = Member(subscription_id=subscription_id, lease_seconds=lease_seconds)
         self.lost = False
-        """The others have taken the shards over, or will: the lease could not be renewed."""
+        """Set when the lease could not be renewed: other members take the shards over."""
         self._leaving = threading.Event()
-        # all of its transactions are ours, and in vain when the lease is over
+        # only our own transactions run on it, and they are in vain once the lease is over
         milliseconds = max(1, round(lease_seconds * 1000))
         first = f"{BEGIN}; SET LOCAL statement_timeout = {milliseconds}"
         with ExitStack() as stack:
@@ -50,14 +50,14 @@ class Membership:
         self._thread.start()
 
     def leave(self) -> None:
-        """Free the shards; a server that is gone frees them by itself."""
+        """Free the shards. If the server is gone, they become free by themselves."""
         self._leaving.set()
         self._thread.join(self.member.lease_seconds)
         with suppress(Exception), self._open, self._link.transaction():
             self.member.leave(self._link.raw)
 
     def _keep(self) -> None:
-        # a third of the lease: two renewals may fail before it is over
+        # every third of the lease, so that two renewals may fail before it is over
         while not self._leaving.wait(self.member.lease_seconds / 3):
             try:
                 with self._link.transaction():

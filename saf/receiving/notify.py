@@ -1,13 +1,13 @@
 """Notifications: a receiver learns of new messages at once, instead of when it polls next.
 
-Optional at both ends: an inbox notifies if `switch` has turned its trigger on, once for each
-statement that stores messages, and a receiver listens if it is told to. What has become due
-(``deliver_at``, another attempt) is found by polling all the same.
+Both ends are optional: an inbox notifies if `switch` has turned its trigger on, once for each
+statement that stores messages; a receiver listens if it is told to. What becomes due later
+(``deliver_at``, another attempt) is found by polling in any case.
 
-The cost: PostgreSQL lets transactions that notify commit one after the other, in the whole
-database, and each listening session is woken each time. For the chunks of a forwarder that is
-little; for applications that fill an inbox one row at a time it is not. LISTEN needs a session of
-its own: not through a pooler.
+The cost: PostgreSQL lets transactions that notify commit only one after the other, in the whole
+database, and wakes each listening session each time. This is little for the chunks of a forwarder,
+but not for applications that fill an inbox one row at a time. LISTEN needs a session of its own,
+not one of a pooler.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from saf.database.poolers import refuse_pooler
 from saf.errors import ConfigurationError
 
 TICK_SECONDS = 0.2
-"""How soon a wish to stop is noticed while a receiver listens."""
+"""Longest time until a receiver that listens notices that it must stop, in seconds."""
 
 LISTEN, UNLISTEN = "LISTEN saf_inbox", "UNLISTEN saf_inbox"
 
@@ -38,15 +38,15 @@ WHERE tgrelid = 'saf.inbox'::regclass AND tgname = 'inbox_notify'
 
 
 def switch(connection: psycopg.Connection[Any], on: bool) -> None:
-    """Let the inbox notify, or no longer. Waits for the transactions that are filling it."""
+    """Turn the inbox's notifications on or off; waits for transactions that are filling it."""
     connection.execute(SWITCH[on])
 
 
 def listen(connection: psycopg.Connection[Any]) -> None:
-    """Be woken by the inbox from now on, after the commit.
+    """Let the inbox wake this session, from the commit on.
 
     Raises:
-        ConfigurationError: the inbox does not notify, or a pooler is in between.
+        ConfigurationError: the inbox does not notify, or the connection goes through a pooler.
     """
     refuse_pooler(connection)
     ((on,),) = fetch(connection, IS_ON)
@@ -59,7 +59,7 @@ def listen(connection: psycopg.Connection[Any]) -> None:
 
 
 def wait(connection: psycopg.Connection[Any], seconds: float, stopping: Event) -> None:
-    """Wait for a notification, outside of a transaction, or until told to stop."""
+    """Wait outside of a transaction for a notification, for so long, or until told to stop."""
     until = time.monotonic() + seconds
     while not stopping.is_set() and (left := until - time.monotonic()) > 0:
         if list(connection.notifies(timeout=min(left, TICK_SECONDS), stop_after=1)):

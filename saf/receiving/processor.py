@@ -1,4 +1,4 @@
-"""A processor: the class that an application writes, of which each key has an instance.
+"""A processor: a class that an application writes, and that has one instance per key.
 
     class OrderTotals(saf.Processor):
         def activate(self, connection):
@@ -9,7 +9,7 @@
             self.total += message.json()["total"]
             connection.execute(…)
 
-`saf.receiving.processors` feeds the instances, and says what is promised about them.
+`saf.receiving.processors` calls the instances, and says what it promises about them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ _MARK = "_saf_handles"
 
 
 def handles(*message_types: str) -> Callable[[H], H]:
-    """Mark a method of (self, message, connection) for some types; for all others if none is named.
+    """Mark a method as the handler of some message types; of all others, if none is named.
+
+    The method is called with the message and the delivery's connection.
 
     Raises:
-        UsageError: it is written without parentheses.
+        UsageError: it was written without parentheses.
     """
     if any(map(callable, message_types)):
         raise UsageError("write @saf.handles(), with parentheses")
@@ -44,21 +46,21 @@ def handles(*message_types: str) -> Callable[[H], H]:
 
 
 class Processor:
-    """What is done for one key. Subclasses have methods marked by `handles`.
+    """Handles the messages of one key. Subclasses have methods marked by `handles`.
 
     ``connection`` is the delivery's, of the kind that was given to `saf.Processors`: write on it,
-    and neither commit nor roll back. What a call that raises has written is undone.
+    but neither commit nor roll it back. If a call raises, what it has written is undone.
 
     Raises:
-        UsageError: when a subclass is defined, two of its methods are for one type, or one takes
-            something else.
+        UsageError: when a subclass is defined: two of its methods handle one type, or a method does
+            not take (message, connection).
     """
 
     key: str
-    """The messages' key; of a message without key, its id as text. Set before `activate`."""
+    """The messages' key; of a message without a key, its id as text. Set before `activate`."""
 
     handlers: ClassVar[dict[str | None, Handler]] = {}
-    """The marked methods, by message type."""
+    """The methods that `handles` has marked, by message type."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -73,21 +75,22 @@ class Processor:
                 cls.handlers[message_type] = method
 
     def activate(self, connection: Any) -> None:
-        """Before the first message here, in its transaction: load what is known of the key.
+        """Load what is known of the key. Called before the first message, in its transaction.
 
-        If it raises, the message has failed.
+        If it raises, that message has failed.
         """
 
     def passivate(self, connection: Any) -> None:
-        """Before the instance goes in order: idle, one too many, its shard moves, or shutdown.
+        """Save what is to be kept. Called before an instance goes in order.
 
-        If it raises, the error is logged, and the instance goes all the same.
+        An instance goes when it is idle, when there are too many, when its shard moves, and at
+        shutdown. If this raises, the error is logged, and the instance goes all the same.
         """
 
     def output(self, connection: Any) -> None:
-        """On a schedule, as long as the instance is live.
+        """Do what is to be done on a schedule. Called as long as the instance is live.
 
-        If it raises, the error is logged and the instance thrown away. What it does outside of the
-        database may be done again, because its transaction may fail afterwards. A time that passed
-        while the process was busy or down is not made up for.
+        If it raises, the error is logged and the instance is thrown away. Its transaction may still
+        fail after it returns, so what it does outside of the database may be done twice. A call
+        that was missed while the process was busy or down is not made up for.
         """

@@ -1,29 +1,30 @@
 """Processors: an instance per key, which handles its key's messages and may remember them.
 
-    runner = saf.Processors(engine, "billing", OrderTotals)      # see saf.processor
+    runner = saf.Processors(engine, "billing", OrderTotals)      # see saf.receiving.processor
     runner.run()                      # or, from a shell: saf worker module:runner
 
 The idea is Dempsy's message processor. Any number of processes share the keys: each is a member of
-the subscription, owns its fair share of the shards (`saf.log.shards`) and gets their messages only.
-When one comes or goes, the fewest shards move, and instances of all others stay where they are.
+the subscription, owns its fair share of the shards (`saf.log.shards`) and gets only the messages of
+these. When a member comes or goes, as few shards as possible move; instances in all other shards
+stay where they are.
 
 What is promised:
 
-- *One at a time.* An instance is called only in a transaction that has found its shard's owner and
-  epoch unchanged, and holds the cursor's row until it ends. So two members never write for a key at
-  a time; and one who was taken over while it slept writes nothing more when it wakes: its
-  instances are thrown away, and nothing is called on them.
+- *One at a time.* An instance is called only in a transaction that has found the owner and epoch of
+  its shard unchanged, and that holds the cursor's row until it ends. So two members never write for
+  a key at the same time. A member that was taken over while it slept writes nothing when it wakes:
+  its instances are thrown away, and nothing is called on them.
 - *In order, exactly once.* What an instance writes on ``connection`` commits together with the
   position, as with any receiver.
-- *Memory is never ahead of the database.* When a call raises, its instance is thrown away; when a
-  transaction does not commit, so are all that were called in it. The next message of the key
-  activates a new one, from what did commit.
+- *Memory is never ahead of the database.* When a call raises, its instance is thrown away. When a
+  transaction does not commit, all instances that were called in it are thrown away. The next
+  message of the key activates a new instance, from what was committed.
 
-What is not: that an instance is told before it goes. `Processor.passivate` is called on those that
-go in order, but a process that is killed or was taken over calls nothing. So a handler writes what
-must not be lost, in its transaction, and memory is a cache of that.
+Not promised is that an instance is told before it goes. `Processor.passivate` is called when an
+instance goes in order, but a process that is killed or taken over calls nothing. So a handler must
+write what must not be lost in its own transaction; memory is only a cache of that.
 
-A message without key has an instance of its own, which is passivated in the same transaction.
+A message without a key has an instance of its own, which is passivated in the same transaction.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ if TYPE_CHECKING:
     from saf.receiving.receive import Engine
 
 LOOK_SECONDS = 1.0
-"""How often a member looks whether others have come or gone."""
+"""How often a member looks whether others have come or gone, in seconds."""
 
-# One who hangs in a transaction would keep its shards from the others beyond the lease
+# A member that hangs in a transaction would keep its shards from the others beyond its lease
 NO_LONGER = "SET LOCAL idle_in_transaction_session_timeout = {milliseconds}"
 
-# Until then, only the shards that move have to wait for it
+# Short until `balance` has its locks: from then on, only the shards that move wait (PATIENTLY)
 BRIEFLY = "SET LOCAL lock_timeout = '200ms'"
 PATIENTLY = "SET LOCAL lock_timeout TO DEFAULT"
 
@@ -66,18 +67,19 @@ class Processors(Loop):
     """Handles the messages of one subscription by instances of a class, one for each key.
 
     Args:
-        engine: as for `saf.receive`; it takes two connections from it, for as long as it runs, and
-            not through a pooler.
-        subscription: whose messages. As long as it has processors, nobody else receives from it.
+        engine: as for `saf.receive`. Two connections from it are used for as long as this runs;
+            they must not go through a pooler.
+        subscription: whose messages to handle. While it has processors, nobody else may receive
+            from it.
         processor: the class; instances are made without arguments.
-        max_messages: how many messages at most in one transaction, and how many instances that are
-            passivated or put out.
-        max_instances: how many stay live between deliveries; more, and those that were used least
-            recently are passivated.
+        max_messages: the most messages in one transaction; also the most instances on which
+            `Processor.passivate` or `Processor.output` is called in one.
+        max_instances: how many instances stay live between deliveries; of more, those that were
+            used least recently are passivated.
         idle_seconds: an instance is passivated after so long without a message.
         output_seconds: how often `Processor.output` is called on each live instance.
-        lease_seconds: after so long, a process that hangs is taken over. A call that is away from
-            the database for as long is taken to hang, and its transaction is ended.
+        lease_seconds: a process that hangs for so long is taken over by others. A call that does
+            not ask the database for so long counts as hanging, and its transaction is ended.
         policy: what happens to messages whose handling fails.
         listen: be notified of what arrives; see `saf.receiving.notify`.
 
@@ -197,7 +199,7 @@ class Processors(Loop):
     # Between deliveries
 
     def _be_member(self, receiver: Receiver) -> None:
-        """Join, or join again if forgotten; now and then, take up or pass on shards."""
+        """Join, or join again if forgotten. From time to time, take up shards or pass them on."""
         if self._membership is not None and self._membership.lost:
             self._leave()
         if self._membership is None:
@@ -223,7 +225,7 @@ class Processors(Loop):
             self._be_member(receiver)
 
     def _pass_on(self, link: Link, shards: Sequence[int]) -> None:
-        """Passivate what lives in shards that go, in the transaction that lets them go."""
+        """Passivate the instances in shards that go, in the transaction that lets the shards go."""
         link.raw.execute(PATIENTLY)
         gone = set(shards)
         ones = [one for one in self._live if one.shard in gone]
@@ -237,7 +239,7 @@ class Processors(Loop):
         self._visit(receiver.link, ones, "passivate")
 
     def _put_out(self, receiver: Receiver) -> None:
-        """Call `Processor.output` on the next of those where it is due."""
+        """Call `Processor.output` on the next instances whose turn it is."""
         if time.monotonic() >= self._output_at and not self._live.due:
             self._live.let_all_be_due()
             self._output_at = time.monotonic() + self.output_seconds
@@ -246,7 +248,7 @@ class Processors(Loop):
     def _visit(self, link: Link, ones: Sequence[Instance], what: str) -> None:
         """Call a method of some instances, in one transaction that holds their shards.
 
-        Those in shards that have been lost, and all if it does not commit, are thrown away.
+        Instances in shards that have been lost are thrown away; all are, if it does not commit.
         """
         if not ones or getattr(self.processor, what) is getattr(Processor, what):
             return
@@ -285,7 +287,7 @@ class Processors(Loop):
         return True
 
     def _until_next_duty(self) -> float:
-        """How many seconds a delivery may be waited for."""
+        """How many seconds this member may wait for a delivery, until its next duty."""
         if self._live.due:
             return 0.0
         duties = [self._look_at]
@@ -294,7 +296,7 @@ class Processors(Loop):
         return max(0.0, min(duties) - time.monotonic())
 
     def _leave(self) -> None:
-        """Free the shards. What is live still is not written."""
+        """Free the shards. Instances that are still live are not told."""
         self._live.clear()
         membership, self._membership = self._membership, None
         if membership is not None:

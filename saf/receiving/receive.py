@@ -5,13 +5,13 @@
             delivery.connection.execute(…)
 
 The position commits together with what the block writes on ``delivery.connection``: both or
-neither, whatever dies when. An exception rolls everything back and is raised; the messages come
-again, the first of them alone, until one that fails by itself is a dead letter (see
+neither, whatever fails. An exception in the block rolls everything back and is raised. The messages
+then come again, the first of them alone, until the one that fails by itself is a dead letter (see
 `saf.receiving.retries`).
 
 Any number of receivers, in any number of processes, share the work: a key is in one hand at a
-time, and in order. Work in the block runs in READ COMMITTED; other databases, files and calls to
-elsewhere are not part of the transaction, so what is done there is done at least once.
+time, and in order. Work in the block runs in READ COMMITTED. Other databases, files and calls to
+other systems are not part of the transaction, so what is done there is done at least once.
 
 ``engine`` is one of
 
@@ -55,10 +55,10 @@ if TYPE_CHECKING:
     Engine = sa.Engine | Dsn | str | Callable[[], AbstractContextManager[psycopg.Connection[Any]]]
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.5
-"""Between polls that find nothing, doubled each time until one finds something."""
+"""Pause between polls that find nothing; it doubles each time until a poll finds something."""
 
 LISTENING_PAUSE_SECONDS = 5.0
-"""The longest for who is notified of what arrives: for what has become due meanwhile."""
+"""Longest pause of a receiver that is notified: it must still find what has become due."""
 
 
 @contextmanager
@@ -70,20 +70,20 @@ def receive(
     wait_seconds: float = 0.0,
     policy: Policy | None = None,
 ) -> Iterator[Delivery[Any]]:
-    """Messages for a subscription, as many as there are up to ``max_messages``.
+    """Receive messages of a subscription, as many as there are up to ``max_messages``.
 
     Args:
-        engine: where the inbox is, and the consumer's tables; see above.
-        subscription: whose messages; a service has one of its own name.
-        max_messages: how many at most; they are one transaction.
-        wait_seconds: how long to wait for the first one; then the delivery is empty.
+        engine: where the inbox and the consumer's tables are; see the top of this module.
+        subscription: whose messages to receive; each service has a subscription of its own name.
+        max_messages: the most messages in one delivery, which is one transaction.
+        wait_seconds: how long to wait for the first message; after that, the delivery is empty.
         policy: what happens to messages whose handling fails.
 
     Raises:
         ConfigurationError: there is no such subscription.
-        UsageError: the subscription is read by processors.
-        SchemaMissing, SchemaMismatch, Restored: the database is not to be read from.
-        Unavailable: it does not answer, or somebody keeps a table of saf's locked.
+        UsageError: processors read this subscription.
+        SchemaMissing, SchemaMismatch, Restored: the database cannot be read from.
+        Unavailable: the database does not answer, or a table of saf stays locked for too long.
     """
     if max_messages < 1:
         raise UsageError(f"max_messages: {max_messages} is less than 1")
@@ -96,21 +96,21 @@ def receive(
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A connection as its library has it, and the psycopg one below."""
+    """A connection as the application's library has it, and the psycopg connection below it."""
 
     connection: Any
     raw: psycopg.Connection[Any]
     begin: Callable[[], AbstractContextManager[Any]]
     first: str = claim.begin(Bounds().lock_seconds)
-    """What each transaction begins with."""
+    """The statements with which each transaction begins."""
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Work that commits at the end of the block, or is rolled back.
+        """Run the block in a transaction, which commits at its end or is rolled back.
 
         Raises:
             UsageError: it would not be a transaction of its own.
-            Unavailable: somebody has locked what it needs, for too long.
+            Unavailable: something that it needs was locked for too long.
         """
         if self._status() != TransactionStatus.IDLE:
             raise UsageError("a transaction is open on this connection: receive begins its own")
@@ -133,10 +133,10 @@ class Link:
 
 @contextmanager
 def connected(engine: Engine) -> Iterator[Link]:
-    """A connection to receive on.
+    """Open a connection to receive on.
 
     Raises:
-        UsageError: ``engine`` is none of the things that one can be had from.
+        UsageError: ``engine`` is none of the things that give a connection.
         Unavailable: the database does not answer.
     """
     if isinstance(engine, (str, Dsn)):
@@ -165,7 +165,7 @@ def connected(engine: Engine) -> Iterator[Link]:
 
 @contextmanager
 def _as_it_was(raw: psycopg.Connection[Any]) -> Iterator[None]:
-    """A connection that is given back prepares statements as it did before."""
+    """Restore at the end how the connection prepares statements, because it is given back."""
     before = raw.prepare_threshold
     try:
         yield
@@ -184,7 +184,7 @@ def _psycopg(connection: object) -> psycopg.Connection[Any]:
 
 
 class Receiver:
-    """Gives one delivery after the other on one connection.
+    """Gives deliveries on one connection, one after the other.
 
     Raises what `receive` raises.
     """
@@ -226,10 +226,10 @@ class Receiver:
     def delivery(  # noqa: PLR0912 - a context manager yields in one place or the other, not in two
         self, wait_seconds: float = 0.0, stopping: Event | None = None
     ) -> Iterator[Delivery[Any]]:
-        """The next messages; an empty delivery after ``wait_seconds``, or when told to stop."""
+        """Give the next messages, or an empty delivery after ``wait_seconds`` or on a stop."""
         stopping = stopping or Event()
         until = time.monotonic() + wait_seconds
-        # half of the time what failed before, so that neither holds the other up
+        # half of the time, first what has failed before: so neither kind holds the other up
         careful_first, vain = _toss(), False
         while True:
             found = None
@@ -277,7 +277,7 @@ class Receiver:
                 careful_first = True
 
     def _wait(self, until: float, stopping: Event) -> bool:
-        """Wait before the next poll, and longer before the one after it; False if it is over."""
+        """Pause before the next poll, and make the next pause longer; False if the time is over."""
         left = until - time.monotonic()
         if left <= 0:
             return False
@@ -290,13 +290,13 @@ class Receiver:
         return not stopping.is_set()
 
     def forget(self) -> None:
-        """Listen no longer: the connection may go back to a pool."""
+        """Stop listening, because the connection may go back to a pool."""
         if self.listens and not self.link.raw.closed:
             with self.link.transaction():
                 self.link.raw.execute(notify.UNLISTEN)
 
     def _claim(self) -> Delivery[Any] | None:
-        """The next messages of any shards that nobody has in hand."""
+        """Take the next messages of shards that nobody has in hand."""
         raw = self.link.raw
         hand = claim.claim(raw, self.reader, self.max_messages)
         if hand is None:
@@ -308,9 +308,9 @@ class Receiver:
             return self._delivery(hand)
 
     def _count(self) -> Suspect | None:
-        """Choose what is to be tried alone, and count the attempt: a transaction of its own.
+        """Choose what to try alone, and count the attempt, in a transaction of its own.
 
-        None if there is nothing, or somebody else has it in hand.
+        None if there is nothing to try, or somebody else has it in hand.
         """
         raw, reader = self.link.raw, self.reader
         with self.link.transaction():
@@ -329,7 +329,7 @@ class Receiver:
             number, error = known
             suspect = Suspect(shard=suspect.shard, lane=suspect.lane, attempts=number + 1)
             if number >= self.policy.max_attempts:
-                # the last attempt took its process with it
+                # the last attempt ended its process
                 with self._alone(hand):
                     last = self._read_lane(hand, suspect, number, limit=1)
                     for message in last:
@@ -356,7 +356,8 @@ class Receiver:
                     shard.allowance = None
                 first.settle()
                 return suspect
-            # unless it was another one's attempt that failed, it was among those that did
+            # if its attempt failed, this message was in it; otherwise another receiver's attempt
+            # failed
             number = 1 if failed and allowance == 1 else 2
             (message,) = first
             message.attempt = number
@@ -367,9 +368,9 @@ class Receiver:
 
     @contextmanager
     def _alone(self, hand: Hand) -> Iterator[None]:
-        """What is done here is about one message: what it raises for is that one's doing.
+        """Run a block that is about one message, and blame that message for what the block raises.
 
-        It becomes a dead letter, and its neighbours go on; see `saf.setaside.isolation`.
+        The message becomes a dead letter, and its neighbours go on; see `saf.setaside.isolation`.
         """
         try:
             with self.link.raw.transaction():
@@ -381,7 +382,7 @@ class Receiver:
 
     @contextmanager
     def _tried(self, suspect: Suspect) -> Iterator[Delivery[Any]]:
-        """A delivery of a suspect alone. If its block fails, the error is noted afterwards."""
+        """Give a delivery of a suspect alone. If its block fails, note the error afterwards."""
         raw = self.link.raw
         try:
             with self.link.transaction():
@@ -408,7 +409,7 @@ class Receiver:
             raise
 
     def _note(self, suspect: Suspect, error: Exception) -> None:
-        """Keep what an attempt failed with; after the last one, make a dead letter at once."""
+        """Store the error of a failed attempt; after the last one, make a dead letter at once."""
         with self.link.transaction():
             hand = claim.claim_shard(self.link.raw, self.reader, suspect.shard, 1)
             if hand is None:
@@ -428,7 +429,7 @@ class Receiver:
     def _read_lane(
         self, hand: Hand, suspect: Suspect, number: int, limit: int | None = None
     ) -> Delivery[Any]:
-        """What waits in a lane, if it was tried ``number`` times: only the first if it failed."""
+        """Read what waits in a lane tried ``number`` times; if that failed, its first only."""
         raw, lane = self.link.raw, suspect.lane or ""
         known = retries.attempts(raw, self.reader, lane)
         if known is None or known[0] != number:
@@ -444,7 +445,7 @@ class Receiver:
 
 
 class _NotReceived(Exception):
-    """Not what the application did has failed: the messages could not be handed to it."""
+    """Messages could not be handed to the application: the failure is not the application's."""
 
 
 @contextmanager

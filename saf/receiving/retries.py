@@ -1,19 +1,20 @@
-"""The keys that wait for a receiver, and what is tried again with more care.
+"""Keys that wait for a receiver, and messages that are tried again with more care.
 
-A message whose handling fails is copied to saf.parked, into the lane of its key; see
-`saf.setaside.lane`. Later messages of the key park behind it, other keys go on. When the lane's
-time has come, its first message is tried again, *alone*: in a transaction of its own, so that
-whatever goes wrong is its doing. After `Policy.max_attempts` it is a dead letter.
+A message whose handling fails is copied to saf.parked, into the lane of its key (see
+`saf.setaside.lane`). Later messages of the key park behind it; other keys go on. When the lane's
+time has come, its first message is tried again, *alone*: in a transaction of its own, so that only
+this message can be to blame. After `Policy.max_attempts` attempts it is a dead letter.
 
-Attempts are counted before they are made, in a transaction that has committed by then (`count`). So
-an attempt that takes the process with it counts like one that raises, and a message that kills
-whoever touches it becomes a dead letter like any other.
+An attempt is counted before it is made, in a transaction that has committed by then (`count`). So
+an attempt that ends the process counts like one that raises, and a message that kills every
+receiver becomes a dead letter like any other.
 
-Who has not been tried alone is found by its shard: a cursor whose last delivery did not come to its
-end (see `saf.receiving.claim`) is handed out alone as well, with an ``allowance`` of one message
-first, which doubles with each success. That first message is parked and counted before it is tried.
+A message that has not been tried alone yet is found by its shard. A cursor whose last delivery did
+not come to its end (see `saf.receiving.claim`) is handed out alone as well, with an ``allowance``
+of one message at first, which doubles with each success. That first message is parked and counted
+before it is tried.
 
-All that is written here is written by who has the shard in hand.
+Only the receiver that has the shard in hand writes any of this.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class Policy:
     """
 
     max_attempts: int = 5
-    """After so many it is a dead letter."""
+    """After so many attempts, a message is a dead letter."""
     first_wait_seconds: float = FIRST_WAIT_SECONDS
-    """Before the second attempt; doubled before each further one."""
+    """Wait before the second attempt, in seconds; it doubles before each further one."""
     longest_wait_seconds: float = LONGEST_WAIT_SECONDS
     permanent: tuple[type[Exception], ...] = ()
     """Exceptions after which no further attempt is made."""
@@ -61,21 +62,21 @@ class Policy:
             raise ValueError(f"max_attempts is at least 1, and no wait is negative: {self}")
 
     def wait_seconds(self, attempts: int) -> float:
-        """How long to wait after so many attempts."""
+        """How many seconds to wait after so many attempts."""
         return wait_seconds(attempts, self.first_wait_seconds, self.longest_wait_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suspect:
-    """What is to be tried alone: a lane, or a shard whose last delivery failed."""
+    """Something to try alone: a lane, or a shard whose last delivery failed."""
 
     shard: int
     lane: str | None
-    """Its key, as `saf.received.Received.lane` gives it."""
+    """The lane of its key, as `saf.received.Received.lane` gives it."""
     attempts: int = 1
 
 
-# Of the shards that this reader may claim
+# Only of shards that this reader may claim
 TROUBLED = f"""
 SELECT EXISTS (SELECT FROM {NEWEST} AS c
                WHERE owner IS NOT DISTINCT FROM %(owner)s
@@ -85,7 +86,7 @@ SELECT EXISTS (SELECT FROM {NEWEST} AS c
                        AND b.next_attempt_at <= now())))
 """
 
-# At random among the oldest, so that receivers seldom choose the same
+# At random among the oldest, so that receivers seldom choose the same lane
 CHOOSE = f"""
 SELECT shard, subject FROM (
     (SELECT shard, subject FROM saf.backoff JOIN {NEWEST} AS c USING (subscription_id, shard)
@@ -132,15 +133,15 @@ FROM unnest(%(parked_ids)s::bigint[], %(kinds)s::text[], %(subjects)s::text[])
 WHERE p.parked_id = m.parked_id AND (p.kind, p.subject) <> (m.kind, m.subject)
 """
 
-# By the index parked_later, whose first entry of a lane is this one, however many wait. LIMIT,
-# because the planner may join the whole lane to know whether there is any.
+# Uses the index parked_later, where the first entry of a lane is this one, however many messages
+# wait. LIMIT, because without it the planner may join the whole lane to see whether it has any.
 FIRST_LATE = f"""
 SELECT deliver_at FROM saf.parked p
 WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.LATER}'
   AND p.subject = {{of}}.subject
 ORDER BY deliver_at LIMIT 1
 """
-# When the first of each lane's messages is due; the lane goes with the last
+# Writes when the first message of each lane is due; a lane without messages is deleted
 TIME_LATE = f"""
 INSERT INTO saf.backoff (subscription_id, destination, kind, subject, next_attempt_at, error)
 SELECT %(subscription_id)s, '', '{Kind.LATER}', s.subject, first.deliver_at, 'deliver_at'
@@ -158,25 +159,25 @@ WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Ki
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """How a key's lane goes on."""
+    """How a key's lane goes on waiting."""
 
     lane: str
     shard: int
     attempts: int
     error: str
     wait: float | None
-    """Seconds; None until a person says so."""
+    """Seconds to wait; None to wait until a person decides."""
 
 
 def troubled(connection: psycopg.Connection[Any], reader: Reader) -> bool:
-    """Whether there may be anything to be tried alone now."""
+    """Whether there may be anything to try alone now."""
     params = {"subscription_id": reader.subscription_id, "owner": reader.owner}
     ((there,),) = fetch(connection, TROUBLED, params)
     return bool(there)
 
 
 def choose(connection: psycopg.Connection[Any], reader: Reader) -> Suspect | None:
-    """Something to be tried alone, if any is due; nothing is locked."""
+    """Choose something that is due to be tried alone, if there is any. Locks nothing."""
     params = {"subscription_id": reader.subscription_id, "owner": reader.owner}
     found = fetch(connection, CHOOSE, params)
     return Suspect(shard=found[0][0], lane=found[0][1]) if found else None
@@ -185,7 +186,7 @@ def choose(connection: psycopg.Connection[Any], reader: Reader) -> Suspect | Non
 def attempts(
     connection: psycopg.Connection[Any], reader: Reader, lane: str
 ) -> tuple[int, str] | None:
-    """How often a lane's first message was tried, and the last error; None if nothing waits."""
+    """How often a lane's first message was tried, and its last error; None if nothing waits."""
     params = {"subscription_id": reader.subscription_id, "lane": lane}
     found = fetch(connection, ATTEMPTS, params)
     return (found[0][0], found[0][1]) if found else None
@@ -194,7 +195,7 @@ def attempts(
 def count(
     connection: psycopg.Connection[Any], reader: Reader, lane: str, number: int, policy: Policy
 ) -> None:
-    """Count an attempt that is about to be made, and say when the next one would be."""
+    """Count an attempt that is about to be made, and set the time of the one after it."""
     params = {"subscription_id": reader.subscription_id, "lane": lane}
     connection.execute(COUNT, params | {"attempts": number, "wait": policy.wait_seconds(number)})
 
@@ -202,14 +203,14 @@ def count(
 def read_lane(
     connection: psycopg.Connection[Any], reader: Reader, lane: str, limit: int
 ) -> list[tuple[Any, ...]]:
-    """The first messages that wait in a lane: `saf.received.READ`, fate and parked_id."""
+    """Read the first messages of a lane: the columns `saf.received.READ`, fate and parked_id."""
     params = {"subscription_id": reader.subscription_id, "lane": lane, "limit": limit}
     with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
         return cursor.execute(READ_LANE, params, binary=True).fetchall()
 
 
 def wait(connection: psycopg.Connection[Any], reader: Reader, lanes: Mapping[str, Waiting]) -> None:
-    """Let keys wait."""
+    """Let keys wait in their lanes."""
     if lanes:
         columns: dict[str, Any] = {
             name: [getattr(one, name) for one in lanes.values()]
@@ -219,13 +220,13 @@ def wait(connection: psycopg.Connection[Any], reader: Reader, lanes: Mapping[str
 
 
 def move(connection: psycopg.Connection[Any], parked: Sequence[tuple[int, Lane]]) -> None:
-    """Put parked messages, by id, into lanes."""
+    """Move parked messages into lanes; each is given by its id in saf.parked."""
     ids, there = zip(*parked, strict=True)
     connection.execute(MOVE_TO_KEYS, {"parked_ids": list(ids), **given(there)})
 
 
 def time_late(connection: psycopg.Connection[Any], reader: Reader, shards: Sequence[int]) -> None:
-    """Note when the delayed messages of shards are due, after some came or went."""
+    """Write when the delayed messages of shards are due, after some have come or gone."""
     if shards:
         params = {
             "subscription_id": reader.subscription_id,

@@ -1,4 +1,4 @@
-"""Workers: handlers by message type.
+"""Workers: they call a handler for each message, chosen by the message's type.
 
     worker = saf.Worker(engine, "billing")
 
@@ -8,15 +8,16 @@
 
     worker.run()                      # or, from a shell: saf worker module:worker
 
-A handler is fed by a `saf.receiving.loop`. A batch handler gets all messages of its type in a
-delivery at once, in one savepoint, which is several times quicker; if it raises, its messages are
-handed to it one by one. The types of one key are kept in order: a batch ends where a message of
-another handler follows for one of its keys.
+A `saf.receiving.loop` calls the handlers. A batch handler gets all messages of its type in a
+delivery at once, in one savepoint, which is several times quicker; if it raises, it gets its
+messages again one by one. The messages of a key stay in order across types: a batch ends where a
+message for another handler follows for one of its keys.
 
-Each thread has a connection and takes deliveries of its own. An idle thread asks twice a second, by
-two queries that write nothing.
+Each thread has a connection, and takes deliveries of its own. An idle thread asks twice a second,
+by two queries that write nothing.
 
-What no handler is for, and no handler for any type (``@worker.handler()``) takes, is a dead letter.
+A message without a handler becomes a dead letter. ``@worker.handler()`` is for all types that have
+no handler of their own.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class Worker(Loop):
 
     Args:
         engine: as for `saf.receive`; each thread takes one connection from it.
-        subscription: whose messages; a service has one of its own name.
-        max_messages: how many at most in one transaction.
-        threads: how many deliveries at a time in this process.
+        subscription: whose messages to handle; each service has a subscription of its own name.
+        max_messages: the most messages in one transaction.
+        threads: how many deliveries this process handles at a time.
         policy: what happens to messages whose handling fails.
         listen: be notified of what arrives; see `saf.receiving.notify`.
 
@@ -81,15 +82,15 @@ class Worker(Loop):
         self._handlers: dict[str | None, _Registered] = {}
 
     def handler(self, message_type: str | None = None) -> Callable[[H], H]:
-        """Register a function of (message, connection) for a type; None for all that have none.
+        """Register a function of (message, connection) for a type; None is for all other types.
 
         Raises:
-            UsageError: the type has a handler, or the function takes something else.
+            UsageError: the type has a handler, or the function does not take these arguments.
         """
         return self._register(message_type, batch=False)
 
     def batch_handler(self, message_type: str | None = None) -> Callable[[H], H]:
-        """Register a function of (messages, connection), as `handler` does."""
+        """Register a function of (messages, connection) for a type; otherwise like `handler`."""
         return self._register(message_type, batch=True)
 
     def _check(self) -> None:
@@ -118,7 +119,7 @@ class Worker(Loop):
         handler: _Registered,
         messages: list[Received],
     ) -> bool:
-        """Hand over a run of messages at once; False if that has failed and is undone."""
+        """Handle a run of messages by one call; False if it has failed and is undone."""
         still = list(delivery.still(messages))
         try:
             with work.piece():
@@ -161,7 +162,7 @@ class Worker(Loop):
 def _runs(
     messages: Iterable[Received], handler_of: Callable[[Received], _Registered | None]
 ) -> Iterator[tuple[_Registered | None, list[Received]]]:
-    """Messages by handler, in as few runs as the order of each key allows."""
+    """Group messages by handler, in as few runs as the order of each key allows."""
     runs: dict[_Registered | None, list[Received]] = {}
     last: dict[str, _Registered | None] = {}
     for message in messages:

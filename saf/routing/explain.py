@@ -1,4 +1,4 @@
-"""Explaining: which routes a message would take now, and why not the others."""
+"""Explaining: which routes a message would take now, and why it would not take the others."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from saf.routing.routes import NOTHING, Configuration, Configured, Declared, con
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a route comes to for one message."""
+    """What one route means for one message."""
 
     route: Configured
     takes: bool
-    """The message goes, or may go, by it."""
+    """The message takes this route, or may take it."""
     why: str
 
 
@@ -31,22 +31,22 @@ class Explanation:
     broker: str | None
     key: str | None
     verdicts: tuple[Verdict, ...]
-    """One for each route that is configured, the most specific first."""
+    """One verdict for each configured route, the most specific first."""
     router: bool = False
-    """Its messages are really for other services, which its classifier names."""
+    """The service is a router: its classifier names the services that messages are really for."""
 
     @property
     def destinations(self) -> tuple[str, ...]:
-        """Where it goes; several are all of a topic's, or one of those that share."""
+        """Where the message goes. Several: all of them for a topic, else one of them."""
         return tuple(v.route.route.destination for v in self.verdicts if v.takes)
 
     @property
     def lost(self) -> bool:
-        """It would have to wait for a route."""
+        """The message would have to wait for a route."""
         return not self.router and not self.destinations
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The explanation as a dict for JSON."""
         return {
             "service": self.service,
             "to_broker": self.broker,
@@ -61,7 +61,7 @@ class Explanation:
 
 
 def as_dict(one: Configured) -> dict[str, Any]:
-    """A configured route, for JSON."""
+    """A configured route as a dict for JSON."""
     named = {name: value for name, value in asdict(one.route).items() if name != "fallback"}
     return {
         **{("to_broker" if name == "broker" else name): value for name, value in named.items()},
@@ -82,9 +82,9 @@ def explain(
     declared: Declared = NOTHING,
     identities: Mapping[str, str | None] | None = None,
 ) -> Explanation:
-    """Where a message for a service (and broker) with a key would go now. Reads only.
+    """Explain where a message for a service (and broker) with a key would go now. Only reads.
 
-    ``identities`` as for `saf.routing.routes.configuration`.
+    ``identities`` is as for `saf.routing.routes.configuration`.
     """
     there = configuration(connection, default_destination, declared, identities)
     asker = Asker(service, broker, key or "")

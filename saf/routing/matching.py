@@ -1,27 +1,28 @@
 """Matching: where the routes lead a message. Pure; `saf.routing.routes` keeps the routes.
 
-A *route* leads from a service, and optionally a broker, to a destination. Of those that match a
-message, the most specific count: service and broker, then service, then broker, then the wildcard.
-A message's *match* is what they come to:
+A *route* leads from a service, and optionally a broker, to a destination. Of the routes that match
+a message, only the most specific count: those that name service and broker, then the service, then
+the broker, then neither. A message's *match* is what these routes come to:
 
     one route          the most specific match
     routes that share  several that are equally specific: each message goes by one of them
-    a topic            all that match, whatever their specificity; each destination once, by its
-                       most specific route
+    a topic            all routes that match, however specific; each destination once, by its most
+                       specific route
 
-Routes that share take messages without a key in turn, by their ids, and those with a key by a
-choice that the key keeps (`saf.routing.route_choices`). The default destination is not a route: it
-is where a message goes that none matches.
+Where routes share, messages without a key take them in turn, by their ids; messages with a key take
+the route that the key has chosen (`saf.routing.route_choices`). The default destination is not a
+route: a message goes there if no route matches.
 
-*A message that is addressed to a broker goes to that broker, or waits.* Which destination is which
-broker is frozen with the routes, as far as it is known (`saf.destinations.identities`). Where one
-is known to be the broker, the message goes there: by the most specific match that leads there, or
-without any. Where none is, only matches count that lead to destinations of which it is not known
-who they are; a destination refuses what is for another broker.
+*A message that is addressed to a broker goes to that broker, or waits.* The routes are frozen with
+what is known of which destination is which broker (`saf.destinations.identities`). If a destination
+is known to be the broker, the message goes there, by the most specific match that leads there, or
+without any. If none is, only routes count that lead to destinations of unknown identity; a
+destination refuses messages for another broker.
 
 A *router* is a service that stands for others. Its classifier looks at each message and names the
-one that it is really for, and that one's match is the message's. So it is for those that redirect,
-which are all that is frozen with a batch; to one that forwards, messages go as to any service.
+service that it is really for, and the message takes that service's match. This is about routers
+that redirect, and only these are frozen with a batch. Messages for a router that forwards go to it
+as to any service.
 """
 
 from __future__ import annotations
@@ -46,22 +47,22 @@ REDIRECT, FORWARD = "redirect", "forward"
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """Service and broker to destination; ``service`` and ``broker`` (a uuid's text) None match any.
+    """A route from service and broker to destination; a service or broker of None matches any.
 
-    What of a row of `saf.route` is frozen with a batch.
+    It is what is frozen with a batch of a row of `saf.route`. ``broker`` is a uuid's text.
     """
 
     service: str | None = None
     broker: str | None = None
     destination: str
     quality: str | None = None
-    """None: the destination's default."""
+    """The quality of service; None: the destination's default."""
     fallback: bool = False
-    """It is the default destination, which counts where nothing else matches."""
+    """It stands for the default destination, which counts only where nothing else matches."""
 
     @property
     def specificity(self) -> int:
-        """Higher wins.
+        """How specific the route is; the highest wins.
 
         >>> Route(service="s", destination="d").specificity > Route(destination="d").specificity
         True
@@ -75,38 +76,38 @@ class Route:
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """Where messages go: by one route, by one of several that share, or, a topic, by all."""
+    """Where messages go: by one route, by one of several that share, or by all of a topic's."""
 
     routes: tuple[Route, ...]
     to_all: bool = False
 
     @property
     def shared(self) -> bool:
-        """Each message goes by one of several routes."""
+        """Whether each message takes one of several routes."""
         return len(self.routes) > 1 and not self.to_all
 
     @property
     def destinations(self) -> tuple[str, ...]:
-        """Where it leads, in the order of the routes."""
+        """The destinations it leads to, in the order of the routes."""
         return tuple(route.destination for route in self.routes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """A service that stands for others; what of a row of `saf.router` is frozen with a batch."""
+    """A service that stands for others: what is frozen with a batch of a row of `saf.router`."""
 
     service: str
     kind: str
     expression: str
     """Its classifier: Spark SQL, or ``module:function``."""
     once_per: str = MESSAGE
-    """Each message is classified, or the first of each key; of a conversation always the first."""
+    """What is classified: each message, or the first of each key. A conversation always once."""
     problem: str | None = None
-    """Why nobody can classify by it, so that its messages wait."""
+    """Why its classifier cannot be used, so that its messages wait."""
 
 
 def by_precedence(routes: Iterable[Route]) -> list[Route]:
-    """The routes, the most specific first."""
+    """Sort routes, the most specific first."""
     return sorted(
         routes,
         key=lambda r: (-r.specificity, r.service or "", r.broker or "", r.destination),
@@ -114,31 +115,31 @@ def by_precedence(routes: Iterable[Route]) -> list[Route]:
 
 
 Named = tuple[str | None, str | None]
-"""The service and the broker that a route names, or does not."""
+"""The service and the broker that a route names; None where it names none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """All that is in force at one time: what is frozen with a batch."""
+    """All routes, topics and routers in force at one time: what is frozen with a batch."""
 
     routes: tuple[Route, ...] = ()
-    """The most specific first."""
+    """The routes, the most specific first."""
     topics: frozenset[str] = frozenset()
     routers: tuple[Router, ...] = ()
     brokers: Mapping[str, str] = field(default_factory=dict)
-    """By destination: the broker that it is known to be, as a uuid's text."""
+    """For each destination, the broker that it is known to be, as a uuid's text."""
 
     @cached_property
     def matches(self) -> Mapping[Named, Match]:
-        """Of messages for any broker: by what routes name, of which the most specific is the match.
+        """For messages to any broker: the match for each service and broker that routes name.
 
-        No larger than the routes are many, but for the topics.
+        Except for topics, it has no more entries than there are routes.
         """
         return self._compiled(route for route in self.routes if route.broker is None)
 
     @cached_property
     def matches_of_known(self) -> Mapping[Named, Match]:
-        """Of messages for brokers that destinations are known to be; by service, and without."""
+        """For messages to brokers that destinations are known to be: by service, or for any."""
         matches: dict[Named, Match] = {}
         for broker in sorted(set(self.brokers.values())):
             there = [name for name in sorted(self.brokers) if self.brokers[name] == broker]
@@ -152,16 +153,16 @@ class Routes:
 
     @cached_property
     def matches_of_unknown(self) -> Mapping[Named, Match]:
-        """Of messages for any other broker, as `matches`; but none leads to several destinations.
+        """For messages to any other broker: like `matches`, but none leads to several destinations.
 
-        At most one of them is the broker, and the others would refuse their copies.
+        At most one of several destinations is the broker, and the others would refuse their copies.
         """
         routes = [route for route in self.routes if route.destination not in self.brokers]
         matches = self._compiled(routes)
         return {named: match for named, match in matches.items() if not match.to_all}
 
     def match(self, service: str, broker: str | None) -> Match | None:
-        """The match of a message, or None if there is none.
+        """Return the match of a message, or None if there is none.
 
         >>> mom, erp, crm = (Route(destination=name) for name in ("mom", "erp", "crm"))
         >>> billing = Route(service="billing", destination="erp")
@@ -174,7 +175,7 @@ class Routes:
         >>> Routes(routes=(billing,)).match("shipping", None) is None
         True
 
-        Of one for a broker:
+        The match of a message that is addressed to a broker:
 
         >>> known = Routes(routes=(billing,), brokers={"erp": "E", "shop": "S"})
         >>> [known.match("billing", broker).destinations for broker in ("E", "S")]
@@ -190,13 +191,13 @@ class Routes:
         return next((matches[named] for named in wanted if named in matches), None)
 
     def elsewhere(self, service: str, broker: str | None) -> Mapping[str, str]:
-        """The destinations that routes would lead a message to, if they were not other brokers."""
+        """The destinations that routes would lead a message to if they were not other brokers."""
         there = [route.destination for route in self.routes if route.matches(service, broker)]
         known = {name: self.brokers[name] for name in there if name in self.brokers}
         return {name: one for name, one in known.items() if broker not in (None, one)}
 
     def _compiled(self, routes: Iterable[Route]) -> dict[Named, Match]:
-        """By what routes name, of the most specific first."""
+        """The match for each service and broker that some routes name."""
         groups: dict[Named, list[Route]] = defaultdict(list)
         for route in routes:
             named = (route.service, route.broker)
@@ -218,12 +219,12 @@ class Routes:
 
 
 def precedence(service: str | None, broker: str | None) -> tuple[Named, ...]:
-    """What a route for a message may name, the most specific first."""
+    """What a route for a message can name, the most specific first."""
     return (service, broker), (service, None), (None, broker), (None, None)
 
 
 def distinct_matches(routes: Routes) -> list[Match]:
-    """All matches of some routes, each once; for those that share, also each route alone."""
+    """All different matches of some routes; if routes share, also each of them alone."""
     matches: dict[Match, None] = {}
     compiled = (routes.matches, routes.matches_of_known, routes.matches_of_unknown)
     for match in chain.from_iterable(some.values() for some in compiled):

@@ -1,10 +1,10 @@
-"""Resolutions: what a router has resolved once, and does not ask its classifier again.
+"""Resolutions: answers that a router remembers, so that it does not ask its classifier again.
 
-Of each conversation the first message is classified, and of each key too if the router says so;
-``saf.resolved_conversation`` remembers the answer, and all later ones follow it. It is durable
-before anything that follows it is stored at a destination. The table is bounded as that of
-the choices is (`saf.routing.route_choices`): what is not used for as long as messages are kept is
-forgotten.
+The first message of each conversation is classified, and the first message of each key too if the
+router says so. ``saf.resolved_conversation`` remembers the answer, and all later messages follow
+it. The answer is durable before any message that follows it is stored at a destination. The table
+is bounded in the same way as the choices (`saf.routing.route_choices`): what is not used for as
+long as messages are kept is forgotten.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Resolved:
 
     service: str
     broker: UUID | None = None
-    """None: as the message says."""
+    """The broker; None: the one that the message says."""
     key: str | None = None
-    """None: as the message says."""
+    """The key; None: the one that the message says."""
 
 
 WANTED = "unnest(%(keys)s::text[]) AS w (key)"
@@ -41,7 +41,7 @@ FROM {WANTED} JOIN saf.resolved_conversation r ON {SAME}
 """
 USED = f"UPDATE saf.resolved_conversation r SET used_at = now() FROM {WANTED} WHERE {SAME}"
 
-# In one order, so that two who remember wait for each other instead of deadlocking
+# In one order, so that two writers wait for each other instead of deadlocking
 KEEP = """
 INSERT INTO saf.resolved_conversation (router, key, service, broker, to_key)
 SELECT %(router)s, w.* FROM unnest(%(keys)s::text[], %(services)s::text[], %(brokers)s::uuid[],
@@ -54,7 +54,7 @@ ON CONFLICT DO NOTHING
 def resolved(
     connection: psycopg.Connection[Any], router: str, keys: Collection[str]
 ) -> dict[str, Resolved]:
-    """What is known of some keys or conversations; that it is used is noted. In a transaction."""
+    """Return what is known of keys or conversations, and note its use. Call it in a transaction."""
     params = {"router": router, "keys": list(keys), "noted": NOTED_SECONDS}
     rows = fetch(connection, RESOLVED, params)
     if unnoted := [key for key, *_, old in rows if old]:
@@ -68,9 +68,10 @@ def resolved(
 def keep(
     connection: psycopg.Connection[Any], router: str, new: Mapping[str, Resolved]
 ) -> dict[str, Resolved]:
-    """Remember; return what counts, which may be what another task has found before.
+    """Remember new resolutions; return those that count, which another task may have found before.
 
-    Call it in a transaction; its commit is durable, and nothing of the keys may go before.
+    Call it in a transaction. Store no message of these keys anywhere before this has committed, and
+    let that commit be durable.
     """
     connection.execute("SET LOCAL synchronous_commit = on")
     params = {

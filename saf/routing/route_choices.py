@@ -1,21 +1,21 @@
-"""Choices: which of several routes that share a key has taken, and stays with for life.
+"""Choices: of several routes that share, which one a key has taken and keeps.
 
-Where several routes are equally good, keys take them in turn, each with its first message, and
-``saf.route_choice`` remembers which: all later messages of the key go there too, also when routes
-are added. So the load is shared, and the order of a key holds.
+Where several routes are equally specific, keys take them in turn, each with its first message.
+``saf.route_choice`` remembers the choice, and all later messages of the key follow it, even when
+routes are added. So the load is shared, and the order of a key holds.
 
-- Keys take their turns by a counter of each service and broker as addressed (``saf.route_share``),
-  which the choosing transaction holds: of 100 new keys, each of two routes gets exactly 50, however
-  many tasks choose at the same time.
-- A choice is durable before anything of its key is stored at a destination, so that a batch read
-  again after a crash is routed the same way.
-- A choice whose route is not in force any more is made anew.
-- A key that only one route was there for has made no choice; it makes one with its first message
+- Keys take turns by a counter for each service and broker as addressed (``saf.route_share``), which
+  the choosing transaction locks. Of 100 new keys, each of two routes gets exactly 50, however many
+  tasks choose at the same time.
+- A choice is durable before any message of its key is stored at a destination, so a batch that is
+  read again after a crash is routed the same way.
+- A choice whose route is no longer in force is made anew.
+- A key for which there was only one route has made no choice. It makes one with its first message
   after another route has come.
 
-The table is bounded by the keys that are in use: a choice that was not used for as long as
-messages are kept is forgotten (`forget`). That it is used is noted once a day and key, and not
-with each message. A batch in hand keeps the choices that it was delivered by.
+Only keys in use have a row in the table: a choice that was not used for as long as messages are
+kept is forgotten (`forget`). Its use is noted once a day for each key, not with each message. A
+batch in hand keeps the choices that it was delivered by.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ import psycopg
 from saf.database import fetch
 
 NOTED_SECONDS = 86400.0
-"""How long the use of a choice goes without being noted again."""
+"""How long after its use was noted a choice's next use is not noted, in seconds."""
 
 WANTED = """
 unnest(%(services)s::text[], %(brokers)s::uuid[], %(keys)s::text[]) AS w (service, broker, key)
 """
-# The equality with a null broker cannot use the index, and need not: few choices differ in it alone
+# The comparison with a null broker cannot use the index, and need not: few choices differ by it
+# only
 SAME = "c.key = w.key AND c.service = w.service AND c.broker IS NOT DISTINCT FROM w.broker"
 
 CHOSEN = f"""
@@ -45,7 +46,7 @@ FROM {WANTED} JOIN saf.route_choice c ON {SAME}
 USED = f"UPDATE saf.route_choice c SET used_at = now() FROM {WANTED} WHERE {SAME}"
 GONE = f"DELETE FROM saf.route_choice c USING {WANTED} WHERE {SAME}"
 
-# In one order, so that two who choose wait for each other instead of deadlocking
+# In one order, so that two transactions wait for each other instead of deadlocking
 TAKE_TURNS = """
 INSERT INTO saf.route_share AS s (service, broker, keys)
 SELECT * FROM unnest(%(services)s::text[], %(brokers)s::uuid[], %(counts)s::bigint[])
@@ -60,8 +61,8 @@ SELECT * FROM unnest(%(services)s::text[], %(brokers)s::uuid[], %(keys)s::text[]
 ON CONFLICT DO NOTHING
 """
 
-# Also of what routers have resolved; see `saf.routing.resolved`. A conversation that is open may
-# go on after any silence.
+# Used for what routers have resolved too; see `saf.routing.resolved`. A conversation that is open
+# may go on after any silence, so what belongs to it is kept.
 FORGET = """
 WITH forgotten AS (
     DELETE FROM saf.{table}
@@ -79,7 +80,7 @@ FORGETTING = tuple(
 
 
 class Asker(NamedTuple):
-    """A key, and what its message is addressed to."""
+    """A key, and the service and broker that its message is addressed to."""
 
     service: str
     broker: str | None
@@ -90,16 +91,17 @@ Group = tuple[str, str | None]
 
 
 def chosen(connection: psycopg.Connection[Any], askers: Collection[Asker]) -> dict[Asker, str]:
-    """The destinations that keys have chosen before. Reads only."""
+    """Return the destinations that keys have chosen before. Only reads."""
     return {asker: destination for asker, (destination, _) in _chosen(connection, askers).items()}
 
 
 def choose(
     connection: psycopg.Connection[Any], among: Mapping[Asker, Sequence[str]]
 ) -> dict[Asker, str]:
-    """The destination of each key, among those given; new choices are made and kept.
+    """Return the destination of each key, among those given; make and keep new choices.
 
-    Call it in a transaction; its commit is durable, and nothing of the keys may go before.
+    Call it in a transaction. Store no message of these keys anywhere before this has committed, and
+    let that commit be durable.
     """
     if not among:
         return {}
@@ -123,7 +125,7 @@ def choose(
 
 
 def forget(connection: psycopg.Connection[Any], retention_seconds: float) -> int:
-    """Forget choices and resolutions not used for so long, and not for a day; return how many."""
+    """Forget choices and resolutions unused for so long, and at least a day; return how many."""
     seconds = max(retention_seconds, 2 * NOTED_SECONDS)
     params = {"seconds": seconds, "noted": NOTED_SECONDS}
     return sum(int(fetch(connection, statement, params)[0][0]) for statement in FORGETTING)
@@ -137,7 +139,7 @@ def _chosen(
 
 
 def _take_turns(connection: psycopg.Connection[Any], askers: Collection[Asker]) -> dict[Asker, int]:
-    """A number for each, such as nobody else of its group has."""
+    """Give each asker a number that no other asker for the same service and broker has."""
     groups: dict[Group, list[Asker]] = defaultdict(list)
     for asker in askers:
         groups[asker.service, asker.broker].append(asker)

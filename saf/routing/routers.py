@@ -1,4 +1,4 @@
-"""Routers: services that stand for others, and the classifiers that say for which.
+"""Routers: services that stand for others, and the classifiers that choose among those.
 
 A router has a classifier of one of three kinds:
 
@@ -6,19 +6,20 @@ A router has a classifier of one of three kinds:
     arrow    ``module:function``: takes a pyarrow.RecordBatch of messages, returns an array
     python   ``module:function``: takes a `saf.Received`, returns one answer
 
-An answer is the name of a service, or a `saf.Resolved`, which may name a broker and a key as well;
-None says that the classifier does not know. Answers of an Arrow function are an array of names, or
-a record batch with the columns service, and optionally broker and key.
+An answer is the name of a service, or a `saf.Resolved`, which may name a broker and a key as well.
+None says that the classifier does not know. An Arrow function answers with an array of names, or
+with a record batch with the columns service, and optionally broker and key.
 
-A router works in one of two modes. It redirects: the forwarder runs its classifier inside its
-tasks, where it reads the messages (`saf.engine.resolving`). Or it forwards: its service lives at a
-broker of its own, where a `saf.routing_service` receives, classifies and sends on.
+A router works in one of two modes. A router that redirects is run by the forwarder, inside its
+tasks, where it reads the messages (`saf.engine.resolving`). A router that forwards has its service
+at a broker of its own, where a `saf.routing_service` receives, classifies and sends on.
 
-An answer that is not remembered is asked for again when a batch is read again, so a classifier must
-give the same answer to the same message.
+When a batch is read again, the classifier is asked again for every answer that is not remembered.
+So it must give the same answer to the same message.
 
-A router whose function cannot be imported where a batch is opened is frozen with that problem, and
-the messages for it wait: a mistake in deployment makes no dead letters. A routing service ends.
+If a router's function cannot be imported where a batch is opened, the router is frozen with that
+problem, and its messages wait: a mistake in deployment makes no dead letters. A routing service
+with this problem ends.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from saf.routing.routes import NOTHING, ConfiguredRouter, Declared
 
 IS_TOPIC = "SELECT name FROM saf.topic WHERE name = %(service)s"
 
-# What is said again is changed, in one step: removed and added, it would be missing for a moment
+# An upsert: removed and added, a router that is said again would be missing for a moment
 ADD = """
 INSERT INTO saf.router AS r (service, kind, expression, once_per, mode, comment)
 VALUES (%(service)s, %(kind)s, %(expression)s, %(once_per)s, %(mode)s, %(comment)s)
@@ -80,13 +81,13 @@ def add_router(
     mode: str = REDIRECT,
     comment: str | None = None,
 ) -> bool:
-    """Let a classifier say, of messages for ``service``, which service they are really for.
+    """Let a classifier say for which service each message for ``service`` really is.
 
-    One that is there already gets the other values, and is enabled; then the answer is False.
+    A router that is there already gets these values and is enabled; then the answer is False.
 
     Raises:
-        UsageError: a name that no message could have, or a topic's; no such kind or mode; a
-            function that is not said as ``module:function``; SQL, in a router that forwards.
+        UsageError: a name that no message could have, or that is a topic's; an unknown kind or
+            mode; a function not written as ``module:function``; SQL in a router that forwards.
     """
     router = Router(service=service, kind=kind, expression=expression, once_per=once_per)
     one = ConfiguredRouter(router=router, origin="saf.router", mode=mode, comment=comment)
@@ -99,10 +100,10 @@ def add_router(
 
 
 def remove_router(connection: psycopg.Connection[Any], service: str) -> None:
-    """Let a service be an ordinary one again.
+    """Remove a router: its service is an ordinary one again.
 
     Raises:
-        ConfigurationError: it is no router.
+        ConfigurationError: there is no such router.
     """
     _change(connection, REMOVE, service)
 
@@ -114,10 +115,10 @@ def enable_router(
     enabled: bool = True,
     declared: Declared = NOTHING,
 ) -> None:
-    """Let a router count, or not; a row then stands in for a declared one.
+    """Enable or disable a router; for a declared one, by a row that stands in for it.
 
     Raises:
-        ConfigurationError: it is no router.
+        ConfigurationError: there is no such router.
     """
     with connection.transaction():
         for one in declared.routers:
@@ -127,7 +128,7 @@ def enable_router(
 
 
 def check(one: ConfiguredRouter) -> None:
-    """Raise UsageError for a router that cannot be."""
+    """Raise a `UsageError` for a router that cannot work."""
     router = one.router
     check_name("router", router.service)
     if one.mode not in (REDIRECT, FORWARD):
@@ -149,10 +150,10 @@ def check(one: ConfiguredRouter) -> None:
 
 
 def load(router: Router) -> Callable[[Any], Any]:
-    """The function of a classifier.
+    """Import the function of a classifier.
 
     Raises:
-        ConfigurationError: it cannot be imported here, or is none.
+        ConfigurationError: it cannot be imported here, or is not a function.
     """
     module, _, name = router.expression.partition(":")
     try:
@@ -172,7 +173,7 @@ def load(router: Router) -> Callable[[Any], Any]:
 
 
 def with_problems(routes: Routes) -> Routes:
-    """The same, each router whose function cannot be loaded here with that problem."""
+    """Return the routes; a router whose function cannot be imported here has that problem."""
     return replace(routes, routers=tuple(_with_problem(one) for one in routes.routers))
 
 
@@ -187,7 +188,7 @@ def _with_problem(router: Router) -> Router:
 
 
 def as_dict(one: ConfiguredRouter) -> dict[str, Any]:
-    """A configured router, for JSON."""
+    """A configured router as a dict for JSON."""
     return {**_params(one), "enabled": one.enabled, "origin": one.origin}
 
 

@@ -1,14 +1,14 @@
-"""Routes: what is configured of where messages go, and what of it a batch is frozen with.
+"""Routes: how they are configured, and what of them is frozen with a batch.
 
-Routes, topics and routers are rows of the source broker, and may be declared in saf.toml as well,
-for all brokers that it names. A row stands in for a declared route of the same service, broker and
-destination, or a declared router of the same service, so what is declared can be disabled at run
-time. `saf.routing.matching` says what all of it means; `saf.routing.routers` looks after routers.
+Routes, topics and routers are rows of the source broker. They may also be declared in saf.toml, for
+all brokers that it names. A row stands in for a declared route of the same service, broker and
+destination, and for a declared router of the same service, so what is declared can be disabled at
+run time. `saf.routing.matching` says what routes mean; `saf.routing.routers` is about routers.
 
-A route is *in force* while it is enabled and its expires_at, by the broker's clock, is to come.
-What is in force is frozen with each batch (`freeze`), and with it which destination is known to be
-which broker: a batch read again is routed again in the same way, whatever has changed meanwhile. A
-change takes effect with the next batch. What no route matches is parked until one does.
+A route is *in force* while it is enabled and not expired, by the broker's clock. What is in force
+is frozen with each batch (`freeze`), together with which destination is known to be which broker.
+So a batch that is read again is routed in the same way, whatever has changed meanwhile. A change
+takes effect with the next batch. A message that no route matches is parked until one does.
 
 Functions take a psycopg connection and write in a transaction of their own, or in the caller's.
 """
@@ -37,7 +37,7 @@ TOPICS = "SELECT name FROM saf.topic ORDER BY name"
 ROUTERS = "SELECT service, kind, expression, once_per, mode, enabled, comment FROM saf.router"
 NOW = "SELECT now()"
 
-# What is said again is changed, in one step: removed and added, it would be missing for a moment
+# An upsert: removed and added, a route that is said again would be missing for a moment
 ADD = """
 INSERT INTO saf.route AS r (service, broker, destination, quality, expires_at, comment)
 VALUES (%(service)s, %(broker)s, %(destination)s, %(quality)s, %(expires_at)s, %(comment)s)
@@ -90,7 +90,7 @@ class Configured:
     comment: str | None = None
 
     def in_force(self, now: datetime) -> bool:
-        """Whether it counts."""
+        """Whether the route is enabled and not expired."""
         return self.enabled and not self.expired(now)
 
     def expired(self, now: datetime) -> bool:
@@ -99,7 +99,7 @@ class Configured:
 
     @property
     def named(self) -> tuple[str | None, str | None, str]:
-        """What tells it from others."""
+        """The service, broker and destination, by which a route is told from others."""
         return self.route.service, self.route.broker, self.route.destination
 
 
@@ -110,14 +110,14 @@ class ConfiguredRouter:
     router: Router
     origin: Origin
     mode: str = REDIRECT
-    """At the source; or "forward", by a routing service (`saf.routing_service`)."""
+    """How it works: "redirect", at the source, or "forward", by a `saf.routing_service`."""
     enabled: bool = True
     comment: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
-    """What saf.toml says."""
+    """The routes, topics and routers that saf.toml declares."""
 
     routes: tuple[Configured, ...] = ()
     topics: frozenset[str] = frozenset()
@@ -132,18 +132,18 @@ class Configuration:
     """All that is configured at a broker, rows and declarations together."""
 
     routes: tuple[Configured, ...]
-    """The most specific first."""
+    """The routes, the most specific first."""
     topics: frozenset[str]
     routers: tuple[ConfiguredRouter, ...]
-    """By service."""
+    """The routers by service."""
     brokers: Mapping[str, str]
-    """By destination: the broker that it is known to be."""
+    """For each destination, the broker that it is known to be."""
     now: datetime
-    """By the broker's clock."""
+    """When this was read, by the broker's clock."""
 
     @property
     def in_force(self) -> Routes:
-        """What counts now; the default destination only where no wildcard does."""
+        """What is in force now; with the default destination only if there is no wildcard route."""
         routes = [one.route for one in self.routes if one.in_force(self.now)]
         if any(route.specificity == 0 for route in routes):
             routes = [route for route in routes if not route.fallback]
@@ -159,10 +159,10 @@ def configuration(
     declared: Declared = NOTHING,
     identities: Mapping[str, str | None] | None = None,
 ) -> Configuration:
-    """What is configured at a broker, with what saf.toml adds to it.
+    """Read what is configured at a broker, and add what saf.toml declares.
 
-    ``identities`` are the destinations, each with the broker that it has said to be; of those that
-    do not answer, what the latest batch was opened with counts. By default it does of all.
+    ``identities`` has for each destination the broker that it says it is. For a destination that
+    did not answer, and for all if it is not given, the identity in the latest batch counts.
     """
     ((now,),) = fetch(connection, NOW)
     routes = [
@@ -215,7 +215,7 @@ def _routers(
 
 
 def forwarding(there: Configuration, service: str) -> Router | None:
-    """The router of that service, if it is in force and forwards."""
+    """Return the router of a service if it is in force and forwards."""
     found = (one for one in there.routers if one.router.service == service)
     return next((one.router for one in found if one.enabled and one.mode == FORWARD), None)
 
@@ -226,7 +226,7 @@ def current_routes(
     declared: Declared = NOTHING,
     identities: Mapping[str, str | None] | None = None,
 ) -> Routes:
-    """What is in force at a broker now; see `configuration`."""
+    """Return what is in force at a broker now; see `configuration` for the arguments."""
     return configuration(connection, default_destination, declared, identities).in_force
 
 
@@ -240,12 +240,12 @@ def add_route(
     expires_at: datetime | None = None,
     comment: str | None = None,
 ) -> bool:
-    """Let messages for a service, or a broker, or any, go to a destination.
+    """Let messages for a service, for a broker, or for any, go to a destination.
 
-    One that is there already gets the other values, and is enabled; then the answer is False.
+    A route that is there already gets these values and is enabled; then the answer is False.
 
     Raises:
-        UsageError: a name that no message could have, or a moment without a time zone.
+        UsageError: a name that no message could have, or a time without a time zone.
     """
     for what, name in (("service", service), ("destination", destination)):
         if name is not None:
@@ -271,10 +271,10 @@ def remove_route(
     service: str | None = None,
     broker: UUID | None = None,
 ) -> None:
-    """Forget a route.
+    """Remove a route.
 
     Raises:
-        ConfigurationError: there is none of that service, broker and destination.
+        ConfigurationError: there is no route with this service, broker and destination.
     """
     _change(connection, REMOVE, destination, service, broker)
 
@@ -288,10 +288,10 @@ def enable_route(
     enabled: bool = True,
     declared: Declared = NOTHING,
 ) -> None:
-    """Let a route count, or not; a row then stands in for a declared one.
+    """Enable or disable a route; for a declared one, by a row that stands in for it.
 
     Raises:
-        ConfigurationError: there is none of that service, broker and destination.
+        ConfigurationError: there is no route with this service, broker and destination.
     """
     named = (service, str(broker) if broker else None, destination)
     with connection.transaction():
@@ -310,17 +310,17 @@ def enable_route(
 
 
 def topics(connection: psycopg.Connection[Any]) -> list[str]:
-    """The services that are topics at a broker, by its rows."""
+    """Return the services that rows of a broker make topics."""
     return [name for (name,) in fetch(connection, TOPICS)]
 
 
 def add_topic(connection: psycopg.Connection[Any], name: str) -> bool:
-    """Let what is addressed to a service go to every destination that a route leads to.
+    """Make a service a topic: its messages go to every destination that a route leads to.
 
-    False if it does already.
+    False if it is a topic already.
 
     Raises:
-        UsageError: a name that no message could have, or a router's.
+        UsageError: a name that no message could have, or that is a router's.
     """
     check_name("topic", name)
     if fetch(connection, IS_ROUTER, {"name": name}):
@@ -329,10 +329,10 @@ def add_topic(connection: psycopg.Connection[Any], name: str) -> bool:
 
 
 def remove_topic(connection: psycopg.Connection[Any], name: str) -> None:
-    """Let a service be an ordinary one again.
+    """Make a topic an ordinary service again.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: there is no such topic.
     """
     if not fetch(connection, REMOVE_TOPIC, {"name": name}):
         there = ", ".join(map(repr, topics(connection))) or "none"
@@ -340,7 +340,7 @@ def remove_topic(connection: psycopg.Connection[Any], name: str) -> None:
 
 
 def freeze(connection: psycopg.Connection[Any], routes: Routes) -> int:
-    """The number of a version with these routes; a new one is written only if they changed."""
+    """Return the number of the version with these routes; write it only if the routes changed."""
     frozen = (
         [asdict(route) for route in routes.routes],
         sorted(routes.topics),
@@ -370,7 +370,7 @@ def frozen_routes(connection: psycopg.Connection[Any], version: int) -> Routes:
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """Routes that batches were opened with, or still are."""
+    """A version of the routes that batches were opened with, or still are."""
 
     version: int
     created_at: datetime
@@ -378,12 +378,12 @@ class Version:
 
     @property
     def is_first(self) -> bool:
-        """There was none before."""
+        """Whether there was no version before it."""
         return self.version == 1
 
 
 def versions(connection: psycopg.Connection[Any]) -> list[Version]:
-    """All that are kept, the oldest first."""
+    """Return all versions that are kept, the oldest first."""
     return [
         Version(version=number, created_at=created_at, routes=_thawed(*frozen))
         for number, created_at, *frozen in fetch(connection, ALL_FROZEN)

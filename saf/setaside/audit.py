@@ -13,8 +13,8 @@ from psycopg.rows import class_row
 
 from saf.database import fetch
 
-# In the order of their numbers also across retries: one that commits late must not come after a
-# higher one was delivered.
+# Numbers are given in the order of the commits, across retries too: an audit that commits late must
+# not come after a higher number that was delivered.
 ONE_AT_A_TIME = "SELECT pg_advisory_xact_lock(hashtextextended('saf retry', 0))"
 AUDITED = """
 SELECT audit_id, audit_at, who, action, cardinality(message_ids) AS messages,
@@ -37,7 +37,7 @@ class Audited:
     action: str
     messages: int
     first_message_ids: list[UUID]
-    """Some of them; saf.audit has all."""
+    """The ids of some of them; saf.audit has all."""
     why: str
 
     def as_dict(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class Audited:
 def audit(
     connection: psycopg.Connection[Any], action: str, message_ids: Sequence[UUID], why: str
 ) -> int:
-    """Remember what somebody did with messages; return its number, which rises."""
+    """Write down what somebody did with messages; return its number, which rises."""
     ((number,),) = fetch(
         connection, AUDIT, {"action": action, "message_ids": list(message_ids), "why": why}
     )
@@ -57,6 +57,6 @@ def audit(
 
 
 def audited(connection: psycopg.Connection[Any], limit: int = 100) -> list[Audited]:
-    """What people did with messages, the last first."""
+    """Return what people did with messages, the last first."""
     with psycopg.Cursor(connection, row_factory=class_row(Audited)) as cursor:
         return cursor.execute(AUDITED, {"limit": limit}).fetchall()

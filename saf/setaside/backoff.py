@@ -1,18 +1,18 @@
 """Backoff: which lanes are tried when, and what came of it (see `saf.setaside.parking`).
 
-There may be as many lanes as there are services. So whatever is asked of them, or written, is one
-statement for many of them; and what a cycle is told of is bounded. Of two kinds of lanes
+There may be as many lanes as there are services. So one statement asks about, or writes, many
+lanes; and a cycle hears only of a bounded number of them. There are two kinds of lanes:
 
     of a destination   there are a few, and a cycle knows them all: new messages for the destination
                        have to wait behind them
-    of a service       there may be any number. A cycle tries those whose turn came first, at most
-                       `AT_ONCE` of them; and of the services that new messages are addressed to, a
+    of a service       there may be any number. A cycle tries those whose turn comes first, at most
+                       `AT_ONCE` of them. For the services that new messages are addressed to, a
                        task asks chunk by chunk which lanes they have to wait behind (`held`)
 
-A lane that has been tried goes to the end of the queue: its next attempt is later than that of all
-that have not. So none starves, however many there are.
+A lane that has been tried goes to the end of the queue: its next attempt is later than those of all
+lanes that have not been tried. So none starves, however many there are.
 
-Statements take the rows of lanes in the order of their columns, so that tasks that share lanes wait
+Statements lock the rows of lanes in the order of their columns, so that tasks that share lanes wait
 for each other instead of deadlocking.
 """
 
@@ -43,7 +43,7 @@ from saf.setaside.lane import (
 from saf.setaside.parking import Backoff
 
 AT_ONCE = 2000
-"""So many lanes of services are tried by one cycle."""
+"""How many lanes of services one cycle tries."""
 
 RANKS = {
     kind: number
@@ -61,12 +61,12 @@ RANKS = {
     )
     for kind in kinds
 }
-"""Of a forwarder's lanes; see `rank`."""
+"""The kinds of a forwarder's lanes, with their ranks; see `rank`."""
 
 SHOWN = 20
-"""So many of a broker's lanes are named to people, where nobody has asked for all."""
+"""How many of a broker's lanes are shown to people who have not asked for all."""
 
-# The shards that a member owns, once per statement
+# The shards that a member owns; it is evaluated once per statement
 MY_SHARDS = f"ARRAY(SELECT c.shard FROM {NEWEST} AS c WHERE c.owner = %(member_id)s)"
 
 BACKOFF = f"""
@@ -74,7 +74,7 @@ SELECT destination, kind, subject, {BROKER}, attempts, next_attempt_at,
        next_attempt_at <= now() AS due, error, since
 FROM saf.backoff b
 """
-# Those of services that hold nothing at all are tried too: that makes them go
+# Lanes of services that hold nothing at all are tried too, because that deletes them
 WAITING = f"""
 ({BACKOFF}
  WHERE subscription_id = %(subscription_id)s AND kind <> ALL (%(of_service)s))
@@ -94,7 +94,7 @@ SELECT EXISTS (
     WHERE b.subscription_id = %(subscription_id)s AND b.next_attempt_at <= now()
       AND EXISTS (SELECT FROM saf.parked p WHERE {SAME_LANE} AND p.shard = ANY ({MY_SHARDS})))
 """
-# … that had no turn yet: one that was tried since has attempts, and a later time
+# … which has had no turn yet: a lane that was tried since has attempts and a later time
 NO_TURN_YET = f"""
 SELECT EXISTS (
     SELECT FROM saf.backoff b
@@ -112,7 +112,7 @@ SELECT EXISTS (SELECT FROM saf.backoff WHERE subscription_id = %(subscription_id
                AND kind = ANY (%(of_service)s))
 """
 
-# What holds up most comes first
+# The lanes that hold up most come first
 SUMMARY = f"""
 SELECT backoff.*, count(*) OVER () AS lanes
 FROM ({BACKOFF} WHERE subscription_id = %(subscription_id)s) AS backoff
@@ -149,7 +149,7 @@ WHERE b.next_attempt_at <= now()
 """
 
 THESE = f"SELECT {THE_LANE} FROM {NAMED}"
-# A statement of its own, so that the next one sees what was parked by those it has waited for
+# A statement of its own, so that the next one sees what was parked by those that this waited for
 LOCK = f"""
 SELECT FROM saf.backoff
 WHERE subscription_id = %(subscription_id)s AND ({THE_LANE}) IN ({THESE})
@@ -160,7 +160,7 @@ DELETE FROM saf.backoff b
 WHERE subscription_id = %(subscription_id)s AND ({THE_LANE}) IN ({THESE})
   AND NOT EXISTS (SELECT FROM saf.parked p WHERE {SAME_LANE})
 """
-# Messages in the lane need not wait for their time any longer: others', or what is left
+# Messages in the lane need not wait any longer: those of other shards, or what is left
 RESET = f"""
 UPDATE saf.backoff b SET attempts = 0, next_attempt_at = clock_timestamp()
 WHERE subscription_id = %(subscription_id)s AND ({THE_LANE}) IN ({THESE})
@@ -170,7 +170,7 @@ WHERE subscription_id = %(subscription_id)s AND ({THE_LANE}) IN ({THESE})
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What waits, for people: some of the lanes, and how many there are."""
+    """What waits, for people: some of the lanes, and how many lanes there are."""
 
     shown: tuple[Backoff, ...] = ()
     lanes: int = 0
@@ -184,9 +184,9 @@ class _Counted(Backoff):
 def waiting(
     connection: psycopg.Connection[Any], subscription_id: int, member_id: UUID
 ) -> tuple[Backoff, ...]:
-    """What a member's cycle has to know: the lanes of destinations, and of services some due ones.
+    """Return the lanes that a member's cycle must know: all of destinations, some due of services.
 
-    In the order in which they are to be tried.
+    They are in the order in which they are to be tried.
     """
     params = {
         "subscription_id": subscription_id,
@@ -199,7 +199,7 @@ def waiting(
 
 
 def in_turn(lanes: Iterable[Backoff]) -> tuple[Backoff, ...]:
-    """Lanes by destination, the one that waits for longest first; its own by `rank`."""
+    """Sort lanes by destination, the longest waiting first; those of one destination by `rank`."""
     lanes = list(lanes)
     since: dict[str, datetime] = {}
     for lane in lanes:
@@ -220,10 +220,10 @@ def in_turn(lanes: Iterable[Backoff]) -> tuple[Backoff, ...]:
 
 
 def rank(lane: Lane) -> int:
-    """Lanes of a destination with the same are released together.
+    """The rank of a lane: lanes of one destination with the same rank are released together.
 
-    Those of a lower one before: a replay before everything else, and what has waited for a service,
-    or for a route, after what is older.
+    Lower ranks are released first: a replay before everything else, and messages that have waited
+    for a service or a route after older ones.
 
     >>> kinds = "replay", "main", "retry", "service", "found_route"
     >>> ranks = [rank(Lane(destination="mom", kind=Kind(kind))) for kind in kinds]
@@ -234,7 +234,7 @@ def rank(lane: Lane) -> int:
 
 
 def due_here(connection: psycopg.Connection[Any], subscription_id: int, member_id: UUID) -> bool:
-    """Whether any parked messages of the member's shards are to be tried now."""
+    """Whether any parked messages in the member's shards are due."""
     params = {"subscription_id": subscription_id, "member_id": member_id}
     ((due,),) = fetch(connection, DUE_HERE, params)
     return bool(due)
@@ -243,14 +243,14 @@ def due_here(connection: psycopg.Connection[Any], subscription_id: int, member_i
 def had_no_turn(
     connection: psycopg.Connection[Any], subscription_id: int, member_id: UUID, since: datetime
 ) -> bool:
-    """Whether any of them were to be tried ``since`` then, and were not, or not to their end."""
+    """Whether any of them were due at ``since``, but were not tried, or not to their end."""
     params = {"subscription_id": subscription_id, "member_id": member_id, "since": since}
     ((left,),) = fetch(connection, NO_TURN_YET, params)
     return bool(left)
 
 
 def any_due(connection: psycopg.Connection[Any], subscription_id: int) -> bool:
-    """Whether the time of any lane has come, whoever's its messages are."""
+    """Whether any lane is due, whoever owns the shards of its messages."""
     ((due,),) = fetch(connection, ANY_DUE, {"subscription_id": subscription_id})
     return bool(due)
 
@@ -263,7 +263,7 @@ def any_of_services(connection: psycopg.Connection[Any], subscription_id: int) -
 
 
 def summary(connection: psycopg.Connection[Any], subscription_id: int) -> Summary:
-    """Which lanes wait, for people."""
+    """Return which lanes wait, for people."""
     params = {
         "subscription_id": subscription_id,
         "of_service": list(OF_SERVICE),
@@ -277,7 +277,7 @@ def summary(connection: psycopg.Connection[Any], subscription_id: int) -> Summar
 def named(
     connection: psycopg.Connection[Any], subscription_id: int, lanes: Collection[Lane]
 ) -> tuple[Backoff, ...]:
-    """Some lanes, as far as they wait."""
+    """Return those of some lanes that wait."""
     with psycopg.Cursor(connection, row_factory=class_row(Backoff)) as cursor:
         return tuple(cursor.execute(OF_NAMES, _params(subscription_id, lanes)).fetchall())
 
@@ -288,9 +288,9 @@ def held(
     shards: Sequence[int],
     lanes: Iterable[Lane],
 ) -> dict[Lane, str]:
-    """Of some lanes, at whatever destination, those with messages of some shards.
+    """Of some lanes, return those with messages in some shards, and what they wait for.
 
-    With what they wait for.
+    It does not matter at which destination the lanes are.
     """
     params = {"subscription_id": subscription_id, "shards": list(shards), **given(lanes)}
     return {
@@ -302,7 +302,7 @@ def held(
 def postpone(
     connection: psycopg.Connection[Any], subscription_id: int, failed: Mapping[Lane, str]
 ) -> None:
-    """Attempts at these lanes have failed, with these errors. Call it in a transaction."""
+    """Note that attempts at lanes have failed, with their errors. Call it in a transaction."""
     if failed:
         params = _params(subscription_id, failed) | {"errors": list(failed.values())}
         connection.execute(POSTPONE, params | {"waits": _waits()})
@@ -311,9 +311,9 @@ def postpone(
 def succeeded(
     connection: psycopg.Connection[Any], subscription_id: int, lanes: Collection[Lane]
 ) -> None:
-    """The lanes are open again: forget their attempts, and those that are empty.
+    """Open lanes again: forget their attempts, and delete empty ones. Call it in a transaction.
 
-    What is left in one has its next turn after all that wait for longer. Call it in a transaction.
+    What is left in a lane has its next turn after all lanes that have waited longer.
     """
     if lanes:
         forget(connection, subscription_id, lanes)
@@ -323,7 +323,7 @@ def succeeded(
 def forget(
     connection: psycopg.Connection[Any], subscription_id: int, lanes: Collection[Lane]
 ) -> None:
-    """Nothing waits in the lanes any more, unless it does. Call it in a transaction."""
+    """Delete those of the lanes in which nothing waits any more. Call it in a transaction."""
     if lanes:
         connection.execute(LOCK, _params(subscription_id, lanes))
         connection.execute(FORGET, _params(subscription_id, lanes))

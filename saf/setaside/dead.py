@@ -1,7 +1,7 @@
 """Dead letters: messages set aside for a person.
 
-They are written in the transaction that moves the position past them. What the person does with
-them is in `saf.operating.decide`.
+They are written in the transaction that moves the position past them. `saf.operating.decide` has
+what a person does with them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REASONS = (
 )
 
 SHOWN = 1024
-"""Characters of a name or a key that are shown; only rows of an older schema have more."""
+"""How many characters of a name or a key are shown; only rows of an older schema have more."""
 
 DEAD_COLUMNS = (
     *("subscription_id", "destination", "shard", "id", "reason", "error"),
@@ -38,7 +38,7 @@ BURY = sql.SQL("COPY saf.dead_letter ({}) FROM STDIN").format(
     sql.SQL(", ").join(map(sql.Identifier, DEAD_COLUMNS))
 )
 
-# What cannot be read, or moved, does not leave the database
+# A message that cannot be read, or moved, does not leave the database
 BURY_AS_STORED = f"""
 INSERT INTO saf.dead_letter
     (subscription_id, destination, shard, id, reason, error, {", ".join(COLUMNS)})
@@ -84,7 +84,7 @@ BODY = "SELECT body FROM saf.dead_letter WHERE dead_letter_id = %(dead_letter_id
 
 @dataclass(frozen=True, kw_only=True)
 class Filter:
-    """Which dead letters; None means any."""
+    """Which dead letters to choose; None means any."""
 
     dead_letter_ids: Sequence[int] | None = None
     reason: str | None = None
@@ -96,7 +96,7 @@ class Filter:
 
 @dataclass(frozen=True, kw_only=True)
 class DeadLetter:
-    """One of them, without its body."""
+    """One dead letter, without its body."""
 
     dead_letter_id: int
     subscription: str
@@ -109,7 +109,7 @@ class DeadLetter:
     key: str | None
     message_type: str | None
     headers: str | None
-    """As JSON; None too if they are too large to be read."""
+    """The headers as JSON text; None also if they are too large to be read."""
     bytes: int
     created_at: datetime
     expires_at: datetime | None
@@ -119,7 +119,7 @@ class DeadLetter:
         plain = {name: value for name, value in asdict(self).items() if value is not None}
         moments = {n: v.isoformat() for n, v in plain.items() if isinstance(v, datetime)}
         if self.headers is not None:
-            # as text where Python cannot take them apart
+            # as text if Python cannot decode them
             with suppress(ValueError, RecursionError):
                 plain["headers"] = json.loads(self.headers)
         return {**plain, **moments, "message_id": str(self.message_id)}
@@ -128,13 +128,13 @@ class DeadLetter:
 def known(
     connection: psycopg.Connection[Any], subscription_id: int, destination: str, ids: Sequence[int]
 ) -> set[int]:
-    """Which of some messages, by id, are dead letters of a destination."""
+    """Which of some messages, by their ids, are dead letters of a destination."""
     params = {"subscription_id": subscription_id, "destination": destination, "ids": list(ids)}
     return {id_ for (id_,) in fetch(connection, KNOWN, params)}
 
 
 def bury(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) -> None:
-    """Set messages, as dicts of `DEAD_COLUMNS`, aside. Call it in a transaction."""
+    """Make dead letters of messages, as dicts of `DEAD_COLUMNS`. Call it in a transaction."""
     with psycopg.Cursor(connection) as cursor, cursor.copy(BURY) as copy:
         for row in rows:
             copy.write_row([row[column] for column in DEAD_COLUMNS])
@@ -146,10 +146,10 @@ class AsStored:
 
     shard: int
     id: int
-    """Of a parked one, the parked_id."""
+    """The parked_id of a parked message."""
     reason: str = "over_size"
     error: str | None = None
-    """None: that it is too large to be read."""
+    """The error; None: that it is too large to be read."""
 
 
 def bury_as_stored(
@@ -162,16 +162,16 @@ def bury_as_stored(
     max_bytes: int = MAX_BODY,
     setting: str = "saf.message.MAX_BODY",
 ) -> None:
-    """Set messages aside as they are, in the database. Call it in a transaction.
+    """Make dead letters of messages as they are stored, in the database. Call it in a transaction.
 
     Args:
-        connection: to where they are.
-        subscription_id: who has them in hand.
+        connection: to the database where they are.
+        subscription_id: the subscription that has them in hand.
         table: "outbox", "inbox" or "parked".
-        rows: which.
-        destination: that they are not for any more; empty for all.
-        max_bytes: of a body that can be read.
-        setting: that says so.
+        rows: the messages.
+        destination: the destination that they no longer go to; empty for all.
+        max_bytes: the largest body that can be read, in bytes.
+        setting: the name of the setting for that.
     """
     if not rows:
         return
@@ -192,12 +192,12 @@ def bury_as_stored(
 def dead_letters(
     connection: psycopg.Connection[Any], chosen: Filter, limit: int | None = 100
 ) -> list[DeadLetter]:
-    """The dead letters that a filter matches, oldest first."""
+    """Return the dead letters that a filter matches, the oldest first."""
     with psycopg.Cursor(connection, row_factory=class_row(DeadLetter)) as cursor:
         return cursor.execute(LIST, asdict(chosen) | {"limit": limit}).fetchall()
 
 
 def body(connection: psycopg.Connection[Any], dead_letter_id: int) -> bytes | None:
-    """The body of a dead letter; None if there is no such."""
+    """Return the body of a dead letter; None if there is no such dead letter."""
     found = fetch(connection, BODY, {"dead_letter_id": dead_letter_id})
     return bytes(found[0][0]) if found else None

@@ -1,9 +1,9 @@
-"""Dropped: what a subscription took without handing it on, counted by why.
+"""Dropped: messages that a subscription took without handing them on, counted by the reason.
 
-None of these messages is missed by anybody, so none is kept aside; what a person has to decide
-about is a dead letter instead. A row of saf.dropped counts those of a shard, in the transaction
-that drops them, and names the last one; the log has it until it is purged. Who counts has the shard
-in hand, or a reason that is his alone, so nobody waits for another one's count.
+Nobody misses any of these messages, so none is kept; a message that a person has to decide about is
+a dead letter instead. A row of saf.dropped counts the messages of a shard, in the transaction that
+drops them, and names the last one; the log has that until it is purged. Whoever counts has the
+shard in hand, or is the only one with this reason, so nobody waits for another one's count.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class Reason(StrEnum):
     ENDED = "ended"
     """Its dialog has ended or failed, here or there."""
     OVERTAKEN = "overtaken"
-    """What its sender said later was an Error, which has been received instead."""
+    """Its sender said an Error later, which has been received instead."""
     EXPIRED = "expired"
     """The lifetime of its dialog is over."""
     OUTDATED = "outdated"
-    """A timer, or a word about the lifetime, that its dialog does not wait for any more."""
+    """It is a timer, or an Error of the lifetime, that its dialog does not wait for any more."""
     INCOMPLETE = "incomplete"
-    """A fragment that was received, of a body whose rest did not come before its dialog was over.
+    """It is a fragment of a body whose rest did not come before its dialog was over.
 
-    Who drops it is the purge, or who cleans up; fragments have no ids, so the dialog's is named.
+    The purge, or whoever cleans up, drops it. Fragments have no ids, so the dialog's id is named.
     """
 
 
-# To a count that is there already
+# Adds to a count that is there already
 ADD = """
 ON CONFLICT (subscription_id, shard, reason) DO UPDATE SET
     messages = d.messages + excluded.messages, last_message_id = excluded.last_message_id,
@@ -66,7 +66,7 @@ GROUP BY 1, 2 ORDER BY 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Dropped:
-    """How many messages a subscription has dropped for one reason, since there is a count."""
+    """How many messages a subscription has dropped for one reason, since counting began."""
 
     subscription: str
     reason: str
@@ -85,7 +85,7 @@ def count(
     subscription_id: int,
     messages: Sequence[tuple[int, Reason, UUID]],
 ) -> None:
-    """Count messages, each a shard in hand, the reason and its id. Call it in a transaction."""
+    """Count messages, each with a shard in hand, a reason and its id. Call it in a transaction."""
     if messages:
         shards, reasons, message_ids = zip(*messages, strict=True)
         params = {
@@ -98,6 +98,6 @@ def count(
 
 
 def dropped(connection: psycopg.Connection[Any]) -> list[Dropped]:
-    """What each subscription of a broker has dropped, by reason."""
+    """Return what each subscription of a broker has dropped, by reason."""
     with psycopg.Cursor(connection, row_factory=class_row(Dropped)) as cursor:
         return cursor.execute(LIST).fetchall()

@@ -1,8 +1,8 @@
-"""Expired while they wait for a route: parked messages that have been sent nowhere.
+"""Messages that have expired while they waited for a route, so that they were sent nowhere.
 
-They become dead letters at once, whether or not a route is there by now. What is parked for a
-destination may be stored there already, its answer lost: of that the destination is asked first, as
-its lane is released (`saf.engine.releasing`).
+They become dead letters at once, whether or not a route exists by now. A message that is parked for
+a destination may be stored there already, with the answer lost. So the destination is asked about
+it first, when its lane is released (`saf.engine.releasing`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ EXPIRED = "expires_at has passed"
 """The error of such a dead letter."""
 
 AT_ONCE = 10_000
-"""So many become dead letters in one transaction."""
+"""How many messages become dead letters in one transaction."""
 
-# By the time at which the batch was opened, like those of the batch; what the batch itself has
-# parked stays until its position has passed it
+# Expired by the time at which the batch was opened, as for the batch's own messages. What the batch
+# itself has parked stays until its position has passed it
 BURY = f"""
 WITH gone AS (
     DELETE FROM saf.parked WHERE parked_id IN (
@@ -41,9 +41,9 @@ FROM gone ORDER BY parked_id
 
 
 def bury_unrouted(connection: psycopg.Connection[Any], batch: Batch) -> int:
-    """Make dead letters of what has expired without a route, of a batch's shards; how many.
+    """Make dead letters of messages in a batch's shards that expired without a route; how many.
 
-    If it is `AT_ONCE`, there may be more. Call it in a transaction.
+    If the answer is `AT_ONCE`, there may be more. Call it in a transaction.
     """
     params = {
         "subscription_id": batch.subscription_id,

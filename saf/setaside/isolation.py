@@ -1,14 +1,14 @@
 """Isolation: no message holds up another one, whatever is wrong with it.
 
-A step for many messages, at a source, in a lane or at a receiver, may raise for what one of them
-is. Nobody has to know which step, or why: the step is undone by its transaction, and made again for
-half of the messages, down to the one that raises alone. That one becomes a dead letter which says
-what was raised; its neighbours go on.
+A step for many messages, at a source, in a lane or at a receiver, may raise because of one of them.
+Nobody has to know which step, or why. A transaction undoes the step, and it is made again for half
+of the messages, down to the one that raises alone. That one becomes a dead letter with the error,
+and its neighbours go on.
 
-What raises for other reasons is not of the messages: a database or a destination that does not
-answer, a missing right or table, a setting. That is raised, as it would be for any message.
+Errors for other reasons are not about the messages: a database or a destination that does not
+answer, a missing right or table, a setting. They are raised, as they would be for any message.
 
-A step has to bear being made again, as after a crash.
+So a step must be able to be made again, as after a crash.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ OF_VALUES = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError),
     *(MemoryError, RecursionError, TypeError, ValueError),
 )
-"""What Python raises for values that it did not expect, or that are too much."""
+"""What Python raises for values that it does not expect, or that are too much for it."""
 
 MAX_ERROR = 2000
-"""Characters of an error that are kept."""
+"""How many characters of an error are kept."""
 
 
 def of_messages(error: Exception) -> bool:
-    """Whether an error may be some message's doing.
+    """Whether an error may be caused by one of the messages.
 
     >>> of_messages(RecursionError()), of_messages(psycopg.errors.ProgramLimitExceeded())
     (True, True)
@@ -65,9 +65,10 @@ def isolate(
     bury: Callable[[pa.Table, str], T],
     undo: Callable[[], None] = lambda: None,
 ) -> T:
-    """Make a step for messages, in their order, and ``bury`` those that it raises for alone.
+    """Make a step for messages, in their order, and ``bury`` those for which it raises alone.
 
-    What the last step or burial returns. ``undo``: before a step is made again for fewer.
+    Return what the last step or burial returns. ``undo`` is called before a step is made again for
+    fewer messages.
     """
     try:
         return step(rows)
@@ -83,7 +84,7 @@ def isolate(
 
 
 def said(error: BaseException | str) -> str:
-    """An error as it is kept. PostgreSQL's text holds no NUL, nor half a character.
+    """An error as text that is kept. PostgreSQL's text holds no NUL, and no half of a character.
 
     >>> said(ValueError("no such account")), said("a\\0b")
     ('ValueError: no such account', 'a\\ufffdb')
@@ -95,7 +96,7 @@ def said(error: BaseException | str) -> str:
 
 
 def kept(text: str) -> str:
-    r"""A text of elsewhere as PostgreSQL can keep it.
+    r"""A text from elsewhere, changed so that PostgreSQL can keep it.
 
     >>> kept("a\0b\ud800")
     'a\ufffdb?'

@@ -1,7 +1,7 @@
-"""Lanes: what messages that are set aside wait for.
+"""Lanes: messages that are set aside, by what they wait for.
 
-A *lane* is the messages that wait for the same thing; lanes are separate, and within one the order
-is kept. What it is stands in columns, of saf.parked and of saf.backoff alike:
+A *lane* is the messages that wait for the same thing. Lanes are separate; within one, the order is
+kept. The same columns of saf.parked and saf.backoff say which lane a row is in:
 
     destination  kind           subject       waits for
     mom          main                         the destination to answer: all for it, in order
@@ -53,7 +53,7 @@ FOUND: Mapping[Kind, Kind] = MappingProxyType(
         Kind.REPLAY: Kind.FOUND_REPLAY,
     }
 )
-"""By the kind of a lane of no destination: the kind that its messages come to with a route."""
+"""For each kind of lane without a destination: the kind that its messages get with a route."""
 
 OF_SERVICE = (Kind.ROUTE, *FOUND.values(), Kind.SERVICE)
 """Lanes whose messages wait for something that concerns their service alone."""
@@ -61,12 +61,12 @@ OF_SERVICE = (Kind.ROUTE, *FOUND.values(), Kind.SERVICE)
 OF_RECEIVERS = (Kind.KEY, Kind.LATER, Kind.AHEAD)
 
 NO_BROKER = UUID(int=(1 << 128) - 1)
-"""In the database, which has it in a key: messages that are addressed to no broker."""
+"""The broker that stands for "no broker" in the database, where the column is part of a key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """What messages wait for; see above.
+    """What messages wait for; the module's docstring has all kinds.
 
     >>> print(Lane(destination="mom"))
     destination 'mom'
@@ -79,28 +79,28 @@ class Lane:
     destination: str = ""
     kind: Kind = Kind.MAIN
     subject: str = ""
-    """The service, key, shard or conversation that the lane is of; empty where it is of none."""
+    """The service, key, shard or conversation that the lane is about; empty if there is none."""
     broker: UUID | None = None
-    """That its messages are addressed to, while they wait for a route or have found one."""
+    """The broker that its messages are addressed to, if they wait for a route or have found one."""
 
     @property
     def found(self) -> bool:
-        """Its messages have waited for a route, and found one."""
+        """Whether its messages have waited for a route, and found one."""
         return self.kind in FOUND.values()
 
     @property
     def of_service(self) -> bool:
-        """They wait for something that concerns their service alone."""
+        """Whether its messages wait for something that concerns their service alone."""
         return self.kind in OF_SERVICE
 
     @property
     def unrouted(self) -> bool:
-        """Its messages wait for a route."""
+        """Whether its messages wait for a route."""
         return self.kind == Kind.ROUTE
 
     @property
     def own(self) -> Lane:
-        """The lane alone, without what else is known of it."""
+        """The lane alone, without what a subclass knows of it."""
         return Lane(
             destination=self.destination,
             kind=Kind(self.kind),
@@ -110,7 +110,7 @@ class Lane:
 
     @property
     def order(self) -> tuple[str, str, str, str]:
-        """What lanes are sorted by."""
+        """The key by which lanes are sorted."""
         return self.destination, self.kind, self.subject, str(self.broker or "")
 
     def __str__(self) -> str:
@@ -124,12 +124,12 @@ class Lane:
 
 
 def route_lane(service: str, broker: UUID | None) -> Lane:
-    """Where messages wait for a route."""
+    """The lane in which messages wait for a route."""
     return Lane(kind=Kind.ROUTE, subject=service, broker=broker)
 
 
 def found_lane(destination: str, lane: Lane) -> Lane:
-    """Where messages of a lane without a destination come to when they have found a route.
+    """The lane that messages of a lane without a destination go to when they have found a route.
 
     >>> found_lane("mom", route_lane("billing", None)).kind
     <Kind.FOUND_ROUTE: 'found_route'>
@@ -140,25 +140,25 @@ def found_lane(destination: str, lane: Lane) -> Lane:
 
 
 def service_lane(destination: str, service: str) -> Lane:
-    """Where messages wait for the destination to know their service."""
+    """The lane in which messages wait for the destination to know their service."""
     return Lane(destination=destination, kind=Kind.SERVICE, subject=service)
 
 
-# A lane as a statement has it. Of a row without a lane of its own, it is compared column by column.
+# A lane in statements. If a row has no lane of its own, it is compared column by column.
 COLUMNS = ("destination", "kind", "subject", "broker")
 THE_LANE = ", ".join(COLUMNS)
 """SQL: the columns that make a lane, in a subscription."""
 
 BROKER = f"nullif(broker, '{NO_BROKER}') AS broker"
-"""SQL: the column as Python has it."""
+"""SQL: the column ``broker`` as Python has it, so that no broker is NULL."""
 
 GIVEN = """unnest(%(destinations)s::text[], %(kinds)s::text[], %(subjects)s::text[],
            %(brokers)s::uuid[])"""
-"""SQL: what `given` gives, as rows of `THE_LANE`."""
+"""SQL: the lanes that `given` passes, as rows of `THE_LANE`."""
 
 SAME_LANE = """(p.subscription_id, p.destination, p.kind, p.subject, p.broker)
                = (b.subscription_id, b.destination, b.kind, b.subject, b.broker)"""
-"""SQL: a message p of saf.parked is in the lane b."""
+"""SQL: whether a message p of saf.parked is in the lane b."""
 
 
 def given(lanes: Iterable[Lane]) -> dict[str, list[Any]]:

@@ -1,7 +1,7 @@
 """The lanes of messages as columns of Arrow: `KIND`, ``subject`` and ``broker`` of each message.
 
-No message is looked at by Python: what a lane is made of is taken column by column, and only the
-distinct ones become a `saf.setaside.lane.Lane`. The destination is the same for all of a table.
+Python looks at no single message: lanes are computed column by column, and only the distinct ones
+become a `saf.setaside.lane.Lane`. All messages of a table have the same destination.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from saf.setaside.lane import FOUND, NO_BROKER, Kind, Lane
 
 KIND = "kind"
 LANE = (KIND, "subject", "broker")
-"""The columns; a table that has the first has them all."""
+"""The columns of a lane; a table that has the first one has them all."""
 
 _NOBODY = pa.scalar(NO_BROKER.bytes, pa.binary())
 
 
 def has_lanes(rows: pa.Table) -> bool:
-    """Whether each message says which lane it is of."""
+    """Whether a table says of each message in which lane it is."""
     return KIND in rows.column_names
 
 
 def lanes_of(rows: pa.Table, destination: str = "") -> tuple[list[Lane], npt.NDArray[np.int64]]:
-    """The distinct lanes of messages, in order of appearance, and which of them each is of."""
+    """The distinct lanes of messages, in order of appearance, and the lane of each by its place."""
     encoded = _keys(rows).combine_chunks().dictionary_encode()
     which = encoded.indices.to_numpy().astype(np.int64)
     _, first = np.unique(which, return_index=True)
@@ -47,7 +47,7 @@ def lanes_of(rows: pa.Table, destination: str = "") -> tuple[list[Lane], npt.NDA
 
 
 def in_lanes(rows: pa.Table, lanes: pa.Table) -> pa.Table:
-    """The messages in these lanes, whatever lanes they were in."""
+    """Put messages into these lanes, whatever lanes they were in."""
     if has_lanes(rows):
         rows = rows.drop_columns(list(LANE))
     for name in LANE:
@@ -56,12 +56,12 @@ def in_lanes(rows: pa.Table, lanes: pa.Table) -> pa.Table:
 
 
 def route_lanes(rows: pa.Table) -> pa.Table:
-    """Where messages wait for a route, by their services and brokers."""
+    """The lanes in which messages wait for a route, by their services and brokers."""
     return _lanes(Kind.ROUTE, rows["to_service"], pc.fill_null(rows["to_broker"], _NOBODY))
 
 
 def found_lanes(lanes: pa.Table) -> pa.Table:
-    """Where messages of lanes of no destination come to when they have found a route."""
+    """The lanes that messages without a destination go to when they have found a route."""
     before = pa.array([str(kind) for kind in FOUND], pa.string())
     after = pa.array([str(kind) for kind in FOUND.values()], pa.string())
     kinds = after.take(pc.index_in(lanes[KIND], value_set=before))
@@ -69,24 +69,24 @@ def found_lanes(lanes: pa.Table) -> pa.Table:
 
 
 def service_lanes(rows: pa.Table) -> pa.Table:
-    """Where messages wait for their destination to know their services."""
+    """The lanes in which messages wait for their destination to know their services."""
     nobody = pa.chunked_array([pa.repeat(_NOBODY, rows.num_rows)])
     return _lanes(Kind.SERVICE, rows["to_service"], nobody)
 
 
 def either(which: pa.ChunkedArray, one: pa.Table, other: pa.Table) -> pa.Table:
-    """Of each row one lane, or the other."""
+    """Choose for each row one lane or the other."""
     return pa.table({name: pc.if_else(which, one[name], other[name]) for name in LANE})
 
 
 def same(one: pa.Table, other: pa.Table) -> pa.ChunkedArray:
-    """Of each row, whether the two lanes are one."""
+    """For each row, whether the two lanes are the same."""
     kind, subject, broker = (pc.equal(one[name], other[name]) for name in LANE)
     return pc.and_(pc.and_(kind, subject), broker)
 
 
 def is_in(rows: pa.Table, lanes: Collection[Lane]) -> pa.ChunkedArray:
-    """Of each row, whether its lane is one of these, at whatever destination."""
+    """For each row, whether its lane is one of these, at whatever destination."""
     wanted = pa.array([_key(lane) for lane in lanes], pa.binary())
     return pc.is_in(_keys(rows), value_set=wanted)
 
@@ -101,7 +101,7 @@ def given_of(rows: pa.Table) -> dict[str, list[Any]]:
 
 
 def broker_of(one: bytes) -> UUID | None:
-    """The broker that a lane names, if it does."""
+    """The broker that a lane names; None if it names none."""
     return None if one == NO_BROKER.bytes else UUID(bytes=one)
 
 
@@ -111,7 +111,7 @@ def _lanes(kind: Kind, subjects: pa.ChunkedArray, brokers: pa.ChunkedArray) -> p
 
 
 def _keys(lanes: pa.Table) -> pa.ChunkedArray:
-    """What tells the lanes of a table apart, in one column; as `_key` of one."""
+    """What tells the lanes of a table apart, in one column; `_key` gives the same for one lane."""
     kinds, subjects = (lanes[name].cast(pa.binary()) for name in (KIND, "subject"))
     return pc.binary_join_element_wise(kinds, lanes["broker"], subjects, b"\0")
 

@@ -1,20 +1,21 @@
 """Parking: messages set aside in order, and when each is tried again.
 
-What cannot be delivered now is copied to ``saf.parked``, in the transaction that moves the
-position past it, so that the rest of its batch goes on. It is copied into a *lane*, by what it
+A message that cannot be delivered now is copied to ``saf.parked``, in the transaction that moves
+the position past it, so that the rest of its batch goes on. It is copied into a *lane*, by what it
 waits for; see `saf.setaside.lane`.
 
-While a lane has messages, new ones that belong in it park behind them, and when its time has come
-the parked go first. (While a destination does not answer, this is so for all shards; what waits for
-more than that concerns its own shards only.) Each keeps the (batch, position) that it had, and each
-lane has a watermark of its own at the destination: a parked message that was stored before its
-acknowledgement got lost is dropped there like any other. Who waited longest may find a route last,
-so in the lanes of what has found one the order, and the number, is that of coming there: parked_id.
+While a lane has messages, new ones that belong in it park behind them. When its time has come, the
+parked messages go first. (While a destination does not answer, this is so for all shards. Anything
+else that messages wait for concerns only their own shards.) Each message keeps the (batch,
+position) that it had, and each lane has a watermark of its own at the destination: a parked message
+that was stored before its acknowledgement got lost is dropped there like any other. The message
+that has waited longest may find a route last. So in the lanes of messages that have found a route,
+the order, and the number, is that in which they came there: parked_id.
 
-``saf.backoff`` has one row per lane that waits: the attempts so far and the next one's time, in
-the source's database and by its clock, so that they survive restarts and all forwarders share
-them; `saf.setaside.backoff` asks and changes it, for many lanes at once. The schedule is Service
-Broker's: 4, 8, 16, 32, 64, 64 … seconds.
+``saf.backoff`` has one row for each lane that waits: the attempts so far, and the time of the next
+one. They are in the source's database and by its clock, so they survive restarts, and all
+forwarders share them. `saf.setaside.backoff` reads and changes them, for many lanes at once. The
+schedule is Service Broker's: 4, 8, 16, 32, 64, 64 … seconds.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from saf.setaside.lane import BROKER, GIVEN, OF_SERVICE, SAME_LANE, THE_LANE, Ki
 FIRST_WAIT_SECONDS = 4
 LONGEST_WAIT_SECONDS = 64
 
-# After every time that a clock of ours shows, and before the calendar of Python ends
+# Later than any time that a clock of ours shows, but before the end of Python's calendar
 BLOCKED = "9999-01-01 00:00:00+00"
 
 
 def wait_seconds(
     attempts: int, first: float = FIRST_WAIT_SECONDS, longest: float = LONGEST_WAIT_SECONDS
 ) -> float:
-    """How long to wait after so many attempts in a row that failed.
+    """How many seconds to wait after so many attempts in a row that failed.
 
     >>> [wait_seconds(attempts) for attempts in (1, 2, 3, 4, 5, 6, 100)]
     [4, 8, 16, 32, 64, 64, 64]
@@ -55,7 +56,7 @@ def wait_seconds(
 
 @dataclass(frozen=True, kw_only=True)
 class Backoff(Lane):
-    """A lane that waits."""
+    """A lane that waits: its attempts, and the time of the next one."""
 
     attempts: int
     next_attempt_at: datetime
@@ -77,7 +78,7 @@ class Parked(Backoff):
             "next_attempt_at": self.next_attempt_at.isoformat(),
             "since": self.since.isoformat(),
         }
-        # not to be taken for the broker that the lane is in
+        # must not be mistaken for the broker that the lane is in
         plain = asdict(self)
         broker = plain.pop("broker")
         return {**plain, **moments, "to_broker": broker and str(broker)}
@@ -97,8 +98,9 @@ class _Parked(Parked):
     lanes: int
 
 
-# What holds up most comes first; counted are the messages of those that are shown. No time is set
-# for what is ahead of others, so it has no backoff; nor has what somebody has taken it from.
+# The lanes that hold up most come first; messages are counted only for the lanes that are shown.
+# Messages that are ahead of others have no time, so their lane has no backoff; nor has a lane that
+# somebody has taken from.
 PARKED = f"""
 SELECT subscription, destination, kind, subject, {BROKER}, attempts, next_attempt_at, due, error,
        since, lanes, (SELECT count(*) FROM saf.parked p WHERE {SAME_LANE}) AS messages
@@ -131,8 +133,8 @@ WHERE kind <> %(later)s
   AND (%(destination)s::text IS NULL OR destination = %(destination)s)
 """
 
-# What parks messages holds the rows of their lanes until it commits, so that `backoff.forget`,
-# which looks whether any are left, cannot miss them.
+# Whoever parks messages holds the rows of their lanes until it commits, so that `backoff.forget`,
+# which looks whether any messages are left, cannot miss them.
 TOUCH = f"""
 INSERT INTO saf.backoff AS b (subscription_id, {THE_LANE}, error)
 SELECT %(subscription_id)s, {THE_LANE}, %(error)s
@@ -157,7 +159,7 @@ UPDATE saf.parked p SET destination = %(destination)s, kind = w.kind, subject = 
 FROM {OF_EACH} AS w (parked_id, kind, subject, broker)
 WHERE p.parked_id = w.parked_id
 """
-# Under the address that has been found meanwhile
+# The columns of the address that the message has found meanwhile
 ADDRESS = ("to_service", "to_broker", "key")
 COPY_TO = f"""
 INSERT INTO saf.parked ({THE_LANE}, quality, parked_at, subscription_id, shard, id,
@@ -180,8 +182,8 @@ WHERE p.destination = %(destination)s
 """
 UNPARK = "DELETE FROM saf.parked WHERE parked_id = ANY (%(parked_ids)s)"
 
-# What was parked ahead of the open batch's position stays until the position has passed it: only as
-# long as it is here is it known that the batch must not send it as well.
+# A message parked beyond the open batch's position stays until the position has passed it: only
+# while it is here is it known that the batch must not send it as well.
 IN_LANES = """
 SELECT {columns} FROM saf.parked
 WHERE subscription_id = {subscription_id} AND destination = {destination}
@@ -220,7 +222,7 @@ WHERE subscription_id = %(subscription_id)s AND destination = %(destination)s
 def parked(
     connection: psycopg.Connection[Any], limit: int | None = None, subscription: str | None = None
 ) -> Waiting:
-    """The lanes that wait in a broker, or in one of its subscriptions; at most so many of them."""
+    """Return up to ``limit`` lanes that wait in a broker, or in one of its subscriptions."""
     with psycopg.Cursor(connection, row_factory=class_row(_Parked)) as cursor:
         params = {
             "of_service": list(OF_SERVICE),
@@ -234,20 +236,20 @@ def parked(
 
 
 def retry_now(connection: psycopg.Connection[Any], destination: str | None = None) -> int:
-    """Make the next attempts due; return how many lanes that are."""
+    """Make the next attempts of lanes due now; return how many lanes these are."""
     return connection.execute(RETRY_NOW, {"destination": destination, "later": Kind.LATER}).rowcount
 
 
 def touch(
     connection: psycopg.Connection[Any], subscription_id: int, lanes: Iterable[Lane], error: str
 ) -> None:
-    """Something is about to be parked in these lanes. Call it in that transaction."""
+    """Prepare lanes for messages that are about to be parked. Call it in the same transaction."""
     params = {"subscription_id": subscription_id, "error": error, **given(lanes)}
     connection.execute(TOUCH, params)
 
 
 def park(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) -> None:
-    """Copy messages, as dicts of `PARKED_COLUMNS`, into their lanes. Call it in a transaction."""
+    """Park messages, as dicts of `PARKED_COLUMNS`, in their lanes. Call it in a transaction."""
     lanes: dict[int, set[Lane]] = defaultdict(set)
     for row in rows:
         lane = Lane(
@@ -263,7 +265,7 @@ def park(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) ->
 
 
 def copy_in(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]) -> None:
-    """Copy messages, as dicts of `PARKED_COLUMNS`, into lanes that are there, or will be."""
+    """Copy messages, as dicts of `PARKED_COLUMNS`, into lanes that exist, or will."""
     with psycopg.Cursor(connection) as cursor, cursor.copy(PARK) as copy:
         for row in rows:
             copy.write_row([row[column] for column in PARKED_COLUMNS])
@@ -275,9 +277,9 @@ def move(
     lanes: Mapping[str, list[Any]],
     parked_ids: Sequence[int],
 ) -> None:
-    """Put parked messages into other lanes, one for each, as `saf.setaside.lane.given` gives them.
+    """Move parked messages into other lanes, one for each, as `saf.setaside.lane.given` gives them.
 
-    `touch` the lanes, and call it in that transaction.
+    Call `touch` for the lanes before, in the same transaction.
     """
     params = {"destination": destination, "parked_ids": list(parked_ids), **lanes}
     connection.execute(MOVE_TO_LANE, params)
@@ -289,9 +291,10 @@ def copy(
     quality: str | None,
     rows: Sequence[dict[str, Any]],
 ) -> None:
-    """Copy parked messages into lanes, with their lanes' columns and `ADDRESS` by parked_id.
+    """Copy parked messages into lanes. ``rows`` have the lanes' columns, `ADDRESS` and parked_id.
 
-    In the order given. `touch` the lanes; call it, and `unpark` those copied, in that transaction.
+    The copies are in the order given. Call `touch` for the lanes before, and `unpark` for the
+    copied messages, in the same transaction.
     """
     columns = {
         "parked_ids": [row["parked_id"] for row in rows],
@@ -311,18 +314,18 @@ def still(
     lanes: Mapping[str, list[Any]],
     parked_ids: Sequence[int],
 ) -> set[int]:
-    """Which messages are still in the lanes, one for each of them, that they were read from."""
+    """Which messages are still in the lanes that they were read from; one lane for each message."""
     params = {"destination": destination, "parked_ids": list(parked_ids), **lanes}
     return {number for (number,) in fetch(connection, STILL, params)}
 
 
 def unpark(connection: psycopg.Connection[Any], parked_ids: Sequence[int]) -> None:
-    """Delivered, or gone elsewhere."""
+    """Delete parked messages, which were delivered or have gone elsewhere."""
     connection.execute(UNPARK, {"parked_ids": list(parked_ids)})
 
 
 def as_log(columns: Sequence[str | sql.Composable], *, found: bool) -> list[str | sql.Composable]:
-    """Columns of a log, and ``batch``, as lanes have them: what the watermark knows as such."""
+    """The columns of a log, and ``batch``, for messages in lanes, as the watermark knows them."""
     as_found = {"id": sql.SQL("parked_id AS id"), "batch": sql.SQL("0::bigint AS batch")}
     there = as_found if found else {"id": sql.SQL("position AS id")}
     return [there.get(one, one) if isinstance(one, str) else one for one in columns]
@@ -331,10 +334,10 @@ def as_log(columns: Sequence[str | sql.Composable], *, found: bool) -> list[str 
 def set_aside(
     connection: psycopg.Connection[Any], batch: Batch
 ) -> list[tuple[int, str, Lane | None]]:
-    """The messages of a batch that are set aside already, though its position is before them.
+    """Return the messages of a batch that are set aside, though its position is before them.
 
-    By id and destination (empty for all), with the lane that they are parked in; None for dead
-    letters.
+    Each has its id, its destination (empty for all), and the lane that it is parked in; None
+    instead of a lane for dead letters.
     """
     params = {
         "subscription_id": batch.subscription_id,
@@ -351,13 +354,13 @@ def set_aside(
 def known(
     connection: psycopg.Connection[Any], subscription_id: int, destination: str, ids: Sequence[int]
 ) -> set[int]:
-    """Which of some messages, by id, are parked for a destination."""
+    """Which of some messages, by their ids, are parked for a destination."""
     params = {"subscription_id": subscription_id, "destination": destination, "ids": list(ids)}
     return {id_ for (id_,) in fetch(connection, KNOWN, params)}
 
 
 def occupied(connection: psycopg.Connection[Any], batch: Batch, lanes: Iterable[Lane]) -> set[Lane]:
-    """Which of some lanes have messages of a batch's shards."""
+    """Which of some lanes have messages in a batch's shards."""
     params = {"subscription_id": batch.subscription_id, "shards": batch.shards, **given(lanes)}
     return {_lane(*row) for row in fetch(connection, OCCUPIED, params)}
 
@@ -370,9 +373,10 @@ def in_lanes(
     *,
     found: bool = False,
 ) -> str:
-    """The query for messages of a batch's shards in lanes of one destination; complete, for COPY.
+    """The complete query, for COPY, for messages of a batch's shards in lanes of one destination.
 
-    In the order of each lane. Those of what has ``found`` a route have one of their own.
+    The messages come in the order of each lane. Messages that have ``found`` a route have an order
+    of their own.
     """
     columns_of_lanes = given(lanes)
     return (

@@ -1,6 +1,6 @@
-"""Answers: what Spark made of the expressions of routers, in step with the delivery.
+"""Answers: Spark evaluates the expressions of routers, in step with the delivery.
 
-`receipts` runs items of work some of which have such routers.
+`receipts` runs items of work, some of which have such routers.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ SAID = "number long, said binary"
 
 
 class Answers:
-    """Those of one task: of the parked messages that may go on, then of the batch, by id.
+    """The answers of one task: first for parked messages that may go on, then for the batch, by id.
 
-    Holds no more of the batch's than those of one chunk, and what came with them.
+    It holds only the answers for one chunk of the batch, and what came with them.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Answers:
         self._ids = self._order = np.array([], np.int64)
 
     def about(self, rows: pa.Table) -> npt.NDArray[np.bool_]:
-        """From now on it is about these messages; which of them have answers."""
+        """Go on to these messages; return which of them have answers."""
         self._name = "parked_id" if "parked_id" in rows.column_names else "id"
         if self._name == "parked_id":
             self._read(lambda: bool(self._ahead))
@@ -75,10 +75,10 @@ class Answers:
         return np.isin(rows[self._name].to_numpy(), ids)
 
     def to(self, router: Router, rows: pa.Table) -> pa.Table:
-        """The answers to some of these messages.
+        """Return the answers to some of these messages.
 
         Raises:
-            Unavailable: there is none, because the source could not be read to the end.
+            Unavailable: there are no answers, because the source could not be read to the end.
         """
         one, wanted = self._compiled[router.expression], rows[self._name].to_numpy()
         if not np.isin(wanted, self._ids).all():
@@ -99,7 +99,7 @@ class Answers:
             self.raised.append(Raised(text=one.text, message={**message, "id": row[number]}))
 
     def _read(self, enough: Callable[[], bool]) -> None:
-        """Parked ones come first, and may share a batch with the first of the others."""
+        """Read on until there is enough. Parked messages come first, and may share a batch."""
         while not enough() and (batch := next(self._batches, None)) is not None:
             parked = batch.num_rows - batch["parked_id"].null_count
             if parked:
@@ -109,7 +109,7 @@ class Answers:
 
 
 def receipts(work: Sequence[Work], rules: ForwardingRules) -> list[Receipt]:
-    """Forward items of work, some of which have routers in SQL; what the tasks say."""
+    """Forward items of work, some of which have routers in SQL; return the tasks' receipts."""
     from pyspark.sql import SparkSession
 
     return _receipts(SparkSession.builder.getOrCreate(), list(enumerate(work)), rules)
@@ -118,12 +118,12 @@ def receipts(work: Sequence[Work], rules: ForwardingRules) -> list[Receipt]:
 def _receipts(
     spark: SparkSession, numbered: Sequence[tuple[int, Work]], rules: ForwardingRules
 ) -> list[Receipt]:
-    """Those of some items, each with the number that receipts call it by.
+    """Run some items, each with the number that its receipts have; return the receipts.
 
-    An expression may be the end of a job without being one that raises: a regular expression that
-    takes more stack than there is, say. Then each item has a job of its own, so that the others go
-    on. Where that fails too, and so does a job that does nothing but evaluate, what the item has
-    for routers in SQL waits.
+    An expression may end a job without raising: a regular expression that needs more stack than
+    there is, say. Then each item gets a job of its own, so that the others go on. If that job fails
+    too, and so does a job that only evaluates the expressions, the item's messages for routers in
+    SQL wait.
     """
     from py4j.protocol import Py4JError, Py4JNetworkError
     from pyspark.errors import PySparkException
@@ -150,7 +150,7 @@ def _receipts(
 def _alone(
     spark: SparkSession, numbered: tuple[int, Work], rules: ForwardingRules
 ) -> list[Receipt]:
-    """Those of one item, in a job of its own; that it fails is that broker's problem."""
+    """Run one item in a job of its own; if the job fails, that is a problem of its broker."""
     from py4j.protocol import Py4JError, Py4JNetworkError
     from pyspark.errors import PySparkException
 

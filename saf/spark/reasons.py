@@ -1,9 +1,9 @@
-"""Reasons: what an expression says to one message, or what it raises, evaluated by the driver.
+"""Reasons: what an expression raises for one message, evaluated again by the driver.
 
-Inside a task an expression that raises gives NULL, and Spark keeps no reason. So a task hands back
-the first few messages that it was so for, and the driver evaluates the expression for each of them
-alone, without a job of Spark. What it raises goes into the error of the dead letter that the task
-has made of the message; a run that is killed before that leaves the error without it.
+Inside a task, an expression that raises gives NULL, and Spark keeps no reason. So a task hands back
+the first few messages for which that happened. The driver evaluates the expression for each of them
+alone, without a Spark job, and writes what it raises into the error of the dead letter that the
+task has made. If a run is killed before that, the error lacks the reason.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 log = Log("saf.router")
 
 MOST = 20
-"""So many messages of a task; of a mistake in an expression, all say the same."""
+"""How many messages a task hands back: if an expression has a mistake, all say the same."""
 LARGEST = 65536
-"""So long may their bodies be."""
+"""The largest body of such a message, in bytes."""
 LONGEST = 1000
-"""So much of a reason is kept."""
+"""How many characters of a reason are kept."""
 KINDS = tuple(EXPRESSED.items())
 
-# By what a forwarder may see of dead letters: neither their errors nor their bodies
+# Uses only what a forwarder may see of dead letters: neither their errors nor their bodies
 EXPLAIN = """
 UPDATE saf.dead_letter SET error = %(error)s
 WHERE subscription_id = %(subscription_id)s AND destination = '' AND shard = %(shard)s
@@ -50,13 +50,13 @@ class Raised:
     """An expression has raised for a message."""
 
     text: str
-    """What gives its answer, as `saf.spark.expressions.Compiled` has it."""
+    """The text that gives its answer, as `saf.spark.expressions.Compiled` has it."""
     message: Mapping[str, Any]
     """In the columns that expressions see, with ``shard`` and ``id``, its id in the outbox."""
 
 
 def answer(spark: SparkSession, text: str, message: Mapping[str, Any]) -> str | None:
-    """What an expression says to a message.
+    """Return what an expression says to a message.
 
     Raises whatever the expression does: PySparkException, or Py4JError.
     """
@@ -72,7 +72,7 @@ def answer(spark: SparkSession, text: str, message: Mapping[str, Any]) -> str | 
 
 
 def reason(spark: SparkSession, raised: Raised) -> str | None:
-    """What the expression has raised for the message, in a sentence."""
+    """Return what the expression raises for the message, in a sentence."""
     from py4j.protocol import Py4JError, Py4JNetworkError
     from pyspark.errors import PySparkException
 
@@ -86,7 +86,7 @@ def reason(spark: SparkSession, raised: Raised) -> str | None:
 
 
 def explain(spark: SparkSession, item: Work, raised: Iterable[Raised]) -> None:
-    """Say in the dead letters of one item of work what the expressions have raised."""
+    """Write into the dead letters of one item of work what the expressions have raised."""
     found = [(one.message, why) for one in raised if (why := reason(spark, one)) is not None]
     if not found:
         return

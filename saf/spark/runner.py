@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class SparkRunner:
     """Runs items of work as tasks of Spark; a `saf.forwarding.runner.Runner`.
 
-    ``start_spark`` gives the session when there is work, and not before: a run that finds nothing
-    costs no Spark. Its argument says whether the work is much.
+    ``start_spark`` returns the session. It is called when there is work, and not before, so a run
+    that finds nothing starts no Spark. Its argument says whether the work is much.
     """
 
     def __init__(self, start_spark: Callable[[bool], SparkContext]) -> None:
@@ -51,7 +51,7 @@ class SparkRunner:
             raise SparkGone(session.first_line(error)) from error
 
     def run(self, work: Sequence[Work], rules: ForwardingRules, group: str) -> list[Receipt]:
-        """One Spark job; what goes wrong with it is one readable error."""
+        """Run one Spark job; if anything goes wrong with it, raise one readable error."""
         from py4j.protocol import Py4JError, Py4JNetworkError
         from pyspark.errors import PySparkException
 
@@ -77,7 +77,7 @@ class SparkRunner:
             session.stop(self._spark)
 
     def let_go(self, source: Dsn) -> None:
-        """Nothing: its workers end, or let go by themselves, a minute after they had work of it."""
+        """Do nothing: workers end, or drop the connection a minute after they had work of it."""
 
     def cancel(self, group: str) -> None:
         """Cancel the job, unless Spark does not answer either."""

@@ -38,7 +38,7 @@ _launched: Jvm | None = None
 
 
 def settings(master: str, *, quick: bool = False) -> dict[str, str]:
-    """What a session is started with, unless the caller says otherwise."""
+    """The settings that a session starts with, unless the caller gives others."""
     conf = {
         "spark.driver.memory": "1g",
         "spark.ui.showConsoleProgress": "false",
@@ -93,9 +93,9 @@ def is_local(master: str) -> bool:
 
 
 def with_room(master: str) -> str:
-    """``local[*]`` with a slot more than cores: for little work beside deep backlogs.
+    """``local[*]`` with one slot more than cores, for little work beside deep backlogs.
 
-    A number that somebody has chosen stays.
+    A number that somebody has chosen is kept.
 
     >>> with_room("local[2]"), with_room("spark://host:7077")
     ('local[2]', 'spark://host:7077')
@@ -107,9 +107,9 @@ def with_room(master: str) -> str:
 
 
 def with_attempts(master: str) -> str:
-    """A local master that runs a task again whose worker was killed, as any other does.
+    """A local master that runs a task again if its worker was killed, as any other master does.
 
-    By itself it does not, whatever ``spark.task.maxFailures`` says.
+    A local master does not do so by itself, whatever ``spark.task.maxFailures`` says.
 
     >>> with_attempts("local"), with_attempts("local[*]"), with_attempts("local[2,1]")
     ('local[1,4]', 'local[*,4]', 'local[2,1]')
@@ -119,7 +119,7 @@ def with_attempts(master: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of Spark's says, without the stack that follows.
+    """What an error of Spark says, without the stack that follows.
 
     >>> first_line(Exception("Thrown: Traceback:\\n File x\\nKeyError: 'k'\\n at a.B(C.java:1)"))
     "Thrown: Traceback: KeyError: 'k'"
@@ -206,7 +206,7 @@ def stop(spark: SparkContext) -> None:
 
 
 def abandon() -> None:
-    """Leave a JVM that does not answer any more: whoever waits for it is told that it has gone."""
+    """Give up a JVM that does not answer any more; whoever waits for it hears that it has gone."""
     from pyspark import SparkContext
 
     if _launched is not None:

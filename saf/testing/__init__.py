@@ -7,9 +7,9 @@ Fixtures:   `saf_database`, `saf_new_database`, `saf_template`, `saf_outbox`, `s
 Their types: `Database`, `Copies`, `Sent`, `Drain`, `Clock`, `Databases`
 Errors:     `DrainFailed`
 
-It is asked for and not found by itself: pytest imports what it finds into every run, also those of
-projects that only have this package installed. Importing it is cheap; Alembic, Arrow and the
-embedded server are imported by the first fixture that needs them.
+A project names the plugin itself; it is not found by an entry point, because pytest would import it
+into every run of every project that has this package installed. Importing it is cheap: Alembic,
+Arrow and the embedded server are imported by the first fixture that needs them.
 
 PYTEST_DONT_REWRITE: there is no assert in here whose values pytest would have to show, and a
 conftest.py may import from here before it names the plugin.

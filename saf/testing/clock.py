@@ -1,18 +1,18 @@
-"""Letting time pass: every moment that makes something due moves back instead.
+"""Letting time pass: all times that make something due are moved back.
 
-What is due is decided in SQL, by the clock of the database, which no test can set. So moving on by
-an hour means that what saf has stored happened an hour earlier, and is due an hour earlier:
+SQL decides what is due, by the clock of the database, which no test can set. So an hour passes when
+everything that saf has stored has happened an hour earlier, and is due an hour earlier:
 
     outbox, inbox           created_at, deliver_at, expires_at; the inbox also received_at
     parked, dead_letter     created_at, deliver_at, expires_at
-    backoff                 next_attempt_at, since; not of what waits for a person
+    backoff                 next_attempt_at, since; not where a person must decide
     member                  joined_at, lease_until
     conversation            created_at, changed_at, expires_at
 
-All else stays: the application's tables, unless columns of them are named, what is not committed,
-and the moments that tell batches from each other (``opened_at``, and with it ``parked_at`` and
-``dead_letter_at``, which are compared with it): what expires in a batch that is in hand has expired
-by the time at which it was opened, and that does not move.
+Everything else stays: the application's tables, unless columns of them are named; what is not
+committed; and the times that tell batches apart (``opened_at``, and with it ``parked_at`` and
+``dead_letter_at``, which are compared with it). Whether a message in an open batch has expired
+depends on the time at which the batch was opened, and that time does not move.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Clock:
         """Let time pass in every database of the test.
 
         Args:
-            days, hours, minutes, seconds: how much, together; more than nothing.
-            columns: of the application's tables, which move as well: ``"orders.due_at"``, with a
-                schema in front if need be. Each database has to have them.
+            days, hours, minutes, seconds: how much time passes, in total; more than nothing.
+            columns: columns of the application's tables that move as well: ``"orders.due_at"``,
+                with a schema in front if needed. Each database must have them.
 
         Raises:
-            UsageError: the time does not go forward, or a column is not named with its table.
+            UsageError: time would not go forward, or a column is named without its table.
         """
         by = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
         for database in self._databases:
@@ -75,7 +75,7 @@ class Clock:
 
 
 def let_time_pass(dsn: Dsn, by: timedelta, columns: Iterable[str] = ()) -> None:
-    """Move the moments of one database back, in one transaction; see `Clock.move`."""
+    """Move the times in one database back, in one transaction; see `Clock.move`."""
     if by <= timedelta(0):
         raise UsageError(f"time goes forward only, and not by {by}")
     ours = [("saf", table, column) for table, names in MOVED.items() for column in names]

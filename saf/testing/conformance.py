@@ -1,4 +1,4 @@
-"""What every kind of destination has to keep, as tests: subclass it for yours.
+"""The tests that every kind of destination must pass: subclass `DestinationConformance` for yours.
 
     from saf.testing.conformance import DestinationConformance
 
@@ -11,12 +11,12 @@
         def stored(self, settings):
             return lambda: [...]
 
-The fixtures that have no default here are yours to give; their docstrings say what is expected.
-What a kind's `saf.destinations.Capabilities` exclude is not asked of it. The test then asks for
-what holds instead: that it is refused, or that it is harmless. No test is skipped.
+You give the fixtures that have no default here; their docstrings say what is expected. A test does
+not ask of a kind what its `saf.destinations.Capabilities` exclude. It then checks what holds
+instead: that it is refused, or that it is harmless. No test is skipped.
 
 A kind calls ``fail_point("mom_insert")`` before it commits, and ``fail_point("mom_commit")`` after
-it (`saf.failpoints`); it is killed there. It is also killed at any moment.
+it (`saf.failpoints`): tests kill it there. They also kill it at any moment.
 
 It needs the extra ``forwarder``, and no source database: the chunks are made here.
 """
@@ -97,11 +97,11 @@ HARD: Mapping[str, Row] = {
         "message_type": "//example.com/ordered",
     },
 }
-"""Messages that something may happen to on their way."""
+"""How many messages a test sends that something may happen to on their way."""
 
 
 class Forwarder:
-    """What gives chunks to a destination: a source, a batch in hand, and what it remembers."""
+    """Gives chunks to a destination: a source, its open batch, and what the source remembers."""
 
     def __init__(self) -> None:
         self.source = uuid4()
@@ -112,7 +112,7 @@ class Forwarder:
         self._id = 0
 
     def message(self, **columns: Any) -> Row:
-        """The next one of the outbox; by default of shard 0."""
+        """Make the next message of the outbox; by default, in shard 0."""
         self._id += 1
         row = dict.fromkeys(MESSAGES.names) | {
             "id": self._id,
@@ -127,14 +127,14 @@ class Forwarder:
         return row | columns
 
     def messages(self, count: int, **columns: Any) -> list[Row]:
-        """So many, of all shards in turn, unless it is said which."""
+        """Make so many messages, in all shards in turn, unless the shard is given."""
         return [
             self.message(**{"shard": number % SHARDS, "key": f"k{number % SHARDS}", **columns})
             for number in range(count)
         ]
 
     def chunk(self, rows: Sequence[Row], *, lane: Kind | None = None, **fields: Any) -> Chunk:
-        """Messages as a chunk of the batch in hand."""
+        """Make a chunk of messages of the open batch."""
         columns: dict[str, list[Any]] = {
             name: [row[name].bytes if isinstance(row[name], UUID) else row[name] for row in rows]
             for name in MESSAGES.names
@@ -173,21 +173,21 @@ class Forwarder:
 
 
 class DestinationConformance:
-    """The suite."""
+    """The conformance suite of destinations; a subclass runs it for one kind."""
 
     columns: Sequence[str] = COLUMNS
-    """What the destination holds of a message; by default, everything."""
+    """The columns that the destination stores of a message; by default, all."""
 
     # Yours
 
     @pytest.fixture
     def settings(self) -> DestinationSettings:
-        """A destination of the kind, that is there, empty, and the test's own."""
+        """A destination of your kind: reachable, empty, and used by this test only."""
         raise NotImplementedError("give the fixture `settings`")
 
     @pytest.fixture
     def stored(self) -> Read:
-        """A function for all messages that are there, oldest first, as mappings of ``columns``.
+        """A function that returns all stored messages, oldest first, as mappings of ``columns``.
 
         ``headers`` is JSON text; a UUID is a `uuid.UUID`, and a time has its zone.
         """
@@ -195,7 +195,7 @@ class DestinationConformance:
 
     @pytest.fixture
     def unavailable(self) -> WhileUnavailable:
-        """A context manager, within which the destination is not to be reached."""
+        """A context manager within which the destination cannot be reached."""
         raise NotImplementedError("give the fixture `unavailable`")
 
     @pytest.fixture
@@ -205,24 +205,24 @@ class DestinationConformance:
 
     @pytest.fixture
     def know(self) -> Callable[[str], None]:
-        """Tell the destination of a service, if it `Capabilities.knows_services`."""
+        """A function that tells the destination of a service; needed if it `knows_services`."""
         raise NotImplementedError("give the fixture `know`: the kind knows services")
 
     @pytest.fixture
     def rejected(self) -> Row | None:
-        """Columns of a message that the destination rejects; None if it rejects none."""
+        """The columns of a message that the destination rejects; None if it rejects none."""
         return None
 
     # What tests use
 
     @pytest.fixture
     def forwarder(self) -> Forwarder:
-        """A source with one shard after the other."""
+        """A source that sends in one shard after the other."""
         return Forwarder()
 
     @pytest.fixture
     def destination(self, settings: DestinationSettings) -> Iterator[Destination]:
-        """The destination, opened."""
+        """The destination, open."""
         with closing(settings.open("conformance")) as one:
             yield one
 
@@ -244,7 +244,7 @@ class DestinationConformance:
         stored: Read,
         learnt: bool,
     ) -> None:
-        """Where the answer to the commit was lost, the source does not know what is stored."""
+        """If the answer to the commit was lost, the source does not know what is stored."""
         rows = forwarder.messages(10)
         first = _store(settings, forwarder.chunk(rows))
         if learnt:
@@ -280,7 +280,7 @@ class DestinationConformance:
     def test_each_lane_has_a_mark_of_its_own(
         self, settings: DestinationSettings, forwarder: Forwarder, stored: Read
     ) -> None:
-        """What was set aside is stored after what came later."""
+        """Messages that were set aside are stored after later ones."""
         late, *rows = forwarder.messages(6, shard=0)
         for row in rows:
             forwarder.learn(_store(settings, forwarder.chunk([row])))
@@ -295,7 +295,7 @@ class DestinationConformance:
     def test_it_says_how_far_the_lanes_of_a_chunk_are_stored(
         self, settings: DestinationSettings, forwarder: Forwarder, stored: Read
     ) -> None:
-        """And stores nothing of the chunk, whoever asks."""
+        """It also stores nothing of the chunk, whoever asks."""
         rows = forwarder.messages(10)
         _store(settings, forwarder.chunk(rows[:5]))
         first = forwarder.learn(_store(settings, forwarder.chunk(rows[:7])))
@@ -308,7 +308,7 @@ class DestinationConformance:
     def test_an_empty_chunk_is_taken(
         self, settings: DestinationSettings, forwarder: Forwarder, stored: Read
     ) -> None:
-        """Whoever was owner before is fenced by it too."""
+        """This also fences whoever was the owner before."""
         rows = forwarder.messages(2)
         zombie = forwarder.chunk(rows)
         forwarder.epoch += 1
@@ -401,7 +401,7 @@ class DestinationConformance:
     def test_of_two_that_store_the_same_at_the_same_time_nothing_is_there_twice(
         self, settings: DestinationSettings, forwarder: Forwarder, stored: Read
     ) -> None:
-        """A task that is run twice: neither is older than the other."""
+        """A task is run twice: neither run is older than the other."""
         rows = forwarder.messages(80)
         chunks = [forwarder.chunk(rows[first : first + 4]) for first in range(0, 80, 4)]
         with start(settings, chunks) as one, start(settings, chunks) as other:
@@ -587,7 +587,7 @@ class DestinationConformance:
 def _store(
     settings: DestinationSettings, chunk: Chunk, *, exactly_once: bool | None = None
 ) -> Stored:
-    """By a process of its own, as it were."""
+    """Store a chunk as a process of its own would."""
     once = settings.capabilities.exactly_once if exactly_once is None else exactly_once
     with closing(settings.open("conformance")) as destination:
         return destination.store(chunk, exactly_once=once)

@@ -1,7 +1,7 @@
 """The forwarder's cycle without Spark: the same source, routing, delivery and cursors.
 
-Needs the extra ``forwarder``, for Arrow, and no Java. What Spark adds, processes and Arrow through
-the JVM, is left out; the promises of delivery are the same, in milliseconds.
+It needs the extra ``forwarder``, for Arrow, but no Java. It leaves out what Spark adds: processes,
+and Arrow through the JVM. It keeps the same promises of delivery, in milliseconds.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def forwarding_rules(
     chunk_rows: int = 1000,
     **destinations: Dsn | DestinationSettings,
 ) -> ForwardingRules:
-    """Rules for small deliveries, without another attempt; the first destination is the default.
+    """Rules for small deliveries without a second attempt; the first destination is the default.
 
-    A dsn stands for the inbox there, in this quality of service.
+    A dsn stands for the inbox in that database, with this quality of service.
     """
     return ForwardingRules(
         destinations={
@@ -54,7 +54,7 @@ class Cycle:
         self.work: list[Work] = []
 
     def open(self, parts: int = 1) -> list[Work]:
-        """Take what is pending in hand, as so many tasks."""
+        """Open batches of what is pending, as so many items of work."""
         self.broker.tend()
         self.work = [part for w in self.broker.open_work(self.default) for part in w.split(parts)]
         return self.work
@@ -68,7 +68,7 @@ class Cycle:
         self.broker.close([self.work[r.work] for r in receipts if r.complete])
 
     def run(self) -> list[Receipt]:
-        """A whole cycle; raises nothing for what the receipts say."""
+        """Run a whole cycle; errors are in the receipts, not raised."""
         self.open()
         receipts = self.deliver()
         self.close(receipts)

@@ -1,7 +1,7 @@
 """Databases for tests: fresh copies of one migrated template, on an embedded or a given server.
 
-The template is migrated once, and each copy is a broker of its own, with its own identity. Names
-hold a token of this process, so that any number of processes may share one server.
+The template is migrated once. Each copy is a broker of its own, with its own identity. Names hold a
+token of this process, so that any number of processes may share one server.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
 
 PREFIX = "saf_test"
-"""What the names of all databases begin with that are made here on a given server."""
+"""The prefix of the names of all databases that are made here on a given server."""
 
 LONGEST_NAME = 30
-"""Bytes of a test's own name in it."""
+"""How many bytes of the name that a test gives are in a database's name."""
 
 QUICK = {
     "fsync": False,
@@ -41,17 +41,17 @@ QUICK = {
     "max_connections": 200,
     "max_prepared_transactions": 20,
 }
-"""Settings of a server whose data nobody needs after a crash."""
+"""Settings for a server whose data nobody needs after a crash."""
 
-# Idle sessions are left over from preparing the template; one at work makes the copy fail
+# Idle sessions are left over from preparing the template; a session at work makes the copy fail
 LET_GO = """
 SELECT pg_terminate_backend(pid) FROM pg_stat_activity
 WHERE datname = %(database)s AND state = 'idle' AND pid <> pg_backend_pid()
 """
-# By file is the quicker way without fsync
+# Copying by file is quicker without fsync
 COPY = "CREATE DATABASE {} TEMPLATE {} STRATEGY file_copy"
 DROP = "DROP DATABASE {} WITH (FORCE)"
-# A copy has the identity of its template too
+# A copy needs an identity of its own, because it has its template's
 NAME = "UPDATE saf.broker SET broker_id = gen_random_uuid(), name = %(name)s"
 PREPARED = "SELECT gid FROM pg_prepared_xacts WHERE database = current_database()"
 
@@ -61,16 +61,16 @@ class Database:
     """A broker's database in a test."""
 
     dsn: Dsn
-    """What `saf.receive`, `saf.Worker` and others of this library take."""
+    """The dsn, for `saf.receive`, `saf.Worker` and others of this library."""
 
     @property
     def conninfo(self) -> str:
-        """What `psycopg.connect` takes."""
+        """The dsn as text, for `psycopg.connect`."""
         return self.dsn.conninfo
 
     @property
     def url(self) -> str:
-        """What SQLAlchemy's ``create_engine`` takes, and its ``create_async_engine``."""
+        """The URL for SQLAlchemy's ``create_engine`` and ``create_async_engine``."""
         import sqlalchemy as sa
 
         rest = {name: str(value) for name, value in self.dsn.parts.items()}
@@ -94,7 +94,7 @@ class Database:
         return self.dsn.connect(role="test", autocommit=autocommit)
 
     def let_go(self) -> None:
-        """Close what the engine has open."""
+        """Close the engine's connections."""
         if "engine" in self.__dict__:
             self.engine.dispose()
 
@@ -112,7 +112,7 @@ class Databases:
         self._number = itertools.count(1)
 
     def create(self, name: str, template: str = "template0") -> Database:
-        """A copy of a template; its own name begins with `PREFIX` and holds ``name``."""
+        """Copy a template; the copy's name begins with `PREFIX` and holds ``name``."""
         # PostgreSQL would cut a longer one by itself, and we would not find it again
         readable = name.encode()[:LONGEST_NAME].decode(errors="ignore")
         database = f"{PREFIX}_{self._token}_{next(self._number)}_{readable}"
@@ -124,7 +124,7 @@ class Databases:
         return Database(Dsn(make_conninfo(self.server.conninfo, dbname=database)))
 
     def create_broker(self, name: str, template: Database) -> Database:
-        """A copy of a migrated template, with an identity of its own."""
+        """Copy a migrated template, and give the copy an identity of its own."""
         template.let_go()
         broker = self.create(name, template.dsn.database)
         with broker.connect() as connection:
@@ -132,10 +132,10 @@ class Databases:
         return broker
 
     def drop(self, database: Database) -> None:
-        """Remove a database, whoever is connected to it."""
+        """Drop a database, even if someone is connected to it."""
         database.let_go()
         with database.connect(autocommit=True) as connection:
-            # a prepared transaction would keep it
+            # a prepared transaction would keep the database from being dropped
             for (gid,) in connection.execute(PREPARED).fetchall():
                 connection.execute(sql.SQL("ROLLBACK PREPARED {}").format(sql.Literal(gid)))
         with self.server.connect(role="test", autocommit=True) as connection:
@@ -143,7 +143,7 @@ class Databases:
 
 
 class Copies:
-    """The brokers of one test: fresh copies of a template, which go with the test."""
+    """The brokers of one test: fresh copies of a template, which are dropped after the test."""
 
     def __init__(self, databases: Databases, template: Database) -> None:
         if not isinstance(template, Database):
@@ -155,7 +155,7 @@ class Copies:
         self._template = template
 
     def __call__(self, name: str) -> Database:
-        """One more; ``name`` is its broker's."""
+        """Make one more; ``name`` is its broker's name."""
         self.all.append(self._databases.create_broker(name, self._template))
         return self.all[-1]
 
@@ -167,10 +167,10 @@ class Copies:
 
 @contextmanager
 def embedded_server(version: int = DEFAULT_VERSION) -> Iterator[EmbeddedServer]:
-    """A quick server, whose data go with it.
+    """Run a quick server, and delete its data afterwards.
 
     Raises:
-        MissingExtra: there is no PostgreSQL to embed.
+        MissingExtra: no PostgreSQL to embed is installed.
     """
     try:
         programs(version)
@@ -183,6 +183,6 @@ def embedded_server(version: int = DEFAULT_VERSION) -> Iterator[EmbeddedServer]:
         server.start()
         yield server
     finally:
-        # nobody needs what is in it
+        # nobody needs its data
         server.stop_immediately()
         shutil.rmtree(folder, ignore_errors=True)

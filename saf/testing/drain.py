@@ -1,16 +1,16 @@
-"""A drain: what is pending is forwarded and handled, here and now, until nothing is due.
+"""A drain: it forwards and handles what is pending, here and now, until nothing is due.
 
     drained = saf_drain(worker)
     assert drained.handled == 1
 
-It is the forwarder's cycle without Spark (see `saf.testing.cycle`) and the workers' own code, in
-this process and thread, in turns: what a handler sends is forwarded and handled too. A broker is
+It runs the forwarder's cycle without Spark (see `saf.testing.cycle`) and the workers' own code in
+turns, in this process and thread: what a handler sends is forwarded and handled too. A broker is
 its own MOM store unless another database is named.
 
-It fails if anything is left behind, with the exception of the first handler that raised as its
-cause: a test wants to know. What failed is set aside all the same, as in production, and
-``errors="park"`` says that the test is about that. Messages that are delayed (``deliver_at``) or
-have expired are no failure; `saf.testing.clock` lets their time come.
+It fails if anything is left behind, because a test wants to know; the cause of its error is the
+exception of the first handler that raised. What failed is set aside as in production;
+``errors="park"`` is for tests about that. Messages that are delayed (``deliver_at``) or have
+expired are no failure; `saf.testing.clock` lets their time come.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from saf.testing.cycle import Cycle
 
 ROUNDS = 100
-"""A message that causes another one, a hundred times over, goes round in circles."""
+"""After so many rounds, messages that cause other messages are taken to go round in circles."""
 
 COUNTS = """
 SELECT (SELECT count(*) FROM saf.parked), (SELECT count(*) FROM saf.dead_letter),
        (SELECT coalesce(max(dead_letter_id), 0) FROM saf.dead_letter)
 """
 
-# Of each lane that waits the first message, which is the one that has failed
+# Reads the first message of each waiting lane, which is the one that has failed
 LEFT_BEHIND = f"""
 SELECT message_id, to_service, key, messages, error FROM (
     SELECT DISTINCT ON (subscription_id, {THE_LANE})
@@ -58,16 +58,16 @@ FROM saf.dead_letter WHERE dead_letter_id > %(known)s AND reason <> 'expired'
 
 @dataclass(frozen=True, kw_only=True)
 class Drained:
-    """What a drain has done, in messages."""
+    """How many messages a drain has forwarded, handled and set aside."""
 
     forwarded: int
-    """Stored in an inbox."""
+    """Messages stored in an inbox."""
     handled: int
-    """By the workers, to the end."""
+    """Messages that the workers have handled."""
     parked: int
-    """Set aside when it ended: delayed, or waiting for another attempt."""
+    """Messages set aside at the end: delayed, or waiting for another attempt."""
     dead: int
-    """That have become dead letters."""
+    """Messages that have become dead letters."""
 
 
 class DrainFailed(AssertionError):
@@ -89,15 +89,16 @@ class Drain:
         """Forward what is pending, let the workers handle it, and so on until nothing is due.
 
         Args:
-            workers: who handles it; their engines lead to databases of this drain.
-            to: where it is forwarded to: nowhere else, or another database; or several by the
-                names that rows of saf.route know, of which the first is the default.
-            errors: "park" to set aside what fails and go on, instead of failing as well.
+            workers: the workers that handle messages; their engines must lead to this drain's
+                databases.
+            to: where to forward to. None: the same database; or another database; or several by the
+                names in rows of saf.route, of which the first is the default.
+            errors: "park" to go on when something fails, instead of failing as well.
 
         Raises:
-            DrainFailed: something failed, or goes round in circles.
+            DrainFailed: a message failed, or messages go round in circles.
             MissingExtra: Arrow is not installed.
-            UsageError: a worker receives from elsewhere.
+            UsageError: a worker receives from another database.
         """
         __tracebackhide__ = True
         destinations = to if isinstance(to, Mapping) else {"inbox": to or self._source}
@@ -146,7 +147,7 @@ def _cycle(source: Database, destinations: Mapping[str, Database]) -> AbstractCo
 
 
 def _forward(cycle: Cycle) -> list[Receipt]:
-    """Cycles until there is nothing more, or a problem."""
+    """Run cycles until nothing is pending, or there is a problem."""
     receipts: list[Receipt] = []
     while found := cycle.run():
         receipts += found
@@ -156,7 +157,7 @@ def _forward(cycle: Cycle) -> list[Receipt]:
 
 
 def _refuse_elsewhere(worker: Loop, databases: list[Database]) -> None:
-    """A worker of the application may well have been made for its real database."""
+    """Refuse a worker of the application that was made for its real database."""
     with connected(worker.engine) as link:
         name = link.raw.info.dbname
     if name not in [database.dsn.database for database in databases]:

@@ -1,4 +1,4 @@
-"""The fixtures, and where their server comes from."""
+"""The fixtures of the test kit, and the server that they use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ an embedded one"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--saf-dsn``, and ``saf_dsn`` in the configuration file."""
+    """Add ``--saf-dsn``, and ``saf_dsn`` in the configuration file."""
     parser.getgroup("saf").addoption("--saf-dsn", metavar="DSN", help=SERVER)
     parser.addini("saf_dsn", SERVER)
 
@@ -41,7 +41,7 @@ def saf_server(pytestconfig: pytest.Config) -> Iterator[Databases]:
 
 @pytest.fixture(scope="session")
 def saf_template(saf_server: Databases) -> Iterator[Database]:
-    """What each test's database is a copy of: migrated. Override it to add an application's own."""
+    """The migrated database that each test gets copies of; override it to add your own tables."""
     from saf.broker.migrate import migrate  # and with it Alembic
 
     template = saf_server.create("template")

@@ -1,12 +1,12 @@
-"""What a test's database has in its outbox, and assertions on it.
+"""The messages in the outbox of a test's database, and assertions on them.
 
     saf_outbox.one(to_service="billing", body={"order": 7})      exactly one; returns it
     saf_outbox.none(to_service="shipping")
     saf_outbox.all(key="A-1")                                    a list, in the order of sending
 
-Only what is committed counts, and of that what is pending, unless ``include_forwarded`` is said. A
-body is compared as its content type says, JSON as values. An assertion that fails shows what was
-there instead, the nearest first.
+Only committed messages count, and of these only pending ones, unless ``include_forwarded`` is true.
+A body is compared as its content type says: JSON by its value. A failed assertion shows what was
+there instead, the most similar messages first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from saf.received import EXPRESSIONS, Received
 from saf.testing.databases import Database
 
 SHOWN_MESSAGES, SHOWN_CHARACTERS = 5, 200
-"""How much a failed assertion shows: messages, and characters of each value."""
+"""What a failed assertion shows at most: how many messages, and characters of each value."""
 
 SENT = f"""
 SELECT {EXPRESSIONS} FROM saf.outbox o
@@ -38,7 +38,7 @@ WHERE %(include_forwarded)s OR NOT EXISTS (
 ORDER BY id
 """
 
-# Who inserts holds this lock until the end of the transaction
+# Finds transactions that have inserted: each holds this lock until it ends
 UNCOMMITTED = """
 SELECT count(DISTINCT pid) FROM pg_locks
 WHERE database = (SELECT oid FROM pg_database WHERE datname = current_database())
@@ -47,15 +47,15 @@ WHERE database = (SELECT oid FROM pg_database WHERE datname = current_database()
 
 
 class Match(TypedDict, total=False):
-    """What a message has to have; what is not named may be anything."""
+    """What a message must have; what is not named may be anything."""
 
     to_service: str
     body: object
-    """Equal after decoding, or the same bytes."""
+    """The body: equal after decoding, or the same bytes."""
     key: str | None
     message_type: str | None
     headers: Mapping[str, Any]
-    """These among others."""
+    """Headers that it must have, among others."""
     from_service: str | None
     to_broker: UUID | None
     deliver_at: object
@@ -74,10 +74,10 @@ class Sent:
         return [one for one in self._read(include_forwarded) if not _differences(one, match)]
 
     def one(self, *, include_forwarded: bool = False, **match: Unpack[Match]) -> Received:
-        """The only message that matches.
+        """The only message that matches; it fails if there is another number of them.
 
         Raises:
-            AssertionError: none does, or several do.
+            AssertionError: no message matches, or several do.
         """
         __tracebackhide__ = True
         found = self.all(include_forwarded=include_forwarded, **match)
@@ -86,10 +86,10 @@ class Sent:
         raise AssertionError(self._complaint("exactly one", found, include_forwarded, match))
 
     def none(self, *, include_forwarded: bool = False, **match: Unpack[Match]) -> None:
-        """Nothing matches.
+        """Assert that no message matches.
 
         Raises:
-            AssertionError: something does.
+            AssertionError: a message matches.
         """
         __tracebackhide__ = True
         found = self.all(include_forwarded=include_forwarded, **match)
@@ -131,7 +131,7 @@ class Sent:
 
 
 def decoded(message: Received) -> object:
-    """The body as its content type says; if it says nothing, as JSON or text where it is that."""
+    """Decode a body as its content type says; without one, as JSON or text if it is that."""
     kind = (message.content_type or "").partition(";")[0].strip().lower()
     try:
         if not kind or kind == "application/json" or kind.endswith("+json"):
@@ -145,7 +145,7 @@ def decoded(message: Received) -> object:
 
 
 def _differences(message: Received, match: Match) -> list[str]:
-    """Which of the things named a message has not."""
+    """The names in ``match`` by which a message does not match."""
     return [name for name, wanted in match.items() if not _has(message, name, wanted)]
 
 
@@ -166,7 +166,7 @@ def _has(message: Received, name: str, wanted: Any) -> bool:
 
 
 def _headers(message: Received) -> object:
-    """As values by name; as the text that they are where that cannot be."""
+    """The headers by name; as text if they cannot be decoded."""
     try:
         return message.headers
     except UnreadableHeaders:
@@ -174,7 +174,7 @@ def _headers(message: Received) -> object:
 
 
 def _shown(message: Received, match: Match) -> str:
-    """A message in a complaint: what it is, and what is different from what was wanted."""
+    """A message in a complaint: what it is, and how it differs from what was wanted."""
     fields = {**message.stored(), "headers": _headers(message), "body": decoded(message)}
     known = ("to_service", "key", "message_type", "body")
     lines = ["  - " + _named({name: fields[name] for name in known if fields[name] is not None})]
@@ -190,7 +190,7 @@ def _named(values: Mapping[str, Any]) -> str:
 
 
 def _cut(value: object) -> str:
-    """A value for people, cut where it gets long.
+    """A value for people, cut if it is long.
 
     >>> _cut({"order": 7}), len(_cut("x" * 1000)) < 250
     ("{'order': 7}", True)

@@ -1,7 +1,7 @@
 """A process that stores chunks at a destination, and may be killed while it does.
 
-It reads from stdin what to store, and writes a line for each chunk that is stored. It is for
-`saf.testing.conformance`; `start` starts one.
+It reads from stdin what to store, and writes a line for each chunk that is stored. `start` starts
+one, for `saf.testing.conformance`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ READY, STORED = "ready", "stored"
 def start(
     settings: DestinationSettings, chunks: Sequence[Chunk], *, fail_point: str = ""
 ) -> subprocess.Popen[bytes]:
-    """A process of its own, in a group of its own; ``fail_point``: where it kills itself."""
+    """Start it in a process group of its own; ``fail_point``: where it kills itself."""
     process = subprocess.Popen(  # noqa: S603 - our own program
         [sys.executable, "-c", PROGRAM],
         stdin=subprocess.PIPE,

@@ -1,15 +1,15 @@
 """The doctor: what is wrong, or soon will be, with its cause and its cure.
 
-Each check is a small function that asks one question of one database and yields what it found, if
-it found anything. `examine` asks all of them of every broker and destination. Nothing is written.
+Each check is a small function that asks one database one question, and yields what it found, if
+anything. `examine` makes all checks of every broker and destination. Nothing is written.
 
     error      a promise does not hold, or messages wait for a person
-    warning    works, and will not for long; or could not be looked at
-    ok         asked, and nothing found
+    warning    it works, but not for long; or it could not be examined
+    ok         it was examined, and nothing was found
 
-A check that the role may not make is a warning that says so, and the others go on. Another
-user's session shows its age only to a member of pg_read_all_stats. Of a query, no more is shown
-than what comes before its first literal.
+A check that the role may not make is a warning that says so, and the others go on. PostgreSQL shows
+the age of another user's session only to members of pg_read_all_stats. Of a query, only the part
+before its first literal is shown.
 """
 
 from saf.operating.doctor.examination import examine

@@ -57,7 +57,7 @@ def rights(patient: Patient) -> Found:
 
 
 def restored(patient: Patient) -> Found:
-    """Whether its cursors speak of transactions of another cluster, or of ones undone."""
+    """Whether its cursors name transactions of another cluster, or ones that were undone."""
     if patient.ask(IS_RESTORED) == [(True,)]:
         yield (
             "error",
@@ -67,7 +67,7 @@ def restored(patient: Patient) -> Found:
         )
 
 
-# By the index, which needs to be told each shard
+# By the index, so each shard has to be given
 FORGED = """
 SELECT count(*), min(f.id)
 FROM saf.broker b CROSS JOIN LATERAL generate_series(0, b.shards - 1) AS s (shard)
@@ -122,7 +122,7 @@ def outbox_left_lying(patient: Patient) -> Found:
 
 
 def inbox_left_lying(patient: Patient) -> Found:
-    """The same of the inbox."""
+    """Subscriptions of the inbox that do not take up its messages."""
     return _left_lying(patient, "inbox", "received_at", "start its consumer")
 
 
@@ -152,7 +152,7 @@ ORDER BY kind = ANY (%(of_service)s), attempts DESC, {THE_LANE}
 
 
 def parked(patient: Patient) -> Found:
-    """Lanes that were tried in vain again and again."""
+    """Lanes whose attempts have failed again and again."""
     found = patient.ask(
         LANES,
         attempts=patient.limits.many_attempts,
@@ -175,7 +175,7 @@ def parked(patient: Patient) -> Found:
         )
 
 
-# While no service lives here, messages for any are stored, and read by whoever reads everything
+# If no service lives here, messages for any service are stored, and whoever reads all gets them
 UNHEARD = """
 SELECT name FROM saf.service AS lives
 WHERE NOT EXISTS (SELECT FROM saf.subscription s
@@ -204,7 +204,7 @@ ORDER BY 1, 2
 
 
 def constraints(patient: Patient) -> Found:
-    """Constraints that new rows obey, and older ones may violate."""
+    """Constraints that new rows obey, but older rows may violate."""
     for table, name in patient.ask(NOT_VALIDATED):
         command = sql.SQL("ALTER TABLE {} VALIDATE CONSTRAINT {}").format(
             sql.Identifier("saf", table), sql.Identifier(name)

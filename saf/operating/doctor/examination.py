@@ -109,7 +109,7 @@ def examine(
 
 
 def _elsewhere(config: Settings) -> Iterator[Finding]:
-    """Of destinations that are no brokers what their kinds say."""
+    """Find what the kinds say about destinations that are no brokers."""
     for name, there in config.destinations.items():
         if there.broker() is not None:
             continue
@@ -130,7 +130,7 @@ def _elsewhere(config: Settings) -> Iterator[Finding]:
 
 
 def _fleets(config: Settings, limits: Limits, clock: Callable[[], float]) -> Iterator[Finding]:
-    """The same for brokers of fleets, which may be too many to be connected to at once."""
+    """Examine the brokers of fleets, which may be too many to be connected to at once."""
     listing = ask_all(config.fleets)
     for name, error in listing.problems:
         where = f"fleet {name!r}"
@@ -217,14 +217,14 @@ def _made(check: Check, patient: Patient) -> Iterator[Finding]:
 
 
 def _holders(patient: Patient) -> Iterator[str]:
-    """Who holds any lock at this moment, for however short a time."""
+    """Name the sessions that hold any lock at this moment, for however short a time."""
     at_once = replace(patient.limits, held_seconds=0.0, waited_seconds=0.0)
     for _, what, _ in locks(replace(patient, limits=at_once)):
         yield what
 
 
 def _disagreements(patients: list[Patient]) -> Iterator[Finding]:
-    """What no database can know by itself: whether any two of them agree on the time."""
+    """Find what no database can know by itself: whether any two of them disagree on the time."""
     clocks = []
     for patient in patients:
         try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from saf.operating.doctor.patient import Found, Patient
 
-# Somebody waits for it; or it has a table of ours for itself; or it stands still in a transaction
-# that has locked rows by which shards are owned and messages stored.
+# Finds a session that somebody waits for, or that has a table of ours for itself, or that is idle
+# in a transaction that has locked rows by which shards are owned and messages stored.
 HOLDERS = """
 WITH held AS (
     SELECT pid, array_agg(DISTINCT c.oid::regclass::text) AS tables,

@@ -16,13 +16,13 @@ Severity = Literal["ok", "warning", "error"]
 
 SKEW_SECONDS = 5.0
 LONG_SECONDS = 300.0
-"""From what age on a transaction is long."""
+"""The age in seconds from which on a transaction counts as long."""
 STUCK_SECONDS = 600.0
-"""From what age on a message that nobody has taken up is left lying."""
+"""The age in seconds from which on a message that nobody takes up counts as left lying."""
 HELD_SECONDS = 10.0
-"""From what age on a lock on one of our tables is worth a word, though nobody waits for it now."""
+"""The age in seconds from which on a lock on our tables is reported, though nobody waits."""
 WAITED_SECONDS = 1.0
-"""From what age on somebody who waits for a lock is held up."""
+"""How long somebody must have waited for a lock to be reported, in seconds."""
 MANY_ATTEMPTS = 10
 FREE_CONNECTIONS = 10
 
@@ -40,7 +40,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """From when on something is worth a word."""
+    """The limits from which on something is reported."""
 
     long_seconds: float = LONG_SECONDS
     stuck_seconds: float = STUCK_SECONDS
@@ -61,10 +61,10 @@ class Patient:
     clock: Callable[[], float] = field(repr=False)
 
     def ask(self, query: str | sql.Composed, **params: object) -> list[tuple[Any, ...]]:
-        """The answer, as tuples."""
+        """Run a query and return its rows."""
         return fetch(self.connection, query, params)
 
 
 Found = Iterator[tuple[Severity, str, str]]
-"""Severity, what, cure."""
+"""What a check yields: severity, what was found, and the cure."""
 Check = Callable[[Patient], Found]

@@ -1,4 +1,4 @@
-"""The check of both sides: whether a source or one of its destinations was set back."""
+"""The check of two sides: whether a source, or one of its destinations, was set back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def set_back_by(config: Settings) -> Check:
     """The check of a source with the destinations of a saf.toml."""
 
     def set_back(patient: Patient) -> Found:
-        """Whether forwarding would refuse it, or a destination of it."""
+        """Whether the forwarder would refuse this source or one of its destinations as set back."""
         for name, found in _met(patient, config):
             if found.ahead:
                 yield (
