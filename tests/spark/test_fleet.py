@@ -23,7 +23,7 @@ from saf.forwarding.forwarder import Forwarder
 from saf.forwarding.summary import Summary
 from saf.spark.runner import SparkRunner
 from tests import on_spark
-from tests.pipeline import bodies, connect
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules
 from tests.programs import configuration, received, send
 from tests.waits import until
 
@@ -46,6 +46,26 @@ def settings(
 
 def drained(spark: SparkContext, chosen: Settings) -> Summary:
     return Forwarder(chosen, SparkRunner(lambda _: spark)).drain()
+
+
+def test_each_item_of_work_is_a_task_of_its_own(
+    spark: SparkContext, app: Dsn, mom: Dsn, new_broker: NewBroker
+) -> None:
+    """What fails in one, or takes long, holds up nobody else's."""
+    work = []
+    for dsn in (app, new_broker("two"), new_broker("three")):
+        send(dsn, 3)
+        with Cycle(dsn, forwarding_rules(mom=mom)) as cycle:
+            work += cycle.open()
+    runner = SparkRunner(lambda _: spark)
+    runner.start(much=False)
+    runner.run(work, forwarding_rules(mom=mom), "of its own")
+    (job,) = spark.statusTracker().getJobIdsForGroup("of its own")
+    info = spark.statusTracker().getJobInfo(job)
+    assert info is not None
+    (stage,) = map(spark.statusTracker().getStageInfo, info.stageIds)
+    assert stage is not None
+    assert stage.numTasks == len(work) == 3
 
 
 @contextmanager

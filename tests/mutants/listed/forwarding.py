@@ -45,7 +45,7 @@ MUTANTS: list[Mutant] = [
         "saf/spark/runner.py",
         "parallelize(items.partitions(list(enumerate(work))), len(work))",
         "parallelize(items.partitions(list(enumerate(work))), max(1, len(work) - 1))",
-        f"{FORWARDER}::test_each_item_of_work_is_a_task_of_its_own",
+        "spark/test_fleet.py::test_each_item_of_work_is_a_task_of_its_own",
     ),
     mutant(
         "a batch is closed though its task has not come to its end",
