@@ -74,7 +74,7 @@ MUTANTS: list[Mutant] = [
         ASIDE,
         "now = pa.scalar(self.work.batch.opened_at, expiry.type)",
         "import datetime\n"
-        "            now = pa.scalar(datetime.datetime.now(datetime.UTC), expiry.type)",
+        "        now = pa.scalar(datetime.datetime.now(datetime.UTC), expiry.type)",
         f"{ONCE}::test_what_had_not_expired_when_its_batch_was_opened_is_delivered_however_late",
     ),
     mutant(
