@@ -8,7 +8,7 @@ The columns are those of `saf.log.columns`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -38,10 +38,10 @@ ALONE = "SELECT set_config('max_parallel_workers_per_gather', '0', false), \
 set_config('jit', 'off', false)"
 
 
-def messages(work: Work, max_bytes: int) -> Iterator[pa.RecordBatch]:
+def messages(work: Work, max_bytes: int) -> Generator[pa.RecordBatch, None, None]:
     """Give what is left of one item of work, with the columns of `saf.log.columns`, by id.
 
-    Raises as `read` does.
+    Close it: until then it holds a snapshot at the source. Raises as `read` does.
     """
     rest, columns = work.batch, selected(max_bytes, work.batch.log)
     if work.deep:

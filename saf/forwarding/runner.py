@@ -8,6 +8,7 @@ the same everywhere, because the engine is the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Protocol
 
 from saf.database import Dsn
@@ -57,7 +58,8 @@ def run_item(number: int, item: Work, rules: ForwardingRules) -> list[Receipt]:
     from saf.engine.source import messages
     from saf.engine.task import Task  # needs Arrow, which a driver of Spark does not
 
-    return Task(number, item, rules).run(messages(item, rules.max_bytes))
+    with closing(messages(item, rules.max_bytes)) as rows:
+        return Task(number, item, rules).run(rows)
 
 
 def item_alone(number: int, item: Work, rules: ForwardingRules) -> list[Receipt]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 from uuid import UUID
 
@@ -213,8 +214,8 @@ def deliver(
         asked = any(router.expression in compiled for router in item.routes.routers)
         answers = Answers(item.broker, batches, compiled) if asked else None
         delivery = Task(number, item, rules, answers)
-        rows = messages(item, rules.max_bytes)
-        receipts = bounded(number, item, lambda: delivery.run(rows))
+        with closing(messages(item, rules.max_bytes)) as rows:
+            receipts = bounded(number, item, lambda: delivery.run(rows))
         said = pickle.dumps((receipts, answers.raised if answers else []))
         yield pa.RecordBatch.from_pydict({"number": [number], "said": [said]})
 

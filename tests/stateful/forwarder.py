@@ -7,10 +7,10 @@ one by one, so that those of two forwarders interleave.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 from uuid import UUID
 
 import psycopg
@@ -125,8 +125,7 @@ class Forwarder:
         number = self.left.pop(which % len(self.left))
         work = self.cycle.work[number]
         rules = self.cycle.rules
-        reading = cast("Generator[Any]", messages(work, rules.max_bytes))
-        with closing(reading) as rows:
+        with closing(messages(work, rules.max_bytes)) as rows:
             receipts = Task(number, work, rules).run(rows)
         self.receipts += receipts
         for receipt in receipts:
