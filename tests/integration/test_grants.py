@@ -33,7 +33,7 @@ from saf.routing_service import RoutingService
 from saf.setaside import dead
 from tests import dialogs
 from tests.hub import DEPARTURES, Hub
-from tests.pipeline import Cycle, bodies, connect, forwarding_rules, send
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, send
 from tests.programs import configuration
 from tests.programs import saf as run_saf
 
@@ -667,6 +667,7 @@ def test_a_forwarder_without_rights_is_told_the_command_and_gives_no_message_up(
         receipts = cycle.run()
     assert {r.error_kind for r in receipts if r.error} == {"ConfigurationError"}
     assert any("saf grant --role" in r.error for r in receipts if r.error)
+    let_time_pass(app)
     with Cycle(app, forwarding_rules(mom=granted(mom, "forwarder"))) as cycle:
         cycle.run()
     assert bodies(mom) == ["kept"]
