@@ -107,7 +107,7 @@ def test_what_is_written_ahead_of_a_watermark_is_parked_once_although_the_answer
 
     def answer_lost(self, write):  # type: ignore[no-untyped-def]
         result = source_session(self, write)
-        if write.__qualname__.startswith("Aside.write_ahead"):
+        if write.__qualname__.startswith("SetAside.write_ahead"):
             lost.append(write.__qualname__)
             return source_session(self, write)
         return result
