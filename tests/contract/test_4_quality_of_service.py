@@ -122,12 +122,12 @@ def test_two_names_for_one_destination_are_refused_and_nothing_is_lost(app: Dsn,
                 (service, service.encode()),
             )
     receipts = forward(app, mom=mom, alias=mom)
-    assert [r.error_kind for r in receipts if r.error] == ["ConfigurationError"]
+    assert [r.error_kind for r in receipts if r.error] == ["UsageError"]
     with connect(app) as connection:
         connection.execute("UPDATE saf.route SET destination = 'mom'")
     receipts = forward(app, mom=mom, alias=mom)
     # the batch keeps the routes that it was opened with
-    assert [r.error_kind for r in receipts if r.error] == ["ConfigurationError"]
+    assert [r.error_kind for r in receipts if r.error] == ["UsageError"]
 
 
 def test_a_batch_keeps_the_routes_it_was_opened_with(
