@@ -13,7 +13,7 @@ from saf.engine import source
 from saf.engine.source_session import SourceSession
 from saf.engine.work import ForwardingRules, Receipt
 from tests.kept import _nothing_stays
-from tests.pipeline import Cycle, bodies, connect, forwarding_rules, send
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, send
 
 __all__ = ["_nothing_stays"]
 
@@ -96,6 +96,7 @@ def test_a_schema_that_has_changed_meanwhile_is_noticed(app: Dsn, mom: Dsn) -> N
     assert "9999" in errors[0]
     with connect(mom) as connection:
         connection.execute("UPDATE saf.alembic_version SET version_num = %s", [REVISION])
+    let_time_pass(app)
     forward(app, rules)
     assert bodies(mom) == ["first", "second"]
 
