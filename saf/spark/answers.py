@@ -213,9 +213,9 @@ def deliver(
         number, item = items.opened(handed)
         asked = any(router.expression in compiled for router in item.routes.routers)
         answers = Answers(item.broker, batches, compiled) if asked else None
-        delivery = Task(number, item, rules, answers)
+        running = Task(number, item, rules, answers)
         with closing(messages(item, rules.max_bytes)) as rows:
-            receipts = bounded(number, item, lambda: delivery.run(rows))
+            receipts = bounded(number, item, lambda: running.run(rows))
         said = pickle.dumps((receipts, answers.raised if answers else []))
         yield pa.RecordBatch.from_pydict({"number": [number], "said": [said]})
 

@@ -85,9 +85,9 @@ def preload() -> None:
     os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
     gc.disable()  # nothing that is imported is garbage, and looking takes time
 
-    import pyspark.worker  # noqa: F401
+    import pyspark.worker  # noqa: F401 - to have it imported
 
-    import saf.engine.task  # noqa: F401
+    import saf.engine.task  # noqa: F401 - to have it imported
     from saf.destinations import kinds
 
     kinds.preload()

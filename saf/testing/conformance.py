@@ -333,10 +333,7 @@ class DestinationConformance:
                 _store(settings, zombie)
         else:
             _store(settings, zombie)
-        if settings.capabilities.exactly_once:
-            assert _ids(stored()) == _ids(rows)
-        else:
-            assert set(_ids(stored())) == set(_ids(rows))
+        self._is_there(settings, stored, rows)
 
     def test_who_was_set_back_is_named(
         self, settings: DestinationSettings, forwarder: Forwarder, stored: Read

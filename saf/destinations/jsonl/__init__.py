@@ -52,7 +52,7 @@ class Jsonl(DestinationSettings):
     @classmethod
     def preload(cls) -> None:
         """The folder."""
-        import saf.destinations.jsonl.folder  # noqa: F401
+        import saf.destinations.jsonl.folder  # noqa: F401 - to have it imported
 
     def identity(self, name: str) -> UUID:
         """What its ``saf.json`` says, or will say."""

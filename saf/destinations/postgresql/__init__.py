@@ -42,7 +42,7 @@ class Postgresql(DestinationSettings):
     @classmethod
     def preload(cls) -> None:
         """The inbox."""
-        import saf.destinations.postgresql.inbox  # noqa: F401
+        import saf.destinations.postgresql.inbox  # noqa: F401 - to have it imported
 
     def identity(self, name: str) -> UUID:
         """Its broker_id."""
