@@ -25,6 +25,7 @@ from saf.routing.routes import add_route, add_topic, current_routes, freeze
 from tests.dialogs import begin
 from tests.pipeline import Cycle, bodies, connect, forward, forwarding_rules, send
 from tests.processes import start, wait
+from tests.waits import until
 
 NOW = 1e-9
 """Seconds: any message is older."""
@@ -430,7 +431,8 @@ def test_ids_are_unique_and_rise_while_the_log_rotates_under_its_writers(app: Ds
     def keep_rotating() -> None:
         with connect(app) as connection:
             for _ in range(3):
-                rotate(connection, "outbox", rotate_after_seconds=NOW)
+                # False until a writer is in the slot that the last rotation came to
+                until(lambda: rotate(connection, "outbox", rotate_after_seconds=NOW))
 
     writers = [threading.Thread(target=write, args=(ids,)) for ids in drawn]
     # two at once, though a purge takes turns
@@ -439,14 +441,16 @@ def test_ids_are_unique_and_rise_while_the_log_rotates_under_its_writers(app: Ds
         thread.start()
     for thread in rotators:
         thread.join()
-    done.set()
+    try:
+        until(lambda: all(ids and ids[-1] >= 3 * SLOT_ROWS for ids in drawn))
+    finally:
+        done.set()
     for thread in writers:
         thread.join()
     for ids in drawn:
         assert ids == sorted(ids)
     every = [id_ for ids in drawn for id_ in ids]
     assert len(set(every)) == len(every)
-    assert max(every) >= 3 * SLOT_ROWS
 
 
 # All of it at once
