@@ -167,7 +167,7 @@ class Round:
         until = time.monotonic() + SPARK_DRAIN_SECONDS
         with psycopg.connect(self.app.conninfo, autocommit=True) as connection:
             while time.monotonic() < until:
-                if connection.execute(MOVED).fetchone():
+                if connection.execute(MOVED).fetchone() is not None:
                     return
                 time.sleep(0.1)
 
