@@ -40,7 +40,7 @@ class Capabilities:
     exactly_once: bool = False
     """It keeps a mark for each place, which moves with the messages or not at all."""
     fences: bool = False
-    """It refuses an epoch older than one that it has heard of (`Fenced`)."""
+    """It refuses an epoch older than one that it has heard of in any lane (`Fenced`)."""
     knows_services: bool = False
     """It can be told which services live there, and refuses others (`UnknownService`)."""
     reads_back: bool = False

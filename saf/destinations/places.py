@@ -31,20 +31,33 @@ from saf.setaside.lane_columns import has_lanes, lanes_of
 
 
 def touched(chunk: Chunk) -> list[Place]:
-    """The places whose marks a chunk needs, in the order in which they are locked.
+    """The places whose marks a chunk needs.
 
     In the destination's own lane, these are all shards in hand: an owner before must be fenced even
     where nothing is stored.
     """
     if not has_lanes(chunk.rows):
         return [(chunk.prefix + MAIN, shard) for shard in sorted(chunk.batch.shards)]
-    return sorted(_places(chunk.rows, chunk.prefix)[0])
+    return _places(chunk.rows, chunk.prefix)[0]
+
+
+def guarded(chunk: Chunk) -> list[Place]:
+    """The places whose epochs a chunk needs, in the order in which they are locked.
+
+    These are the `touched` places, and the own place of each of their shards. All deliveries from a
+    shard meet there: what the owner before has in hand in one lane, a new owner may bury, or store
+    from another lane.
+    """
+    places = touched(chunk)
+    return sorted({*places, *((MAIN, shard) for _, shard in places)})
 
 
 def refuse(
     where: str, chunk: Chunk, epochs: Mapping[Place, int], marks: Mapping[Place, Mark]
 ) -> None:
-    """Raise if a destination must not store a chunk, by its epochs and marks of these places.
+    """Raise if a destination must not store a chunk, by its epochs and marks.
+
+    The epochs are those of `guarded` places; of ``marks``, only those of `touched` places count.
 
     Raises:
         Fenced: it has heard from a newer owner.
@@ -56,8 +69,10 @@ def refuse(
     if newer:
         raise Fenced(where, shards_of(newer))
     in_hand = InHand(batch=chunk.batch.number, opened_at=chunk.batch.opened_at)
-    known = {place: mark for place, mark in chunk.known.items() if place in marks}
-    differ = compare(marks, known, dict.fromkeys(mine, in_hand))
+    needed = set(touched(chunk))
+    known = {place: mark for place, mark in chunk.known.items() if place in needed}
+    there = {place: mark for place, mark in marks.items() if place in needed}
+    differ = compare(there, known, dict.fromkeys(mine, in_hand))
     if differ.behind:
         raise Behind(where, shards_of(differ.behind), differ.since, differ.lower)
     if differ.ahead:

@@ -41,7 +41,7 @@ import pytest
 from saf.columns import COLUMNS
 from saf.database import Dsn
 from saf.destinations import Chunk, Destination, Stored
-from saf.destinations.marks import AGAIN, NOTHING, Mark, Place
+from saf.destinations.marks import AGAIN, MAIN, NOTHING, ONCE, Mark, Place
 from saf.destinations.reading import Compared
 from saf.destinations.settings import DestinationSettings
 from saf.errors import (
@@ -334,6 +334,26 @@ class DestinationConformance:
         else:
             _store(settings, zombie)
         self._is_there(settings, stored, rows)
+
+    @pytest.mark.parametrize("quality", [MAIN, AGAIN, ONCE])
+    @pytest.mark.parametrize("lane", [None, Kind.RETRY])
+    def test_an_older_epoch_stores_nothing_in_another_lane(
+        self,
+        settings: DestinationSettings,
+        forwarder: Forwarder,
+        stored: Read,
+        lane: Kind | None,
+        quality: str,
+    ) -> None:
+        """What is parked, or sent at most once, may be dealt with elsewhere by the new owner."""
+        rows = forwarder.messages(4, shard=0)
+        zombie = forwarder.chunk(rows[:2], lane=lane, prefix=quality)
+        forwarder.epoch += 1
+        _store(settings, forwarder.chunk(rows[2:], lane=Kind.REPLAY))
+        if settings.capabilities.fences:
+            with pytest.raises(Fenced):
+                _store(settings, zombie)
+        self._is_there(settings, stored, rows[2:])
 
     def test_who_was_set_back_is_named(
         self, settings: DestinationSettings, forwarder: Forwarder, stored: Read

@@ -41,7 +41,7 @@ from saf.destinations.jsonl.state import (
     write,
 )
 from saf.destinations.marks import NOTHING, Mark, Place
-from saf.destinations.places import beyond, last_of, not_for, refuse, touched
+from saf.destinations.places import beyond, guarded, last_of, not_for, refuse
 from saf.errors import Rejected, Unavailable
 from saf.failpoints import fail_point
 
@@ -107,7 +107,7 @@ class Folder:
             return self._marks(state, chunk)
 
     def _marks(self, state: State, chunk: Chunk) -> dict[Place, Mark]:
-        places = touched(chunk)
+        places = guarded(chunk)
         marks = {place: state.marks.get(place, NOTHING) for place in places}
         refuse(self.what, chunk, {place: state.epochs.get(place, 0) for place in places}, marks)
         return marks

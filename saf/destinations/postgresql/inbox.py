@@ -1,11 +1,11 @@
 """Another broker's inbox, filled by COPY, exactly once.
 
-One transaction per chunk: lock the watermarks of the chunk's source shards, refuse an older
-epoch and marks that are not what the source remembers (`saf.destinations.marks`), drop the rows at
-or below (batch, position), COPY the rest, move the watermarks, commit. What is addressed to another
-broker is refused, before anything is stored. Because a batch never changes, a chunk that was stored
-before its acknowledgement got lost is recognised by that mark alone: no index over message ids, no
-table that grows.
+One transaction per chunk: lock the watermarks of the chunk's source shards, refuse an older epoch
+(`saf.destinations.places.guarded`) and marks that are not what the source remembers
+(`saf.destinations.marks`), drop the rows at or below (batch, position), COPY the rest, move the
+watermarks, commit. What is addressed to another broker is refused, before anything is stored.
+Because a batch never changes, a chunk that was stored before its acknowledgement got lost is
+recognised by that mark alone: no index over message ids, no table that grows.
 
 Arrow goes in as it came: the ADBC driver writes it as COPY binary, inside the transaction.
 """
@@ -37,7 +37,7 @@ from saf.database import (
 )
 from saf.destinations import Chunk, Stored
 from saf.destinations.marks import Mark, Place
-from saf.destinations.places import beyond, for_others, last_of, refuse, touched
+from saf.destinations.places import beyond, for_others, guarded, last_of, refuse
 from saf.errors import (
     AnotherBroker,
     Rejected,
@@ -165,7 +165,7 @@ class PostgresInbox:
         self, cursor: adbc.Cursor, chunk: Chunk
     ) -> tuple[dict[Place, int], dict[Place, Mark]]:
         """Lock the watermarks that a chunk needs; return their epochs, and how far they are."""
-        places = touched(chunk)
+        places = guarded(chunk)
         values = _values(chunk, places)
         found = _query(cursor, LOCK, values)
         if len(found) < len(places):

@@ -54,6 +54,14 @@ MUTANTS: list[Mutant] = [
         "test_a_zombie_cannot_write_at_the_destination_after_the_new_owner_did",
     ),
     mutant(
+        "an owner before is fenced in the same lane only",
+        PLACES,
+        "return sorted({*places, *((MAIN, shard) for _, shard in places)})",
+        "return sorted(places)",
+        "contract/test_at_most_once_in_doubt.py::"
+        "test_a_zombie_sends_nothing_of_a_lane_after_what_the_new_owner_has_sent",
+    ),
+    mutant(
         "what is stored is stored again",
         INBOX,
         "rows = beyond(rows, chunk.number, stored, chunk.prefix)",
