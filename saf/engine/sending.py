@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from saf.engine.before import Before
+from saf.engine.destination_sessions import obstacle
 from saf.engine.held_lanes import HeldLanes
 from saf.engine.parts import Part
 from saf.engine.resolving import Resolver
 from saf.engine.set_aside import SetAside
 from saf.engine.source_session import SourceSession
-from saf.engine.storing import Storing, obstacle
+from saf.engine.storing import Storing
 from saf.engine.work import ForwardingRules, Work
 from saf.errors import SafError
 from saf.log.cursor import attempt

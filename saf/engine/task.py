@@ -35,9 +35,12 @@ import pyarrow as pa
 
 from saf.engine.before import Before
 from saf.engine.chunks import chunks
+from saf.engine.destination_sessions import DestinationSessions
+from saf.engine.finding_routes import FindingRoutes
 from saf.engine.held_lanes import HeldLanes
 from saf.engine.load_sharing import share
 from saf.engine.matcher import Matcher
+from saf.engine.parked_lanes import ParkedLanes
 from saf.engine.parts import split
 from saf.engine.pulse import Pulse
 from saf.engine.receipts import Receipts
@@ -72,7 +75,10 @@ class Task:
         self.lanes = HeldLanes(of_services=work.of_services)
         self.source_session = SourceSession(work, rules.attempts)
         self.resolver = Resolver(work.routes.routers, self.matcher, self.source_session, answers)
-        self.storing = Storing(work, rules, self.source_session, self.lanes, self.receipts)
+        self.destinations = DestinationSessions(work, rules, self.source_session)
+        self.storing = Storing(
+            work, rules, self.source_session, self.lanes, self.receipts, self.destinations
+        )
         self.before = Before(work.batch, self.source_session, self.lanes)
         self.sending = Sending(
             work=work,
@@ -87,16 +93,7 @@ class Task:
     def run(self, batches: Iterable[pa.RecordBatch]) -> list[Receipt]:
         """Deliver chunk by chunk until the end, an error or a request to stop."""
         summary = self.receipts.of(None)
-        releasing = Releasing(
-            self.work,
-            self.resolver,
-            self.matcher,
-            self.rules,
-            self.source_session,
-            self.lanes,
-            self.receipts,
-            self.storing,
-        )
+        releasing = self._releasing()
         try:
             with self._pulse():
                 self.before.look()
@@ -113,9 +110,31 @@ class Task:
         except EXPECTED as error:
             summary.error_kind, summary.error = type(error).__name__, str(error)
         finally:
-            self.storing.close()
+            self.destinations.close()
             self.source_session.close()
         return list(self.receipts)
+
+    def _releasing(self) -> Releasing:
+        parked = ParkedLanes(
+            work=self.work,
+            rules=self.rules,
+            source_session=self.source_session,
+            lanes=self.lanes,
+            receipts=self.receipts,
+            destinations=self.destinations,
+        )
+        return Releasing(
+            work=self.work,
+            rules=self.rules,
+            source_session=self.source_session,
+            lanes=self.lanes,
+            receipts=self.receipts,
+            storing=self.storing,
+            parked=parked,
+            finding_routes=FindingRoutes(
+                resolver=self.resolver, matcher=self.matcher, parked=parked
+            ),
+        )
 
     def _pulse(self) -> Pulse:
         patience = self.work.dsn.bounds.chunk_seconds
@@ -157,7 +176,7 @@ class Task:
             # fences
             new = bool(set_aside) and hold(source, self.work.batch) < position
             stop = advance(source, self.work.batch, position)
-            self.storing.acknowledge(source)
+            self.destinations.acknowledge(source)
             if new:
                 set_aside.write(source)
             fail_point("mark_forwarded")
@@ -165,7 +184,7 @@ class Task:
 
         stop = self.source_session(settle)
         fail_point("mark_commit")
-        self.storing.settled()
+        self.destinations.settled()
         set_aside.written()
         summary = self.receipts.of(None)
         summary.parked += set_aside.parked_messages

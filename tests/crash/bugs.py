@@ -119,7 +119,7 @@ def neighbours_rejected_too(patch: pytest.MonkeyPatch) -> None:
             number=_[0],
         )
         try:
-            store(self._destination(part.destination), chunk, exactly_once=True)  # type: ignore[arg-type]
+            store(self.destinations.connected(part.destination), chunk, exactly_once=True)  # type: ignore[arg-type]
         except Rejected as error:
             bury(aside, part.rows, part.destination, "rejected", str(error))
 

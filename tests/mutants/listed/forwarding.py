@@ -199,7 +199,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "two names of one broker share its watermark",
-        STORING,
+        "saf/engine/destination_sessions.py",
         "if known == identity:",
         "if known is identity and other == name:",
         f"{FORWARDER}::test_a_destination_under_two_names_is_refused",

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, harmless, mutant
 
-PARKING, BACKOFF = "saf/setaside/parking.py", "saf/setaside/backoff.py"
+PARKING, BACKOFF, WAITING = (
+    "saf/setaside/parking.py",
+    "saf/setaside/backoff.py",
+    "saf/setaside/waiting.py",
+)
 DEAD, DECIDE = "saf/setaside/dead.py", "saf/operating/decide.py"
 ASIDE, RELEASING = "saf/engine/set_aside.py", "saf/engine/releasing.py"
 ONCE, ISOLATED, LETTERS = (
@@ -42,7 +46,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what is to be tried now is made due for one destination at most",
-        PARKING,
+        WAITING,
         "AND (%(destination)s::text IS NULL OR destination = %(destination)s)",
         "AND destination = %(destination)s",
         "integration/test_set_aside.py::test_parked_lists_the_lanes_and_retry_now_makes_them_due",
@@ -189,15 +193,15 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a zombie takes messages out of a lane",
-        RELEASING,
+        "saf/engine/parked_lanes.py",
         "            hold(source, self.work.batch)\n            set_aside.write_from_lanes(",
         "            set_aside.write_from_lanes(",
         f"{ONCE}::test_a_zombie_takes_nothing_out_of_a_lane",
     ),
     mutant(
         "a zombie leads messages to their routes",
-        RELEASING,
-        """            hold(source, self.work.batch)
+        "saf/engine/finding_routes.py",
+        """            hold(source, self.parked.work.batch)
             parking.touch(source, subscription_id, lanes, "has""",
         """            parking.touch(source, subscription_id, lanes, "has""",
         f"{ONCE}::test_a_zombie_leads_nothing_to_a_route_that_has_come",
