@@ -73,7 +73,11 @@ def list_(*, config: Config = None, broker: Where = None, as_json: AsJson = Fals
 
 
 def _read(file: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The arguments of `create_message_type` and `create_contract`, from a file."""
+    """Return the arguments of `create_message_type` and of `create_contract`, from a file.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or says something else.
+    """
     try:
         tables = tomllib.loads(file.read_text())
     except OSError as error:

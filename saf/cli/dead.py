@@ -70,12 +70,14 @@ def audit_(
         rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
         echo(json.dumps({"audit": rows, "errors": round_.errors()}))
     else:
+        listing = Listing("broker", "when", "who", "action", "messages", below="why")
         for name, some in found.items():
             for one in some:
-                echo(
-                    f"{name}: {one.audit_at:%Y-%m-%d %H:%M} {one.who}, {one.action} of "
-                    f"{one.messages:,} messages: {one.why}"
-                )
+                listing.add(
+                    name, f"{one.audit_at:%Y-%m-%d %H:%M}", one.who, one.action,
+                    f"{one.messages:,}", below=one.why,
+                )  # fmt: skip
+        listing.show()
     round_.finish(say=not as_json)
 
 

@@ -21,7 +21,7 @@ app = typer.Typer(no_args_is_help=True, help="What is stored, and not handled ye
 
 
 class Switch(StrEnum):
-    """Two states."""
+    """Whether receivers are notified."""
 
     ON = "on"
     OFF = "off"

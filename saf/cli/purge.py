@@ -32,7 +32,7 @@ MEANING = {
 
 
 def _seconds(duration: str) -> float:
-    """A duration in seconds.
+    """Return a duration in seconds.
 
     >>> _seconds("7d"), _seconds("12h"), _seconds("1.5m"), _seconds("0")
     (604800.0, 43200.0, 90.0, 0.0)
@@ -98,10 +98,10 @@ def _as_dict(name: str, outcome: Outcome) -> dict[str, Any]:
 
 
 def _listing(known: dict[str, Outcome]) -> Listing:
-    listing = Listing("broker", "log", "slot", "state", "messages", "why")
+    listing = Listing("broker", "log", "slot", "state", "messages", below="why")
     for name, outcome in known.items():
         if outcome.busy:
-            listing.add(name, "", "", "busy", "", "another purge is at work")
+            listing.add(name, "", "", "busy", "", below="another purge is at work")
         for slot in outcome.slots:
             if slot.state == "empty":
                 continue
@@ -112,6 +112,6 @@ def _listing(known: dict[str, Outcome]) -> Listing:
                 str(slot.number),
                 slot.state,
                 "" if slot.messages is None else f"{slot.messages:,}",
-                str(slot.archive or why),
+                below=str(slot.archive or why),
             )
     return listing

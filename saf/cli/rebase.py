@@ -68,7 +68,7 @@ def command(
 
 
 def _send_again(settings: Settings, name: str, source: Broker, before: Round) -> Sent | None:
-    """What a source's destinations have lost, unless it could not be repaired itself."""
+    """Send again what a source's destinations have lost, unless its own repair has failed."""
     is_source = name in settings.brokers or name not in settings.destinations
     if not is_source or name in dict(before.failed):
         return None

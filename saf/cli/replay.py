@@ -66,12 +66,12 @@ def command(
 
 
 def texts(sent: Sent) -> dict[str, list[str]]:
-    """The ids of what is sent again, by destination, for JSON."""
+    """Return the ids of what is sent again, by destination, for JSON."""
     return {where: [str(one) for one in ids] for where, ids in sent.by_destination.items()}
 
 
 def in_words(sent: Sent, *, dry_run: bool = False) -> str:
-    """What is sent again, for people."""
+    """Return what is sent again, in words."""
     counts = [
         f"{len(ids):,} for {where or 'a router'}" for where, ids in sent.by_destination.items()
     ]

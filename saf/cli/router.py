@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,13 +12,14 @@ import typer
 
 from saf.cli.brokers import AsJson, Config, Name, Round, Store, chosen, store
 from saf.cli.console import echo
+from saf.cli.listing import Listing
 from saf.cli.route import show_explanation
 from saf.cli.worker import supervise
 from saf.config import load
 from saf.errors import ConfigurationError, UsageError
 from saf.message import Message
 from saf.routing import routers, routes
-from saf.routing.matching import ARROW, FORWARD, PYTHON, SQL, Router
+from saf.routing.matching import ARROW, PYTHON, SQL, Router
 from saf.routing.routes import ConfiguredRouter
 
 if TYPE_CHECKING:
@@ -122,8 +124,7 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
         listed = [{"broker": where, **routers.as_dict(one)} for where, one in rows]
         echo(json.dumps({"routers": listed, "errors": round_.errors()}))
     else:
-        for where, one in rows:
-            _show(where, one)
+        _listing(rows).show()
     round_.finish(say=not as_json)
 
 
@@ -224,13 +225,18 @@ def _say(where: str, service: str, done: str) -> None:
     echo(f"{where}: router {service!r} {done}, from the next batch on")
 
 
-def _show(where: str, one: ConfiguredRouter) -> None:
-    router = one.router
-    said = f"{router.service!r} by {router.kind}: {router.expression}, once per {router.once_per}"
-    said += ", forwarding" if one.mode == FORWARD else ""
-    state = "in force" if one.enabled else "disabled"
-    comment = f": {one.comment}" if one.comment else ""
-    echo(f"{where}: {said}; {state} ({one.origin}){comment}")
+def _listing(rows: Iterable[tuple[str, ConfiguredRouter]]) -> Listing:
+    listing = Listing(
+        *("broker", "service", "kind", "once per", "mode", "state", "from", "comment"),
+        below="classifier",
+    )
+    for where, one in rows:
+        router, state = one.router, "in force" if one.enabled else "disabled"
+        listing.add(
+            where, router.service, router.kind, router.once_per, one.mode, state, one.origin,
+            one.comment or "", below=router.expression,
+        )  # fmt: skip
+    return listing
 
 
 def _explain(where: str, dry_run: DryRun) -> None:

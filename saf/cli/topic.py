@@ -45,9 +45,9 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
         topics = [{"broker": w, "topic": n, "destinations": list(d)} for w, n, d in rows]
         echo(json.dumps({"topics": topics, "errors": round_.errors()}))
     else:
-        listing = Listing("broker", "topic", "destinations")
+        listing = Listing("broker", "topic", below="destinations")
         for where, name, destinations in rows:
-            listing.add(where, name, ", ".join(destinations) or "none")
+            listing.add(where, name, below=", ".join(destinations) or "none")
         listing.show()
     round_.finish(say=not as_json)
 
