@@ -2,7 +2,7 @@
 
 A backup is restored, or a standby that lacked the last transactions takes over: then one end no
 longer knows what it has said or received. After the repair (`saf rebase`) it speaks as a new
-incarnation of its broker, which every message says (`saf.dialogs.lineage`). When an end hears of a
+incarnation of its broker, which every message says (`saf.dialogs.lineage`). When an end learns of a
 new incarnation, by whatever message comes first, it looks how far the two ends agree:
 
 - *This end has received numbers that the other end does not know any more.* What the other end says
@@ -10,7 +10,6 @@ new incarnation, by whatever message comes first, it looks how far the two ends 
   that says which numbers.
 - *There are none:* the dialog goes on. What the earlier incarnation has said beyond that, and comes
   only now, is not mixed up with the new messages: it is a dead letter.
-  is not mixed up with the new: it is a dead letter.
 
 What an end has lost of what it *received* comes again if the sender still has it
 (docs/operations.md). If not, nobody would say so, and the end would wait for ever. So ends compare
@@ -26,7 +25,6 @@ An end is gone altogether if the dialog had begun after the backup:
 
 An end that begins where one may have been before has a lineage from its first number on, so that
 the other end, which may have received such numbers before, can tell the two apart.
-the other end, which may have received such numbers, can tell.
 """
 
 from __future__ import annotations
