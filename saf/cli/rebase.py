@@ -15,7 +15,7 @@ from saf.cli.replay import in_words, texts
 from saf.config import Broker, Settings, load
 from saf.database import fetch, unavailable_if_lost
 from saf.destinations.marks import Known
-from saf.dialogs.monologs import Heard, heard
+from saf.dialogs.monologs import ReceivedMonolog, received_monologs
 from saf.repair.rebase import Rebased, rebase
 from saf.repair.send_again import Sent, send_again
 
@@ -90,7 +90,7 @@ def _known(settings: Settings, source: UUID) -> dict[str, Known]:
     }
 
 
-def _monologs(settings: Settings, source: UUID) -> list[Heard]:
+def _monologs(settings: Settings, source: UUID) -> list[ReceivedMonolog]:
     found = []
     for name, there in settings.destinations.items():
         if (dsn := there.broker()) is None:
@@ -99,7 +99,7 @@ def _monologs(settings: Settings, source: UUID) -> list[Heard]:
             unavailable_if_lost(f"destination {name!r}"),
             dsn.connect(role="rebase", autocommit=True) as connection,
         ):
-            found += heard(connection, source)
+            found += received_monologs(connection, source)
     return found
 
 

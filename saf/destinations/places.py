@@ -48,7 +48,7 @@ def refuse(
     """Raise if a destination must not store a chunk, by its epochs and marks of the chunk's places.
 
     Raises:
-        Fenced: it has heard from a newer owner.
+        Fenced: it has met a newer owner.
         Behind: it no longer has what it has acknowledged.
         Ahead: it has stored what the source does not know.
     """
@@ -90,7 +90,7 @@ def not_for(
 
 def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
     """Return the marks after a chunk is stored, for the places of its messages."""
-    rows, heard = chunk.rows, chunk.prefix != ONCE  # nobody waits for the answer to at_most_once
+    rows, answered = chunk.rows, chunk.prefix != ONCE  # nobody waits for the answer to at_most_once
     if not rows.num_rows:
         return {}
     places, which = _places(rows, chunk.prefix)
@@ -103,11 +103,11 @@ def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
             batch=row.get("batch", chunk.number),
             position=row["id"],
             opened_at=row.get("opened_at", chunk.batch.opened_at),
-            acknowledged=heard,
+            acknowledged=answered,
         )
         before = marks.get(place, NOTHING)
         if mark.number <= before.number:
-            mark = replace(before, acknowledged=heard)
+            mark = replace(before, acknowledged=answered)
         moved[place] = mark
     return moved
 

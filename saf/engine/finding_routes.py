@@ -23,7 +23,7 @@ from saf.engine.parked_lanes import ParkedLanes
 from saf.engine.resolving import Resolver
 from saf.failpoints import fail_point
 from saf.log.columns import selected
-from saf.log.cursor import hold
+from saf.log.cursor import lock_cursors
 from saf.setaside import parking
 from saf.setaside.lane import Kind, Lane
 from saf.setaside.lane_columns import (
@@ -125,7 +125,7 @@ class FindingRoutes:
         subscription_id = self.parked.work.batch.subscription_id
 
         def move(source: psycopg.Connection[Any]) -> None:
-            hold(source, self.parked.work.batch)
+            lock_cursors(source, self.parked.work.batch)
             parking.touch(source, subscription_id, lanes, "has found a route")
             for destination, quality, some in to:
                 parking.copy(source, destination, quality, some)

@@ -27,7 +27,7 @@ from saf.engine.source_session import SourceSession
 from saf.engine.work import ForwardingRules, Work
 from saf.errors import SafError
 from saf.failpoints import fail_point
-from saf.log.cursor import hold
+from saf.log.cursor import lock_cursors
 from saf.setaside import backoff, parking
 from saf.setaside.isolation import isolate
 from saf.setaside.lane import Lane
@@ -119,7 +119,7 @@ class ParkedLanes:
         """Take what has gone out of its lane."""
 
         def settle(source: psycopg.Connection[Any]) -> None:
-            hold(source, self.work.batch)
+            lock_cursors(source, self.work.batch)
             set_aside.write_from_lanes(source, rows["parked_id"].to_pylist())
             self.destinations.acknowledge(source)
             fail_point("unpark")

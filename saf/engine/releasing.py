@@ -39,7 +39,7 @@ from saf.engine.work import ForwardingRules, Work
 from saf.errors import SafError, Unavailable
 from saf.failpoints import fail_point
 from saf.log.columns import selected
-from saf.log.cursor import hold
+from saf.log.cursor import lock_cursors
 from saf.routing.matching import AT_MOST_ONCE
 from saf.setaside import backoff, expired, parking
 from saf.setaside.isolation import isolate
@@ -105,7 +105,7 @@ class Releasing:
         """Make dead letters of messages that expired without a route and were sent nowhere."""
 
         def bury(source: psycopg.Connection[Any]) -> int:
-            hold(source, self.work.batch)
+            lock_cursors(source, self.work.batch)
             return expired.bury_unrouted(source, self.work.batch)
 
         dead = expired.AT_ONCE
@@ -258,7 +258,7 @@ class Releasing:
         ids = part.rows["parked_id"].to_pylist()
 
         def doubt(source: psycopg.Connection[Any]) -> None:
-            hold(source, self.work.batch)
+            lock_cursors(source, self.work.batch)
             parking.touch(source, subscription_id, [lane], "sent at most once")
             parking.move(source, lane.destination, given([lane] * len(ids)), ids)
             fail_point("unpark")

@@ -36,7 +36,7 @@ from saf.errors import (
     Unavailable,
     UnknownService,
 )
-from saf.log.cursor import hold
+from saf.log.cursor import lock_cursors
 from saf.setaside.lane import Lane
 from saf.setaside.lane_columns import (
     either,
@@ -97,7 +97,7 @@ class Storing:
         except Fenced as error:
             # if the source knows of a newer owner too, this raises Fenced; otherwise the
             # destination is ahead
-            self.source_session(lambda source: hold(source, self.work.batch))
+            self.source_session(lambda source: lock_cursors(source, self.work.batch))
             raise Ahead(f"destination {name!r}", error.shards) from None
         except Rejected as error:
             self._store_halves(part, end, set_aside, error)

@@ -20,7 +20,7 @@ from saf.routing.explain import Explanation, explain
 from saf.routing.matching import Routes
 from saf.routing.resolved import Resolved, resolved
 from saf.routing.routers import with_problems
-from saf.routing.routes import Declared, configuration, forwarding
+from saf.routing.routes import Declared, configuration, router_that_forwards
 
 DEAD = 1
 
@@ -94,7 +94,7 @@ def try_out(
     ``in_sql`` evaluates classifiers in SQL, if anything can; see `saf.spark.dry_run`.
     """
     there = configuration(connection, default_destination, declared)
-    in_force, router = there.in_force, forwarding(there, message.service)
+    in_force, router = there.in_force, router_that_forwards(there, message.service)
     if router is not None and lives_here(connection, router.service):
         routes = with_problems(replace(in_force, routers=(router,)))
     else:

@@ -14,7 +14,7 @@ from typing import Any
 import psycopg
 
 from saf.dialogs.comparing import announce
-from saf.dialogs.monologs import Heard
+from saf.dialogs.monologs import ReceivedMonolog
 
 # A number that was only counted up would come again after another set-back to the same backup
 RAISE = """
@@ -26,7 +26,7 @@ UPDATE saf.broker SET incarnation = greatest(
 def raise_incarnation(
     connection: psycopg.Connection[Any],
     since: datetime | None = None,
-    known: Iterable[Heard] = (),
+    known: Iterable[ReceivedMonolog] = (),
 ) -> None:
     """Note that this broker was set back, and is repaired now.
 
@@ -36,7 +36,7 @@ def raise_incarnation(
         connection: to the broker.
         since: when the newest batch was opened that a destination knows and this broker does not;
             None if there is no such batch.
-        known: what destinations have heard of its monologs.
+        known: how far destinations have received its monologs.
     """
     connection.execute(RAISE)
     announce(connection, since, known)

@@ -42,7 +42,7 @@ from psycopg import sql
 from saf.broker.restored import is_restored
 from saf.database import fetch
 from saf.destinations.marks import Known, adopt, shards_of
-from saf.dialogs.monologs import Heard
+from saf.dialogs.monologs import ReceivedMonolog
 from saf.errors import UsageError
 from saf.log.shards import IS_PRESENT, full
 from saf.repair.incarnation import raise_incarnation
@@ -146,7 +146,7 @@ def rebase(
     known: Mapping[str, Known],
     *,
     force: bool = False,
-    monologs: Callable[[], Iterable[Heard]] = tuple,
+    monologs: Callable[[], Iterable[ReceivedMonolog]] = tuple,
 ) -> Rebased | None:
     """Repair a restored broker; return None if there is nothing to repair.
 
@@ -156,15 +156,15 @@ def rebase(
         connection: to the broker, in autocommit, as the owner of its schema.
         known: what each destination that keeps marks knows of the broker, by its name.
         force: rebase even if nothing looks restored.
-        monologs: returns what destinations have heard of this broker's monologs; it is called only
-            if there is something to repair.
+        monologs: returns how far destinations have received this broker's monologs; it is called
+            only if there is something to repair.
 
     Raises:
         UsageError: a member is still at work, or the role may not repair.
     """
     if not (force or _wrong(connection, known)):
         return None  # and nobody has waited
-    heard = [*monologs()]
+    received = [*monologs()]
     with connection.transaction():
         connection.execute(LOCK)
         wrong = _wrong(connection, known)
@@ -183,7 +183,7 @@ def rebase(
             _go_on_after(connection, [known[name] for name in ahead], list(ahead.values()))
         connection.execute(BELONG)
         connection.execute(TIMELINE)
-        raise_incarnation(connection, _newest(known, ahead), heard)
+        raise_incarnation(connection, _newest(known, ahead), received)
     return Rebased(rows=rows, destinations_ahead=tuple(ahead))
 
 

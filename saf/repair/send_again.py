@@ -34,7 +34,7 @@ from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
 from saf.destinations.marks import Known, adopt
 from saf.destinations.settings import DestinationSettings
 from saf.dialogs.comparing import compare
-from saf.dialogs.monologs import heard, subscribers_set_back
+from saf.dialogs.monologs import received_monologs, subscribers_set_back
 from saf.errors import CannotReadBack
 from saf.repair.incarnation import raise_incarnation
 from saf.repair.reconcile import lost
@@ -136,7 +136,7 @@ def send_again(
                     compare(connection)
                     ((source_id,),) = fetch(connection, IDENTITY)
                     for one in behind.keys() & brokers.keys():
-                        told = heard(brokers[one], source_id)
+                        told = received_monologs(brokers[one], source_id)
                         subscribers_set_back(connection, known[one].destination, told)
     if stuck and not dry_run:
         raise CannotReadBack(

@@ -192,7 +192,7 @@ def test_a_member_that_is_asked_to_stop_gets_no_share(
         assert shares == [(0,)], "the one that stops keeps what it has in hand"
         with pytest.raises(Fenced):
             owner.balance(source)
-        owner.go_on(source)
+        owner.take_back_stop(source)
         assert owner.balance(source) == SHARDS // 2
 
 

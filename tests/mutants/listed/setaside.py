@@ -142,7 +142,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a key goes on waiting though its dead letter was discarded",
         DECIDE,
-        "            connection.execute(GO_ON, params)\n",
+        "            connection.execute(LET_KEYS_GO_ON, params)\n",
         "",
         "contract/test_worker.py::"
         "test_a_key_stays_blocked_by_its_dead_letter_if_so_configured_until_it_is_decided",
@@ -150,7 +150,7 @@ MUTANTS: list[Mutant] = [
     harmless(
         "what a chunk sets aside is written without asking for the position",
         "saf/engine/task.py",
-        "new = bool(set_aside) and hold(source, self.work.batch) < position",
+        "new = bool(set_aside) and lock_cursors(source, self.work.batch) < position",
         "new = bool(set_aside)",
         "what is there already is not written again (parking.known, dead.known), and advance() in "
         "the same transaction fences who is not the owner",
@@ -180,7 +180,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what was set aside before a crash is sent as well",
         "saf/engine/task.py",
-        "                self.before.look()\n",
+        "                self.earlier.look()\n",
         "",
         f"{ONCE}::test_what_is_a_dead_letter_already_is_not_delivered_as_well_after_a_crash",
     ),
@@ -194,14 +194,15 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a zombie takes messages out of a lane",
         "saf/engine/parked_lanes.py",
-        "            hold(source, self.work.batch)\n            set_aside.write_from_lanes(",
+        "            lock_cursors(source, self.work.batch)\n"
+        "            set_aside.write_from_lanes(",
         "            set_aside.write_from_lanes(",
         f"{ONCE}::test_a_zombie_takes_nothing_out_of_a_lane",
     ),
     mutant(
         "a zombie leads messages to their routes",
         "saf/engine/finding_routes.py",
-        """            hold(source, self.parked.work.batch)
+        """            lock_cursors(source, self.parked.work.batch)
             parking.touch(source, subscription_id, lanes, "has""",
         """            parking.touch(source, subscription_id, lanes, "has""",
         f"{ONCE}::test_a_zombie_leads_nothing_to_a_route_that_has_come",
