@@ -117,7 +117,7 @@ def _differences(named: Collection[Difference]) -> Listing:
         lost = f"not any more at {', '.join(one.lost_at)}" if one.lost_at else ""
         listing.add(
             one.kind, str(one.message_id), one.service, one.key or "", str(one.shard),
-            one.created_at.isoformat(), below="; ".join(filter(None, [stored, lost])),
+            one.created_at.isoformat(), below=", and ".join(filter(None, [stored, lost])),
         )  # fmt: skip
     return listing
 
