@@ -26,7 +26,7 @@ File = Annotated[
 
 @app.command()
 def create(file: File, *, config: Config = None, broker: Where = None) -> None:
-    """Make known what a file says, at every broker or one; again is no change."""
+    """Create what a file says, at every broker or at one; to repeat it changes nothing."""
     types, named = _read(file)
 
     def make(connection: psycopg.Connection[Any], _: object) -> int:

@@ -88,7 +88,7 @@ def show(
     config: Config = None,
     broker: Name = None,
 ) -> None:
-    """Write the body of a dead letter to standard output: as it is, but for a terminal."""
+    """Write the body of a dead letter to standard output; a terminal gets it as text."""
     round_ = Round(chosen(load(config), broker))
     if len(round_.brokers) > 1:
         raise UsageError("which broker? Say --broker NAME")
@@ -115,7 +115,7 @@ def retry(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Hand dead letters to the forwarder or their receivers again, in order, once all is mended."""
+    """Hand dead letters to the forwarder or their receivers again, in order."""
     which = _filter(
         everything=everything, dead_letter_ids=ids or None, reason=reason, service=service,
         destination=destination, key=key, before=before,

@@ -35,7 +35,7 @@ def list_(
 ) -> None:
     """Show the lanes of parked messages: how many, why, and when each is tried next.
 
-    Of many, those that hold up most.
+    If there are more lanes than the limit, those that hold up most are shown.
     """
     round_ = Round(chosen(load(config), broker))
     lanes = round_.visit("parked", lambda connection, _: parked(connection, limit, subscription))
@@ -60,7 +60,7 @@ def retry_now_(
     destination: Destination = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let the next run of the forwarder, or a receiver, try what waits, whatever its time."""
+    """Let the next run of the forwarder, or a receiver, try what waits, without waiting longer."""
     round_ = Round(chosen(load(config), broker))
     due = round_.visit("parked", lambda connection, _: retry_now(connection, destination))
     if as_json:

@@ -66,7 +66,8 @@ def command(
 ) -> None:
     """Purge old messages that every subscription has completed, a slot of the log at a time.
 
-    Safe at any time and as often as you like; what cannot go now is kept and said.
+    It is safe at any time, and as often as you like. A slot that cannot go now is kept, and the
+    reason is shown.
     """
     settings = load(config)
     rules = with_options(settings.purge, retention_seconds=retention, archive=archive)

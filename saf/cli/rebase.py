@@ -30,8 +30,9 @@ def command(
 ) -> None:
     """Repair brokers and destinations that were restored from a backup, or set back.
 
-    As their owner. A source asks all destinations what they know of it, so all have to be there;
-    if it was set back itself, nothing else may run. What a destination has lost is sent again.
+    Log in as the owner of their schemas. A source asks all destinations what they know of it, so
+    all have to be there. If the source itself was set back, stop all forwarders and receivers
+    first. What a destination has lost is sent again.
     """
     settings = load(config)
     round_ = Round(everywhere(settings, broker))

@@ -31,8 +31,8 @@ def command(
 ) -> None:
     """Compare what each source has completed with what its destinations hold. Reads only.
 
-    Safe while everything runs. Exit code 0: the same; 1: messages are lost, duplicated or
-    unexpected, and named.
+    It is safe while everything runs. Exit code 0: both sides hold the same; 1: messages are lost,
+    duplicated or unexpected, and named.
     """
     settings = load(config)
     round_ = Round(chosen(settings, broker))

@@ -33,8 +33,8 @@ def command(
 ) -> None:
     """Send again what `saf reconcile` says is lost, before everything newer.
 
-    Whatever the reason; a destination that was set back may then go on. The next run of the
-    forwarder delivers it, exactly once also if this was said twice.
+    It does not matter why it is lost. A destination that was set back may go on afterwards. The
+    next run of the forwarder delivers the messages, each once, even if you run this twice.
     """
     settings = load(config)
     round_ = Round(chosen(settings, broker))

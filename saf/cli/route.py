@@ -58,8 +58,8 @@ def add(
     """Let messages go to a destination, from the next batch on.
 
     Of the routes that match a message, the most specific win: service and broker, then service,
-    then broker, then neither. Several of these share the load; of a topic, all count. A route that
-    is there already gets the other values, and is enabled.
+    then broker, then neither. If several win, they share the load; for a topic, all of them count.
+    A route that is there already gets the new values, and is enabled.
     """
     settings = load(config)
     _known(settings, destination)
@@ -95,7 +95,7 @@ def remove(
     config: Config = None,
     broker: Name = None,
 ) -> None:
-    """Forget a route. What it alone matched is parked, or goes by a less specific one."""
+    """Remove a route. What it alone matched goes by a less specific route, or is parked."""
     change = partial(
         routes.remove_route, destination=destination, service=service, broker=to_broker
     )
@@ -111,7 +111,7 @@ def enable(
     config: Config = None,
     broker: Name = None,
 ) -> None:
-    """Let a route count again."""
+    """Enable a route that was disabled."""
     settings = load(config)
     change = partial(
         routes.enable_route,
@@ -132,7 +132,7 @@ def disable(
     config: Config = None,
     broker: Name = None,
 ) -> None:
-    """Let a route not count, until it is enabled; also one that saf.toml declares."""
+    """Disable a route until it is enabled again; it may be one that saf.toml declares."""
     settings = load(config)
     change = partial(
         routes.enable_route,
@@ -175,7 +175,7 @@ def explain_(
 ) -> None:
     """Say where a message would go with the next batch, and why the other routes do not count.
 
-    Exit code 75: at some broker, none leads anywhere, and the message would wait.
+    Exit code 75: at some broker no route leads anywhere, so the message would wait.
     """
     settings = load(config)
     identities = Identities(settings.destinations).known()

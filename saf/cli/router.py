@@ -61,8 +61,8 @@ def add(
 ) -> None:
     """Let a classifier say which service a message is really for, from the next batch on.
 
-    Where that one's messages go is said by routes. A router that is there already gets the other
-    values, and is enabled. One that forwards belongs to the broker where its service lives.
+    Routes say where the messages of that service go. A router that is there already gets the new
+    values, and is enabled. A router that forwards belongs to the broker where its service lives.
     """
     said = {kind: e for kind, e in ((SQL, sql), (ARROW, arrow), (PYTHON, python)) if e is not None}
     if len(said) != 1:
@@ -89,7 +89,7 @@ def add(
 
 @app.command()
 def remove(service: Service, config: Config = None, broker: Name = None) -> None:
-    """Let a service be an ordinary one again."""
+    """Remove a router: its service is an ordinary one again."""
     round_ = Round(chosen(load(config), broker))
     for where in round_.visit(
         "route", lambda connection, _: routers.remove_router(connection, service)
@@ -100,13 +100,13 @@ def remove(service: Service, config: Config = None, broker: Name = None) -> None
 
 @app.command()
 def enable(service: Service, config: Config = None, broker: Name = None) -> None:
-    """Let a router count again."""
+    """Enable a router that was disabled."""
     _enable(service, config, broker, enabled=True)
 
 
 @app.command()
 def disable(service: Service, config: Config = None, broker: Name = None) -> None:
-    """Let a router be an ordinary service until it is enabled; also one that saf.toml declares."""
+    """Disable a router until it is enabled again; it may be one that saf.toml declares."""
     _enable(service, config, broker, enabled=False)
 
 
@@ -184,9 +184,9 @@ def explain(
 ) -> None:
     """Say which service a message would be for, and where it would go. Sends nothing.
 
-    The classifier runs here; that of one that forwards, for the broker where its service lives.
-    One in SQL is evaluated by Spark, which takes some seconds to start. Exit codes: 75 if the
-    message would wait at some broker; 1 if it would become a dead letter.
+    The classifier runs here. That of a router that forwards runs for the broker where its service
+    lives. Spark evaluates a classifier in SQL, and takes some seconds to start. Exit codes: 75 if
+    the message would wait at some broker; 1 if it would become a dead letter.
     """
     from saf.operating.dry_run import try_out  # Arrow takes a while to import
     from saf.spark.dry_run import DryRuns

@@ -21,7 +21,7 @@ Service = Annotated[str, typer.Argument(metavar="NAME", help="Of the service.")]
 
 @app.command()
 def add(name: Service, config: Config = None, broker: Name = None) -> None:
-    """Let what is addressed to a service go to all destinations of its routes."""
+    """Make a service a topic: its messages go to all destinations of its routes."""
     round_ = Round(chosen(load(config), broker))
     for where, added in round_.visit(
         "route", lambda connection, _: routes.add_topic(connection, name)
@@ -54,7 +54,7 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
 
 @app.command()
 def remove(name: Service, config: Config = None, broker: Name = None) -> None:
-    """Let a service be an ordinary one again: its most specific routes share."""
+    """Make a topic an ordinary service again: its most specific routes share its messages."""
     round_ = Round(chosen(load(config), broker))
     for where in round_.visit("route", lambda connection, _: routes.remove_topic(connection, name)):
         echo(f"{where}: {name} is no topic any more, from the next batch on")
