@@ -39,11 +39,12 @@ def command(
         console = plain_console()
         bad = [finding for finding in found if finding.severity != "ok"]
         for one in bad:
-            console.print(
+            console.paragraph(
                 f"{one.severity}: {one.where}: {one.check}: {one.what}",
                 style=COLOURS[one.severity],
+                others="    ",
             )
-            console.print(f"  cure: {one.cure}")
+            console.paragraph(f"  cure: {one.cure}", others="    ")
         errors = sum(finding.severity == "error" for finding in bad)
         console.print(f"{len(found)} checks: {errors} errors, {len(bad) - errors} warnings")
     failed = {finding.check for finding in found if finding.severity == "error"}

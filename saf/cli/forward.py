@@ -81,7 +81,7 @@ def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
 
 
 def show(summary: Summary, *, as_json: bool) -> None:
-    """A summary on stdout, for people or as one line of JSON; problems also on stderr."""
+    """Print a summary on stdout, for people or as one line of JSON; problems also on stderr."""
     if as_json:
         echo(json.dumps(summary.as_dict()))
         return
@@ -108,7 +108,7 @@ def show(summary: Summary, *, as_json: bool) -> None:
 
 @contextmanager
 def progress_bar(console: Console) -> Iterator[Callable[[Progress], None] | None]:
-    """A progress bar while a cycle runs, on a terminal; None elsewhere."""
+    """Show a progress bar while a cycle runs, on a terminal; give None elsewhere."""
     if not console.is_terminal:
         yield None
         return

@@ -57,7 +57,7 @@ def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) 
 def remove(
     name: Service, config: Config = None, broker: Store = None, discard: Discard = False
 ) -> None:
-    """Forget a service and its subscriptions; new messages for it wait at their sources."""
+    """Remove a service and its subscriptions; new messages for it wait at their sources."""
     round_ = Round(store(load(config), broker))
     for where in round_.visit(
         "service",

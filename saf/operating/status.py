@@ -12,7 +12,7 @@ from psycopg.rows import class_row
 from saf.broker.restored import refuse
 from saf.database import fetch
 from saf.setaside.dropped import Dropped, dropped
-from saf.setaside.parking import Parked, Waiting, parked
+from saf.setaside.waiting import Parked, Waiting, parked
 
 # Each shard's rows that are not complete: not visible in done, and not within the open batch at
 # or below its position. Two ranges of the index per shard, whatever the age of the table.
@@ -72,7 +72,7 @@ class MemberStatus:
     """One forwarder, wherever it runs."""
 
     name: str
-    """host:pid"""
+    """The member's name, host:pid."""
     lease_seconds: float
     """Seconds until others may take its shards over; below 0 if they may already."""
     shards: list[int]
@@ -107,11 +107,11 @@ class BrokerStatus:
 
     @property
     def oldest_pending_seconds(self) -> float | None:
-        """Age of the oldest pending message."""
+        """The age of the oldest pending message, in seconds; None if nothing is pending."""
         return max((s.lag_seconds for s in self.shards if s.lag_seconds is not None), default=None)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the status as a dict for JSON."""
         return {
             "pending": self.pending,
             "oldest_pending_seconds": self.oldest_pending_seconds,

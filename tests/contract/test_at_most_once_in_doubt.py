@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from saf.database import Dsn, fetch
@@ -21,13 +19,9 @@ from tests.pipeline import (
     send,
 )
 
+pytestmark = pytest.mark.usefixtures("disarmed")
+
 TEXTS = [str(number) for number in range(5)]
-
-
-@pytest.fixture(autouse=True)
-def disarmed() -> Iterator[None]:
-    yield
-    arm("")
 
 
 @pytest.fixture(autouse=True)
