@@ -5,14 +5,18 @@ same name, and an ordinary service needs no other. With more subscriptions, each
 that is addressed to the service, with cursors, parked messages and dead letters of its own. A
 subscription of no service reads the whole inbox.
 
-A broker that knows no service stores messages for any. From the first service on, it refuses
-messages for others. They wait at their source, with that reason, until their service is created.
+A broker without services stores messages for any. One that has some stores messages for these
+only: others are refused, and wait at their source, with that reason, until their service is
+created. So the first service changes what becomes of all others. Nobody does that unawares: while
+the inbox holds messages for others, they are created together with the first one, or
+``refuse_others`` is said.
 
 Functions take a psycopg connection and write in a transaction of their own, or in the caller's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
@@ -20,6 +24,7 @@ from typing import Any, Literal
 import psycopg
 from psycopg.rows import class_row
 
+from saf import errors
 from saf.database import fetch
 from saf.errors import ConfigurationError, UsageError
 from saf.message import MAX_NAME, fits
@@ -27,6 +32,9 @@ from saf.setaside.audit import audit
 
 Start = Literal["beginning", "now"]
 """The first message that a new subscription reads: the oldest still stored, or the next."""
+
+OWN = "saf/"
+"""The prefix of the services that saf itself sends to, which nobody misses."""
 
 SERVICES = """
 SELECT v.name, v.created_at,
@@ -36,6 +44,11 @@ FROM saf.service v ORDER BY v.name
 """
 CREATE_SERVICE = """
 INSERT INTO saf.service (name) VALUES (%(name)s) ON CONFLICT DO NOTHING RETURNING name
+"""
+ADDRESSED = """
+SELECT to_service, count(*) FROM saf.inbox
+WHERE to_service <> ALL (%(names)s) AND NOT starts_with(to_service, %(own)s)
+GROUP BY to_service ORDER BY count(*) DESC, to_service
 """
 REMOVE_SERVICE = "DELETE FROM saf.service WHERE name = %(name)s RETURNING name"
 
@@ -103,17 +116,44 @@ def lives_here(connection: psycopg.Connection[Any], name: str) -> bool:
     return bool(fetch(connection, KNOWS_SERVICE, {"name": name}))
 
 
-def create_service(connection: psycopg.Connection[Any], name: str) -> bool:
-    """Let a service live at this broker, with a subscription of its own; False if it does already.
+def refused(connection: psycopg.Connection[Any], names: Iterable[str]) -> dict[str, int]:
+    """What a broker would refuse once it has these services, and how many messages it has stored.
 
-    The subscription also reads what was stored for the service before it was known.
+    Nothing if it has services already, for then it refuses all others as it is.
     """
-    _check("service", name)
+    wanted = list(names)
+    if not wanted or services(connection):
+        return {}
+    return dict(fetch(connection, ADDRESSED, {"names": wanted, "own": OWN}))
+
+
+def create_services(
+    connection: psycopg.Connection[Any], names: Sequence[str], *, refuse_others: bool = False
+) -> list[str]:
+    """Let services live at this broker, each with a subscription of its own; return the new ones.
+
+    Their subscriptions also read what was stored for them before they were known.
+
+    Raises:
+        UsageError: a name that no message could have; or they would be the first, the inbox holds
+            messages for others, and ``refuse_others`` does not say that those are to wait.
+    """
+    for name in names:
+        _check("service", name)
     with connection.transaction():
-        if not fetch(connection, CREATE_SERVICE, {"name": name}):
-            return False
-        create_subscription(connection, name, service=name)
-        return True
+        if not refuse_others and (others := refused(connection, names)):
+            raise UsageError(_first(names, others))
+        made = [name for name in names if fetch(connection, CREATE_SERVICE, {"name": name})]
+        for name in made:
+            create_subscription(connection, name, service=name)
+        return made
+
+
+def create_service(
+    connection: psycopg.Connection[Any], name: str, *, refuse_others: bool = False
+) -> bool:
+    """Let one service live at this broker; False if it does already. See `create_services`."""
+    return bool(create_services(connection, [name], refuse_others=refuse_others))
 
 
 def remove_service(
@@ -218,6 +258,17 @@ def _check(what: str, name: str) -> None:
         raise UsageError(
             f"{what} {name!r}: a name has 1 to {MAX_NAME} bytes of printable characters"
         )
+
+
+def _first(names: Sequence[str], others: Mapping[str, int]) -> str:
+    counted = [f"{name!r} ({count:,})" for name, count in others.items()]
+    some = ", ".join(counted[: errors.NAMED]) + (", …" if len(counted) > errors.NAMED else "")
+    mine = ", ".join(map(repr, names))
+    return (
+        f"{mine} would be the first here, and messages for others would wait at their sources from "
+        f"then on; the inbox has messages for {some}. Create those in the same command (`saf "
+        "service create` takes several), or say --refuse-others (refuse_others=True)"
+    )
 
 
 def _unknown(what: str, name: str, known: list[str]) -> str:

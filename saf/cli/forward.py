@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import datetime
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 
 def command(
+    *,
     config: Annotated[
         Path | None,
         typer.Option(help="Configuration file. Default: $SAF_CONFIG, or saf.toml in this folder."),
@@ -38,6 +40,7 @@ def command(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON, per cycle with --loop.")
     ] = False,
+    remote: Annotated[str | None, typer.Option("--remote", hidden=True)] = None,
 ) -> None:
     """Forward what is pending in the outboxes of all configured brokers.
 
@@ -45,6 +48,8 @@ def command(
     runs that overlap share the work. SIGTERM and Ctrl-C finish the chunk in hand.
     """
     settings = load(config)
+    if remote:
+        os.environ["SPARK_REMOTE"] = remote  # as spark-submit does; it is refused in one place
     options = with_options(settings.forwarder, interval_seconds=interval, master=master)
     settings = settings.model_copy(update={"forwarder": options})
     raise typer.Exit(run(settings, loop=loop, as_json=as_json))
@@ -54,10 +59,12 @@ def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
     """Forward, with a Spark session of its own if there is work; return the exit code."""
     from saf.forwarding.forwarder import Forwarder
     from saf.spark import java, session
+    from saf.spark.master import refuse_connect
     from saf.spark.runner import SparkRunner
 
     session.require_packages()
     options = settings.forwarder
+    refuse_connect(options.master, options.spark)
     alone = len(settings.brokers) == 1 and not settings.fleets
     master = options.master if alone else session.with_room(options.master)
     console = plain_console(stderr=True)

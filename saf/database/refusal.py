@@ -31,8 +31,10 @@ CURES = {
     errors.CannotConnectNow.sqlstate: (
         "wait: the server is starting, stopping or recovering; its log says how far it is"
     ),
-    errors.InvalidPassword.sqlstate: "the password is wrong: mend it in the dsn of saf.toml, or "
-    "what it takes from the environment, or ALTER ROLE … PASSWORD",
+    errors.InvalidPassword.sqlstate: (
+        "the password is wrong, or none is given: mend it in the dsn of saf.toml, or what it takes "
+        "from the environment (PGPASSWORD, a passfile), or ALTER ROLE … PASSWORD"
+    ),
     errors.InvalidAuthorizationSpecification.sqlstate: (
         "the role may not log in from here: create it (CREATE ROLE … LOGIN), or mend pg_hba.conf "
         "and reload, or the dsn in saf.toml"
@@ -75,11 +77,16 @@ def to_mend(conninfo: str) -> str | None:
 
 
 def sqlstate(conninfo: str) -> str | None:
-    """Return the SQLSTATE with which a server refuses a connection; None if it is not known."""
+    """Return the SQLSTATE with which a server refuses a connection; None if it is not known.
+
+    A client that has no password is not refused: it gives up when it is asked for one.
+    """
     connection = pq.PGconn.connect_start(conninfo.encode())
     try:
         with _traced(connection) as said:
             _poll(connection)
+        if connection.needs_password:
+            return errors.InvalidPassword.sqlstate
     finally:
         connection.finish()
     found = SAID.search(b"".join(said))

@@ -85,6 +85,7 @@ class Storing:
         except REFUSES as error:
             if isinstance(error, TO_REPAIR):
                 self.to_repair = error
+            self.receipts.of(name).down |= obstacle(self.rules, name, part.quality) is None
             set_aside.failed |= dict.fromkeys(part.lanes, error)
             set_aside.down.add(name)
             set_aside.wait(part)
@@ -126,6 +127,7 @@ class Storing:
         except (*REFUSES, UnknownService, Rejected) as error:
             if isinstance(error, TO_REPAIR):
                 self.to_repair = error
+            self.receipts.of(name).down |= isinstance(error, REFUSES)
             set_aside.bury(part.rows, name, "unavailable", str(error))
         else:
             self.receipts.of(name).messages += stored.messages

@@ -343,6 +343,11 @@ class Forwarder:
         counts[receipt.destination] = counts.get(receipt.destination, 0) + receipt.messages
         self.summary.forwarded += receipt.messages
         self.summary.dropped += receipt.dropped
+        if receipt.down:
+            self._note_down([receipt.destination])
+
+    def _note_down(self, names: Iterable[str]) -> None:
+        self.summary.down = sorted({*self.summary.down, *names})
 
     def _meter(self, work: Sequence[Work]) -> AbstractContextManager[object]:
         """What shows how far the work is, if anybody watches."""
@@ -355,6 +360,7 @@ class Forwarder:
         """The lanes that wait: how many, and some of them by name."""
         for broker in self.roster.brokers.values():
             self.summary.waiting_lanes += broker.waiting.lanes
+            self._note_down(broker.down & self.rules.destinations.keys())
             self.summary.waiting += [
                 {
                     "broker": broker.name,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 
-from saf.errors import UsageError
+from saf.errors import Refused, UsageError
 from saf.failpoints import fail_point
 from saf.logger import Log
 from saf.received import Received
@@ -73,7 +73,7 @@ class Loop(ABC):
         self.listen = listen
         self._stopping = threading.Event()
         self._handled = 0
-        self._failed: list[UsageError] = []
+        self._failed: list[UsageError | Refused] = []
         self._counting = threading.Lock()
 
     def run(self) -> int:
@@ -84,6 +84,7 @@ class Loop(ABC):
         Raises:
             ConfigurationError: there is no such subscription.
             UsageError: there is no handler, or the engine cannot be received from.
+            Refused: the database does not let this login in.
         """
         self._check()
         threads = [
@@ -135,7 +136,7 @@ class Loop(ABC):
                 with connected(self.engine) as link, self._receiving(link) as receiver:
                     while not self._stopping.is_set():
                         self._deliver(receiver, wait_seconds=WAIT_SECONDS)
-            except UsageError as error:
+            except (UsageError, Refused) as error:
                 self._failed.append(error)
                 self.stop()
             except Exception as error:

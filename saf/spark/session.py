@@ -22,6 +22,7 @@ from saf.errors import ConfigurationError, MissingExtra
 from saf.spark import java
 from saf.spark.daemon import AHEAD, start_ahead
 from saf.spark.jvm import Jvm, environment, launch
+from saf.spark.master import reach, refuse_connect
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -163,12 +164,16 @@ def start(
 
     Raises:
         MissingExtra: pyspark, pyarrow or ADBC is not installed.
-        ConfigurationError: there is no Java to start Spark with, or Spark refuses its settings.
+        ConfigurationError: there is no Java to start Spark with, or Spark refuses its settings, or
+            they ask for Spark Connect.
+        Unavailable: nobody answers at the master's address.
         SafError: Spark's JVM did not start.
     """
     require_packages()
+    refuse_connect(master, conf)
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     if not submitted:
+        reach(master)
         prestart(master, conf=conf, quick=quick)
     from py4j.protocol import Py4JJavaError
     from pyspark import SparkConf, SparkContext
@@ -176,6 +181,9 @@ def start(
 
     # whoever has asked tells what an expression raises; PySpark would print it with its stack
     PySparkLogger.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL + 1)
+    if submitted and SparkContext._active_spark_context is None:
+        SparkContext._ensure_initialized()
+        reach(SparkConf().get("spark.master") or "")
     if submitted or SparkContext._active_spark_context is not None:
         return SparkContext.getOrCreate()
     if SparkContext._gateway is None:

@@ -220,9 +220,9 @@ MUTANTS: list[Mutant] = [
         SUMMED,
     ),
     mutant(
-        "what waits is done",
+        "a destination that is down is nothing to try again",
         SUMMARY,
-        "Unavailable.exit_code if codes or self.waiting_lanes else 0",
+        "Unavailable.exit_code if codes or self.down else 0",
         "Unavailable.exit_code if codes else 0",
         SUMMED,
     ),
