@@ -15,6 +15,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+STACK = "stack"
+"""What structlog prints on lines of its own: where an exception comes from."""
+
 SEPARATOR = "Zs"
 """The Unicode category of what is not printable to Python, and does no harm."""
 
@@ -58,7 +61,8 @@ def shown(text: str, *, lines: bool = False) -> str:
 def shown_event(_: object, __: str, event: dict[str, Any]) -> dict[str, Any]:
     """What is logged on a terminal: a processor of structlog."""
     return {
-        name: shown(value) if isinstance(value, str) else value for name, value in event.items()
+        name: shown(value, lines=name == STACK) if isinstance(value, str) else value
+        for name, value in event.items()
     }
 
 

@@ -13,13 +13,11 @@ from saf.cli.console import echo
 from saf.config import load
 from saf.setaside.lane import Kind
 from saf.setaside.parking import Waiting, parked, retry_now
+from saf.setaside.unhandled import END, FIRST
 
 app = typer.Typer(no_args_is_help=True, help="Messages that wait, and when they are tried next.")
 
 LIMIT = 100
-
-FOR_EVER = 9999
-"""The year of what is not tried again by itself; see `saf.receiving.retries`."""
 
 Destination = Annotated[str | None, typer.Option(help="Only what waits for this one.")]
 
@@ -74,10 +72,12 @@ def show(lanes: Mapping[str, Waiting]) -> None:
     for name, found in lanes.items():
         for lane in found.shown:
             when = "now" if lane.due else f"{lane.next_attempt_at:%H:%M:%S}"
-            if lane.next_attempt_at.year == FOR_EVER:
+            if lane.next_attempt_at >= FIRST:
                 when = "on an operator's word"
                 if lane.kind == Kind.AHEAD:
                     when = "when it has come"
+                elif lane.next_attempt_at < END:
+                    when = "by a receiver that handles it"
             who = "" if lane.subscription == "forwarder" else f" by {lane.subscription}"
             echo(
                 f"{name}: {lane.messages:,} parked{who}, {lane.own}; {lane.attempts} attempts, "
