@@ -48,6 +48,7 @@ from saf.receiving.delivery import Delivery
 from saf.receiving.loop import Loop, Savepoints
 from saf.receiving.receive import connected
 from saf.receiving.retries import Policy
+from saf.receiving.stopping import STOP_SECONDS
 from saf.routing.resolved import Resolved, keep, resolved
 from saf.routing.routers import load
 from saf.routing.routes import NOTHING, Declared, configuration, router_that_forwards
@@ -98,6 +99,8 @@ class RoutingService(Loop):
         threads: how many deliveries this process handles at a time.
         policy: what happens to messages that cannot be sent on.
         listen: be notified of what arrives; see `saf.receiving.notify`.
+        stop_timeout: how many seconds the messages in hand may take after SIGTERM, SIGINT or
+            `stop`; then they are rolled back, and `run` raises `StopTimeout`.
 
     Raises:
         UsageError: a number is out of range.
@@ -114,6 +117,7 @@ class RoutingService(Loop):
         threads: int = 1,
         policy: Policy | None = None,
         listen: bool = False,
+        stop_timeout: float = STOP_SECONDS,
     ) -> None:
         super().__init__(
             engine,
@@ -122,6 +126,7 @@ class RoutingService(Loop):
             threads=threads,
             policy=policy,
             listen=listen,
+            stop_timeout=stop_timeout,
         )
         self.default_destination = default_destination
         self.declared = declared

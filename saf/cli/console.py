@@ -16,6 +16,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+STACK = "stack"
+"""What structlog prints on lines of its own: where an exception comes from."""
+
 SEPARATOR = "Zs"
 """The Unicode category of characters that Python does not call printable, but that do no harm."""
 
@@ -66,7 +69,8 @@ def shown(text: str, *, lines: bool = False) -> str:
 def shown_event(_: object, __: str, event: dict[str, Any]) -> dict[str, Any]:
     """Return an event as a terminal is to show it: a processor of structlog."""
     return {
-        name: shown(value) if isinstance(value, str) else value for name, value in event.items()
+        name: shown(value, lines=name == STACK) if isinstance(value, str) else value
+        for name, value in event.items()
     }
 
 

@@ -16,6 +16,7 @@ from saf.config import load
 from saf.receiving import inbox
 from saf.receiving.notify import switch
 from saf.setaside.dropped import dropped
+from saf.setaside.unhandled import unhandled
 
 app = typer.Typer(no_args_is_help=True, help="What is stored, and not handled yet.")
 
@@ -44,17 +45,32 @@ def notify(
 
 @app.command()
 def status(config: Config = None, broker: Store = None, as_json: AsJson = False) -> None:
-    """Show what each subscription of the destinations has left, and what it has dropped."""
+    """Show what each subscription of the destinations has left, and what it has dropped.
+
+    Messages of types that no receiver has had a handler for are named by type.
+    """
     round_ = Round(stores(load(config), broker))
     asked = round_.visit(
-        "inbox", lambda connection, _: (inbox.inbox_status(connection), dropped(connection))
+        "inbox",
+        lambda connection, _: (
+            inbox.inbox_status(connection),
+            dropped(connection),
+            unhandled(connection),
+        ),
     )
-    found = {where: some for where, (some, _) in asked.items()}
-    counted = {where: some for where, (_, some) in asked.items()}
+    found = {where: some for where, (some, _, _) in asked.items()}
+    counted = {where: some for where, (_, some, _) in asked.items()}
+    waiting = {where: some for where, (_, _, some) in asked.items()}
     if as_json:
         rows = [{"broker": where, **one.as_dict()} for where, some in found.items() for one in some]
         gone = [{"broker": at, **one.as_dict()} for at, some in counted.items() for one in some]
-        answer = {"subscriptions": rows, "dropped": gone, "errors": round_.errors()}
+        by_type = [{"broker": at, **one.as_dict()} for at, some in waiting.items() for one in some]
+        answer = {
+            "subscriptions": rows,
+            "unhandled": by_type,
+            "dropped": gone,
+            "errors": round_.errors(),
+        }
         echo(json.dumps(answer))
     else:
         listing = Listing(
@@ -68,6 +84,10 @@ def status(config: Config = None, broker: Store = None, as_json: AsJson = False)
                     f"{one.parked:,}", f"{one.keys_waiting:,}", f"{one.dead_letters:,}",
                 )  # fmt: skip
         listing.show()
+        for where, kinds in waiting.items():
+            for kind in kinds:
+                since = f"{kind.since:%Y-%m-%d %H:%M:%S %Z}"
+                echo(f"{where}: {kind.subscription}: {kind}, since {since}")
         show_dropped(counted)
     round_.finish(say=not as_json)
 

@@ -13,14 +13,12 @@ from saf.cli.console import echo
 from saf.cli.listing import Listing
 from saf.config import load
 from saf.setaside.lane import Kind
+from saf.setaside.unhandled import END, FIRST
 from saf.setaside.waiting import Parked, Waiting, parked, retry_now
 
 app = typer.Typer(no_args_is_help=True, help="Messages that wait, and when they are tried next.")
 
 LIMIT = 100
-
-FOR_EVER = 9999
-"""The year of what is not tried again by itself; see `saf.receiving.retries`."""
 
 Destination = Annotated[str | None, typer.Option(help="Only what waits for this one.")]
 
@@ -92,6 +90,10 @@ def show_how_many_more(lanes: Mapping[str, Waiting]) -> None:
 
 def _next(lane: Parked) -> str:
     """Return when a lane is tried next."""
-    if lane.next_attempt_at.year == FOR_EVER:
-        return "when it has come" if lane.kind == Kind.AHEAD else "on an operator's word"
-    return "now" if lane.due else f"{lane.next_attempt_at:%Y-%m-%d %H:%M:%S}"
+    if lane.next_attempt_at < FIRST:
+        return "now" if lane.due else f"{lane.next_attempt_at:%Y-%m-%d %H:%M:%S}"
+    if lane.kind == Kind.AHEAD:
+        return "when it has come"
+    return (
+        "by a receiver that handles it" if lane.next_attempt_at < END else "on an operator's word"
+    )

@@ -14,7 +14,7 @@ from saf.cli.brokers import AsJson, Config, Name, Round, Store, chosen, store
 from saf.cli.console import echo
 from saf.cli.listing import Listing
 from saf.cli.route import show_explanation
-from saf.cli.worker import supervise
+from saf.cli.worker import StopTimeout, supervise
 from saf.config import load
 from saf.errors import ConfigurationError, UsageError
 from saf.message import Message
@@ -140,6 +140,7 @@ def serve(
     drain: Annotated[
         bool, typer.Option("--drain", help="Send on what is there, and exit.")
     ] = False,
+    stop_timeout: StopTimeout = None,
     config: Config = None,
     broker: Store = None,
 ) -> None:
@@ -147,8 +148,9 @@ def serve(
 
     It receives at the broker where the service lives, and sends on from there, so that broker is a
     destination and a source. Exit codes: 0 when told to stop; 2 if the router is not there, or its
-    function cannot be imported.
+    function cannot be imported; 75 if the messages in hand took longer than the stop timeout.
     """
+    from saf.receiving.stopping import STOP_SECONDS
     from saf.routing_service import RoutingService  # Arrow takes a while to import
 
     settings = load(config)
@@ -160,14 +162,16 @@ def serve(
         declared=settings.declared,
         threads=threads,
         listen=listen,
+        stop_timeout=STOP_SECONDS if stop_timeout is None else stop_timeout,
     )
     if processes > 1 and not drain:
         again = [*("router", "serve", service, "--broker", where), *("--threads", str(threads))]
         again += ["--config", str(config)] if config else []
         again += ["--listen"] if listen else []
+        again += [] if stop_timeout is None else ["--stop-timeout", str(stop_timeout)]
         supervise([sys.executable, "-m", "saf", *again], processes)
         return
-    count = serving.drain() if drain else serving.run()
+    count = serving.run(drain=drain)
     echo(f"{where}: router {service!r} has sent on {count:,} messages")
 
 

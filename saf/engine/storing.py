@@ -16,7 +16,7 @@ from saf.database.retry import while_unavailable
 from saf.destinations import Chunk
 from saf.destinations.places import beyond
 from saf.engine.chunks import mark
-from saf.engine.destination_sessions import DestinationSessions, prefix
+from saf.engine.destination_sessions import DestinationSessions, obstacle, prefix
 from saf.engine.held_lanes import HeldLanes
 from saf.engine.parts import Part, unroutable
 from saf.engine.receipts import Receipts

@@ -21,6 +21,7 @@ from saf.operating.doctor.broker import (
     dialogs_set_back,
     forged,
     inbox_left_lying,
+    no_handler,
     outbox_left_lying,
     parked,
     restored,
@@ -66,6 +67,7 @@ BROKER: tuple[Check, ...] = (
     inbox_left_lying,
     unheard,
     parked,
+    no_handler,
     dead_letters,
     dialogs_set_back,
 )
