@@ -129,7 +129,7 @@ class Parameter:
         if self.info.metavar:
             return str(self.info.metavar)
         if isinstance(type_, type) and issubclass(type_, Enum):
-            return "|".join(one.value for one in type_)
+            return ", ".join(one.value for one in type_)
         if self.is_argument:
             return self.name.upper()
         return {bool: "", int: "NUMBER", float: "NUMBER", Path: "PATH", UUID: "UUID"}.get(
@@ -146,6 +146,9 @@ def _some(annotation: Any) -> Any:
 
 def commands(of: typer.Typer = app, path: tuple[str, ...] = ("saf",)) -> Iterator[Command]:
     """Each command, and each group before its commands."""
+    if of.registered_callback and of is app:
+        said = inspect.getdoc(of.registered_callback.callback) or ""
+        yield Command(path=path, help=said, call=of.registered_callback.callback)
     for one in of.registered_commands:
         assert one.callback is not None
         name = one.name or one.callback.__name__.replace("_", "-")
@@ -165,7 +168,7 @@ def page() -> str:
     for command in commands():
         words = " ".join(command.path)
         said = "\n\n".join(" ".join(part.split()) for part in command.help.split("\n\n"))
-        level = "##" if len(command.path) == 2 else "###"
+        level = "###" if len(command.path) > 2 else "##"
         written.append(f"{level} {words}\n")
         if command.call is not None:
             written.append(f"`{_usage(command)}`\n")
@@ -189,7 +192,7 @@ def _usage(command: Command) -> str:
 
 
 def _row(one: Parameter) -> str:
-    takes = f"`{one.takes}`".replace("|", "\\|") if one.takes else ""
+    takes = f"`{one.takes}`" if one.takes else ""
     name = "argument" if one.is_argument else f"`{one.words}`"
     said = [one_line(one.info.help or "")]
     low, high = one.info.min, one.info.max

@@ -78,7 +78,7 @@ def page() -> str:
             written.append(f"- `{name}` (`{gives}`): {one_line(function.__doc__ or '')}")
         elif name[0].isupper() and not _is_error(value):
             written.append("\n" + _described(f"saf.testing.{name}", value))
-    return "\n".join(written).strip() + "\n"
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(written)).strip() + "\n"
 
 
 def _is_error(value: object) -> bool:
@@ -105,6 +105,7 @@ def _described(name: str, value: Any) -> str:
     meaning = attribute_docstrings(value)
     if dataclasses.is_dataclass(value):
         fields = [one.name for one in dataclasses.fields(value) if one.name in meaning]
+        written += ["*Fields*\n"] if fields else []
         written += [f"- `{field}`: {one_line(meaning[field])}" for field in fields]
         written += [""] if fields else []
     for member, what in members(value):

@@ -122,9 +122,7 @@ def _columns(connection: psycopg.Connection[Any], of: str, *, nulls: bool = True
     for name, type_, needed, default, comment in fetch(connection, COLUMNS, {"table": f"saf.{of}"}):
         shown = f"`{default}`" if default else ""
         null = ", or NULL" if nulls and not needed else ""
-        rows.append(
-            f"| `{name}` | {type_}{null} | {shown} | {comment} |".replace(" || ", " \\|\\| ")
-        )
+        rows.append(f"| `{name}` | {type_}{null} | {shown} | {comment} |")
     return "\n".join(rows) + "\n"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from saf.cli import app as app_of_saf
 from saf.config import Settings, load
 from saf.database import Dsn
 from tests import cli_page, python_page, schema_page, settings_page
+from tests.programs import ROOT
 
 WRITTEN = [cli_page, settings_page, python_page]
 
@@ -50,6 +53,34 @@ def test_the_page_of_the_commands_has_the_options_that_each_command_takes() -> N
         names = {name for one in taken.params for name in one.opts if name.startswith("-")}
         said = {word for one in command.parameters for word in one.words.split()}
         assert {word for word in said if word.startswith("-")} == names - {"--help"}, command.path
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def shown_commands(text: str) -> Iterator[str]:
+    """What a page shows as a command of saf, in its text or in a block for a shell."""
+    for block in re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines():
+            yield from re.findall(r"(?:^|\$\(|&& |\| )\s*(saf [a-z][^#|;)]*)", line)
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    yield from re.findall(r"`(saf [a-z][^`|]*)`", " ".join(outside.split()))
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: file.name)
+def test_every_command_that_a_page_names_exists_with_its_options(file: Path) -> None:
+    known = {" ".join(one.path): one for one in cli_page.commands()}
+    for shown in shown_commands(file.read_text()):
+        words = shown.split()
+        path = words[:3] if " ".join(words[:3]) in known else words[:2]
+        assert " ".join(path) in known, f"there is no `{shown}`"
+        command = known[" ".join(path)]
+        if command.call is None:
+            assert len(words) == len(path), f"there is no `{shown}`"
+        options = {word for one in command.parameters for word in one.words.split()} | {"--help"}
+        for word in words[len(path) :]:
+            name = word.partition("=")[0].rstrip(".,…")
+            assert not re.match(r"--\w", name) or name in options, f"`{shown}`: no {name}"
 
 
 def test_each_key_of_the_configuration_says_what_it_is() -> None:
