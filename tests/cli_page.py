@@ -81,6 +81,7 @@ class Command:
             Parameter(name=name, type=hints[name].__origin__, info=info, default=one.default)
             for name, one in signature.items()
             for info in hints[name].__metadata__
+            if not info.hidden
         ]
         return sorted(found, key=lambda one: not one.is_argument)
 
