@@ -22,6 +22,7 @@
     │       ├── SchemaMissing     no ``saf`` schema: run ``saf migrate``
     │       ├── SchemaMismatch    older or newer than this library
     │       └── Restored          of another cluster, or of an older state: run ``saf rebase``
+    ├── StopTimeout               a worker was told to stop, and its message in hand took too long
     ├── Unavailable               a service does not answer: nothing is lost, try again later
     │   └── Refused               … or does not let this login in: nothing is lost, mend it
     ├── Unexpected                an unknown failure of one broker: the others go on
@@ -70,11 +71,24 @@ class ConfigurationError(UsageError):
 
 
 class InvalidMessage(UsageError, ValueError):
-    """A message that no broker would store. ``field`` names the argument at fault."""
+    """A message that no broker would store.
 
-    def __init__(self, field: str, problem: str) -> None:
-        super().__init__(f"{field}: {problem}")
+    ``field`` names the argument at fault, ``path`` leads to the value in it, and ``item`` is the
+    number of the message, if there are many.
+    """
+
+    def __init__(
+        self, field: str, problem: str, *, path: str | None = None, item: int | None = None
+    ) -> None:
+        super().__init__(f"{'' if item is None else f'messages[{item}].'}{field}: {problem}")
         self.field = field
+        self.problem = problem
+        self.path = path or field
+        self.item = item
+
+    def of_item(self, number: int) -> InvalidMessage:
+        """Return the same error of one of many messages."""
+        return InvalidMessage(self.field, self.problem, path=self.path, item=number)
 
 
 class AutocommitError(UsageError):
@@ -84,7 +98,8 @@ class AutocommitError(UsageError):
         super().__init__(
             "this connection is in autocommit and no transaction is open: the message would be "
             "sent even if your business transaction rolls back. Open a transaction first "
-            "(with conn.transaction(): …), or say Outbox(allow_autocommit=True) if you mean it"
+            "(with conn.transaction(): …, in Django with transaction.atomic(): …), or say "
+            "Outbox(allow_autocommit=True) if you mean it"
         )
 
 
@@ -255,6 +270,23 @@ class Restored(SchemaError):
             "or purged. Run `saf rebase` first"
         )
         self.database = database
+
+
+class StopTimeout(SafError):
+    """A worker was told to stop, and did not come to its end in time. Nothing is lost."""
+
+    exit_code = 75
+
+    def __init__(self, seconds: float, in_hand: Sequence[str] = ()) -> None:
+        what = "; ".join(in_hand) or "what it had in hand"
+        super().__init__(
+            f"stopped, with work in hand that took longer than stop_timeout ({seconds:g} s): "
+            f"{what}. It is rolled back and comes again, which counts as an attempt. Let the "
+            "handler take less time, or raise stop_timeout and the time after which whoever stops "
+            "it kills it"
+        )
+        self.seconds = seconds
+        self.in_hand = in_hand
 
 
 class Unavailable(SafError):

@@ -10,11 +10,12 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 from uuid import UUID, uuid4
 
 from saf.errors import InvalidMessage
+from saf.sending.encoding import Encoder
 
 MAX_NAME = 255
 """Longest service or message type, in bytes of UTF-8."""
@@ -68,7 +69,13 @@ class Row(NamedTuple):
     expires_at: datetime | None
 
 
-def encode(message: Message, max_bytes: int = DEFAULT_MAX_BYTES) -> Row:
+encode_body = Encoder()
+"""Returns a body as bytes, and its content type."""
+
+
+def encode(
+    message: Message, max_bytes: int = DEFAULT_MAX_BYTES, encode_body: Encoder = encode_body
+) -> Row:
     """Check a message and turn it into a row with a new random id.
 
     Raises:
@@ -85,6 +92,10 @@ def encode(message: Message, max_bytes: int = DEFAULT_MAX_BYTES) -> Row:
         raise InvalidMessage("to_broker", f"{message.to_broker!r} is not a uuid.UUID")
     _check_moment("deliver_at", message.deliver_at)
     _check_moment("expires_at", message.expires_at)
+    if message.expires_at is not None and message.expires_at <= datetime.now(UTC):
+        raise InvalidMessage(
+            "expires_at", f"{message.expires_at.isoformat()} is over: nobody would get the message"
+        )
     body, content_type = encode_body(message.body)
     headers = encode_headers(message.headers, content_type)
     if len(body) > max_bytes:
@@ -107,35 +118,23 @@ def encode(message: Message, max_bytes: int = DEFAULT_MAX_BYTES) -> Row:
     )
 
 
-def encode_body(body: object) -> tuple[bytes, str]:
-    r"""Return a body as bytes, and its content type.
-
-    >>> encode_body(b"\x00\x01")
-    (b'\x00\x01', 'application/octet-stream')
-    >>> encode_body("grüezi")
-    (b'gr\xc3\xbcezi', 'text/plain; charset=utf-8')
-    >>> encode_body({"order": 7})
-    (b'{"order":7}', 'application/json')
-    """
-    if isinstance(body, (bytes, bytearray, memoryview)):
-        return bytes(body), "application/octet-stream"
-    try:
-        if isinstance(body, str):
-            return body.encode(), "text/plain; charset=utf-8"
-        text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        return text.encode(), "application/json"
-    except UnicodeEncodeError as error:
-        raise InvalidMessage("body", f"not encodable as UTF-8: {error.reason}") from None
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidMessage("body", f"neither bytes, str nor JSON: {error}") from None
-
-
 def encode_headers(headers: Mapping[str, Any] | None, content_type: str) -> str:
-    """Return the headers as JSON text, with the body's content type unless the caller gave one."""
+    """Return the headers as JSON text, with the body's content type unless the caller gave one.
+
+    >>> encode_headers({"Content-Type": "application/json", "Trace": 7}, "text/plain")
+    '{"content-type": "application/json", "Trace": 7}'
+    """
     if not headers:
         return f'{{"{CONTENT_TYPE}":"{content_type}"}}'
     if not isinstance(headers, Mapping) or not all(isinstance(name, str) for name in headers):
         raise InvalidMessage("headers", "expected a mapping of names to JSON values")
+    names: dict[str, str] = {}
+    for name in headers:
+        if (same := names.setdefault(name.lower(), name)) != name:
+            raise InvalidMessage("headers", f"{same!r} and {name!r} are the same name")
+    if (given := names.get(CONTENT_TYPE)) is not None:
+        content_type = headers[given]
+        headers = {name: value for name, value in headers.items() if name != given}
     try:
         text = json.dumps({CONTENT_TYPE: content_type, **headers}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

@@ -9,9 +9,11 @@ The message exists if and only if that transaction commits. The outbox never ope
 rolls back a transaction, and swallows no error: what the database refuses, the caller sees, and
 the business transaction fails with it.
 
-``conn`` may be a SQLAlchemy Session or Connection (on any PostgreSQL driver), or a psycopg
-connection or cursor. Under asyncio: ``await async_session.run_sync(outbox.send, "billing", …)``.
-In Django: ``connection.connection`` inside ``transaction.atomic()``.
+``conn`` may be a SQLAlchemy Session or Connection (on any PostgreSQL driver), a psycopg connection
+or cursor, or Django's ``connection``. Under asyncio, ``await outbox.asend(conn, …)`` takes
+SQLAlchemy's AsyncSession and AsyncConnection, on psycopg or asyncpg, and psycopg's AsyncConnection.
+
+`saf.sending.encoding` says which bodies are accepted besides bytes, str and plain JSON.
 """
 
 from __future__ import annotations
@@ -22,10 +24,14 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from saf.columns import SENT
-from saf.message import DEFAULT_MAX_BYTES, Message, encode
+from saf.errors import InvalidMessage
+from saf.message import DEFAULT_MAX_BYTES, Message, Row, encode
+from saf.sending import asynchronous
+from saf.sending.encoding import Encoder, Form
 from saf.transaction import Entrance
 
 if TYPE_CHECKING:
+    from saf.sending.asynchronous import AsyncConn
     from saf.transaction import Conn
 
 COLUMNS = ", ".join(SENT)
@@ -46,6 +52,7 @@ class Outbox:
         max_bytes: largest body accepted.
         from_service: the sender's service name, unless a message says otherwise.
         allow_autocommit: also send on a connection that commits by itself.
+        encoder: the application's own forms of values in JSON; see `saf.sending.encoding`.
 
     One Outbox serves a whole process and all its threads. It remembers which databases it has
     checked the schema of, so only the first send on each costs an extra query.
@@ -57,11 +64,13 @@ class Outbox:
         max_bytes: int = DEFAULT_MAX_BYTES,
         from_service: str | None = None,
         allow_autocommit: bool = False,
+        encoder: Form | None = None,
     ) -> None:
         self.max_bytes = max_bytes
         self.from_service = from_service
         self.allow_autocommit = allow_autocommit
-        self._enter = Entrance()
+        self._encode = Encoder(encoder)
+        self._enter = Entrance("writer")
 
     def send(
         self,
@@ -82,10 +91,10 @@ class Outbox:
         Args:
             conn: the caller's connection, with the transaction that the message is part of.
             service: the named endpoint that the message is for, up to 255 bytes of UTF-8.
-            body: bytes, str, or anything that `json.dumps` accepts; the content type goes into
-                the headers.
+            body: bytes, str, or anything that has a form in JSON (`saf.sending.encoding`). Its
+                content type goes into the headers, unless they say one.
             key: what must stay in order together (an order's number); up to 1024 bytes.
-            headers: JSON values by name.
+            headers: JSON values by name; names are compared without case.
             message_type: what the body is, for the consumer's dispatch.
             deliver_at: no consumer gets the message before this time; a datetime with a time zone.
             expires_at: the message is of no use after this time; a datetime with a time zone.
@@ -96,6 +105,8 @@ class Outbox:
             InvalidMessage: the message cannot be stored; raised before anything is written.
             AutocommitError: the connection would commit the message by itself.
             SchemaMissing, SchemaMismatch: the database is not a broker of this version.
+            ConfigurationError: the role may not send.
+            UsageError: ``conn`` is not a connection to PostgreSQL, or it is closed.
         """
         message = Message(
             service=service,
@@ -108,23 +119,95 @@ class Outbox:
             to_broker=to_broker,
             from_service=from_service or self.from_service,
         )
-        row = encode(message, self.max_bytes)
-        transaction = self._enter(conn, allow_autocommit=self.allow_autocommit)
-        transaction.execute(INSERT, row._asdict())
+        row = encode(message, self.max_bytes, self._encode)
+        self._execute(conn, INSERT, row._asdict())
+        return row.message_id
+
+    async def asend(
+        self,
+        conn: AsyncConn,
+        service: str,
+        body: object,
+        *,
+        key: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+        message_type: str | None = None,
+        deliver_at: datetime | None = None,
+        expires_at: datetime | None = None,
+        to_broker: UUID | None = None,
+        from_service: str | None = None,
+    ) -> UUID:
+        """Send one message under asyncio; otherwise like `send`."""
+        message = Message(
+            service=service,
+            body=body,
+            key=key,
+            headers=headers,
+            message_type=message_type,
+            deliver_at=deliver_at,
+            expires_at=expires_at,
+            to_broker=to_broker,
+            from_service=from_service or self.from_service,
+        )
+        row = encode(message, self.max_bytes, self._encode)
+        await self._await(conn, INSERT, row._asdict())
         return row.message_id
 
     def send_many(self, conn: Conn, messages: Iterable[Message]) -> list[UUID]:
         """Send messages in one statement and one round trip; return their ids in order.
 
-        All are checked before the first is written. Raises what `send` raises.
+        All are checked before the first is written. Raises what `send` raises; an `InvalidMessage`
+        names the message at fault, as in ``messages[3].key``.
         """
-        rows = [encode(message, self.max_bytes) for message in messages]
+        rows = self._encoded(messages)
+        if rows:
+            self._execute(conn, INSERT_MANY, _columns(rows))
+        else:
+            self._enter(conn, allow_autocommit=self.allow_autocommit)
+        return [row.message_id for row in rows]
+
+    async def asend_many(self, conn: AsyncConn, messages: Iterable[Message]) -> list[UUID]:
+        """Send messages under asyncio; otherwise like `send_many`."""
+        rows = self._encoded(messages)
+        if rows:
+            await self._await(conn, INSERT_MANY, _columns(rows))
+        return [row.message_id for row in rows]
+
+    def _encoded(self, messages: Iterable[Message]) -> list[Row]:
+        rows: list[Row] = []
+        for message in messages:
+            if not isinstance(message, Message):
+                problem = f"expected saf.Message, got {type(message).__name__}"
+                raise InvalidMessage(f"messages[{len(rows)}]", problem)
+            try:
+                rows.append(encode(message, self.max_bytes, self._encode))
+            except InvalidMessage as error:
+                raise error.of_item(len(rows)) from None
         if self.from_service:
             rows = [
                 row._replace(from_service=row.from_service or self.from_service) for row in rows
             ]
+        return rows
+
+    def _execute(self, conn: Any, statement: str, params: Mapping[str, Any]) -> None:
         transaction = self._enter(conn, allow_autocommit=self.allow_autocommit)
-        if rows:
-            columns = [list(column) for column in zip(*rows, strict=True)]
-            transaction.execute(INSERT_MANY, dict(zip(SENT, columns, strict=True)))
-        return [row.message_id for row in rows]
+        try:
+            transaction.execute(statement, params)
+        except Exception as error:
+            self._enter.refuse_without_right(error, transaction)
+            raise
+
+    async def _await(self, conn: AsyncConn, statement: str, params: Mapping[str, Any]) -> None:
+        await asynchronous.execute(
+            conn,
+            statement,
+            params,
+            self._enter,
+            self._execute,
+            allow_autocommit=self.allow_autocommit,
+        )
+
+
+def _columns(rows: list[Row]) -> dict[str, Any]:
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    return dict(zip(SENT, columns, strict=True))

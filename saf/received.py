@@ -51,6 +51,34 @@ def _field(column: str, what: str) -> Any:
     return property(lambda self: self._row[place], doc=what)
 
 
+class Headers(dict[str, Any]):
+    """Headers by name, whatever the case of their letters.
+
+    >>> headers = Headers({"Trace-Id": 7})
+    >>> headers["trace-id"], headers.get("TRACE-ID"), "trace" in headers
+    (7, 7, False)
+    """
+
+    def __missing__(self, name: str) -> Any:
+        known = self._named(name)
+        if dict.__contains__(self, known):
+            return dict.__getitem__(self, known)
+        raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        return dict.__contains__(self, self._named(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a header; ``default`` if it is not there."""
+        return dict.get(self, self._named(name), default)
+
+    def _named(self, name: object) -> Any:
+        """The name as it is written here."""
+        if not isinstance(name, str) or dict.__contains__(self, name):
+            return name
+        return next((one for one in self if one.lower() == name.lower()), name)
+
+
 class Received:
     """One message of a delivery. Read only."""
 
@@ -116,16 +144,17 @@ class Received:
 
     @property
     def headers(self) -> dict[str, Any]:
-        """The headers as JSON values by name.
+        """The headers as JSON values by name; names are compared without case.
 
         Raises:
             UnreadableHeaders: too deeply nested for Python, or with too long a number.
         """
         headers = self._row[_HEADERS]
         try:
-            return {} if headers is None else json.loads(headers)
+            said = {} if headers is None else json.loads(headers)
         except (ValueError, RecursionError) as error:
             raise UnreadableHeaders(self.message_id, str(error)) from None
+        return Headers(said) if isinstance(said, dict) else said
 
     def may_say(self, header: str) -> bool:
         """Whether the headers may hold this one; False is certain. Decodes nothing to find out."""

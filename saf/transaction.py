@@ -1,7 +1,8 @@
 """The caller's transaction, whichever library it is from.
 
-``conn`` may be a SQLAlchemy Session or Connection (on any PostgreSQL driver), or a psycopg
-connection or cursor. Nothing here opens, commits or rolls back a transaction.
+``conn`` may be a SQLAlchemy Session or Connection (on any PostgreSQL driver), a psycopg connection
+or cursor, or Django's ``connection``. Nothing here opens, commits or rolls back a transaction.
+Connections under asyncio are in `saf.sending.asynchronous`.
 
 Statements have psycopg's named parameters, each in a CAST, so that every driver understands them.
 """
@@ -9,9 +10,10 @@ Statements have psycopg's named parameters, each in a CAST, so that every driver
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,9 +21,9 @@ import psycopg
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
-from saf.database import HAS_SCHEMA, SCHEMA_REVISION, require_revision
+from saf.database import HAS_SCHEMA, SCHEMA_REVISION, Meaning, meaning, require_revision
 from saf.database.poolers import unprepared
-from saf.errors import AutocommitError, UsageError
+from saf.errors import AutocommitError, ConfigurationError, UsageError
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
@@ -36,11 +38,24 @@ if TYPE_CHECKING:
     )
 
 
-class Transaction(Protocol):
-    """What saf needs of the caller's connection."""
+Rows = Sequence[tuple[Any, ...]]
+
+EXPECTED = (
+    "a SQLAlchemy Session or Connection, a psycopg connection or cursor, or Django's connection"
+)
+WHO_AND_WHERE = "SELECT current_database(), pg_backend_pid()"
+
+
+class Known(Protocol):
+    """What a connection says of itself, without asking its server."""
 
     pooled: bool
     """Whether a pooler may be in between, so that no statement is prepared under a name."""
+
+    @property
+    def user(self) -> str | None:
+        """The role that has logged in; None if the driver does not say."""
+        ...
 
     @property
     def database(self) -> object:
@@ -56,13 +71,15 @@ class Transaction(Protocol):
         """Whether each statement would be a transaction of its own."""
         ...
 
+
+class Transaction(Known, Protocol):
+    """What saf needs of the caller's connection."""
+
     def execute(self, statement: str, params: Mapping[str, Any] | None = None) -> None:
         """Run a statement that returns no rows."""
         ...
 
-    def fetch(
-        self, statement: str, params: Mapping[str, Any] | None = None
-    ) -> Sequence[tuple[Any, ...]]:
+    def fetch(self, statement: str, params: Mapping[str, Any] | None = None) -> Rows:
         """Run a statement and return its rows."""
         ...
 
@@ -72,9 +89,13 @@ class Entrance:
 
     It remembers which databases it has checked the schema of, so only the first transaction of
     each costs extra queries.
+
+    Args:
+        duty: the kind of role that may do what follows, for `saf grant --role`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, duty: str = "dialog") -> None:
+        self.duty = duty
         self._checked: dict[object, bool] = {}
         """By database, whether a pooler is in between."""
 
@@ -84,67 +105,135 @@ class Entrance:
         Raises:
             AutocommitError: the connection would commit each statement by itself.
             SchemaMissing, SchemaMismatch: the database is not a broker of this version.
-            UsageError: ``conn`` is not a connection.
+            ConfigurationError: the role may not do this.
+            UsageError: ``conn`` is not a connection, or it is closed.
         """
         transaction = _transaction(conn)
         if not allow_autocommit and transaction.commits_by_itself():
             raise AutocommitError
-        database = transaction.database
-        if database not in self._checked:
-            # checks first whether the table exists: a failed query would abort the caller's
-            # transaction
-            ((exists,),) = transaction.fetch(HAS_SCHEMA)
-            ((name, process),) = transaction.fetch("SELECT current_database(), pg_backend_pid()")
-            found = transaction.fetch(SCHEMA_REVISION) if exists else []
-            require_revision(str(name), found[0][0] if found else None)
-            self._checked[database] = transaction.process not in (None, process)
-        transaction.pooled = self._checked[database]
+        pooled = self._checked.get(transaction.database)
+        if pooled is None:
+            pooled = self._checked_now(transaction)
+        transaction.pooled = pooled
         return transaction
+
+    def known(self, database: object) -> bool | None:
+        """Whether a pooler is in between; None if the database has not been checked."""
+        return self._checked.get(database)
+
+    def check(self, transaction: Known) -> Generator[str, Rows, bool]:
+        """Check a database by the rows of the queries that this yields; return as `known`.
+
+        Whoever calls it runs the queries, in its own way: at once, or under asyncio.
+        """
+        # asks first whether the table exists: a failed query would abort the caller's transaction
+        ((exists,),) = yield HAS_SCHEMA
+        ((name, process),) = yield WHO_AND_WHERE
+        found = (yield SCHEMA_REVISION) if exists else []
+        require_revision(str(name), found[0][0] if found else None)
+        pooled = self._checked[transaction.database] = transaction.process not in (None, process)
+        return pooled
+
+    def _checked_now(self, transaction: Transaction) -> bool:
+        checking = self.check(transaction)
+        query = next(checking)
+        while True:
+            try:
+                rows = transaction.fetch(query)
+            except Exception as error:
+                self.refuse_without_right(error, transaction)
+                raise
+            try:
+                query = checking.send(rows)
+            except StopIteration as end:
+                return bool(end.value)
+
+    def refuse_without_right(self, error: Exception, transaction: Known) -> None:
+        """Raise what helps, if the database has raised an error because a right is missing.
+
+        Raises:
+            ConfigurationError: with the command that grants it.
+        """
+        cause = getattr(error, "orig", None) or error
+        state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
+        if meaning(state) is not Meaning.NO_RIGHT:
+            return
+        user = transaction.user
+        who = "this role" if user is None else f"role {user!r}"
+        reason = " ".join(str(cause).split())
+        raise ConfigurationError(
+            f"{who} may not do this: {reason}. Let the owner of its schema saf run "
+            f"`saf grant --role {self.duty} {'ROLE' if user is None else shlex.quote(user)}`"
+        ) from error
 
 
 enter = Entrance()
 """The entrance of the whole process."""
 
 
-class _Psycopg:
-    def __init__(self, connection: psycopg.Connection[Any]) -> None:
+class OnPsycopg:
+    """What a psycopg connection says of itself, asynchronous or not."""
+
+    def __init__(self, connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
+        if connection.closed:
+            raise closed()
         self.connection = connection
         self.pooled = True
 
     @property
+    def user(self) -> str | None:
+        """The role that has logged in."""
+        return self.connection.info.user
+
+    @property
     def process(self) -> int | None:
+        """The id of the server's process, as the client was told."""
         return self.connection.info.backend_pid
 
     @property
     def database(self) -> object:
+        """An object that identifies the database."""
         info = self.connection.info
         return (info.host, info.port, info.dbname)
 
     def commits_by_itself(self) -> bool:
+        """Whether each statement would be a transaction of its own."""
         return (
             self.connection.autocommit
             and self.connection.info.transaction_status == TransactionStatus.IDLE
         )
 
-    def execute(self, statement: str, params: Mapping[str, Any] | None = None) -> None:
-        psycopg.Cursor(self.connection).execute(statement, params, prepare=self._prepare)
+    @property
+    def prepare(self) -> bool | None:
+        """Whether to prepare statements under a name; None: let psycopg decide."""
+        return False if self.pooled else None
 
-    def fetch(
-        self, statement: str, params: Mapping[str, Any] | None = None
-    ) -> Sequence[tuple[Any, ...]]:
+
+class _Psycopg(OnPsycopg):
+    connection: psycopg.Connection[Any]
+
+    def execute(self, statement: str, params: Mapping[str, Any] | None = None) -> None:
+        psycopg.Cursor(self.connection).execute(statement, params, prepare=self.prepare)
+
+    def fetch(self, statement: str, params: Mapping[str, Any] | None = None) -> Rows:
         # a cursor of our own, because the caller's row factory may turn a row into anything
         with psycopg.Cursor(self.connection, row_factory=tuple_row) as cursor:
-            return cursor.execute(statement, params, prepare=self._prepare).fetchall()
-
-    @property
-    def _prepare(self) -> bool | None:
-        return False if self.pooled else None  # None: let psycopg decide
+            return cursor.execute(statement, params, prepare=self.prepare).fetchall()
 
 
 class _SQLAlchemy:
     def __init__(self, connection: sa.Connection) -> None:
+        if connection.closed:
+            raise closed()
+        if connection.dialect.name != "postgresql":
+            raise _not_postgresql(connection.dialect.name)
         self.connection = connection
         self.pooled = True
+
+    @property
+    def user(self) -> str | None:
+        raw = self._psycopg
+        return self.connection.engine.url.username if raw is None else raw.info.user
 
     @property
     def process(self) -> int | None:
@@ -164,9 +253,7 @@ class _SQLAlchemy:
         with self._unprepared():
             self.connection.execute(_text(statement), params)
 
-    def fetch(
-        self, statement: str, params: Mapping[str, Any] | None = None
-    ) -> Sequence[tuple[Any, ...]]:
+    def fetch(self, statement: str, params: Mapping[str, Any] | None = None) -> Rows:
         with self._unprepared():
             return [tuple(row) for row in self.connection.execute(_text(statement), params)]
 
@@ -207,7 +294,64 @@ def _transaction(conn: object) -> Transaction:
             return _SQLAlchemy(conn.connection())
         if isinstance(conn, sa.Connection):
             return _SQLAlchemy(conn)
-    raise UsageError(
-        f"cannot send on a {type(conn).__module__}.{type(conn).__qualname__}: expected a "
-        "SQLAlchemy Session or Connection, or a psycopg connection or cursor"
+    if "django.db" in sys.modules and (below := _of_django(conn)) is not None:
+        return _Psycopg(below)
+    if is_asynchronous(conn):
+        raise UsageError(
+            f"{described(conn)} is of asyncio: say `await outbox.asend(…)` or "
+            "`await outbox.asend_many(…)`; for other functions of saf, with SQLAlchemy, "
+            "`await session.run_sync(function, …)`"
+        )
+    raise UsageError(f"cannot send on a {described(conn)}: expected {EXPECTED}")
+
+
+def _of_django(conn: object) -> psycopg.Connection[Any] | None:
+    """The psycopg connection below one of Django; None if it is not Django's."""
+    from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.utils.connection import ConnectionProxy
+
+    if isinstance(conn, ConnectionProxy):
+        conn = conn._connections[conn._alias]
+    if not isinstance(conn, BaseDatabaseWrapper):
+        return None
+    if conn.vendor != "postgresql":
+        raise _not_postgresql(conn.vendor)
+    conn.ensure_connection()
+    if not isinstance(conn.connection, psycopg.Connection):
+        raise UsageError(
+            f"Django is connected by {described(conn.connection)}, and saf needs psycopg 3: "
+            "pip install psycopg, which Django then prefers"
+        )
+    return conn.connection
+
+
+def is_asynchronous(conn: object) -> bool:
+    """Whether a connection is one of asyncio."""
+    if isinstance(conn, (psycopg.AsyncConnection, psycopg.AsyncCursor)):
+        return True
+    if "sqlalchemy.ext.asyncio" not in sys.modules:
+        return False
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
+
+    return isinstance(conn, (AsyncConnection, AsyncSession, async_scoped_session))
+
+
+def closed() -> UsageError:
+    """The error for a connection that is closed."""
+    return UsageError(
+        "this connection is closed, so nothing was sent: send before it is closed, inside of the "
+        "transaction, or open another one"
+    )
+
+
+def described(conn: object) -> str:
+    """A thing by its class, for an error."""
+    return f"{type(conn).__module__}.{type(conn).__qualname__}"
+
+
+def _not_postgresql(name: str) -> UsageError:
+    return UsageError(
+        f"this connection is to {name}, and the outbox is a table in PostgreSQL: send on a "
+        "connection to the PostgreSQL database that `saf migrate` was run on. To test without one, "
+        "see the pytest plugin saf.testing"
     )

@@ -7,10 +7,11 @@ from typing import Any
 
 import psycopg
 
-from saf import Outbox, Unavailable
+from saf import Unavailable
 from saf.database import Dsn
 from saf.destinations import Chunk, Stored
 from saf.destinations.postgresql.inbox import PostgresInbox
+from tests import expiring
 from tests.pipeline import Cycle, connect, forwarding_rules
 
 NOWHERE = Dsn("host=/nonexistent dbname=mom")
@@ -37,7 +38,7 @@ def route(connection: psycopg.Connection[Any], service: str, destination: str) -
 
 def send_to(connection: psycopg.Connection[Any], service: str, body: str, **more: Any) -> None:
     with connection.transaction():
-        Outbox().send(connection, service, body.encode(), **{"key": "k", **more})
+        expiring.send(connection, service, body.encode(), **{"key": "k", **more})
 
 
 def count(dsn: Dsn, table: str) -> int:

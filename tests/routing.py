@@ -7,15 +7,15 @@ from uuid import UUID
 
 import psycopg
 
-from saf import Outbox
 from saf.database import Dsn, fetch
+from tests import expiring
 from tests.pipeline import Cycle, connect, forwarding_rules
 
 
 def send(connection: psycopg.Connection[Any], *texts: str, service: str = "s", **more: Any) -> None:
     with connection.transaction():
         for text in texts:
-            Outbox().send(connection, service, text.encode(), **more)
+            expiring.send(connection, service, text.encode(), **more)
 
 
 def run(app: Dsn, chunk_rows: int = 100, **where: Dsn) -> None:

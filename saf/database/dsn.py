@@ -1,8 +1,8 @@
 """DSNs that cannot leak their password, and the connections that they open.
 
-A `Dsn` is what libpq accepts (``postgresql://…`` or ``host=… dbname=…``). Its ``repr`` and ``str``
-never show the password, so it may appear in logs, plans and exceptions; only `Dsn.conninfo`
-reveals it, to the drivers.
+A `Dsn` is what libpq accepts (``postgresql://…`` or ``host=… dbname=…``), or such a URL as
+SQLAlchemy writes it (``postgresql+psycopg://…``). Its ``repr`` and ``str`` never show the password,
+so it may appear in logs, plans and exceptions; only `Dsn.conninfo` reveals it, to the drivers.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ ESCAPES = (
 )
 """The way out where a part of a dsn may hold a part of the password, so that it is not shown."""
 PORTS = re.compile(r"[0-9,]*")
+DRIVER = re.compile(r"^\s*(postgres(?:ql)?)\+\w+://")
+"""How a URL begins that names a driver of SQLAlchemy."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Dsn:
     """How long saf's own sessions wait there."""
 
     def __post_init__(self) -> None:
+        # a URL as SQLAlchemy has it: which driver is used there, is no business of ours
+        object.__setattr__(self, "conninfo", DRIVER.sub(r"\1://", self.conninfo, count=1))
         refuse_unescaped(self.conninfo)
         try:
             parts = conninfo_to_dict(self.conninfo)

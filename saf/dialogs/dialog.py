@@ -132,7 +132,7 @@ class Dialog:
         """
         if message_type is not None and message_type.startswith(RESERVED):
             raise InvalidMessage("message_type", f"{message_type!r}: {RESERVED}… is for saf's own")
-        if any(name.startswith(RESERVED_HEADER) for name in headers or ()):
+        if any(name.lower().startswith(RESERVED_HEADER) for name in headers or ()):
             raise InvalidMessage("headers", f"{RESERVED_HEADER}… is for saf's own")
         return self.say(
             conn,

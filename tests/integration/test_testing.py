@@ -22,6 +22,7 @@ from saf.errors import MissingExtra, UsageError
 from saf.testing import Clock, Copies, Database, Drain, DrainFailed, Sent
 from saf.testing.clock import MOVED, let_time_pass
 from saf.testing.databases import PREFIX, embedded_server
+from tests import expiring
 from tests.pipeline import Cycle, connect, forwarding_rules
 from tests.programs import BIN, ROOT, environment
 from tests.receivers import dead
@@ -205,7 +206,7 @@ def database(app: Dsn) -> Iterator[Database]:
 def send(database: Database, *bodies: object, service: str = "billing", **more: Any) -> None:
     with database.connect() as connection:
         for body in bodies:
-            outbox.send(connection, service, body, **more)
+            expiring.send(connection, service, body, **more)
 
 
 def test_one_is_exactly_one(database: Database) -> None:

@@ -1,0 +1,183 @@
+"""Bodies as JSON: the forms of values that JSON has none for, and where one has no form.
+
+    dataclass               an object of its fields
+    pydantic model          what its ``model_dump(mode="json")`` gives
+    Enum                    its value
+    Decimal                 text with all its digits: "19.90"
+    UUID                    text
+    datetime, date, time    text in ISO 8601, with the offset that a datetime has
+
+An application adds forms, or changes these, by ``Outbox(encoder=…)``: a function that is asked
+first, for each value that JSON has no form for. It returns what to encode instead, or raises
+TypeError for a value that it does not know, like the ``default`` of `json.dumps`.
+
+A value without a form is named by its path: ``body.items[3].price``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from datetime import date, datetime, time
+from decimal import Decimal
+from enum import Enum
+from typing import Any
+from uuid import UUID
+
+from saf.errors import InvalidMessage
+
+Form = Callable[[Any], object]
+
+NAMES = (str, int, float, bool, type(None))
+"""The types of what JSON takes for the name of a member; it has a form for their values too."""
+
+WAY_OUT = "convert it, or let Outbox(encoder=…) do so"
+
+
+def form(value: Any) -> object:
+    """What stands in JSON for a value that JSON has no form for.
+
+    >>> form(Decimal("19.90")), form(date(2026, 1, 2)), form(UUID(int=7))
+    ('19.90', '2026-01-02', '00000000-0000-0000-0000-000000000007')
+
+    Raises:
+        TypeError: it has none.
+    """
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, UUID) or (isinstance(value, Decimal) and value.is_finite()):
+        return str(value)
+    if isinstance(value, (datetime, date, time)):
+        return value.isoformat()
+    if is_dataclass(value) and not isinstance(value, type):
+        return {one.name: getattr(value, one.name) for one in fields(value)}
+    if hasattr(type(value), "__pydantic_serializer__"):
+        return value.model_dump(mode="json")
+    raise TypeError(f"{_described(value)} has no form in JSON")
+
+
+class Encoder:
+    """Encodes bodies.
+
+    Args:
+        encoder: the application's own forms; see the top of this module.
+    """
+
+    def __init__(self, encoder: Form | None = None) -> None:
+        self._form = form if encoder is None else _first(encoder)
+        # made once: `json.dumps` would make one for each body
+        self._json = json.JSONEncoder(
+            ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=self._form
+        )
+
+    def __call__(self, body: object) -> tuple[bytes, str]:
+        r"""Return a body as bytes, and its content type.
+
+        >>> Encoder()(b"\x00\x01")
+        (b'\x00\x01', 'application/octet-stream')
+        >>> Encoder()("grüezi")
+        (b'gr\xc3\xbcezi', 'text/plain; charset=utf-8')
+        >>> Encoder()({"order": 7, "price": Decimal("1.50")})
+        (b'{"order":7,"price":"1.50"}', 'application/json')
+
+        Raises:
+            InvalidMessage: it has no form, or one that is not Unicode text.
+        """
+        if isinstance(body, (bytes, bytearray, memoryview)):
+            return bytes(body), "application/octet-stream"
+        try:
+            if isinstance(body, str):
+                return body.encode(), "text/plain; charset=utf-8"
+            return self._json.encode(body).encode(), "application/json"
+        except UnicodeEncodeError as error:
+            raise self._refused(body, "not encodable as UTF-8", error.reason) from None
+        except (TypeError, ValueError, RecursionError) as error:
+            raise self._refused(body, "neither bytes, str nor JSON", str(error)) from None
+
+    def _refused(self, body: object, what: str, why: str) -> InvalidMessage:
+        path, problem = self.fault(body)
+        where = "" if path == "body" else f" at {path}"
+        return InvalidMessage("body", f"{what}{where}: {problem or why}", path=path)
+
+    def fault(self, body: object) -> tuple[str, str]:
+        """The path of the first value that cannot be encoded, and what is wrong with it.
+
+        >>> Encoder().fault({"items": [{"price": 1}, {"price": {2}}]})[0]
+        'body.items[1].price'
+        """
+        try:
+            return next(self._faults(body, "body", ()), ("body", ""))
+        except RecursionError:
+            return "body", "it is nested too deeply"
+
+    def _faults(self, value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+        inside = (*above, id(value))
+        if id(value) in above:
+            yield path, "it contains itself"
+        elif isinstance(value, str):
+            yield from _of_text(value, path)
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield path, f"{value} is no number in JSON"
+        elif isinstance(value, dict):
+            for key, one in value.items():
+                if not isinstance(key, NAMES):
+                    yield path, f"{_described(key)} is the name of a member: {WAY_OUT}"
+                yield from _of_text(str(key), path)
+                yield from self._faults(one, f"{path}{_step(key)}", inside)
+        elif isinstance(value, (list, tuple)):
+            for number, one in enumerate(value):
+                yield from self._faults(one, f"{path}[{number}]", inside)
+        elif not isinstance(value, NAMES):
+            try:
+                instead = self._form(value)
+            except TypeError as error:
+                yield path, f"{error}: {WAY_OUT}"
+            else:
+                yield from self._faults(instead, path, inside)
+
+
+def _first(encoder: Form) -> Form:
+    """The application's forms before ours."""
+
+    def either(value: Any) -> object:
+        try:
+            return encoder(value)
+        except TypeError:
+            return form(value)
+
+    return either
+
+
+def _of_text(text: str, path: str) -> Iterator[tuple[str, str]]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        yield path, error.reason
+
+
+def _step(key: object) -> str:
+    """A member of an object in a path.
+
+    >>> _step("price"), _step("unit price")
+    ('.price', "['unit price']")
+    """
+    return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
+
+
+def _described(value: object) -> str:
+    """A value by its type; a number that is none by itself, because its type has a form.
+
+    >>> _described({1}), _described(Decimal("NaN"))
+    ("a value of type 'set'", 'NaN')
+    """
+    if isinstance(value, Decimal):
+        return str(value)
+    kind = type(value)
+    name = (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    return f"a value of type {name!r}"
