@@ -1,40 +1,51 @@
-"""An order and its message in one transaction under asyncio, with psycopg and nothing else.
+"""Orders and their messages under asyncio, with psycopg and nothing else; several at a time.
 
     export SHOP_DSN=postgresql://localhost/shop          # `saf migrate --dsn "$SHOP_DSN"` was run
-    python with_asyncio.py A-1 90
+    python with_asyncio.py A-1=90 A-2=70
 
-A plain INSERT is a correct send, from any driver: here psycopg's AsyncConnection. With SQLAlchemy's
-AsyncSession, `outbox.send` itself works: see with_fastapi.py.
+For each order, either both are committed, or neither; `saf forward` takes the messages on from
+there.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 
 import psycopg
-from psycopg.types.json import Jsonb
+
+import saf
+
+outbox = saf.Outbox()
 
 TABLE = "CREATE TABLE IF NOT EXISTS orders (number text PRIMARY KEY, total int NOT NULL)"
-ORDER = "INSERT INTO orders (number, total) VALUES (%s, %s)"
-MESSAGE = """
-INSERT INTO saf.outbox (to_service, key, message_type, headers, body)
-VALUES ('billing', %s, 'OrderPlaced', %s, %s)
-"""
+INSERT = "INSERT INTO orders (number, total) VALUES (%s, %s)"
 
 
 async def place(number: str, total: int) -> None:
     """Place an order; the service billing will hear of it."""
-    body = json.dumps({"order": number, "total": total}, separators=(",", ":")).encode()
     # the block is one transaction: it commits at its end, and rolls back if it raises
     async with await psycopg.AsyncConnection.connect(os.environ["SHOP_DSN"]) as connection:
+        await connection.execute(INSERT, [number, total])
+        await outbox.asend(
+            connection,
+            "billing",
+            {"order": number, "total": total},
+            key=number,  # what is sent of this order stays in order
+            message_type="OrderPlaced",
+        )
+
+
+async def main(orders: list[str]) -> None:
+    """Place them all at the same time."""
+    async with await psycopg.AsyncConnection.connect(os.environ["SHOP_DSN"]) as connection:
         await connection.execute(TABLE)
-        await connection.execute(ORDER, [number, total])
-        headers = Jsonb({"content-type": "application/json"})
-        await connection.execute(MESSAGE, [number, headers, body])
+    async with asyncio.TaskGroup() as tasks:
+        for order in orders:
+            number, _, total = order.partition("=")
+            tasks.create_task(place(number, int(total)))
 
 
 if __name__ == "__main__":
-    asyncio.run(place(sys.argv[1], int(sys.argv[2])))
+    asyncio.run(main(sys.argv[1:]))

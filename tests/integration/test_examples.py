@@ -101,9 +101,12 @@ def test_flask_sends_with_an_order_and_not_without(app: Dsn) -> None:
     assert ordered(app) == (ORDER, MESSAGE)
 
 
-def test_asyncio_sends_with_an_order(app: Dsn) -> None:
-    example("with_asyncio.py", "A-1", "90", SHOP_DSN=app.conninfo)
-    assert ordered(app) == (ORDER, MESSAGE)
+def test_asyncio_sends_with_each_of_several_orders(app: Dsn) -> None:
+    example("with_asyncio.py", "A-1=90", "A-2=70", SHOP_DSN=app.conninfo)
+    orders, messages = ordered(app)
+    assert sorted(orders) == [*ORDER, ("A-2", 70)]
+    billed = ("billing", "A-2", "OrderPlaced", b'{"order":"A-2","total":70}')
+    assert sorted(messages) == [*MESSAGE, billed]
 
 
 def test_django_sends_with_an_order(app: Dsn) -> None:
