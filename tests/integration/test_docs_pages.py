@@ -11,6 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
+import yaml
 from alembic.script import ScriptDirectory
 
 import saf
@@ -52,12 +53,49 @@ def shell(script: str, folder: Path, app: Dsn, mom: Dsn) -> str:
     return done.stdout
 
 
-HOW_TO = ("security", "monitoring", "troubleshooting", "upgrading", "coming-from", "comparison")
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *(ROOT / "docs").rglob("*.md"),
+]
+TOO_MUCH = re.compile(r"(make|pip install|git clone|python -m benchmarks\.peers) ")
+"""What takes minutes, or the network; other tests have parts of it."""
 
 
-@pytest.mark.parametrize("name", HOW_TO)
-def test_no_command_of_a_page_is_left_out(name: str) -> None:
-    assert unmarked_shells(page(f"{name}.md")) == []
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: file.name)
+def test_no_command_of_a_page_is_left_out(file: Path) -> None:
+    for block in unmarked_shells(file.read_text()):
+        for line in block.splitlines():
+            assert TOO_MUCH.match(line) or line.startswith("saf migrate "), line
+            if line.startswith("make "):
+                done = run(["make", "-n", *line.partition("#")[0].split()[1:]], cwd=ROOT)
+                assert done.returncode == 0, done.stderr
+
+
+# operations
+
+
+def test_the_commands_of_the_operations_page_make_roles(folder: Path, app: Dsn, mom: Dsn) -> None:
+    (script,) = blocks(page("operations.md"), "roles")
+    mine = {name: f"{name}_{app.database}" for name in ("shop_app", "saf_forward")}
+    for name, own in mine.items():
+        script = re.sub(rf"\b{name}\b", own, script)
+    with connect(app) as connection:
+        connection.execute(f"CREATE ROLE {mine['saf_forward']}")
+        try:
+            said = shell(f"export SAF_DSN=$SHOP_DSN\n{script}", folder, app, mom)
+        finally:
+            for own in mine.values():
+                connection.execute(f"DROP OWNED BY {own}")
+                connection.execute(f"DROP ROLE {own}")
+    assert mine["saf_forward"] in said
+
+
+def test_the_commands_of_the_operations_page_purge(folder: Path, app: Dsn, mom: Dsn) -> None:
+    (script,) = blocks(page("operations.md"), "purge")
+    send(app, 2)
+    forward(app, mom=mom)
+    said = shell(script.replace("/srv/saf-archive", "archive"), folder, app, mom)
+    assert '"broker": "shop"' in said
 
 
 # security
@@ -94,6 +132,20 @@ def test_the_figures_to_watch_are_there_and_right(folder: Path, app: Dsn, mom: D
     assert re.search(r'saf_oldest_pending_seconds\{broker="shop"\} \d', sources)
     stores = (folder / "saf-inbox.prom").read_text()
     assert 'saf_unread{broker="mom",subscription="billing"} 3\n' in stores
+
+
+def test_the_alerts_are_on_figures_that_the_page_writes() -> None:
+    groups = yaml.safe_load((ROOT / "examples" / "production" / "alerts.yaml").read_text())[
+        "groups"
+    ]
+    rules = [rule for group in groups for rule in group["rules"]]
+    written = set(
+        re.findall(r"print\(\"(saf_\w+)%s", "".join(blocks(page("monitoring.md"), "shell")))
+    )
+    assert len(rules) == len({rule["alert"] for rule in rules})
+    watched = {name for rule in rules for name in re.findall(r"\bsaf_\w+", rule["expr"])}
+    assert watched <= written
+    assert all({"summary", "do"} <= rule["annotations"].keys() for rule in rules)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import blocks, clone, page, unmarked_shells
+from tests.pages import blocks, clone, page
 from tests.programs import run
 
 PAGE = page("first-hour.md")
@@ -55,7 +55,3 @@ def test_every_command_of_the_first_hour_works_in_an_empty_environment(short_pat
         " A-1    |    90",
         " A-2    |    -5",
     ]
-
-
-def test_no_command_of_the_page_is_left_out() -> None:
-    assert unmarked_shells(PAGE) == []
