@@ -10,10 +10,12 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	2>/dev/null && echo "$$python" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-routing demo-dialog test quick check long crash stateful mutants bench bench-peers wheel clean
+.PHONY: help install demo demo-routing demo-dialog test quick check long crash stateful mutants docs pages bench bench-peers wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(VENV)/.installed ## set up .venv with everything; every other target does that too
 
 demo: $(VENV)/.installed ## the flights of 2013: sent, forwarded by Spark, proven; make demo DEMO="--json"
 	@$(VENV)/bin/saf demo $(DEMO)
@@ -39,6 +41,12 @@ check: $(VENV)/.installed ## the gate: format, lint, types, tests two at a time;
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal --durations 25
+
+docs: $(VENV)/.installed ## the documentation as a site, in build/site; opens from the file system
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build
+
+pages: $(VENV)/.installed ## the pages of the reference anew, from code, models and catalog
+	for page in cli settings python schema sql; do $(PY) -m tests.$${page}_page; done
 
 bench: $(VENV)/.installed ## the benchmarks, under 10 minutes; keep the machine quiet
 	$(PY) -m benchmarks.bench

@@ -1,13 +1,16 @@
 """A dialog: a shop asks a warehouse for articles, and gets an answer, each in its own database.
 
     export SHOP_DSN=postgresql://localhost/shop WAREHOUSE_DSN=postgresql://localhost/warehouse
-    saf service create shop --broker shop                # each end's service lives at its end
-    saf service create warehouse --broker warehouse
+    saf service create shop --broker shop --config dialog_shop.toml
+    saf service create warehouse --broker warehouse --config dialog_warehouse.toml
     python dialog.py A-1 2                               # the shop asks
+    saf forward --config dialog_shop.toml                # and its side carries that over
     saf worker dialog:warehouse                          # the warehouse answers, and ends
+    saf forward --config dialog_warehouse.toml           # and its side carries that back
     saf worker dialog:shop                               # the shop hears it, and ends too
 
-`saf forward` carries what is said, in both directions: both databases are brokers and destinations.
+Each database is both: a broker whose outbox is forwarded, and a store that others deliver to. The
+two files are the complete saf.toml of each side.
 """
 
 from __future__ import annotations

@@ -97,6 +97,7 @@ class Broker(_Table):
     """A database whose outbox is forwarded."""
 
     dsn: DsnField
+    """Where it is."""
     max_connections: SourceConnections | None = None
     """The most connections that one run opens to it; by default, forwarder.max_connections."""
 
@@ -126,13 +127,17 @@ class Route(_Table):
     """Which messages go where; see `saf.routing.matching`."""
 
     service: Name | None = None
+    """The service that messages are for; by default, any."""
     broker: UUID | None = None
-    """A broker_id; None stands for any broker, as a service of None stands for any service."""
+    """The broker_id that messages are addressed to; by default, any."""
     destination: str
+    """Where they go: the name of a table [destinations.NAME]."""
     quality: Quality | None = None
-    """The quality of service; None: the destination's."""
+    """The quality of service; by default, the destination's."""
     expires_at: pydantic.AwareDatetime | None = None
+    """From then on the route does not count; by default, it always does."""
     comment: str | None = None
+    """For people."""
 
     def as_configured(self) -> Configured:
         """This route as `saf.routing.routes` describes it."""
@@ -151,12 +156,14 @@ class Topic(_Table):
     """A service whose messages go to every destination that a route leads to."""
 
     comment: str | None = None
+    """For people."""
 
 
 class Router(_Table):
     """A service that stands for others; see `saf.routing.routers`."""
 
     kind: Literal["sql", "arrow", "python"]
+    """What the classifier is: Spark SQL, a function of a batch, or a function of one message."""
     expression: str
     """The classifier: Spark SQL, or ``module:function``."""
     once_per: Literal["message", "key"] = "message"
@@ -164,6 +171,7 @@ class Router(_Table):
     mode: Literal["redirect", "forward"] = "redirect"
     """Whether it redirects at the source, or forwards by a routing service."""
     comment: str | None = None
+    """For people."""
 
     def as_configured(self, service: str) -> ConfiguredRouter:
         """This router as `saf.routing.routes` describes it."""

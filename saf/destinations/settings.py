@@ -39,6 +39,7 @@ def within(lowest: float, highest: float) -> AfterValidator:
             raise ValueError(f"{value!r} is not from {lowest:,} to {highest:,}")
         return value
 
+    check.__doc__ = f"from {lowest:,} to {highest:,}"
     return AfterValidator(check)
 
 
@@ -60,6 +61,7 @@ class DestinationSettings(BaseModel):
     capabilities: ClassVar[Capabilities] = Capabilities()
 
     kind: str
+    """What the destination is; see `saf.destinations.kinds`."""
     quality: Quality = Field(default=None, validate_default=True)
     """The quality of service; by default, the best that the kind can give."""
     max_connections: Connections | None = None

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from saf.broker.embedded import EmbeddedServer
 from saf.broker.services import create_service
+from saf.config import load
 from saf.database import Dsn, fetch
+from saf.forwarding.forwarder import Forwarder
+from saf.forwarding.runner import InProcess
 from tests.pipeline import connect, forward
 from tests.programs import BIN, ROOT, run, url
 
@@ -32,6 +38,16 @@ async def main():
         print((await client.post("/orders", json=order)).status_code)
 
 asyncio.run(main())
+"""
+
+
+FLASK = """
+from with_flask import app
+
+client = app.test_client()
+order = {"number": "A-1", "total": 90}
+print(client.post("/orders", json=order).status_code)
+print(client.post("/orders", json=order).status_code)
 """
 
 
@@ -80,6 +96,19 @@ def test_fastapi_sends_with_an_order_and_not_without(app: Dsn) -> None:
     assert ordered(app) == (ORDER, MESSAGE)
 
 
+def test_flask_sends_with_an_order_and_not_without(app: Dsn) -> None:
+    assert example("-c", FLASK, SHOP_DSN=app.conninfo).split() == ["201", "409"]
+    assert ordered(app) == (ORDER, MESSAGE)
+
+
+def test_asyncio_sends_with_each_of_several_orders(app: Dsn) -> None:
+    example("with_asyncio.py", "A-1=90", "A-2=70", SHOP_DSN=app.conninfo)
+    orders, messages = ordered(app)
+    assert sorted(orders) == [*ORDER, ("A-2", 70)]
+    billed = ("billing", "A-2", "OrderPlaced", b'{"order":"A-2","total":70}')
+    assert sorted(messages) == [*MESSAGE, billed]
+
+
 def test_django_sends_with_an_order(app: Dsn) -> None:
     place = {"SHOP_DB": app.database, "SHOP_HOST": app.parts["host"], "SHOP_USER": "postgres"}
     place["SHOP_PORT"] = str(app.parts["port"])
@@ -95,6 +124,69 @@ def test_a_worker_writes_the_invoice_of_an_order(app: Dsn, mom: Dsn) -> None:
         forward(app, mom=mom)
         drained("worker:billing", STORE_DSN=mom.conninfo)
         assert fetch(store, "SELECT number, total FROM invoice") == ORDER
+
+
+def test_each_tenant_gets_an_invoice_from_one_service(
+    server: EmbeddedServer, mom: Dsn, tmp_path: Path
+) -> None:
+    mine = secrets.token_hex(3)  # the server is shared
+    tenants = [f"{mine}_{name}" for name in ("acme", "ajax")]
+    file = tmp_path / "tenants.toml"
+    file.write_text((EXAMPLES / "tenants.toml").read_text().replace("tenant_*", f"tenant_{mine}_*"))
+    env = {"SERVER_DSN": server.dsn("postgres").conninfo, "STORE_DSN": mom.conninfo}
+    try:
+        done = run([BIN / "saf", "service", "create", "billing", "--config", file], env=env)
+        assert done.returncode == 0, done.stderr
+        for tenant in tenants:
+            example("tenants.py", "add", tenant, **env)
+            example("tenants.py", "place", tenant, "A-1", "90", **env)
+        forwarded(file, env)
+        drained("tenants:billing", **env)
+        with connect(mom) as store:
+            found = fetch(store, "SELECT tenant, number, total FROM invoice ORDER BY 1")
+        assert found == [(tenant, "A-1", 90) for tenant in tenants]
+    finally:
+        for tenant in tenants:
+            with connect(server.dsn("postgres")) as connection:
+                connection.execute(f"DROP DATABASE IF EXISTS tenant_{tenant} WITH (FORCE)")
+
+
+def forwarded(file: Path, env: Mapping[str, str]) -> None:
+    """A run of the forwarder by a saf.toml, without Spark."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in env.items():
+            patch.setenv(name, value)
+        settings = load(file)
+    summary = Forwarder(settings, InProcess()).drain()
+    assert summary.exit_code == 0, summary.problems
+
+
+def test_the_two_sides_of_a_dialog_have_the_saf_toml_that_they_need(
+    app: Dsn, new_broker: Callable[[str], Dsn]
+) -> None:
+    there = new_broker("warehouse")
+    env = {"SHOP_DSN": app.conninfo, "WAREHOUSE_DSN": there.conninfo}
+    files = {side: EXAMPLES / f"dialog_{side}.toml" for side in ("shop", "warehouse")}
+    for side, file in files.items():
+        create: list[str | Path] = [
+            BIN / "saf",
+            "service",
+            "create",
+            side,
+            "--broker",
+            side,
+            "--config",
+            file,
+        ]
+        assert run(create, env=env).returncode == 0
+    example("dialog.py", "A-1", "2", **env)
+    for turn in ("shop", "warehouse", "shop"):
+        forwarded(files[turn], env)
+        drained(f"dialog:{'warehouse' if turn == 'shop' else 'shop'}", **env)
+    with connect(app) as shop, connect(there) as warehouse:
+        assert fetch(shop, "SELECT article, amount FROM delivery") == [("A-1", 2)]
+        for end in (shop, warehouse):
+            assert fetch(end, "SELECT state FROM saf.conversation") == [("closed",)]
 
 
 @pytest.mark.parametrize(("amount", "delivered"), [(2, [("A-1", 2)]), (200, None)])

@@ -93,6 +93,27 @@ def test_the_crontab_forwards_and_what_it_says_goes_to_the_log(
     assert len(received(mom)) == 20
 
 
+def test_the_file_of_secrets_means_to_the_crontabs_shell_what_it_means_to_systemd(
+    tmp_path: Path,
+) -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    (text,) = re.findall(r"<!-- test: secrets -->\n```sh\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "secrets.env").write_text(text)
+    # as systemd.exec(5) says: in single quotes, everything up to the next one as it stands
+    meant = dict(re.findall(r"^(\w+)='([^']*)'$", text, re.MULTILINE))
+    assert len(meant) == len(text.splitlines())
+    variables, ((_, command),) = _crontab()
+    read = command.partition(" && saf ")[0]
+    done = run(
+        [variables["SHELL"], "-euc", f"{read} && env"],
+        env={"SECRETS": str(tmp_path / "secrets.env")},
+    )
+    assert done.returncode == 0, done.stderr
+    for name, value in meant.items():
+        assert f"{name}={value}\n" in done.stdout
+        assert Dsn(value).parts["user"] == "saf"
+
+
 # systemd
 
 

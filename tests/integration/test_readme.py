@@ -44,6 +44,35 @@ def test_the_plain_insert_is_a_correct_send(app: Dsn) -> None:
     assert sent == [("billing", "A-1", b'{"order": "A-1"}')]
 
 
+@pytest.mark.slow
+def test_the_example_of_40_lines_sends_forwards_and_receives_and_prints_what_it_says(
+    new_database: object, tmp_path: Path
+) -> None:
+    assert callable(new_database)
+    databases = {name: new_database(name) for name in ("shop", "mom")}
+    lines = [block(kind).splitlines() for kind in ("shop", "billing", "whole")]
+    assert sum(map(len, lines)) <= 42
+    for name in ("shop", "billing"):
+        (tmp_path / f"{name}.py").write_text(block(name))
+    (tmp_path / "saf.toml").write_text(block("toml"))
+    done = run(
+        ["bash", "-euo", "pipefail", "-c", block("whole")],
+        env={
+            "PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin",
+            **{f"{name.upper()}_DSN": dsn.conninfo for name, dsn in databases.items()},
+        },
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
+    for name, dsn in databases.items():
+        said = said.replace(dsn.database, name)
+    # "…" stands for what differs from run to run
+    promised = re.findall(r"#\s+(.*)", block("whole"))
+    pattern = r"\n".join(re.escape(line).replace("…", "(?s:.)*?") for line in promised)
+    assert re.fullmatch(pattern, said.strip()), said
+
+
 def test_the_operators_commands_work_in_their_order(new_database: object, tmp_path: Path) -> None:
     assert callable(new_database)
     shop, mom = new_database("shop"), new_database("mom")
@@ -118,7 +147,12 @@ def test_each_make_target_that_is_named_exists(target: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [Path("README.md"), Path("CONTRIBUTING.md"), *Path("docs").glob("*.md")], ids=str
+    "page",
+    [
+        *(Path("README.md"), Path("CONTRIBUTING.md"), Path("examples/README.md")),
+        *(file.relative_to(ROOT) for file in sorted((ROOT / "docs").rglob("*.md"))),
+    ],
+    ids=str,
 )
 def test_each_link_leads_somewhere(page: Path) -> None:
     text = (ROOT / page).read_text()

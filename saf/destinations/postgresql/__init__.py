@@ -32,6 +32,7 @@ class Postgresql(DestinationSettings):
 
     kind: Literal["postgresql"] = "postgresql"
     dsn: DsnField
+    """Where the broker is."""
 
     def open(self, name: str, *, keep: bool = False) -> Destination:
         """Return the inbox as a destination; see `DestinationSettings.open`."""

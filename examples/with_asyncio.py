@@ -1,0 +1,51 @@
+"""Orders and their messages under asyncio, with psycopg and nothing else; several at a time.
+
+    export SHOP_DSN=postgresql://localhost/shop          # `saf migrate --dsn "$SHOP_DSN"` was run
+    python with_asyncio.py A-1=90 A-2=70
+
+For each order, either both are committed, or neither; `saf forward` takes the messages on from
+there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+import psycopg
+
+import saf
+
+outbox = saf.Outbox()
+
+TABLE = "CREATE TABLE IF NOT EXISTS orders (number text PRIMARY KEY, total int NOT NULL)"
+INSERT = "INSERT INTO orders (number, total) VALUES (%s, %s)"
+
+
+async def place(number: str, total: int) -> None:
+    """Place an order; the service billing will hear of it."""
+    # the block is one transaction: it commits at its end, and rolls back if it raises
+    async with await psycopg.AsyncConnection.connect(os.environ["SHOP_DSN"]) as connection:
+        await connection.execute(INSERT, [number, total])
+        await outbox.asend(
+            connection,
+            "billing",
+            {"order": number, "total": total},
+            key=number,  # what is sent of this order stays in order
+            message_type="OrderPlaced",
+        )
+
+
+async def main(orders: list[str]) -> None:
+    """Place them all at the same time."""
+    async with await psycopg.AsyncConnection.connect(os.environ["SHOP_DSN"]) as connection:
+        await connection.execute(TABLE)
+    async with asyncio.TaskGroup() as tasks:
+        for order in orders:
+            number, _, total = order.partition("=")
+            tasks.create_task(place(number, int(total)))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1:]))

@@ -1,0 +1,57 @@
+"""docs/first-hour.md leads from a clone to an order that was sent, received, failed and done."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.pages import blocks, clone, page
+from tests.programs import run
+
+PAGE = page("first-hour.md")
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """Not pytest's: its name is too long for a server's socket."""
+    folder = Path(tempfile.mkdtemp(prefix="saf-hour-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_every_command_of_the_first_hour_works_in_an_empty_environment(short_path: Path) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("no curl here")
+    script = "".join(blocks(PAGE, "shell")).replace("8000", str(free_port()))
+    here = clone(short_path / "saf", Path(sys.prefix))
+    done = run(
+        ["bash", "-euo", "pipefail", "-c", f"trap 'kill $(jobs -p) || true' EXIT\n{script}"],
+        env={"HOME": str(short_path), "VIRTUAL_ENV_DISABLE_PROMPT": "1"},
+        cwd=here,
+        timeout=280,
+    )
+    said = done.stdout
+    assert done.returncode == 0, said + done.stderr
+    assert said.count("pending") >= 2
+    assert "is there already" in said  # the order that was posted twice
+    assert "(store: 2)" in said
+    assert "pays_us" in said  # why A-2 was put back
+    assert "1 lane to be tried" in said
+    after = said.rpartition("to be tried")[2]
+    assert [line for line in after.splitlines() if "A-" in line] == [
+        " A-1    |    90",
+        " A-2    |    -5",
+    ]

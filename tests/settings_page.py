@@ -1,0 +1,248 @@
+"""docs/reference/settings.md: every table and key of saf.toml, from the models that read it.
+
+python -m tests.settings_page     # writes the page
+"""
+
+from __future__ import annotations
+
+import datetime
+import tomllib
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from uuid import UUID
+
+import annotated_types
+import pydantic
+from pydantic import AfterValidator, BaseModel
+from pydantic_core import PydanticUndefined
+
+from saf.config import Settings, Waits
+from saf.database import Dsn
+from saf.database.bounds import Bounds
+from saf.destinations.kinds import DEFAULT, OURS, settings_of
+from tests.docstrings import attribute_docstrings, markdown, one_line
+
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "settings.md"
+
+HEAD = """# saf.toml
+
+Every table and key of saf.toml. This page is for those who write one and look something up;
+`python -m tests.settings_page` writes it from the models that read the file.
+
+- Unknown tables and keys are refused; the error names the nearest known one.
+- `${NAME}` is replaced by the environment variable `NAME`, so that secrets stay out of the file.
+  In the middle of a dsn, it is the value of one parameter and is taken as it is.
+- An environment variable overrides a single setting: `SAF_FORWARDER__CHUNK_ROWS=10000` is
+  `chunk_rows` of `[forwarder]`.
+- A `dsn` is `postgresql://user@host:5432/database` or `host=… dbname=…`, with libpq's parameters.
+"""
+
+EXAMPLE = """\
+[bounds]
+network_seconds = 30.0
+lock_seconds = 10.0
+statement_seconds = 60.0
+chunk_seconds = 300.0
+long_seconds = 3600.0
+
+[brokers.shop]
+dsn = "postgresql://saf:${SHOP_PASSWORD}@db1.example.com/shop?sslmode=verify-full"
+max_connections = 10
+
+[fleets.tenants]
+dsn = "postgresql://saf:${TENANTS_PASSWORD}@db2.example.com/postgres"
+databases = "tenant_*"
+refresh_seconds = 60.0
+max_connections = 4
+
+[fleets.regions]
+dsn = "${REGIONS_DSN}"
+query = "SELECT name, dsn FROM region"
+
+[destinations.mom]
+kind = "postgresql"
+dsn = "${MOM_DSN}"
+quality = "exactly_once"
+max_connections = 50
+
+[destinations.lake]
+kind = "jsonl"
+folder = "/srv/lake"
+quality = "at_least_once"
+max_connections = 4
+max_line_bytes = 1048576
+lock_seconds = 30.0
+
+[[routes]]
+service = "billing"
+broker = "6f1e7f3c-3a58-4a7e-9a52-3f1f0a4a9a11"
+destination = "mom"
+quality = "at_least_once"
+expires_at = 2031-01-01T00:00:00Z
+comment = "until the move"
+
+[topics.prices]
+comment = "for everybody"
+
+[routers.departures]
+kind = "sql"
+expression = "json:origin"
+once_per = "message"
+mode = "redirect"
+comment = "to its airport"
+
+[forwarder]
+default_destination = "mom"
+chunk_rows = 50000
+chunk_bytes = 33554432
+max_bytes = 67108864
+lease_seconds = 30.0
+interval_seconds = 1.0
+turn_seconds = 2.0
+max_connections = 10
+max_sessions = 200
+attempts = 3
+master = "local[*]"
+tasks = 8
+spark = {"spark.driver.memory" = "2g"}
+
+[purge]
+retention_seconds = 604800.0
+rotate_after_seconds = 86400.0
+archive = "/srv/saf-archive"
+"""
+"""A file with every key; a test loads it, and looks that none is missing."""
+
+NAMES = {
+    str: "text",
+    int: "whole number",
+    float: "number",
+    bool: "true or false",
+    Path: "path",
+    UUID: "UUID",
+    Dsn: "dsn",
+    datetime.datetime: "time",
+    pydantic.AwareDatetime: "time with its zone",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table of saf.toml, and the model that reads it."""
+
+    name: str
+    """Of the field of `Settings`."""
+    header: str
+    """As the file has it."""
+    model: type[BaseModel]
+    title: str
+
+
+def tables() -> Iterator[Table]:
+    """All of them, in the order of their models."""
+    for name, field in Settings.model_fields.items():
+        origin, arguments = get_origin(field.annotation), get_args(field.annotation)
+        if name == "destinations":
+            for kind in OURS:
+                model = settings_of(kind)
+                title = f"[destinations.NAME], kind {kind!r}"
+                title += ", the default" if kind == DEFAULT else ""
+                yield Table(name=name, header="[destinations.NAME]", model=model, title=title)
+        elif origin is dict:
+            header = f"[{name}.NAME]"
+            yield Table(name=name, header=header, model=arguments[1], title=header)
+        elif origin is tuple:
+            header = f"[[{name}]]"
+            yield Table(name=name, header=header, model=arguments[0], title=header)
+        else:
+            assert isinstance(field.annotation, type)
+            yield Table(name=name, header=f"[{name}]", model=field.annotation, title=f"[{name}]")
+
+
+def descriptions(model: type[BaseModel]) -> dict[str, str]:
+    """What each key means. Of the bounds, the class that holds them says it."""
+    return attribute_docstrings(Bounds if model is Waits else model)
+
+
+def page() -> str:
+    """The page."""
+    written = [HEAD]
+    for table in tables():
+        written.append(f"## {table.title}\n\n{markdown(table.model.__doc__ or '')}\n")
+        meaning = descriptions(table.model)
+        rows = ["| key | takes | default | |", "| --- | --- | --- | --- |"]
+        for key, field in table.model.model_fields.items():
+            takes = kind_of(field.annotation, field.metadata)
+            rows.append(f"| `{key}` | {takes} | {_default(field)} | {one_line(meaning[key])} |")
+        written.append("\n".join(rows) + "\n")
+    written.append(
+        "## A file with everything\n\nNobody needs all of it: a source, a destination and "
+        f"`default_destination` are a whole file.\n\n```toml\n{EXAMPLE}```\n"
+    )
+    return "\n".join(written)
+
+
+def kind_of(annotation: Any, metadata: Any = ()) -> str:
+    """What a key takes, in words."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return kind_of(arguments[0], (*arguments[1:], *metadata))
+    if origin in (Union, types.UnionType):
+        (one,) = (other for other in arguments if other is not type(None))
+        return kind_of(one, metadata)
+    if origin is Literal:
+        return " or ".join(f'`"{one}"`' for one in arguments)
+    if origin is dict:
+        return "table of texts"
+    return " ".join([NAMES[annotation], *filter(None, map(_limit, metadata))])
+
+
+def _limit(rule: object) -> str:
+    if isinstance(rule, AfterValidator):
+        return (
+            getattr(rule.func, "__doc__", None) or "" if rule.func.__module__ != "pathlib" else ""
+        )
+    if isinstance(rule, annotated_types.Ge):
+        return f"from {rule.ge:,}"
+    if isinstance(rule, annotated_types.Gt):
+        return f"above {rule.gt:,}"
+    if isinstance(rule, annotated_types.Le):
+        return f"to {rule.le:,.0f}"
+    return ""
+
+
+def _default(field: Any) -> str:
+    if field.is_required():
+        return "required"
+    value = field.default if field.default is not PydanticUndefined else None
+    if value is None:
+        return ""
+    return f'`"{value}"`' if isinstance(value, str) else f"`{value:,}`".replace(",", "_")
+
+
+def missing() -> Iterator[str]:
+    """The keys that the example lacks."""
+    example = tomllib.loads(EXAMPLE)
+    for table in tables():
+        there = example[table.name]
+        if table.header.startswith("[["):
+            found = there
+        else:
+            found = list(there.values()) if table.header.endswith(".NAME]") else [there]
+        if table.name == "destinations":
+            kind = table.model.model_fields["kind"].default
+            found = [one for one in found if one["kind"] == kind]
+        keys = {key for one in found for key in one}
+        yield from (f"{table.title}: {key}" for key in table.model.model_fields if key not in keys)
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()
