@@ -65,8 +65,6 @@ class Chunk:
     batch: Batch
     """The open batch, to which the shards belong."""
     rows: pa.Table
-    number: int
-    """When the batch of the last row was opened."""
     prefix: str = ""
     """The prefix of its marks' names, because each quality of service has marks of its own."""
     known: Mapping[Place, Mark] = field(default_factory=dict)

@@ -115,7 +115,7 @@ def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
     moved = {}
     for place, row in zip(places, rows.select(["id", *parked]).take(last).to_pylist(), strict=True):
         mark = Mark(
-            batch=row.get("batch", chunk.number),
+            batch=row.get("batch", chunk.batch.number),
             position=row["id"],
             opened_at=row.get("opened_at", chunk.batch.opened_at),
             acknowledged=answered,

@@ -25,7 +25,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import sql
 
-from saf.engine.chunks import mark
 from saf.engine.destination_sessions import nowhere
 from saf.engine.finding_routes import FindingRoutes
 from saf.engine.held_lanes import HeldLanes
@@ -112,6 +111,7 @@ class Releasing:
         while dead == expired.AT_ONCE:
             dead = self.source_session(bury)
             self.receipts.of(None).dead += dead
+        fail_point("unrouted_expired")
 
     def _release(self, destination: str, lanes: Sequence[Lane]) -> None:
         """Deliver what some lanes of a destination hold of these shards."""
@@ -174,7 +174,7 @@ class Releasing:
             elif destination in set_aside.down:
                 set_aside.wait(part)
             else:
-                self.storing.store(part, mark(part.rows), set_aside)
+                self.storing.store(part, set_aside)
         if destination in set_aside.down:
             for part in once:
                 set_aside.wait(part)

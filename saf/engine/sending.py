@@ -43,11 +43,10 @@ class Sending:
         Raises:
             SafError: the only destination is down, so parking would gain nothing.
         """
-        number = self.work.batch.number
         once = [part for part in parts if part.quality == AT_MOST_ONCE]
         for part in parts:
             if part.quality != AT_MOST_ONCE and not self._waits(part, set_aside):
-                self.storing.store(part, (number, position), set_aside)
+                self.storing.store(part, set_aside)
         once = [self.earlier.unattempted(part, set_aside) for part in once]
         once = [part for part in once if not self._waits(part, set_aside)]
         if once:

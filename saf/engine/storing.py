@@ -15,7 +15,6 @@ import pyarrow.compute as pc
 from saf.database.retry import while_unavailable
 from saf.destinations import Chunk
 from saf.destinations.places import beyond
-from saf.engine.chunks import mark
 from saf.engine.destination_sessions import DestinationSessions, obstacle, prefix
 from saf.engine.held_lanes import HeldLanes
 from saf.engine.parts import Part, unroutable
@@ -67,17 +66,14 @@ class Storing:
     to_repair: SafError | None = None
     """The error of a destination that nothing can be stored at before a person has repaired it."""
 
-    def store(self, part: Part, end: tuple[int, int], set_aside: SetAside) -> None:
-        """Store a part, which completes its lane up to (batch, position) ``end``.
-
-        Messages that cannot be stored are in ``set_aside``.
-        """
+    def store(self, part: Part, set_aside: SetAside) -> None:
+        """Store a part; messages that cannot be stored are in ``set_aside``."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         name = part.destination
         part = self._bury_too_large(part, set_aside)
         set_aside.write_ahead(self.source_session)
         behind = self.lanes.services(name) if part.main else frozenset()
-        chunk = replace(self._chunk(part, end), behind=behind)
+        chunk = replace(self._chunk(part), behind=behind)
         try:
             stored = while_unavailable(
                 self.rules.attempts, lambda: self.destinations.store(part, chunk)
@@ -92,16 +88,16 @@ class Storing:
             if part.main:
                 self.lanes.hold(Lane(destination=name), str(error))
         except AnotherBroker as error:
-            self._store_own(part, end, set_aside, error)
+            self._store_own(part, set_aside, error)
         except UnknownService as error:
-            self._store_known(part, end, set_aside, error)
+            self._store_known(part, set_aside, error)
         except Fenced as error:
             # if the source knows of a newer owner too, this raises Fenced; otherwise the
             # destination is ahead
             self.source_session(lambda source: lock_cursors(source, self.work.batch))
             raise Ahead(f"destination {name!r}", error.shards) from None
         except Rejected as error:
-            self._store_halves(part, end, set_aside, error)
+            self._store_halves(part, set_aside, error)
         else:
             self.receipts.of(name).messages += stored.messages
             self.receipts.of(name).dropped += stored.dropped
@@ -117,7 +113,7 @@ class Storing:
         part = self._bury_too_large(part, set_aside)
         if not part.rows.num_rows:
             return
-        chunk = self._chunk(part, mark(part.rows, self.work.batch.number))
+        chunk = self._chunk(part)
         try:
             stored = self.destinations.store(part, chunk)
         except AnotherBroker as error:
@@ -137,11 +133,10 @@ class Storing:
 
         Raises what storing raises; storing says so in the receipt.
         """
-        number = mark(part.rows, self.work.batch.number)
-        chunk = self._chunk(part, number)
+        chunk = self._chunk(part)
         marks = while_unavailable(self.rules.attempts, lambda: self.destinations.marks(part, chunk))
         stored = {place: one.number for place, one in marks.items()}
-        return beyond(part.rows, chunk.number, stored, prefix(part))
+        return beyond(part.rows, chunk.batch.number, stored, prefix(part))
 
     def _bury_too_large(self, part: Part, set_aside: SetAside) -> Part:
         """A part without messages too large for its destination, which become dead letters."""
@@ -157,30 +152,26 @@ class Storing:
         set_aside.bury(rows, part.destination, "rejected", str(error))
         return replace(part, rows=part.rows.filter(fits))
 
-    def _store_halves(
-        self, part: Part, end: tuple[int, int], set_aside: SetAside, error: Rejected
-    ) -> None:
+    def _store_halves(self, part: Part, set_aside: SetAside, error: Rejected) -> None:
         """Store what can be stored of a part in which the destination rejects something."""
         if part.rows.num_rows == 1:
             set_aside.bury(part.rows, part.destination or "", "rejected", str(error))
             return
         half = part.rows.num_rows // 2
         first = replace(part, rows=part.rows.slice(0, half))
-        self.store(first, mark(first.rows, end[0]), set_aside)
+        self.store(first, set_aside)
         second = replace(part, rows=part.rows.slice(half))
         if part.destination in set_aside.down:
             set_aside.wait(second)
         else:
-            self.store(second, end, set_aside)
+            self.store(second, set_aside)
 
-    def _store_own(
-        self, part: Part, end: tuple[int, int], set_aside: SetAside, error: AnotherBroker
-    ) -> None:
+    def _store_own(self, part: Part, set_aside: SetAside, error: AnotherBroker) -> None:
         """Store the rest of a part with messages for other brokers: these wait for a route."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         mine, others = _told_apart(error)
         self._let_wait(others, set_aside, error)
-        self._store_rest(part, mine, end, set_aside, error.rows)
+        self._store_rest(part, mine, set_aside, error.rows)
 
     def _let_wait(self, rows: pa.Table, set_aside: SetAside, error: AnotherBroker) -> None:
         """Let messages wait for a route, as messages without a route do."""
@@ -190,9 +181,7 @@ class Storing:
             self.lanes.hold(lane, str(error))
         set_aside.move(waiting)
 
-    def _store_known(
-        self, part: Part, end: tuple[int, int], set_aside: SetAside, error: UnknownService
-    ) -> None:
+    def _store_known(self, part: Part, set_aside: SetAside, error: UnknownService) -> None:
         """Store the rest of a part with services that the destination does not know.
 
         Messages for these services wait in lanes of the services, so that the rest need not wait.
@@ -223,23 +212,20 @@ class Storing:
             set_aside.wait(staying)
         if going.rows.num_rows:
             set_aside.move(going)
-        self._store_rest(part, error.rows.filter(pc.invert(unknown)), end, set_aside, error.rows)
+        self._store_rest(part, error.rows.filter(pc.invert(unknown)), set_aside, error.rows)
 
-    def _store_rest(
-        self, part: Part, rest: pa.Table, end: tuple[int, int], set_aside: SetAside, fresh: pa.Table
-    ) -> None:
+    def _store_rest(self, part: Part, rest: pa.Table, set_aside: SetAside, fresh: pa.Table) -> None:
         """Store those of the ``fresh`` rows of a part that a destination has not refused."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         self.receipts.of(part.destination).dropped += part.rows.num_rows - fresh.num_rows
         if rest.num_rows:
-            self.store(replace(part, rows=rest), end, set_aside)
+            self.store(replace(part, rows=rest), set_aside)
 
-    def _chunk(self, part: Part, end: tuple[int, int]) -> Chunk:
+    def _chunk(self, part: Part) -> Chunk:
         return Chunk(
             source=self.work.source,
             batch=self.work.batch,
             rows=part.rows,
-            number=end[0],
         )
 
 

@@ -109,7 +109,7 @@ class Forwarder:
             epochs=tuple((shard, self.epoch) for shard in range(SHARDS)),
         )
         return Chunk(
-            source=self.source, batch=batch, rows=table, number=self.number,
+            source=self.source, batch=batch, rows=table,
             **{"known": dict(self.known), **fields},
         )  # fmt: skip
 

@@ -277,7 +277,13 @@ def test_a_zombie_leads_nothing_to_a_route_that_has_come(
     parked = "SELECT parked_id, destination, kind FROM saf.parked"
     before = fetch(source, parked)
     with cycle() as zombie, cycle() as owner:
-        taken_over(app, zombie, owner)
+        zombie.open()
+
+        def take_over() -> None:
+            outlive_lease(app)
+            owner.broker.tend()
+
+        arm("unrouted_expired", take_over)
         assert errors(zombie.deliver()) == {"Fenced"}
         assert fetch(source, parked) == before
         owner.run()

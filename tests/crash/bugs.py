@@ -37,9 +37,10 @@ def watermark_moved_and_a_row_not_stored(patch: pytest.MonkeyPatch) -> None:
 def marked_before_sent(patch: pytest.MonkeyPatch) -> None:
     store = Storing.store
 
-    def early(self: Storing, part: Any, mark: tuple[int, int], aside: SetAside) -> None:
-        self.source_session(lambda source: cursor.advance(source, self.work.batch, mark[1]))
-        store(self, part, mark, aside)
+    def early(self: Storing, part: Any, aside: SetAside) -> None:
+        last = part.rows["id"][-1].as_py()
+        self.source_session(lambda source: cursor.advance(source, self.work.batch, last))
+        store(self, part, aside)
 
     patch.setattr(Storing, "store", early)
 
@@ -88,8 +89,8 @@ def read_in_no_order(patch: pytest.MonkeyPatch) -> None:
 def moved_past_a_chunk_that_failed(patch: pytest.MonkeyPatch) -> None:
     store = Storing.store
 
-    def carefree(self: Storing, part: Any, mark: tuple[int, int], _: SetAside) -> None:
-        store(self, part, mark, SetAside(work=self.work))
+    def carefree(self: Storing, part: Any, _: SetAside) -> None:
+        store(self, part, SetAside(work=self.work))
 
     patch.setattr(Storing, "store", carefree)
 
@@ -111,13 +112,8 @@ def neighbours_rejected_too(patch: pytest.MonkeyPatch) -> None:
     store = PostgresInbox.store
     bury = SetAside.bury
 
-    def all_or_nothing(self: Storing, part: Any, _: tuple[int, int], aside: SetAside) -> None:
-        chunk = Chunk(
-            source=self.work.source,
-            batch=self.work.batch,
-            rows=part.rows,
-            number=_[0],
-        )
+    def all_or_nothing(self: Storing, part: Any, aside: SetAside) -> None:
+        chunk = Chunk(source=self.work.source, batch=self.work.batch, rows=part.rows)
         try:
             store(self.destinations.connected(part.destination), chunk, exactly_once=True)  # type: ignore[arg-type]
         except Rejected as error:

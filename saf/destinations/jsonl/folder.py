@@ -87,7 +87,7 @@ class Folder:
             rows = chunk.rows
             if exactly_once:
                 stored = {place: mark.number for place, mark in marks.items()}
-                rows = beyond(rows, chunk.number, stored, chunk.prefix)
+                rows = beyond(rows, chunk.batch.number, stored, chunk.prefix)
             wrong = not_for(self.what, identity, rows, chunk.behind)
             moved = {} if wrong else last_of(chunk, marks)
             mine = dict(chunk.batch.epochs)

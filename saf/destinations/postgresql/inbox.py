@@ -131,7 +131,7 @@ class PostgresInbox:
             rows = chunk.rows
             if exactly_once:
                 stored = {place: mark.number for place, mark in marks.items()}
-                rows = beyond(rows, chunk.number, stored, chunk.prefix)
+                rows = beyond(rows, chunk.batch.number, stored, chunk.prefix)
             others = for_others(rows, self.identity())
             unknown = [] if others else self._unknown(cursor, rows, chunk.behind)
             # the caller sets these messages aside now: no owner before may store them any more

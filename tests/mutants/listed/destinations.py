@@ -64,7 +64,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is stored is stored again",
         INBOX,
-        "rows = beyond(rows, chunk.number, stored, chunk.prefix)",
+        "rows = beyond(rows, chunk.batch.number, stored, chunk.prefix)",
         "rows = chunk.rows",
         "contract/test_5_fenced.py::"
         "test_a_zombie_that_is_first_at_the_destination_still_duplicates_nothing",

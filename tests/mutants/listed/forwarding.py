@@ -178,22 +178,14 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the second half of what was rejected in part is not stored",
         STORING,
-        "            self.store(second, end, set_aside)\n",
+        "            self.store(second, set_aside)\n",
         "            pass\n",
-        REJECTED,
-    ),
-    mutant(
-        "the first half takes the watermark of the whole",
-        STORING,
-        "self.store(first, mark(first.rows, end[0]), set_aside)",
-        "self.store(first, end, set_aside)",
         REJECTED,
     ),
     mutant(
         "neighbours of an unknown service wait with it",
         STORING,
-        "        if rest.num_rows:\n"
-        "            self.store(replace(part, rows=rest), end, set_aside)\n",
+        "        if rest.num_rows:\n            self.store(replace(part, rows=rest), set_aside)\n",
         "",
         UNKNOWN,
     ),
