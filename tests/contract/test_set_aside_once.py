@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import psycopg
 import pytest
 
 from saf.database import Dsn, fetch
+from saf.engine.finding_routes import FindingRoutes
 from saf.engine.source_session import SourceSession
 from saf.engine.work import Receipt
 from saf.failpoints import arm
@@ -237,6 +239,10 @@ def test_what_had_not_expired_when_its_batch_was_opened_is_delivered_however_lat
 def taken_over(app: Dsn, zombie: Cycle, owner: Cycle) -> None:
     """The zombie has its work in hand, and its lease is over."""
     zombie.open()
+    take_over(app, owner)
+
+
+def take_over(app: Dsn, owner: Cycle) -> None:
     outlive_lease(app)
     owner.broker.tend()
 
@@ -258,8 +264,13 @@ def test_a_zombie_takes_nothing_out_of_a_lane(
     assert count(app, "parked") == 0
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["before it looks", "after it has looked"])
 def test_a_zombie_leads_nothing_to_a_route_that_has_come(
-    app: Dsn, mom: Dsn, source: psycopg.Connection[Any]
+    app: Dsn,
+    mom: Dsn,
+    source: psycopg.Connection[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    late: bool,
 ) -> None:
     route(source, "billing", "mom")
     send_to(source, "shipping", "s")
@@ -276,9 +287,20 @@ def test_a_zombie_leads_nothing_to_a_route_that_has_come(
     let_time_pass(app)
     parked = "SELECT parked_id, destination, kind FROM saf.parked"
     before = fetch(source, parked)
+    find = FindingRoutes.find
+
+    def taken_over_meanwhile(self: FindingRoutes, lanes: Sequence[Lane]) -> set[Lane]:
+        take_over(app, owner)
+        return find(self, lanes)
+
     with cycle() as zombie, cycle() as owner:
-        taken_over(app, zombie, owner)
-        assert errors(zombie.deliver()) == {"Fenced"}
+        zombie.open()
+        with monkeypatch.context() as patch:
+            if late:
+                patch.setattr(FindingRoutes, "find", taken_over_meanwhile)
+            else:
+                take_over(app, owner)
+            assert errors(zombie.deliver()) == {"Fenced"}
         assert fetch(source, parked) == before
         owner.run()
     assert bodies(mom) == ["s"]
