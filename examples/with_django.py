@@ -5,8 +5,7 @@
     python with_django.py migrate_orders
     python with_django.py place A-1 90
 
-In an application of yours, only `place` matters: `transaction.atomic()` is the transaction, and
-Django's connection holds psycopg's.
+In an application of yours, only `place` matters: `transaction.atomic()` is the transaction.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def place(number: str, total: int) -> None:
     with transaction.atomic():
         Order.objects.create(number=number, total=total)
         body = {"order": number, "total": total}
-        outbox.send(connection.connection, "billing", body, key=number, message_type="OrderPlaced")
+        outbox.send(connection, "billing", body, key=number, message_type="OrderPlaced")
 
 
 if __name__ == "__main__":

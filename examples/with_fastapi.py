@@ -55,8 +55,8 @@ async def place(order: Order) -> Order:
         # one transaction: whoever gets a 201 knows that the message is committed too
         async with sessions.begin() as session:
             await session.execute(INSERT, order.model_dump())
-            await session.run_sync(
-                outbox.send,
+            await outbox.asend(
+                session,
                 "billing",
                 {"order": order.number, "total": order.total},
                 key=order.number,
