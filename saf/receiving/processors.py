@@ -219,6 +219,7 @@ class Processors(Loop):
         if self._membership is None:
             subscription_id = receiver.reader.subscription_id
             self._membership = Membership(self.engine, subscription_id, self.lease_seconds)
+            self._membership.enter(self._stopping.using)
             self._look_at = 0.0
         member = self._membership.member
         receiver.reader = replace(receiver.reader, owner=member.member_id)

@@ -89,9 +89,8 @@ class Suspect:
     attempts: int = 1
 
 
-# Only of shards that this reader may claim. What waits for a handler is seldom there, and is looked
-# for by itself: by the index, once for each type and not once for each shard.
-TROUBLED = f"""
+def _troubled(handled: str) -> str:
+    return f"""
 SELECT EXISTS (SELECT FROM {NEWEST} AS c
                WHERE owner IS NOT DISTINCT FROM %(owner)s
                  AND (allowance IS NOT NULL OR EXISTS (
@@ -99,23 +98,34 @@ SELECT EXISTS (SELECT FROM {NEWEST} AS c
                      WHERE b.subscription_id = c.subscription_id AND b.shard = c.shard
                        AND b.next_attempt_at <= now())))
     OR EXISTS (SELECT FROM saf.backoff b JOIN {NEWEST} AS c USING (subscription_id, shard)
-               WHERE {{handled}} AND owner IS NOT DISTINCT FROM %(owner)s)
+               WHERE {handled} AND owner IS NOT DISTINCT FROM %(owner)s)
 """
 
-# At random among the oldest, so that receivers seldom choose the same lane
-CHOOSE = f"""
+
+def _choose(handled: str) -> str:
+    return f"""
 SELECT shard, subject FROM (
     (SELECT shard, subject FROM saf.backoff JOIN {NEWEST} AS c USING (subscription_id, shard)
      WHERE next_attempt_at <= now() AND owner IS NOT DISTINCT FROM %(owner)s
      ORDER BY next_attempt_at LIMIT 100)
     UNION ALL
     (SELECT shard, subject FROM saf.backoff b JOIN {NEWEST} AS c USING (subscription_id, shard)
-     WHERE {{handled}} AND owner IS NOT DISTINCT FROM %(owner)s LIMIT 100)
+     WHERE {handled} AND owner IS NOT DISTINCT FROM %(owner)s LIMIT 100)
     UNION ALL
     SELECT shard, NULL FROM {NEWEST} AS c
     WHERE allowance IS NOT NULL AND owner IS NOT DISTINCT FROM %(owner)s
 ) AS suspect ORDER BY random() LIMIT 1
 """
+
+
+# Only of shards that this reader may claim. What waits for a handler is seldom there, and is looked
+# for by itself: by the index, once for each type and not once for each shard.
+TROUBLED = _troubled(OF_ANY_TYPE)
+TROUBLED_BY_TYPE = _troubled(OF_TYPES)
+
+# At random among the oldest, so that receivers seldom choose the same lane
+CHOOSE = _choose(OF_ANY_TYPE)
+CHOOSE_BY_TYPE = _choose(OF_TYPES)
 
 THIS_LANE = f"""
 subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.KEY}'
@@ -193,22 +203,21 @@ class Waiting:
 
 def troubled(connection: psycopg.Connection[Any], reader: Reader) -> bool:
     """Whether there may be anything to try alone now."""
-    ((there,),) = fetch(connection, *_asked(TROUBLED, reader))
+    statement = TROUBLED if reader.types is None else TROUBLED_BY_TYPE
+    ((there,),) = fetch(connection, statement, _of(reader))
     return bool(there)
 
 
 def choose(connection: psycopg.Connection[Any], reader: Reader) -> Suspect | None:
     """Choose something that is due to be tried alone, if there is any. Locks nothing."""
-    found = fetch(connection, *_asked(CHOOSE, reader))
+    statement = CHOOSE if reader.types is None else CHOOSE_BY_TYPE
+    found = fetch(connection, statement, _of(reader))
     return Suspect(shard=found[0][0], lane=found[0][1]) if found else None
 
 
-def _asked(statement: str, reader: Reader) -> tuple[str, dict[str, Any]]:
-    """A statement and its parameters, for the lanes that the reader has a handler for."""
-    params: dict[str, Any] = {"subscription_id": reader.subscription_id, "owner": reader.owner}
-    if reader.types is None:
-        return statement.format(handled=OF_ANY_TYPE), params
-    return statement.format(handled=OF_TYPES), params | {"moments": moments(reader.types)}
+def _of(reader: Reader) -> dict[str, Any]:
+    of_types = {} if reader.types is None else {"moments": moments(reader.types)}
+    return {"subscription_id": reader.subscription_id, "owner": reader.owner, **of_types}
 
 
 def attempts(

@@ -54,7 +54,7 @@ class Stopping:
 
     @contextmanager
     def using(self, connection: psycopg.Connection[Any]) -> Iterator[None]:
-        """Note that a thread works on this connection meanwhile."""
+        """Note that this connection is used meanwhile: it is cut if that takes too long."""
         self._open.add(connection)
         try:
             yield

@@ -283,6 +283,43 @@ def test_a_worker_in_a_thread_that_is_not_done_in_time_can_commit_nothing_more(i
     assert effects(inbox) == []
 
 
+def test_processors_that_are_not_done_in_time_leave_their_shards_to_others(inbox: Dsn) -> None:
+    put(inbox, "1", key="k")
+    at_it, go_on = threading.Event(), threading.Event()
+
+    class Slow(saf.Processor):
+        @saf.handles()
+        def any(self, message: saf.Received, connection: psycopg.Connection[Any]) -> None:
+            effect(connection, message)
+            at_it.set()
+            go_on.wait(60)
+
+    class Fast(saf.Processor):
+        @saf.handles()
+        def any(self, message: saf.Received, connection: psycopg.Connection[Any]) -> None:
+            effect(connection, message)
+
+    slow = saf.Processors(inbox, SUBSCRIPTION, Slow, stop_timeout=0.1)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            slow.run()
+        except StopTimeout as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert at_it.wait(60)
+    slow.stop()
+    thread.join(60)
+    assert len(errors) == 1
+    fast = saf.Processors(inbox, SUBSCRIPTION, Fast)
+    until(lambda: fast.drain() or effects(inbox) == ["1"])
+    go_on.set()
+    assert effects(inbox) == ["1"]
+
+
 def _in_hand(inbox: Dsn) -> bool:
     """Whether any receiver has a transaction open."""
     with connect(inbox) as connection:

@@ -14,7 +14,6 @@ from uuid import uuid4
 import pytest
 
 import saf as library
-from saf import Outbox
 from saf.broker.services import create_service, create_subscription, remove_subscription
 from saf.database import Dsn
 from saf.dialogs.conversations import clean_up
@@ -24,6 +23,7 @@ from saf.routing.routers import add_router
 from saf.routing.routes import add_route
 from saf.setaside import dead
 from saf.setaside.dropped import Reason
+from tests import expiring
 from tests.destinations import NOWHERE
 from tests.dialogs import SHOP, WAREHOUSE, begin, prepare, put, receive
 from tests.dying import Crash, crash
@@ -57,7 +57,7 @@ def forward(app: Dsn, mom: Dsn) -> None:
 
 def send_all(app: Dsn, mom: Dsn) -> None:
     """A message for each end that is reached at the source."""
-    add = Outbox().send
+    add = expiring.send
     with connect(mom) as store, connect(app) as connection:
         for service in ("billing", "once"):
             create_service(store, service)
