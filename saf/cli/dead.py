@@ -14,6 +14,7 @@ import typer
 from saf.cli.brokers import AsJson, Config, DryRun, Name, Round, Why, chosen, moment
 from saf.cli.console import echo, write
 from saf.cli.listing import Listing
+from saf.cli.wording import at, counted
 from saf.config import load
 from saf.errors import UsageError
 from saf.operating import decide
@@ -73,8 +74,8 @@ def audit_(
         for name, some in found.items():
             for one in some:
                 echo(
-                    f"{name}: {one.audit_at:%Y-%m-%d %H:%M} {one.who}, {one.action} of "
-                    f"{one.messages:,} messages: {one.why}"
+                    f"{name}: {at(one.audit_at)} {one.who}, {one.action} of "
+                    f"{counted(one.messages, 'message')}: {one.why}"
                 )
     round_.finish(say=not as_json)
 
@@ -193,7 +194,7 @@ def _show(round_: Round, found: dict[str, list[DeadLetter]], *, as_json: bool) -
         for name, some in found.items():
             for one in some:
                 listing.add(
-                    name, str(one.dead_letter_id), f"{one.dead_letter_at:%Y-%m-%d %H:%M}",
+                    name, str(one.dead_letter_id), at(one.dead_letter_at),
                     one.subscription, one.reason, one.service, one.key or "", f"{one.bytes:,}",
                     below=one.error,
                 )  # fmt: skip

@@ -10,6 +10,7 @@ import typer
 
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.cli.console import echo
+from saf.cli.wording import at, counted
 from saf.config import load
 from saf.setaside.lane import Kind
 from saf.setaside.parking import Waiting, parked, retry_now
@@ -65,7 +66,7 @@ def retry_now_(
         echo(json.dumps({"lanes": due, "errors": round_.errors()}))
     else:
         for name, lanes in due.items():
-            echo(f"{name}: {lanes} lane{'s' * (lanes != 1)} to be tried by the next run")
+            echo(f"{name}: {counted(lanes, 'lane')} to be tried by the next run")
     round_.finish(say=not as_json)
 
 
@@ -73,15 +74,16 @@ def show(lanes: Mapping[str, Waiting]) -> None:
     """A line for each lane that is shown: errors are too long for a table."""
     for name, found in lanes.items():
         for lane in found.shown:
-            when = "now" if lane.due else f"{lane.next_attempt_at:%H:%M:%S}"
+            when = "now" if lane.due else at(lane.next_attempt_at)
             if lane.next_attempt_at.year == FOR_EVER:
                 when = "on an operator's word"
                 if lane.kind == Kind.AHEAD:
                     when = "when it has come"
             who = "" if lane.subscription == "forwarder" else f" by {lane.subscription}"
             echo(
-                f"{name}: {lane.messages:,} parked{who}, {lane.own}; {lane.attempts} attempts, "
+                f"{name}: {lane.messages:,} parked{who}, {lane.own}; "
+                f"{counted(lane.attempts, 'attempt')}, "
                 f"next {when}: {lane.error}"
             )
         if more := found.lanes - len(found.shown):
-            echo(f"{name}: and {more:,} more lanes; {found.messages:,} parked in all")
+            echo(f"{name}: {counted(more, 'lane')} more; {found.messages:,} parked in all")

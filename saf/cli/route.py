@@ -14,6 +14,7 @@ import typer
 
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen, moment
 from saf.cli.console import echo
+from saf.cli.wording import at
 from saf.config import Settings, did_you_mean, load
 from saf.destinations.identities import Identities
 from saf.destinations.settings import Quality
@@ -255,7 +256,7 @@ def _show(where: str, there: Configuration) -> None:
         if one.route.quality:
             said.append(one.route.quality)
         if one.expires_at:
-            said.append(f"until {one.expires_at:%Y-%m-%d %H:%M:%S%z}")
+            said.append(f"until {at(one.expires_at)}")
         comment = f": {one.comment}" if one.comment else ""
         echo(f"{where}: {', '.join(said)}; {state(one, there)} ({one.origin}){comment}")
 

@@ -12,6 +12,7 @@ import typer
 from saf.cli.brokers import AsJson, Config, Name, Round, Store, chosen, store
 from saf.cli.console import echo
 from saf.cli.route import show_explanation
+from saf.cli.wording import counted
 from saf.cli.worker import supervise
 from saf.config import load
 from saf.errors import ConfigurationError, UsageError
@@ -167,7 +168,7 @@ def serve(
         supervise([sys.executable, "-m", "saf", *again], processes)
         return
     count = serving.drain() if drain else serving.run()
-    echo(f"{where}: router {service!r} has sent on {count:,} messages")
+    echo(f"{where}: router {service!r} has sent on {counted(count, 'message')}")
 
 
 @app.command()

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from saf.cli.console import echo
+from saf.cli.wording import counted
 from saf.errors import UsageError
 from saf.receiving.loop import Loop
 from saf.signals import stop_on_signals
@@ -35,9 +36,9 @@ def command(
     """Handle messages until SIGTERM or Ctrl-C, which finish the deliveries in hand."""
     worker = find(which)
     if drain:
-        echo(f"handled {worker.drain():,} messages")
+        echo(f"handled {counted(worker.drain(), 'message')}")
     elif processes == 1:
-        echo(f"handled {worker.run():,} messages")
+        echo(f"handled {counted(worker.run(), 'message')}")
     else:
         supervise([sys.executable, "-m", "saf", "worker", which], processes)
 

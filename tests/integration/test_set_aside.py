@@ -54,7 +54,7 @@ def test_status_says_what_is_parked_why_and_when_it_is_tried_next(config: Path) 
     assert (lane["destination"], lane["attempts"], lane["messages"]) == ("other", 1, 3)
     assert "nonexistent" in lane["error"]
     said = saf("status", "--config", config).stdout
-    assert "shop: 3 parked, destination 'other'; 1 attempts, next " in said
+    assert "shop: 3 parked, destination 'other'; 1 attempt, next " in said
 
 
 @pytest.mark.usefixtures("aside")

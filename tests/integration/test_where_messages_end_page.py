@@ -185,7 +185,7 @@ def test_every_end_is_reached_and_the_pages_commands_show_it(
     for said in (
         "mom: 1 dropped by warehouse, repeat; the last at",
         "shop: 1 dropped by shop, outdated; the last at",
-        "discard of 1 messages: nobody asks",
+        "discard of 1 message: nobody asks",
         "service 'unheard' has no subscription",
     ):
         assert said in " ".join(done.stdout.split())
