@@ -1,9 +1,9 @@
 """Services, and the subscriptions that read their messages.
 
 A *service* is what messages are addressed to. It is created with a subscription of its own, of the
-same name; that is all an ordinary service needs. A topic-like one has more subscriptions, and each
-reads everything that is addressed to the service, with cursors, parked messages and dead letters
-of its own. A subscription of no service reads the whole inbox.
+same name, and an ordinary service needs no other. With more subscriptions, each reads everything
+that is addressed to the service, with cursors, parked messages and dead letters of its own. A
+subscription of no service reads the whole inbox.
 
 A broker without services stores messages for any. One that has some stores messages for these
 only: others are refused, and wait at their source, with that reason, until their service is
@@ -101,12 +101,12 @@ class Subscription:
     subscription_id: int
     name: str
     service: str | None
-    """Whose messages it reads; None for everybody's."""
+    """The service whose messages it reads; None if it reads all."""
     created_at: datetime
 
 
 def services(connection: psycopg.Connection[Any]) -> list[Service]:
-    """The services of a broker, by name."""
+    """Return the services of a broker, by name."""
     with psycopg.Cursor(connection, row_factory=class_row(Service)) as cursor:
         return cursor.execute(SERVICES).fetchall()
 
@@ -159,11 +159,11 @@ def create_service(
 def remove_service(
     connection: psycopg.Connection[Any], name: str, *, discard: bool = False
 ) -> None:
-    """Forget a service and its subscriptions; messages for it are not stored here any more.
+    """Remove a service and its subscriptions; this broker stores no messages for it any more.
 
     Raises:
         ConfigurationError: there is no such service.
-        UsageError: a subscription of it has messages left, and ``discard`` does not say so.
+        UsageError: one of its subscriptions has messages left, and ``discard`` is false.
     """
     with connection.transaction():
         for one in subscriptions(connection):
@@ -175,16 +175,16 @@ def remove_service(
 
 
 def subscriptions(connection: psycopg.Connection[Any]) -> list[Subscription]:
-    """The subscriptions of a broker's inbox, by name."""
+    """Return the subscriptions of a broker's inbox, by name."""
     with psycopg.Cursor(connection, row_factory=class_row(Subscription)) as cursor:
         return cursor.execute(LIST).fetchall()
 
 
 def subscription(connection: psycopg.Connection[Any], name: str) -> Subscription:
-    """The subscription of that name.
+    """Return the subscription of that name.
 
     Raises:
-        ConfigurationError: there is none; it names those there are.
+        ConfigurationError: there is none; the error names those that there are.
     """
     with psycopg.Cursor(connection, row_factory=class_row(Subscription)) as cursor:
         found = cursor.execute(NAMED, {"name": name}).fetchone()
@@ -201,10 +201,10 @@ def create_subscription(
     service: str | None,
     start: Start = "beginning",
 ) -> bool:
-    """Add a reader of what is addressed to a service, or of all; False if it is there already.
+    """Add a reader of what is addressed to a service, or to all; False if it is there already.
 
     Raises:
-        ConfigurationError: the service does not live here, or the name is another's.
+        ConfigurationError: the service does not live here, or another subscription has the name.
     """
     _check("subscription", name)
     with connection.transaction():
@@ -227,13 +227,13 @@ def create_subscription(
 def remove_subscription(
     connection: psycopg.Connection[Any], name: str, *, discard: bool = False
 ) -> None:
-    """Forget a reader, with what it has parked and its dead letters. Stop its receivers before.
+    """Remove a reader, with what it has parked and its dead letters. Stop its receivers before.
 
-    What is given up by that is noted in the audit.
+    The messages that are given up by that are noted in the audit.
 
     Raises:
         ConfigurationError: there is no such subscription.
-        UsageError: it has messages left, and ``discard`` does not say so.
+        UsageError: it has messages left, and ``discard`` is false.
     """
     with connection.transaction():
         found = subscription(connection, name)

@@ -40,11 +40,12 @@ def command(
         console = plain_console()
         bad = [finding for finding in found if finding.severity != "ok"]
         for one in bad:
-            console.print(
+            console.paragraph(
                 f"{one.severity}: {one.where}: {one.check}: {one.what}",
                 style=COLOURS[one.severity],
+                others="    ",
             )
-            console.print(f"  cure: {one.cure}")
+            console.paragraph(f"  cure: {one.cure}", others="    ")
         errors = sum(finding.severity == "error" for finding in bad)
         said = counted(errors, "error"), counted(len(bad) - errors, "warning")
         console.print(f"{counted(len(found), 'check')}: {', '.join(said)}")

@@ -91,7 +91,7 @@ def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
 
 
 def show(summary: Summary, *, as_json: bool) -> None:
-    """A summary on stdout, for people or as one line of JSON; problems also on stderr."""
+    """Print a summary on stdout, for people or as one line of JSON; problems also on stderr."""
     if as_json:
         echo(json.dumps(summary.as_dict()))
         return

@@ -22,7 +22,7 @@ app = typer.Typer(no_args_is_help=True, help="What is stored, and not handled ye
 
 
 class Switch(StrEnum):
-    """Two states."""
+    """Whether receivers are notified."""
 
     ON = "on"
     OFF = "off"
@@ -34,9 +34,9 @@ def notify(
     config: Config = None,
     broker: Store = None,
 ) -> None:
-    """Wake the receivers that listen when messages arrive, or no longer.
+    """Wake the receivers that listen when messages arrive (on), or let them poll (off).
 
-    Transactions that store messages then commit one after the other.
+    While it is on, transactions that store messages commit one after the other.
     """
     round_ = Round(stores(load(config), broker))
     for where in round_.visit(

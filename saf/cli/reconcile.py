@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from saf.cli.brokers import AsJson, Config, Name, Round, Since, Until, chosen, routes_of
-from saf.cli.console import echo
+from saf.cli.console import echo, paragraph
 from saf.cli.listing import Listing
 from saf.cli.wording import at, counted
 from saf.config import load
-from saf.repair.reconcile import Outcome, Range, reconcile
+from saf.repair.reconcile import Difference, Outcome, Range, reconcile
 
 DIFFERENT = 1
 
@@ -35,8 +35,8 @@ def command(
 ) -> None:
     """Compare what each source has completed with what its destinations hold. Reads only.
 
-    Safe while everything runs. Exit code 0: the same; 1: messages are lost, duplicated or
-    unexpected, and named.
+    It is safe while everything runs. Exit code 0: both sides hold the same; 1: messages are lost,
+    duplicated or unexpected, and named.
     """
     settings = load(config)
     round_ = Round(chosen(settings, broker))
@@ -108,19 +108,28 @@ def _show(known: Collection[Outcome]) -> None:
     if known:
         listing.show()
     for outcome in known:
-        echo(f"{outcome.broker}: compared {_range(outcome.range)}")
+        paragraph(f"{outcome.broker}: compared {_range(outcome.range)}")
         for name, why in outcome.unread.items():
-            echo(f"destination {name!r} is not compared: {why}")
+            paragraph(f"destination {name!r} is not compared: {why}")
         if count := outcome.counts.get("not_compared", 0):
             are = "is" if count == 1 else "are"
             echo(f"{counted(count, 'message')} {are} not compared, because they may be there")
-        for one in outcome.named:
-            where = f", stored at {', '.join(one.stored)}" if one.stored else ""
-            where += f", and not any more at {', '.join(one.lost_at)}" if one.lost_at else ""
-            echo(
-                f"{one.kind}: {one.message_id} for {one.service!r}, key {one.key!r}, "
-                f"shard {one.shard}, created {at(one.created_at)}{where}"
-            )
+        if outcome.named:
+            _differences(outcome.named).show()
+
+
+def _differences(named: Collection[Difference]) -> Listing:
+    listing = Listing(
+        *("difference", "message id", "service", "key", "shard", "created"), below="where"
+    )
+    for one in named:
+        stored = f"stored at {', '.join(one.stored)}" if one.stored else ""
+        lost = f"not any more at {', '.join(one.lost_at)}" if one.lost_at else ""
+        listing.add(
+            one.kind, str(one.message_id), one.service, one.key or "", str(one.shard),
+            at(one.created_at), below=", and ".join(filter(None, [stored, lost])),
+        )  # fmt: skip
+    return listing
 
 
 def _range(compared: Range) -> str:

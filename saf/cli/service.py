@@ -80,7 +80,7 @@ def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) 
 def remove(
     name: Service, config: Config = None, broker: Store = None, discard: Discard = False
 ) -> None:
-    """Forget a service and its subscriptions; new messages for it wait at their sources.
+    """Remove a service and its subscriptions; new messages for it wait at their sources.
 
     Without its last service, a broker stores messages for any again.
     """

@@ -252,11 +252,11 @@ class SourceBroker:
             with unavailable_if_lost(f"broker {self.name!r}"):
                 self._member.stop(self._connection)
 
-    def go_on(self) -> None:
+    def take_back_stop(self) -> None:
         """Take `stop` back after the end of the cycle, because there will be another."""
         if self._member is not None and self._connection is not None:
             with unavailable_if_lost(f"broker {self.name!r}"):
-                self._member.go_on(self._connection)
+                self._member.take_back_stop(self._connection)
 
     def leave(self) -> None:
         """Free the shards and disconnect. If the server is gone, they become free by themselves."""

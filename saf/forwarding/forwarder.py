@@ -264,7 +264,7 @@ class Forwarder:
             if error := vigil.given_up:
                 return self._give_up(job, vigil, error)
         if gave_way:
-            self.roster.each(SourceBroker.go_on, deep)
+            self.roster.each(SourceBroker.take_back_stop, deep)
         return job.result()
 
     def _give_up(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from saf.database import Dsn, fetch
@@ -13,13 +11,9 @@ from tests.destinations import count
 from tests.dying import Crash, crash
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, send
 
+pytestmark = pytest.mark.usefixtures("disarmed")
+
 TEXTS = [str(number) for number in range(5)]
-
-
-@pytest.fixture(autouse=True)
-def disarmed() -> Iterator[None]:
-    yield
-    arm("")
 
 
 @pytest.fixture(autouse=True)

@@ -59,7 +59,7 @@ def test_a_drain_goes_on_while_a_task_has_left_some_of_its_work(
             broker.stop()
         elif job == 1:
             assert 0 < len(bodies(mom)) < LITTLE + 1000
-            broker.go_on()
+            broker.take_back_stop()
 
     context.before_task = stop_the_second_task
     drained.drain()

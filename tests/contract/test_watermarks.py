@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC
 
@@ -22,11 +21,7 @@ from saf.errors import Fenced, Rejected, Unavailable
 from saf.failpoints import arm
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, outlive_lease, send
 
-
-@pytest.fixture(autouse=True)
-def disarmed() -> Iterator[None]:
-    yield
-    arm("")
+pytestmark = pytest.mark.usefixtures("disarmed")
 
 
 def chunk_of(work: Work, rows: int | None = None) -> Chunk:

@@ -9,7 +9,7 @@ import pytest
 from psycopg import sql
 
 import saf
-import saf.engine.before
+import saf.engine.earlier_task
 import saf.engine.sending
 from saf import Outbox
 from saf.destinations import Chunk
@@ -51,7 +51,7 @@ def no_fence_at_the_destination(patch: pytest.MonkeyPatch) -> None:
 
 def no_fence_at_the_source(patch: pytest.MonkeyPatch) -> None:
     fence = "\n  AND c.owner = %(owner)s AND c.epoch = mine.epoch AND c.batch = %(batch)s"
-    for name in ("ADVANCE", "CLOSE", "HOLD"):
+    for name in ("ADVANCE", "CLOSE", "LOCK_CURSORS"):
         statement = getattr(cursor, name)
         assert fence in statement
         patch.setattr(cursor, name, statement.replace(fence, ""))
@@ -119,7 +119,7 @@ def neighbours_rejected_too(patch: pytest.MonkeyPatch) -> None:
             number=_[0],
         )
         try:
-            store(self._destination(part.destination), chunk, exactly_once=True)  # type: ignore[arg-type]
+            store(self.destinations.connected(part.destination), chunk, exactly_once=True)  # type: ignore[arg-type]
         except Rejected as error:
             bury(aside, part.rows, part.destination, "rejected", str(error))
 
@@ -135,7 +135,7 @@ def set_aside_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def attempts_forgotten(patch: pytest.MonkeyPatch) -> None:
-    for room in (saf.engine.before, saf.engine.sending):
+    for room in (saf.engine.earlier_task, saf.engine.sending):
         patch.setattr(room, "attempt", lambda _, batch, __: dict.fromkeys(batch.shards, 0))
 
 

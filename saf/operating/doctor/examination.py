@@ -161,7 +161,7 @@ def _pooled(where: str, error: ConfigurationError) -> Finding:
 
 
 def cure(dsn: Dsn) -> str:
-    """What to do about a database that could not be connected to."""
+    """Return what to do about a database that could not be connected to."""
     return refusal.cure(dsn.for_role("doctor"))
 
 

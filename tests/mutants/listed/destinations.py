@@ -71,7 +71,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "at least once moves the position",
-        "saf/engine/storing.py",
+        "saf/engine/destination_sessions.py",
         'or "", AGAIN)',
         'or "", "")',
         f"{WATERMARKS}::test_at_least_once_raises_the_epoch_and_leaves_the_position",

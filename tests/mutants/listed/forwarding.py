@@ -29,7 +29,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a giant that has given way goes on chunk by chunk",
         FORWARD,
-        "        if gave_way:\n            self.roster.each(SourceBroker.go_on, deep)\n",
+        "        if gave_way:\n            self.roster.each(SourceBroker.take_back_stop, deep)\n",
         "",
         f"{FORWARDER}::test_a_giant_that_has_given_way_goes_on_whole_in_the_next_cycle",
     ),
@@ -199,7 +199,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "two names of one broker share its watermark",
-        STORING,
+        "saf/engine/destination_sessions.py",
         "if known == identity:",
         "if known is identity and other == name:",
         f"{FORWARDER}::test_a_destination_under_two_names_is_refused",
