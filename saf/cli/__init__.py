@@ -159,5 +159,6 @@ def _configure_logging() -> None:
             ),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        # whatever stderr is when something is logged: a progress bar stands in for it meanwhile
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )

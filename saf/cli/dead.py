@@ -14,6 +14,7 @@ import typer
 from saf.cli.brokers import AsJson, Config, DryRun, Name, Round, Why, chosen, moment
 from saf.cli.console import echo, write
 from saf.cli.listing import Listing
+from saf.cli.wording import at
 from saf.config import load
 from saf.errors import UsageError
 from saf.operating import decide
@@ -74,7 +75,7 @@ def audit_(
         for name, some in found.items():
             for one in some:
                 listing.add(
-                    name, f"{one.audit_at:%Y-%m-%d %H:%M}", one.who, one.action,
+                    name, at(one.audit_at), one.who, one.action,
                     f"{one.messages:,}", below=one.why,
                 )  # fmt: skip
         listing.show()
@@ -195,7 +196,7 @@ def _show(round_: Round, found: dict[str, list[DeadLetter]], *, as_json: bool) -
         for name, some in found.items():
             for one in some:
                 listing.add(
-                    name, str(one.dead_letter_id), f"{one.dead_letter_at:%Y-%m-%d %H:%M}",
+                    name, str(one.dead_letter_id), at(one.dead_letter_at),
                     one.subscription, one.reason, one.service, one.key or "", f"{one.bytes:,}",
                     below=one.error,
                 )  # fmt: skip

@@ -19,8 +19,9 @@ from rich.console import Console
 
 from saf.cli import demo_dialog
 from saf.cli.console import echo, plain_console
-from saf.cli.forward import progress_bar
 from saf.cli.listing import Listing
+from saf.cli.progress import ProgressBar
+from saf.cli.wording import counted
 from saf.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:
@@ -120,9 +121,12 @@ def _run(
     with _flights_bar(console, recorded, limit) as report:
         written = run.write(application, limit, report)
     console.print(_written(written), soft_wrap=True)
-    with progress_bar(console) as progress:
-        summary = run.forward(configuration, progress)
-    console.print(f"forwarded {summary.forwarded:,} messages in {summary.seconds:.1f} s")
+    bar = ProgressBar(console)
+    try:
+        summary = run.forward(configuration, bar.watching)
+    finally:
+        bar.clear()
+    console.print(f"forwarded {counted(summary.forwarded, 'message')} in {summary.seconds:.1f} s")
     for problem in summary.problems:
         console.print(f"saf: {problem['error']}", style="red", soft_wrap=True)
     with console.status("comparing the databases"):

@@ -12,6 +12,7 @@ from saf.cli.brokers import AsJson, Config, Round, Store, store, stores
 from saf.cli.console import echo
 from saf.cli.listing import Listing
 from saf.cli.status import show_dropped
+from saf.cli.wording import at
 from saf.config import load
 from saf.receiving import inbox
 from saf.receiving.notify import switch
@@ -39,7 +40,11 @@ def notify(
     While it is on, transactions that store messages commit one after the other.
     """
     round_ = Round(stores(load(config), broker))
-    round_.visit("inbox", lambda connection, _: switch(connection, state is Switch.ON))
+    for where in round_.visit(
+        "inbox", lambda connection, _: switch(connection, state is Switch.ON)
+    ):
+        done = "are woken" if state is Switch.ON else "are no longer woken, and ask by themselves"
+        echo(f"{where}: receivers that listen {done}")
     round_.finish(say=True)
 
 
@@ -112,7 +117,7 @@ def peek(
             for one in some:
                 listing.add(
                     str(one.id), str(one.message_id), one.service, one.key or "",
-                    one.message_type or "", f"{one.bytes:,}", f"{one.received_at:%H:%M:%S}",
+                    one.message_type or "", f"{one.bytes:,}", at(one.received_at),
                 )  # fmt: skip
         listing.show()
     round_.finish(say=not as_json)

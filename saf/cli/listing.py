@@ -22,6 +22,7 @@ from saf.cli.console import echo, folded, plain_console, shown
 
 GAP = "  "
 INDENT = "    "
+NOTHING = "nothing found"
 
 
 class Listing:
@@ -40,7 +41,10 @@ class Listing:
         self._rows.append((tuple(map(shown, cells)), shown(below)))
 
     def show(self) -> None:
-        """Print the rows as wide as standard output is."""
+        """Print the rows as wide as standard output is; or that there are none."""
+        if not self._rows:
+            echo(NOTHING)
+            return
         console = plain_console()
         for line in self.lines(console.width if console.is_terminal else None):
             echo(line)

@@ -11,6 +11,7 @@ import typer
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.cli.console import echo
 from saf.cli.listing import Listing
+from saf.cli.wording import at, counted
 from saf.config import load
 from saf.setaside.lane import Kind
 from saf.setaside.unhandled import END, FIRST
@@ -65,7 +66,7 @@ def retry_now_(
         echo(json.dumps({"lanes": due, "errors": round_.errors()}))
     else:
         for name, lanes in due.items():
-            echo(f"{name}: {lanes} lane{'s' * (lanes != 1)} to be tried by the next run")
+            echo(f"{name}: {counted(lanes, 'lane')} to be tried by the next run")
     round_.finish(say=not as_json)
 
 
@@ -85,13 +86,13 @@ def show_how_many_more(lanes: Mapping[str, Waiting]) -> None:
     """Say of each broker how many lanes it has that are not shown."""
     for name, found in lanes.items():
         if more := found.lanes - len(found.shown):
-            echo(f"{name}: and {more:,} more lanes; {found.messages:,} parked in all")
+            echo(f"{name}: {counted(more, 'lane')} more; {found.messages:,} parked in all")
 
 
 def _next(lane: Parked) -> str:
     """Return when a lane is tried next."""
     if lane.next_attempt_at < FIRST:
-        return "now" if lane.due else f"{lane.next_attempt_at:%Y-%m-%d %H:%M:%S}"
+        return "now" if lane.due else at(lane.next_attempt_at)
     if lane.kind == Kind.AHEAD:
         return "when it has come"
     return (

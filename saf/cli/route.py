@@ -15,6 +15,7 @@ import typer
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen, moment
 from saf.cli.console import echo, paragraph
 from saf.cli.listing import Listing
+from saf.cli.wording import at
 from saf.config import Settings, did_you_mean, load
 from saf.destinations.identities import Identities
 from saf.destinations.settings import Quality
@@ -265,7 +266,7 @@ def _listing(found: Mapping[str, Configuration]) -> Listing:
                 one.route.broker or ANY,
                 one.route.destination,
                 one.route.quality or "",
-                f"{one.expires_at:%Y-%m-%d %H:%M:%S%z}" if one.expires_at else "",
+                at(one.expires_at) if one.expires_at else "",
                 state(one, there) + topic,
                 one.origin,
                 below=one.comment or "",

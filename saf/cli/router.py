@@ -14,6 +14,7 @@ from saf.cli.brokers import AsJson, Config, Name, Round, Store, chosen, store
 from saf.cli.console import echo
 from saf.cli.listing import Listing
 from saf.cli.route import show_explanation
+from saf.cli.wording import counted
 from saf.cli.worker import StopTimeout, supervise
 from saf.config import load
 from saf.errors import ConfigurationError, UsageError
@@ -172,7 +173,7 @@ def serve(
         supervise([sys.executable, "-m", "saf", *again], processes)
         return
     count = serving.run(drain=drain)
-    echo(f"{where}: router {service!r} has sent on {count:,} messages")
+    echo(f"{where}: router {service!r} has sent on {counted(count, 'message')}")
 
 
 @app.command()

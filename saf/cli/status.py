@@ -12,6 +12,7 @@ from saf.cli import parked
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.cli.console import echo
 from saf.cli.listing import Listing
+from saf.cli.wording import at
 from saf.config import load
 from saf.errors import ranges
 from saf.operating.status import BrokerStatus, broker_status
@@ -22,14 +23,16 @@ from saf.setaside.dropped import Dropped
 def command(
     config: Config = None,
     broker: Name = None,
-    shards: Annotated[bool, typer.Option("--shards", help="Also a line per shard.")] = False,
+    shards: Annotated[bool, typer.Option("--shards", help="Also each shard by itself.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what is pending, parked and dead in each source broker, and why it waits."""
     round_ = Round(chosen(load(config), broker))
     known = round_.visit("status", lambda connection, _: broker_status(connection, SHOWN))
     if as_json:
-        brokers = [{"broker": name, **status.as_dict()} for name, status in known.items()]
+        brokers = [
+            {"broker": name, **status.as_dict(shards=shards)} for name, status in known.items()
+        ]
         echo(json.dumps({"brokers": brokers, "errors": round_.errors()}))
     else:
         _overview(known).show()
@@ -50,7 +53,7 @@ def show_dropped(known: Mapping[str, Sequence[Dropped]]) -> None:
         for one in found:
             listing.add(
                 name, f"{one.messages:,}", one.subscription, one.reason,
-                f"{one.last_at:%Y-%m-%d %H:%M:%S}", str(one.last_message_id),
+                at(one.last_at), str(one.last_message_id),
             )  # fmt: skip
     if any(known.values()):
         listing.show()

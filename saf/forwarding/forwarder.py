@@ -204,8 +204,10 @@ class Forwarder:
         job = self._pool.submit(self.runner.run, work, self.rules, vigil.group)
         left_out = len(self._at_work(found)) > len(self._at_work(work))
         try:
-            with self._meter(work):
+            with self._meter(work) as meter:
                 receipts = self._run(work, job, vigil, beside, left_out=left_out)
+                if meter and sum(receipt.complete for receipt in receipts) == len(work):
+                    meter.complete()
         except JobFailed as error:
             log.warning("job_failed", error=error.reason)
             self._failed_job = error
@@ -349,7 +351,7 @@ class Forwarder:
     def _note_down(self, names: Iterable[str]) -> None:
         self.summary.down = sorted({*self.summary.down, *names})
 
-    def _meter(self, work: Sequence[Work]) -> AbstractContextManager[object]:
+    def _meter(self, work: Sequence[Work]) -> AbstractContextManager[Meter | None]:
         """What shows how far the work is, if anybody watches."""
         if self.progress is None:
             return nullcontext()

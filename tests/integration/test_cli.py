@@ -210,7 +210,11 @@ def test_status_tells_scripts_what_is_pending_and_who_is_at_it(
     configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
     send(app, 50)
 
-    done = saf("status", "--json", cwd=tmp_path)
+    unasked = last_json(saf("status", "--json", cwd=tmp_path).stdout)["brokers"][0]
+    assert "shards" not in unasked
+    assert unasked["unowned_shards"] == "0-63"
+
+    done = saf("status", "--json", "--shards", cwd=tmp_path)
 
     assert done.returncode == DONE, done.stderr
     assert len(done.stdout.splitlines()) == 1

@@ -165,3 +165,17 @@ def test_in_a_pipe_each_row_is_one_line_and_nothing_is_cut(
         assert any(all(text in line for text in texts) for line in lines), done.stdout
     if command in {("dialog", "list"), ("dead", "list"), ("dead", "audit")}:
         assert lines[-1].endswith(ERROR)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("route list", "topic list", "router list", "contract list", "service list"),
+        *("subscription list", "parked list", "dead list", "dead audit", "dialog list"),
+    ],
+)
+def test_an_empty_list_says_so_in_one_way(tmp_path: Path, app: Dsn, mom: Dsn, command: str) -> None:
+    config = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
+    config.write_text(config.read_text().replace('default_destination = "mom"', ""))
+    done = saf(*command.split(), "--config", config)
+    assert (done.returncode, done.stdout) == (0, "nothing found\n")

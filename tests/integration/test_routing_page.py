@@ -99,7 +99,7 @@ def test_the_file_declares_routes_that_are_listed_with_their_origin(folder: Path
     ]
     assert rows[1]["comment"] == "until everything has a route of its own"
     assert " ".join(saf("route", "list", cwd=folder).stdout.splitlines()[2].split()) == (
-        "shop (any) (any) mom 2031-01-01 00:00:00+0000 in force saf.toml "
+        "shop (any) (any) mom 2031-01-01 00:00:00+00:00 in force saf.toml "
         "until everything has a route of its own"
     )
     topics = json.loads(saf("topic", "list", "--json", cwd=folder).stdout)["topics"]
