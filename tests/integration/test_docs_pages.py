@@ -240,6 +240,16 @@ def test_the_commands_of_the_upgrading_page_work_as_they_stand(
     assert "forwarded 2 " in said
 
 
+def test_a_migration_is_undone_and_made_again_as_the_upgrading_page_says(
+    folder: Path, app: Dsn, mom: Dsn
+) -> None:
+    (script,) = blocks(page("upgrading.md"), "back")
+    send(app, 1)
+    shell(script, ROOT, app, mom)
+    forward(app, mom=mom)
+    assert len(received(mom)) == 1
+
+
 def before(newest: str) -> str:
     """The revision that the newest one follows."""
     script = ScriptDirectory.from_config(config(Dsn("dbname=none"))).get_revision(newest)
