@@ -13,7 +13,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tests.programs import ROOT
+from saf.broker.services import create_service
+from saf.database import Dsn
+from tests.pipeline import connect
+from tests.programs import BIN, ROOT, configuration, run
 
 
 def page(name: str) -> str:
@@ -49,3 +52,26 @@ def clone(folder: Path, environment: Path) -> Path:
             (venv / part.name).symlink_to(part)
     (venv / ".installed").touch()
     return folder
+
+
+def prepared(folder: Path, app: Dsn, mom: Dsn) -> Path:
+    """A folder with a saf.toml, from ``shop`` to ``mom``, where the service billing lives."""
+    configuration(folder / "saf.toml", {"shop": app}, {"mom": mom})
+    with connect(mom) as store:
+        create_service(store, "billing")
+    return folder
+
+
+def shell(script: str, folder: Path, app: Dsn, mom: Dsn) -> str:
+    """What bash says, and saf in it; each command has to succeed."""
+    done = run(
+        ["bash", "-euxo", "pipefail", "-c", script],
+        env={
+            "PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin",
+            "SHOP_DSN": app.conninfo,
+            "MOM_DSN": mom.conninfo,
+        },
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -1,0 +1,43 @@
+"""The commands of docs/operations.md that need roles, or purge."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from saf.database import Dsn
+from tests.pages import blocks, page, prepared, shell
+from tests.pipeline import connect, forward
+from tests.programs import send
+
+
+@pytest.fixture
+def folder(app: Dsn, mom: Dsn, tmp_path: Path) -> Path:
+    """Where saf.toml is."""
+    return prepared(tmp_path, app, mom)
+
+
+def test_the_commands_of_the_operations_page_make_roles(folder: Path, app: Dsn, mom: Dsn) -> None:
+    (script,) = blocks(page("operations.md"), "roles")
+    mine = {name: f"{name}_{app.database}" for name in ("shop_app", "saf_forward")}
+    for name, own in mine.items():
+        script = re.sub(rf"\b{name}\b", own, script)
+    with connect(app) as connection:
+        connection.execute(f"CREATE ROLE {mine['saf_forward']}")
+        try:
+            said = shell(f"export SAF_DSN=$SHOP_DSN\n{script}", folder, app, mom)
+        finally:
+            for own in mine.values():
+                connection.execute(f"DROP OWNED BY {own}")
+                connection.execute(f"DROP ROLE {own}")
+    assert mine["saf_forward"] in said
+
+
+def test_the_commands_of_the_operations_page_purge(folder: Path, app: Dsn, mom: Dsn) -> None:
+    (script,) = blocks(page("operations.md"), "purge")
+    send(app, 2)
+    forward(app, mom=mom)
+    said = shell(script.replace("/srv/saf-archive", "archive"), folder, app, mom)
+    assert '"broker": "shop"' in said

@@ -1,0 +1,28 @@
+"""Every page's commands are run, or cannot be: they take minutes, or the network."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.pages import unmarked_shells
+from tests.programs import ROOT, run
+
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *(ROOT / "docs").rglob("*.md"),
+]
+TOO_MUCH = re.compile(r"(make|pip install|git clone|python -m benchmarks\.peers) ")
+"""What takes minutes, or the network; other tests have parts of it."""
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: file.name)
+def test_no_command_of_a_page_is_left_out(file: Path) -> None:
+    for block in unmarked_shells(file.read_text()):
+        for line in block.splitlines():
+            assert TOO_MUCH.match(line) or line.startswith("saf migrate "), line
+            if line.startswith("make "):
+                done = run(["make", "-n", *line.partition("#")[0].split()[1:]], cwd=ROOT)
+                assert done.returncode == 0, done.stderr

@@ -1,0 +1,94 @@
+"""docs/security.md says what each role can do, and its commands work."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from saf.broker.grants import Kind, grant
+from saf.database import Dsn
+from tests.pages import blocks, page, prepared, shell
+from tests.pipeline import connect
+
+
+@pytest.fixture
+def folder(app: Dsn, mom: Dsn, tmp_path: Path) -> Path:
+    """Where saf.toml is."""
+    return prepared(tmp_path, app, mom)
+
+
+def test_the_commands_of_the_security_page_work_as_they_stand(
+    folder: Path, app: Dsn, mom: Dsn
+) -> None:
+    script = "".join(blocks(page("security.md"), "shell"))
+    # roles are the server's, which other tests share
+    mine = {name: f"{name}_{app.database}" for name in ("shop_app", "saf_forward")}
+    for name, own in mine.items():
+        script = re.sub(rf"\b{name}\b", own, script)
+    said = shell(script, folder, app, mom)
+    assert "GRANT INSERT" in said  # by --dry-run
+
+
+def test_the_page_of_security_has_every_kind_of_role() -> None:
+    for kind in Kind:
+        assert f"| `{kind}` |" in page("security.md")
+
+
+SEND = "INSERT INTO saf.outbox (to_service, from_service, body) VALUES ('billing', 'anybody', '')"
+DELIVER = (
+    "INSERT INTO saf.inbox (message_id, to_service, body, created_at) VALUES ({}, 'b', '', now())"
+)
+WORST = (
+    ("writer", SEND, True),
+    ("writer", "SELECT FROM saf.outbox", False),
+    (
+        "writer",
+        "INSERT INTO saf.outbox (to_service, body, created_at) VALUES ('b', '', now())",
+        False,
+    ),
+    ("writer", "INSERT INTO saf.outbox (to_service, body, txid) VALUES ('b', '', '99')", False),
+    ("forwarder", "SELECT body FROM saf.outbox", True),
+    ("forwarder", DELIVER.format("gen_random_uuid()"), True),
+    ("forwarder", SEND, False),
+    ("forwarder", "SELECT body FROM saf.dead_letter", False),
+    ("forwarder", "TRUNCATE saf.outbox_0", False),
+    ("receiver", "SELECT body FROM saf.inbox", True),
+    ("receiver", "UPDATE saf.cursor SET done = pg_current_snapshot()", True),
+    ("receiver", "SELECT FROM saf.outbox", False),
+    ("receiver", SEND, False),
+    ("purger", "TRUNCATE saf.outbox_3", True),
+    ("purger", SEND, False),
+    ("operator", "SELECT body FROM saf.dead_letter", True),
+    (
+        "operator",
+        "INSERT INTO saf.router (service, kind, expression) VALUES ('r', 'python', 'o:p')",
+        True,
+    ),
+    ("operator", DELIVER.format("gen_random_uuid()"), True),
+    ("operator", "UPDATE saf.cursor SET done = pg_current_snapshot()", False),
+    ("operator", "UPDATE saf.watermark SET position = 0", False),
+)
+
+
+def test_each_kind_of_role_can_at_worst_what_the_security_page_says(app: Dsn) -> None:
+    role = f"worst_{app.database}"
+    with connect(app) as owner:
+        owner.execute(f"CREATE ROLE {role}")
+        try:
+            for kind in dict.fromkeys(kind for kind, _, _ in WORST):
+                grant(owner, role, [Kind(kind)])
+                for may in (one for one in WORST if one[0] == kind):
+                    with owner.transaction(force_rollback=True):
+                        owner.execute(f"SET LOCAL ROLE {role}")
+                        refused = None
+                        try:
+                            owner.execute(may[1].encode())
+                        except psycopg.errors.InsufficientPrivilege as error:
+                            refused = error
+                        assert (refused is None) is may[2], may
+        finally:
+            owner.execute(f"DROP OWNED BY {role}")
+            owner.execute(f"DROP ROLE {role}")
