@@ -70,8 +70,11 @@ mutants: $(VENV)/.installed ## bugs are planted, tests must notice: make mutants
 	@$(PY) -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) \
 	$(if $(K),-k "$(K)")
 
-wheel: $(VENV)/.installed ## dist/saf_outbox-….whl
-	$(PY) -m build --wheel --outdir dist .
+wheel: ## dist/saf_outbox-….whl; needs no more than the package "build", in build/venv
+	@[ -n "$(PYTHON)" ] || { echo "saf needs Python 3.11 to 3.13 with venv" >&2; exit 2; }
+	@[ -x build/venv/bin/pyproject-build ] || { $(PYTHON) -m venv build/venv && \
+	build/venv/bin/python -m pip install --quiet --disable-pip-version-check build; }
+	build/venv/bin/python -m build --wheel --outdir dist .
 
 clean: ## remove what make made; .saf holds the demo's databases
 	rm -rf $(VENV) .saf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis spark-warehouse

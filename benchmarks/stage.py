@@ -36,6 +36,9 @@ READ_AGAIN = """
 UPDATE saf.cursor SET done = '1:1:', open = NULL, position = 0, attempted = 0
 """
 
+# what the source remembers of a destination that has forgotten everything
+FORGET = "TRUNCATE saf.acknowledged, saf.backoff, saf.parked"
+
 
 class Stage:
     """Two brokers on one server: ``app`` with an outbox to read, ``mom`` to fill."""
@@ -60,7 +63,7 @@ class Stage:
     def rewind(self) -> None:
         """The same messages pending again, and an empty inbox."""
         execute(self.mom, "TRUNCATE saf.inbox, saf.watermark")
-        execute(self.app, READ_AGAIN, "VACUUM saf.cursor", "CHECKPOINT")
+        execute(self.app, READ_AGAIN, FORGET, "VACUUM saf.cursor", "CHECKPOINT")
 
     def stored(self) -> int:
         """How many messages are in the inbox."""

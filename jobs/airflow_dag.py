@@ -4,8 +4,14 @@ Copy this file into the DAGs folder. On the workers, ``saf-outbox[forwarder]`` i
 /opt/saf (or say otherwise in SAF_COMMAND), and the configuration is /etc/saf/saf.toml (SAF_CONFIG),
 whose ``${NAME}`` come from the worker's environment.
 
-A run that finds a database down ends with 75: nothing is lost, and Airflow tries again. One that a
-person has to mend, because the configuration or a schema is wrong (2), fails at once.
+What the exit codes do here (docs/operations.md has them for other schedulers):
+
+    0    success; also if messages wait for a route or a service, which no further run helps
+    75   a database does not answer; nothing is lost. Tried again twice, 30 seconds later each time,
+         and then the next run of the schedule goes on. No longer pauses: a run that waits holds up
+         the messages of everybody else
+    2    a person has to mend the settings, a schema or a login: fails at once
+    1    fails after the same tries
 """
 
 from __future__ import annotations
@@ -40,7 +46,7 @@ class Forward(BashOperator):  # type: ignore[misc] # Airflow is not installed he
             return super().execute(context)
         except AirflowSkipException:
             raise AirflowFailException(
-                f"exit code {USAGE}: the configuration or a schema is wrong; the log says which"
+                f"exit code {USAGE}: a person has to mend something; the log says what"
             ) from None
 
 
@@ -63,9 +69,8 @@ with DAG(
         ),
         append_env=True,
         skip_on_exit_code=USAGE,
-        retries=5,
+        retries=2,
         retry_delay=timedelta(seconds=30),
-        retry_exponential_backoff=True,
-        max_retry_delay=timedelta(minutes=10),
+        retry_exponential_backoff=False,
         execution_timeout=timedelta(hours=6),
     )

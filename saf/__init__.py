@@ -2,7 +2,7 @@
 
 Sending:   `Outbox`, `Message`
 Receiving: `receive`, `Worker`, `Processor`, `Processors`, `handles`, `Delivery`, `Received`,
-           `Policy`, `inbox_once`, `create_service`
+           `Policy`, `inbox_once`, `create_service`, `create_services`
 Routing:   `add_route`, `Resolved`; `saf.routing_service`, which needs Arrow, serves routers that
            forward
 Dialogs:   `begin_dialog`, `open_dialog`, `Dialog`, `begin_monolog`, `conversations`,
@@ -13,7 +13,7 @@ The forwarder lives in `saf.spark` and is imported by nothing here: an applicati
 sends needs neither Spark nor Arrow.
 """
 
-from saf.broker.services import create_service
+from saf.broker.services import create_service, create_services
 from saf.dialogs.arrival import Dialogs
 from saf.dialogs.contracts import create_contract, create_message_type
 from saf.dialogs.conversations import Conversation, conversations
@@ -35,6 +35,7 @@ from saf.errors import (
     MissingExtra,
     NoSuchContract,
     NoSuchService,
+    Refused,
     Rejected,
     Restored,
     SafError,
@@ -42,6 +43,7 @@ from saf.errors import (
     SchemaMismatch,
     SchemaMissing,
     SchemaViolation,
+    StopTimeout,
     TypeNotInContract,
     Unavailable,
     UnknownService,
@@ -92,6 +94,7 @@ __all__ = [
     "Processor",
     "Processors",
     "Received",
+    "Refused",
     "Rejected",
     "Resolved",
     "Restored",
@@ -100,6 +103,7 @@ __all__ = [
     "SchemaMismatch",
     "SchemaMissing",
     "SchemaViolation",
+    "StopTimeout",
     "TypeNotInContract",
     "Unavailable",
     "UnknownService",
@@ -116,6 +120,7 @@ __all__ = [
     "create_contract",
     "create_message_type",
     "create_service",
+    "create_services",
     "group_state",
     "handles",
     "inbox_once",

@@ -35,6 +35,8 @@ RESERVED_HEADER = "saf-"
 FRAGMENT, WHOLE = f"{RESERVED_HEADER}fragment", f"{RESERVED_HEADER}whole"
 """Headers of a large body's fragments: on each fragment but the last, and on the last one."""
 
+HEADERS = json.JSONEncoder(allow_nan=False).encode
+
 EXPONENT = re.compile(r"\de[+-](\d{1,3})(?!\d)")
 """Finds the exponent of a number as `json.dumps` writes it."""
 
@@ -128,15 +130,15 @@ def encode_headers(headers: Mapping[str, Any] | None, content_type: str) -> str:
         return f'{{"{CONTENT_TYPE}":"{content_type}"}}'
     if not isinstance(headers, Mapping) or not all(isinstance(name, str) for name in headers):
         raise InvalidMessage("headers", "expected a mapping of names to JSON values")
-    names: dict[str, str] = {}
-    for name in headers:
-        if (same := names.setdefault(name.lower(), name)) != name:
-            raise InvalidMessage("headers", f"{same!r} and {name!r} are the same name")
+    names = {name.lower(): name for name in headers}
+    if len(names) < len(headers):
+        one = next(name for name in headers if name not in names.values())
+        raise InvalidMessage("headers", f"{one!r} and {names[one.lower()]!r} are the same name")
     if (given := names.get(CONTENT_TYPE)) is not None:
         content_type = headers[given]
         headers = {name: value for name, value in headers.items() if name != given}
     try:
-        text = json.dumps({CONTENT_TYPE: content_type, **headers}, allow_nan=False)
+        text = HEADERS({CONTENT_TYPE: content_type, **headers})
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidMessage("headers", f"not JSON: {error}") from None
     if "\\u0000" in text and _holds_nul(headers):

@@ -36,7 +36,7 @@ import psycopg
 
 from saf.columns import SENT
 from saf.dialogs.endpoints import columns
-from saf.dialogs.passing import go_on, partner, pass_on
+from saf.dialogs.passing import begin_partner, partner, pass_on
 from saf.dialogs.statements import END, ERROR, TIMER, Code
 from saf.engine.classifying import as_table
 from saf.engine.matcher import Matcher
@@ -48,9 +48,10 @@ from saf.receiving.delivery import Delivery
 from saf.receiving.loop import Loop, Savepoints
 from saf.receiving.receive import connected
 from saf.receiving.retries import Policy
+from saf.receiving.stopping import STOP_SECONDS
 from saf.routing.resolved import Resolved, keep, resolved
 from saf.routing.routers import load
-from saf.routing.routes import NOTHING, Declared, configuration, forwarding
+from saf.routing.routes import NOTHING, Declared, configuration, router_that_forwards
 from saf.setaside.dropped import Reason
 from saf.setaside.parking import ADDRESS
 from saf.transaction import enter
@@ -98,6 +99,8 @@ class RoutingService(Loop):
         threads: how many deliveries this process handles at a time.
         policy: what happens to messages that cannot be sent on.
         listen: be notified of what arrives; see `saf.receiving.notify`.
+        stop_timeout: how many seconds the messages in hand may take after SIGTERM, SIGINT or
+            `stop`; then they are rolled back, and `run` raises `StopTimeout`.
 
     Raises:
         UsageError: a number is out of range.
@@ -114,6 +117,7 @@ class RoutingService(Loop):
         threads: int = 1,
         policy: Policy | None = None,
         listen: bool = False,
+        stop_timeout: float = STOP_SECONDS,
     ) -> None:
         super().__init__(
             engine,
@@ -122,6 +126,7 @@ class RoutingService(Loop):
             threads=threads,
             policy=policy,
             listen=listen,
+            stop_timeout=stop_timeout,
         )
         self.default_destination = default_destination
         self.declared = declared
@@ -176,7 +181,7 @@ class RoutingService(Loop):
     def _resolver(self, raw: psycopg.Connection[Any]) -> Resolver:
         """Make the resolver for this router, as it is configured now."""
         there = configuration(raw, self.default_destination, self.declared)
-        router = forwarding(there, self.subscription)
+        router = router_that_forwards(there, self.subscription)
         if router is None:
             raise ConfigurationError(
                 f"database {raw.info.dbname!r} has no router {self.subscription!r} that forwards, "
@@ -250,7 +255,9 @@ def _go_on(
     assert dialog is not None  # noqa: S101 - the caller's to see to
     passed = message.message_type in (END, ERROR, TIMER)
     if to is not None:
-        passed = pass_on(raw, message, dialog, go_on(raw, dialog, to), **{HOPS: _hops(message)})
+        passed = pass_on(
+            raw, message, dialog, begin_partner(raw, dialog, to), **{HOPS: _hops(message)}
+        )
     elif other := partner(raw, dialog):
         passed = pass_on(raw, message, dialog, other)
     elif message.message_type in (END, ERROR):

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -36,6 +37,7 @@ from saf.broker.embedded import DEFAULT_VERSION, EmbeddedServer, programs
 from saf.broker.migrate import migrate
 from saf.database import Dsn
 from saf.errors import UsageError
+from saf.failpoints import arm
 from saf.testing.databases import Copies, Database, Databases, embedded_server
 from tests import memory
 
@@ -217,6 +219,26 @@ def app(new_broker: Callable[[str], Dsn]) -> Dsn:
 def mom(new_broker: Callable[[str], Dsn]) -> Dsn:
     """A fresh MOM store, on the same server as the application database."""
     return new_broker("mom")
+
+
+@pytest.fixture
+def other(new_broker: Callable[[str], Dsn]) -> Dsn:
+    """A second MOM store."""
+    return new_broker("other")
+
+
+@pytest.fixture
+def source(app: Dsn) -> Iterator[psycopg.Connection[Any]]:
+    """A connection to the application database, in autocommit."""
+    with app.connect(role="test", autocommit=True) as connection:
+        yield connection
+
+
+@pytest.fixture
+def disarmed() -> Iterator[None]:
+    """For tests that arm fail points of this process: none is armed after the test."""
+    yield
+    arm("")
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ from typing import Any
 import psycopg
 
 from saf.database import Dsn, fetch
-from saf.engine.work import Receipt
-from tests.pipeline import Cycle, connect, forwarding_rules
+from tests.pipeline import connect
 
 # At random, because indexes compress
 LONG_KEY = "".join(chr(one) for one in random.Random(13).choices(range(0x4E00, 0x9FFF), k=1024))
@@ -33,19 +32,6 @@ def send(connection: psycopg.Connection[Any], body: str, **columns: Any) -> None
         f"INSERT INTO saf.outbox ({', '.join(row)}) VALUES ({', '.join(['%s'] * len(row))})",
         list(row.values()),
     )
-
-
-def run(app: Dsn, **destinations: Dsn) -> list[Receipt]:
-    """Cycles until nothing is left; no receipt says an error."""
-    with Cycle(
-        app,
-        forwarding_rules("exactly_once", 1000, **destinations),
-    ) as cycle:
-        said = []
-        while receipts := cycle.run():
-            said += receipts
-            assert [one.error for one in receipts if one.error] == []
-    return said
 
 
 def dead(dsn: Dsn) -> list[tuple[str, str]]:

@@ -33,9 +33,14 @@ def connect(dsn: Dsn) -> psycopg.Connection[Any]:
     return dsn.connect(role="test", autocommit=True)
 
 
-def forward(app: Dsn, **destinations: Dsn) -> list[Receipt]:
-    """A whole run of a forwarder, with a process of its own as it were."""
-    with Cycle(app, forwarding_rules("exactly_once", 1000, **destinations)) as cycle:
+def forward(
+    app: Dsn,
+    quality: str = "exactly_once",
+    chunk_rows: int = 1000,
+    **destinations: Dsn | DestinationSettings,
+) -> list[Receipt]:
+    """One cycle of a forwarder, as if in a process of its own; its errors are in the receipts."""
+    with Cycle(app, forwarding_rules(quality, chunk_rows, **destinations)) as cycle:
         return cycle.run()
 
 
@@ -50,9 +55,9 @@ def drain(cycle: Cycle) -> list[Receipt]:
     return said
 
 
-def run(app: Dsn, **destinations: Dsn) -> list[Receipt]:
-    """A run of a forwarder to its end, which meets nothing."""
-    with Cycle(app, forwarding_rules(**destinations)) as cycle:  # type: ignore[arg-type]
+def run(app: Dsn, *, chunk_rows: int = 1000, **destinations: Dsn) -> list[Receipt]:
+    """A run of a forwarder to its end, which meets no error."""
+    with Cycle(app, forwarding_rules("exactly_once", chunk_rows, **destinations)) as cycle:
         receipts = drain(cycle)
     assert not [receipt.error for receipt in receipts if receipt.error]
     return receipts

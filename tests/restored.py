@@ -14,7 +14,7 @@ from saf.broker.embedded import EmbeddedServer, programs
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql.reading import known_at
 from saf.repair.rebase import rebase
-from tests.pipeline import Cycle, connect, forwarding_rules
+from tests.pipeline import connect
 
 VERSION = 18
 
@@ -56,9 +56,3 @@ def repair(app: Dsn, mom: Dsn) -> object:
     with connect(app) as connection, connect(mom) as store:
         ((source,),) = fetch(connection, "SELECT broker_id FROM saf.broker")
         return rebase(connection, {"mom": known_at(store, source)})
-
-
-def run(app: Dsn, mom: Dsn) -> None:
-    with Cycle(app, forwarding_rules(mom=mom)) as cycle:
-        while receipts := cycle.run():
-            assert not [r.error for r in receipts if r.error]

@@ -8,6 +8,7 @@ from uuid import UUID
 import psycopg
 
 from saf.database import Dsn, fetch
+from saf.engine.work import Receipt
 from tests import expiring
 from tests.pipeline import Cycle, connect, forwarding_rules
 
@@ -18,10 +19,12 @@ def send(connection: psycopg.Connection[Any], *texts: str, service: str = "s", *
             expiring.send(connection, service, text.encode(), **more)
 
 
-def run(app: Dsn, chunk_rows: int = 100, **where: Dsn) -> None:
-    """A run of a forwarder without a default destination, in which nothing goes wrong."""
+def run(app: Dsn, chunk_rows: int = 100, **where: Dsn) -> list[Receipt]:
+    """A cycle of a forwarder without a default destination, in which nothing goes wrong."""
     with without_default(app, chunk_rows, **where) as cycle:
-        assert [r.error for r in cycle.run() if r.error] == []
+        receipts = cycle.run()
+    assert [one.error for one in receipts if one.error] == []
+    return receipts
 
 
 def without_default(app: Dsn, chunk_rows: int = 100, **where: Dsn) -> Cycle:

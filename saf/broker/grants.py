@@ -1,9 +1,9 @@
 """Rights: what a PostgreSQL role may do in a broker, no more than its duty needs.
 
-A login that sends, forwards or receives is not the owner of the schema: `grant` gives an existing
-role exactly the rights of the kinds that it is of, and takes away whatever else it had in the
-schema ``saf``, in one transaction. Granting again changes nothing, and a role that changes its
-duty keeps nothing of the old one. `RIGHTS` says what each kind may do; it is all there is.
+A login that sends, forwards or receives does not own the schema. `grant` gives an existing role
+exactly the rights of the kinds that it is of. In the same transaction it takes away whatever else
+the role had in the schema ``saf``. Granting again changes nothing, and a role that changes its duty
+keeps nothing of the old one. `RIGHTS` is the complete list of what each kind may do.
 
     writer      sends: inserts messages, and reads none, not even its own
     forwarder   at a source, reads the outbox and moves its cursors; at a destination, fills the
@@ -18,12 +18,12 @@ duty keeps nothing of the old one. `RIGHTS` says what each kind may do; it is al
                 forwarder that purges at the end of its runs is a purger as well
     operator    reads everything, and looks after routes, services, messages set aside and slots
 
-Nobody may create, alter or drop: that is the owner's, who migrates. Rights on the parent of a
-partitioned table are enough to read and write through it, and identity columns need none on their
-sequences.
+Nobody may create, alter or drop: only the owner, who migrates, may do that. Rights on the parent of
+a partitioned table are enough to read and write through it, and identity columns need no rights on
+their sequences.
 
-What it does not do: it creates no role, and touches no right outside of the schema, such as
-CONNECT. Rows are not told apart: a receiver could move the cursors of other subscriptions too.
+`grant` creates no role, and touches no right outside of the schema, such as CONNECT. It does not
+tell rows apart: a receiver could move the cursors of other subscriptions too.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Kind(StrEnum):
 
 Columns = tuple[str, ...]
 Rights = Mapping[str, Mapping[str, Columns]]
-"""By table and privilege: the columns that it holds for."""
+"""For each table and privilege, the columns that the privilege holds for."""
 
 
 WHOLE: Columns = ()
-"""The privilege holds for the table, whatever columns it gets."""
+"""The privilege holds for the whole table, with columns that are added later."""
 
 # What every program asks first: is this the schema that I was written for?
 VERSION: Rights = {"alembic_version": {"SELECT": ("version_num",)}}
@@ -316,7 +316,7 @@ WHERE r.rolname = %(role)s::text
 
 
 def statements(role: str, kinds: Iterable[Kind]) -> Iterator[sql.Composed]:
-    """The SQL that gives ``role`` the rights of ``kinds`` and no others; of none, none."""
+    """Give the SQL that leaves a role the rights of these kinds; without kinds, it has none."""
     grantee = sql.Identifier(role)
     for statement in REVOKE:
         yield sql.SQL(statement).format(role=grantee)
@@ -333,7 +333,7 @@ def statements(role: str, kinds: Iterable[Kind]) -> Iterator[sql.Composed]:
 
 
 def grant(connection: psycopg.Connection[Any], role: str, kinds: Iterable[Kind]) -> None:
-    """Give ``role`` the rights of ``kinds`` and no others in this broker, in one transaction.
+    """Give a role the rights of these kinds and no others in this broker, in one transaction.
 
     Raises:
         ConfigurationError: there is no such role, it owns the schema, it has passed rights on, or
@@ -355,7 +355,7 @@ def grant(connection: psycopg.Connection[Any], role: str, kinds: Iterable[Kind])
 
 
 def check(connection: psycopg.Connection[Any], role: str) -> None:
-    """Raise what `grant` would; changes nothing."""
+    """Raise what `grant` would raise; change nothing."""
     check_schema(connection)
     database = connection.info.dbname
     owners = fetch(connection, STANDING, {"role": role})

@@ -61,7 +61,7 @@ def migrate(dsn: Dsn, shards: int | None = None, revision: str = "head") -> None
 
 
 def config(dsn: Dsn, shards: int | None = None) -> Config:
-    """What Alembic's commands take, for this database; see ``migrations/env.py``."""
+    """Return what Alembic's commands take, for this database; see ``migrations/env.py``."""
     settings = Config()
     settings.set_main_option("script_location", str(_scripts()).replace("%", "%%"))
     settings.set_main_option("path_separator", "os")
@@ -70,7 +70,7 @@ def config(dsn: Dsn, shards: int | None = None) -> Config:
 
 
 def checked_shards(asked: object) -> int:
-    """``asked``, from a call or a command line, as a number of shards.
+    """Return ``asked``, from a call or a command line, as a number of shards.
 
     >>> checked_shards("128")
     128
@@ -88,10 +88,10 @@ def checked_shards(asked: object) -> int:
 
 
 def settle(connection: sa.Connection, asked: int | None) -> int:
-    """The database's number of shards: its own if it is migrated, else the one asked for.
+    """Return the database's number of shards: its own if it is migrated, else the one asked for.
 
     Raises:
-        ConfigurationError: the server will not do, or ``asked`` is not the number it has.
+        ConfigurationError: the server is not fit, or ``asked`` is not the number that it has.
     """
     number, version, encoding, database = connection.exec_driver_sql(SERVER).one()
     if number < OLDEST_SERVER:

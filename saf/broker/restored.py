@@ -1,7 +1,6 @@
-"""A broker that came into another cluster, by a dump, is noticed and refused.
+"""Notice and refuse a broker that a dump has brought into another cluster.
 
-Its logs name transactions of the cluster that they were written in; see `saf.repair.rebase`, which
-mends it.
+Its logs name transactions of the cluster that they were written in; `saf.repair.rebase` mends it.
 """
 
 from __future__ import annotations

@@ -1,18 +1,22 @@
 """Services, and the subscriptions that read their messages.
 
 A *service* is what messages are addressed to. It is created with a subscription of its own, of the
-same name; that is all an ordinary service needs. A topic-like one has more subscriptions, and each
-reads everything that is addressed to the service, with cursors, parked messages and dead letters
-of its own. A subscription of no service reads the whole inbox.
+same name, and an ordinary service needs no other. With more subscriptions, each reads everything
+that is addressed to the service, with cursors, parked messages and dead letters of its own. A
+subscription of no service reads the whole inbox.
 
-While no service is known to a broker, it stores messages for any. From the first one on, messages
-for others are refused: they wait at their source, with that reason, until their service is created.
+A broker without services stores messages for any. One that has some stores messages for these
+only: others are refused, and wait at their source, with that reason, until their service is
+created. So the first service changes what becomes of all others. Nobody does that unawares: while
+the inbox holds messages for others, they are created together with the first one, or
+``refuse_others`` is said.
 
 Functions take a psycopg connection and write in a transaction of their own, or in the caller's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
@@ -20,6 +24,7 @@ from typing import Any, Literal
 import psycopg
 from psycopg.rows import class_row
 
+from saf import errors
 from saf.database import fetch
 from saf.errors import ConfigurationError, UsageError
 from saf.message import MAX_NAME, fits
@@ -27,6 +32,9 @@ from saf.setaside.audit import audit
 
 Start = Literal["beginning", "now"]
 """The first message that a new subscription reads: the oldest still stored, or the next."""
+
+OWN = "saf/"
+"""The prefix of the services that saf itself sends to, which nobody misses."""
 
 SERVICES = """
 SELECT v.name, v.created_at,
@@ -36,6 +44,11 @@ FROM saf.service v ORDER BY v.name
 """
 CREATE_SERVICE = """
 INSERT INTO saf.service (name) VALUES (%(name)s) ON CONFLICT DO NOTHING RETURNING name
+"""
+ADDRESSED = """
+SELECT to_service, count(*) FROM saf.inbox
+WHERE to_service <> ALL (%(names)s) AND NOT starts_with(to_service, %(own)s)
+GROUP BY to_service ORDER BY count(*) DESC, to_service
 """
 REMOVE_SERVICE = "DELETE FROM saf.service WHERE name = %(name)s RETURNING name"
 
@@ -88,12 +101,12 @@ class Subscription:
     subscription_id: int
     name: str
     service: str | None
-    """Whose messages it reads; None for everybody's."""
+    """The service whose messages it reads; None if it reads all."""
     created_at: datetime
 
 
 def services(connection: psycopg.Connection[Any]) -> list[Service]:
-    """The services of a broker, by name."""
+    """Return the services of a broker, by name."""
     with psycopg.Cursor(connection, row_factory=class_row(Service)) as cursor:
         return cursor.execute(SERVICES).fetchall()
 
@@ -103,27 +116,54 @@ def lives_here(connection: psycopg.Connection[Any], name: str) -> bool:
     return bool(fetch(connection, KNOWS_SERVICE, {"name": name}))
 
 
-def create_service(connection: psycopg.Connection[Any], name: str) -> bool:
-    """Let a service live at this broker, with a subscription of its own; False if it does already.
+def refused(connection: psycopg.Connection[Any], names: Iterable[str]) -> dict[str, int]:
+    """What a broker would refuse once it has these services, and how many messages it has stored.
 
-    Its subscription also reads what was stored for it before it was known.
+    Nothing if it has services already, for then it refuses all others as it is.
     """
-    _check("service", name)
+    wanted = list(names)
+    if not wanted or services(connection):
+        return {}
+    return dict(fetch(connection, ADDRESSED, {"names": wanted, "own": OWN}))
+
+
+def create_services(
+    connection: psycopg.Connection[Any], names: Sequence[str], *, refuse_others: bool = False
+) -> list[str]:
+    """Let services live at this broker, each with a subscription of its own; return the new ones.
+
+    Their subscriptions also read what was stored for them before they were known.
+
+    Raises:
+        UsageError: a name that no message could have; or they would be the first, the inbox holds
+            messages for others, and ``refuse_others`` does not say that those are to wait.
+    """
+    for name in names:
+        _check("service", name)
     with connection.transaction():
-        if not fetch(connection, CREATE_SERVICE, {"name": name}):
-            return False
-        create_subscription(connection, name, service=name)
-        return True
+        if not refuse_others and (others := refused(connection, names)):
+            raise UsageError(_first(names, others))
+        made = [name for name in names if fetch(connection, CREATE_SERVICE, {"name": name})]
+        for name in made:
+            create_subscription(connection, name, service=name)
+        return made
+
+
+def create_service(
+    connection: psycopg.Connection[Any], name: str, *, refuse_others: bool = False
+) -> bool:
+    """Let one service live at this broker; False if it does already. See `create_services`."""
+    return bool(create_services(connection, [name], refuse_others=refuse_others))
 
 
 def remove_service(
     connection: psycopg.Connection[Any], name: str, *, discard: bool = False
 ) -> None:
-    """Forget a service and its subscriptions; messages for it are not stored here any more.
+    """Remove a service and its subscriptions; this broker stores no messages for it any more.
 
     Raises:
         ConfigurationError: there is no such service.
-        UsageError: a subscription of it has messages left, and ``discard`` does not say so.
+        UsageError: one of its subscriptions has messages left, and ``discard`` is false.
     """
     with connection.transaction():
         for one in subscriptions(connection):
@@ -135,16 +175,16 @@ def remove_service(
 
 
 def subscriptions(connection: psycopg.Connection[Any]) -> list[Subscription]:
-    """The subscriptions of a broker's inbox, by name."""
+    """Return the subscriptions of a broker's inbox, by name."""
     with psycopg.Cursor(connection, row_factory=class_row(Subscription)) as cursor:
         return cursor.execute(LIST).fetchall()
 
 
 def subscription(connection: psycopg.Connection[Any], name: str) -> Subscription:
-    """The subscription of that name.
+    """Return the subscription of that name.
 
     Raises:
-        ConfigurationError: there is none; it names those there are.
+        ConfigurationError: there is none; the error names those that there are.
     """
     with psycopg.Cursor(connection, row_factory=class_row(Subscription)) as cursor:
         found = cursor.execute(NAMED, {"name": name}).fetchone()
@@ -161,10 +201,10 @@ def create_subscription(
     service: str | None,
     start: Start = "beginning",
 ) -> bool:
-    """Add a reader of what is addressed to a service, or of all; False if it is there already.
+    """Add a reader of what is addressed to a service, or to all; False if it is there already.
 
     Raises:
-        ConfigurationError: the service does not live here, or the name is another's.
+        ConfigurationError: the service does not live here, or another subscription has the name.
     """
     _check("subscription", name)
     with connection.transaction():
@@ -187,13 +227,13 @@ def create_subscription(
 def remove_subscription(
     connection: psycopg.Connection[Any], name: str, *, discard: bool = False
 ) -> None:
-    """Forget a reader, with what it has parked and its dead letters. Stop its receivers before.
+    """Remove a reader, with what it has parked and its dead letters. Stop its receivers before.
 
-    What is given up by that is noted in the audit.
+    The messages that are given up by that are noted in the audit.
 
     Raises:
         ConfigurationError: there is no such subscription.
-        UsageError: it has messages left, and ``discard`` does not say so.
+        UsageError: it has messages left, and ``discard`` is false.
     """
     with connection.transaction():
         found = subscription(connection, name)
@@ -218,6 +258,17 @@ def _check(what: str, name: str) -> None:
         raise UsageError(
             f"{what} {name!r}: a name has 1 to {MAX_NAME} bytes of printable characters"
         )
+
+
+def _first(names: Sequence[str], others: Mapping[str, int]) -> str:
+    counted = [f"{name!r} ({count:,})" for name, count in others.items()]
+    some = ", ".join(counted[: errors.NAMED]) + (", …" if len(counted) > errors.NAMED else "")
+    mine = ", ".join(map(repr, names))
+    return (
+        f"{mine} would be the first here, and messages for others would wait at their sources from "
+        f"then on; the inbox has messages for {some}. Create those in the same command (`saf "
+        "service create` takes several), or say --refuse-others (refuse_others=True)"
+    )
 
 
 def _unknown(what: str, name: str, known: list[str]) -> str:

@@ -1,8 +1,7 @@
 """The command ``saf``. One file per command; logic lives in the library.
 
-Exit codes: 0 done or nothing to do; 2 wrong usage, configuration or schema; 75 try again later
-(a database does not answer, a message has no route yet); 1 anything else. A user's mistake gets
-one sentence on stderr and no traceback.
+`saf.cli.exit_codes` says what a command's end means. A user's mistake gets one sentence on stderr
+and no traceback.
 """
 
 from __future__ import annotations
@@ -12,11 +11,14 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version as distribution_version
+from typing import Annotated
 
 import structlog
 import typer
 
 from saf.cli import (
+    apply,
     contract,
     dead,
     demo,
@@ -25,6 +27,7 @@ from saf.cli import (
     forward,
     grant,
     inbox,
+    init,
     migrate,
     parked,
     purge,
@@ -39,20 +42,45 @@ from saf.cli import (
     topic,
     worker,
 )
-from saf.cli.console import plain_console, shown_event
+from saf.cli.console import echo, plain_console, shown_event
+from saf.cli.exit_codes import INTERRUPTED, in_words
+from saf.database import REVISION
 from saf.errors import SafError
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        echo(f"saf {distribution_version('saf-outbox')}, schema {REVISION}")
+        raise typer.Exit
+
 
 app = typer.Typer(
     name="saf",
-    help="Transactional store-and-forward outbox for PostgreSQL.",
+    epilog=in_words(),
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_say_version, is_eager=True, help="Print the version, and exit."
+        ),
+    ] = False,
+) -> None:
+    """Transactional store-and-forward outbox for PostgreSQL."""
+
+
+app.command("init")(init.command)
 app.command("migrate")(migrate.command)
+app.command("apply")(apply.command)
+app.command("export")(apply.export)
 app.command("grant")(grant.command)
-app.command("forward")(forward.command)
+app.command("forward", epilog=in_words())(forward.command)
 app.command("status")(status.command)
 app.command("worker")(worker.command)
 app.add_typer(route.app, name="route")
@@ -94,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         plain_console(stderr=True).print(f"saf: {error}", style="red", soft_wrap=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:
         # the reader of our output has gone (| head); nothing is left to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -131,5 +159,6 @@ def _configure_logging() -> None:
             ),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        # whatever stderr is when something is logged: a progress bar stands in for it meanwhile
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )

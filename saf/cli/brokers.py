@@ -1,4 +1,4 @@
-"""What commands that go round the brokers of saf.toml have in common."""
+"""What commands that go round the brokers of saf.toml share: their options, and the round."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from saf.routing.routes import current_routes
 T = TypeVar("T")
 
 AT_ONCE = 16
-"""Brokers that are visited at a time: many that do not answer take no longer than one."""
+"""How many brokers are visited at a time: many that do not answer take no longer than one."""
 
 Config = Annotated[
     Path | None,
@@ -47,7 +47,7 @@ Store = Annotated[
 
 
 def moment(text: str) -> datetime:
-    """A point in time; without an offset, by this machine's time zone.
+    """Return a point in time; a text without an offset is in this machine's time zone.
 
     >>> moment("2026-01-31T13:00:00+01:00").timestamp()
     1769860800.0
@@ -76,7 +76,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
 
 def chosen(settings: Settings, name: str | None) -> Mapping[str, Broker] | Listing:
-    """The brokers that a command is for, fleets included; a destination only if it is named.
+    """Return the brokers that a command is for, with those of fleets.
+
+    A destination is among them only if it is named.
 
     Raises:
         ConfigurationError: there is none of that name.
@@ -97,15 +99,15 @@ def chosen(settings: Settings, name: str | None) -> Mapping[str, Broker] | Listi
 
 
 def routes_of(settings: Settings) -> Callable[[psycopg.Connection[Any]], Routes]:
-    """What says where messages of a broker go now, by its rows and by saf.toml."""
+    """Return a function that asks a broker where its messages go now, by rows and saf.toml."""
     default, declared = settings.forwarder.default_destination, settings.declared
     return lambda connection: current_routes(connection, default, declared)
 
 
 def everywhere(settings: Settings, name: str | None) -> Mapping[str, Broker] | Listing:
-    """The brokers that conversations may have an end at: sources and destinations, or one.
+    """Return the brokers that may have ends of conversations: sources and destinations, or one.
 
-    One that is both is named the same as both.
+    A broker that is both has the same name as both.
     """
     found = chosen(settings, name)
     if name is not None or not isinstance(found, Listing):
@@ -114,12 +116,12 @@ def everywhere(settings: Settings, name: str | None) -> Mapping[str, Broker] | L
 
 
 def stores(settings: Settings, name: str | None) -> Mapping[str, Broker]:
-    """The brokers that services live at: the destinations that are one, or the one named."""
+    """Return the brokers that services live at: destinations that are brokers, or the named one."""
     return _stores(settings) if name is None else {name: _place(settings, name)}
 
 
 def store(settings: Settings, name: str | None) -> Mapping[str, Broker]:
-    """The one broker that a service is to live at.
+    """Return the one broker that a service is to live at.
 
     Raises:
         ConfigurationError: none is named, and there are several.
@@ -133,7 +135,7 @@ def store(settings: Settings, name: str | None) -> Mapping[str, Broker]:
 
 
 def _stores(settings: Settings) -> dict[str, Broker]:
-    """The destinations that are brokers."""
+    """Return the destinations that are brokers."""
     return {
         name: Broker(dsn=dsn)
         for name, one in settings.destinations.items()
@@ -166,7 +168,10 @@ class Round:
             self.brokers = places
 
     def visit(self, role: str, action: Callable[[psycopg.Connection[Any], Any], T]) -> dict[str, T]:
-        """What ``action`` returns for each broker that it does not fail for; several at a time."""
+        """Connect to each broker, several at a time; return what ``action`` returns, by broker.
+
+        Brokers for which it fails are in ``failed`` instead.
+        """
 
         def connected(name: str, broker: Broker) -> T:
             with (
@@ -179,7 +184,10 @@ class Round:
         return self._each(connected, at_once=AT_ONCE)
 
     def each(self, action: Callable[[str, Any], T]) -> dict[str, T]:
-        """The same for an action that connects by itself, one after the other."""
+        """Call ``action`` for each broker, one after the other; return what it returns, by broker.
+
+        The action connects by itself. Brokers for which it fails are in ``failed`` instead.
+        """
         return self._each(action, at_once=1)
 
     def _each(self, action: Callable[[str, Any], T], *, at_once: int) -> dict[str, T]:
@@ -193,16 +201,19 @@ class Round:
                     if isinstance(error, SchemaMissing) and isinstance(
                         self.brokers[name], Candidate
                     ):
-                        continue  # the pattern matches it, and that is all
+                        continue  # the pattern matches this database, which is no broker
                     self.failed.append((name, error))
         return results
 
     def errors(self) -> list[dict[str, str]]:
-        """The failures, for JSON."""
+        """Return the failures for JSON."""
         return [{"broker": name, "error": str(error)} for name, error in self.failed]
 
     def finish(self, *, say: bool, found: int = 0) -> None:
-        """Say what failed, and exit with ``found`` or its code; nothing if nothing has."""
+        """Say what failed, if ``say``, and exit with ``found`` or the failures' code.
+
+        It returns if nothing was found and nothing has failed.
+        """
         for name, error in self.failed:
             if say:
                 echo(f"saf: broker {name!r}: {error}", err=True)

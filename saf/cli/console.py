@@ -2,35 +2,44 @@ r"""Where commands print for people: what they print is data, and shown as it is
 
 Names, keys, errors and bodies are whatever somebody has sent. None of it reaches the terminal as a
 command to it: `echo` and `plain_console` let all text through `shown`, and no command prints in
-another way. What goes into JSON is escaped by that.
+another way. JSON escapes it in its own way.
 """
 
 from __future__ import annotations
 
 import sys
 import unicodedata
+from textwrap import wrap
 from typing import Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+STACK = "stack"
+"""What structlog prints on lines of its own: where an exception comes from."""
+
 SEPARATOR = "Zs"
-"""The Unicode category of what is not printable to Python, and does no harm."""
+"""The Unicode category of characters that Python does not call printable, but that do no harm."""
 
 
-def plain_console(*, stderr: bool = False) -> Console:
-    """A console that takes ``[red]`` and ``:smile:`` for names that somebody has chosen."""
-    return _Plain(stderr=stderr, markup=False, emoji=False, highlight=False)
+def plain_console(*, stderr: bool = False) -> PlainConsole:
+    """Return a console that takes ``[red]`` and ``:smile:`` for text that somebody has chosen."""
+    return PlainConsole(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
 def echo(text: str, *, err: bool = False, lines: bool = False) -> None:
-    """Print a line; or several, if it may have ``lines``."""
+    """Print one line. With ``lines``, the text may be several."""
     typer.echo(shown(text, lines=lines), err=err)
 
 
+def paragraph(text: str) -> None:
+    """Print a sentence, however long: on a terminal it is broken at spaces."""
+    plain_console().paragraph(text, others="    ")
+
+
 def write(body: bytes) -> None:
-    """Write bytes to standard output: as they are, unless that is a terminal."""
+    """Write bytes to standard output: as they are, or as text if that is a terminal."""
     if sys.stdout.isatty():
         echo(body.decode(errors="backslashreplace"), lines=True)
     else:
@@ -38,7 +47,9 @@ def write(body: bytes) -> None:
 
 
 def shown(text: str, *, lines: bool = False) -> str:
-    r"""A text with what would move the cursor, ring, colour or turn other text around as escapes.
+    r"""Return a text that commands no terminal.
+
+    What would move the cursor, ring, colour or turn other text around is there as an escape.
 
     >>> shown("Zürich \x1b[2J\x07 \u202egnp.exe\n")
     'Zürich \\x1b[2J\\x07 \\u202egnp.exe\\n'
@@ -56,14 +67,40 @@ def shown(text: str, *, lines: bool = False) -> str:
 
 
 def shown_event(_: object, __: str, event: dict[str, Any]) -> dict[str, Any]:
-    """What is logged on a terminal: a processor of structlog."""
+    """Return an event as a terminal is to show it: a processor of structlog."""
     return {
-        name: shown(value) if isinstance(value, str) else value for name, value in event.items()
+        name: shown(value, lines=name == STACK) if isinstance(value, str) else value
+        for name, value in event.items()
     }
 
 
-class _Plain(Console):
-    """Lets all text through `shown`."""
+def folded(text: str, width: int, first: str = "", others: str = "") -> list[str]:
+    """Return the lines of a text, broken at spaces only; a long word is longer than ``width``.
+
+    ``first`` and ``others`` are what the first line and the others begin with.
+
+    >>> folded("cure: drop_the_old_route", 10, others="  ")
+    ['cure:', '  drop_the_old_route']
+    """
+    return wrap(
+        text,
+        max(width, len(others) + 1),
+        initial_indent=first,
+        subsequent_indent=others,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+class PlainConsole(Console):
+    """A console that lets all text through `shown`."""
 
     def render_str(self, text: str, **options: Any) -> Text:
+        """Return a text as it is to be printed."""
         return super().render_str(shown(text, lines=True), **options)
+
+    def paragraph(self, text: str, *, style: str | None = None, others: str = "") -> None:
+        """Print a text: on a terminal broken at spaces, in a pipe as one line."""
+        lines = folded(shown(text), self.width, others=others) if self.is_terminal else [text]
+        for line in lines:
+            self.print(line, style=style, soft_wrap=True)

@@ -26,7 +26,7 @@ File = Annotated[
 
 @app.command()
 def create(file: File, *, config: Config = None, broker: Where = None) -> None:
-    """Make known what a file says, at every broker or one; again is no change."""
+    """Create what a file says, at every broker or at one; to repeat it changes nothing."""
     types, named = _read(file)
 
     def make(connection: psycopg.Connection[Any], _: object) -> int:
@@ -73,7 +73,11 @@ def list_(*, config: Config = None, broker: Where = None, as_json: AsJson = Fals
 
 
 def _read(file: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The arguments of `create_message_type` and `create_contract`, from a file."""
+    """Return the arguments of `create_message_type` and of `create_contract`, from a file.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or says something else.
+    """
     try:
         tables = tomllib.loads(file.read_text())
     except OSError as error:

@@ -14,6 +14,7 @@ import typer
 from saf.cli.brokers import AsJson, Config, DryRun, Name, Round, Why, chosen, moment
 from saf.cli.console import echo, write
 from saf.cli.listing import Listing
+from saf.cli.wording import at
 from saf.config import load
 from saf.errors import UsageError
 from saf.operating import decide
@@ -70,12 +71,14 @@ def audit_(
         rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
         echo(json.dumps({"audit": rows, "errors": round_.errors()}))
     else:
+        listing = Listing("broker", "when", "who", "action", "messages", below="why")
         for name, some in found.items():
             for one in some:
-                echo(
-                    f"{name}: {one.audit_at:%Y-%m-%d %H:%M} {one.who}, {one.action} of "
-                    f"{one.messages:,} messages: {one.why}"
-                )
+                listing.add(
+                    name, at(one.audit_at), one.who, one.action,
+                    f"{one.messages:,}", below=one.why,
+                )  # fmt: skip
+        listing.show()
     round_.finish(say=not as_json)
 
 
@@ -86,7 +89,7 @@ def show(
     config: Config = None,
     broker: Name = None,
 ) -> None:
-    """Write the body of a dead letter to standard output: as it is, but for a terminal."""
+    """Write the body of a dead letter to standard output; a terminal gets it as text."""
     round_ = Round(chosen(load(config), broker))
     if len(round_.brokers) > 1:
         raise UsageError("which broker? Say --broker NAME")
@@ -113,7 +116,7 @@ def retry(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Hand dead letters to the forwarder or their receivers again, in order, once all is mended."""
+    """Hand dead letters to the forwarder or their receivers again, in order."""
     which = _filter(
         everything=everything, dead_letter_ids=ids or None, reason=reason, service=service,
         destination=destination, key=key, before=before,
@@ -193,7 +196,7 @@ def _show(round_: Round, found: dict[str, list[DeadLetter]], *, as_json: bool) -
         for name, some in found.items():
             for one in some:
                 listing.add(
-                    name, str(one.dead_letter_id), f"{one.dead_letter_at:%Y-%m-%d %H:%M}",
+                    name, str(one.dead_letter_id), at(one.dead_letter_at),
                     one.subscription, one.reason, one.service, one.key or "", f"{one.bytes:,}",
                     below=one.error,
                 )  # fmt: skip

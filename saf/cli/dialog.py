@@ -119,9 +119,9 @@ def cleanup(handle: Handle, *, config: Config = None, broker: Where = None) -> N
 def compare_(*, config: Config = None, broker: Where = None, as_json: AsJson = False) -> None:
     """Let the open ends and their other ends compare what each has sent and received.
 
-    Say it after one of the databases was set back and repaired: where something is missing, both
-    ends of the dialog get an Error. It is harmless elsewhere, but ends dialogs of which a message
-    is a dead letter.
+    Run it after one of the databases was set back and repaired: if something is missing, both ends
+    of the dialog get an Error. It does no harm to other dialogs, except that it ends those of which
+    a message is a dead letter.
     """
     round_ = Round(everywhere(load(config), broker))
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from saf.cli.console import echo, plain_console
+from saf.cli.wording import counted
 from saf.config import load
 from saf.errors import Unavailable
 from saf.operating.doctor import REACHABLE, examine
@@ -39,13 +40,15 @@ def command(
         console = plain_console()
         bad = [finding for finding in found if finding.severity != "ok"]
         for one in bad:
-            console.print(
+            console.paragraph(
                 f"{one.severity}: {one.where}: {one.check}: {one.what}",
                 style=COLOURS[one.severity],
+                others="    ",
             )
-            console.print(f"  cure: {one.cure}")
+            console.paragraph(f"  cure: {one.cure}", others="    ")
         errors = sum(finding.severity == "error" for finding in bad)
-        console.print(f"{len(found)} checks: {errors} errors, {len(bad) - errors} warnings")
+        said = counted(errors, "error"), counted(len(bad) - errors, "warning")
+        console.print(f"{counted(len(found), 'check')}: {', '.join(said)}")
     failed = {finding.check for finding in found if finding.severity == "error"}
     if failed:
         raise typer.Exit(Unavailable.exit_code if failed == {REACHABLE} else FOUND)

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+import os
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import rich.progress
 import typer
-from rich.console import Console
 
 from saf.cli.console import echo, plain_console
+from saf.cli.progress import ProgressBar
+from saf.cli.wording import at, counted
 from saf.config import Settings, load, with_options
 from saf.signals import stop_on_signals
 
 if TYPE_CHECKING:
-    from saf.forwarding.meter import Progress
     from saf.forwarding.summary import Summary
 
 
 def command(
+    *,
     config: Annotated[
         Path | None,
         typer.Option(help="Configuration file. Default: $SAF_CONFIG, or saf.toml in this folder."),
@@ -38,6 +38,7 @@ def command(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON, per cycle with --loop.")
     ] = False,
+    remote: Annotated[str | None, typer.Option("--remote", hidden=True)] = None,
 ) -> None:
     """Forward what is pending in the outboxes of all configured brokers.
 
@@ -45,6 +46,8 @@ def command(
     runs that overlap share the work. SIGTERM and Ctrl-C finish the chunk in hand.
     """
     settings = load(config)
+    if remote:
+        os.environ["SPARK_REMOTE"] = remote  # as spark-submit does; it is refused in one place
     options = with_options(settings.forwarder, interval_seconds=interval, master=master)
     settings = settings.model_copy(update={"forwarder": options})
     raise typer.Exit(run(settings, loop=loop, as_json=as_json))
@@ -54,10 +57,12 @@ def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
     """Forward, with a Spark session of its own if there is work; return the exit code."""
     from saf.forwarding.forwarder import Forwarder
     from saf.spark import java, session
+    from saf.spark.master import refuse_connect
     from saf.spark.runner import SparkRunner
 
     session.require_packages()
     options = settings.forwarder
+    refuse_connect(options.master, options.spark)
     alone = len(settings.brokers) == 1 and not settings.fleets
     master = options.master if alone else session.with_room(options.master)
     console = plain_console(stderr=True)
@@ -67,26 +72,31 @@ def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
         with console.status(f"starting {java.find()}") if people else nullcontext():
             return session.start(master, conf=options.spark, quick=not (loop or much))
 
+    bar = ProgressBar(console)
+
     def report(summary: Summary) -> None:
+        bar.clear()
         show(summary, as_json=as_json)
 
     runner = SparkRunner(spark)
-    with progress_bar(console) as progress:
-        forwarder = Forwarder(settings, runner, progress=progress)
+    forwarder = Forwarder(settings, runner, progress=bar.watching)
+    try:
         with stop_on_signals(forwarder.stop):
             summary = forwarder.loop(report) if loop else forwarder.drain()
+    finally:
+        bar.clear()
     report(summary)
     runner.stop()
     return summary.exit_code
 
 
 def show(summary: Summary, *, as_json: bool) -> None:
-    """A summary on stdout, for people or as one line of JSON; problems also on stderr."""
+    """Print a summary on stdout, for people or as one line of JSON; problems also on stderr."""
     if as_json:
         echo(json.dumps(summary.as_dict()))
         return
     where = ", ".join(f"{name}: {count:,}" for name, count in summary.by_destination.items())
-    line = f"forwarded {summary.forwarded:,} messages in {summary.seconds:.1f} s"
+    line = f"forwarded {counted(summary.forwarded, 'message')} in {summary.seconds:.1f} s"
     line += f" ({where})" if where else ""
     line += f", {summary.dropped:,} dropped as delivered before" if summary.dropped else ""
     line += f", {summary.parked:,} parked" if summary.parked else ""
@@ -98,21 +108,9 @@ def show(summary: Summary, *, as_json: bool) -> None:
     for lane in summary.waiting:
         if lane["error"] in said:
             continue
-        when = f"{datetime.fromisoformat(lane['next_attempt_at']):%H:%M:%S}"
+        when = at(datetime.fromisoformat(lane["next_attempt_at"]))
         echo(f"saf: waiting until {when}: {lane['error']}", err=True)
     if more := summary.waiting_lanes - len(summary.waiting):
-        echo(f"saf: and {more:,} more lanes wait; see `saf parked list`", err=True)
+        echo(f"saf: {counted(more, 'lane')} more; see `saf parked list`", err=True)
     for problem in summary.problems:
         echo(f"saf: {problem['error']}", err=True)
-
-
-@contextmanager
-def progress_bar(console: Console) -> Iterator[Callable[[Progress], None] | None]:
-    """A progress bar while a cycle runs, on a terminal; None elsewhere."""
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (*rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn())
-    with rich.progress.Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("forwarding", total=None)
-        yield lambda progress: bar.update(task, completed=progress.done, total=progress.total)

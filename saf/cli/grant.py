@@ -35,8 +35,8 @@ def command(
 ) -> None:
     """Let a role do in a broker's schema saf what its duty needs, and nothing else.
 
-    What it was granted before, by saf or by hand, is taken away in the same transaction. Safe to
-    repeat; repeat it after an upgrade.
+    What the role was granted before, by saf or by hand, is taken away in the same transaction. It
+    is safe to repeat; repeat it after an upgrade.
     """
     kinds = list(dict.fromkeys(role or []))
     if kinds and revoke:

@@ -12,16 +12,18 @@ from saf.cli.brokers import AsJson, Config, Round, Store, store, stores
 from saf.cli.console import echo
 from saf.cli.listing import Listing
 from saf.cli.status import show_dropped
+from saf.cli.wording import at
 from saf.config import load
 from saf.receiving import inbox
 from saf.receiving.notify import switch
 from saf.setaside.dropped import dropped
+from saf.setaside.unhandled import unhandled
 
 app = typer.Typer(no_args_is_help=True, help="What is stored, and not handled yet.")
 
 
 class Switch(StrEnum):
-    """Two states."""
+    """Whether receivers are notified."""
 
     ON = "on"
     OFF = "off"
@@ -33,28 +35,47 @@ def notify(
     config: Config = None,
     broker: Store = None,
 ) -> None:
-    """Wake the receivers that listen when messages arrive, or no longer.
+    """Wake the receivers that listen when messages arrive (on), or let them poll (off).
 
-    Transactions that store messages then commit one after the other.
+    While it is on, transactions that store messages commit one after the other.
     """
     round_ = Round(stores(load(config), broker))
-    round_.visit("inbox", lambda connection, _: switch(connection, state is Switch.ON))
+    for where in round_.visit(
+        "inbox", lambda connection, _: switch(connection, state is Switch.ON)
+    ):
+        done = "are woken" if state is Switch.ON else "are no longer woken, and ask by themselves"
+        echo(f"{where}: receivers that listen {done}")
     round_.finish(say=True)
 
 
 @app.command()
 def status(config: Config = None, broker: Store = None, as_json: AsJson = False) -> None:
-    """Show what each subscription of the destinations has left, and what it has dropped."""
+    """Show what each subscription of the destinations has left, and what it has dropped.
+
+    Messages of types that no receiver has had a handler for are named by type.
+    """
     round_ = Round(stores(load(config), broker))
     asked = round_.visit(
-        "inbox", lambda connection, _: (inbox.inbox_status(connection), dropped(connection))
+        "inbox",
+        lambda connection, _: (
+            inbox.inbox_status(connection),
+            dropped(connection),
+            unhandled(connection),
+        ),
     )
-    found = {where: some for where, (some, _) in asked.items()}
-    counted = {where: some for where, (_, some) in asked.items()}
+    found = {where: some for where, (some, _, _) in asked.items()}
+    counted = {where: some for where, (_, some, _) in asked.items()}
+    waiting = {where: some for where, (_, _, some) in asked.items()}
     if as_json:
         rows = [{"broker": where, **one.as_dict()} for where, some in found.items() for one in some]
         gone = [{"broker": at, **one.as_dict()} for at, some in counted.items() for one in some]
-        answer = {"subscriptions": rows, "dropped": gone, "errors": round_.errors()}
+        by_type = [{"broker": at, **one.as_dict()} for at, some in waiting.items() for one in some]
+        answer = {
+            "subscriptions": rows,
+            "unhandled": by_type,
+            "dropped": gone,
+            "errors": round_.errors(),
+        }
         echo(json.dumps(answer))
     else:
         listing = Listing(
@@ -68,6 +89,10 @@ def status(config: Config = None, broker: Store = None, as_json: AsJson = False)
                     f"{one.parked:,}", f"{one.keys_waiting:,}", f"{one.dead_letters:,}",
                 )  # fmt: skip
         listing.show()
+        for where, kinds in waiting.items():
+            for kind in kinds:
+                since = f"{kind.since:%Y-%m-%d %H:%M:%S %Z}"
+                echo(f"{where}: {kind.subscription}: {kind}, since {since}")
         show_dropped(counted)
     round_.finish(say=not as_json)
 
@@ -92,7 +117,7 @@ def peek(
             for one in some:
                 listing.add(
                     str(one.id), str(one.message_id), one.service, one.key or "",
-                    one.message_type or "", f"{one.bytes:,}", f"{one.received_at:%H:%M:%S}",
+                    one.message_type or "", f"{one.bytes:,}", at(one.received_at),
                 )  # fmt: skip
         listing.show()
     round_.finish(say=not as_json)

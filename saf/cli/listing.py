@@ -1,30 +1,35 @@
 """Listings: rows for people, that lose nothing in a narrow terminal or a pipe.
 
-No name, handle, number or error is ever cut, and a value is never broken where something could be
-copied from it:
+Every table that a command prints is a `Listing`. No name, handle, number, date or error is ever
+cut, and a line is broken only at a space:
 
 - In a pipe each row is one line, however long: for grep and its like.
-- In a terminal that is wide enough, too; but what is long, such as an error, is below its row.
-- In a narrower one, the values of a row follow each other with their names, as many a line as fit.
+- In a terminal that is wide enough, each row is one line too; but a long text, such as an error, is
+  below its row.
+- In a narrower terminal, the values of a row follow each other with their names, as many on a line
+  as fit. A value that is longer than a line goes on in the next one, further in.
 
-What a program is to read, it gets by ``--json``.
+A program reads the output of ``--json`` instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from textwrap import wrap
 
 from rich.cells import cell_len
 
-from saf.cli.console import echo, plain_console, shown
+from saf.cli.console import echo, folded, plain_console, shown
 
 GAP = "  "
 INDENT = "    "
+NOTHING = "nothing found"
 
 
 class Listing:
-    """Rows with these columns; the text ``below`` a row is as long as it likes, or empty."""
+    """Rows with these columns.
+
+    ``below`` names a column of long texts, which a terminal shows below their rows.
+    """
 
     def __init__(self, *columns: str, below: str = "") -> None:
         self._columns = columns
@@ -32,17 +37,20 @@ class Listing:
         self._rows: list[tuple[tuple[str, ...], str]] = []
 
     def add(self, *cells: str, below: str = "") -> None:
-        """One more row."""
+        """Add a row, with one text for each column, and the long one; it may be empty."""
         self._rows.append((tuple(map(shown, cells)), shown(below)))
 
     def show(self) -> None:
-        """Write it to standard output, as wide as that is."""
+        """Print the rows as wide as standard output is; or that there are none."""
+        if not self._rows:
+            echo(NOTHING)
+            return
         console = plain_console()
         for line in self.lines(console.width if console.is_terminal else None):
             echo(line)
 
     def lines(self, width: int | None) -> Iterable[str]:
-        """What is printed where a line has so many columns; None is for a pipe.
+        """Return the lines for a terminal with so many columns, or for a pipe (None).
 
         >>> listing = Listing("broker", "reason", below="error")
         >>> listing.add("shop", "rejected", below="it is no number: seven")
@@ -52,6 +60,13 @@ class Listing:
         'broker  reason$shop    rejected$    it is no number:$    seven'
         >>> "$".join(listing.lines(15))
         'broker: shop$    reason: rejected$    it is no$    number:$    seven'
+
+        What does not fit into a line by itself is broken at spaces:
+
+        >>> listing = Listing("to")
+        >>> listing.add("erp, lake, mom, shop")
+        >>> "$".join(listing.lines(18))
+        'to: erp, lake,$        mom, shop'
         """
         rows = [(cells, below) for cells, below in self._rows]
         if width is None:
@@ -64,13 +79,16 @@ class Listing:
                 *(
                     line
                     for row, (_, below) in zip(table[1:], rows, strict=True)
-                    for line in (row, *_folded(below, width))
+                    for line in (row, *folded(below, width, INDENT, INDENT))
                 ),
             ]
         return [
             line
             for cells, below in rows
-            for line in (*_flowing(self._columns, cells, width), *_folded(below, width))
+            for line in (
+                *_flowing(self._columns, cells, width),
+                *folded(below, width, INDENT, INDENT),
+            )
         ]
 
 
@@ -93,16 +111,6 @@ def _flowing(names: Sequence[str], cells: Sequence[str], width: int) -> list[str
         if lines and cell_len(lines[-1]) + len(GAP) + cell_len(said) <= width:
             lines[-1] += GAP + said
         else:
-            lines.append((INDENT if lines else "") + said)
+            first = f"{INDENT if lines else ''}{name}: "
+            lines += folded(cell, width, first, 2 * INDENT)
     return lines
-
-
-def _folded(text: str, width: int) -> list[str]:
-    return wrap(
-        text,
-        max(width, 2 * len(INDENT)),
-        initial_indent=INDENT,
-        subsequent_indent=INDENT,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

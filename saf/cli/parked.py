@@ -10,16 +10,16 @@ import typer
 
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.cli.console import echo
+from saf.cli.listing import Listing
+from saf.cli.wording import at, counted
 from saf.config import load
 from saf.setaside.lane import Kind
-from saf.setaside.parking import Waiting, parked, retry_now
+from saf.setaside.unhandled import END, FIRST
+from saf.setaside.waiting import Parked, Waiting, parked, retry_now
 
 app = typer.Typer(no_args_is_help=True, help="Messages that wait, and when they are tried next.")
 
 LIMIT = 100
-
-FOR_EVER = 9999
-"""The year of what is not tried again by itself; see `saf.receiving.retries`."""
 
 Destination = Annotated[str | None, typer.Option(help="Only what waits for this one.")]
 
@@ -34,7 +34,7 @@ def list_(
 ) -> None:
     """Show the lanes of parked messages: how many, why, and when each is tried next.
 
-    Of many, those that hold up most.
+    If there are more lanes than the limit, those that hold up most are shown.
     """
     round_ = Round(chosen(load(config), broker))
     lanes = round_.visit("parked", lambda connection, _: parked(connection, limit, subscription))
@@ -47,7 +47,8 @@ def list_(
         counts = {name: found.lanes for name, found in lanes.items()}
         echo(json.dumps({"parked": rows, "lanes": counts, "errors": round_.errors()}))
     else:
-        show(lanes)
+        listing(lanes).show()
+        show_how_many_more(lanes)
     round_.finish(say=not as_json)
 
 
@@ -58,30 +59,42 @@ def retry_now_(
     destination: Destination = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let the next run of the forwarder, or a receiver, try what waits, whatever its time."""
+    """Let the next run of the forwarder, or a receiver, try what waits, without waiting longer."""
     round_ = Round(chosen(load(config), broker))
     due = round_.visit("parked", lambda connection, _: retry_now(connection, destination))
     if as_json:
         echo(json.dumps({"lanes": due, "errors": round_.errors()}))
     else:
         for name, lanes in due.items():
-            echo(f"{name}: {lanes} lane{'s' * (lanes != 1)} to be tried by the next run")
+            echo(f"{name}: {counted(lanes, 'lane')} to be tried by the next run")
     round_.finish(say=not as_json)
 
 
-def show(lanes: Mapping[str, Waiting]) -> None:
-    """A line for each lane that is shown: errors are too long for a table."""
+def listing(lanes: Mapping[str, Waiting]) -> Listing:
+    """Return a row for each lane that is shown."""
+    rows = Listing("broker", "parked", "lane", "set aside by", "attempts", "next", below="error")
     for name, found in lanes.items():
         for lane in found.shown:
-            when = "now" if lane.due else f"{lane.next_attempt_at:%H:%M:%S}"
-            if lane.next_attempt_at.year == FOR_EVER:
-                when = "on an operator's word"
-                if lane.kind == Kind.AHEAD:
-                    when = "when it has come"
-            who = "" if lane.subscription == "forwarder" else f" by {lane.subscription}"
-            echo(
-                f"{name}: {lane.messages:,} parked{who}, {lane.own}; {lane.attempts} attempts, "
-                f"next {when}: {lane.error}"
-            )
+            rows.add(
+                name, f"{lane.messages:,}", str(lane.own), lane.subscription, str(lane.attempts),
+                _next(lane), below=lane.error,
+            )  # fmt: skip
+    return rows
+
+
+def show_how_many_more(lanes: Mapping[str, Waiting]) -> None:
+    """Say of each broker how many lanes it has that are not shown."""
+    for name, found in lanes.items():
         if more := found.lanes - len(found.shown):
-            echo(f"{name}: and {more:,} more lanes; {found.messages:,} parked in all")
+            echo(f"{name}: {counted(more, 'lane')} more; {found.messages:,} parked in all")
+
+
+def _next(lane: Parked) -> str:
+    """Return when a lane is tried next."""
+    if lane.next_attempt_at < FIRST:
+        return "now" if lane.due else at(lane.next_attempt_at)
+    if lane.kind == Kind.AHEAD:
+        return "when it has come"
+    return (
+        "by a receiver that handles it" if lane.next_attempt_at < END else "on an operator's word"
+    )

@@ -32,7 +32,7 @@ MEANING = {
 
 
 def _seconds(duration: str) -> float:
-    """A duration in seconds.
+    """Return a duration in seconds.
 
     >>> _seconds("7d"), _seconds("12h"), _seconds("1.5m"), _seconds("0")
     (604800.0, 43200.0, 90.0, 0.0)
@@ -66,7 +66,8 @@ def command(
 ) -> None:
     """Purge old messages that every subscription has completed, a slot of the log at a time.
 
-    Safe at any time and as often as you like; what cannot go now is kept and said.
+    It is safe at any time, and as often as you like. A slot that cannot go now is kept, and the
+    reason is shown.
     """
     settings = load(config)
     rules = with_options(settings.purge, retention_seconds=retention, archive=archive)
@@ -98,10 +99,10 @@ def _as_dict(name: str, outcome: Outcome) -> dict[str, Any]:
 
 
 def _listing(known: dict[str, Outcome]) -> Listing:
-    listing = Listing("broker", "log", "slot", "state", "messages", "why")
+    listing = Listing("broker", "log", "slot", "state", "messages", below="why")
     for name, outcome in known.items():
         if outcome.busy:
-            listing.add(name, "", "", "busy", "", "another purge is at work")
+            listing.add(name, "", "", "busy", "", below="another purge is at work")
         for slot in outcome.slots:
             if slot.state == "empty":
                 continue
@@ -112,6 +113,6 @@ def _listing(known: dict[str, Outcome]) -> Listing:
                 str(slot.number),
                 slot.state,
                 "" if slot.messages is None else f"{slot.messages:,}",
-                str(slot.archive or why),
+                below=str(slot.archive or why),
             )
     return listing

@@ -15,7 +15,7 @@ from saf.cli.replay import in_words, texts
 from saf.config import Broker, Settings, load
 from saf.database import fetch, unavailable_if_lost
 from saf.destinations.marks import Known
-from saf.dialogs.monologs import Heard, heard
+from saf.dialogs.monologs import ReceivedMonolog, received_monologs
 from saf.repair.rebase import Rebased, rebase
 from saf.repair.send_again import Sent, send_again
 
@@ -30,8 +30,9 @@ def command(
 ) -> None:
     """Repair brokers and destinations that were restored from a backup, or set back.
 
-    As their owner. A source asks all destinations what they know of it, so all have to be there;
-    if it was set back itself, nothing else may run. What a destination has lost is sent again.
+    Log in as the owner of their schemas. A source asks all destinations what they know of it, so
+    all have to be there. If the source itself was set back, stop all forwarders and receivers
+    first. What a destination has lost is sent again.
     """
     settings = load(config)
     round_ = Round(everywhere(settings, broker))
@@ -68,7 +69,7 @@ def command(
 
 
 def _send_again(settings: Settings, name: str, source: Broker, before: Round) -> Sent | None:
-    """What a source's destinations have lost, unless it could not be repaired itself."""
+    """Send again what a source's destinations have lost, unless its own repair has failed."""
     is_source = name in settings.brokers or name not in settings.destinations
     if not is_source or name in dict(before.failed):
         return None
@@ -90,7 +91,7 @@ def _known(settings: Settings, source: UUID) -> dict[str, Known]:
     }
 
 
-def _monologs(settings: Settings, source: UUID) -> list[Heard]:
+def _monologs(settings: Settings, source: UUID) -> list[ReceivedMonolog]:
     found = []
     for name, there in settings.destinations.items():
         if (dsn := there.broker()) is None:
@@ -99,7 +100,7 @@ def _monologs(settings: Settings, source: UUID) -> list[Heard]:
             unavailable_if_lost(f"destination {name!r}"),
             dsn.connect(role="rebase", autocommit=True) as connection,
         ):
-            found += heard(connection, source)
+            found += received_monologs(connection, source)
     return found
 
 

@@ -10,10 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from saf.cli.brokers import AsJson, Config, Name, Round, Since, Until, chosen, routes_of
-from saf.cli.console import echo
+from saf.cli.console import echo, paragraph
 from saf.cli.listing import Listing
+from saf.cli.wording import at, counted
 from saf.config import load
-from saf.repair.reconcile import Outcome, Range, reconcile
+from saf.repair.reconcile import Difference, Outcome, Range, reconcile
 
 DIFFERENT = 1
 
@@ -27,12 +28,15 @@ def command(
     limit: Annotated[
         int, typer.Option(min=0, help="Name so many messages at most; all are counted.")
     ] = 100,
+    shards: Annotated[
+        bool, typer.Option("--shards", help="With --json: all shards, and not only different ones.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare what each source has completed with what its destinations hold. Reads only.
 
-    Safe while everything runs. Exit code 0: the same; 1: messages are lost, duplicated or
-    unexpected, and named.
+    It is safe while everything runs. Exit code 0: both sides hold the same; 1: messages are lost,
+    duplicated or unexpected, and named.
     """
     settings = load(config)
     round_ = Round(chosen(settings, broker))
@@ -49,7 +53,7 @@ def command(
         )
     ).values()
     if as_json:
-        brokers = [_as_dict(outcome) for outcome in known]
+        brokers = [_as_dict(outcome, whole=shards) for outcome in known]
         echo(json.dumps({"brokers": brokers, "errors": round_.errors()}))
     else:
         _show(known)
@@ -58,11 +62,12 @@ def command(
     round_.finish(say=not as_json, found=0 if same else DIFFERENT)
 
 
-def _as_dict(outcome: Outcome) -> dict[str, Any]:
+def _as_dict(outcome: Outcome, *, whole: bool) -> dict[str, Any]:
     shards = [
         {name: value for name, value in asdict(shard).items() if name != "hashes"}
         | {"same": shard.same}
         for shard in outcome.shards
+        if whole or not shard.same
     ]
     return {
         "broker": outcome.broker,
@@ -70,6 +75,7 @@ def _as_dict(outcome: Outcome) -> dict[str, Any]:
         "since": outcome.range.since and outcome.range.since.isoformat(),
         "until": outcome.range.until and outcome.range.until.isoformat(),
         "purged": list(outcome.range.purged),
+        **{figure: _sum(outcome, figure) for figure in FIGURES},
         **{kind: outcome.counts.get(kind, 0) for kind in KINDS},
         "unread": dict(outcome.unread),
         "shards": shards,
@@ -77,7 +83,13 @@ def _as_dict(outcome: Outcome) -> dict[str, Any]:
     }
 
 
+FIGURES = ("complete", "aside", "pending", "stored")
 KINDS = ("lost", "duplicate", "unexpected", "in_flight", "not_compared")
+
+
+def _sum(outcome: Outcome, figure: str) -> int:
+    """Of how many messages, in all shards."""
+    return sum(getattr(shard, figure) for shard in outcome.shards)
 
 
 def _show(known: Collection[Outcome]) -> None:
@@ -87,10 +99,7 @@ def _show(known: Collection[Outcome]) -> None:
     for outcome in known:
         listing.add(
             outcome.broker,
-            *(
-                f"{sum(getattr(shard, figure) for shard in outcome.shards):,}"
-                for figure in ("complete", "aside", "pending", "stored")
-            ),
+            *(f"{_sum(outcome, figure):,}" for figure in FIGURES),
             *(
                 f"{outcome.counts.get(kind, 0):,}"
                 for kind in ("in_flight", "lost", "duplicate", "unexpected")
@@ -99,23 +108,33 @@ def _show(known: Collection[Outcome]) -> None:
     if known:
         listing.show()
     for outcome in known:
-        echo(f"{outcome.broker}: compared {_range(outcome.range)}")
+        paragraph(f"{outcome.broker}: compared {_range(outcome.range)}")
         for name, why in outcome.unread.items():
-            echo(f"destination {name!r} is not compared: {why}")
+            paragraph(f"destination {name!r} is not compared: {why}")
         if count := outcome.counts.get("not_compared", 0):
-            echo(f"{count:,} messages are not compared, because they may be there")
-        for one in outcome.named:
-            where = f", stored at {', '.join(one.stored)}" if one.stored else ""
-            where += f", and not any more at {', '.join(one.lost_at)}" if one.lost_at else ""
-            echo(
-                f"{one.kind}: {one.message_id} for {one.service!r}, key {one.key!r}, "
-                f"shard {one.shard}, created {one.created_at.isoformat()}{where}"
-            )
+            are = "is" if count == 1 else "are"
+            echo(f"{counted(count, 'message')} {are} not compared, because they may be there")
+        if outcome.named:
+            _differences(outcome.named).show()
+
+
+def _differences(named: Collection[Difference]) -> Listing:
+    listing = Listing(
+        *("difference", "message id", "service", "key", "shard", "created"), below="where"
+    )
+    for one in named:
+        stored = f"stored at {', '.join(one.stored)}" if one.stored else ""
+        lost = f"not any more at {', '.join(one.lost_at)}" if one.lost_at else ""
+        listing.add(
+            one.kind, str(one.message_id), one.service, one.key or "", str(one.shard),
+            at(one.created_at), below=", and ".join(filter(None, [stored, lost])),
+        )  # fmt: skip
+    return listing
 
 
 def _range(compared: Range) -> str:
-    since = f"messages created since {compared.since.isoformat()}" if compared.since else ""
-    until = f"before {compared.until.isoformat()}" if compared.until else ""
+    since = f"messages created since {at(compared.since)}" if compared.since else ""
+    until = f"before {at(compared.until)}" if compared.until else ""
     text = " and ".join(filter(None, [since, until])) or "all messages"
     if compared.purged:
         text += (

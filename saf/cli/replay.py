@@ -33,8 +33,8 @@ def command(
 ) -> None:
     """Send again what `saf reconcile` says is lost, before everything newer.
 
-    Whatever the reason; a destination that was set back may then go on. The next run of the
-    forwarder delivers it, exactly once also if this was said twice.
+    It does not matter why it is lost. A destination that was set back may go on afterwards. The
+    next run of the forwarder delivers the messages, each once, even if you run this twice.
     """
     settings = load(config)
     round_ = Round(chosen(settings, broker))
@@ -66,12 +66,12 @@ def command(
 
 
 def texts(sent: Sent) -> dict[str, list[str]]:
-    """The ids of what is sent again, by destination, for JSON."""
+    """Return the ids of what is sent again, by destination, for JSON."""
     return {where: [str(one) for one in ids] for where, ids in sent.by_destination.items()}
 
 
 def in_words(sent: Sent, *, dry_run: bool = False) -> str:
-    """What is sent again, for people."""
+    """Return what is sent again, in words."""
     counts = [
         f"{len(ids):,} for {where or 'a router'}" for where, ids in sent.by_destination.items()
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import partial
 from typing import Annotated, Any
@@ -13,7 +13,9 @@ import psycopg
 import typer
 
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen, moment
-from saf.cli.console import echo
+from saf.cli.console import echo, paragraph
+from saf.cli.listing import Listing
+from saf.cli.wording import at
 from saf.config import Settings, did_you_mean, load
 from saf.destinations.identities import Identities
 from saf.destinations.settings import Quality
@@ -24,6 +26,8 @@ from saf.routing.matching import Route
 from saf.routing.routes import Configuration, Configured, describe
 
 app = typer.Typer(no_args_is_help=True, help="Routes: which messages go where.")
+
+ANY = "(any)"
 
 Destination = Annotated[str, typer.Argument(metavar="DESTINATION", help="By its name in saf.toml.")]
 Service = Annotated[
@@ -55,8 +59,8 @@ def add(
     """Let messages go to a destination, from the next batch on.
 
     Of the routes that match a message, the most specific win: service and broker, then service,
-    then broker, then neither. Several of these share the load; of a topic, all count. A route that
-    is there already gets the other values, and is enabled.
+    then broker, then neither. If several win, they share the load; for a topic, all of them count.
+    A route that is there already gets the new values, and is enabled.
     """
     settings = load(config)
     _known(settings, destination)
@@ -92,7 +96,7 @@ def remove(
     config: Config = None,
     broker: Name = None,
 ) -> None:
-    """Forget a route. What it alone matched is parked, or goes by a less specific one."""
+    """Remove a route. What it alone matched goes by a less specific route, or is parked."""
     change = partial(
         routes.remove_route, destination=destination, service=service, broker=to_broker
     )
@@ -108,7 +112,7 @@ def enable(
     config: Config = None,
     broker: Name = None,
 ) -> None:
-    """Let a route count again."""
+    """Enable a route that was disabled."""
     settings = load(config)
     change = partial(
         routes.enable_route,
@@ -129,7 +133,7 @@ def disable(
     config: Config = None,
     broker: Name = None,
 ) -> None:
-    """Let a route not count, until it is enabled; also one that saf.toml declares."""
+    """Disable a route until it is enabled again; it may be one that saf.toml declares."""
     settings = load(config)
     change = partial(
         routes.enable_route,
@@ -156,8 +160,7 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
         ]
         echo(json.dumps({"routes": rows, "errors": round_.errors()}))
     else:
-        for where, there in found.items():
-            _show(where, there)
+        _listing(found).show()
     round_.finish(say=not as_json)
 
 
@@ -173,7 +176,7 @@ def explain_(
 ) -> None:
     """Say where a message would go with the next batch, and why the other routes do not count.
 
-    Exit code 75: at some broker, none leads anywhere, and the message would wait.
+    Exit code 75: at some broker no route leads anywhere, so the message would wait.
     """
     settings = load(config)
     identities = Identities(settings.destinations).known()
@@ -201,7 +204,7 @@ def explain_(
 
 
 def configured(round_: Round, settings: Settings) -> dict[str, Configuration]:
-    """What is configured at each broker of a round."""
+    """Return what is configured at each broker of a round."""
     default = settings.forwarder.default_destination
     return round_.visit(
         "route",
@@ -210,7 +213,10 @@ def configured(round_: Round, settings: Settings) -> dict[str, Configuration]:
 
 
 def state(one: Configured, there: Configuration) -> str:
-    """In force, disabled or expired; or not needed: the default destination, beside a wildcard."""
+    """Return the state of a route: in force, disabled, expired or not needed.
+
+    The default destination is not needed if there is a wildcard route.
+    """
     if one.in_force(there.now):
         return "in force" if one.route in there.in_force.routes else "not needed"
     return "expired" if one.enabled else "disabled"
@@ -246,28 +252,38 @@ def _say(where: str, what: str, done: str) -> None:
     echo(f"{where}: {what} {done}, from the next batch on")
 
 
-def _show(where: str, there: Configuration) -> None:
-    """A line for each route: there may be much to say of one."""
-    for one in there.routes:
-        said = [describe(one.route)]
-        if one.route.service in there.topics:
-            said.append("a topic")
-        if one.route.quality:
-            said.append(one.route.quality)
-        if one.expires_at:
-            said.append(f"until {one.expires_at:%Y-%m-%d %H:%M:%S%z}")
-        comment = f": {one.comment}" if one.comment else ""
-        echo(f"{where}: {', '.join(said)}; {state(one, there)} ({one.origin}){comment}")
+def _listing(found: Mapping[str, Configuration]) -> Listing:
+    listing = Listing(
+        *("broker", "service", "to broker", "destination", "quality", "until", "state", "from"),
+        below="comment",
+    )
+    for where, there in found.items():
+        for one in there.routes:
+            topic = ", a topic" if one.route.service in there.topics else ""
+            listing.add(
+                where,
+                ANY if one.route.service is None else one.route.service,
+                one.route.broker or ANY,
+                one.route.destination,
+                one.route.quality or "",
+                at(one.expires_at) if one.expires_at else "",
+                state(one, there) + topic,
+                one.origin,
+                below=one.comment or "",
+            )
+    return listing
 
 
 def show_explanation(where: str, one: Explanation) -> None:
-    """Where a message goes, and a line for each route."""
+    """Say where a message goes, and of each route whether it counts and why."""
     key = "without a key" if one.key is None else f"with key {one.key!r}"
     to = f" at broker {one.broker}" if one.broker else ""
     leads = ", ".join(map(repr, one.destinations)) or "nowhere: it would be parked"
     if one.router:
         leads = f"where its router says: saf router explain {one.service} --body …"
-    echo(f"{where}: a message for {one.service!r}{to} {key} goes to {leads}")
+    paragraph(f"{where}: a message for {one.service!r}{to} {key} goes to {leads}")
+    listing = Listing("taken", "route", "from", below="why")
     for verdict in one.verdicts:
-        mark = "->" if verdict.takes else "  "
-        echo(f"  {mark} {describe(verdict.route.route)} ({verdict.route.origin}): {verdict.why}")
+        taken, route = "yes" if verdict.takes else "no", verdict.route
+        listing.add(taken, describe(route.route), route.origin, below=verdict.why)
+    listing.show()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,13 +12,15 @@ import typer
 
 from saf.cli.brokers import AsJson, Config, Name, Round, Store, chosen, store
 from saf.cli.console import echo
+from saf.cli.listing import Listing
 from saf.cli.route import show_explanation
-from saf.cli.worker import supervise
+from saf.cli.wording import counted
+from saf.cli.worker import StopTimeout, supervise
 from saf.config import load
 from saf.errors import ConfigurationError, UsageError
 from saf.message import Message
 from saf.routing import routers, routes
-from saf.routing.matching import ARROW, FORWARD, PYTHON, SQL, Router
+from saf.routing.matching import ARROW, PYTHON, SQL, Router
 from saf.routing.routes import ConfiguredRouter
 
 if TYPE_CHECKING:
@@ -59,8 +62,8 @@ def add(
 ) -> None:
     """Let a classifier say which service a message is really for, from the next batch on.
 
-    Where that one's messages go is said by routes. A router that is there already gets the other
-    values, and is enabled. One that forwards belongs to the broker where its service lives.
+    Routes say where the messages of that service go. A router that is there already gets the new
+    values, and is enabled. A router that forwards belongs to the broker where its service lives.
     """
     said = {kind: e for kind, e in ((SQL, sql), (ARROW, arrow), (PYTHON, python)) if e is not None}
     if len(said) != 1:
@@ -87,7 +90,7 @@ def add(
 
 @app.command()
 def remove(service: Service, config: Config = None, broker: Name = None) -> None:
-    """Let a service be an ordinary one again."""
+    """Remove a router: its service is an ordinary one again."""
     round_ = Round(chosen(load(config), broker))
     for where in round_.visit(
         "route", lambda connection, _: routers.remove_router(connection, service)
@@ -98,13 +101,13 @@ def remove(service: Service, config: Config = None, broker: Name = None) -> None
 
 @app.command()
 def enable(service: Service, config: Config = None, broker: Name = None) -> None:
-    """Let a router count again."""
+    """Enable a router that was disabled."""
     _enable(service, config, broker, enabled=True)
 
 
 @app.command()
 def disable(service: Service, config: Config = None, broker: Name = None) -> None:
-    """Let a router be an ordinary service until it is enabled; also one that saf.toml declares."""
+    """Disable a router until it is enabled again; it may be one that saf.toml declares."""
     _enable(service, config, broker, enabled=False)
 
 
@@ -122,8 +125,7 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
         listed = [{"broker": where, **routers.as_dict(one)} for where, one in rows]
         echo(json.dumps({"routers": listed, "errors": round_.errors()}))
     else:
-        for where, one in rows:
-            _show(where, one)
+        _listing(rows).show()
     round_.finish(say=not as_json)
 
 
@@ -139,6 +141,7 @@ def serve(
     drain: Annotated[
         bool, typer.Option("--drain", help="Send on what is there, and exit.")
     ] = False,
+    stop_timeout: StopTimeout = None,
     config: Config = None,
     broker: Store = None,
 ) -> None:
@@ -146,8 +149,9 @@ def serve(
 
     It receives at the broker where the service lives, and sends on from there, so that broker is a
     destination and a source. Exit codes: 0 when told to stop; 2 if the router is not there, or its
-    function cannot be imported.
+    function cannot be imported; 75 if the messages in hand took longer than the stop timeout.
     """
+    from saf.receiving.stopping import STOP_SECONDS
     from saf.routing_service import RoutingService  # Arrow takes a while to import
 
     settings = load(config)
@@ -159,15 +163,17 @@ def serve(
         declared=settings.declared,
         threads=threads,
         listen=listen,
+        stop_timeout=STOP_SECONDS if stop_timeout is None else stop_timeout,
     )
     if processes > 1 and not drain:
         again = [*("router", "serve", service, "--broker", where), *("--threads", str(threads))]
         again += ["--config", str(config)] if config else []
         again += ["--listen"] if listen else []
+        again += [] if stop_timeout is None else ["--stop-timeout", str(stop_timeout)]
         supervise([sys.executable, "-m", "saf", *again], processes)
         return
-    count = serving.drain() if drain else serving.run()
-    echo(f"{where}: router {service!r} has sent on {count:,} messages")
+    count = serving.run(drain=drain)
+    echo(f"{where}: router {service!r} has sent on {counted(count, 'message')}")
 
 
 @app.command()
@@ -183,9 +189,9 @@ def explain(
 ) -> None:
     """Say which service a message would be for, and where it would go. Sends nothing.
 
-    The classifier runs here; that of one that forwards, for the broker where its service lives.
-    One in SQL is evaluated by Spark, which takes some seconds to start. Exit codes: 75 if the
-    message would wait at some broker; 1 if it would become a dead letter.
+    The classifier runs here. That of a router that forwards runs for the broker where its service
+    lives. Spark evaluates a classifier in SQL, and takes some seconds to start. Exit codes: 75 if
+    the message would wait at some broker; 1 if it would become a dead letter.
     """
     from saf.operating.dry_run import try_out  # Arrow takes a while to import
     from saf.spark.dry_run import DryRuns
@@ -224,13 +230,18 @@ def _say(where: str, service: str, done: str) -> None:
     echo(f"{where}: router {service!r} {done}, from the next batch on")
 
 
-def _show(where: str, one: ConfiguredRouter) -> None:
-    router = one.router
-    said = f"{router.service!r} by {router.kind}: {router.expression}, once per {router.once_per}"
-    said += ", forwarding" if one.mode == FORWARD else ""
-    state = "in force" if one.enabled else "disabled"
-    comment = f": {one.comment}" if one.comment else ""
-    echo(f"{where}: {said}; {state} ({one.origin}){comment}")
+def _listing(rows: Iterable[tuple[str, ConfiguredRouter]]) -> Listing:
+    listing = Listing(
+        *("broker", "service", "kind", "once per", "mode", "state", "from", "comment"),
+        below="classifier",
+    )
+    for where, one in rows:
+        router, state = one.router, "in force" if one.enabled else "disabled"
+        listing.add(
+            where, router.service, router.kind, router.once_per, one.mode, state, one.origin,
+            one.comment or "", below=router.expression,
+        )  # fmt: skip
+    return listing
 
 
 def _explain(where: str, dry_run: DryRun) -> None:

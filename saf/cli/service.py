@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
+import psycopg
 import typer
 
 from saf.broker import services
@@ -22,13 +23,35 @@ Discard = Annotated[
 
 
 @app.command()
-def create(name: Service, config: Config = None, broker: Store = None) -> None:
-    """Let a service live at a broker, with a subscription of the same name."""
+def create(
+    names: Annotated[list[str], typer.Argument(metavar="NAME…", help="Of the services.")],
+    *,
+    refuse_others: Annotated[
+        bool,
+        typer.Option(
+            "--refuse-others",
+            help="Of a broker's first: also if its inbox has messages for others, which then wait.",
+        ),
+    ] = False,
+    config: Config = None,
+    broker: Store = None,
+) -> None:
+    """Let services live at a broker, each with a subscription of the same name.
+
+    A broker without services stores messages for any; one that has some, for these only. Messages
+    for others wait at their sources, and `saf parked list` shows them there.
+    """
     round_ = Round(store(load(config), broker))
-    for where, made in round_.visit(
-        "service", lambda connection, _: services.create_service(connection, name)
-    ).items():
-        echo(f"{where}: service {name} {'created' if made else 'is there already'}")
+
+    def make(connection: psycopg.Connection[Any], _: object) -> tuple[bool, list[str]]:
+        first = not services.services(connection)
+        return first, services.create_services(connection, names, refuse_others=refuse_others)
+
+    for where, (first, made) in round_.visit("service", make).items():
+        for name in names:
+            echo(f"{where}: service {name} {'created' if name in made else 'is there already'}")
+        if first:
+            echo(f"{where}: from now on, it stores messages for its services only; others wait")
     round_.finish(say=True)
 
 
@@ -57,11 +80,18 @@ def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) 
 def remove(
     name: Service, config: Config = None, broker: Store = None, discard: Discard = False
 ) -> None:
-    """Forget a service and its subscriptions; new messages for it wait at their sources."""
+    """Remove a service and its subscriptions; new messages for it wait at their sources.
+
+    Without its last service, a broker stores messages for any again.
+    """
     round_ = Round(store(load(config), broker))
-    for where in round_.visit(
-        "service",
-        lambda connection, _: services.remove_service(connection, name, discard=discard),
-    ):
+
+    def forget(connection: psycopg.Connection[Any], _: object) -> bool:
+        services.remove_service(connection, name, discard=discard)
+        return bool(services.services(connection))
+
+    for where, some in round_.visit("service", forget).items():
         echo(f"{where}: service {name} removed")
+        if not some:
+            echo(f"{where}: it has no service left, and stores messages for any again")
     round_.finish(say=True)

@@ -12,6 +12,7 @@ from saf.cli import parked
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.cli.console import echo
 from saf.cli.listing import Listing
+from saf.cli.wording import at
 from saf.config import load
 from saf.errors import ranges
 from saf.operating.status import BrokerStatus, broker_status
@@ -22,18 +23,23 @@ from saf.setaside.dropped import Dropped
 def command(
     config: Config = None,
     broker: Name = None,
-    shards: Annotated[bool, typer.Option("--shards", help="Also a line per shard.")] = False,
+    shards: Annotated[bool, typer.Option("--shards", help="Also each shard by itself.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what is pending, parked and dead in each source broker, and why it waits."""
     round_ = Round(chosen(load(config), broker))
     known = round_.visit("status", lambda connection, _: broker_status(connection, SHOWN))
     if as_json:
-        brokers = [{"broker": name, **status.as_dict()} for name, status in known.items()]
+        brokers = [
+            {"broker": name, **status.as_dict(shards=shards)} for name, status in known.items()
+        ]
         echo(json.dumps({"brokers": brokers, "errors": round_.errors()}))
     else:
         _overview(known).show()
-        parked.show({name: status.waiting for name, status in known.items()})
+        lanes = {name: status.waiting for name, status in known.items()}
+        if any(waiting.shown for waiting in lanes.values()):
+            parked.listing(lanes).show()
+        parked.show_how_many_more(lanes)
         show_dropped({name: status.dropped for name, status in known.items()})
         if shards:
             _by_shard(known).show()
@@ -41,13 +47,16 @@ def command(
 
 
 def show_dropped(known: Mapping[str, Sequence[Dropped]]) -> None:
-    """A line for each reason for which messages were dropped."""
+    """Show a row for each reason for which messages were dropped, if any were."""
+    listing = Listing("broker", "dropped", "by", "reason", "the last at", "the last one")
     for name, found in known.items():
         for one in found:
-            echo(
-                f"{name}: {one.messages:,} dropped by {one.subscription}, {one.reason}; the last "
-                f"at {one.last_at:%Y-%m-%d %H:%M:%S}, {one.last_message_id}"
-            )
+            listing.add(
+                name, f"{one.messages:,}", one.subscription, one.reason,
+                at(one.last_at), str(one.last_message_id),
+            )  # fmt: skip
+    if any(known.values()):
+        listing.show()
 
 
 def _overview(known: dict[str, BrokerStatus]) -> Listing:
@@ -67,7 +76,7 @@ def _overview(known: dict[str, BrokerStatus]) -> Listing:
 
 
 def _map(status: BrokerStatus) -> Iterator[str]:
-    """Who owns how many shards, which, and how long that is sure to last."""
+    """Give who owns how many shards, which, and how long that is sure to last."""
     for member in status.members:
         which = f" ({ranges(member.shards)})" if member.shards else ""
         lease = f"{member.lease_seconds:.0f} s" if member.lease_seconds > 0 else "over"
@@ -94,7 +103,7 @@ def _by_shard(known: Mapping[str, BrokerStatus]) -> Listing:
 
 
 def _age(seconds: float | None) -> str:
-    """Two leading units: people compare ages, they do not add them.
+    """Return an age in its two leading units: people compare ages, they do not add them.
 
     >>> _age(None), _age(7.2), _age(3671), _age(200000)
     ('-', '7 s', '1 h 1 min', '2 d 7 h')

@@ -77,7 +77,7 @@ def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) 
 def remove(
     name: Name, config: Config = None, broker: Store = None, discard: Discard = False
 ) -> None:
-    """Forget a reader, with what it has parked and its dead letters."""
+    """Remove a reader, with what it has parked and its dead letters."""
     round_ = Round(store(load(config), broker))
     for where in round_.visit(
         "subscription",

@@ -21,7 +21,7 @@ Service = Annotated[str, typer.Argument(metavar="NAME", help="Of the service.")]
 
 @app.command()
 def add(name: Service, config: Config = None, broker: Name = None) -> None:
-    """Let what is addressed to a service go to all destinations of its routes."""
+    """Make a service a topic: its messages go to all destinations of its routes."""
     round_ = Round(chosen(load(config), broker))
     for where, added in round_.visit(
         "route", lambda connection, _: routes.add_topic(connection, name)
@@ -45,16 +45,16 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
         topics = [{"broker": w, "topic": n, "destinations": list(d)} for w, n, d in rows]
         echo(json.dumps({"topics": topics, "errors": round_.errors()}))
     else:
-        listing = Listing("broker", "topic", "destinations")
+        listing = Listing("broker", "topic", below="destinations")
         for where, name, destinations in rows:
-            listing.add(where, name, ", ".join(destinations) or "none")
+            listing.add(where, name, below=", ".join(destinations) or "none")
         listing.show()
     round_.finish(say=not as_json)
 
 
 @app.command()
 def remove(name: Service, config: Config = None, broker: Name = None) -> None:
-    """Let a service be an ordinary one again: its most specific routes share."""
+    """Make a topic an ordinary service again: its most specific routes share its messages."""
     round_ = Round(chosen(load(config), broker))
     for where in round_.visit("route", lambda connection, _: routes.remove_topic(connection, name)):
         echo(f"{where}: {name} is no topic any more, from the next batch on")

@@ -12,12 +12,23 @@ from typing import Annotated
 import typer
 
 from saf.cli.console import echo
+from saf.errors import StopTimeout as StopTimedOut
 from saf.errors import UsageError
 from saf.receiving.loop import Loop
 from saf.signals import stop_on_signals
 
 AGAIN_SECONDS = 1.0
 """Before a process that died is replaced."""
+
+StopTimeout = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        envvar="SAF_STOP_TIMEOUT",
+        metavar="SECONDS",
+        help="How long the message in hand may take after SIGTERM. Default: the worker's own, 25.",
+    ),
+]
 
 
 def command(
@@ -31,15 +42,35 @@ def command(
     drain: Annotated[
         bool, typer.Option("--drain", help="Handle what is there now, and exit.")
     ] = False,
+    stop_timeout: StopTimeout = None,
 ) -> None:
-    """Handle messages until SIGTERM or Ctrl-C, which finish the deliveries in hand."""
+    """Handle messages until SIGTERM or Ctrl-C, which finish the message in hand.
+
+    What is done is committed, and the rest is put back. At its end it says how many messages it has
+    handled, parked and made dead letters of. Exit codes: 0 when told to stop; 75 if the message in
+    hand took longer than the stop timeout. With --drain: 1 if there are new dead letters, or
+    messages that no handler takes; 75 if messages wait for another attempt; otherwise 0.
+    """
     worker = find(which)
-    if drain:
-        echo(f"handled {worker.drain():,} messages")
-    elif processes == 1:
-        echo(f"handled {worker.run():,} messages")
-    else:
-        supervise([sys.executable, "-m", "saf", "worker", which], processes)
+    if processes > 1 and not drain:
+        again = [] if stop_timeout is None else ["--stop-timeout", str(stop_timeout)]
+        supervise([sys.executable, "-m", "saf", "worker", which, *again], processes)
+        return
+    run(worker, drain=drain, stop_timeout=stop_timeout)
+
+
+def run(worker: Loop, *, drain: bool, stop_timeout: float | None) -> None:
+    """Run a worker until it is told to stop, or there is nothing to do; say what it has done."""
+    if stop_timeout is not None:
+        worker.stop_timeout = stop_timeout
+    try:
+        worker.run(drain=drain)
+    except StopTimedOut:
+        echo(str(worker.summary))
+        raise
+    echo(str(worker.summary))
+    if drain and worker.summary.exit_code:
+        raise typer.Exit(worker.summary.exit_code)
 
 
 def find(which: str) -> Loop:
@@ -88,5 +119,6 @@ def supervise(arguments: list[str], processes: int) -> None:
                 running.append(subprocess.Popen(arguments))  # noqa: S603 - this command itself
             stopping.wait(AGAIN_SECONDS)
         codes = [process.wait() for process in running]
-    if UsageError.exit_code in codes:
-        raise typer.Exit(UsageError.exit_code)
+    for code in (UsageError.exit_code, StopTimedOut.exit_code):
+        if code in codes:
+            raise typer.Exit(code)

@@ -1,7 +1,8 @@
 """Databases as the rest of the library meets them: where they are, how long they are waited for.
 
-Here belongs whatever opens, bounds, keeps or repeats a connection, whichever driver it is of. What
-is asked over it, and any table of the schema but its revision, belongs to those who ask.
+Here belongs whatever opens, bounds, keeps or repeats a connection, with any driver. What is asked
+over a connection belongs to the room that asks, and so does any table of the schema. The one
+exception is the schema's revision.
 """
 
 from saf.database.asking import (

@@ -1,4 +1,4 @@
-"""Asking a database, and what its errors mean: lost, hanging, not allowed."""
+"""Asking a database, and what its errors mean: it is lost, it hangs, a right is missing."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from saf.errors import Rejected
 
 
 class NoAnswer(psycopg.OperationalError):
-    """A server has said nothing for too long."""
+    """The error for a server that has said nothing for too long."""
 
     sqlstate = psycopg.errors.QueryCanceled.sqlstate
-    """What the server would have said, had it been able to."""
+    """The SQLSTATE that the server would have sent if it had been able to."""
 
 
 LOST = (
@@ -27,7 +27,7 @@ LOST = (
     psycopg.errors.IdleInTransactionSessionTimeout,
     psycopg.errors.TransactionTimeout,
 )
-"""The connection is not there any more, or what was asked over it did not come to its end."""
+"""The errors of a connection that is gone, or over which a question has had no complete answer."""
 
 FOR_A_PERSON = (Meaning.NO_RIGHT, Meaning.READ_ONLY, Meaning.INCOMPLETE)
 
@@ -36,7 +36,8 @@ FOR_A_PERSON = (Meaning.NO_RIGHT, Meaning.READ_ONLY, Meaning.INCOMPLETE)
 def unavailable_if_lost(what: str) -> Iterator[None]:
     """Turn a lost connection into `Unavailable`; what a person has to mend, `ConfigurationError`.
 
-    Other database errors pass through, and what exceeds a limit is `Rejected`.
+    What exceeds a limit of the server is `Rejected`. Other errors of the database pass through.
+    ``what`` names the database for people.
     """
     try:
         yield
@@ -45,7 +46,7 @@ def unavailable_if_lost(what: str) -> Iterator[None]:
         if said not in FOR_A_PERSON and not isinstance(error, LOST):
             raise
         reason = str(error)
-        if said is Meaning.OF_THE_ROWS:  # a limit
+        if said is Meaning.OF_THE_ROWS:  # a limit of the server
             raise Rejected(what, " ".join(reason.split())) from error
         if said is Meaning.INCOMPLETE:
             reason = reason.splitlines()[0]
@@ -57,6 +58,6 @@ def fetch(
     query: QueryNoTemplate,
     params: Mapping[str, Any] | None = None,
 ) -> list[tuple[Any, ...]]:
-    """All rows as tuples, whatever row factory the connection's owner has chosen."""
+    """Return all rows as tuples, whatever row factory the connection has."""
     with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
         return cursor.execute(query, params).fetchall()

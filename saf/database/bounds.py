@@ -1,22 +1,22 @@
-"""How long anybody waits: the bounds of all sessions that are saf's own.
+"""Bounds: how long anybody waits in the sessions that are saf's own.
 
-A machine that vanishes, a lock that nobody gives back, a server process that is stopped: none of
-them may stop anybody for longer than he would have waited anyway. Each session of saf's own has, by
-what it is for,
+A machine may vanish, a lock may never be given back, a server process may be stopped. None of that
+may hold up anybody without end. Each session of saf's own has bounds, by what it is for:
 
     lock        how long a statement waits for a lock
     statement   how long one takes altogether
     idle        how long a transaction may stand still between two statements, so that a client that
-                is stopped in mid-transaction gives its locks back; from PostgreSQL 17 on, it also
-                ends after one such time and one statement's
+                is stopped in mid-transaction gives its locks back; from PostgreSQL 17 on, the
+                transaction also ends after one such time and one statement's
     answer      how long the client waits for a server that says nothing, a little longer than the
-                server would need to speak of the bounds above itself; see `saf.database.patience`
+                server needs to report one of the bounds above itself; see `saf.database.patience`
 
-and both ends notice within ``network_seconds`` that the other one's machine is not there any more.
-What is bounded is a statement, and never a backlog: a large one is many statements.
+Client and server both notice within ``network_seconds`` that the other one's machine has vanished.
+A bound is for a statement, and never for a backlog: a large backlog takes many statements.
 
-Sessions in which others' statements run (`THEIRS`) are theirs to bound. In them, too, a receiver
-waits for a lock on saf's tables no longer than ``lock_seconds`` (`saf.receiving.claim.begin`).
+Some sessions run the statements of an application, a consumer or a test (`THEIRS`); these set their
+own bounds. In them, too, a receiver waits for a lock on saf's tables no longer than
+``lock_seconds`` (`saf.receiving.claim.begin`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from dataclasses import dataclass
 from psycopg import sql
 
 GRACE_SECONDS = 5.0
-"""So much longer than the server's own bound, at most, is waited for it to speak of that."""
+"""How much longer than the server's own bound the client waits, at most, in seconds. In that time,
+the server can report the bound itself.
+"""
 
 PROBES = 3
-"""Keepalives that may go unanswered."""
+"""How many keepalives in a row may go unanswered."""
 
 DOCTORS_LOCK_SECONDS = 2.0
-"""The doctor's many questions do not each wait for the same lock as long as anybody."""
+"""The doctor's bound for a lock, in seconds: each of its many questions may meet the same lock."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class Bounds:
     """How long a statement takes that looks at a whole log."""
 
     def of(self, role: str) -> Limits | None:
-        """What holds in the sessions of a role; None for those of others."""
+        """Return the bounds for the sessions of a role; None for the sessions of `THEIRS`."""
         if role in THEIRS:
             return None
         lock, brief, long = self.lock_seconds, self.statement_seconds, self.long_seconds
@@ -66,7 +68,7 @@ class Bounds:
         elif role in LONG:
             limits = self._limits(lock, long, idle=long)
         elif role in ENDLESS:
-            # rolled back after an hour, all of it would have been in vain
+            # rolled back after an hour, all of it would be in vain
             limits = self._limits(max(lock, brief), None, idle=long)
         return limits
 
@@ -91,24 +93,24 @@ class Limits:
     network: float
     lock: float
     statement: float | None
-    """None: as long as it takes."""
+    """The bound of a statement; None: a statement takes as long as it takes."""
     idle: float
     answer: float | None
-    """None: for ever, while the server's machine is there."""
+    """The bound of an answer; None: the client waits as long as the server's machine is there."""
     transaction: float | None
 
     def setting(self, of_process: int | None = None) -> str:
-        """The statement that sets them at the server, until the session ends.
+        """Return the statement that sets these bounds at the server, until the session ends.
 
-        With a process of the server given, only if it is the one that answers: it gives no row
-        where another one does.
+        ``of_process`` is the id of a process of the server. If another process answers, as behind a
+        pooler, the statement sets nothing and gives no row.
         """
         query = SET if of_process is None else SET + HERE
         values = {name: sql.Literal(str(value)) for name, value in self._settings().items()}
         return sql.SQL(query).format(pid=sql.Literal(of_process), **values).as_string(None)
 
     def conninfo(self) -> dict[str, int]:
-        """libpq's parameters for the client's end."""
+        """Return libpq's parameters for the client's side of the bounds."""
         return network(self.network)
 
     def _settings(self) -> dict[str, int]:
@@ -127,15 +129,15 @@ class Limits:
 
 
 THEIRS = frozenset({"receive", "engine", "test", "demo", "application"})
-"""Their transactions are an application's, a consumer's or a test's."""
+"""Roles whose transactions belong to an application, a consumer or a test."""
 
 LONG = frozenset({"purge", "archive", "reconcile", "replay", "dead", "watch"})
-"""Statements over a whole log or batch, or all that was set aside."""
+"""Roles whose statements look at a whole log or batch, or at all that was set aside."""
 
 ENDLESS = frozenset({"rebase", "migrate"})
-"""Each is one transaction over everything there is, and a person waits for it."""
+"""Roles whose one transaction covers everything there is, while a person waits for it."""
 
-# Each holds until the session ends. What a server does not have, it is not asked for: before 17
+# Each holds until the session ends. A server is not asked for what it does not have: before 17
 # there is no transaction_timeout, and on Windows nothing tells a server at work that its client has
 # gone.
 SET = """
@@ -154,11 +156,11 @@ SELECT set_config('lock_timeout', {lock}, false),
 HERE = "WHERE pg_backend_pid() = {pid}"
 
 CONNECT_TIMEOUT_SECONDS = 10
-"""Libpq waits so long for each host."""
+"""How long libpq waits for each host at connecting, in seconds."""
 
 
 def network(seconds: float) -> dict[str, int]:
-    """libpq's parameters for noticing within so many seconds that a host has vanished."""
+    """Return libpq's parameters for noticing within so many seconds that a host has vanished."""
     every = max(1, round(seconds / (PROBES + 1)))
     return {
         "tcp_user_timeout": _milliseconds(seconds),
@@ -169,7 +171,7 @@ def network(seconds: float) -> dict[str, int]:
 
 
 def _milliseconds(seconds: float | None) -> int:
-    """For the server; 0 is no bound at all.
+    """Return seconds as the server's milliseconds; 0 is no bound.
 
     >>> _milliseconds(None), _milliseconds(0.0001), _milliseconds(2)
     (0, 1, 2000)

@@ -1,8 +1,8 @@
-"""Connections for Arrow in bulk, by ADBC: bounded as all sessions of saf's own are.
+"""Connections for Arrow in bulk, by ADBC, with the bounds of all sessions of saf's own.
 
-The driver's calls wait inside a C library, without a word on for how long and without a way to
-tell them. So each is watched from outside, see `saf.database.patience`, by the socket that the
-driver has opened while it connected.
+The driver's calls wait inside a C library, which does not say for how long and cannot be told. So
+each call is watched from outside (`saf.database.patience`), by the socket that the driver opened
+while it connected.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from saf.database.patience import Waiting, answer_within, shut, sockets
 from saf.errors import Unavailable
 
 _direct: set[Dsn] = set()
-"""Databases that this process has met without a pooler in between."""
+"""Databases that this process has reached without a pooler in between."""
 
 KNOWN = 16
-"""Of so many databases a process remembers the types; they are about a MB each."""
+"""How many databases' types a process remembers; those of one take about a MB."""
 
 _known: OrderedDict[str, Any] = OrderedDict()
 _lock = threading.Lock()
 
 
 def connect(dsn: Dsn, role: str, what: str) -> Connection:
-    """A connection in a transaction, that shows up as ``saf ROLE`` in pg_stat_activity.
+    """Return a connection in a transaction, which pg_stat_activity shows as ``saf ROLE``.
 
-    ``what``: the database, as people know it.
+    ``what`` names the database for people.
 
     Raises:
         adbc.Error: the server does not answer, or refuses the login.
-        Unavailable, ConfigurationError: the same, and that it is a pooler.
+        Unavailable: the server does not answer.
+        ConfigurationError: the login is refused, or a pooler answers.
     """
     limits = dsn.bounds.of(role)
     assert limits is not None  # noqa: S101 - all bulk is saf's own
@@ -71,15 +72,15 @@ def connect(dsn: Dsn, role: str, what: str) -> Connection:
 
 
 def _types_known(uri: str) -> Any:
-    """What connections to one database share: its types, which take ten times a login to read.
+    """Return the types of a database, which its connections share: to read them takes ten logins.
 
-    The caller closes it; the driver counts who uses it.
+    The caller closes it; the driver counts its users.
     """
     with _lock:
         if uri in _known:
             _known.move_to_end(uri)
             return _known[uri].clone()
-    # not within the lock: a server that does not answer must not hold up other servers' callers
+    # not within the lock: a server that does not answer must not hold up callers for other servers
     read = adbc._SharedDatabase(adbc_driver_postgresql.connect(uri))
     with _lock:
         if uri in _known:  # another thread was faster
@@ -100,24 +101,24 @@ class Connection(adbc.Connection):
             super().__init__(database, handle)
 
     def cursor(self, **_: Any) -> BulkCursor:
-        """A cursor in the connection's transaction."""
+        """Return a cursor in the connection's transaction."""
         cursor = BulkCursor(self)
         self._cursors.add(cursor)
         return cursor
 
     def commit(self) -> None:
-        """As the driver's."""
+        """Commit the transaction, as the driver does."""
         with self.answered():
             super().commit()
 
     def rollback(self) -> None:
-        """As the driver's."""
+        """Roll the transaction back, as the driver does."""
         with self.answered():
             super().rollback()
 
     @contextmanager
     def answered(self) -> Iterator[None]:
-        """Calls of the driver that wait for the server."""
+        """Watch calls of the driver that wait for the server."""
         with _answered(self._limits.answer, lambda: shut(self._descriptors)):
             yield
 
@@ -126,22 +127,22 @@ class BulkCursor(adbc.Cursor):
     """A cursor of a bounded connection."""
 
     def execute(self, *arguments: Any, **options: Any) -> Any:
-        """As the driver's."""
+        """Execute a statement, as the driver does."""
         with self._answered():
             return super().execute(*arguments, **options)
 
     def fetchall(self) -> list[tuple[Any, ...]]:
-        """As the driver's."""
+        """Return all rows, as the driver does."""
         with self._answered():
             return super().fetchall()
 
     def adbc_ingest(self, *arguments: Any, **options: Any) -> int:
-        """As the driver's."""
+        """Ingest Arrow, as the driver does."""
         with self._answered():
             return super().adbc_ingest(*arguments, **options)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """What a query gives, each batch within the bound."""
+        """Give what a query returns, batch by batch, each within the bound."""
         reader = self.fetch_record_batch()
         while True:
             with self._answered():
@@ -161,7 +162,7 @@ def _answered(seconds: float | None, cut: Callable[[], None]) -> Iterator[Waitin
     with answer_within(seconds, cut) as waiting:
         try:
             yield waiting
-        # of a stream that breaks off Arrow itself says so
+        # Arrow itself raises this for a stream that breaks off
         except (adbc.Error, OSError) as error:
             if waiting is None or not waiting.given_up:
                 raise

@@ -1,13 +1,13 @@
 """Connections that a process keeps from one task to the next.
 
-To connect takes an ADBC driver longer than a task of a few hundred messages takes for all else: it
-asks the server for its types. Kept are a few, one for each purpose and database, those that were
-used last; in a process that is not used any more they end with it. One that was not used for a
-minute is closed when another is put back, so that nobody is in the way of who wants to drop its
-database.
+An ADBC driver connects slowly, because it asks the server for its types: that takes longer than all
+else in a task of a few hundred messages. So a process keeps a few connections, one for each purpose
+and database: those that were used last. They end with the process if it is not used any more. When
+a connection is put back, those are closed that were not used for a minute, so that they are in
+nobody's way who wants to drop a database.
 
-What is kept may be lost by the time it is wanted. So what makes a connection fit for its purpose is
-done each time that it is taken, and where that fails on one that was kept, a new one is made.
+A kept connection may be lost by the time it is wanted. So each time that it is taken it is made fit
+for its purpose again; if that fails, a new connection takes its place.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ import psycopg
 from saf.database import Dsn
 
 MOST = 6
-"""So many are kept by a process: two sources, to read and to mark, and two destinations."""
+"""How many a process keeps: for two sources, to read and to mark, and for two destinations."""
 IDLE_SECONDS = 60.0
-"""How long one is kept without being used."""
+"""How long a connection is kept without being used, in seconds."""
 
 
 class Closeable(Protocol):
     """A connection of any driver."""
 
     def close(self) -> None:
-        """End it."""
+        """End the connection."""
 
 
 C = TypeVar("C", bound=Closeable)
 
 _kept: dict[tuple[str, Dsn], Any] = {}
-"""By purpose and database, the last used last."""
+"""The kept connections by purpose and database; the one that was used last is the last."""
 _since: dict[tuple[str, Dsn], float] = {}
-"""When each was put back."""
+"""When each was put back, by the monotonic clock."""
 
 
 def take(role: str, dsn: Dsn, connect: Callable[[], C], fit: Callable[[C], object]) -> C:
-    """A connection for one purpose, kept or new, after ``fit`` has made it so.
+    """Return a connection for one purpose, kept or new, after ``fit`` has made it fit.
 
-    Raises whatever ``connect`` does, and ``fit`` on a new connection.
+    Raises whatever ``connect`` raises, and what ``fit`` raises for a new connection.
     """
     kept: C | None = _kept.pop((role, dsn), None)
     if kept is not None:
@@ -57,7 +57,7 @@ def take(role: str, dsn: Dsn, connect: Callable[[], C], fit: Callable[[C], objec
 
 
 def put(keep: bool, role: str, dsn: Dsn, connection: Closeable) -> None:
-    """Keep for the next `take` a connection that is in no transaction; or close it."""
+    """Keep a connection, which is in no transaction, for the next `take`; or close it."""
     if not keep:
         drop(connection)
         return
@@ -83,7 +83,7 @@ def forget(dsn: Dsn) -> None:
 
 
 def drop(connection: Closeable) -> None:
-    """Close a connection; one that the server has cut has nothing left to close."""
+    """Close a connection. If the server has cut it, nothing is left to close."""
     try:
         connection.close()
     except (adbc.Error, psycopg.Error):

@@ -42,7 +42,7 @@ ESCAPES = (
     "in a URL, a password's '@' is written %40, and ':', '/', '?', '#', '%' as %3A, %2F, %3F, %23, "
     "%25; or give host=… user=… password=…"
 )
-"""The way out where a part of a dsn may hold a part of the password, so that it is not shown."""
+"""The way out if a part of a dsn may hold a part of the password and therefore is not shown."""
 PORTS = re.compile(r"[0-9,]*")
 DRIVER = re.compile(r"^\s*(postgres(?:ql)?)\+\w+://")
 """How a URL begins that names a driver of SQLAlchemy."""
@@ -84,7 +84,7 @@ class Dsn:
 
     @cached_property
     def parts(self) -> dict[str, Any]:
-        """The connection parameters, password included."""
+        """The connection parameters by name, with the password."""
         return dict(conninfo_to_dict(self.conninfo))
 
     @property
@@ -105,14 +105,14 @@ class Dsn:
         return f"Dsn({str(self)!r})"
 
     def connect(self, *, role: str, autocommit: bool = False) -> psycopg.Connection[Any]:
-        """Open a psycopg connection that shows up as ``saf ROLE`` in pg_stat_activity.
+        """Open a psycopg connection, which pg_stat_activity shows as ``saf ROLE``.
 
-        A session of saf's own has its `saf.database.bounds`, which a pooler would not keep for it.
+        A session of saf's own has its `saf.database.bounds`. A pooler would not keep these for it.
 
         Raises:
             Unavailable: the server does not answer.
-            Refused: it does not let this login in, until a person mends something.
-            ConfigurationError: it is a pooler that answers.
+            Refused: the server does not let this login in, until a person mends something.
+            ConfigurationError: a pooler answers.
         """
         limits = self.bounds.of(role)
         try:
@@ -140,7 +140,7 @@ class Dsn:
         return connection
 
     def for_role(self, role: str) -> str:
-        """The full connection string for a driver; it holds the password."""
+        """Return the full connection string for a driver; it holds the password."""
         defaults = {
             "application_name": f"saf {role}",
             "connect_timeout": CONNECT_TIMEOUT_SECONDS,
@@ -149,15 +149,15 @@ class Dsn:
         return make_conninfo("", **{**defaults, **self.parts})
 
     def engine(self, *, role: str = "engine", **options: Any) -> sa.Engine:
-        """A SQLAlchemy engine on this database."""
-        import sqlalchemy as sa  # not needed by those who bring their own connection
+        """Return a SQLAlchemy engine for this database."""
+        import sqlalchemy as sa  # not needed by applications that bring their own connection
 
         return sa.create_engine(
             "postgresql+psycopg://", creator=lambda: self.connect(role=role), **options
         )
 
     def redact(self, text: str) -> str:
-        """``text`` without this DSN's secrets, should a driver have quoted them."""
+        """Return ``text`` without this DSN's secrets, which a driver may have quoted."""
         for name in SECRETS:
             if secret := self.parts.get(name):
                 text = text.replace(str(secret), "***")
@@ -165,12 +165,12 @@ class Dsn:
 
 
 def refuse_unescaped(text: str) -> None:
-    """Raise for a URL in which a password ends too soon, so that the rest looks like a name.
+    """Raise for a URL in which a password ends too soon, so that its rest looks like a name.
 
     libpq takes what is before the first '/' for the host, so what follows would be the database.
 
     Raises:
-        ConfigurationError
+        ConfigurationError: the URL has such a password.
     """
     scheme, _, rest = text.strip().partition("://")
     path = rest.partition("?")[0].partition("/")[2]

@@ -1,9 +1,9 @@
-"""Patience: a server that says nothing for too long is not waited for any longer.
+"""Patience: nobody waits any longer for a server that has said nothing for too long.
 
-A server process that is stopped, or whose disk hangs, keeps its connection, its machine goes on
-acknowledging, and its own timeouts do not fire. Its client would wait for ever, inside a C library.
-So one thread of the process watches who waits, and cuts the connection of whoever has waited too
-long: the library then says that it was lost.
+A server process may be stopped, or its disk may hang. Then its connection stays, its machine goes
+on acknowledging, and its own timeouts do not fire. Its client would wait for ever, inside a C
+library. So one thread of each process watches the calls that wait, and cuts the connection of a
+call that has waited too long. The library then says that the connection was lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 LOOK_SECONDS = 0.25
-"""How exactly the watch keeps time."""
+"""How exactly the watch keeps time, in seconds."""
 
 
 class Waiting:
@@ -29,11 +29,11 @@ class Waiting:
         self.until = time.monotonic() + seconds
         self.thread = threading.get_ident()
         self.given_up = False
-        """Its connection was cut."""
+        """Whether the watch has cut the connection."""
         self._cut = cut
 
     def give_up(self) -> None:
-        """Cut the connection, whose owner learns it from the library."""
+        """Cut the connection; its owner hears of it from the library."""
         self.given_up = True
         self._cut()
 
@@ -48,10 +48,10 @@ class _Watch:
         self.forget()
 
     def forget(self) -> None:
-        """In a forked process: the thread is the parent's, and so is who waits."""
+        """Forget all waits, in a forked process: the thread and the calls are the parent's."""
         self._waiting: set[Waiting] = set()
         self._answered: dict[int, float] = {}
-        """When each thread was answered last."""
+        """When each thread was answered last, by the monotonic clock."""
         self._lock = threading.Lock()
         self._some = threading.Event()
         self._started = False
@@ -82,7 +82,7 @@ class _Watch:
             time.sleep(LOOK_SECONDS)
             now = time.monotonic()
             with self._lock:
-                # under the lock: whoever has been answered meanwhile keeps its connection
+                # under the lock: a call that has been answered meanwhile keeps its connection
                 for one in [one for one in self._waiting if one.until < now]:
                     self._waiting.discard(one)
                     one.give_up()
@@ -96,7 +96,7 @@ os.register_at_fork(after_in_child=_watch.forget)
 
 @contextmanager
 def answer_within(seconds: float | None, cut: Callable[[], None]) -> Iterator[Waiting | None]:
-    """A wait that ``cut`` ends after so many seconds; None is for ever."""
+    """Watch a call, and let ``cut`` end it after so many seconds; None is for ever."""
     if seconds is None:
         yield None
         return
@@ -109,29 +109,29 @@ def answer_within(seconds: float | None, cut: Callable[[], None]) -> Iterator[Wa
 
 
 def quiet_seconds(thread: int) -> float:
-    """For how long a thread has waited for no server; 0 while it does."""
+    """Return for how many seconds a thread has waited for no server; 0 while it waits for one."""
     return _watch.quiet(thread)
 
 
 def shut(descriptors: Iterable[int]) -> None:
-    """Cut connections by their sockets, which stay the library's to close."""
+    """Cut connections by their sockets; the library still closes these itself."""
     for descriptor in descriptors:
         with suppress(OSError), _same(descriptor) as same:
             same.shutdown(socket.SHUT_RDWR)
 
 
 def sockets() -> set[int]:
-    """This process's connections to what may be a database server, by their descriptors."""
+    """Return the descriptors of this process's connections to what may be a database server."""
     return {
         descriptor
         for descriptor, family, peer in _connections()
-        # a server's unix socket has a name of its own; those of Spark have others
+        # a server's unix socket has a name of its own; the sockets of Spark have other names
         if family != socket.AF_UNIX or SERVER_SOCKET in str(peer)
     }
 
 
 def sockets_to(port: int) -> set[int]:
-    """Its connections to a port, by their descriptors."""
+    """Return the descriptors of this process's connections to a port."""
     return {
         descriptor
         for descriptor, family, peer in _connections()
@@ -144,7 +144,7 @@ DESCRIPTORS = next(path for path in map(Path, ("/proc/self/fd", "/dev/fd")) if p
 
 
 def _connections() -> Iterator[tuple[int, int, Any]]:
-    """Descriptor, family and peer of each stream that is connected."""
+    """Give the descriptor, the family and the peer of each stream that is connected."""
     for file in DESCRIPTORS.iterdir():
         with suppress(OSError), _same(int(file.name)) as same:
             if same.type == socket.SOCK_STREAM:
@@ -152,7 +152,7 @@ def _connections() -> Iterator[tuple[int, int, Any]]:
 
 
 def _same(descriptor: int) -> socket.socket:
-    """A socket of our own to the same connection."""
+    """Return a socket of our own for the same connection."""
     copy = os.dup(descriptor)
     try:
         return socket.socket(fileno=copy)

@@ -1,13 +1,13 @@
-"""Poolers between us and a server, such as PgBouncer: recognised, borne or refused.
+"""Poolers between a client and a server, such as PgBouncer: recognised, then borne or refused.
 
-A pooler in transaction mode gives each transaction any of the server's sessions, so nothing may be
-left behind in one: no setting, no lock, no LISTEN, and no statement prepared under a name, which
-the next client would run in place of its own. One in session mode keeps a client's session, but a
-client cannot tell which mode it is.
+A pooler in transaction mode gives each transaction any of the server's sessions. So a client may
+leave nothing behind in a session: no setting, no lock, no LISTEN, and no statement prepared under a
+name, which the next client would run in place of its own. A pooler in session mode keeps a client's
+session, but a client cannot tell which mode a pooler is in.
 
-- What sends and receives leaves nothing behind, and prepares nothing where there is a pooler.
-- What needs a session of its own refuses any pooler: a forwarder, processors, a listener, and the
-  commands, whose `saf.database.bounds` hold for a session.
+- Sending and receiving leave nothing behind, and prepare nothing if there is a pooler.
+- Whatever needs a session of its own refuses any pooler: a forwarder, processors, a listener, and
+  the commands, whose `saf.database.bounds` hold for a session.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ WHO_ANSWERS = "SELECT pg_backend_pid()"
 
 
 def is_pooled(connection: psycopg.Connection[Any]) -> bool:
-    """Whether a pooler stands between: another process answers than the one that was named.
+    """Whether a pooler stands between: the process that answers is not the one that was named.
 
-    A pooler that lends sessions makes up the number that it tells a client at connecting, for its
-    requests to cancel.
+    A pooler that lends sessions makes up the process number that it gives a client at connecting,
+    which the client needs to cancel a query.
     """
     with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
         row = cursor.execute(WHO_ANSWERS, prepare=False).fetchone()
@@ -42,14 +42,14 @@ def refuse_pooler(connection: psycopg.Connection[Any]) -> None:
     """Raise unless the server itself is at the other end.
 
     Raises:
-        ConfigurationError: a pooler is.
+        ConfigurationError: a pooler is at the other end.
     """
     if is_pooled(connection):
         raise pooled(f"database {connection.info.dbname!r}")
 
 
 def pooled(what: str) -> ConfigurationError:
-    """The error for a pooler where a session is needed."""
+    """Return the error for a pooler if ``what`` needs a session."""
     return ConfigurationError(
         f"{what} is reached through a connection pooler: forwarders, processors, listeners and "
         "commands need sessions of their own, so name the server itself. Only sending and "
@@ -59,7 +59,7 @@ def pooled(what: str) -> ConfigurationError:
 
 @contextmanager
 def unprepared(connection: Raw) -> Iterator[None]:
-    """Meanwhile, nothing is prepared under a name."""
+    """Prepare nothing under a name meanwhile."""
     before, connection.prepare_threshold = connection.prepare_threshold, None
     try:
         yield

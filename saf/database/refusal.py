@@ -1,8 +1,9 @@
 """Why a server that is there refuses a connection, and what to do about it.
 
-A server says so by SQLSTATE, which libpq does not hand on: of a connection that was not made, it
-has a text only, in the server's language. But it writes it down for whoever traces what it is told,
-so we knock once more and trace that. Where nothing is written, nothing more is known.
+A server gives the reason as a SQLSTATE. libpq does not hand it on for a connection that was not
+made: it gives a text only, in the server's language. But libpq can write down what it is told. So
+saf connects once more, has that traced, and reads the SQLSTATE there. If nothing is written, the
+reason stays unknown.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ CURES = {
     errors.CannotConnectNow.sqlstate: (
         "wait: the server is starting, stopping or recovering; its log says how far it is"
     ),
-    errors.InvalidPassword.sqlstate: "the password is wrong: mend it in the dsn of saf.toml, or "
-    "what it takes from the environment, or ALTER ROLE … PASSWORD",
+    errors.InvalidPassword.sqlstate: (
+        "the password is wrong, or none is given: mend it in the dsn of saf.toml, or what it takes "
+        "from the environment (PGPASSWORD, a passfile), or ALTER ROLE … PASSWORD"
+    ),
     errors.InvalidAuthorizationSpecification.sqlstate: (
         "the role may not log in from here: create it (CREATE ROLE … LOGIN), or mend pg_hba.conf "
         "and reload, or the dsn in saf.toml"
@@ -59,26 +62,31 @@ FOR_A_PERSON = {
     errors.InsufficientPrivilege.sqlstate,
     errors.ObjectNotInPrerequisiteState.sqlstate,
 }
-"""To try again later is no use."""
+"""SQLSTATEs that do not pass by themselves: a person has to mend something."""
 
 
 def cure(conninfo: str) -> str:
-    """What to do about a database that could not be connected to."""
+    """Return what to do about a database that could not be connected to."""
     return CURES.get(sqlstate(conninfo) or "", SILENT)
 
 
 def to_mend(conninfo: str) -> str | None:
-    """What a person has to mend before anybody is let in; None if it may pass by itself."""
+    """Return what a person has to mend before the server lets anybody in; None if it may pass."""
     state = sqlstate(conninfo)
     return CURES[state] if state in FOR_A_PERSON else None
 
 
 def sqlstate(conninfo: str) -> str | None:
-    """With which SQLSTATE the server refuses a connection; None if it does not, or nobody knows."""
+    """Return the SQLSTATE with which a server refuses a connection; None if it is not known.
+
+    A client that has no password is not refused: it gives up when it is asked for one.
+    """
     connection = pq.PGconn.connect_start(conninfo.encode())
     try:
         with _traced(connection) as said:
             _poll(connection)
+        if connection.needs_password:
+            return errors.InvalidPassword.sqlstate
     finally:
         connection.finish()
     found = SAID.search(b"".join(said))
@@ -86,7 +94,7 @@ def sqlstate(conninfo: str) -> str | None:
 
 
 def _poll(connection: abc.PGconn) -> None:
-    """Until the server has let us in or not, or does not go on."""
+    """Go on with a connection until the server has let us in or not, or does not go on."""
     while True:
         status = connection.connect_poll()
         if status not in (pq.PollingStatus.READING, pq.PollingStatus.WRITING):
@@ -100,7 +108,7 @@ def _poll(connection: abc.PGconn) -> None:
 
 @contextmanager
 def _traced(connection: abc.PGconn) -> Iterator[list[bytes]]:
-    """What is traced, once it has come to its end. In a pipe, for it may hold what was answered."""
+    """Give what is traced, complete at the end; by a pipe, because it may hold secrets."""
     said: list[bytes] = []
     out, into = os.pipe()
     os.set_blocking(out, False)

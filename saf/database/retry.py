@@ -16,10 +16,10 @@ LONGEST_WAIT_SECONDS = 2.0
 
 
 def while_unavailable(attempts: int, action: Callable[[], T]) -> T:
-    """The result of ``action``, called up to ``attempts`` times while it raises `Unavailable`.
+    """Call ``action`` up to ``attempts`` times while it raises `Unavailable`; return its result.
 
-    For a blip, such as a server that restarts: seconds, not minutes. One that hangs has been waited
-    for already. The last error is raised as it is.
+    This bridges a blip of some seconds, such as a server that restarts. A server that hangs has
+    been waited for already, so it is not tried again. The last error is raised as it is.
     """
     return tenacity.Retrying(
         stop=tenacity.stop_after_attempt(attempts),

@@ -1,4 +1,4 @@
-"""The schema's revision: library and database must speak of the same tables."""
+"""The schema's revision: library and database must mean the same tables."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SELECT EXISTS (
 
 
 def check_schema(connection: psycopg.Connection[Any]) -> None:
-    """Make sure that the library and the database speak of the same schema.
+    """Make sure that the library and the database mean the same schema.
 
-    Asks for the table's existence first, because a failed query would abort the caller's
+    It asks first whether the table exists, because a failed query would abort the caller's
     transaction.
 
     Raises:
-        SchemaMissing, SchemaMismatch: with the command that mends it.
+        SchemaMissing, SchemaMismatch: the error names the command that mends it.
     """
     ((exists,),) = fetch(connection, HAS_SCHEMA)
     found = fetch(connection, SCHEMA_REVISION) if exists else []

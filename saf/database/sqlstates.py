@@ -6,8 +6,8 @@
     read-only     the server is a standby, or is told to take no writes
     incomplete    something of the schema saf is missing
 
-Whatever has no meaning here is passing: the connection is lost, the disk is full, the server
-restarts. It is tried again later, and nobody's message is to blame.
+An error without a meaning here may pass by itself: the connection is lost, the disk is full, the
+server restarts. The step is tried again later, and no message is to blame.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from saf.errors import ConfigurationError, SafError, Unavailable
 
 
 class Meaning(Enum):
-    """What a SQLSTATE says; see above."""
+    """What an SQLSTATE says; the module lists the meanings."""
 
     OF_THE_ROWS = "of the rows"
     HANGS = "hangs"
@@ -30,7 +30,7 @@ class Meaning(Enum):
 
 
 OF_THE_ROWS = ("09", "22", "23", "27", "38", "39", "44", "54", "P0")
-"""Classes of SQLSTATE, their first two characters."""
+"""Classes of SQLSTATEs, by their first two characters."""
 
 MEANINGS = {
     errors.LockNotAvailable.sqlstate: Meaning.HANGS,
@@ -45,7 +45,7 @@ MEANINGS = {
 
 
 def meaning(sqlstate: str | None) -> Meaning | None:
-    """What a server means; None: it may pass.
+    """Return what a server means by an SQLSTATE; None if the error may pass by itself.
 
     >>> meaning("54000"), meaning("53200"), meaning(None)
     (<Meaning.OF_THE_ROWS: 'of the rows'>, None, None)
@@ -58,10 +58,10 @@ def meaning(sqlstate: str | None) -> Meaning | None:
 
 
 def translated(what: str, sqlstate: str | None, reason: str) -> SafError:
-    """The error for what a server says of itself, rather than of some rows.
+    """Return the error for what a server says of itself, and not of some rows.
 
     Args:
-        what: the database, as people know it.
+        what: names the database for people.
         sqlstate: what the server says; None if it says nothing.
         reason: the text of the error, without secrets.
     """

@@ -7,6 +7,6 @@ import pyarrow.compute as pc
 
 
 def by_origin(messages: pa.RecordBatch) -> pa.Array:
-    """The service of each message: the airport that its JSON body says the flight left from."""
+    """Return the service of each message: the airport that the flight in its body left from."""
     bodies = messages["body"].cast(pa.string())
     return pc.extract_regex(bodies, '"origin":"(?P<origin>[A-Z]{3})"').field("origin")

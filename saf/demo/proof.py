@@ -1,8 +1,8 @@
-"""The proof: what the application sent against what the MOM stores have, message by message.
+"""The proof: what the application sent is compared with what the MOM stores have.
 
-It trusts no counter of the forwarder's, and no classifier: where a flight belongs is said by its
-row. The outbox is copied beside each inbox, and SQL compares the two as sets and, per key, as
-sequences.
+It trusts neither the forwarder's counters nor a classifier: the row of a flight says where its
+message belongs. The outbox is copied beside each inbox, and SQL compares the two message by
+message: as sets and, for each key, as sequences.
 """
 
 from __future__ import annotations
@@ -79,32 +79,32 @@ FROM pairs
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What was found. All count messages."""
+    """What was found, as numbers of messages."""
 
     sent: int
-    """In the outbox: the transaction that sent them committed."""
+    """Messages in the outbox: the transactions that sent them committed."""
     forwarded: int
-    """In the inboxes of the MOM stores."""
+    """Messages in the inboxes of the MOM stores."""
     lost: int
-    """In the outbox, not in the inbox where they belong."""
+    """Messages in the outbox, and not in the inbox where they belong."""
     misrouted: int
-    """In an inbox where they do not belong."""
+    """Messages in an inbox where they do not belong."""
     duplicated: int
-    """In the inbox once more than they should."""
+    """Messages in an inbox more often than once; each further copy counts."""
     out_of_order: int
-    """Stored after a message of their key that was sent later."""
+    """Messages that are stored after a message of their key that was sent later."""
     changed: int
-    """Stored with another body, key, service or headers than sent."""
+    """Messages that are stored with another body, key, service or headers than sent."""
     not_sent: int
-    """In the inbox, not in the outbox."""
+    """Messages in an inbox, and not in the outbox."""
     not_atomic: int
-    """Without their business row, or business rows without their message."""
+    """Messages without their business row, and business rows without their message."""
     rolled_back: int
-    """Written to the outbox by a transaction that rolled back."""
+    """Messages that a transaction wrote to the outbox and rolled back."""
 
     @property
     def holds(self) -> bool:
-        """Every message was delivered exactly once, unchanged, in order."""
+        """Whether every message was delivered exactly once, unchanged and in order."""
         harmless = {"sent", "forwarded", "rolled_back"}
         return not any(getattr(self, f.name) for f in fields(self) if f.name not in harmless)
 
@@ -112,7 +112,7 @@ class Proof:
 def prove(application: Dsn, mom: Dsn, airport: str | None = None) -> Proof:
     """Compare an application's outbox with a MOM store that nobody else sends to.
 
-    With an airport, the store is to have the messages about flights from there, for a service of
+    With an airport, the store has to have the messages about flights from there, for a service of
     that name.
     """
     outbox = sql.SQL(OUTBOX if airport is None else ROUTED).format(store=sql.Literal(airport))
@@ -135,7 +135,7 @@ def prove(application: Dsn, mom: Dsn, airport: str | None = None) -> Proof:
 
 
 def together(proofs: Iterable[Proof]) -> Proof:
-    """What was found at several stores of one application."""
+    """Add up what was found at several stores of one application."""
     found = list(proofs)
     counts = {f.name: sum(getattr(proof, f.name) for proof in found) for f in fields(Proof)}
     of_the_sender = {name: getattr(found[0], name) for name in ("rolled_back", "not_atomic")}

@@ -1,4 +1,4 @@
-"""The demo's moving parts: the application's writers as processes of their own, the forwarder."""
+"""The demo's processes: the application's writers, each in one of its own, and the forwarder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Written:
     flights: int = 0
     transactions: int = 0
     rolled_back: int = 0
-    """Of the transactions."""
+    """How many of the transactions rolled back."""
 
 
 def write(dsn: Dsn, limit: int | None, report: Callable[[Written], None]) -> Written:
@@ -73,10 +73,11 @@ def write(dsn: Dsn, limit: int | None, report: Callable[[Written], None]) -> Wri
 
 
 def settings(application: Dsn, stores: Mapping[str, Dsn], *, routing: bool) -> Settings:
-    """The forwarder's configuration: what saf.toml would say.
+    """Return the forwarder's configuration, as a saf.toml would say it.
 
-    Not from the environment, which may name brokers that are no business of a demo. With routing, a
-    classifier sends each flight to the store that has the name of its origin, else all go to one.
+    The environment is left out, because it may name brokers that a demo has nothing to do with.
+    With routing, a classifier sends each flight to the store that has the name of its origin;
+    without, all flights go to one store.
     """
     destinations = {name: Postgresql(dsn=dsn) for name, dsn in stores.items()}
     brokers = {"flights": Broker(dsn=application)}

@@ -1,10 +1,11 @@
 """The demo's two applications: a shop that orders, and a warehouse that delivers.
 
 Each has a database of its own, with its service in it. Between them is a MOM store with the service
-trade, a router that forwards: it alone knows which warehouse has what, and passes on what they say.
+trade, which is a router that forwards. It alone knows which warehouse has what, and passes on what
+the two say.
 
-`begin` is what the shop says first; all else is said by handlers, in the transactions in which they
-hear of something. Read them as a script of four talks: an order that is delivered in parts, one
+`begin` is what the shop says first. Handlers say all else, in the transactions in which they
+receive something. Read them as a script of four talks: an order that is delivered in parts, one
 that is refused, one that nobody answers in time, and a drawing of 20 MB that the warehouse
 acknowledges.
 """
@@ -29,7 +30,7 @@ from saf.routing.routers import add_router
 
 SHOP, TRADE, WAREHOUSE, CONTRACT = "shop", "trade", "warehouse", "ordering"
 NAME = "talk"
-"""The header that says which talk it is: the dialog with the warehouse is another one."""
+"""The header that names the talk, because the dialog with the warehouse is another one."""
 DRAWING_BYTES = 20_000_000
 IN_STOCK, ON_THE_LORRY = 100, 4
 NEXT_LORRY_SECONDS, PATIENCE_SECONDS = 1.0, 10.0
@@ -43,7 +44,7 @@ TYPES: Mapping[str, Any] = {
 }
 
 Say = Callable[[str, str, str], None]
-"""Shows who, in which talk, says or hears what."""
+"""Shows a line of the script: who, in which talk, says or receives what."""
 
 
 @dataclass(kw_only=True)
@@ -52,12 +53,12 @@ class Talk:
 
     name: str
     code: int | None = None
-    """Of the error that it ends with, at both ends."""
+    """The code of the error that the talk ends with at both ends; None if it ends in order."""
     expected: Any = None
-    """What the shop is told, in all."""
+    """All that the shop is told."""
     told: Any = None
     conversations: dict[str, UUID] = field(default_factory=dict)
-    """Of the shop's dialog, and of the warehouse's."""
+    """The ids of two conversations, the shop's and the warehouse's, by the name of the end."""
 
 
 @dataclass(kw_only=True)
@@ -66,10 +67,10 @@ class Trade:
 
     say: Say
     talks: dict[str, Talk] = field(default_factory=dict)
-    """By name."""
+    """The talks by name."""
 
     def begin(self, connection: psycopg.Connection[Any]) -> None:
-        """The shop begins all talks, in one transaction."""
+        """Begin all talks of the shop, in one transaction."""
         chairs = self._begin(connection, Talk(name="chairs", expected=10))
         self._order(connection, chairs, {"article": "chairs", "amount": 10})
         pianos = self._begin(connection, Talk(name="pianos", code=REFUSED))
@@ -90,7 +91,7 @@ class Trade:
         self.say(SHOP, "cupboard", f"can you build this? A drawing of {len(drawing):,} bytes")
 
     def warehouse(self, dsn: Dsn) -> saf.Worker:
-        """What the warehouse does with what it hears."""
+        """Return the worker of the warehouse, with what it does for each message."""
         worker = saf.Worker(dsn, WAREHOUSE)
 
         @worker.handler("order")
@@ -123,7 +124,7 @@ class Trade:
         return worker
 
     def shop(self, dsn: Dsn) -> saf.Worker:
-        """What the shop does with what it hears."""
+        """Return the worker of the shop, with what it does for each message."""
         worker = saf.Worker(dsn, SHOP)
 
         @worker.handler("delivery")
@@ -156,7 +157,7 @@ class Trade:
             _of(message).end(connection)
 
     def _deliver(self, message: saf.Received, connection: psycopg.Connection[Any]) -> None:
-        """As many as a lorry takes; the rest with the next one."""
+        """Deliver as many pieces as a lorry takes; the rest come with the next one."""
         dialog = _of(message)
         left = saf.group_state(connection, dialog)["left"]
         amount = min(left, ON_THE_LORRY)
@@ -191,7 +192,7 @@ class Trade:
         self.say(SHOP, name, f"please send {wanted['amount']} {name}")
 
     def _talk(self, message: saf.Received) -> Talk:
-        """Of an earlier run, which was killed, nothing is known any more."""
+        """Return the talk of a message; a new one if it is of an earlier run that was killed."""
         conversation_id, name = message.conversation_id, message.headers.get(NAME)
         assert conversation_id is not None  # noqa: S101 - it is of a dialog
         if name in self.talks:  # said by the shop, and so heard at the warehouse
@@ -207,7 +208,7 @@ class Trade:
 
 
 def prepare(dsn: Dsn, service: str) -> None:
-    """A database for a service that talks under the contract."""
+    """Prepare a database for a service that talks under the contract."""
     with dsn.connect(role="demo", autocommit=True) as connection:
         create_service(connection, service)
         for name in TYPES:
@@ -220,7 +221,7 @@ def prepare(dsn: Dsn, service: str) -> None:
 
 
 def who_has_it(message: saf.Received) -> str | None:
-    """The classifier of trade: which service the first message of a talk is for."""
+    """Classify the first message of a talk of trade: which service it is for."""
     return WAREHOUSE if message.message_type in ("order", "drawing") else None
 
 

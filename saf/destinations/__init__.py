@@ -10,7 +10,7 @@ chunk exactly once, however often it is given: that is ``exactly_once``. It rais
     Unavailable      it does not answer; the chunk may or may not be stored; give it again later
     UnknownService   a service that is addressed does not live there; nothing was stored
     AnotherBroker    a message is addressed to another broker; nothing was stored
-    Fenced           it has heard from a newer owner of these shards; nothing was stored
+    Fenced           it has met a newer owner of these shards; nothing was stored
     Ahead            it has stored what the source does not know; nothing was stored
     Behind           it no longer has what it has acknowledged; nothing was stored
     Restored         it was restored, and not repaired; nothing was stored
@@ -40,7 +40,7 @@ class Capabilities:
     exactly_once: bool = False
     """It keeps a mark for each place, which moves with the messages or not at all."""
     fences: bool = False
-    """It refuses an epoch older than one that it has heard of (`Fenced`)."""
+    """It refuses an epoch older than one that it has met in any lane (`Fenced`)."""
     knows_services: bool = False
     """It can be told which services live there, and refuses others (`UnknownService`)."""
     reads_back: bool = False
@@ -65,8 +65,6 @@ class Chunk:
     batch: Batch
     """The open batch, to which the shards belong."""
     rows: pa.Table
-    number: int
-    """When the batch of the last row was opened."""
     prefix: str = ""
     """The prefix of its marks' names, because each quality of service has marks of its own."""
     known: Mapping[Place, Mark] = field(default_factory=dict)

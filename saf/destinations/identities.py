@@ -52,9 +52,9 @@ class Identities:
                 self._wait_until = now + WAIT_SECONDS
             self._asked_at[name] = now
             self._asking.add(name)
-            Thread(target=self._hear, args=(name,), name=f"saf-{name}", daemon=True).start()
+            Thread(target=self._ask_one, args=(name,), name=f"saf-{name}", daemon=True).start()
 
-    def _hear(self, name: str) -> None:
+    def _ask_one(self, name: str) -> None:
         said = _identity(name, self._destinations[name])
         with self._changed:
             self._said[name] = said or self._said[name]

@@ -1,11 +1,13 @@
 """Marks: how far a destination has got, as it knows itself and as its source remembers.
 
-A destination keeps a mark for each source, shard and lane, which moves in the atomic step that
-stores messages: at a broker, in saf.watermark. When the destination has answered, the source writes
-the same mark into saf.acknowledged, in the transaction that moves its own position. So at each
-contact the two marks are the same; or the destination's mark is of messages whose answer never
-came, and then the source still has these in hand, or has parked them. Anything else says that one
-of the two was set back, by a backup or a failover that did not have everything:
+A destination keeps a mark for each source, shard and lane. The mark moves in the atomic step that
+stores messages; at a broker it is a row of saf.watermark. When the destination has answered, the
+source writes the same mark into saf.acknowledged, in the transaction that moves its own position.
+
+So at each contact the two marks are the same, with one exception: the answer for some messages
+never came. Then the destination's mark is higher, and the source still has these messages in hand
+or has parked them. Anything else says that one of the two was set back, by a backup or a failover
+that did not have everything:
 
     the destination's mark is lower       the destination was set back (`saf.errors.Behind`)
     it is higher, or of another batch     the source was set back (`saf.errors.Ahead`)
@@ -17,8 +19,9 @@ route, it says when that happened (saf.parked.opened_at).
 A mark is moved, and remembered, only for shards of the chunk's messages. So a quiet shard or
 destination costs nothing, and a busy one costs a row per shard and chunk on either side.
 
-Marks from the time before sources remembered them are trusted if they are of no later batch than
-the source's own. So are the marks of at_most_once, because nobody waits for their answers.
+Some marks are not acknowledged: those that are older than saf.acknowledged, and those of
+at_most_once, because nobody waits for their answers. They are trusted if they are of no later batch
+than the source's own.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from saf.log.shards import LAST
 from saf.setaside.lane import BROKER, Kind, Lane, given
 
 Place = tuple[str, int]
-"""What has a mark: a lane and a shard. The lane is named by the quality and `place_name`."""
+"""A lane and a shard: each place has a mark. The lane is named by the quality and `place_name`."""
 
 MAIN = ""
 """The name of a destination's own lane."""
@@ -98,7 +101,7 @@ WHERE EXISTS (
 """
 
 AGAIN, ONCE = "again:", "once:"
-"""Prefixes of lanes' names for marks by which nothing is dropped: at_least_once, at_most_once."""
+"""Prefixes of lanes' names for the marks of at_least_once and at_most_once, which drop nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +113,7 @@ class Mark:
     opened_at: datetime | None = None
     """When the batch was opened that was open when the mark was moved."""
     acknowledged: bool = False
-    """Whether the source remembers it; it need not remember marks of at_most_once."""
+    """Whether the source remembers the mark; it need not remember marks of at_most_once."""
 
     @classmethod
     def of(
@@ -121,7 +124,7 @@ class Mark:
 
     @property
     def number(self) -> tuple[int, int]:
-        """The numbers by which marks are compared."""
+        """The batch and the position, by which marks are compared."""
         return self.batch, self.position
 
     def __str__(self) -> str:
@@ -180,9 +183,9 @@ class Difference:
     behind: Sequence[Place] = ()
     """Places that say that the destination was set back."""
     since: datetime | None = field(default=None, compare=False, repr=False)
-    """When the oldest batch was opened that the destination still has, in the places behind."""
+    """The earliest ``opened_at`` of the destination's marks in the places behind."""
     lower: Lower | None = field(default=None, compare=False, repr=False)
-    """One of the places behind, as an example."""
+    """The mark of one of the places behind, as an example."""
 
 
 _LOOKS_ADDRESSED = re.compile(r".*@[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}@*", re.DOTALL)
@@ -201,11 +204,11 @@ _NAMES = {
 
 
 def place_name(lane: Lane) -> str:
-    """The name of a lane in marks. Only this function makes such a name, and nobody reads it.
+    """Return the name of a lane in marks. Only this function makes such a name; nobody parses one.
 
-    Marks live longer than what they are about, in databases of others. So a lane has the same name
-    for ever, and no two lanes have the same name. If a service's own name ends like that of a
-    broker's lane, one more @ tells the two apart.
+    Marks live longer than what they are about, and in the databases of others. So a lane has the
+    same name for ever, and no two lanes have the same name. If a service's own name ends like that
+    of a broker's lane, one more @ tells the two apart.
 
     >>> at = UUID(int=7)
     >>> print(place_name(Lane(kind=Kind.ROUTE, subject="x", broker=at)))
@@ -223,16 +226,17 @@ def place_name(lane: Lane) -> str:
 
 
 def shards_of(places: Iterable[Place]) -> list[int]:
-    """The shards of some places."""
+    """Return the shards of some places, sorted."""
     return sorted({shard for _, shard in places})
 
 
 def compare(
     theirs: Mapping[Place, Mark], ours: Mapping[Place, Mark], in_hand: Mapping[int, InHand]
 ) -> Difference:
-    """Compare a destination's marks with what a source remembers; ``in_hand`` is by shard.
+    """Compare a destination's marks with those that its source remembers.
 
-    Marks of messages that are parked still look as if the source was set back; see `not_parked`.
+    ``in_hand`` has, for each shard, the batch that the source has in hand. If messages are parked,
+    the marks of their places look as if the source was set back; `not_parked` tells whether it was.
 
     >>> one, two = Mark(batch=1, acknowledged=True), Mark(batch=2, acknowledged=True)
     >>> here, of = ("", 7), {7: InHand(batch=5, opened_at=None)}
@@ -264,7 +268,7 @@ def compare(
 
 
 def _is_ahead(lane: str, mark: Mark, known: Mark, in_hand: InHand | None) -> bool:
-    """Whether a mark, which is not lower, is one that the source knows nothing of."""
+    """Whether the source knows nothing of a mark that is not lower than the one it remembers."""
     if mark.number == (0, 0) or (mark.number, mark.opened_at) == (known.number, known.opened_at):
         return False
     if in_hand is None:
@@ -279,7 +283,7 @@ def _is_ahead(lane: str, mark: Mark, known: Mark, in_hand: InHand | None) -> boo
 def acknowledged(
     connection: psycopg.Connection[Any], destination: UUID, places: Collection[Place]
 ) -> dict[Place, Mark]:
-    """Return the marks of a destination that a source remembers."""
+    """Return the marks of a destination that a source remembers, for some places."""
     params = {"destination": destination, **_columns(places)}
     return {
         (lane, shard): Mark.of(*mark)
@@ -293,7 +297,7 @@ def acknowledge(
     marks: Mapping[Place, Mark],
     known: Mapping[Place, Mark],
 ) -> None:
-    """Remember marks in place of those ``known`` before. Call it in a transaction."""
+    """Remember marks, in place of the marks ``known`` before. Call it in a transaction."""
     places = sorted(marks)
     connection.execute(
         ACKNOWLEDGE,
@@ -326,7 +330,10 @@ def not_parked(
     name: str,
     marks: Mapping[Place, Mark],
 ) -> list[Place]:
-    """Which marks of a destination, given by its name, have no message that is still parked."""
+    """Return those of a destination's marks for which no message is parked any more.
+
+    ``name`` is the destination's. The marks that are left say that the source was set back.
+    """
     if not marks:
         return []
     params: dict[str, Any] = {"subscription_id": subscription_id, "name": name}
@@ -345,5 +352,5 @@ def not_parked(
 
 
 def _columns(places: Collection[Place]) -> dict[str, list[Any]]:
-    """Places as two columns for a statement."""
+    """Return places as two columns for a statement: ``lanes`` and ``shards``."""
     return {"lanes": [lane for lane, _ in places], "shards": [shard for _, shard in places]}

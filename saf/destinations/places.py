@@ -1,6 +1,7 @@
 """Places: the lanes and shards that the messages of a chunk are of, each with a mark of its own.
 
-Pure: it takes and returns rows and marks, for every destination that keeps marks.
+The functions are pure: they take and return rows and marks. They serve every destination that keeps
+marks.
 """
 
 from __future__ import annotations
@@ -31,23 +32,36 @@ from saf.setaside.lane_columns import has_lanes, lanes_of
 
 
 def touched(chunk: Chunk) -> list[Place]:
-    """The places whose marks a chunk needs, in the order in which they are locked.
+    """Return the places whose marks a chunk needs.
 
-    In the destination's own lane, these are all shards in hand: an owner before must be fenced even
-    where nothing is stored.
+    In the destination's own lane, these are all shards in hand: the owner before must be fenced
+    even where nothing is stored.
     """
     if not has_lanes(chunk.rows):
         return [(chunk.prefix + MAIN, shard) for shard in sorted(chunk.batch.shards)]
-    return sorted(_places(chunk.rows, chunk.prefix)[0])
+    return _places(chunk.rows, chunk.prefix)[0]
+
+
+def guarded(chunk: Chunk) -> list[Place]:
+    """Return the places whose epochs a chunk needs, in the order in which they are locked.
+
+    These are the `touched` places, and the own place of each of their shards. All deliveries from a
+    shard meet there: what the owner before has in hand in one lane, a new owner may bury, or store
+    from another lane.
+    """
+    places = touched(chunk)
+    return sorted({*places, *((MAIN, shard) for _, shard in places)})
 
 
 def refuse(
     where: str, chunk: Chunk, epochs: Mapping[Place, int], marks: Mapping[Place, Mark]
 ) -> None:
-    """Raise if a destination must not store a chunk, by its epochs and marks of these places.
+    """Raise if a destination must not store a chunk, by its epochs and marks.
+
+    The epochs are those of `guarded` places; of ``marks``, only those of `touched` places count.
 
     Raises:
-        Fenced: it has heard from a newer owner.
+        Fenced: it has met a newer owner.
         Behind: it no longer has what it has acknowledged.
         Ahead: it has stored what the source does not know.
     """
@@ -56,8 +70,10 @@ def refuse(
     if newer:
         raise Fenced(where, shards_of(newer))
     in_hand = InHand(batch=chunk.batch.number, opened_at=chunk.batch.opened_at)
-    known = {place: mark for place, mark in chunk.known.items() if place in marks}
-    differ = compare(marks, known, dict.fromkeys(mine, in_hand))
+    needed = set(touched(chunk))
+    known = {place: mark for place, mark in chunk.known.items() if place in needed}
+    there = {place: mark for place, mark in marks.items() if place in needed}
+    differ = compare(there, known, dict.fromkeys(mine, in_hand))
     if differ.behind:
         raise Behind(where, shards_of(differ.behind), differ.since, differ.lower)
     if differ.ahead:
@@ -66,7 +82,7 @@ def refuse(
 
 
 def for_others(rows: pa.Table, identity: UUID) -> list[str]:
-    """The brokers other than this destination that rows are addressed to."""
+    """Return the brokers that rows are addressed to, other than the broker with this identity."""
     addressed = rows["to_broker"]
     if addressed.null_count == len(addressed):
         return []
@@ -77,7 +93,7 @@ def for_others(rows: pa.Table, identity: UUID) -> list[str]:
 def not_for(
     where: str, identity: UUID, rows: pa.Table, behind: Collection[str]
 ) -> AnotherBroker | UnknownService | None:
-    """Why a destination that knows no services must not store some rows; None if it may.
+    """Return why a destination that is told of no services must not store rows; None if it may.
 
     ``behind`` is the chunk's: messages for these services wait, so that none overtakes another.
     """
@@ -88,25 +104,25 @@ def not_for(
 
 
 def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
-    """The marks after a chunk is stored, for the places of its messages."""
-    rows, heard = chunk.rows, chunk.prefix != ONCE  # nobody waits for the answer to at_most_once
+    """Return the marks after a chunk is stored, for the places of its messages."""
+    rows, answered = chunk.rows, chunk.prefix != ONCE  # nobody waits for the answer to at_most_once
     if not rows.num_rows:
         return {}
     places, which = _places(rows, chunk.prefix)
     last = np.zeros(len(places), np.int64)
-    last[which] = np.arange(rows.num_rows)  # of several, the last one stays
+    last[which] = np.arange(rows.num_rows)  # of several rows of a place, the last one stays
     parked = [name for name in ("batch", "opened_at") if name in rows.column_names]
     moved = {}
     for place, row in zip(places, rows.select(["id", *parked]).take(last).to_pylist(), strict=True):
         mark = Mark(
-            batch=row.get("batch", chunk.number),
+            batch=row.get("batch", chunk.batch.number),
             position=row["id"],
             opened_at=row.get("opened_at", chunk.batch.opened_at),
-            acknowledged=heard,
+            acknowledged=answered,
         )
         before = marks.get(place, NOTHING)
         if mark.number <= before.number:
-            mark = replace(before, acknowledged=heard)
+            mark = replace(before, acknowledged=answered)
         moved[place] = mark
     return moved
 
@@ -114,9 +130,10 @@ def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
 def beyond(
     rows: pa.Table, number: int, stored: Mapping[Place, tuple[int, int]], prefix: str = ""
 ) -> pa.Table:
-    """The rows after what is stored of their place: (batch, position). Rows of other places stay.
+    """Return the rows that are not stored yet.
 
-    ``number`` is the batch of all rows, unless a column says the batch of each.
+    ``stored`` says how far each place is stored, as (batch, position); a place that it lacks has
+    stored nothing. ``number`` is the batch of all rows, unless a column says the batch of each.
     """
     if not stored or not rows.num_rows:
         return rows
@@ -130,7 +147,7 @@ def beyond(
 
 
 def _places(rows: pa.Table, prefix: str) -> tuple[list[Place], npt.NDArray[np.int64]]:
-    """The places of rows, and the number of each row's place."""
+    """Return the places of rows, and for each row the number of its place among them."""
     shards = rows["shard"].to_numpy().astype(np.int64)
     names = [prefix + MAIN]
     if has_lanes(rows):

@@ -47,7 +47,7 @@ from saf.dialogs.endpoints import (
     write,
 )
 from saf.dialogs.facts import Facts, Verdict, judge
-from saf.dialogs.set_back import compare, hear
+from saf.dialogs.set_back import compare, recognise
 from saf.dialogs.statements import COMPARE, END, ERROR, TIMER, Code
 from saf.errors import ContractViolation, SchemaViolation, UsageError
 from saf.message import DEFAULT_MAX_BYTES
@@ -61,7 +61,7 @@ from saf.setaside.lane import Kind
 from saf.transaction import enter
 
 # What follows without a gap, and what need not wait: an Error, or what will be dropped
-GO_ON = f"""
+MAKE_DUE = f"""
 UPDATE saf.parked p SET kind = '{Kind.LATER}', subject = p.shard::text, deliver_at = now()
 FROM (
     SELECT parked_id, ended OR message_type = '{ERROR}' OR receive_sequence >= sequence
@@ -135,15 +135,15 @@ def arrive(
     arrival.refused = [(one, problem) for one, problem in problems if problem]
     messages = [one for one, problem in problems if not problem]
     endpoints = in_hand(raw, messages)
-    heard = hear(raw, endpoints, messages)
-    for one, why in heard.stale:
+    recognised = recognise(raw, endpoints, messages)
+    for one, why in recognised.forgotten:
         (arrival.refused if end_of(one) in endpoints else arrival.stray).append((one, why))
-    arrival.done += heard.done
+    arrival.done += recognised.done
     last: dict[End, int] = {}
-    for message in heard.messages:
+    for message in recognised.messages:
         if message.message_type == ERROR and message.sequence is not None:
             last[end_of(message)] = message.sequence
-    for message in _in_sequence(heard.messages):
+    for message in _in_sequence(recognised.messages):
         if message.from_initiator is None:
             arrival.messages.append(message)
         elif endpoint := endpoints.get(end_of(message)):
@@ -160,7 +160,7 @@ def arrive(
         elif endpoint.failure:
             endpoint.dialog.fail(enter(raw), *endpoint.failure)
     set_back.answer(raw, endpoints.values())
-    _go_on(raw, reader, endpoints)
+    _make_due(raw, reader, endpoints)
     return arrival
 
 
@@ -299,7 +299,7 @@ def _checked(arrival: DialogArrival, reader: Reader, dialog: Dialog, message: Re
     return message
 
 
-def _go_on(raw: psycopg.Connection[Any], reader: Reader, endpoints: dict[End, Endpoint]) -> None:
+def _make_due(raw: psycopg.Connection[Any], reader: Reader, endpoints: dict[End, Endpoint]) -> None:
     """Make due what waited for messages that have arrived."""
     ends = [
         {
@@ -313,7 +313,7 @@ def _go_on(raw: psycopg.Connection[Any], reader: Reader, endpoints: dict[End, En
     names = ("subject", "from_initiator", "receive_sequence", "ended")
     params = {**columns(names, ends), "subscription_id": reader.subscription_id}
     if ends:
-        retries.time_late(raw, reader, sorted({shard for (shard,) in fetch(raw, GO_ON, params)}))
+        retries.time_late(raw, reader, sorted({shard for (shard,) in fetch(raw, MAKE_DUE, params)}))
 
 
 def _in_sequence(messages: list[Received]) -> list[Received]:

@@ -24,7 +24,7 @@ import psycopg
 
 from saf.database import fetch
 from saf.dialogs.lineage import HEADER as LINEAGE
-from saf.dialogs.monologs import JSON, Heard, publisher_set_back
+from saf.dialogs.monologs import JSON, ReceivedMonolog, publisher_set_back
 from saf.dialogs.statements import COMPARE, HEARD_OF, INTRODUCTION
 
 SAY = f"""
@@ -119,14 +119,16 @@ def say_these(raw: psycopg.Connection[Any], handles: Iterable[UUID], *, answer: 
 
 
 def announce(
-    connection: psycopg.Connection[Any], since: datetime | None, known: Iterable[Heard] = ()
+    connection: psycopg.Connection[Any],
+    since: datetime | None,
+    known: Iterable[ReceivedMonolog] = (),
 ) -> int:
     """Tell all ends that their broker is a new incarnation; return how many dialogs compare.
 
     It is part of `saf.repair.incarnation.raise_incarnation`; nobody else may send in a dialog
     meanwhile. ``since`` is when the newest batch was opened that a destination knows and this
-    broker does not, if there is one. ``known`` is what destinations have heard of this broker's
-    monologs.
+    broker does not, if there is one. ``known`` says how far destinations have received this
+    broker's monologs.
     """
     connection.execute(NEW_LINEAGE, {"since": since})
     if since is not None:

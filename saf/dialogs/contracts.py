@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from threading import Lock
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import psycopg
@@ -45,6 +46,9 @@ VALIDATIONS, SENDERS = ("none", "empty", "json", "json_schema"), ("initiator", "
 RESERVED = "saf/"
 """The prefix of the message types that are saf's own; no contract has such a type."""
 
+NEWEST: Mapping[str, int] = MappingProxyType({})
+"""Of each type of a contract the newest version."""
+
 CREATE_TYPE = """
 INSERT INTO saf.message_type (name, version, validation, schema)
 VALUES (%(name)s, %(version)s, %(validation)s, %(schema)s) ON CONFLICT DO NOTHING RETURNING name
@@ -61,6 +65,7 @@ ON CONFLICT DO NOTHING RETURNING name
 NEWEST_TYPES = """
 SELECT name, max(version) FROM saf.message_type WHERE name = ANY (%(names)s) GROUP BY name
 """
+KNOWS_TYPE = "SELECT FROM saf.message_type WHERE name = %(name)s AND version = %(version)s"
 CREATE_MESSAGE = """
 INSERT INTO saf.contract_message
     (contract, contract_version, message_type, message_type_version, sent_by)
@@ -223,15 +228,17 @@ def create_contract(
     types: Mapping[str, Sender],
     *,
     version: int = 1,
+    type_versions: Mapping[str, int] = NEWEST,
 ) -> bool:
     """Define a contract: which types messages have. False if that version is defined so already.
 
     Args:
         connection: to the broker that is to know the contract.
         name: the contract's name.
-        types: who sends each type: "initiator", "target" or "any". The contract has the newest
-            version of each type; a type that is not known yet is created without validation.
+        types: who sends each type: "initiator", "target" or "any". A type that is not known yet is
+            created without validation.
         version: the version of the contract.
+        type_versions: the version of each type; by default, the newest one.
 
     Raises:
         ConfigurationError: that version has another definition.
@@ -249,6 +256,12 @@ def create_contract(
                 raise _changed("contract", name, version)
             return False
         newest = dict(fetch(connection, NEWEST_TYPES, {"names": list(types)}))
+        for one, wanted in type_versions.items():
+            if not fetch(connection, KNOWS_TYPE, {"name": one, "version": wanted}):
+                raise ConfigurationError(
+                    f"contract {name!r}: there is no message type {one!r} version {wanted} here"
+                )
+        newest |= {one: wanted for one, wanted in type_versions.items() if one in types}
         for one in types:
             if one not in newest:
                 create_message_type(connection, one)

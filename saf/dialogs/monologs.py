@@ -28,8 +28,8 @@ from saf.dialogs.statements import END, ERROR, Code
 
 JSON = "jsonb_build_object('content-type', 'application/json')"
 
-# How far each monolog was heard without a gap; a late subscriber may have begun in the middle
-HEARD = f"""
+# How far each monolog was received without a gap; a late subscriber may have begun in the middle
+RECEIVED_MONOLOGS = f"""
 SELECT conversation_id, max(from_service), max(to_service),
        max(sequence) FILTER (WHERE sequence = first + place - 1),
        bool_or(message_type = '{ERROR}') IS TRUE
@@ -131,8 +131,8 @@ GIVE_UP = IN_PLACE.format(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heard:
-    """A monolog that is not over, as far as a destination has heard it."""
+class ReceivedMonolog:
+    """A monolog that is not over, as far as a destination has received it."""
 
     conversation_id: UUID
     from_service: str
@@ -143,25 +143,27 @@ class Heard:
     """Whether an Error has come."""
 
 
-def heard(connection: psycopg.Connection[Any], source: UUID) -> list[Heard]:
-    """Return what a destination has heard of a source's monologs. Reads the whole inbox.
+def received_monologs(connection: psycopg.Connection[Any], source: UUID) -> list[ReceivedMonolog]:
+    """Return how far a destination has received a source's monologs. Reads the whole inbox.
 
     It is for a destination's database; ``source`` is the publishers' broker.
     """
     return [
-        Heard(
+        ReceivedMonolog(
             conversation_id=one,
             from_service=publisher,
             to_service=topic,
             sequence=sequence,
             failed=failed,
         )
-        for one, publisher, topic, sequence, failed in fetch(connection, HEARD, {"source": source})
+        for one, publisher, topic, sequence, failed in fetch(
+            connection, RECEIVED_MONOLOGS, {"source": source}
+        )
     ]
 
 
 def publisher_set_back(
-    connection: psycopg.Connection[Any], since: datetime | None, known: Iterable[Heard]
+    connection: psycopg.Connection[Any], since: datetime | None, known: Iterable[ReceivedMonolog]
 ) -> None:
     """End monologs of which subscribers may know more. Call it in the repair's transaction.
 
@@ -169,7 +171,7 @@ def publisher_set_back(
         connection: to the publishers' broker.
         since: as for `saf.dialogs.comparing.announce`; None: end only monologs of which more is
             known.
-        known: what the destinations have heard.
+        known: how far the destinations have received them.
     """
     params = _columns(one for one in known if not one.failed)
     connection.execute(FAIL, params | {"every": since is not None})
@@ -177,19 +179,19 @@ def publisher_set_back(
 
 
 def subscribers_set_back(
-    connection: psycopg.Connection[Any], broker: UUID, known: Iterable[Heard]
+    connection: psycopg.Connection[Any], broker: UUID, known: Iterable[ReceivedMonolog]
 ) -> None:
     """Tell a destination's subscribers what nobody can send again. Call it in a transaction.
 
     Args:
         connection: to the publishers' broker.
         broker: the destination's broker_id.
-        known: what the destination has heard since it was set back.
+        known: how far the destination has received them, since it was set back.
     """
     connection.execute(TELL_OF_LOSS, _columns(known) | {"broker": broker})
 
 
-def _columns(known: Iterable[Heard]) -> dict[str, list[Any]]:
+def _columns(known: Iterable[ReceivedMonolog]) -> dict[str, list[Any]]:
     ones = [*known]
     names = ("conversation_id", "from_service", "to_service", "sequence")
     return {name: [getattr(one, name) for one in ones] for name in names}

@@ -63,7 +63,7 @@ WHERE router = CAST(%(router)s AS text)
 """
 
 
-def go_on(conn: Conn, dialog: Dialog, to: Resolved) -> Dialog:
+def begin_partner(conn: Conn, dialog: Dialog, to: Resolved) -> Dialog:
     """Begin the dialog that this one goes on in: from the same service to the resolved one."""
     transaction = enter(conn)
     handle = uuid4()

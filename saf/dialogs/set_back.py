@@ -2,7 +2,7 @@
 
 A backup is restored, or a standby that lacked the last transactions takes over: then one end no
 longer knows what it has said or received. After the repair (`saf rebase`) it speaks as a new
-incarnation of its broker, which every message says (`saf.dialogs.lineage`). When an end hears of a
+incarnation of its broker, which every message says (`saf.dialogs.lineage`). When an end learns of a
 new incarnation, by whatever message comes first, it looks how far the two ends agree:
 
 - *This end has received numbers that the other end does not know any more.* What the other end says
@@ -10,7 +10,6 @@ new incarnation, by whatever message comes first, it looks how far the two ends 
   that says which numbers.
 - *There are none:* the dialog goes on. What the earlier incarnation has said beyond that, and comes
   only now, is not mixed up with the new messages: it is a dead letter.
-  is not mixed up with the new: it is a dead letter.
 
 What an end has lost of what it *received* comes again if the sender still has it
 (docs/operations.md). If not, nobody would say so, and the end would wait for ever. So ends compare
@@ -26,7 +25,6 @@ An end is gone altogether if the dialog had begun after the backup:
 
 An end that begins where one may have been before has a lineage from its first number on, so that
 the other end, which may have received such numbers before, can tell the two apart.
-the other end, which may have received such numbers, can tell.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ from saf.received import Received
 from saf.transaction import enter
 
 # Fragments of bodies that the earlier incarnation was about to send are of no use to anybody
-HEAR = """
+NOTE_LINEAGES = """
 WITH heard AS (
     UPDATE saf.conversation c SET far_lineage = h.lineage
     FROM unnest(%(handle)s::uuid[], %(lineage)s::jsonb[]) AS h (handle, lineage)
@@ -86,20 +84,20 @@ ANSWERS = (
 
 
 @dataclass(kw_only=True)
-class Hearing:
-    """What `hear` finds out about a delivery's messages before they are judged."""
+class Recognised:
+    """What `recognise` finds out about a delivery's messages before they are judged."""
 
     messages: list[Received] = field(default_factory=list)
     """Messages to judge."""
-    stale: list[tuple[Received, str]] = field(default_factory=list)
+    forgotten: list[tuple[Received, str]] = field(default_factory=list)
     """Messages of ends that are as good as gone, each with the reason: nobody will take them."""
     done: list[Received] = field(default_factory=list)
     """Messages of saf itself that need nothing more."""
 
 
-def hear(
+def recognise(
     raw: psycopg.Connection[Any], endpoints: dict[End, Endpoint], messages: list[Received]
-) -> Hearing:
+) -> Recognised:
     """Find out which incarnations speak, and who speaks to an end that is not here."""
     lineages = {
         one: _lineage(one)
@@ -108,28 +106,28 @@ def hear(
     }
     known = all(end_of(one) in endpoints for one in lineages)
     if known and not any((*lineages.values(), *(one.far_lineage for one in endpoints.values()))):
-        return Hearing(messages=messages)
-    _hear_of(raw, endpoints, lineages)
+        return Recognised(messages=messages)
+    _note_lineages(raw, endpoints, lineages)
     strangers = _strangers(raw, [one for one in lineages if end_of(one) not in endpoints])
-    hearing = Hearing()
+    recognised = Recognised()
     for message in messages:
         endpoint = endpoints.get(end_of(message)) if message in lineages else None
         if message in strangers and message.message_type != COMPARE:
             text = f"conversation {message.conversation_id} is not known here, or not any more"
-            hearing.stale.append((message, text))
+            recognised.forgotten.append((message, text))
         elif message.message_type == COMPARE and (
             endpoint is None or incarnation(lineages[message]) < incarnation(endpoint.far_lineage)
         ):
-            hearing.done.append(message)
-        elif endpoint is not None and _is_stale(message, lineages[message], endpoint):
+            recognised.done.append(message)
+        elif endpoint is not None and _is_forgotten(message, lineages[message], endpoint):
             text = (
                 f"message {message.sequence} was said before the other end was set back, and is "
                 "not known there any more"
             )
-            hearing.stale.append((message, text))
+            recognised.forgotten.append((message, text))
         else:
-            hearing.messages.append(message)
-    return hearing
+            recognised.messages.append(message)
+    return recognised
 
 
 def compare(endpoint: Endpoint, message: Received) -> None:
@@ -178,13 +176,13 @@ def _lineage(message: Received) -> Lineage:
     return read(headers.get(HEADER)) if isinstance(headers, dict) else ()
 
 
-def _hear_of(
+def _note_lineages(
     raw: psycopg.Connection[Any],
     endpoints: dict[End, Endpoint],
     lineages: dict[Received, Lineage],
 ) -> None:
     """Tell ends of the newest incarnation that speaks to them."""
-    heard: list[dict[str, Any]] = []
+    noted: list[dict[str, Any]] = []
     for message, lineage in sorted(lineages.items(), key=lambda one: incarnation(one[1])):
         endpoint = endpoints.get(end_of(message))
         if endpoint is None or incarnation(lineage) <= incarnation(endpoint.far_lineage):
@@ -199,7 +197,7 @@ def _hear_of(
                 " what that has said under these numbers since is not received"
             )
             endpoint.failure = Code.SET_BACK, text
-        heard.append(
+        noted.append(
             {
                 "handle": endpoint.dialog.handle,
                 "lineage": json.dumps(lineage),
@@ -209,12 +207,12 @@ def _hear_of(
                 "after": max(after, received),
             }
         )
-    if heard:
+    if noted:
         names = ("handle", "lineage", "conversation_id", "from_initiator", "after")
-        raw.execute(HEAR, columns(names, heard))
+        raw.execute(NOTE_LINEAGES, columns(names, noted))
 
 
-def _is_stale(message: Received, lineage: Lineage, endpoint: Endpoint) -> bool:
+def _is_forgotten(message: Received, lineage: Lineage, endpoint: Endpoint) -> bool:
     if message.message_type == COMPARE:
         return False
     number = message.sequence or 0

@@ -27,10 +27,3 @@ def chunks(batches: Iterable[pa.RecordBatch], max_rows: int, max_bytes: int) -> 
                 held, rows, size = [], 0, 0
     if held:
         yield pa.Table.from_batches(held)
-
-
-def mark(rows: pa.Table, number: int = 0) -> tuple[int, int]:
-    """(batch, position) of the last row; ``number`` is the batch of rows without that column."""
-    if "batch" in rows.column_names:
-        number = int(rows["batch"][-1].as_py())
-    return number, int(rows["id"][-1].as_py())

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from saf.engine.before import Before
+from saf.engine.destination_sessions import obstacle
+from saf.engine.earlier_task import EarlierTask
 from saf.engine.held_lanes import HeldLanes
 from saf.engine.parts import Part
 from saf.engine.resolving import Resolver
 from saf.engine.set_aside import SetAside
 from saf.engine.source_session import SourceSession
-from saf.engine.storing import Storing, obstacle
+from saf.engine.storing import Storing
 from saf.engine.work import ForwardingRules, Work
 from saf.errors import SafError
 from saf.log.cursor import attempt
@@ -34,7 +35,7 @@ class Sending:
     lanes: HeldLanes
     resolver: Resolver
     storing: Storing
-    before: Before
+    earlier: EarlierTask
 
     def send(self, parts: Sequence[Part], position: int, set_aside: SetAside) -> None:
         """Send the parts of a chunk that ends at a position; what cannot go is in ``set_aside``.
@@ -42,12 +43,11 @@ class Sending:
         Raises:
             SafError: the only destination is down, so parking would gain nothing.
         """
-        number = self.work.batch.number
         once = [part for part in parts if part.quality == AT_MOST_ONCE]
         for part in parts:
             if part.quality != AT_MOST_ONCE and not self._waits(part, set_aside):
-                self.storing.store(part, (number, position), set_aside)
-        once = [self.before.unattempted(part, set_aside) for part in once]
+                self.storing.store(part, set_aside)
+        once = [self.earlier.unattempted(part, set_aside) for part in once]
         once = [part for part in once if not self._waits(part, set_aside)]
         if once:
             set_aside.write_ahead(self.source_session)

@@ -23,7 +23,7 @@ from saf.engine.source_session import SourceSession
 from saf.engine.work import Work
 from saf.errors import SafError
 from saf.failpoints import fail_point
-from saf.log.cursor import hold
+from saf.log.cursor import lock_cursors
 from saf.message import MAX_BODY
 from saf.setaside import backoff, dead, parking
 from saf.setaside.dead import AsStored
@@ -154,7 +154,7 @@ class SetAside:
             return
 
         def write(source: psycopg.Connection[Any]) -> None:
-            hold(source, self.work.batch)
+            lock_cursors(source, self.work.batch)
             if self.from_lanes:
                 buried = [one.id for one in self.unread]
                 for rows, *_ in self.dead:

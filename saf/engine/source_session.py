@@ -15,7 +15,7 @@ from saf.engine import pulse
 from saf.engine.work import Work
 from saf.errors import Unavailable
 from saf.failpoints import fail_point
-from saf.log.cursor import hold
+from saf.log.cursor import lock_cursors
 from saf.routing.resolved import Resolved, keep, resolved
 from saf.routing.route_choices import Asker, choose
 
@@ -53,7 +53,7 @@ class SourceSession:
         """Choose the destinations of keys that several routes share, committed."""
 
         def write(source: psycopg.Connection[Any]) -> Mapping[Asker, str]:
-            hold(source, self._work.batch)
+            lock_cursors(source, self._work.batch)
             return choose(source, among)
 
         chosen = self(write)
@@ -68,7 +68,7 @@ class SourceSession:
         """Keep what a router has resolved, committed; return what counts for these keys."""
 
         def write(source: psycopg.Connection[Any]) -> Mapping[str, Resolved]:
-            hold(source, self._work.batch)
+            lock_cursors(source, self._work.batch)
             return keep(source, router, new)
 
         kept = self(write)

@@ -6,20 +6,16 @@ rejects, and its neighbours are stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
 from uuid import UUID
 
-import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.database.retry import while_unavailable
-from saf.destinations import Chunk, Destination, Stored
-from saf.destinations.marks import AGAIN, ONCE, Mark, Place, acknowledge, acknowledged, not_parked
-from saf.destinations.places import beyond, touched
-from saf.engine.chunks import mark
+from saf.destinations import Chunk
+from saf.destinations.places import beyond
+from saf.engine.destination_sessions import DestinationSessions, obstacle, prefix
 from saf.engine.held_lanes import HeldLanes
 from saf.engine.parts import Part, unroutable
 from saf.engine.receipts import Receipts
@@ -38,10 +34,8 @@ from saf.errors import (
     SchemaError,
     Unavailable,
     UnknownService,
-    UsageError,
 )
-from saf.log.cursor import hold
-from saf.routing.matching import AT_MOST_ONCE, EXACTLY_ONCE
+from saf.log.cursor import lock_cursors
 from saf.setaside.lane import Lane
 from saf.setaside.lane_columns import (
     either,
@@ -52,8 +46,6 @@ from saf.setaside.lane_columns import (
     service_lanes,
 )
 
-T = TypeVar("T")
-
 TO_REPAIR = (Behind, ConfigurationError, Refused, SchemaError)
 """Nothing can be stored there before a person has repaired something."""
 
@@ -61,75 +53,51 @@ REFUSES = (Unavailable, *TO_REPAIR)
 """Nothing can be stored there now."""
 
 
-def nowhere(name: str) -> Unavailable:
-    """The error for a destination that is not configured."""
-    return Unavailable(f"destination {name!r}", f"saf.toml has no [destinations.{name}]")
-
-
-def obstacle(rules: ForwardingRules, name: str, quality: str | None) -> SafError | None:
-    """Why, by the configuration, nothing can go to a destination in a quality of service."""
-    there = rules.destinations.get(name)
-    if there is None:
-        return nowhere(name)
-    try:
-        there.check_quality(quality)
-    except ValueError as error:
-        return Unavailable(f"destination {name!r}", f"by its route, {error}")
-    return None
-
-
 @dataclass
 class Storing:
-    """The destinations of one task; each is connected when something first goes there."""
+    """Stores the parts of one task's chunks at their destinations."""
 
     work: Work
     rules: ForwardingRules
     source_session: SourceSession
     lanes: HeldLanes
     receipts: Receipts
+    destinations: DestinationSessions
     to_repair: SafError | None = None
-    """Destinations that were refused until a person has repaired them."""
-    _open: dict[str, Destination] = field(default_factory=dict)
-    _identities: dict[str, UUID] = field(default_factory=dict)
-    _known: dict[str, dict[Place, Mark | None]] = field(default_factory=dict)
-    """The marks of destinations, by their names, as far as they have been read."""
-    _stored: list[tuple[UUID, Mapping[Place, Mark], Mapping[Place, Mark]]] = field(
-        default_factory=list
-    )
-    """What to acknowledge: the destination, its marks, and the marks before them."""
+    """The error of a destination that nothing can be stored at before a person has repaired it."""
 
-    def store(self, part: Part, end: tuple[int, int], set_aside: SetAside) -> None:
-        """Store a part, which completes its lane up to (batch, position) ``end``.
-
-        Messages that cannot be stored are in ``set_aside``.
-        """
+    def store(self, part: Part, set_aside: SetAside) -> None:
+        """Store a part; messages that cannot be stored are in ``set_aside``."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         name = part.destination
         part = self._bury_too_large(part, set_aside)
         set_aside.write_ahead(self.source_session)
         behind = self.lanes.services(name) if part.main else frozenset()
-        chunk = replace(self._chunk(part, end), behind=behind)
+        chunk = replace(self._chunk(part), behind=behind)
         try:
-            stored = while_unavailable(self.rules.attempts, lambda: self._store(part, chunk))
+            stored = while_unavailable(
+                self.rules.attempts, lambda: self.destinations.store(part, chunk)
+            )
         except REFUSES as error:
             if isinstance(error, TO_REPAIR):
                 self.to_repair = error
+            self.receipts.of(name).down |= obstacle(self.rules, name, part.quality) is None
             set_aside.failed |= dict.fromkeys(part.lanes, error)
             set_aside.down.add(name)
             set_aside.wait(part)
             if part.main:
                 self.lanes.hold(Lane(destination=name), str(error))
         except AnotherBroker as error:
-            self._store_own(part, end, set_aside, error)
+            self._store_own(part, set_aside, error)
         except UnknownService as error:
-            self._store_known(part, end, set_aside, error)
+            self._store_known(part, set_aside, error)
         except Fenced as error:
             # if the source knows of a newer owner too, this raises Fenced; otherwise the
             # destination is ahead
-            self.source_session(lambda source: hold(source, self.work.batch))
+            self.source_session(lambda source: lock_cursors(source, self.work.batch))
             raise Ahead(f"destination {name!r}", error.shards) from None
         except Rejected as error:
-            self._store_halves(part, end, set_aside, error)
+            self._store_halves(part, set_aside, error)
         else:
             self.receipts.of(name).messages += stored.messages
             self.receipts.of(name).dropped += stored.dropped
@@ -145,9 +113,9 @@ class Storing:
         part = self._bury_too_large(part, set_aside)
         if not part.rows.num_rows:
             return
-        chunk = self._chunk(part, mark(part.rows, self.work.batch.number))
+        chunk = self._chunk(part)
         try:
-            stored = self._store(part, chunk)
+            stored = self.destinations.store(part, chunk)
         except AnotherBroker as error:
             mine, others = _told_apart(error)
             self._let_wait(others, set_aside, error)
@@ -155,6 +123,7 @@ class Storing:
         except (*REFUSES, UnknownService, Rejected) as error:
             if isinstance(error, TO_REPAIR):
                 self.to_repair = error
+            self.receipts.of(name).down |= isinstance(error, REFUSES)
             set_aside.bury(part.rows, name, "unavailable", str(error))
         else:
             self.receipts.of(name).messages += stored.messages
@@ -164,28 +133,10 @@ class Storing:
 
         Raises what storing raises; storing says so in the receipt.
         """
-        number = mark(part.rows, self.work.batch.number)
-        chunk = self._chunk(part, number)
-        _, marks = while_unavailable(
-            self.rules.attempts,
-            lambda: self._in_step(part, chunk, lambda there, mine: there.marks(mine)),
-        )
+        chunk = self._chunk(part)
+        marks = while_unavailable(self.rules.attempts, lambda: self.destinations.marks(part, chunk))
         stored = {place: one.number for place, one in marks.items()}
-        return beyond(part.rows, chunk.number, stored, _prefix(part))
-
-    def acknowledge(self, source: psycopg.Connection[Any]) -> None:
-        """Write what destinations have stored, with the position that moves past it."""
-        for there, marks, before in self._stored:
-            acknowledge(source, there, marks, before)
-
-    def settled(self) -> None:
-        """Note that what was to be acknowledged is."""
-        self._stored.clear()
-
-    def close(self) -> None:
-        """Give up all connections."""
-        for destination in self._open.values():
-            destination.close()
+        return beyond(part.rows, chunk.batch.number, stored, prefix(part))
 
     def _bury_too_large(self, part: Part, set_aside: SetAside) -> Part:
         """A part without messages too large for its destination, which become dead letters."""
@@ -201,30 +152,26 @@ class Storing:
         set_aside.bury(rows, part.destination, "rejected", str(error))
         return replace(part, rows=part.rows.filter(fits))
 
-    def _store_halves(
-        self, part: Part, end: tuple[int, int], set_aside: SetAside, error: Rejected
-    ) -> None:
+    def _store_halves(self, part: Part, set_aside: SetAside, error: Rejected) -> None:
         """Store what can be stored of a part in which the destination rejects something."""
         if part.rows.num_rows == 1:
             set_aside.bury(part.rows, part.destination or "", "rejected", str(error))
             return
         half = part.rows.num_rows // 2
         first = replace(part, rows=part.rows.slice(0, half))
-        self.store(first, mark(first.rows, end[0]), set_aside)
+        self.store(first, set_aside)
         second = replace(part, rows=part.rows.slice(half))
         if part.destination in set_aside.down:
             set_aside.wait(second)
         else:
-            self.store(second, end, set_aside)
+            self.store(second, set_aside)
 
-    def _store_own(
-        self, part: Part, end: tuple[int, int], set_aside: SetAside, error: AnotherBroker
-    ) -> None:
+    def _store_own(self, part: Part, set_aside: SetAside, error: AnotherBroker) -> None:
         """Store the rest of a part with messages for other brokers: these wait for a route."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         mine, others = _told_apart(error)
         self._let_wait(others, set_aside, error)
-        self._store_rest(part, mine, end, set_aside, error.rows)
+        self._store_rest(part, mine, set_aside, error.rows)
 
     def _let_wait(self, rows: pa.Table, set_aside: SetAside, error: AnotherBroker) -> None:
         """Let messages wait for a route, as messages without a route do."""
@@ -234,9 +181,7 @@ class Storing:
             self.lanes.hold(lane, str(error))
         set_aside.move(waiting)
 
-    def _store_known(
-        self, part: Part, end: tuple[int, int], set_aside: SetAside, error: UnknownService
-    ) -> None:
+    def _store_known(self, part: Part, set_aside: SetAside, error: UnknownService) -> None:
         """Store the rest of a part with services that the destination does not know.
 
         Messages for these services wait in lanes of the services, so that the rest need not wait.
@@ -267,88 +212,21 @@ class Storing:
             set_aside.wait(staying)
         if going.rows.num_rows:
             set_aside.move(going)
-        self._store_rest(part, error.rows.filter(pc.invert(unknown)), end, set_aside, error.rows)
+        self._store_rest(part, error.rows.filter(pc.invert(unknown)), set_aside, error.rows)
 
-    def _store_rest(
-        self, part: Part, rest: pa.Table, end: tuple[int, int], set_aside: SetAside, fresh: pa.Table
-    ) -> None:
+    def _store_rest(self, part: Part, rest: pa.Table, set_aside: SetAside, fresh: pa.Table) -> None:
         """Store those of the ``fresh`` rows of a part that a destination has not refused."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         self.receipts.of(part.destination).dropped += part.rows.num_rows - fresh.num_rows
         if rest.num_rows:
-            self.store(replace(part, rows=rest), end, set_aside)
+            self.store(replace(part, rows=rest), set_aside)
 
-    def _store(self, part: Part, chunk: Chunk) -> Stored:
-        """Store a chunk where its part goes, if the marks there are the known ones."""
-        assert part.destination is not None  # noqa: S101 - the caller's to see to
-        name, exactly_once = part.destination, part.quality == EXACTLY_ONCE
-        known, stored = self._in_step(
-            part, chunk, lambda there, mine: there.store(mine, exactly_once=exactly_once)
-        )
-        new = {place: mark for place, mark in stored.marks.items() if known.get(place) != mark}
-        if new:
-            self._stored.append((self._identities[name], new, known))
-            self._known[name] |= new
-        return stored
-
-    def _in_step(
-        self, part: Part, chunk: Chunk, ask: Callable[[Destination, Chunk], T]
-    ) -> tuple[Mapping[Place, Mark], T]:
-        """Ask a part's destination for something, with its known marks; return these too."""
-        assert part.destination is not None  # noqa: S101 - the caller's to see to
-        name = part.destination
-        if error := obstacle(self.rules, name, part.quality):
-            raise error
-        destination = self._destination(name)
-        chunk = replace(chunk, prefix=_prefix(part))
-        known = self._known_of(name, touched(chunk))
-        chunk = replace(chunk, known=known)
-        try:
-            return known, ask(destination, chunk)
-        except Ahead as error:
-            # or the messages were stored, nobody heard the answer, and they wait to be stored again
-            subscription_id, marks = self.work.batch.subscription_id, error.marks
-            if self.source_session(lambda s: not_parked(s, subscription_id, name, marks)):
-                raise
-            return known, ask(destination, replace(chunk, known={**known, **marks}))
-
-    def _known_of(self, name: str, places: Sequence[Place]) -> dict[Place, Mark]:
-        """Return marks of a destination that the source remembers; the source is asked once."""
-        known = self._known.setdefault(name, {})
-        if missing := [place for place in places if place not in known]:
-            there = self._identities[name]
-            found = self.source_session(lambda source: acknowledged(source, there, missing))
-            known |= {place: found.get(place) for place in missing}
-        return {place: mark for place in places if (mark := known[place]) is not None}
-
-    def _chunk(self, part: Part, end: tuple[int, int]) -> Chunk:
+    def _chunk(self, part: Part) -> Chunk:
         return Chunk(
             source=self.work.source,
             batch=self.work.batch,
             rows=part.rows,
-            number=end[0],
         )
-
-    def _destination(self, name: str) -> Destination:
-        if name not in self._open:
-            there = self.rules.destinations[name]
-            self._open[name] = there.open(name, keep=self.work.keep)
-        destination = self._open[name]
-        if name not in self._identities:
-            identity = destination.identity()
-            for other, known in self._identities.items():
-                if known == identity:
-                    raise UsageError(
-                        f"destinations {other!r} and {name!r} are the same: one watermark "
-                        "cannot serve both, so keep one of them in saf.toml"
-                    )
-            self._identities[name] = identity
-        return destination
-
-
-def _prefix(part: Part) -> str:
-    """The prefix of the names of a part's marks."""
-    return {EXACTLY_ONCE: "", AT_MOST_ONCE: ONCE}.get(part.quality or "", AGAIN)
 
 
 def _told_apart(error: AnotherBroker) -> tuple[pa.Table, pa.Table]:

@@ -33,11 +33,14 @@ from typing import Any
 import psycopg
 import pyarrow as pa
 
-from saf.engine.before import Before
 from saf.engine.chunks import chunks
+from saf.engine.destination_sessions import DestinationSessions
+from saf.engine.earlier_task import EarlierTask
+from saf.engine.finding_routes import FindingRoutes
 from saf.engine.held_lanes import HeldLanes
 from saf.engine.load_sharing import share
 from saf.engine.matcher import Matcher
+from saf.engine.parked_lanes import ParkedLanes
 from saf.engine.parts import split
 from saf.engine.pulse import Pulse
 from saf.engine.receipts import Receipts
@@ -50,7 +53,7 @@ from saf.engine.storing import Storing
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import Ahead, Behind, Fenced, Rejected, Unavailable, UsageError
 from saf.failpoints import fail_point
-from saf.log.cursor import advance, hold
+from saf.log.cursor import advance, lock_cursors
 from saf.setaside.isolation import isolate
 
 BEATS = 6
@@ -72,8 +75,11 @@ class Task:
         self.lanes = HeldLanes(of_services=work.of_services)
         self.source_session = SourceSession(work, rules.attempts)
         self.resolver = Resolver(work.routes.routers, self.matcher, self.source_session, answers)
-        self.storing = Storing(work, rules, self.source_session, self.lanes, self.receipts)
-        self.before = Before(work.batch, self.source_session, self.lanes)
+        self.destinations = DestinationSessions(work, rules, self.source_session)
+        self.storing = Storing(
+            work, rules, self.source_session, self.lanes, self.receipts, self.destinations
+        )
+        self.earlier = EarlierTask(work.batch, self.source_session, self.lanes)
         self.sending = Sending(
             work=work,
             rules=rules,
@@ -81,28 +87,19 @@ class Task:
             lanes=self.lanes,
             resolver=self.resolver,
             storing=self.storing,
-            before=self.before,
+            earlier=self.earlier,
         )
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> list[Receipt]:
         """Deliver chunk by chunk until the end, an error or a request to stop."""
         summary = self.receipts.of(None)
-        releasing = Releasing(
-            self.work,
-            self.resolver,
-            self.matcher,
-            self.rules,
-            self.source_session,
-            self.lanes,
-            self.receipts,
-            self.storing,
-        )
+        releasing = self._releasing()
         try:
             with self._pulse():
-                self.before.look()
+                self.earlier.look()
                 releasing.release_all()
                 for rows in chunks(batches, self.rules.chunk_rows, self.rules.chunk_bytes):
-                    if isolate(rows, self._forward, self._bury, self.before.look):
+                    if isolate(rows, self._forward, self._bury, self.earlier.look):
                         summary.stopped = True
                         break
                 else:
@@ -113,9 +110,31 @@ class Task:
         except EXPECTED as error:
             summary.error_kind, summary.error = type(error).__name__, str(error)
         finally:
-            self.storing.close()
+            self.destinations.close()
             self.source_session.close()
         return list(self.receipts)
+
+    def _releasing(self) -> Releasing:
+        parked = ParkedLanes(
+            work=self.work,
+            rules=self.rules,
+            source_session=self.source_session,
+            lanes=self.lanes,
+            receipts=self.receipts,
+            destinations=self.destinations,
+        )
+        return Releasing(
+            work=self.work,
+            rules=self.rules,
+            source_session=self.source_session,
+            lanes=self.lanes,
+            receipts=self.receipts,
+            storing=self.storing,
+            parked=parked,
+            finding_routes=FindingRoutes(
+                resolver=self.resolver, matcher=self.matcher, parked=parked
+            ),
+        )
 
     def _pulse(self) -> Pulse:
         patience = self.work.dsn.bounds.chunk_seconds
@@ -128,7 +147,7 @@ class Task:
         """
         position = int(read["id"][-1].as_py())
         set_aside = SetAside(work=self.work)
-        fit = set_aside.bury_unfit(self.before.fresh(read), self.rules.max_bytes)
+        fit = set_aside.bury_unfit(self.earlier.fresh(read), self.rules.max_bytes)
         self.lanes.look(self.source_session, self.work.batch, fit)
         resolution = self.resolver.resolve(fit, self.lanes.held)
         resolved = resolution.rows
@@ -137,10 +156,10 @@ class Task:
         for some, error in resolution.dead:
             set_aside.bury(some, "", "unresolved", error)
         matches = self.matcher.matches
-        routed = self.before.unfinished(self.matcher.route(resolved), matches)
+        routed = self.earlier.unfinished(self.matcher.route(resolved), matches)
         shared = share(routed, matches, self.source_session.choose)
         parts = [
-            replace(part, rows=self.before.fresh(part.rows, part.waits_at))
+            replace(part, rows=self.earlier.fresh(part.rows, part.waits_at))
             for part in split(
                 shared, matches, self.rules.qualities, self.lanes.held, resolution.waiting
             )
@@ -155,9 +174,9 @@ class Task:
             # done once, also where the answer to the commit before got lost. `SetAside.write` and
             # `advance` see to that too: the first leaves out what is there already, and the second
             # fences
-            new = bool(set_aside) and hold(source, self.work.batch) < position
+            new = bool(set_aside) and lock_cursors(source, self.work.batch) < position
             stop = advance(source, self.work.batch, position)
-            self.storing.acknowledge(source)
+            self.destinations.acknowledge(source)
             if new:
                 set_aside.write(source)
             fail_point("mark_forwarded")
@@ -165,7 +184,7 @@ class Task:
 
         stop = self.source_session(settle)
         fail_point("mark_commit")
-        self.storing.settled()
+        self.destinations.settled()
         set_aside.written()
         summary = self.receipts.of(None)
         summary.parked += set_aside.parked_messages
@@ -175,5 +194,5 @@ class Task:
     def _bury(self, message: pa.Table, error: str) -> bool:
         """Make a dead letter of the one message for which a step has raised, and go past it."""
         set_aside = SetAside(work=self.work)
-        set_aside.bury(self.before.fresh(message), "", "rejected", error)
+        set_aside.bury(self.earlier.fresh(message), "", "rejected", error)
         return self._settle(set_aside, int(message["id"][0].as_py()))

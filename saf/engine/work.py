@@ -92,6 +92,8 @@ class Receipt:
     dropped: int = 0
     parked: int = 0
     dead: int = 0
+    down: bool = False
+    """Whether the destination did not answer, or refused everything."""
     complete: bool = False
     """Whether every message of the batch is delivered."""
     stopped: bool = False

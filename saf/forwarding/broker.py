@@ -50,6 +50,13 @@ FROM saf.broker b, saf.subscription s WHERE s.log = %(log)s AND s.name = %(subsc
 """
 
 
+# A destination that was tried in vain, rather than for some service, is still left alone
+DOWN = """
+SELECT DISTINCT destination FROM saf.backoff
+WHERE subscription_id = %(subscription_id)s AND kind = %(kind)s AND attempts > 0
+"""
+
+
 class SourceBroker:
     """A broker whose outbox this process forwards as a member of the forwarder subscription.
 
@@ -91,6 +98,8 @@ class SourceBroker:
         self._routes: dict[int, Routes] = {}
         self.waiting = Summary()
         """Lanes of parked messages, and destinations that are left alone until their time."""
+        self.down: set[str] = set()
+        """Destinations of these lanes that have not answered."""
         self.lanes_left = False
         """Whether the last cycle had no time for lanes that were due when this run began."""
         self._lanes: tuple[Backoff, ...] = ()
@@ -217,7 +226,7 @@ class SourceBroker:
         if self._member is not None:
             with unavailable_if_lost(f"broker {self.name!r}"):
                 connection, member = self._connect(), self._member
-                self.waiting = backoff.summary(connection, member.subscription_id)
+                self._look_at_waiting(connection, member.subscription_id)
                 self.lanes_left = self._began is not None and backoff.had_no_turn(
                     connection, member.subscription_id, member.member_id, self._began
                 )
@@ -228,7 +237,14 @@ class SourceBroker:
             ((self._began,),) = fetch(connection, "SELECT now()")
         self._lanes = backoff.waiting(connection, member.subscription_id, member.member_id)
         self._of_services = backoff.any_of_services(connection, member.subscription_id)
-        self.waiting = backoff.summary(connection, member.subscription_id)
+        self._look_at_waiting(connection, member.subscription_id)
+
+    def _look_at_waiting(self, connection: psycopg.Connection[Any], subscription_id: int) -> None:
+        self.waiting = backoff.summary(connection, subscription_id)
+        self.down = set()
+        if self.waiting.lanes:
+            params = {"subscription_id": subscription_id, "kind": Kind.MAIN}
+            self.down = {name for (name,) in fetch(connection, DOWN, params)}
 
     def stop(self) -> None:
         """Ask the tasks to finish the chunk in hand and end."""
@@ -236,11 +252,11 @@ class SourceBroker:
             with unavailable_if_lost(f"broker {self.name!r}"):
                 self._member.stop(self._connection)
 
-    def go_on(self) -> None:
+    def take_back_stop(self) -> None:
         """Take `stop` back after the end of the cycle, because there will be another."""
         if self._member is not None and self._connection is not None:
             with unavailable_if_lost(f"broker {self.name!r}"):
-                self._member.go_on(self._connection)
+                self._member.take_back_stop(self._connection)
 
     def leave(self) -> None:
         """Free the shards and disconnect. If the server is gone, they become free by themselves."""
@@ -305,7 +321,7 @@ class SourceBroker:
             connection = self._connect()
             subscription_id = self._identify(connection)
             found = fetch(connection, PENDING, {"subscription_id": subscription_id})
-            self.waiting = backoff.summary(connection, subscription_id)
+            self._look_at_waiting(connection, subscription_id)
             return any(
                 taken or cursor.any_since(connection, LOG, shards, done)
                 for done, shards, taken in found

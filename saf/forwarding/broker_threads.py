@@ -2,7 +2,7 @@
 
 Each database has one thing done at a time. Nobody waits for one that takes longer than all others:
 a database that does not answer takes ``connect_timeout`` of its own thread, and of nothing else.
-What it answers in the end is heard later.
+What it answers in the end is taken later.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ class BrokerThreads:
         self,
         name: str,
         action: Callable[[], T],
-        heard: Callable[[T], None],
-        failed: Callable[[SafError], None],
+        on_result: Callable[[T], None],
+        on_failure: Callable[[SafError], None],
     ) -> None:
-        """Run ``action`` in a thread; `hear` calls ``heard`` or ``failed`` with the result."""
+        """Run ``action`` in a thread; `take_results` calls ``on_result`` or ``on_failure``."""
         self.busy.add(name)
-        self._jobs[self._pool.submit(action)] = (name, heard, failed)
+        self._jobs[self._pool.submit(action)] = (name, on_result, on_failure)
 
-    def hear(self, timeout: float = PATIENCE_SECONDS) -> bool:
+    def take_results(self, timeout: float = PATIENCE_SECONDS) -> bool:
         """Take the results that have come, or the first that comes; False if none comes in time."""
         done, _ = wait(self._jobs, timeout=timeout, return_when=FIRST_COMPLETED)
         for job in done:
-            name, heard, failed = self._jobs.pop(job)
+            name, on_result, on_failure = self._jobs.pop(job)
             self.busy.discard(name)
             try:
                 result = job.result()
             except SafError as error:
-                failed(error)
+                on_failure(error)
             except Exception as error:  # whatever it is, it is one database's
-                failed(Unexpected(name, error))
+                on_failure(Unexpected(name, error))
             else:
-                heard(result)
+                on_result(result)
         return bool(done)
 
     def finish(self, names: set[str]) -> bool:
         """Take the results of all of these; False if some databases are left to themselves."""
         while self.busy & names:
-            if not self.hear():
+            if not self.take_results():
                 return False
         return True
 

@@ -204,8 +204,10 @@ class Forwarder:
         job = self._pool.submit(self.runner.run, work, self.rules, vigil.group)
         left_out = len(self._at_work(found)) > len(self._at_work(work))
         try:
-            with self._meter(work):
+            with self._meter(work) as meter:
                 receipts = self._run(work, job, vigil, beside, left_out=left_out)
+                if meter and sum(receipt.complete for receipt in receipts) == len(work):
+                    meter.complete()
         except JobFailed as error:
             log.warning("job_failed", error=error.reason)
             self._failed_job = error
@@ -262,7 +264,7 @@ class Forwarder:
             if error := vigil.given_up:
                 return self._give_up(job, vigil, error)
         if gave_way:
-            self.roster.each(SourceBroker.go_on, deep)
+            self.roster.each(SourceBroker.take_back_stop, deep)
         return job.result()
 
     def _give_up(
@@ -343,8 +345,13 @@ class Forwarder:
         counts[receipt.destination] = counts.get(receipt.destination, 0) + receipt.messages
         self.summary.forwarded += receipt.messages
         self.summary.dropped += receipt.dropped
+        if receipt.down:
+            self._note_down([receipt.destination])
 
-    def _meter(self, work: Sequence[Work]) -> AbstractContextManager[object]:
+    def _note_down(self, names: Iterable[str]) -> None:
+        self.summary.down = sorted({*self.summary.down, *names})
+
+    def _meter(self, work: Sequence[Work]) -> AbstractContextManager[Meter | None]:
         """What shows how far the work is, if anybody watches."""
         if self.progress is None:
             return nullcontext()
@@ -355,6 +362,7 @@ class Forwarder:
         """The lanes that wait: how many, and some of them by name."""
         for broker in self.roster.brokers.values():
             self.summary.waiting_lanes += broker.waiting.lanes
+            self._note_down(broker.down & self.rules.destinations.keys())
             self.summary.waiting += [
                 {
                     "broker": broker.name,

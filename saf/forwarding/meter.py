@@ -79,8 +79,13 @@ class Meter:
         self._batches: dict[Dsn, list[Work]] = {}
         for item in work:
             self._batches.setdefault(item.dsn, []).append(item)
+        self._complete = False
         self._over = Event()
         self._thread = Thread(target=self._watch, name="saf-meter", daemon=True)
+
+    def complete(self) -> None:
+        """Say that all of the work is done: its positions say so only about."""
+        self._complete = True
 
     def __enter__(self) -> Meter:
         self._thread.start()
@@ -101,5 +106,7 @@ class Meter:
                 total = sum(span.count for span in spans)
                 while not self._over.wait(LOOK_SECONDS):
                     self._report(Progress(int(sum(span.done() for span in spans)), total))
+                if self._complete:
+                    self._report(Progress(total, total))
         except Exception as error:  # for whoever watches, and not worth more than a line
             log.info("progress_not_shown", error=f"{type(error).__name__}: {error}")

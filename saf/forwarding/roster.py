@@ -90,7 +90,7 @@ class Roster:
         found: list[Work] = []
         now, brief = time.monotonic(), self.brief
 
-        def heard(broker: SourceBroker, work: list[Work]) -> None:
+        def on_result(broker: SourceBroker, work: list[Work]) -> None:
             self._failures.pop(broker.name, None)
             if self.once and not work:
                 self._visit_at[broker.name] = NEVER
@@ -105,15 +105,15 @@ class Roster:
         ]
         # taken from the end: brokers that had no turn for longest come first, those that fail last
         left.sort(key=lambda b: (-self._failures.get(b.name, 0), -b.last_turn))
-        while left and (self._may_connect(left[-1]) or self._threads.hear()):
+        while left and (self._may_connect(left[-1]) or self._threads.take_results()):
             if self._may_connect(left[-1]):
                 broker = left.pop()
                 look = partial(broker.visit, default_destination, brief=brief)
-                self._start(broker, look, partial(heard, broker))
+                self._start(broker, look, partial(on_result, broker))
         self.skipped = bool(left)
         self._threads.finish(set(self.brokers))
         while self.once and not (found or but or self.stopped) and self._threads.busy:
-            self._threads.hear()  # there is nothing else to do
+            self._threads.take_results()  # there is nothing else to do
         return found
 
     def each(
@@ -205,13 +205,13 @@ class Roster:
         self,
         broker: SourceBroker,
         action: Callable[[], Any],
-        heard: Callable[[Any], None],
+        on_result: Callable[[Any], None],
         *,
         quiet: bool = False,
     ) -> None:
         def answered(result: Any) -> None:
             self._count(broker)
-            heard(result)
+            on_result(result)
 
         def failed(error: SafError) -> None:
             self._count(broker)

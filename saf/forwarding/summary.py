@@ -32,17 +32,23 @@ class Summary:
     ``next_attempt_at``, ``error``."""
     waiting_lanes: int = 0
     """How many lanes wait."""
+    down: list[str] = field(default_factory=list)
+    """Destinations that do not answer, or refuse everything."""
     problems: list[dict[str, str]] = field(default_factory=list)
     """What went wrong: ``broker``, ``kind`` (an error's class) and ``error``."""
 
     @property
     def exit_code(self) -> int:
-        """0: done or nothing to do; 75: try again later; 2: a person must mend it; 1: other."""
+        """0: done or nothing to do; 75: try again later; 2: a person must mend it; 1: other.
+
+        Messages that wait for a route or a service keep nobody else waiting, and the next run does
+        not help them: that is 0. Messages for a destination that is down are 75.
+        """
         codes = {getattr(errors, problem["kind"]).exit_code for problem in self.problems}
         for code in (SafError.exit_code, UsageError.exit_code):
             if code in codes:
                 return int(code)
-        return Unavailable.exit_code if codes or self.waiting_lanes else 0
+        return Unavailable.exit_code if codes or self.down else 0
 
     def add(self, cycle: Summary) -> None:
         """Add the counts of another summary."""

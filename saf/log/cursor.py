@@ -202,7 +202,7 @@ RETURNING c.shard
 
 # What is written with a position, such as parked messages, is written once: if the answer to a
 # commit got lost, the position shows that the commit has happened.
-HOLD = f"SELECT c.shard, c.position FROM saf.cursor c, {MINE} FOR UPDATE OF c"
+LOCK_CURSORS = f"SELECT c.shard, c.position FROM saf.cursor c, {MINE} FOR UPDATE OF c"
 
 CLOSE = f"""
 UPDATE saf.cursor c SET done = c.open, open = NULL, position = 0, attempted = 0 FROM {MINE}
@@ -300,12 +300,12 @@ def attempt(connection: psycopg.Connection[Any], batch: Batch, position: int) ->
     return dict(before)
 
 
-def hold(connection: psycopg.Connection[Any], batch: Batch) -> int:
+def lock_cursors(connection: psycopg.Connection[Any], batch: Batch) -> int:
     """Lock the batch's cursors until the transaction ends; return their position.
 
     So an older owner can write nothing for the batch meanwhile.
     """
-    return min(int(position) for _, position in _write(connection, HOLD, batch))
+    return min(int(position) for _, position in _write(connection, LOCK_CURSORS, batch))
 
 
 def close(connection: psycopg.Connection[Any], batches: Iterable[Batch]) -> None:

@@ -255,7 +255,7 @@ RETURNING c.shard, c.epoch
 
 STOPPING = "UPDATE saf.member SET stopping = true WHERE member_id = %(member_id)s"
 
-GOING_ON = "UPDATE saf.member SET stopping = false WHERE member_id = %(member_id)s"
+TAKE_BACK_STOP = "UPDATE saf.member SET stopping = false WHERE member_id = %(member_id)s"
 
 FREE = f"""
 UPDATE saf.cursor c SET owner = NULL, {NOTE_FAILURE}
@@ -371,9 +371,9 @@ class Member:
         """Ask this member's tasks, wherever they run, to finish the chunk in hand and end."""
         connection.execute(STOPPING, self._params)
 
-    def go_on(self, connection: psycopg.Connection[Any]) -> None:
+    def take_back_stop(self, connection: psycopg.Connection[Any]) -> None:
         """Take `stop` back, before the next `balance`: its tasks have ended."""
-        connection.execute(GOING_ON, self._params)
+        connection.execute(TAKE_BACK_STOP, self._params)
 
     def leave(self, connection: psycopg.Connection[Any]) -> None:
         """Free the shards at once instead of at the end of the lease."""

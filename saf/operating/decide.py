@@ -54,7 +54,7 @@ ON CONFLICT (subscription_id, destination, kind, subject, broker)
 DO UPDATE SET attempts = 0, next_attempt_at = now()
 """
 # Lets keys go on that waited for a person's decision
-GO_ON = f"""
+LET_KEYS_GO_ON = f"""
 UPDATE saf.backoff b SET next_attempt_at = now() FROM {RETRIED}
   AND (b.subscription_id, b.destination, b.kind, b.subject)
       = (d.subscription_id, d.destination, l.kind, l.subject)
@@ -93,7 +93,7 @@ def discard(connection: psycopg.Connection[Any], chosen: Filter, why: str) -> li
             params = {"dead_letter_ids": ids}
             connection.execute(statements.GIVE_UP, params)
             connection.execute(monologs.GIVE_UP, params)
-            connection.execute(GO_ON, params)
+            connection.execute(LET_KEYS_GO_ON, params)
             connection.execute(DELETE, params)
     return message_ids
 

@@ -20,7 +20,7 @@ from saf.routing.explain import Explanation, explain
 from saf.routing.matching import Routes
 from saf.routing.resolved import Resolved, resolved
 from saf.routing.routers import with_problems
-from saf.routing.routes import Declared, configuration, forwarding
+from saf.routing.routes import Declared, configuration, router_that_forwards
 
 DEAD = 1
 
@@ -47,7 +47,7 @@ class DryRun:
         return 0 if leads else Unroutable.exit_code
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the dry run as a dict for JSON."""
         said: dict[str, Any] = {
             "service": self.service,
             "dead": self.dead,
@@ -86,15 +86,15 @@ def try_out(
     declared: Declared,
     in_sql: InSql = of_none,
 ) -> DryRun:
-    """What the next batch would make of a message; the classifier runs here.
+    """Return what the next batch would make of a message; the classifier runs here.
 
-    ``in_sql`` is who evaluates classifiers in SQL, if anybody can; see `saf.spark.dry_run`.
+    If the message is for a router that forwards, and its service lives at this broker, return what
+    the routing service would make of it. At another broker it is a service like any other.
 
-    Or the routing service, if the message is for a router that forwards and whose service lives at
-    this broker. Elsewhere it is a service like any other.
+    ``in_sql`` evaluates classifiers in SQL, if anything can; see `saf.spark.dry_run`.
     """
     there = configuration(connection, default_destination, declared)
-    in_force, router = there.in_force, forwarding(there, message.service)
+    in_force, router = there.in_force, router_that_forwards(there, message.service)
     if router is not None and lives_here(connection, router.service):
         routes = with_problems(replace(in_force, routers=(router,)))
     else:

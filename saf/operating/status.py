@@ -11,8 +11,9 @@ from psycopg.rows import class_row
 
 from saf.broker.restored import refuse
 from saf.database import fetch
+from saf.errors import ranges
 from saf.setaside.dropped import Dropped, dropped
-from saf.setaside.parking import Parked, Waiting, parked
+from saf.setaside.waiting import Parked, Waiting, parked
 
 # Each shard's rows that are not complete: not visible in done, and not within the open batch at
 # or below its position. Two ranges of the index per shard, whatever the age of the table.
@@ -72,7 +73,7 @@ class MemberStatus:
     """One forwarder, wherever it runs."""
 
     name: str
-    """host:pid"""
+    """The member's name, host:pid."""
     lease_seconds: float
     """Seconds until others may take its shards over; below 0 if they may already."""
     shards: list[int]
@@ -107,11 +108,12 @@ class BrokerStatus:
 
     @property
     def oldest_pending_seconds(self) -> float | None:
-        """Age of the oldest pending message."""
+        """The age of the oldest pending message, in seconds; None if nothing is pending."""
         return max((s.lag_seconds for s in self.shards if s.lag_seconds is not None), default=None)
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+    def as_dict(self, *, shards: bool = False) -> dict[str, Any]:
+        """Return the status as a dict for JSON; with ``shards``, with each of them by itself."""
+        free = [shard.shard for shard in self.shards if shard.owner is None]
         return {
             "pending": self.pending,
             "oldest_pending_seconds": self.oldest_pending_seconds,
@@ -120,12 +122,16 @@ class BrokerStatus:
             "lanes_waiting": self.waiting.lanes,
             "dead_letters": self.dead_letters,
             "dropped": [one.as_dict() for one in self.dropped],
-            "members": [asdict(member) for member in self.members],
-            "shards": [
-                {**asdict(shard), "oldest": shard.oldest and shard.oldest.isoformat()}
-                for shard in self.shards
+            "members": [
+                {**asdict(member), "shards": ranges(member.shards)} for member in self.members
             ],
+            "unowned_shards": ranges(free),
+            **({"shards": [_row(shard) for shard in self.shards]} if shards else {}),
         }
+
+
+def _row(shard: ShardStatus) -> dict[str, Any]:
+    return {**asdict(shard), "oldest": shard.oldest and shard.oldest.isoformat()}
 
 
 def broker_status(connection: psycopg.Connection[Any], limit: int | None = None) -> BrokerStatus:

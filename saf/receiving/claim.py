@@ -32,7 +32,7 @@ snapshot for which the cuts were found (``until``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
@@ -232,6 +232,8 @@ class Reader:
     service: str | None
     owner: UUID | None = None
     """The member that reads: it claims its own shards only. None: claims those that nobody owns."""
+    types: Collection[str | None] | None = None
+    """The types of messages that it has handlers for; None: it takes all."""
 
     @property
     def converses(self) -> bool:
@@ -254,6 +256,8 @@ class Shard:
     cuts: list[str]
     """Transaction ids at which the next batches may end, in order."""
     epoch: int
+    closed: tuple[int, str, str, str | None, list[str]] | None = None
+    """The batch that was closed last, with what `reopen` needs to know of it."""
 
     def open_at(self, snapshot: str) -> None:
         """Open a batch: up to the next cut, or up to the snapshot if there is no cut."""
@@ -267,11 +271,18 @@ class Shard:
     def close(self) -> None:
         """Close the batch, which is complete."""
         assert self.open is not None  # noqa: S101 - only what is open is closed
+        self.closed = self.batch, self.done, self.open, self.until, [*self.cuts]
         self.done, self.open, self.position = self.open, None, 0
         if self.until is not None and self.cuts:
             self.open_at(self.until)
         else:
             self.until = None
+
+    def reopen(self, position: int) -> None:
+        """Go back in the batch that was read: only what is up to the position is complete."""
+        if self.closed is not None:
+            self.batch, self.done, self.open, self.until, self.cuts = self.closed
+        self.position = position
 
 
 @dataclass(kw_only=True)

@@ -1,14 +1,19 @@
 """A delivery: messages in hand, the transaction to work in, and what becomes of each message.
 
 Iterating over it gives the messages in order. A message that cannot be handled is set aside with
-`park` (to be tried again) or `reject` (for a person). The iteration then skips the later messages
-of the same key, which wait behind it. All messages that are not set aside count as handled once
-the transaction commits.
+`park` (to be tried again), `wait` (for a handler) or `reject` (for a person). The iteration then
+skips the later messages of the same key, which wait behind it. All messages that are not set aside
+count as handled once the transaction commits.
+
+A worker that is told to stop gets no further message (`until`). What it was not given is put back
+(`saf.receiving.putting_back`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from threading import Event
 from typing import Any, Generic, TypeVar, overload
 
 import psycopg
@@ -17,11 +22,13 @@ from saf.received import Received
 from saf.receiving import claim, retries
 from saf.receiving.arrival import Arrival, hook
 from saf.receiving.claim import EXPIRED, LATE, UNREAD, Hand
+from saf.receiving.putting_back import WHY, PutBack
 from saf.receiving.retries import Policy, Suspect, Waiting
 from saf.setaside import backoff, dead, dropped, parking
 from saf.setaside.dropped import Reason
 from saf.setaside.isolation import said
 from saf.setaside.lane import NO_BROKER, Kind, Lane
+from saf.setaside.unhandled import moment
 
 C = TypeVar("C")
 
@@ -62,7 +69,12 @@ class Delivery(Sequence[Received], Generic[C]):
         self._dead: dict[int, tuple[Received, str, str]] = {}
         """Dead letters by their place in the delivery: the message, the reason and the error."""
         self.errors: list[tuple[Received, BaseException | str]] = []
-        """The messages set aside with `park` or `reject`, in that order, each with its error."""
+        """The messages set aside with `park`, `wait` or `reject`, in order, each with its error."""
+        self.parked, self.buried = 0, 0
+        """How many messages it has set aside, and how many dead letters it has made; see
+        `settle`."""
+        self._stopping: Event | None = None
+        self._back = PutBack()
 
     @overload
     def __getitem__(self, at: int) -> Received: ...
@@ -82,27 +94,45 @@ class Delivery(Sequence[Received], Generic[C]):
         """Give those of some messages whose key has not been set aside meanwhile."""
         for message in messages:
             if not self._stopped or message.lane not in self._stopped:
-                yield message
+                if self._stopping is not None and self._ends_before(message):
+                    self._back.add(message)
+                else:
+                    yield message
+
+    def until(self, stopping: Event) -> None:
+        """Give no further message once the event is set; put back those that were not given."""
+        self._stopping = stopping
 
     @property
     def handled(self) -> int:
         """How many messages are handled: neither set aside, nor behind one of their key that is."""
         if not self._stopped and not self._dead:
-            return len(self._messages)
+            return len(self._messages) - len(self._back)
         return sum(
             place not in self._dead and place < self._stopped.get(one.lane, len(self._messages))
             for place, one in enumerate(self._messages)
+            if one not in self._back
         )
 
     def park(self, message: Received, error: BaseException | str) -> None:
         """Try this message again later; its key waits. After the last attempt, a dead letter."""
         policy = self._policy
-        permanent = isinstance(error, policy.permanent)
-        if permanent or message.attempt >= policy.max_attempts:
+        if policy.gives_up(message.attempt, error):
             self.reject(message, error)
             return
         self.errors.append((message, error))
-        self._stop(message, error, policy.wait_seconds(message.attempt))
+        self._stop(
+            message, error, attempts=message.attempt, wait=policy.wait_seconds(message.attempt)
+        )
+
+    def wait(self, message: Received, error: str) -> None:
+        """Let this message wait for a receiver that handles its type; its key waits behind it.
+
+        It has not been tried, so this counts as no attempt.
+        """
+        self.errors.append((message, error))
+        until = moment(message.message_type)
+        self._stop(message, error, attempts=message.attempt - 1, until=until)
 
     def reject(
         self, message: Received, error: BaseException | str, *, reason: str = "failed"
@@ -117,7 +147,7 @@ class Delivery(Sequence[Received], Generic[C]):
         if message.dialog is not None:
             self._stopped[message.lane] = place
         elif self._policy.block:
-            self._stop(message, f"behind a dead letter: {said(error)}", None)
+            self._stop(message, f"behind a dead letter: {said(error)}", attempts=0)
 
     def drop(self, message: Received, reason: Reason) -> None:
         """Count a message that was handed out, but led to nothing, as dropped for a reason."""
@@ -125,7 +155,8 @@ class Delivery(Sequence[Received], Generic[C]):
 
     def presume(self, message: Received, error: str) -> None:
         """Let a message wait in its lane with its attempts counted, as if this one had failed."""
-        self._stop(message, error, self._policy.wait_seconds(message.attempt))
+        wait = self._policy.wait_seconds(message.attempt)
+        self._stop(message, error, attempts=message.attempt, wait=wait)
 
     def epoch(self, message: Received) -> int:
         """The epoch of the shard that holds the message."""
@@ -133,35 +164,28 @@ class Delivery(Sequence[Received], Generic[C]):
         return self._hand.shards[message.shard].epoch
 
     def settle(self) -> None:
-        """Write what became of the messages. Call it before the commit."""
+        """Write what became of the messages, and count it. Call it before the commit."""
         hand = self._hand
         if hand is None:
             return
         reader = hand.reader
-        keep = [(one, _lane(Kind.KEY, one.lane)) for one in self._behind]
-        keep += [(one, _lane(Kind.LATER, one.shard)) for one in hand.aside[LATE]]
+        if self._back:
+            self._put_back(hand)
+        late, expired, unread = (self._read(hand.aside[fate]) for fate in (LATE, EXPIRED, UNREAD))
+        keep = [(one, _lane(Kind.KEY, one.lane)) for one in self._read(self._behind)]
+        keep += [(one, _lane(Kind.LATER, one.shard)) for one in late]
         keep += [(one, _lane(Kind.AHEAD, one.conversation_id)) for one in self._arrival.ahead]
-        bury = [(one, "expired", "expires_at has passed") for one in hand.aside[EXPIRED]]
+        bury = [(one, "expired", "expires_at has passed") for one in expired]
         bury += [(one, "no_dialog", error) for one, error in self._arrival.stray]
         bury += self._dead.values()
         gone = [one.parked_id for one, _ in self._arrival.dropped]
         gone += [one.parked_id for one in self._arrival.done]
         gone += bury_as_stored(self._raw, hand, self._arrival.refused)
-        gone += bury_as_stored(self._raw, hand, [(one, None) for one in hand.aside[UNREAD]])
-        for one in hand.aside[UNREAD]:
+        gone += bury_as_stored(self._raw, hand, [(one, None) for one in unread])
+        for one in unread:
             hook().fail_unseen(self._raw, one)
         gone += [one.parked_id for one, *_ in bury]
-        not_received: list[Received] = []
-        if self._stopped or hand.late or self._tried:
-            for place, one in enumerate(self._messages):
-                stopped = self._stopped.get(one.lane) if self._stopped else None
-                if stopped is None or place < stopped or place in self._dead:
-                    gone.append(one.parked_id)
-                elif one.lane in self._waiting:
-                    keep.append((one, _lane(Kind.KEY, one.lane)))
-                    not_received.append(one)
-                else:
-                    gone.append(one.parked_id)
+        not_received = self._part(keep, gone)
         behind = [one for place, one in self._arrival.fragments if self._waits(one, place)]
         keep += [(one, _lane(Kind.KEY, one.lane)) for one in behind]
         gone += [one.parked_id for _, one in self._arrival.fragments if one not in behind]
@@ -170,7 +194,7 @@ class Delivery(Sequence[Received], Generic[C]):
             self._arrival.give_up(one)
         if keep or bury or self._waiting or any(gone):
             self._set_aside(hand, keep, bury, [number for number in gone if number])
-        touched = {one.shard for one in hand.aside[LATE]}
+        touched = {one.shard for one in late}
         touched.update(hand.late)
         retries.time_late(self._raw, reader, sorted(touched))
         if self._tried and self._tried.lane and self._tried.lane not in self._waiting:
@@ -178,6 +202,58 @@ class Delivery(Sequence[Received], Generic[C]):
             backoff.succeeded(self._raw, reader.subscription_id, [lane])
         self._count(self._arrival.dropped)
         claim.move(self._raw, hand)
+        self.parked = sum(
+            lane.kind == Kind.KEY and one.parked_id is None and one not in self._back
+            for one, lane in keep
+        )
+        self.buried = len(bury) + len(self._arrival.refused) + len(unread)
+
+    def _part(self, keep: list[tuple[Received, Lane]], gone: list[int | None]) -> list[Received]:
+        """Add the messages that were given to those to ``keep`` and to what is ``gone``.
+
+        Return those that count as not received.
+        """
+        not_received: list[Received] = []
+        assert self._hand is not None  # noqa: S101 - there are messages
+        if not (self._stopped or self._hand.late or self._tried):
+            return not_received
+        for place, one in enumerate(self._messages):
+            stopped = self._stopped.get(one.lane) if self._stopped else None
+            if self._back.stays(one):
+                if one.parked_id is not None:
+                    not_received.append(one)
+            elif stopped is None or place < stopped or place in self._dead:
+                gone.append(one.parked_id)
+            elif one.lane in self._waiting:
+                keep.append((one, _lane(Kind.KEY, one.lane)))
+                not_received.append(one)
+            else:
+                gone.append(one.parked_id)
+        return not_received
+
+    def _put_back(self, hand: Hand) -> None:
+        """Put back what was not given: in the lanes of the keys, where shards cannot go back."""
+        complete = [
+            one
+            for place, one in enumerate(self._messages)
+            if one not in self._back and not self._waits(one, place)
+        ]
+        for one in self._back.reopen(hand, self._messages, complete):
+            if one.lane not in self._stopped:
+                self._stop(one, WHY, attempts=one.attempt - 1, wait=0)
+
+    def _read(self, some: list[Received]) -> list[Received]:
+        """Those of some messages that are not read again."""
+        return [one for one in some if not self._back.stays(one)] if self._back else some
+
+    def _ends_before(self, message: Received) -> bool:
+        """Whether the receiver was told to stop before this message was given.
+
+        The attempt at the first message of a lane is counted already, so that one is given.
+        """
+        counted = self._tried is not None and self._tried.lane is not None
+        first = counted and message is self._messages[0]
+        return self._stopping is not None and self._stopping.is_set() and not first
 
     def _count(self, messages: Sequence[tuple[Received, Reason]]) -> None:
         assert self._hand is not None  # noqa: S101 - there are messages, or settle found it
@@ -226,19 +302,28 @@ class Delivery(Sequence[Received], Generic[C]):
                 ],
             )
 
-    def _stop(self, message: Received, error: BaseException | str, wait: float | None) -> None:
+    def _stop(
+        self,
+        message: Received,
+        error: BaseException | str,
+        *,
+        attempts: int,
+        wait: float | None = None,
+        until: datetime | None = None,
+    ) -> None:
         self._stopped[message.lane] = self._place(message)
         self._waiting[message.lane] = Waiting(
             lane=message.lane,
             shard=message.shard,
-            attempts=message.attempt if wait is not None else 0,
+            attempts=attempts,
             error=said(error),
             wait=wait,
+            until=until,
         )
 
-    def _waits(self, fragment: Received, place: int) -> bool:
-        """Whether a fragment comes after a waiting message of the same key."""
-        return fragment.lane in self._waiting and place > self._stopped[fragment.lane]
+    def _waits(self, message: Received, place: int) -> bool:
+        """Whether a message comes after a waiting one of the same key."""
+        return message.lane in self._waiting and place > self._stopped[message.lane]
 
     def _place(self, message: Received) -> int:
         for place, one in enumerate(self._messages):

@@ -3,12 +3,18 @@
 A `Loop` handles them: a `saf.Worker`, `saf.Processors` or a `saf.routing_service`. A handler works
 on the delivery's connection, inside a savepoint. If it raises, its own work is undone, the message
 is set aside with the error, and the rest of the delivery goes on (`saf.receiving.retries` says
-what happens to the message).
+what happens to the message). The failure is logged as a warning, and as an error once the message
+is a dead letter (`saf.receiving.failures`).
+
+A message whose type has no handler waits, in the lane of its key, until a worker comes that has one
+(`saf.setaside.unhandled`); the log says so once for each type. With ``unhandled="dead"`` it becomes
+a dead letter.
 
 A loop that finds nothing polls less and less often, until it waits
 `saf.receiving.receive.LONGEST_PAUSE_SECONDS` between polls; or it listens for notifications
-(`saf.receiving.notify`). After `stop`, SIGTERM or SIGINT, it finishes the deliveries in hand and
-takes no more. While a database does not answer, it tries again for as long as it takes.
+(`saf.receiving.notify`). After `stop`, SIGTERM or SIGINT, each thread finishes the message in hand,
+commits what it has done and puts the rest back; `saf.receiving.stopping` says what happens if that
+takes too long. While a database does not answer, it tries again for as long as it takes.
 """
 
 from __future__ import annotations
@@ -16,27 +22,33 @@ from __future__ import annotations
 import inspect
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import psycopg
 
-from saf.errors import UsageError
+from saf.errors import Refused, SafError, UsageError
 from saf.failpoints import fail_point
 from saf.logger import Log
 from saf.received import Received
 from saf.receiving.arrival import hook
 from saf.receiving.delivery import Delivery
+from saf.receiving.failures import exception, failure
 from saf.receiving.receive import Link, Receiver, connected
 from saf.receiving.retries import Policy
-from saf.signals import stop_on_signals
+from saf.receiving.stopping import STOP_SECONDS, Stopping
+from saf.receiving.summary import Summary
 
 if TYPE_CHECKING:
     from saf.receiving.receive import Engine
 
 RECONNECT_SECONDS = 2.0
 WAIT_SECONDS = 60.0
+
+OfUnhandled = Literal["wait", "dead"]
+"""What becomes of a message without a handler."""
 
 log = Log("saf.worker")
 
@@ -62,52 +74,68 @@ class Loop(ABC):
         threads: int,
         policy: Policy | None,
         listen: bool,
+        stop_timeout: float = STOP_SECONDS,
+        unhandled: OfUnhandled = "wait",
     ) -> None:
         if max_messages < 1 or threads < 1:
             raise UsageError(f"max_messages ({max_messages}) and threads ({threads}): at least 1")
+        if stop_timeout < 0:
+            raise UsageError(f"stop_timeout: {stop_timeout} s is less than 0")
+        if unhandled not in get_args(OfUnhandled):
+            raise UsageError(f"unhandled: {unhandled!r} is neither 'wait' nor 'dead'")
         self.engine = engine
         self.subscription = subscription
         self.max_messages = max_messages
         self.threads = threads
         self.policy = policy or Policy()
         self.listen = listen
-        self._stopping = threading.Event()
-        self._handled = 0
-        self._failed: list[UsageError] = []
-        self._counting = threading.Lock()
+        self.unhandled: OfUnhandled = unhandled
+        self.summary = Summary()
+        """What this worker has done so far."""
+        self._stopping = Stopping(stop_timeout)
+        self._failed: list[Exception] = []
 
-    def run(self) -> int:
+    @property
+    def stop_timeout(self) -> float:
+        """How many seconds the message in hand may take after the worker was told to stop."""
+        return self._stopping.seconds
+
+    @stop_timeout.setter
+    def stop_timeout(self, seconds: float) -> None:
+        self._stopping.seconds = seconds
+
+    def run(self, *, drain: bool = False) -> int:
         """Handle messages until stopped; return how many were handled.
 
         In the main thread, the first SIGTERM or SIGINT stops in order; a second one stops at once.
 
+        Args:
+            drain: stop by itself when nothing is there and due any more. Only one thread works.
+
         Raises:
             ConfigurationError: there is no such subscription.
             UsageError: there is no handler, or the engine cannot be received from.
+            Refused: the database does not let this login in.
+            StopTimeout: the message in hand took longer than ``stop_timeout``.
+            Unavailable: a drain's database does not answer.
         """
         self._check()
-        threads = [
-            # daemon threads, because a second signal must end the process at once, whatever they do
+        # daemon threads, because a second signal must end the process at once, whatever they do
+        self._stopping.run(
             threading.Thread(
-                target=self._work, name=f"saf {self.subscription} {number}", daemon=True
+                target=self._drain if drain else self._work,
+                name=f"saf {self.subscription} {number}",
+                daemon=True,
             )
-            for number in range(self.threads)
-        ]
-        with stop_on_signals(self.stop):
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                # in short steps, because Python notices no signal while it waits for a thread
-                while thread.is_alive():
-                    thread.join(0.2)
-        self._stopping.clear()
+            for number in range(1 if drain else self.threads)
+        )
         if self._failed:
             raise self._failed.pop()
-        return self._handled
+        return self.summary.handled
 
     def stop(self) -> None:
-        """Stop in order, from any thread: finish the deliveries in hand, and take no more."""
-        self._stopping.set()
+        """Stop in order, from any thread: finish the messages in hand, and put the others back."""
+        self._stopping.tell()
 
     def drain(self) -> int:
         """Handle what is there and due now, in this thread; return how many were handled."""
@@ -116,9 +144,14 @@ class Loop(ABC):
     def deliveries(self) -> Iterator[Delivery[Any]]:
         """Handle what is there and due now, in this thread; give each delivery after its commit."""
         self._check()
-        with connected(self.engine) as link, self._receiving(link) as receiver:
-            while delivery := self._deliver(receiver, wait_seconds=0):
-                yield delivery
+        try:
+            with connected(self.engine) as link, self._receiving(link) as receiver:
+                while not self._stopping.told.is_set():
+                    if not (delivery := self._deliver(receiver, wait_seconds=0)):
+                        return
+                    yield delivery
+        finally:
+            self._stopping.begin_anew()
 
     @abstractmethod
     def _check(self) -> None:
@@ -128,39 +161,62 @@ class Loop(ABC):
     def _handle(self, delivery: Delivery[Any], work: Savepoints) -> None:
         """Handle a delivery, which is not empty."""
 
+    def _types(self) -> Collection[str | None] | None:
+        """The types of messages that there are handlers for; None: all."""
+        return None
+
+    def _taken(self) -> Collection[str | None] | None:
+        """The types of messages that are taken from lanes that wait for a handler; None: all."""
+        return None if self.unhandled == "dead" else self._types()
+
     def _work(self) -> None:
         """Run one thread: handle deliveries, and connect again whenever the connection is lost."""
-        while not self._stopping.is_set():
+        stopping = self._stopping.told
+        while not stopping.is_set():
             try:
                 with connected(self.engine) as link, self._receiving(link) as receiver:
-                    while not self._stopping.is_set():
+                    while not stopping.is_set():
                         self._deliver(receiver, wait_seconds=WAIT_SECONDS)
-            except UsageError as error:
+            except (UsageError, Refused) as error:
                 self._failed.append(error)
                 self.stop()
             except Exception as error:
                 # whatever went wrong, the transaction is gone: what was in hand comes again
-                said = " ".join(str(error).split())
-                log.warning("delivery_failed", subscription=self.subscription, error=said)
-                self._stopping.wait(RECONNECT_SECONDS)
+                said = exception(error)
+                if isinstance(error, (SafError, psycopg.Error)):
+                    del said["stack"]
+                log.warning("delivery_failed", subscription=self.subscription, **said)
+                stopping.wait(RECONNECT_SECONDS)
+
+    def _drain(self) -> None:
+        """Run the only thread of a drain."""
+        try:
+            self.drain()
+        except Exception as error:
+            self._failed.append(error)
 
     @contextmanager
     def _receiving(self, link: Link) -> Iterator[Receiver]:
         receiver = Receiver(
             link, self.subscription, self.policy, self.max_messages, listen=self.listen
         )
+        receiver.reader = replace(receiver.reader, types=self._taken())
         yield receiver
         receiver.forget()
 
     def _deliver(self, receiver: Receiver, wait_seconds: float) -> Delivery[Any]:
         """Handle one delivery and return it; it is empty if there was nothing."""
-        with receiver.delivery(wait_seconds, self._stopping) as delivery:
+        raw = receiver.link.raw
+        with (
+            self._stopping.using(raw),
+            receiver.delivery(wait_seconds, self._stopping.told) as delivery,
+        ):
             if delivery:
-                with Savepoints(receiver.link.raw) as work:
+                delivery.until(self._stopping.told)
+                with Savepoints(raw) as work:
                     self._handle(delivery, work)
         fail_point("receive_committed")
-        with self._counting:
-            self._handled += delivery.handled
+        self.summary.add(delivery, receiver.buried())
         return delivery
 
     def _unhandled(
@@ -170,15 +226,28 @@ class Loop(ABC):
         message: Received,
         known: Iterable[str | None],
     ) -> None:
-        """Make a dead letter of a message that has no handler.
+        """Set a message aside that has no handler: it waits for one, or is a dead letter.
 
         A message of saf itself, such as the end of a dialog, has its effect instead.
         """
         effect = hook().by_itself(message)
-        if effect is None:
-            delivery.reject(message, no_handler(message, known))
-        else:
+        if effect is not None:
             self._one(delivery, work, message, lambda: effect(delivery.connection))
+            return
+        waits = self.unhandled == "wait"
+        if message.message_type not in self.summary.without_handler:
+            self.summary.without_handler.add(message.message_type)
+            log.warning(
+                "no_handler",
+                subscription=self.subscription,
+                message_type=message.message_type,
+                handled=[*known],
+                detail="messages of this type wait, and the later ones of their keys behind them, "
+                "until a worker has a handler for them: see `saf inbox status`"
+                if waits
+                else "messages of this type become dead letters: see `saf dead list`",
+            )
+        (delivery.wait if waits else delivery.reject)(message, no_handler(message, known))
 
     def _one(
         self,
@@ -188,18 +257,18 @@ class Loop(ABC):
         call: Callable[[], object],
     ) -> bool:
         """Handle a message by a call; if that fails, set it aside and return False."""
+        self._stopping.in_hand[threading.get_ident()] = message
         try:
             with work.piece():
                 call()
         except Exception as error:
             if work.raw.broken:
                 raise
-            log.info(
-                "message_failed",
+            last = self.policy.gives_up(message.attempt, error)
+            (log.error if last else log.warning)(
+                "dead_letter" if last else "message_failed",
                 subscription=self.subscription,
-                message_id=str(message.message_id),
-                attempt=message.attempt,
-                error=str(error),
+                **failure(error, message, self.policy, work.raw),
             )
             delivery.park(message, error)
             return False

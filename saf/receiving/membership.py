@@ -8,9 +8,12 @@ that a pooler lends.
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import psycopg
 
 from saf.database.poolers import refuse_pooler
 from saf.log.shards import Member
@@ -48,6 +51,12 @@ class Membership:
             self._open = stack.pop_all()
         self._thread = threading.Thread(target=self._keep, name="saf lease", daemon=True)
         self._thread.start()
+
+    def enter(
+        self, using: Callable[[psycopg.Connection[Any]], AbstractContextManager[None]]
+    ) -> None:
+        """Let somebody know the connection that this member ends with, until it leaves."""
+        self._open.enter_context(using(self._link.raw))
 
     def leave(self) -> None:
         """Free the shards. If the server is gone, they become free by themselves."""

@@ -30,7 +30,7 @@ A message without a key has an instance of its own, which is passivated in the s
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -42,12 +42,14 @@ from saf.errors import Fenced, UsageError
 from saf.failpoints import fail_point
 from saf.received import Received
 from saf.receiving.delivery import Delivery
+from saf.receiving.failures import exception
 from saf.receiving.instances import Instance, Instances
-from saf.receiving.loop import Loop, Savepoints, log
+from saf.receiving.loop import Loop, OfUnhandled, Savepoints, log
 from saf.receiving.membership import Membership
 from saf.receiving.processor import Handler, Processor
 from saf.receiving.receive import Link, Receiver
 from saf.receiving.retries import Policy
+from saf.receiving.stopping import STOP_SECONDS
 
 if TYPE_CHECKING:
     from saf.receiving.receive import Engine
@@ -82,6 +84,10 @@ class Processors(Loop):
             not ask the database for so long counts as hanging, and its transaction is ended.
         policy: what happens to messages whose handling fails.
         listen: be notified of what arrives; see `saf.receiving.notify`.
+        stop_timeout: how many seconds the messages in hand, and `Processor.passivate` of all live
+            instances, may take after SIGTERM, SIGINT or `stop`; then `run` raises `StopTimeout`.
+        unhandled: what becomes of a message whose type has no handler: "wait" until processors have
+            one, or "dead", a dead letter.
 
     Raises:
         UsageError: a number is out of range.
@@ -100,6 +106,8 @@ class Processors(Loop):
         lease_seconds: float = 30.0,
         policy: Policy | None = None,
         listen: bool = False,
+        stop_timeout: float = STOP_SECONDS,
+        unhandled: OfUnhandled = "wait",
     ) -> None:
         super().__init__(
             engine,
@@ -108,6 +116,8 @@ class Processors(Loop):
             threads=1,
             policy=policy,
             listen=listen,
+            stop_timeout=stop_timeout,
+            unhandled=unhandled,
         )
         if max_instances < 0 or min(idle_seconds, output_seconds, lease_seconds) <= 0:
             raise UsageError(
@@ -142,6 +152,9 @@ class Processors(Loop):
         if not self.processor.handlers:
             raise UsageError(f"{self.processor.__qualname__} has no method with @saf.handles(…)")
 
+    def _types(self) -> Collection[str | None] | None:
+        return None if None in self.processor.handlers else tuple(self.processor.handlers)
+
     @contextmanager
     def _receiving(self, link: Link) -> Iterator[Receiver]:
         milliseconds = max(1, round(self.lease_seconds * 1000))
@@ -155,6 +168,7 @@ class Processors(Loop):
             beside_members=True,
             listen=self.listen,
         )
+        receiver.reader = replace(receiver.reader, types=self._taken())
         yield receiver
         while self._live:
             self._passivate(receiver, list(self._live)[: self.max_messages])
@@ -205,6 +219,7 @@ class Processors(Loop):
         if self._membership is None:
             subscription_id = receiver.reader.subscription_id
             self._membership = Membership(self.engine, subscription_id, self.lease_seconds)
+            self._membership.enter(self._stopping.using)
             self._look_at = 0.0
         member = self._membership.member
         receiver.reader = replace(receiver.reader, owner=member.member_id)
@@ -281,7 +296,7 @@ class Processors(Loop):
                 f"{what}_failed",
                 subscription=self.subscription,
                 key=one.processor.key,
-                error=str(error),
+                **exception(error, work.raw),
             )
             return False
         return True

@@ -42,6 +42,7 @@ from saf.database.poolers import is_pooled
 from saf.errors import Unavailable, UsageError
 from saf.failpoints import fail_point
 from saf.log import shards
+from saf.logger import Log
 from saf.received import READ, Received
 from saf.receiving import claim, notify, retries
 from saf.receiving.claim import Hand, Reader
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
 
     Engine = sa.Engine | Dsn | str | Callable[[], AbstractContextManager[psycopg.Connection[Any]]]
+
+log = Log("saf.receive")
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.5
 """Pause between polls that find nothing; it doubles each time until a poll finds something."""
@@ -204,6 +207,7 @@ class Receiver:
         self.policy = policy
         self.max_messages = max_messages
         self._pause = FIRST_PAUSE_SECONDS
+        self._buried = 0
         with unavailable_if_lost(f"database {link.raw.info.dbname!r}"), link.transaction():
             if is_pooled(link.raw):
                 link.raw.prepare_threshold = None
@@ -289,6 +293,11 @@ class Receiver:
         self._pause = min(self._pause * 2, longest)
         return not stopping.is_set()
 
+    def buried(self) -> int:
+        """How many messages that it did not hand out it has buried since it was asked last."""
+        buried, self._buried = self._buried, 0
+        return buried
+
     def forget(self) -> None:
         """Stop listening, because the connection may go back to a pool."""
         if self.listens and not self.link.raw.closed:
@@ -334,7 +343,19 @@ class Receiver:
                     last = self._read_lane(hand, suspect, number, limit=1)
                     for message in last:
                         last.reject(message, error)
+                        log.error(
+                            "dead_letter",
+                            subscription=self.reader.name,
+                            message_id=str(message.message_id),
+                            key=message.key,
+                            message_type=message.message_type,
+                            attempt=f"{number} of {self.policy.max_attempts}",
+                            next_attempt="none: it is a dead letter, because this was the last "
+                            "attempt",
+                            error=error,
+                        )
                     last.settle()
+                    self._buried += last.buried
                 return suspect
             retries.count(raw, reader, suspect.lane or "", suspect.attempts, self.policy)
             claim.move(raw, hand)
@@ -379,6 +400,7 @@ class Receiver:
             if self.link.raw.broken or not of_messages(error) or not hand.all:
                 raise
             bury_alone(self.link.raw, hand, error)
+            self._buried += len(hand.all)
 
     @contextmanager
     def _tried(self, suspect: Suspect) -> Iterator[Delivery[Any]]:

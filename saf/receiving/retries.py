@@ -14,6 +14,9 @@ not come to its end (see `saf.receiving.claim`) is handed out alone as well, wit
 of one message at first, which doubles with each success. That first message is parked and counted
 before it is tried.
 
+A message that no handler takes is not tried at all: its lane waits for a receiver that handles its
+type (`saf.setaside.unhandled`), and only such a receiver chooses it.
+
 Only the receiver that has the shard in hand writes any of this.
 """
 
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import psycopg
@@ -37,6 +41,7 @@ from saf.setaside.parking import (
     LONGEST_WAIT_SECONDS,
     wait_seconds,
 )
+from saf.setaside.unhandled import OF_ANY_TYPE, OF_TYPES, moments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +70,14 @@ class Policy:
         """How many seconds to wait after so many attempts."""
         return wait_seconds(attempts, self.first_wait_seconds, self.longest_wait_seconds)
 
+    def gives_up(self, attempts: int, error: BaseException | str) -> bool:
+        """Whether no further attempt follows, after so many of which the last ended so.
+
+        >>> Policy(max_attempts=2).gives_up(1, "no"), Policy(max_attempts=2).gives_up(2, "no")
+        (False, True)
+        """
+        return attempts >= self.max_attempts or isinstance(error, self.permanent)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Suspect:
@@ -76,27 +89,43 @@ class Suspect:
     attempts: int = 1
 
 
-# Only of shards that this reader may claim
-TROUBLED = f"""
+def _troubled(handled: str) -> str:
+    return f"""
 SELECT EXISTS (SELECT FROM {NEWEST} AS c
                WHERE owner IS NOT DISTINCT FROM %(owner)s
                  AND (allowance IS NOT NULL OR EXISTS (
                      SELECT FROM saf.backoff b
                      WHERE b.subscription_id = c.subscription_id AND b.shard = c.shard
                        AND b.next_attempt_at <= now())))
+    OR EXISTS (SELECT FROM saf.backoff b JOIN {NEWEST} AS c USING (subscription_id, shard)
+               WHERE {handled} AND owner IS NOT DISTINCT FROM %(owner)s)
 """
 
-# At random among the oldest, so that receivers seldom choose the same lane
-CHOOSE = f"""
+
+def _choose(handled: str) -> str:
+    return f"""
 SELECT shard, subject FROM (
     (SELECT shard, subject FROM saf.backoff JOIN {NEWEST} AS c USING (subscription_id, shard)
      WHERE next_attempt_at <= now() AND owner IS NOT DISTINCT FROM %(owner)s
      ORDER BY next_attempt_at LIMIT 100)
     UNION ALL
+    (SELECT shard, subject FROM saf.backoff b JOIN {NEWEST} AS c USING (subscription_id, shard)
+     WHERE {handled} AND owner IS NOT DISTINCT FROM %(owner)s LIMIT 100)
+    UNION ALL
     SELECT shard, NULL FROM {NEWEST} AS c
     WHERE allowance IS NOT NULL AND owner IS NOT DISTINCT FROM %(owner)s
 ) AS suspect ORDER BY random() LIMIT 1
 """
+
+
+# Only of shards that this reader may claim. What waits for a handler is seldom there, and is looked
+# for by itself: by the index, once for each type and not once for each shard.
+TROUBLED = _troubled(OF_ANY_TYPE)
+TROUBLED_BY_TYPE = _troubled(OF_TYPES)
+
+# At random among the oldest, so that receivers seldom choose the same lane
+CHOOSE = _choose(OF_ANY_TYPE)
+CHOOSE_BY_TYPE = _choose(OF_TYPES)
 
 THIS_LANE = f"""
 subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.KEY}'
@@ -118,9 +147,10 @@ WAIT = f"""
 INSERT INTO saf.backoff
     (subscription_id, destination, kind, subject, shard, attempts, error, next_attempt_at)
 SELECT %(subscription_id)s, '', '{Kind.KEY}', lane, shard, attempts, error,
-       coalesce(clock_timestamp() + make_interval(secs => wait), timestamptz '{BLOCKED}')
+       coalesce(until, clock_timestamp() + make_interval(secs => wait), timestamptz '{BLOCKED}')
 FROM unnest(%(lane)s::text[], %(shard)s::smallint[], %(attempts)s::int[], %(error)s::text[],
-            %(wait)s::float[]) AS w (lane, shard, attempts, error, wait)
+            %(wait)s::float[], %(until)s::timestamptz[])
+     AS w (lane, shard, attempts, error, wait, until)
 ON CONFLICT (subscription_id, {THE_LANE}) DO UPDATE SET
     attempts = excluded.attempts, error = excluded.error,
     next_attempt_at = excluded.next_attempt_at
@@ -165,22 +195,29 @@ class Waiting:
     shard: int
     attempts: int
     error: str
-    wait: float | None
+    wait: float | None = None
     """Seconds to wait; None to wait until a person decides."""
+    until: datetime | None = None
+    """The moment that stands for the handler to wait for, instead."""
 
 
 def troubled(connection: psycopg.Connection[Any], reader: Reader) -> bool:
     """Whether there may be anything to try alone now."""
-    params = {"subscription_id": reader.subscription_id, "owner": reader.owner}
-    ((there,),) = fetch(connection, TROUBLED, params)
+    statement = TROUBLED if reader.types is None else TROUBLED_BY_TYPE
+    ((there,),) = fetch(connection, statement, _of(reader))
     return bool(there)
 
 
 def choose(connection: psycopg.Connection[Any], reader: Reader) -> Suspect | None:
     """Choose something that is due to be tried alone, if there is any. Locks nothing."""
-    params = {"subscription_id": reader.subscription_id, "owner": reader.owner}
-    found = fetch(connection, CHOOSE, params)
+    statement = CHOOSE if reader.types is None else CHOOSE_BY_TYPE
+    found = fetch(connection, statement, _of(reader))
     return Suspect(shard=found[0][0], lane=found[0][1]) if found else None
+
+
+def _of(reader: Reader) -> dict[str, Any]:
+    of_types = {} if reader.types is None else {"moments": moments(reader.types)}
+    return {"subscription_id": reader.subscription_id, "owner": reader.owner, **of_types}
 
 
 def attempts(
@@ -214,7 +251,7 @@ def wait(connection: psycopg.Connection[Any], reader: Reader, lanes: Mapping[str
     if lanes:
         columns: dict[str, Any] = {
             name: [getattr(one, name) for one in lanes.values()]
-            for name in ("lane", "shard", "attempts", "error", "wait")
+            for name in ("lane", "shard", "attempts", "error", "wait", "until")
         }
         connection.execute(WAIT, columns | {"subscription_id": reader.subscription_id})
 

@@ -16,21 +16,25 @@ message for another handler follows for one of its keys.
 Each thread has a connection, and takes deliveries of its own. An idle thread asks twice a second,
 by two queries that write nothing.
 
-A message without a handler becomes a dead letter. ``@worker.handler()`` is for all types that have
-no handler of their own.
+A message without a handler waits for a worker that has one, and the later ones of its key wait
+behind it. So old and new workers may run side by side while a new type is introduced.
+``@worker.handler()`` is for all types that have no handler of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from saf.errors import UsageError
 from saf.received import Received
 from saf.receiving.delivery import Delivery
-from saf.receiving.loop import Loop, Savepoints, check_handler, described, log
+from saf.receiving.failures import exception
+from saf.receiving.loop import Loop, OfUnhandled, Savepoints, check_handler, described, log
 from saf.receiving.retries import Policy
+from saf.receiving.stopping import STOP_SECONDS
 
 if TYPE_CHECKING:
     from saf.receiving.receive import Engine
@@ -56,6 +60,10 @@ class Worker(Loop):
         threads: how many deliveries this process handles at a time.
         policy: what happens to messages whose handling fails.
         listen: be notified of what arrives; see `saf.receiving.notify`.
+        stop_timeout: how many seconds the messages in hand may take after SIGTERM, SIGINT or
+            `stop`; then they are rolled back, and `run` raises `StopTimeout`.
+        unhandled: what becomes of a message whose type has no handler: "wait" until a worker has
+            one, or "dead", a dead letter.
 
     Raises:
         UsageError: a number is out of range.
@@ -70,6 +78,8 @@ class Worker(Loop):
         threads: int = 1,
         policy: Policy | None = None,
         listen: bool = False,
+        stop_timeout: float = STOP_SECONDS,
+        unhandled: OfUnhandled = "wait",
     ) -> None:
         super().__init__(
             engine,
@@ -78,6 +88,8 @@ class Worker(Loop):
             threads=threads,
             policy=policy,
             listen=listen,
+            stop_timeout=stop_timeout,
+            unhandled=unhandled,
         )
         self._handlers: dict[str | None, _Registered] = {}
 
@@ -96,6 +108,9 @@ class Worker(Loop):
     def _check(self) -> None:
         if not self._handlers:
             raise UsageError(f"the worker for {self.subscription!r} has no handler")
+
+    def _types(self) -> Collection[str | None] | None:
+        return None if None in self._handlers else tuple(self._handlers)
 
     def _handle(self, delivery: Delivery[Any], work: Savepoints) -> None:
         if not any(one.batch for one in self._handlers.values()):
@@ -121,13 +136,23 @@ class Worker(Loop):
     ) -> bool:
         """Handle a run of messages by one call; False if it has failed and is undone."""
         still = list(delivery.still(messages))
+        if not still:
+            return True
+        self._stopping.in_hand[threading.get_ident()] = still[0]
         try:
             with work.piece():
                 handler.call(still, delivery.connection)
         except Exception as error:
             if work.raw.broken:
                 raise
-            log.info("batch_failed", messages=len(still), error=str(error))
+            log.warning(
+                "batch_failed",
+                subscription=self.subscription,
+                message_type=still[0].message_type,
+                messages=len(still),
+                detail="they are handed over one by one",
+                **exception(error, work.raw, *still),
+            )
             return False
         return True
 

@@ -1,7 +1,8 @@
 """The incarnation of a broker: which of its lives this is, after it was set back and repaired.
 
-Every repair raises it, so that who remembers an older one compares what both know: the open ends of
-its dialogs are of the new one from then on, and say so.
+Every repair raises the incarnation. From then on the open ends of the broker's dialogs are of the
+new one, and say so in what they send. An end elsewhere that remembers an older incarnation compares
+what both ends know.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 import psycopg
 
 from saf.dialogs.comparing import announce
-from saf.dialogs.monologs import Heard
+from saf.dialogs.monologs import ReceivedMonolog
 
-# What was only counted up would come again after another set-back to the same backup
+# A number that was only counted up would come again after another set-back to the same backup
 RAISE = """
 UPDATE saf.broker SET incarnation = greatest(
     incarnation + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint))
@@ -25,17 +26,17 @@ UPDATE saf.broker SET incarnation = greatest(
 def raise_incarnation(
     connection: psycopg.Connection[Any],
     since: datetime | None = None,
-    known: Iterable[Heard] = (),
+    known: Iterable[ReceivedMonolog] = (),
 ) -> None:
-    """This broker was set back, and is repaired now.
+    """Note that this broker was set back, and is repaired now.
 
     Call it in the transaction of the repair, which lets nobody else send in a dialog meanwhile.
 
     Args:
         connection: to the broker.
-        since: when the newest batch was opened that a destination knows and this broker does not,
-            if there is one.
-        known: what destinations have heard of its monologs.
+        since: when the newest batch was opened that a destination knows and this broker does not;
+            None if there is no such batch.
+        known: how far destinations have received its monologs.
     """
     connection.execute(RAISE)
     announce(connection, since, known)

@@ -1,30 +1,32 @@
 """A restored broker: noticed, refused, and repaired.
 
-A log says which transaction wrote each row, and a cursor which transactions were complete. In
-another cluster, into which a dump was restored, those numbers mean nothing: new transactions
-would count as completed long ago, and their messages would never be forwarded. In a cluster that
-was set back to an older backup they are right, but batches, and the numbers of lanes, are given
-again that a destination has stored already under the same numbers.
+A log says which transaction wrote each row, and a cursor which transactions were complete.
 
-`saf.broker.restored` notices the first; the marks of a destination say the second
+- A dump was restored into another cluster. There those numbers mean nothing: new transactions would
+  count as completed long ago, and their messages would never be forwarded.
+- A cluster was set back to an older backup. The transaction ids are right. But batches and the
+  numbers of lanes are given again, and a destination has stored something under the same numbers.
+
+`saf.broker.restored` notices the first; the marks of a destination tell the second
 (`saf.repair.set_back`, and `saf.errors.Ahead` chunk by chunk). Both stop before anything is
 written, and `rebase` repairs both, in one transaction:
 
-- every row gets a transaction id below all that this cluster will still give, one for each way in
-  which the subscriptions have or have not completed it, and the cursors' snapshots are written
-  anew in these ids. So each row stays completed, in hand or pending, for each subscription, as it
-  was; ids and positions stay. What was written since the dump was restored, by whatever INSERT, is
-  pending for all: a row's xmin is then the transaction that it names itself, while the rows of a
-  dump have the xmin of the transaction that brought them, as `saf.timeline` has;
-- where a destination is ahead, the batches and epochs of its shards, and the numbers of lanes, go
-  on after those that it knows. What the source had delivered after the backup was taken, and has
-  still, is then delivered a second time, and a batch in hand may be as well: that cannot be told
-  from new;
-- the ends of dialogs learn that they are of a new incarnation of this broker, and compare what they
+- Every row gets a transaction id below all that this cluster will still give. There is one id for
+  each way in which the subscriptions have or have not completed a row. The snapshots of the cursors
+  are written anew in these ids. So each row stays completed, in hand or pending, for each
+  subscription; ids and positions stay too. What was written since the dump was restored, by
+  whatever INSERT, is pending for all. Such a row is told by its xmin: it is the transaction that
+  the row names itself, while the rows of a dump have the xmin of the transaction that brought them
+  (saf.timeline).
+- Where a destination is ahead, the batches and epochs of its shards, and the numbers of lanes, go
+  on after those that it knows. What the source had delivered after the backup was taken, and still
+  has, is then delivered a second time, because it cannot be told from new messages. So may be a
+  batch in hand.
+- The ends of dialogs learn that they are of a new incarnation of this broker, and compare what they
   know with the other ends (`saf.dialogs.comparing`).
 
-What the restored source does not have any more cannot be sent again; its messages that arrived
-are at the destination. A destination that was set back is repaired by `saf.repair.send_again`.
+The restored source cannot send again what it does not have any more. Those of its messages that
+arrived are at the destination. `saf.repair.send_again` repairs a destination that was set back.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from psycopg import sql
 from saf.broker.restored import is_restored
 from saf.database import fetch
 from saf.destinations.marks import Known, adopt, shards_of
-from saf.dialogs.monologs import Heard
+from saf.dialogs.monologs import ReceivedMonolog
 from saf.errors import UsageError
 from saf.log.shards import IS_PRESENT, full
 from saf.repair.incarnation import raise_incarnation
@@ -55,11 +57,11 @@ LOCK = """
 LOCK TABLE saf.outbox, saf.inbox, saf.cursor, saf.member, saf.parked IN ACCESS EXCLUSIVE MODE
 """
 
-# The members came with the dump; only one of this cluster can be at work.
+# The members came with the dump; only members of this cluster can be at work.
 ALIVE = f"SELECT m.name FROM saf.member m WHERE {IS_PRESENT}"
 FORGET_MEMBERS = "DELETE FROM saf.member"
 
-# The transaction of the dump that brought the logs here, if one did; everything of it was before
+# The transaction of the dump that brought the logs here, if one did: it brought every older row
 BROUGHT_BY = f"""
 SELECT {full("t.xmin")} FROM saf.timeline t
 WHERE t.xmin::text::bigint <> t.written::text::bigint & 4294967295
@@ -88,7 +90,7 @@ FROM saf_states s JOIN unnest({states}::text[], {txids}::bigint[]) AS m (state, 
 WHERE l.id = s.id
 """
 DROP = "DROP TABLE saf_states"
-# What is in progress now may write when we are done, and so may this transaction
+# A transaction in progress may write when this one is done, and so may this one itself
 NOW = "SELECT pg_current_snapshot()::text, pg_current_xact_id()::text::bigint"
 REWRITE = """
 UPDATE saf.cursor SET owner = NULL, epoch = greatest(epoch, %(epoch)s) + 1,
@@ -102,7 +104,7 @@ BELONG = """
 UPDATE saf.broker SET system_identifier = (SELECT system_identifier FROM pg_control_system())
 """
 
-# All by the same number, so that what was before stays so
+# All by the same number, so that the order stays
 SHIFT_BATCHES = """
 UPDATE saf.cursor c SET batch = batch + %(numbers)s FROM saf.subscription s
 WHERE s.subscription_id = c.subscription_id AND s.log = 'outbox' AND s.name = 'forwarder'
@@ -115,7 +117,7 @@ shard = ANY (%(shards)s) AND subscription_id IN (
 SHIFT_PARKED = f"""
 UPDATE saf.parked SET batch = batch + %(numbers)s WHERE {OF_THESE}
 """
-# In the order that they had; what is never given again is the number that the identity gives
+# In the order that they had. The number that the identity gives next is never given again
 MOVE_FOUND = f"""
 WITH found AS (DELETE FROM saf.parked WHERE {OF_THESE} AND kind = ANY (%(found)s) RETURNING *)
 INSERT INTO saf.parked ({", ".join(PARKED_COLUMNS)}, parked_at)
@@ -127,7 +129,7 @@ SELECT setval(pg_get_serial_sequence(%(table)s, %(column)s),
 """
 
 LOWEST_TXID = 10
-"""Given out while a cluster is created, so no row of ours has it."""
+"""It is given out while a cluster is created, so no row of a log has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +138,7 @@ class Rebased:
 
     rows: int
     destinations_ahead: tuple[str, ...]
-    """They knew later batches: messages may be delivered twice."""
+    """The destinations that knew later batches: messages may be delivered to them twice."""
 
 
 def rebase(
@@ -144,20 +146,25 @@ def rebase(
     known: Mapping[str, Known],
     *,
     force: bool = False,
-    monologs: Callable[[], Iterable[Heard]] = tuple,
+    monologs: Callable[[], Iterable[ReceivedMonolog]] = tuple,
 ) -> Rebased | None:
-    """Make the logs' transaction ids this cluster's; None where there is nothing to repair.
+    """Repair a restored broker; return None if there is nothing to repair.
 
-    ``known`` is what each destination knows of it, of those that keep marks. All forwarders and
-    receivers are stopped; ``force`` rebases even if nothing looks restored. ``monologs`` says what
-    the destinations have heard of this broker's; it is asked only if there is something to repair.
+    All forwarders and receivers have to be stopped.
+
+    Args:
+        connection: to the broker, in autocommit, as the owner of its schema.
+        known: what each destination that keeps marks knows of the broker, by its name.
+        force: rebase even if nothing looks restored.
+        monologs: returns how far destinations have received this broker's monologs; it is called
+            only if there is something to repair.
 
     Raises:
-        UsageError: a member is still at work, or the role may not do it.
+        UsageError: a member is still at work, or the role may not repair.
     """
     if not (force or _wrong(connection, known)):
         return None  # and nobody has waited
-    heard = [*monologs()]
+    received = [*monologs()]
     with connection.transaction():
         connection.execute(LOCK)
         wrong = _wrong(connection, known)
@@ -169,14 +176,14 @@ def rebase(
         connection.execute(FORGET_MEMBERS)
         ahead = {name: one for name, one in _ahead(connection, known).items() if one.ahead}
         highest = max((e for one in known.values() for e in one.epochs.values()), default=0)
-        # where the cursors are right, so are they for what was written since a dump
+        # if the cursors are right, they are right too for what was written since a dump
         brought_by = fetch(connection, BROUGHT_BY) if is_restored(connection) else []
         rows = sum(_rebase_log(connection, log, highest, brought_by) for log in ("outbox", "inbox"))
         if ahead:
             _go_on_after(connection, [known[name] for name in ahead], list(ahead.values()))
         connection.execute(BELONG)
         connection.execute(TIMELINE)
-        raise_incarnation(connection, _newest(known, ahead), heard)
+        raise_incarnation(connection, _newest(known, ahead), received)
     return Rebased(rows=rows, destinations_ahead=tuple(ahead))
 
 
@@ -189,7 +196,7 @@ def _ahead(connection: psycopg.Connection[Any], known: Mapping[str, Known]) -> d
 
 
 def _newest(known: Mapping[str, Known], ahead: Mapping[str, SetBack]) -> datetime | None:
-    """When the newest batch was opened that a destination knows and its source does not."""
+    """Return when the newest batch was opened that a destination knows and its source does not."""
     marks = (known[name].marks.get(place) for name, one in ahead.items() for place in one.ahead)
     return max((m.opened_at for m in marks if m is not None and m.opened_at), default=None)
 
@@ -199,8 +206,9 @@ def _go_on_after(
 ) -> None:
     """Let the numbers of shards go on after those that destinations know.
 
-    A mark does not say by what its lane is numbered: by batches, what is sent again by audit_id,
-    what has found a route by parked_id. So all three go on after the highest of any.
+    A mark does not say what numbers its lane: batches number a destination's own lane, audit_id
+    numbers what is sent again, and parked_id what has found a route. So all three go on after the
+    highest number of any mark.
     """
     marks = [mark for there in known for mark in there.marks.values()]
     numbers = max((mark.batch for mark in marks), default=0)
@@ -234,7 +242,7 @@ def _rebase_log(
     states = [state for (state,) in fetch(connection, DISTINCT)]
     txids = {state: LOWEST_TXID + number for number, state in enumerate(states)}
     ((now, own),) = fetch(connection, NOW)
-    # beyond it, nothing that is complete has a row that keeps its transaction id
+    # of the rows that are complete, none beyond this one keeps its transaction id
     xmin, xmax = (min(int(limit), own) for limit in now.split(":")[:2])
     in_progress = [one for one in now.split(":")[2].split(",") if one and int(one) < xmax]
     if states and max(txids.values()) >= xmin:

@@ -1,10 +1,11 @@
 """Replay: send again what a destination has lost, such as one restored from an older backup.
 
-The messages are parked once more, in the order they were sent, in a lane of their own (see
-`saf.setaside.lane`) that goes before everything else for their destination: what is sent
-meanwhile follows behind them, and the lane's watermark sees to it that each is stored once. Which
-have to be sent again, and of topics to which destinations, is `saf.repair.reconcile`'s to say; what
-was purged from the outbox since cannot be.
+The messages are parked once more, in the order in which they were sent, in a lane of their own (see
+`saf.setaside.lane`). That lane goes before everything else for its destination, so messages that
+are sent meanwhile follow behind, and the lane's watermark lets each message be stored once.
+
+`saf.repair.reconcile` says which messages have to be sent again, and for topics to which
+destinations. What was purged from the outbox meanwhile cannot be sent again.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ DO UPDATE SET next_attempt_at = now()
 
 
 Address = tuple[str, UUID | None, str | None]
-"""Service, broker and key."""
+"""A service, a broker and a key."""
 
 _Chosen = tuple[int, int, UUID, str, UUID | None, str | None]
-"""Shard, id and message id, and where to."""
+"""The shard, id and message id of a message, and the address that it goes to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +66,7 @@ class Copy:
     id: int
     destinations: tuple[str, ...]
     address: Address
-    """Under which it went there: that of the topic, also where a router had found it."""
+    """The topic's address, under which the message went there, even if a router had found it."""
 
 
 def replay(
@@ -79,9 +80,10 @@ def replay(
 ) -> dict[str, list[UUID]]:
     """Hand messages, as (shard, id), to the forwarder again; return their ids by destination.
 
-    They go where the routes lead now, a topic's to all of its destinations; those that none leads
-    anywhere are left out. Where a router's go, the forwarder finds out: until then they are for no
-    destination, the empty one. ``copies`` go where they say.
+    They go where the routes lead now; a topic's message goes to all of its destinations. Messages
+    that no route leads anywhere are left out. For messages of a router the forwarder finds out
+    where they go; until then they are for no destination, which is the empty name. ``copies`` go to
+    the destinations that they name. ``why`` is for the audit. With ``dry_run``, nothing is written.
     """
     routers = {router.service for router in routes.routers}
     known = {(copy.shard, copy.id): copy for copy in copies}

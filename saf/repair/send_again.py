@@ -1,19 +1,21 @@
-"""Repair of a destination that was set back: what it has lost is sent again, and then it may go on.
+"""Repair of a destination that was set back: send again what it has lost, then let it go on.
 
-A destination that has less than it had acknowledged is refused by the forwarder
-(`saf.destinations.marks`). What it lacks is what `saf.repair.reconcile` finds: complete at the
-source, and in no destination; or, of a topic, not any more in this one. In one transaction at the
-source these messages are parked again (`saf.repair.replay`), and the destination's own marks are
-taken over as what is known of it. Before that its incarnation rises, so that its dialogs compare
-what both ends know; and so do those of the source, after what is sent again: of what the
-destination has forgotten altogether, only the other ends know. Subscribers of a monolog get an
-Error for what nobody can send them again.
+The forwarder refuses a destination that has less than it had acknowledged
+(`saf.destinations.marks`). `saf.repair.reconcile` finds what it lacks: messages that are complete
+at the source, and in no destination; or, of a topic, no longer in this one. Three things happen:
 
-Everything may run meanwhile: a destination that is behind is stored in by nobody, and who repairs
-takes turns, so that two people who do it at once send each message once.
+1. The destination's incarnation rises, so that its dialogs compare what both ends know.
+2. In one transaction at the source, the lost messages are parked again (`saf.repair.replay`), and
+   the destination's own marks are remembered in place of the acknowledged ones.
+3. The source's dialogs compare too, behind what is sent again: if the destination has forgotten a
+   dialog altogether, only the other end knows of it. Subscribers of a monolog get an Error for what
+   nobody can send them again.
 
-What it does not see: what was purged from the outbox since, which is said with the range that was
-compared; and what `saf.repair.reconcile.copies` says of topics.
+Everything may run meanwhile, because nobody stores in a destination that is behind. Repairs take
+turns, so that two people who repair at once send each message once.
+
+It cannot send again what was purged from the outbox since; it says so, with the range that was
+compared. For topics, the limits of `saf.repair.reconcile.copies` hold.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
 from saf.destinations.marks import Known, adopt
 from saf.destinations.settings import DestinationSettings
 from saf.dialogs.comparing import compare
-from saf.dialogs.monologs import heard, subscribers_set_back
+from saf.dialogs.monologs import received_monologs, subscribers_set_back
 from saf.errors import CannotReadBack
 from saf.repair.incarnation import raise_incarnation
 from saf.repair.reconcile import lost
@@ -40,13 +42,13 @@ from saf.repair.reconcile.outcome import Range
 from saf.repair.replay import replay
 from saf.repair.set_back import IDENTITY, SetBack, remembered, set_back
 from saf.routing.matching import Routes
-from saf.setaside.parking import retry_now
+from saf.setaside.waiting import retry_now
 
-# Held by the session and not in a transaction, because to find what is missing takes its time
+# The session holds it, and no transaction does: to find what is missing takes its time
 TAKE_TURN = "SELECT pg_advisory_lock(hashtextextended('saf replay', 0))"
 END_TURN = "SELECT pg_advisory_unlock(hashtextextended('saf replay', 0))"
 
-# Who has sent in a dialog, or has an end in hand, is waited for; all others wait
+# It waits for whoever has sent in a dialog, or has an end in hand; all others wait for it
 SILENCE = "LOCK TABLE saf.conversation IN EXCLUSIVE MODE"
 
 
@@ -55,13 +57,13 @@ class Sent:
     """What is sent again."""
 
     by_destination: Mapping[str, list[UUID]]
-    """The ids of messages; those of a router for no destination, the empty one."""
+    """The ids of the messages by destination; those of a router have the empty name."""
     set_back: tuple[str, ...]
-    """The destinations that had been, and may go on."""
+    """The destinations that had been set back, and may go on."""
     not_compared: tuple[datetime, datetime] | None = None
-    """Between these two times a destination has lost what the outbox may not have any more."""
+    """Messages of this range of created_at could not be compared: they may have been purged."""
     unread: Mapping[str, str] = field(default_factory=dict)
-    """The destinations that cannot be read back, and why: nothing is sent to them again."""
+    """The destinations that cannot be read back, and so get nothing again, each with the reason."""
 
 
 def send_again(
@@ -77,18 +79,22 @@ def send_again(
     dry_run: bool = False,
     only_if_set_back: bool = True,
 ) -> Sent | None:
-    """Park again what destinations have lost of a source, and let those set back go on.
+    """Park again what destinations have lost of a source, and let those that were set back go on.
 
-    None if none was set back, and nothing else is asked for.
+    None if no destination was set back and only those were asked for.
 
     Args:
-        name: the source's, for people.
-        source: where it is.
+        name: the source's name, for people.
+        source: where the source is.
         destinations: the settings of all of its destinations, by name.
-        routes: what says where messages go now, asked of the source.
-        retention_seconds: as for `saf.repair.reconcile.reconcile`, and so are ``since`` and
-        ``until``. why: for the audit. dry_run: only say what would be sent again. only_if_set_back:
-        not what is missing for another reason.
+        routes: returns where messages go now, given a connection to the source.
+        retention_seconds: every purge of either side has kept messages at least so long.
+        since: send again messages with this created_at or a later one; by default, see
+            `saf.repair.reconcile`.
+        until: send again messages with an earlier created_at than this.
+        why: the reason, for the audit.
+        dry_run: only return what would be sent again.
+        only_if_set_back: leave alone what is missing for another reason.
 
     Raises:
         Unavailable: one of the databases does not answer.
@@ -130,7 +136,7 @@ def send_again(
                     compare(connection)
                     ((source_id,),) = fetch(connection, IDENTITY)
                     for one in behind.keys() & brokers.keys():
-                        told = heard(brokers[one], source_id)
+                        told = received_monologs(brokers[one], source_id)
                         subscribers_set_back(connection, known[one].destination, told)
     if stuck and not dry_run:
         raise CannotReadBack(
@@ -149,7 +155,7 @@ def send_again(
 def _behind(
     connection: psycopg.Connection[Any], destinations: Mapping[str, DestinationSettings]
 ) -> tuple[dict[str, Known], dict[str, SetBack]]:
-    """What each destination knows that keeps marks, and which of them were set back."""
+    """Return what each destination that keeps marks knows, and which of them were set back."""
     ((source,),) = fetch(connection, IDENTITY)
     known: dict[str, Known] = {}
     behind: dict[str, SetBack] = {}

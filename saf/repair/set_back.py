@@ -1,10 +1,11 @@
 """Who was set back: a source or one of its destinations, by what each remembers of the other.
 
-It is what the forwarder finds out chunk by chunk (see `saf.destinations.marks`), here of all lanes
-and shards at once: for the doctor, before a forwarder meets it, and for the repair.
+The forwarder finds this out chunk by chunk (see `saf.destinations.marks`). Here it is found out for
+all lanes and shards at once: for the doctor, before a forwarder meets it, and for the repair.
 
-Nothing needs to stand still. A source is looked at before and after its destination, each time in
-one snapshot: what it had remembered before must be there, and what is there it must know after.
+Nothing needs to stand still. The source is read before and after its destination, each time in one
+snapshot. The destination must have what the source had remembered before; and the source must know
+afterwards what the destination has.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ class SetBack:
     """What a source and a destination do not agree on."""
 
     ahead: frozenset[Place] = frozenset()
-    """The source was set back."""
+    """Places that say that the source was set back."""
     behind: frozenset[Place] = frozenset()
-    """The destination was."""
+    """Places that say that the destination was set back."""
     since: datetime | None = None
-    """When the oldest batch was opened that the destination still has, of those behind."""
+    """The earliest ``opened_at`` of the destination's marks in the places behind."""
     lower: Lower | None = None
-    """One of those behind, as an example."""
+    """The mark of one of the places behind, as an example."""
 
 
 def remembered(connection: psycopg.Connection[Any], destination: UUID) -> Remembered:
-    """What a source remembers of a destination."""
+    """Return what a source remembers of a destination."""
     found = fetch(connection, ACKNOWLEDGED, {"destination": destination})
     cursors = fetch(connection, CURSORS)
     return Remembered(
@@ -76,10 +77,10 @@ def set_back(
     known: Known,
     before: Remembered | None = None,
 ) -> SetBack:
-    """Who of a source and a destination, by name, was set back.
+    """Return whether a source or its destination, called ``name``, was set back.
 
-    ``before`` is what the source remembered before the destination was asked, if it is at work.
-    The transaction is one of repeatable reads, or nobody is at work.
+    ``before`` is what the source remembered before the destination was asked, if forwarders are at
+    work. Call it in a transaction of repeatable reads, unless nobody is at work.
     """
     after = remembered(connection, known.destination)
     differ = compare(known.marks, after.marks, after.in_hand)

@@ -214,7 +214,7 @@ def _routers(
     return tuple(routers[service] for service in sorted(routers))
 
 
-def forwarding(there: Configuration, service: str) -> Router | None:
+def router_that_forwards(there: Configuration, service: str) -> Router | None:
     """Return the router of a service if it is in force and forwards."""
     found = (one for one in there.routers if one.router.service == service)
     return next((one.router for one in found if one.enabled and one.mode == FORWARD), None)

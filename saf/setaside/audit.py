@@ -13,8 +13,8 @@ from psycopg.rows import class_row
 
 from saf.database import fetch
 
-# Numbers are given in the order of the commits, across retries too: an audit that commits late must
-# not come after a higher number that was delivered.
+# Numbers are given in the order of the commits, across retries too: the messages of a low number
+# must not arrive after those of a higher one.
 ONE_AT_A_TIME = "SELECT pg_advisory_xact_lock(hashtextextended('saf retry', 0))"
 AUDITED = """
 SELECT audit_id, audit_at, who, action, cardinality(message_ids) AS messages,
@@ -41,7 +41,7 @@ class Audited:
     why: str
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the record as a dict for JSON."""
         ids = [str(one) for one in self.first_message_ids]
         return asdict(self) | {"audit_at": self.audit_at.isoformat(), "first_message_ids": ids}
 

@@ -243,7 +243,10 @@ def due_here(connection: psycopg.Connection[Any], subscription_id: int, member_i
 def had_no_turn(
     connection: psycopg.Connection[Any], subscription_id: int, member_id: UUID, since: datetime
 ) -> bool:
-    """Whether any of them were due at ``since``, but were not tried, or not to their end."""
+    """Whether parked messages in the member's shards had no turn, or not to their end.
+
+    That is so of lanes that were due at ``since``, and still are.
+    """
     params = {"subscription_id": subscription_id, "member_id": member_id, "since": since}
     ((left,),) = fetch(connection, NO_TURN_YET, params)
     return bool(left)
@@ -334,7 +337,7 @@ def _params(subscription_id: int, lanes: Iterable[Lane]) -> dict[str, Any]:
 
 
 def _waits() -> list[float]:
-    """How long to wait after each attempt, up to the longest."""
+    """Return how many seconds to wait after each attempt, up to the longest wait."""
     waits = [parking.wait_seconds(1)]
     while (longer := parking.wait_seconds(len(waits) + 1)) > waits[-1]:
         waits.append(longer)

@@ -115,7 +115,7 @@ class DeadLetter:
     expires_at: datetime | None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the dead letter as a dict for JSON."""
         plain = {name: value for name, value in asdict(self).items() if value is not None}
         moments = {n: v.isoformat() for n, v in plain.items() if isinstance(v, datetime)}
         if self.headers is not None:

@@ -75,7 +75,7 @@ class Dropped:
     last_message_id: UUID
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the count as a dict for JSON."""
         last = {"last_at": self.last_at.isoformat(), "last_message_id": str(self.last_message_id)}
         return asdict(self) | last
 

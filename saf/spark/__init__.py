@@ -1,1 +1,5 @@
-"""The forwarder's pipeline on Spark. Needs the extra ``forwarder``."""
+"""What imports Spark: sessions, their JVM and workers, the runner of tasks, classifiers in SQL.
+
+It needs the extra ``forwarder``. What forwards an item of work is in `saf.engine`, which knows no
+Spark.
+"""

@@ -40,7 +40,7 @@ SAID = "number long, said binary"
 class Answers:
     """The answers of one task: first for parked messages that may go on, then for the batch, by id.
 
-    It holds only the answers for one chunk of the batch, and what came with them.
+    It holds only the answers for one chunk of the batch, and those that came with them.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Answers:
         self._ids = self._order = np.array([], np.int64)
 
     def about(self, rows: pa.Table) -> npt.NDArray[np.bool_]:
-        """Go on to these messages; return which of them have answers."""
+        """Read on to some messages; return which of them have answers."""
         self._name = "parked_id" if "parked_id" in rows.column_names else "id"
         if self._name == "parked_id":
             self._read(lambda: bool(self._ahead))
@@ -100,7 +100,10 @@ class Answers:
             self.raised.append(Raised(text=one.text, message={**message, "id": row[number]}))
 
     def _read(self, enough: Callable[[], bool]) -> None:
-        """Read on until there is enough. Parked messages come first, and may share a batch."""
+        """Read on until there is enough.
+
+        Answers for parked messages come first, and may share a batch with others.
+        """
         while not enough() and (batch := next(self._batches, None)) is not None:
             parked = batch.num_rows - batch["parked_id"].null_count
             if parked:
@@ -168,7 +171,10 @@ def _alone(
 def _fails_by_itself(
     spark: SparkSession, item: Work, rules: ForwardingRules, compiled: Mapping[str, Compiled]
 ) -> str | None:
-    """Why the expressions of an item cannot be evaluated, whatever becomes of the answers."""
+    """Return why the expressions of an item cannot be evaluated; None if they can.
+
+    Their answers do not matter here.
+    """
     from py4j.protocol import Py4JError, Py4JNetworkError
     from pyspark.errors import PySparkException
 
@@ -203,7 +209,7 @@ def _job(
 def deliver(
     rules: ForwardingRules, compiled: Mapping[str, Compiled]
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """The function for mapInArrow: an item and its answers in, receipts out."""
+    """Return the function for mapInArrow: an item and its answers in, receipts out."""
 
     def task(partition: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from saf.engine.task import Task
@@ -227,7 +233,7 @@ def _last(batch: pa.RecordBatch) -> int:
 
 
 def as_said(one: Compiled, said: pa.Array) -> pa.Table:
-    """What an expression gives, as answers: NULL if it raises, and empty if it says nothing."""
+    """Return what an expression gives, as answers: NULL if it raises, empty if it says nothing."""
     if one.structured:
         texts = said.dictionary_encode()
         answers = [*map(_answer, texts.dictionary.to_pylist()), RAISED]

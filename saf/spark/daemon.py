@@ -1,14 +1,15 @@
 """The process that Spark forks its Python workers from, with everything imported before the fork.
 
-Spark's own daemon imports nothing, so that each worker imports Arrow, ADBC and the rest anew: on
-a cold start, most of the workers' time. What is imported here starts no threads, which would not
-survive a fork; a test sees to that.
+Spark's own daemon imports nothing, so that each worker imports Arrow, ADBC and the rest anew. On a
+cold start that is most of the workers' time. What is imported here starts no threads, because they
+would not survive a fork; a test makes sure of that.
 
 Spark runs it as ``python -m saf.spark.daemon pyspark.worker``, seconds after a driver on the same
 machine has begun to start. Such a driver runs ``python -m saf.spark.daemon ahead`` while the JVM
-comes up (`start_ahead`). When Spark asks for its daemon, that one is ready: it is handed the
-arguments, the environment and the standard streams of the process that Spark has started, and is
-Spark's daemon from then on. Where there is none, or no more, that process does the work itself.
+comes up (`start_ahead`). When Spark asks for its daemon, the one ahead is ready. The process that
+Spark has started hands over its arguments, its environment and its standard streams, and the one
+ahead is Spark's daemon from then on. If there is none, or it has gone, the process that Spark has
+started does the work itself.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from typing import Any
 from saf.spark.children import left_to_itself
 
 AHEAD = "SAF_SPARK_DAEMON"
-"""Names, to what Spark starts, the socket of the daemon that was started ahead."""
+"""The environment variable that names, for what Spark starts, the socket of the daemon ahead."""
 STREAMS = 0, 1, 2
 
 _ahead: subprocess.Popen[bytes] | None = None
 
 
 def start_ahead(env: Mapping[str, str]) -> str:
-    """Start a daemon ahead, in a JVM's environment; return what `AHEAD` is to be in that.
+    """Start a daemon ahead, in a JVM's environment; return what `AHEAD` is to be there.
 
-    It ends with this process, if Spark has not asked for it by then.
+    It ends with this process, unless Spark has asked for it by then.
     """
-    folder = tempfile.mkdtemp(prefix="saf-")  # private
+    folder = tempfile.mkdtemp(prefix="saf-")  # private to this user
     path = str(Path(folder) / "daemon")
     global _ahead  # noqa: PLW0603 kept, for it is a child
     _ahead = left_to_itself(
@@ -56,7 +57,7 @@ def start_ahead(env: Mapping[str, str]) -> str:
 
 
 def main() -> None:
-    """Become Spark's daemon, or let the one do that which was started ahead."""
+    """Become Spark's daemon, or let the daemon ahead do so."""
     path = os.environ.get(AHEAD)
     if sys.argv[1:] == ["ahead"]:
         assert path is not None  # noqa: S101 `start_ahead` has set it
@@ -73,7 +74,7 @@ def main() -> None:
 
     from pyspark import daemon
 
-    # Spark collects garbage after each task: not among what was imported
+    # Spark collects garbage after each task, and there is none among what was imported
     gc.freeze()
     daemon.worker = quietly(daemon.worker)
     daemon.manager()
@@ -83,7 +84,7 @@ def preload() -> None:
     """Import what a task of the forwarder needs."""
     # Arrow's allocator would start a thread of its own
     os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
-    gc.disable()  # nothing that is imported is garbage, and looking takes time
+    gc.disable()  # nothing that is imported is garbage, and to look takes time
 
     import pyspark.worker  # noqa: F401 - to have it imported
 
@@ -96,9 +97,10 @@ def preload() -> None:
 
 
 def quietly(worker: Any) -> Any:
-    """A worker that does not print a traceback when the JVM has ended first.
+    """Return a worker that prints no traceback when the JVM has ended first.
 
-    It has nobody left to read from or write to then, which on a unix socket it learns at once.
+    The worker then has nobody left to read from or write to, which it learns at once on a unix
+    socket.
     """
 
     def run(sock: Any, authenticated: bool) -> int:
@@ -111,7 +113,10 @@ def quietly(worker: Any) -> Any:
 
 
 def _hand_over(path: str) -> bool:
-    """Give all that this process has to the daemon at a socket, and stay as long as that does."""
+    """Give all that this process has to the daemon at a socket, and stay as long as it does.
+
+    False if no daemon takes it.
+    """
     mine = json.dumps([sys.argv, dict(os.environ)]).encode()
     try:
         with socket.socket(socket.AF_UNIX) as there:
@@ -127,7 +132,7 @@ def _hand_over(path: str) -> bool:
 
 
 def _take_over(listening: socket.socket) -> bool:
-    """Wait for what Spark has started, and become that; or, False, for the driver's end."""
+    """Wait for a process that Spark has started, and become it; False at the driver's end."""
     ready, _, _ = select.select([listening, sys.stdin], [], [])
     shutil.rmtree(Path(listening.getsockname()).parent, ignore_errors=True)
     if listening not in ready:

@@ -1,6 +1,6 @@
-"""Trial: classifiers in SQL for one message, for who asks where it would go.
+"""Dry runs of classifiers in SQL: which service one message would be for.
 
-Spark is started when there is a router in SQL to be asked, and evaluates without a job.
+Spark is started when the first router in SQL is asked, and evaluates without a job.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class DryRuns:
-    """A `saf.operating.dry_run.InSql`; a context manager, because what it starts has to end."""
+    """A `saf.operating.dry_run.InSql`; a context manager, because its Spark has to end."""
 
     def __init__(self) -> None:
         self._context: SparkContext | None = None
@@ -41,7 +41,10 @@ class DryRuns:
             session.stop(self._context)
 
     def __call__(self, routes: Routes) -> tuple[Routes, Answers | None]:
-        """As `InSql`. Without the packages that Spark needs, nobody can say."""
+        """Return routes with the problems of their routers, and the answers; see `InSql`.
+
+        If the packages are missing that Spark needs, there are no answers.
+        """
         if not any(one.kind == SQL and not one.problem for one in routes.routers):
             return routes, None
         try:

@@ -1,22 +1,24 @@
 """Expressions: the classifiers in SQL, which Spark itself evaluates.
 
-A run without any has nothing to do with this. With one, what the expressions refer to, of the
-messages for routers alone, is read once more, before the task that delivers them and beside it:
+A run without such classifiers skips all of this. With one, the messages for routers are read once
+more, and of them only the columns that the expressions refer to. That happens before the task that
+delivers them, and beside it:
 
     numbers -> read (mapInArrow) -> the expressions -> deliver (mapInArrow)
 
-and the answers stream into the delivery in the order of the ids, as batches never change. All steps
-are narrow: partition, task and item of work are one.
+The answers stream into the delivery in the order of the ids, because batches never change. All
+steps are narrow: a partition is a task, and an item of work.
 
-An expression sees the columns of a message (`saf.columns`), ``text``, the body as text, and
-``json``, the body as a VARIANT, NULL if it is none. It sees them as the message was sent, also if
-another router came first. It gives the name of a service, or a struct with the fields service, and
-optionally broker and key. Which expressions may be evaluated at all says `saf.spark.rowwise`; one
-that may not, or that Spark does not understand, is a problem of its router, whose messages wait.
+An expression sees the columns of a message (`saf.columns`); ``text``, the body as text; and
+``json``, the body as a VARIANT, which is NULL if the body is no JSON. It sees them as the message
+was sent, even if another router came first. It gives the name of a service, or a struct with the
+field service, and optionally broker and key. `saf.spark.rowwise` says which expressions may be
+evaluated. An expression that may not, or that Spark does not understand, is a problem of its
+router, and the router's messages wait.
 
-Where it raises for one message, Spark would fail the task for all. So what is evaluated says NULL
-then, for which Spark keeps no reason, and an empty text where the expression itself says nothing.
-`saf.spark.reasons` finds out what it has raised.
+If an expression raises for one message, Spark would fail the task for all. So a safe form of it is
+evaluated: it gives NULL where the expression raises, and an empty text where the expression gives
+nothing. Spark keeps no reason for the NULL; `saf.spark.reasons` finds it out.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 DERIVED = {"text": "CAST(body AS STRING)", "json": "try_parse_json(CAST(body AS STRING))"}
 FIELDS = ("service", "broker", "key")
 QUOTED = 500
-"""So much of an expression is said in an error."""
+"""How many characters of an expression an error quotes."""
 REFUSED = "{expression} is refused: {why}. Say another one by `saf router add`, or disable it"
 
 
@@ -50,25 +52,31 @@ class Compiled:
     """An expression that Spark understands."""
 
     text: str
-    """What gives its answer, or raises."""
+    """The text that gives the expression's answer, or raises."""
     safe: str
-    """In UTF-8: empty if it says nothing, and NULL if it raises."""
+    """The text that gives the answer in UTF-8: empty if the expression says nothing, NULL if it
+    raises.
+    """
     structured: bool
-    """It gives the JSON of a struct, and not just a name."""
+    """Whether the answer is the JSON of a struct, and not just a name."""
     columns: frozenset[str]
-    """What it may refer to."""
+    """The columns that the expression may refer to."""
     number: int = 0
 
     @property
     def column(self) -> str:
-        """Where its answers are."""
+        """The name of the column with its answers."""
         return f"answer_{self.number}"
 
 
 def compiled_for(
     spark: SparkSession, work: Sequence[Work]
 ) -> tuple[list[Work], dict[str, Compiled]]:
-    """The work, with the problems of its routers in SQL; and by expression what is evaluated."""
+    """Compile the expressions of some work.
+
+    Return the work, with the problems of its routers in SQL, and the compiled expressions by their
+    texts.
+    """
     routes, compiled = compiled_of(spark, [item.routes for item in work])
     return [replace(i, routes=r) for i, r in zip(work, routes, strict=True)], compiled
 
@@ -76,7 +84,11 @@ def compiled_for(
 def compiled_of(
     spark: SparkSession, all_routes: Sequence[Routes]
 ) -> tuple[list[Routes], dict[str, Compiled]]:
-    """Routes, with the problems of their routers in SQL; and by expression what is evaluated."""
+    """Compile the expressions of routes.
+
+    Return the routes, with the problems of their routers in SQL, and the compiled expressions by
+    their texts.
+    """
     wanted = {
         router.expression
         for routes in all_routes
@@ -93,7 +105,10 @@ def compiled_of(
 def evaluated(
     rows: DataFrame, work: Sequence[Work], compiled: Mapping[str, Compiled], max_bytes: int
 ) -> DataFrame:
-    """The answers to the messages of each item of work, a partition each, after the item itself."""
+    """Return the answers to the messages of each item of work.
+
+    Each item has a partition, which begins with the item itself.
+    """
     from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 
     columns = frozenset[str]().union(*(one.columns for one in compiled.values()))
@@ -110,7 +125,7 @@ def evaluated(
         asked, nothing = F.col("asked"), F.lit(None).cast("binary")
         own = reduce(lambda o, one: F.when(asked == one[0], one[2]).otherwise(o), each, nothing)
         rows = rows.withColumn("own", own)
-        # the others only where a router hands on to another one
+        # the other columns are needed only if a router hands on to another one
         text = F.col("own").cast("string")
         named = F.coalesce(F.get_json_object(text, "$.service"), text)
         handed_on = named.isin(*{one.service for item in work for one in item.routes.routers})
@@ -124,7 +139,7 @@ def evaluated(
 
 
 def without_sql(item: Work, problem: str) -> Work:
-    """The item with that problem of all its routers in SQL."""
+    """Return an item in which all routers in SQL have this problem."""
     problems = {r.expression: problem for r in item.routes.routers if r.kind == SQL}
     return replace(item, routes=_with_problems(item.routes, problems))
 
@@ -142,7 +157,7 @@ def _with_problems(routes: Routes, problems: Mapping[str, str]) -> Routes:
 
 
 def with_derived(rows: DataFrame) -> DataFrame:
-    """The rows with what expressions see besides the columns of a message."""
+    """Return rows with the columns that expressions see besides those of a message."""
     from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 
     return rows.withColumns({name: F.expr(text) for name, text in DERIVED.items()})
@@ -150,7 +165,7 @@ def with_derived(rows: DataFrame) -> DataFrame:
 
 @lru_cache(maxsize=1024)
 def _compiled(spark: SparkSession, expression: str) -> Compiled | str:
-    """The expression, or why it is none."""
+    """Compile an expression; return the reason if that is not possible."""
     from py4j.protocol import Py4JError, Py4JNetworkError
     from pyspark.errors import PySparkException
 
@@ -163,7 +178,7 @@ def _compiled(spark: SparkSession, expression: str) -> Compiled | str:
 
 
 def quoted(expression: str) -> str:
-    """An expression, or its beginning, for an error."""
+    """Return an expression, or its beginning, for an error."""
     return f"{expression!r:.{QUOTED}}"
 
 

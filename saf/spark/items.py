@@ -1,7 +1,7 @@
-"""Items of work on their way to the tasks of a job, each to its own only.
+"""Items of work on their way to the tasks of a job: each goes to its own task only.
 
-They hold the passwords of their sources. So they are neither in a plan, which Spark shows, nor in a
-function, which goes to every task: an item is what is in its task's own partition.
+Items hold the passwords of their sources. So they must not be in a plan, which Spark shows, nor in
+a function, which goes to every task. Each item is in the partition of its own task.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 ITEM = "item"
-"""The column that an item is in: of a partition's first row, and of no other."""
+"""The column with the item, in a partition's first row; it is NULL in all others."""
 
 Numbered = tuple[int, Work]
 """An item, and the number that its receipts call it by."""
 
 
 def partitions(numbered: Sequence[Numbered]) -> list[bytes]:
-    """What is in the partition of each item."""
+    """Return the content of each item's partition."""
     return [pickle.dumps(one) for one in numbered]
 
 
 def opened(handed: bytes) -> Numbered:
-    """What `partitions` has packed."""
+    """Return the item that `partitions` has packed."""
     number, item = pickle.loads(handed)  # noqa: S301 - our own bytes
     return number, item
 
 
 def rows(spark: SparkSession, numbered: Sequence[Numbered]) -> DataFrame:
-    """A partition for each item, with one row."""
+    """Return a DataFrame with a partition for each item, of one row."""
     packed = spark.sparkContext.parallelize(partitions(numbered), len(numbered))
     return spark.createDataFrame(packed.map(lambda one: (bytearray(one),)), f"{ITEM} binary")
 
 
 def taken(batches: Iterator[pa.RecordBatch]) -> tuple[bytes, Iterator[pa.RecordBatch]]:
-    """The packed item of a partition, and what else is in it."""
+    """Return the packed item of a partition, and the rest of the partition."""
     first = next(batches)
 
     def rest() -> Iterator[pa.RecordBatch]:

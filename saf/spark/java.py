@@ -32,10 +32,10 @@ exec {java} "$@"
 
 @dataclass(frozen=True, kw_only=True)
 class Java:
-    """A Java runtime that Spark can start with. As text: version and where it is from."""
+    """A Java runtime that Spark can start with; its text has the version and where it is from."""
 
     home: Path
-    """What JAVA_HOME should be."""
+    """The value that JAVA_HOME should have."""
     version: str
     origin: str
 
@@ -49,7 +49,7 @@ class Java:
 
 
 def find() -> Java:
-    """The Java to use.
+    """Find the Java to use.
 
     Raises:
         ConfigurationError: there is none of version 17 or newer.
@@ -74,7 +74,7 @@ def find() -> Java:
 
 
 def major(version: str) -> int:
-    """The feature release of a version.
+    """Return the feature release of a version.
 
     >>> major("17.0.15"), major("1.8.0_402"), major("25"), major("22-ea")
     (17, 8, 25, 22)
@@ -84,7 +84,7 @@ def major(version: str) -> int:
 
 
 def cache_folder() -> Path:
-    """Where files live that can be made again: SAF_CACHE, else ``saf`` in the user's cache."""
+    """Return the folder for what can be made again: SAF_CACHE, else ``saf`` in the user's cache."""
     chosen = os.environ.get("SAF_CACHE")
     if chosen:
         return Path(chosen)
@@ -96,7 +96,7 @@ def cache_folder() -> Path:
 
 
 def _installed() -> list[tuple[str, Path]]:
-    """(how it was found, home) of each Java of this machine, the preferred first."""
+    """Return how each Java of this machine was found, with its home; the preferred one first."""
     found = []
     if os.environ.get("JAVA_HOME"):
         found.append(("JAVA_HOME", Path(os.environ["JAVA_HOME"])))
@@ -108,7 +108,7 @@ def _installed() -> list[tuple[str, Path]]:
 
 
 def _version(executable: Path) -> str | None:
-    """What ``java -version`` says, or None if it does not run. The release file is quicker."""
+    """Return the version of a Java, or None if it does not run. Its release file is read first."""
     try:
         release = (executable.parent.parent / "release").read_text()
     except (OSError, UnicodeDecodeError):
@@ -141,7 +141,7 @@ def _embedded() -> Java | None:
 
 
 def _wrapped(text: str, name: str) -> Path:
-    """A JAVA_HOME whose ``bin/java`` is the script ``text``. Safe to make twice at a time."""
+    """Return a JAVA_HOME whose ``bin/java`` is the script ``text``. Two may make it at a time."""
     for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"saf-{os.getuid()}"):
         script = folder / name / "bin" / "java"
         try:
@@ -152,7 +152,7 @@ def _wrapped(text: str, name: str) -> Path:
         try:
             script.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             if folder.stat().st_uid != os.getuid():
-                continue  # someone else's folder could change under us
+                continue  # files in another user's folder could change under us
             handle, draft = tempfile.mkstemp(dir=script.parent)
             with os.fdopen(handle, "w") as file:
                 file.write(text)

@@ -1,16 +1,15 @@
 """The driver's JVM: started directly, in the background, with its classes from an archive.
 
 Spark's own launcher would first start a shell, a Python and a second JVM to compute the command
-line; here it is computed from the few settings that matter to a JVM. Settings for Spark itself
+line. Here it is computed from the few settings that matter to a JVM. Settings for Spark itself
 never go on the command line, which everyone on the machine can read.
 
-The JVM ignores Ctrl-C, and ends by itself when its standard input does: it lives exactly as
-long as the driver, however that ends, unless the driver ends it first.
+The JVM ignores Ctrl-C, and ends by itself when its standard input does. So it lives exactly as long
+as the driver, however that ends, unless the driver ends it first.
 
-Loading and checking some 15,000 classes is most of a cold start. The first run therefore writes
-them, after it is done, into an archive in the cache folder (class-data sharing); later runs map
-it into memory. The archive can be missing, broken or of another Java: the JVM then starts as if
-there was none.
+Loading and checking some 15,000 classes is most of a cold start. So the first run writes them,
+after it is done, into an archive in the cache folder (class-data sharing); later runs map it into
+memory. If the archive is missing, broken or of another Java, the JVM starts as if there was none.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ START_SECONDS = 120
 NO_SECURITY_ACTION = 24
 STALE_SECONDS = 1800
 
-# What Spark's launcher adds; a test compares. Without jdk.incubator.vector, which only linear
-# algebra uses and which makes the JVM warn on each start.
+# What Spark's launcher adds; a test compares. It leaves out jdk.incubator.vector, which only
+# linear algebra uses and which makes the JVM warn on each start.
 OPENED = (
     *("java." + package for package in ("lang", "lang.invoke", "lang.reflect", "io", "net", "nio")),
     *("java." + package for package in ("util", "util.concurrent", "util.concurrent.atomic")),
@@ -60,15 +59,15 @@ MODULES = (
 )
 
 QUIET = (
-    # the archive's warnings are for those who make archives; what stops the JVM is still said
+    # warnings about the archive are for those who make archives; what stops the JVM is still said
     "-Xlog:disable",
     "-Xlog:all=error:stderr",
     f"-Dlog4j2.configurationFile={(Path(__file__).parent / 'log4j2.properties').as_uri()}",
 )
 
-# The shell waits for the JVM, also when the driver is long gone. The size comes first: an archive
-# without its size, or of another, is not used, because a JVM dies of one that was cut off. A Java
-# without an archive of its own classes to build upon leaves the draft empty.
+# The shell waits for the JVM, even when the driver is long gone. It writes the archive's size
+# first, because an archive that was cut off kills a JVM: one without its size, or with another one,
+# is not used. A Java without an archive of its own classes to build upon leaves the draft empty.
 TRAIN = (
     'target=$1; draft=$2; shift 2; "$@" && [ -s "$draft" ] && wc -c <"$draft" >"$target.size" '
     '&& mv -f "$draft" "$target" || rm -f "$draft"'
@@ -78,16 +77,16 @@ ARCHIVES_KEPT = 3  # each is some 160 MB, of one Java with one set of options
 
 @dataclass(frozen=True, kw_only=True)
 class Jvm:
-    """A JVM on its way, or up."""
+    """A JVM that is starting, or is up."""
 
     process: subprocess.Popen[bytes]
     folder: Path
-    """Private; where it writes how to reach it."""
+    """A private folder, in which the JVM writes how to reach it."""
     said: threading.Thread
-    """Passes on to stderr what it says, until it ends."""
+    """The thread that passes on to stderr what the JVM says, until it ends."""
 
     def address(self) -> tuple[int, str]:
-        """Wait for it to be up. Port and secret of its gateway.
+        """Wait until the JVM is up; return the port and the secret of its gateway.
 
         Raises:
             SafError: it ended instead, having said why on stderr.
@@ -112,7 +111,7 @@ class Jvm:
 
 
 def environment(java: Java) -> dict[str, str]:
-    """What a JVM, and the workers that it starts, find in their environment."""
+    """Return the environment of a JVM, and of the workers that it starts."""
     env = {
         **os.environ,
         "SPARK_CONNECT_MODE": "0",
@@ -148,7 +147,7 @@ def launch(java: Java, conf: Mapping[str, str], env: Mapping[str, str]) -> Jvm:
 
 
 def command(java: Java, conf: Mapping[str, str]) -> list[str]:
-    """The command line, with the archive if there is one, or making it."""
+    """Return the command line of a JVM that uses the archive, or makes it."""
     # Java 24 has no sun.security.action any more, and says so on each start
     gone = "sun.security.action" if major(java.version) >= NO_SECURITY_ACTION else "\0"
     base = [
@@ -176,7 +175,7 @@ def command(java: Java, conf: Mapping[str, str]) -> list[str]:
 
 
 def archive(java: Java, options: list[str]) -> Path | None:
-    """Where the archive is or will be, or None where no file can be written."""
+    """Return where the archive is or will be; None if no file can be written."""
     key = hashlib.sha256("\0".join([str(java), str(java.home), *options]).encode()).hexdigest()
     folder = cache_folder() / "jvm"
     try:
@@ -188,7 +187,7 @@ def archive(java: Java, options: list[str]) -> Path | None:
 
 
 def _claim(target: Path) -> Path | None:
-    """The file to write the archive to, or None while another run is writing it."""
+    """Return the file to write the archive to; None while another run is writing it."""
     draft = target.with_name(f".{target.name}.draft")
     try:
         if draft.exists() and time.time() - draft.stat().st_mtime > STALE_SECONDS:
@@ -211,7 +210,7 @@ def _is_whole(target: Path) -> bool:
 
 
 def _prune(folder: Path) -> None:
-    """Remove all but the newest archives; a JVM that has one mapped keeps it."""
+    """Remove all but the newest archives. A JVM that has mapped one keeps it."""
     by_age = sorted(folder.glob("*.jsa"), key=lambda file: file.stat().st_mtime, reverse=True)
     for old in by_age[ARCHIVES_KEPT - 1 :]:
         old.unlink(missing_ok=True)

@@ -1,7 +1,8 @@
-"""Questions: the messages for routers, as the expressions of those in SQL look at them.
+"""Questions: the messages for routers, as the expressions of routers in SQL see them.
 
-Read inside a Spark task, beside the one that delivers: the parked messages that may go on now, then
-those of the batch in the order of their ids; and of them no more than the expressions refer to.
+A Spark task reads them, beside the one that delivers: first the parked messages that may go on now,
+then those of the batch in the order of their ids. It reads no more columns than the expressions
+refer to.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from saf.setaside import parking
 from saf.spark import items
 
 PLACE = {"id": "long", "parked_id": "long", "asked": "int"}
-"""Which message a question is about, and which expression its own router has."""
+"""Which message a question is about, and the number of the expression of the message's router."""
 OF_NONE = -1
 
 
 def questions(
     numbers: Mapping[str, int], kinds: Mapping[str, str], max_bytes: int
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """The function for mapInArrow: an item of work in (`saf.spark.items`), what is asked about out.
+    """Return the function for mapInArrow: an item of work in (`saf.spark.items`), questions out.
 
     The first row is about no message: it hands the item on.
 
     Args:
-        numbers: of the expressions.
-        kinds: the columns that come out besides the item, `PLACE` and some of `EXPRESSED`.
+        numbers: the number of each expression.
+        kinds: the columns that come out besides the item: `PLACE` and some of `EXPRESSED`.
         max_bytes: larger bodies are left out.
     """
     schema = pa.schema([(name, OF_SPARK[kind]) for name, kind in kinds.items()])
@@ -56,7 +57,7 @@ def questions(
                 for rows in read(item, query):
                     yield _with_item(_shaped(rows, asked, schema), pa.nulls(len(rows), pa.binary()))
         except Unavailable:
-            return  # the delivery meets it too, and says so
+            return  # the delivery meets the error too, and reports it
 
     return task
 
@@ -64,7 +65,7 @@ def questions(
 def _queries(
     item: Work, services: list[str], columns: Iterable[str], max_bytes: int
 ) -> Iterator[str]:
-    """For the parked messages that may go on now, and for the batch in the order of the ids."""
+    """Give the queries for the parked messages that may go on now, and for the batch by id."""
     more = [_as_text(name, max_bytes) for name in columns]
     some = f"to_service = ANY ({sql.Literal(services).as_string(None)})"
     lanes = [lane for lane in item.waiting if lane.due and not lane.destination]

@@ -50,15 +50,15 @@ class Raised:
     """An expression has raised for a message."""
 
     text: str
-    """The text that gives its answer, as `saf.spark.expressions.Compiled` has it."""
+    """The text that gives the expression's answer; see `saf.spark.expressions.Compiled`."""
     message: Mapping[str, Any]
-    """In the columns that expressions see, with ``shard`` and ``id``, its id in the outbox."""
+    """The message in the columns that expressions see, with ``shard`` and ``id``, its outbox id."""
 
 
 def answer(spark: SparkSession, text: str, message: Mapping[str, Any]) -> str | None:
-    """Return what an expression says to a message.
+    """Return what an expression answers for a message.
 
-    Raises whatever the expression does: PySparkException, or Py4JError.
+    Raises what the expression raises, as a PySparkException or a Py4JError.
     """
     from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
 

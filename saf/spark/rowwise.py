@@ -1,21 +1,21 @@
 """Row-wise: which expressions of routers Spark may evaluate, and why it may not the others.
 
 An expression comes from saf.toml, or from a source's saf.router, which others than the forwarder's
-owner may write. It is evaluated in the forwarder's processes, and again when a batch is read again.
-So it may compute with the columns of one message, and with nothing else:
+owner may write. It is evaluated in the forwarder's processes, and once more whenever a batch is
+read again. So it may compute with the columns of one message, and with nothing else:
 
 - not with other messages (aggregates, windows, queries), nor make several rows of one (generators);
 - not with what is different the next time (the clock, random numbers, the number of a task);
 - not with what is outside of the row (Java by reflection, files, the user, the session), nor by
   functions that somebody has added to Spark: such a classifier is a function in Python or Arrow.
 
-What is known to be like that is listed, by the names of Spark's functions and the classes of its
-parsed syntax: whatever another version of Spark adds is refused until somebody has looked at it.
-What is not on the lists is refused before Spark has looked up a function or loaded a class for it.
-What Spark then makes of it is looked at once more, because names can be given another meaning.
+What is allowed is listed, by the names of Spark's functions and the classes of its parsed syntax.
+So whatever another version of Spark adds is refused until somebody has looked at it. An expression
+is refused before Spark has looked up a function or loaded a class for it. What Spark makes of an
+allowed one is checked once more, because names can be given another meaning.
 
-One thing cannot be told from an expression: a text in a message that is a time of day without a
-date is one of the current day, where it is cast to a timestamp.
+One thing cannot be told from an expression: a text in a message may be a time of day without a
+date. Cast to a timestamp, it is a time of the current day.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ FUNCTION_NAMES = """
     weekday weekofyear when width_bucket xxhash64 year zeroifnull zip_with
 """
 FUNCTIONS = frozenset(FUNCTION_NAMES.split())
-"""Spark's functions of one row that give the same for the same arguments."""
+"""Spark's functions of one row that always give the same for the same arguments."""
 
 SYNTAX_CLASSES = """
     Add Alias And BitwiseAnd BitwiseNot BitwiseOr BitwiseXor CaseWhen Cast Collate Concat
@@ -84,22 +84,22 @@ SYNTAX_CLASSES = """
     UnresolvedExtractValue UnresolvedFunction UnresolvedNamedLambdaVariable UnresolvedStar
 """
 SYNTAX = frozenset(SYNTAX_CLASSES.split())
-"""What else an expression is parsed to."""
+"""The other classes of syntax that an expression may consist of."""
 
 FOREIGN = re.compile(
     r"UDF|UserDefined|^Aggregate|Aggregator|Subquery|Reflection|^Current|^Now$|^Local"
 )
-"""Classes of Spark's own package that run what is not Spark's, or look elsewhere."""
+"""Classes of Spark's own package that run foreign code, or look outside of the row."""
 
 LONGEST = 10_000
-"""Characters of an expression: to look at each of its parts takes the driver's time."""
+"""The most characters of an expression: the driver looks at each of its parts."""
 TYPES = {"DATE", "TIME", "TIMESTAMP", "TIMESTAMP_NTZ", "TIMESTAMP_LTZ"}
 OF_NOW = re.compile(r"\s*(now|today|tomorrow|yesterday|T?\d{1,2}:)", re.IGNORECASE)
 """Texts that stand for a moment which depends on the current one."""
 
 
 def refusal(spark: SparkSession, expression: str, columns: Collection[str]) -> str | None:
-    """Why an expression may not be evaluated, as far as that can be said before it is analyzed.
+    """Return why an expression may not be evaluated, as far as its syntax tells; None if it may.
 
     Raises PySparkException if it is no expression at all.
     """
@@ -124,7 +124,7 @@ def refusal(spark: SparkSession, expression: str, columns: Collection[str]) -> s
 
 
 def refusal_of_analyzed(plan: Any, before: Any) -> str | None:
-    """Why what Spark has made of an expression may not be evaluated.
+    """Return why what Spark has made of an expression may not be evaluated; None if it may.
 
     ``plan`` selects it alone from the plan ``before``.
     """
@@ -145,7 +145,7 @@ def refusal_of_analyzed(plan: Any, before: Any) -> str | None:
 
 
 def _of_now(spark: SparkSession, expression: str) -> str | None:
-    """A literal such as DATE 'today', of which the parser makes the day that it is."""
+    """Return a literal such as DATE 'today', which the parser turns into the current day."""
     jvm: Any = spark._jvm
     parser = getattr(jvm, f"{CATALYST}parser")
     stream = parser.UpperCaseCharStream(jvm.org.antlr.v4.runtime.CharStreams.fromString(expression))
@@ -158,7 +158,7 @@ def _of_now(spark: SparkSession, expression: str) -> str | None:
 
 
 def _nodes(expression: Any) -> Iterator[Any]:
-    """An expression and all that is in it."""
+    """Give an expression and all expressions in it."""
     left = [expression]
     while left:
         node = left.pop()

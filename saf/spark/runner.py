@@ -32,17 +32,17 @@ class SparkRunner:
 
     @property
     def spark(self) -> SparkContext:
-        """The session, once it is started."""
+        """The session's context, once it is started."""
         assert self._spark is not None  # noqa: S101 - `start` comes first
         return self._spark
 
     def start(self, *, much: bool) -> None:
-        """Start Spark, unless it is started."""
+        """Start Spark, unless it is started. ``much`` says whether the work is much."""
         if self._spark is None:
             self._spark = self._start_spark(much)
 
     def slots(self) -> int:
-        """How many tasks Spark runs at a time now: a cluster's executors come and go."""
+        """Return how many tasks Spark runs at a time now: a cluster's executors come and go."""
         from py4j.protocol import Py4JError
 
         try:
@@ -77,7 +77,7 @@ class SparkRunner:
             session.stop(self._spark)
 
     def let_go(self, source: Dsn) -> None:
-        """Do nothing: workers end, or drop the connection a minute after they had work of it."""
+        """Do nothing: workers end, or close the connection a minute after they last used it."""
 
     def cancel(self, group: str) -> None:
         """Cancel the job, unless Spark does not answer either."""
@@ -85,12 +85,12 @@ class SparkRunner:
             self.spark.cancelJobGroup(group)
 
     def abandon(self) -> None:
-        """Leave a JVM that does not answer any more."""
+        """Give up a JVM that does not answer any more."""
         session.abandon()
 
 
 def task(rules: ForwardingRules) -> Callable[[Iterable[bytes]], Iterator[Receipt]]:
-    """The function for mapPartitions: an item in, receipts out."""
+    """Return the function for mapPartitions: an item in, receipts out."""
 
     def run(partition: Iterable[bytes]) -> Iterator[Receipt]:
         from saf.forwarding.runner import item_alone

@@ -22,6 +22,7 @@ from saf.errors import ConfigurationError, MissingExtra
 from saf.spark import java
 from saf.spark.daemon import AHEAD, start_ahead
 from saf.spark.jvm import Jvm, environment, launch
+from saf.spark.master import reach, refuse_connect
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -32,13 +33,13 @@ MAX_FAILURES = "4"
 LOCAL = re.compile(r"local(?:\[(\*|[0-9]{1,6})(,[0-9]{1,6})?\])?")
 
 RAISED = re.compile(r"(?!at |SQLSTATE)[A-Za-z_][\w.]*(: .*)?$")
-"""The last line of a Python traceback."""
+"""A regular expression for the last line of a Python traceback."""
 
 _launched: Jvm | None = None
 
 
 def settings(master: str, *, quick: bool = False) -> dict[str, str]:
-    """The settings that a session starts with, unless the caller gives others."""
+    """Return the settings that a session starts with, unless the caller gives others."""
     conf = {
         "spark.driver.memory": "1g",
         "spark.ui.showConsoleProgress": "false",
@@ -47,11 +48,11 @@ def settings(master: str, *, quick: bool = False) -> dict[str, str]:
         "spark.python.unix.domain.socket.enabled": "true",
         # a task may fail and run again: reading a batch twice gives the same rows
         "spark.task.maxFailures": MAX_FAILURES,
-        # one that runs out of stack, by an expression, fails itself, and not all that its JVM does
+        # an expression that runs out of stack fails its own task, and not the whole JVM
         "spark.executor.killOnFatalError.depth": "0",
         # nothing is stored in tables: saves loading Hive
         "spark.sql.catalogImplementation": "in-memory",
-        # no shuffle and no joins, so nothing to adapt or to wait for
+        # no shuffle and no joins, so there is nothing to adapt or to wait for
         "spark.sql.adaptive.enabled": "false",
         "spark.sql.shuffle.partitions": "1",
         "spark.locality.wait": "0",
@@ -72,7 +73,7 @@ def settings(master: str, *, quick: bool = False) -> dict[str, str]:
         # one small heap: the collector that starts fastest
         conf["spark.driver.extraJavaOptions"] = "-XX:+UseSerialGC"
         if quick:
-            # what runs once is not worth compiling well: seconds of two cores
+            # code that runs once is not worth compiling well: that takes seconds of two cores
             conf |= {
                 "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1",
                 "spark.sql.codegen.wholeStage": "false",
@@ -84,7 +85,7 @@ def settings(master: str, *, quick: bool = False) -> dict[str, str]:
 
 
 def is_local(master: str) -> bool:
-    """Whether the master means threads of the driver.
+    """Whether a master means threads of the driver.
 
     >>> is_local("local"), is_local("local[2]"), is_local("spark://127.0.0.1:7077")
     (True, True, False)
@@ -93,9 +94,9 @@ def is_local(master: str) -> bool:
 
 
 def with_room(master: str) -> str:
-    """``local[*]`` with one slot more than cores, for little work beside deep backlogs.
+    """Return a master in which ``local[*]`` has one slot more than cores.
 
-    A number that somebody has chosen is kept.
+    It is for little work beside deep backlogs. A number that somebody has chosen is kept.
 
     >>> with_room("local[2]"), with_room("spark://host:7077")
     ('local[2]', 'spark://host:7077')
@@ -107,9 +108,10 @@ def with_room(master: str) -> str:
 
 
 def with_attempts(master: str) -> str:
-    """A local master that runs a task again if its worker was killed, as any other master does.
+    """Return a local master that runs a task again if its worker was killed.
 
-    A local master does not do so by itself, whatever ``spark.task.maxFailures`` says.
+    Any other master does so by itself. A local one does not, whatever ``spark.task.maxFailures``
+    says.
 
     >>> with_attempts("local"), with_attempts("local[*]"), with_attempts("local[2,1]")
     ('local[1,4]', 'local[*,4]', 'local[2,1]')
@@ -119,7 +121,7 @@ def with_attempts(master: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of Spark says, without the stack that follows.
+    """Return what an error of Spark says, without the stack that follows.
 
     >>> first_line(Exception("Thrown: Traceback:\\n File x\\nKeyError: 'k'\\n at a.B(C.java:1)"))
     "Thrown: Traceback: KeyError: 'k'"
@@ -138,7 +140,7 @@ def prestart(
     conf: Mapping[str, str] = NO_CONF,
     quick: bool = False,
 ) -> None:
-    """Let the JVM come up in the background; `start` with the same arguments will use it."""
+    """Let the JVM come up in the background; `start` with the same arguments uses it."""
     global _launched  # noqa: PLW0603 a process has one JVM
     require_packages()
     if _launched is None and "PYSPARK_GATEWAY_PORT" not in os.environ and not _has_jvm():
@@ -156,25 +158,32 @@ def start(
     conf: Mapping[str, str] = NO_CONF,
     quick: bool = False,
 ) -> SparkContext:
-    """The active context, as under spark-submit, or a new one on ``master``.
+    """Return the active context, as under spark-submit, or a new one on ``master``.
 
-    ``quick`` starts sooner and works slower: for a run with little to do.
+    ``quick`` starts sooner and works slower: it is for a run with little to do.
 
     Raises:
         MissingExtra: pyspark, pyarrow or ADBC is not installed.
-        ConfigurationError: there is no Java to start Spark with, or Spark refuses its settings.
+        ConfigurationError: there is no Java to start Spark with, or Spark refuses its settings, or
+            they ask for Spark Connect.
+        Unavailable: nobody answers at the master's address.
         SafError: Spark's JVM did not start.
     """
     require_packages()
+    refuse_connect(master, conf)
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     if not submitted:
+        reach(master)
         prestart(master, conf=conf, quick=quick)
     from py4j.protocol import Py4JJavaError
     from pyspark import SparkConf, SparkContext
     from pyspark.logger import PySparkLogger
 
-    # what an expression raises is told by who has asked; PySpark would print it, stack and all
+    # whoever has asked tells what an expression raises; PySpark would print it with its stack
     PySparkLogger.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL + 1)
+    if submitted and SparkContext._active_spark_context is None:
+        SparkContext._ensure_initialized()
+        reach(SparkConf().get("spark.master") or "")
     if submitted or SparkContext._active_spark_context is not None:
         return SparkContext.getOrCreate()
     if SparkContext._gateway is None:
@@ -196,7 +205,7 @@ def start(
 
 
 def stop(spark: SparkContext) -> None:
-    """Stop Spark in order, without the second that PySpark then waits for a thread."""
+    """Stop Spark in order, without the second for which PySpark then waits for a thread."""
     context: Any = spark
     server, context._accumulatorServer = context._accumulatorServer, None
     if server is not None:
@@ -206,7 +215,7 @@ def stop(spark: SparkContext) -> None:
 
 
 def abandon() -> None:
-    """Give up a JVM that does not answer any more; whoever waits for it hears that it has gone."""
+    """Give up a JVM that does not answer; callers that wait for it hear that it has gone."""
     from pyspark import SparkContext
 
     if _launched is not None:
@@ -233,7 +242,7 @@ def _connect(context: Any) -> None:
 
 
 def _forks_ours(conf: Mapping[str, str]) -> bool:
-    """Whether the workers are this Python's, and forked from our daemon."""
+    """Whether the workers are of this Python, and forked from saf's daemon."""
     python = os.environ.get("PYSPARK_PYTHON") or conf.get("spark.pyspark.python")
     daemon = conf.get("spark.python.daemon.module"), conf.get("spark.python.use.daemon", "true")
     return python == sys.executable and daemon == ("saf.spark.daemon", "true")

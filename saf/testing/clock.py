@@ -5,7 +5,7 @@ everything that saf has stored has happened an hour earlier, and is due an hour 
 
     outbox, inbox           created_at, deliver_at, expires_at; the inbox also received_at
     parked, dead_letter     created_at, deliver_at, expires_at
-    backoff                 next_attempt_at, since; not where a person must decide
+    backoff                 next_attempt_at, since; not where a person or a handler is waited for
     member                  joined_at, lease_until
     conversation            created_at, changed_at, expires_at
 
@@ -25,7 +25,7 @@ from psycopg import sql
 
 from saf.database import Dsn
 from saf.errors import UsageError
-from saf.setaside.parking import BLOCKED
+from saf.setaside.unhandled import FIRST
 from saf.testing.databases import Database
 
 MESSAGE = ("created_at", "deliver_at", "expires_at")
@@ -41,7 +41,7 @@ MOVED = {
 """The columns of the schema saf that move, by table."""
 
 LATER = "UPDATE {} SET {}"
-EARLIER = "{column} = CASE WHEN {column} < {blocked} THEN {column} - {by} ELSE {column} END"
+EARLIER = "{column} = CASE WHEN {column} < {never} THEN {column} - {by} ELSE {column} END"
 
 
 class Clock:
@@ -84,7 +84,7 @@ def let_time_pass(dsn: Dsn, by: timedelta, columns: Iterable[str] = ()) -> None:
         for table, names in _by_table([*ours, *theirs]):
             earlier = [
                 sql.SQL(EARLIER).format(
-                    column=sql.Identifier(name), by=sql.Literal(by), blocked=sql.Literal(BLOCKED)
+                    column=sql.Identifier(name), by=sql.Literal(by), never=sql.Literal(FIRST)
                 )
                 for name in names
             ]

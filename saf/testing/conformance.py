@@ -30,18 +30,17 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
-import pyarrow as pa
 import pydantic
 import pytest
 
 from saf.columns import COLUMNS
 from saf.database import Dsn
 from saf.destinations import Chunk, Destination, Stored
-from saf.destinations.marks import AGAIN, NOTHING, Mark, Place
+from saf.destinations.marks import AGAIN, MAIN, NOTHING, ONCE
 from saf.destinations.reading import Compared
 from saf.destinations.settings import DestinationSettings
 from saf.errors import (
@@ -55,121 +54,15 @@ from saf.errors import (
     Unavailable,
     UnknownService,
 )
-from saf.log.arrow import MESSAGES
-from saf.log.cursor import Batch
 from saf.message import DEFAULT_MAX_BYTES
-from saf.setaside.lane import NO_BROKER, Kind
-from saf.setaside.lane_columns import LANE
+from saf.setaside.lane import Kind
+from saf.testing.forwarder import CREATED_AT, HARD, SERVICE, SHARDS, Forwarder, Row
 from saf.testing.victim import READY, start
 
-SERVICE = "billing"
-OPENED_AT = datetime(2026, 1, 31, 12, tzinfo=UTC)
-SHARDS = 4
-CREATED_AT = datetime(2026, 1, 31, 11, 59, 59, 1, tzinfo=UTC)
+__all__ = ["DestinationConformance", "Forwarder", "Read", "Row", "WhileUnavailable"]
 
-Row = dict[str, Any]
 Read = Callable[[], Sequence[Mapping[str, Any]]]
 WhileUnavailable = Callable[[], AbstractContextManager[object]]
-
-HARD: Mapping[str, Row] = {
-    "as little as there can be": {"key": None, "body": b"", "headers": None},
-    "unicode": {"key": "schlüssel ☃ 𝄞 \u2028", "body": "grüezi ☃ 𝄞 \u2028".encode()},
-    "quotes and ends of lines": {
-        "key": 'a"b\\c\t',
-        "body": b'{"a": "\\n"}\r\n\t"\\',
-        "headers": "{}",
-    },
-    "controls": {"key": "\x01\x1f\x7f", "body": bytes(range(1, 128))},
-    "bytes that are no text": {"key": "binary", "body": bytes(range(256)) + b"\xff\xfe"},
-    "zeros": {"key": "zeros", "body": b"\x00" * 5},
-    "headers": {"headers": '{"n": 1.5, "deep": {"list": [null, true, "\\u00fc"]}}'},
-    "headers that are null": {"headers": "null"},
-    "microseconds": {"created_at": datetime(1999, 12, 31, 23, 59, 59, 999_999, tzinfo=UTC)},
-    "times": {
-        "deliver_at": datetime(2026, 2, 1, 0, 0, 0, 1, tzinfo=UTC),
-        "expires_at": datetime(2199, 2, 1, tzinfo=UTC),
-    },
-    "of a dialog": {
-        "from_service": "shop",
-        "conversation_id": UUID(int=7),
-        "from_initiator": False,
-        "sequence": 2**62,
-        "message_type": "//example.com/ordered",
-    },
-}
-"""How many messages a test sends that something may happen to on their way."""
-
-
-class Forwarder:
-    """Gives chunks to a destination: a source, its open batch, and what the source remembers."""
-
-    def __init__(self) -> None:
-        self.source = uuid4()
-        self.epoch = 1
-        self.number = 1
-        self.opened_at = OPENED_AT
-        self.known: dict[Place, Mark] = {}
-        self._id = 0
-
-    def message(self, **columns: Any) -> Row:
-        """Make the next message of the outbox; by default, in shard 0."""
-        self._id += 1
-        row = dict.fromkeys(MESSAGES.names) | {
-            "id": self._id,
-            "shard": 0,
-            "message_id": uuid4(),
-            "to_service": SERVICE,
-            "key": "k",
-            "headers": "{}",
-            "body": b"%d" % self._id,
-            "created_at": CREATED_AT,
-        }
-        return row | columns
-
-    def messages(self, count: int, **columns: Any) -> list[Row]:
-        """Make so many messages, in all shards in turn, unless the shard is given."""
-        return [
-            self.message(**{"shard": number % SHARDS, "key": f"k{number % SHARDS}", **columns})
-            for number in range(count)
-        ]
-
-    def chunk(self, rows: Sequence[Row], *, lane: Kind | None = None, **fields: Any) -> Chunk:
-        """Make a chunk of messages of the open batch."""
-        columns: dict[str, list[Any]] = {
-            name: [row[name].bytes if isinstance(row[name], UUID) else row[name] for row in rows]
-            for name in MESSAGES.names
-        }
-        table = pa.table(columns, schema=MESSAGES)
-        if lane is not None:
-            of = [str(lane), "", NO_BROKER.bytes]
-            for name, value in zip(LANE, of, strict=True):
-                table = table.append_column(name, pa.array([value] * len(rows)))
-        batch = Batch(
-            log="outbox",
-            subscription_id=1,
-            owner=UUID(int=self.epoch),
-            number=self.number,
-            done="1:1:",
-            open="2:2:",
-            position=0,
-            route_version=None,
-            opened_at=self.opened_at,
-            epochs=tuple((shard, self.epoch) for shard in range(SHARDS)),
-        )
-        return Chunk(
-            source=self.source, batch=batch, rows=table, number=self.number,
-            **{"known": dict(self.known), **fields},
-        )  # fmt: skip
-
-    def next_batch(self) -> None:
-        """Close the batch, and open another one."""
-        self.number += 1
-        self.opened_at += timedelta(seconds=1)
-
-    def learn(self, stored: Stored) -> Stored:
-        """Remember what the destination has acknowledged."""
-        self.known |= stored.marks
-        return stored
 
 
 class DestinationConformance:
@@ -334,6 +227,26 @@ class DestinationConformance:
         else:
             _store(settings, zombie)
         self._is_there(settings, stored, rows)
+
+    @pytest.mark.parametrize("quality", [MAIN, AGAIN, ONCE])
+    @pytest.mark.parametrize("lane", [None, Kind.RETRY])
+    def test_an_older_epoch_stores_nothing_in_another_lane(
+        self,
+        settings: DestinationSettings,
+        forwarder: Forwarder,
+        stored: Read,
+        lane: Kind | None,
+        quality: str,
+    ) -> None:
+        """What is parked, or sent at most once, may be dealt with elsewhere by the new owner."""
+        rows = forwarder.messages(4, shard=0)
+        zombie = forwarder.chunk(rows[:2], lane=lane, prefix=quality)
+        forwarder.epoch += 1
+        _store(settings, forwarder.chunk(rows[2:], lane=Kind.REPLAY))
+        if settings.capabilities.fences:
+            with pytest.raises(Fenced):
+                _store(settings, zombie)
+        self._is_there(settings, stored, rows[2:])
 
     def test_who_was_set_back_is_named(
         self, settings: DestinationSettings, forwarder: Forwarder, stored: Read

@@ -11,8 +11,8 @@ from saf.broker.services import create_subscription
 from saf.database import Dsn, fetch
 from saf.errors import UsageError
 from saf.repair.rebase import rebase
-from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, send
-from tests.restored import burn_transaction_ids, elsewhere, repair, restore, run
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, run, send
+from tests.restored import burn_transaction_ids, elsewhere, repair, restore
 
 __all__ = ["elsewhere"]
 
@@ -24,17 +24,17 @@ def test_a_dump_in_another_cluster_is_refused_and_goes_on_after_a_rebase(
     with connect(app) as connection:
         for number in range(10):
             send(connection, str(number), key=str(number % 3))
-        run(app, mom)
+        run(app, mom=mom)
         for number in range(10, 20):
             send(connection, str(number), key=str(number % 3))
     copy = restore(app, elsewhere)
     with pytest.raises(Restored, match="saf rebase"):
-        run(copy, mom)
+        run(copy, mom=mom)
     assert len(bodies(mom)) == 10, "nothing was written"
     repair(copy, mom)
     with connect(copy) as connection:
         send(connection, "20", key="2")
-    run(copy, mom)
+    run(copy, mom=mom)
     assert sorted(map(int, bodies(mom))) == list(range(21))
     for key in range(3):
         mine = [int(body) for body in bodies(mom) if int(body) % 3 == key]
@@ -57,7 +57,7 @@ def test_a_batch_in_hand_stays_the_same_batch_so_that_nothing_is_stored_twice(
         with connect(copy) as restored:
             restored.execute("UPDATE saf.cursor SET position = 0")
     repair(copy, mom)
-    run(copy, mom)
+    run(copy, mom=mom)
     assert sorted(map(int, bodies(mom))) == list(range(11))
 
 
@@ -72,10 +72,10 @@ def test_a_transaction_that_is_in_progress_during_a_rebase_is_not_lost(
         late.execute("INSERT INTO saf.outbox (to_service, body) VALUES ('billing', 'late')")
         with connect(copy) as connection:
             send(connection, "early")
-        run(copy, mom)
+        run(copy, mom=mom)
         assert bodies(mom) == ["early"]
         late.commit()
-    run(copy, mom)
+    run(copy, mom=mom)
     assert bodies(mom) == ["early", "late"]
 
 
@@ -86,14 +86,14 @@ def test_what_is_sent_between_a_restore_and_the_rebase_is_forwarded_and_nothing_
     with connect(app) as connection:
         for number in range(10):
             send(connection, str(number), key=str(number % 3))
-        run(app, mom)
+        run(app, mom=mom)
     copy = restore(app, elsewhere)
     with connect(copy) as connection:
         for number in range(10, 25):
             send(connection, str(number), key=str(number % 3))
         connection.execute("VACUUM (FREEZE) saf.outbox")
     repair(copy, mom)
-    run(copy, mom)
+    run(copy, mom=mom)
     assert sorted(map(int, bodies(mom))) == list(range(25))
     # and a dump of that, once more
     again = restore(copy, elsewhere, "again")
@@ -101,7 +101,7 @@ def test_what_is_sent_between_a_restore_and_the_rebase_is_forwarded_and_nothing_
         send(connection, "25", key="1")
         # nothing was written here since by any of its own transactions but this one
         assert rebase(connection, {}, force=True) is not None
-    run(again, mom)
+    run(again, mom=mom)
     assert sorted(map(int, bodies(mom))) == list(range(26))
 
 
@@ -111,7 +111,7 @@ def test_a_row_whose_transaction_id_is_by_chance_that_of_the_restore_is_not_sent
     burn_transaction_ids(app)
     with connect(app) as connection:
         send(connection, "0", key="k")
-        run(app, mom)
+        run(app, mom=mom)
     copy = restore(app, elsewhere)
     with connect(copy) as connection:
         ((brought, last),) = fetch(
@@ -124,7 +124,7 @@ def test_a_row_whose_transaction_id_is_by_chance_that_of_the_restore_is_not_sent
         connection.execute("UPDATE saf.timeline SET written = '3'")
         connection.execute("UPDATE saf.cursor SET done = pg_current_snapshot()")
     repair(copy, mom)
-    run(copy, mom)
+    run(copy, mom=mom)
     assert bodies(mom) == ["0"]
 
 
@@ -134,13 +134,13 @@ def test_a_cluster_that_was_upgraded_keeps_its_transaction_ids_and_sends_nothing
     """After pg_upgrade the cluster is another one, and rows have the xmin that they had."""
     with connect(app) as connection:
         send(connection, "0", key="k")
-        run(app, mom)
+        run(app, mom=mom)
         send(connection, "1", key="k")
         connection.execute("UPDATE saf.broker SET system_identifier = 1")
     with pytest.raises(Restored):
-        run(app, mom)
+        run(app, mom=mom)
     repair(app, mom)
-    run(app, mom)
+    run(app, mom=mom)
     assert bodies(mom) == ["0", "1"]
 
 
@@ -154,7 +154,7 @@ def test_a_restored_store_is_refused_by_name_and_its_receivers_get_everything_on
     with connect(app) as connection:
         for number in range(5):
             send(connection, str(number), key=str(number % 3))
-    run(app, mom)
+    run(app, mom=mom)
     copy = restore(mom, elsewhere)
     with connect(app) as connection:
         for number in range(5, 15):
@@ -171,7 +171,7 @@ def test_a_restored_store_is_refused_by_name_and_its_receivers_get_everything_on
         )
         rebase(store, {})
     let_time_pass(app)
-    run(app, copy)
+    run(app, mom=copy)
     with receive(copy, "billing", max_messages=100) as delivery:
         got = [bytes(message.body).decode() for message in delivery]
     assert sorted(got) == sorted([*map(str, range(15)), "by hand"])
@@ -183,12 +183,12 @@ def test_a_source_set_back_to_an_older_backup_is_refused_by_the_destination_unti
 ) -> None:
     with connect(app) as connection:
         send(connection, "before", key="k")
-        run(app, mom)
+        run(app, mom=mom)
     backup = restore(app, server, f"backup_{batches_after_the_backup}_{app.database}")
     with connect(app) as connection:
         for number in range(batches_after_the_backup):
             send(connection, f"lost with the source {number}", key="k")
-            run(app, mom)
+            run(app, mom=mom)
     with connect(backup) as connection:
         for number in range(3):
             send(connection, f"after {number}", key="k")
@@ -197,14 +197,14 @@ def test_a_source_set_back_to_an_older_backup_is_refused_by_the_destination_unti
         assert {r.error_kind for r in cycle.run() if r.error_kind} == {Ahead.__name__}
     assert bodies(mom) == stored
     repair(backup, mom)
-    run(backup, mom)
+    run(backup, mom=mom)
     assert bodies(mom) == [*stored, "after 0", "after 1", "after 2"]
 
 
 def test_what_was_not_restored_is_left_alone(app: Dsn, mom: Dsn) -> None:
     with connect(app) as connection:
         send(connection, "one")
-    run(app, mom)
+    run(app, mom=mom)
     assert repair(app, mom) is None
 
 

@@ -74,7 +74,7 @@ def test_a_zombie_cannot_advance_attempt_hold_or_close_at_the_source(app: Dsn) -
             lambda: cursor.advance(one, batch, 99),
             lambda: cursor.attempt(one, batch, 99),
             lambda: cursor.close(one, [batch]),
-            lambda: cursor.hold(one, batch),
+            lambda: cursor.lock_cursors(one, batch),
         ):
             with pytest.raises(Fenced) as caught, one.transaction():
                 write()

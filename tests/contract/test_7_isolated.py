@@ -7,13 +7,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from saf.database import Dsn, fetch
-from tests.destinations import NOWHERE, AnswerLost, Broker, count, route, run, send_to
+from tests.destinations import NOWHERE, AnswerLost, count, route, run, send_to
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, send
-
-
-@pytest.fixture
-def other(new_broker: Broker) -> Dsn:
-    return new_broker("other")
 
 
 @pytest.mark.every_postgresql

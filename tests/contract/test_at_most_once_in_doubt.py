@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from saf.database import Dsn, fetch
@@ -11,15 +9,19 @@ from saf.engine import releasing
 from saf.failpoints import arm
 from tests.destinations import count
 from tests.dying import Crash, crash
-from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, send
+from tests.pipeline import (
+    Cycle,
+    bodies,
+    connect,
+    forwarding_rules,
+    let_time_pass,
+    outlive_lease,
+    send,
+)
+
+pytestmark = pytest.mark.usefixtures("disarmed")
 
 TEXTS = [str(number) for number in range(5)]
-
-
-@pytest.fixture(autouse=True)
-def disarmed() -> Iterator[None]:
-    yield
-    arm("")
 
 
 @pytest.fixture(autouse=True)
@@ -90,3 +92,35 @@ def test_of_a_lane(app: Dsn, mom: Dsn, point: str, arrived: list[str], doubtful:
     assert bodies(mom) == arrived
     assert dead(app) == doubtful
     assert count(app, "parked") == count(app, "backoff") == 0
+
+
+def test_a_zombie_sends_nothing_of_a_lane_after_what_the_new_owner_has_sent(
+    app: Dsn, mom: Dsn
+) -> None:
+    with connect(app) as connection:
+        send(connection, "1", "key")
+    run(app, mom=mom)
+    route(app)
+    let_time_pass(app)
+
+    def cycle() -> Cycle:
+        one = Cycle(app, forwarding_rules("at_most_once", 2, mom=mom))
+        one.default = None
+        return one
+
+    with cycle() as zombie, cycle() as owner:
+
+        def take_over() -> None:
+            outlive_lease(app)
+            let_time_pass(app)
+            owner.run()
+            with connect(app) as connection:
+                send(connection, "2", "key")
+            owner.run()
+
+        zombie.open()
+        arm("unpark_commit", take_over)
+        receipts = zombie.deliver()
+    assert bodies(mom) == ["2"]
+    assert any("newer owner" in (said.error or "") for said in receipts)
+    assert dead(app) == ["1"]

@@ -14,7 +14,7 @@ from saf.operating import decide
 from saf.setaside import audit as audits
 from saf.setaside import dead
 from saf.setaside.dead import Filter
-from tests.pipeline import Cycle, bodies, connect, drain, forwarding_rules, send
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, run, send
 
 REFUSE = "ALTER TABLE saf.inbox ADD CONSTRAINT polite CHECK (convert_from(body, 'UTF8') !~ 'bad')"
 ALLOW = "ALTER TABLE saf.inbox DROP CONSTRAINT polite"
@@ -27,14 +27,9 @@ def rejected(app: Dsn, mom: Dsn) -> list[str]:
         store.execute(REFUSE)
         for number in range(10):
             send(connection, f"{'bad' if number % 2 else 'good'} {number}", key="k")
-    run(app, mom)
+    run(app, chunk_rows=3, mom=mom)
     assert bodies(mom) == [f"good {number}" for number in range(0, 10, 2)]
     return [f"bad {number}" for number in range(1, 10, 2)]
-
-
-def run(app: Dsn, mom: Dsn) -> None:
-    with Cycle(app, forwarding_rules(mom=mom, chunk_rows=3)) as cycle:
-        drain(cycle)
 
 
 def audit(connection: psycopg.Connection[Any]) -> list[tuple[Any, ...]]:
@@ -51,7 +46,7 @@ def test_retried_messages_arrive_in_order_and_with_their_ids(
         store.execute(ALLOW)
         ids = decide.retry(connection, Filter(), "the check was wrong")
         assert ids == [letter.message_id for letter in found]
-        run(app, mom)
+        run(app, chunk_rows=3, mom=mom)
         assert bodies(mom)[5:] == rejected
         stored = fetch(store, "SELECT message_id FROM saf.inbox ORDER BY id OFFSET 5")
         assert [message_id for (message_id,) in stored] == ids
@@ -65,12 +60,12 @@ def test_retrying_again_retries_nothing_and_what_is_rejected_again_is_dead_again
     with connect(app) as connection, connect(mom) as store:
         first = decide.retry(connection, Filter(), "")
         assert decide.retry(connection, Filter(), "") == []
-        run(app, mom)
+        run(app, chunk_rows=3, mom=mom)
         again = dead.dead_letters(connection, Filter())
         assert [letter.message_id for letter in again] == first
         store.execute(ALLOW)
         decide.retry(connection, Filter(), "")
-        run(app, mom)
+        run(app, chunk_rows=3, mom=mom)
         assert bodies(mom)[5:] == rejected
 
 
@@ -82,7 +77,7 @@ def test_retries_one_after_the_other_are_all_delivered_in_whatever_order_they_we
         numbers = [letter.dead_letter_id for letter in dead.dead_letters(connection, Filter())]
         for number in reversed(numbers):
             decide.retry(connection, Filter(dead_letter_ids=[number]), "")
-        run(app, mom)
+        run(app, chunk_rows=3, mom=mom)
     assert bodies(mom)[5:] == rejected[::-1]
 
 
@@ -97,7 +92,7 @@ def test_a_retry_beside_a_destination_that_is_down_waits_its_turn(
             cycle.run()
         assert len(bodies(mom)) == 5
         connection.execute("UPDATE saf.backoff SET next_attempt_at = now()")
-        run(app, mom)
+        run(app, chunk_rows=3, mom=mom)
     assert bodies(mom)[5:] == rejected
 
 
@@ -126,10 +121,10 @@ def test_what_had_expired_is_delivered_all_the_same_when_a_person_retries_it(
             "INSERT INTO saf.outbox (to_service, body, expires_at) "
             "VALUES ('billing', 'late', now() - interval '1 s')"
         )
-        run(app, mom)
+        run(app, chunk_rows=3, mom=mom)
         assert [one.reason for one in dead.dead_letters(connection, Filter())] == ["expired"]
         decide.retry(connection, Filter(), "better late")
-        run(app, mom)
+        run(app, chunk_rows=3, mom=mom)
     with saf.receive(mom, "billing") as delivery:
         assert [message.text() for message in delivery] == ["late"]
 

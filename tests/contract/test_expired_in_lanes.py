@@ -10,18 +10,13 @@ import pytest
 from saf.database import Dsn, fetch
 from saf.operating import decide
 from saf.setaside.dead import Filter, dead_letters
-from tests.destinations import NOWHERE, AnswerLost, Broker, count, know, route, run, send_to
+from tests.destinations import NOWHERE, AnswerLost, count, know, route, run, send_to
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
 from tests.routing import without_default
 
 EXPIRE = """
 UPDATE saf.parked SET expires_at = now() - interval '1 s' WHERE convert_from(body, 'UTF8') = %s
 """
-
-
-@pytest.fixture
-def other(new_broker: Broker) -> Dsn:
-    return new_broker("other")
 
 
 def dead(source: psycopg.Connection[None]) -> list[tuple[str, str, bytes]]:

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
 import psycopg
-import pytest
 
-from saf.database import Dsn
 from saf.routing.explain import Explanation, explain
 from saf.routing.matching import PYTHON
 from saf.routing.route_choices import Asker, choose
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route, add_topic, enable_route
-from tests.pipeline import connect
-
-
-@pytest.fixture
-def source(app: Dsn) -> Iterator[psycopg.Connection[Any]]:
-    with connect(app) as connection:
-        yield connection
 
 
 def reasons(found: Explanation) -> dict[str, str]:

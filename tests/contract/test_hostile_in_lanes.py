@@ -9,8 +9,8 @@ from saf.destinations import Chunk, Stored
 from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.routing.routers import add_router
 from tests.destinations import NOWHERE, count
-from tests.hostile import LONG_KEY, dead, run, send, unbounded
-from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
+from tests.hostile import LONG_KEY, dead, send, unbounded
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, run
 
 HOSTILE = b"hostile"
 

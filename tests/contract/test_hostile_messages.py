@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import resource
-from collections.abc import Callable
 from typing import Any
 
 import psycopg
@@ -18,8 +17,8 @@ from saf.database import Dsn
 from saf.errors import InvalidMessage
 from saf.message import MAX_HEADERS, MAX_KEY, MAX_NAME
 from saf.routing.routers import add_router
-from tests.hostile import LONG_KEY, dead, error_of, run, send, unbounded
-from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
+from tests.hostile import LONG_KEY, dead, error_of, send, unbounded
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, run
 
 LONG_SERVICE = random.Random(13).randbytes(3000).hex()
 
@@ -112,11 +111,10 @@ HOSTILE: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_message_is_a_dead_letter_and_its_neighbours_arrive(
-    app: Dsn, mom: Dsn, new_broker: Callable[[str], Dsn], columns: dict[str, Any]
+    app: Dsn, mom: Dsn, other: Dsn, columns: dict[str, Any]
 ) -> None:
     unbounded(app)
     share(app)
-    destinations = {"mom": mom, "other": new_broker("other")}
     neighbours = [f"{name} {number}" for name in "abc" for number in range(4)]
     with connect(app) as connection:
         for number in range(4):
@@ -125,9 +123,9 @@ def test_a_hostile_message_is_a_dead_letter_and_its_neighbours_arrive(
             send(connection, f"hostile {number}", **columns)
             send(connection, f"c {number}")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    run(app, **destinations)
+    run(app, mom=mom, other=other)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    arrived = [body for there in destinations.values() for body in bodies(there)]
+    arrived = [body for there in (mom, other) for body in bodies(there)]
     assert sorted(arrived) == sorted(neighbours)
     for name in "ab":
         assert [body for body in arrived if body[0] == name] == [f"{name} {n}" for n in range(4)]

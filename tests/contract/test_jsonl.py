@@ -22,7 +22,6 @@ from saf.destinations.jsonl import Jsonl
 from saf.destinations.reading import Compared
 from saf.destinations.settings import DestinationSettings
 from saf.destinations.tables import uuid_hashes
-from saf.engine.work import Receipt
 from saf.errors import CannotReadBack
 from saf.failpoints import arm
 from saf.operating.doctor import examine
@@ -35,6 +34,7 @@ from tests.pipeline import (
     Cycle,
     bodies,
     connect,
+    forward,
     forwarding_rules,
     let_time_pass,
     outlive_lease,
@@ -69,11 +69,6 @@ def files(tmp_path: Path) -> Jsonl:
     return Jsonl(folder=tmp_path / "files", lock_seconds=0.2)
 
 
-def run(app: Dsn, **destinations: DestinationSettings | Dsn) -> list[Receipt]:
-    with Cycle(app, forwarding_rules("exactly_once", 3, **destinations)) as cycle:
-        return cycle.run()
-
-
 def held(files: Jsonl) -> list[Mapping[str, Any]]:
     found = []
     for file in sorted(files.folder.glob("*/*.jsonl")):
@@ -97,9 +92,9 @@ def send_numbers(app: Dsn, *numbers: int) -> None:
 
 def test_messages_are_lines_in_their_order_and_each_is_there_once(app: Dsn, files: Jsonl) -> None:
     send_numbers(app, *range(10))
-    run(app, files=files)
+    forward(app, chunk_rows=3, files=files)
     send_numbers(app, 10, 11)
-    run(app, files=files)
+    forward(app, chunk_rows=3, files=files)
     assert texts(files) == [str(number) for number in range(12)]
     names = [file.name for file in sorted(files.folder.glob("*/*.jsonl"))]
     assert names == [f"{number:012}.jsonl" for number in range(1, 6)]
@@ -127,7 +122,7 @@ def test_what_a_killed_writer_has_not_named_is_named_by_the_next_one(
     arm(point, die)
     try:
         with pytest.raises(Died):
-            run(app, files=files)
+            forward(app, chunk_rows=3, files=files)
     finally:
         arm("")
     assert texts(files) == []  # nobody sees it yet
@@ -143,13 +138,13 @@ def test_what_a_killed_writer_has_not_named_is_named_by_the_next_one(
     for file in files.folder.glob("*/*.jsonl"):
         file.unlink()
     send_numbers(app, 5)
-    run(app, files=files)
+    forward(app, chunk_rows=3, files=files)
     assert texts(files) == ["5"]
 
 
 def test_it_is_compared_like_an_inbox(app: Dsn, files: Jsonl) -> None:
     send_numbers(app, *range(5))
-    run(app, files=files)
+    forward(app, chunk_rows=3, files=files)
     outcome = compare(app, files=files)
     assert outcome.same
     assert all(shard.same for shard in outcome.shards)
@@ -176,14 +171,16 @@ def test_a_folder_that_was_set_back_is_refused_and_gets_again_what_it_has_lost(
     app: Dsn, files: Jsonl, tmp_path: Path
 ) -> None:
     send_numbers(app, 0, 1)
-    run(app, files=files)
+    forward(app, chunk_rows=3, files=files)
     backup = shutil.copytree(files.folder, tmp_path / "backup")
     send_numbers(app, 2, 3)
-    run(app, files=files)
+    forward(app, chunk_rows=3, files=files)
     shutil.rmtree(files.folder)
     backup.rename(files.folder)
     send_numbers(app, 4)
-    assert [one.error_kind for one in run(app, files=files) if one.error_kind] == ["Behind"]
+    assert [
+        one.error_kind for one in forward(app, chunk_rows=3, files=files) if one.error_kind
+    ] == ["Behind"]
     assert texts(files) == ["0", "1"]
     with connect(app) as connection:
         ((source,),) = fetch(connection, "SELECT broker_id FROM saf.broker")
@@ -196,8 +193,8 @@ def test_a_folder_that_was_set_back_is_refused_and_gets_again_what_it_has_lost(
     assert sent is not None
     assert {name: len(ids) for name, ids in sent.by_destination.items()} == {"files": 2}
     let_time_pass(app)
-    run(app, files=files)
-    run(app, files=files)
+    forward(app, chunk_rows=3, files=files)
+    forward(app, chunk_rows=3, files=files)
     assert texts(files) == [str(number) for number in range(5)]
     assert compare(app, files=files).same
 
@@ -216,19 +213,21 @@ def test_a_folder_whose_disk_is_not_mounted_is_not_taken_for_a_new_one(
     app: Dsn, files: Jsonl, tmp_path: Path
 ) -> None:
     send_numbers(app, 0)
-    run(app, files=files)
+    forward(app, chunk_rows=3, files=files)
     files.folder.rename(tmp_path / "disk")
     files.folder.mkdir()
     send_numbers(app, 1)
-    assert [one.error_kind for one in run(app, files=files) if one.error_kind] == ["Behind"]
+    assert [
+        one.error_kind for one in forward(app, chunk_rows=3, files=files) if one.error_kind
+    ] == ["Behind"]
     shutil.rmtree(files.folder)
     (tmp_path / "disk").rename(files.folder)
     let_time_pass(app)
-    run(app, files=files)
+    forward(app, chunk_rows=3, files=files)
     assert texts(files) == ["0", "1"]
     elsewhere = Jsonl(folder=files.folder.rename(tmp_path / "elsewhere"))
     send_numbers(app, 2)
-    run(app, files=elsewhere)
+    forward(app, chunk_rows=3, files=elsewhere)
     assert texts(elsewhere) == ["0", "1", "2"]
 
 
@@ -238,7 +237,7 @@ def test_what_readers_have_deleted_is_not_taken_for_lost(app: Dsn, mom: Dsn, fil
         route(connection, "billing", "files")
         send_to(connection, "shipping", "1")
         send_to(connection, "billing", "2")
-    run(app, mom=mom, files=files)
+    forward(app, chunk_rows=3, mom=mom, files=files)
     (file,) = files.folder.glob("*/*.jsonl")
     file.unlink()
     outcome = compare(app, files=files, **stores(mom=mom))
@@ -257,20 +256,20 @@ def test_what_readers_have_deleted_is_not_taken_for_lost(app: Dsn, mom: Dsn, fil
     assert {name: len(ids) for name, ids in sent.by_destination.items()} == {"mom": 1}
     assert [*sent.unread] == ["files"]
     send_numbers(app, 3)
-    run(app, mom=mom, files=files)
+    forward(app, chunk_rows=3, mom=mom, files=files)
     assert texts(files) == ["3"]
 
 
 def test_who_holds_the_lock_is_waited_for_and_not_for_ever(app: Dsn, files: Jsonl) -> None:
     send_numbers(app, 0)
-    run(app, files=files)
+    forward(app, chunk_rows=3, files=files)
     send_numbers(app, 1)
     (file,) = (files.folder / ".saf").glob("*.lock")
     with held_by_another(file):
-        (error,) = [one.error for one in run(app, files=files) if one.error]
+        (error,) = [one.error for one in forward(app, chunk_rows=3, files=files) if one.error]
         assert "another forwarder holds its lock" in error
     let_time_pass(app)
-    run(app, files=files)
+    forward(app, chunk_rows=3, files=files)
     assert texts(files) == ["0", "1"]
 
 
@@ -293,7 +292,7 @@ def test_a_route_that_asks_for_more_than_the_kind_can_lets_its_messages_wait(
         )
         send_to(connection, "billing", "1")
         send_to(connection, "shipping", "2")
-        run(app, mom=mom, files=blind)
+        forward(app, chunk_rows=3, mom=mom, files=blind)
         assert (texts(files), bodies(mom)) == ([], ["2"])
         ((error,),) = fetch(connection, "SELECT error FROM saf.backoff")
         assert "cannot store exactly once" in error
@@ -306,7 +305,7 @@ def test_a_route_that_asks_for_more_than_the_kind_can_lets_its_messages_wait(
         connection.execute("UPDATE saf.route SET quality = NULL")
         connection.execute("UPDATE saf.parked SET quality = NULL")
         let_time_pass(app)
-        run(app, mom=mom, files=blind)
+        forward(app, chunk_rows=3, mom=mom, files=blind)
     assert texts(files) == ["1"]
 
 
@@ -315,7 +314,7 @@ def test_a_body_larger_than_a_kind_takes_is_a_dead_letter(app: Dsn, files: Jsonl
     with connect(app) as connection:
         for body in ("0", "12345678901", "2"):
             send(connection, body, key="k")
-        run(app, files=blind)
+        forward(app, chunk_rows=3, files=blind)
         dead = fetch(connection, "SELECT reason, error FROM saf.dead_letter")
     assert texts(files) == ["0", "2"]
     assert dead == [
@@ -332,7 +331,7 @@ def test_what_a_kind_cannot_say_is_said_of_it_and_the_others_are_compared(
         send_to(connection, "shipping", "1")
         send_to(connection, "billing", "2")
     blind = Blind(folder=files.folder)
-    run(app, mom=mom, files=blind)
+    forward(app, chunk_rows=3, mom=mom, files=blind)
     outcome = compare(app, files=blind, **stores(mom=mom))
     assert outcome.unread == {"files": "its kind, 'jsonl', cannot be read back"}
     assert (outcome.counts, outcome.same) == ({"not_compared": 1}, True)
@@ -349,7 +348,7 @@ def test_one_that_was_set_back_and_cannot_be_read_is_named_and_the_others_repair
         for number in range(3):
             send_to(connection, "shipping", f"s{number}")
             send_to(connection, "billing", f"b{number}")
-    run(app, files=files, other=other)
+    forward(app, chunk_rows=3, files=files, other=other)
     for one in (files, other):  # emptied
         shutil.rmtree(one.folder)
         one.folder.mkdir()
@@ -357,7 +356,7 @@ def test_one_that_was_set_back_and_cannot_be_read_is_named_and_the_others_repair
     with pytest.raises(CannotReadBack, match=r"'files' is not compared: .* It was set back"):
         send_again("app", app, there, current_routes, retention_seconds=WEEK)
     let_time_pass(app)
-    run(app, files=files, other=other)
+    forward(app, chunk_rows=3, files=files, other=other)
     assert (texts(files), texts(other)) == ([], ["s0", "s1", "s2"])
 
 
@@ -367,17 +366,19 @@ def test_two_names_of_one_folder_are_refused(app: Dsn, files: Jsonl) -> None:
         route(connection, "billing", "two")
         send_to(connection, "shipping", "1")
         send_to(connection, "billing", "2")
-    errors = [one.error for one in run(app, one=files, two=files) if one.error]
+    errors = [one.error for one in forward(app, chunk_rows=3, one=files, two=files) if one.error]
     assert any("'one' and 'two' are the same" in error for error in errors), errors
 
 
 def test_a_source_that_was_set_back_is_refused(app: Dsn, files: Jsonl) -> None:
     send_numbers(app, 0)
-    run(app, files=files)
+    forward(app, chunk_rows=3, files=files)
     with connect(app) as connection:
         forget(connection)
     send_numbers(app, 1)
-    assert [one.error_kind for one in run(app, files=files) if one.error_kind] == ["Ahead"]
+    assert [
+        one.error_kind for one in forward(app, chunk_rows=3, files=files) if one.error_kind
+    ] == ["Ahead"]
     assert texts(files) == ["0"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from saf.database import Dsn, fetch
 from saf.destinations.marks import place_name
 from saf.setaside.lane import Kind, Lane
-from saf.setaside.parking import parked
+from saf.setaside.waiting import parked
 from tests.destinations import route
 from tests.pipeline import bodies, connect, let_time_pass
 from tests.routing import run, send

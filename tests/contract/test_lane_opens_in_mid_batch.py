@@ -8,17 +8,12 @@ import pytest
 
 from saf.database import Dsn
 from saf.failpoints import arm
-from tests.destinations import NOWHERE, Broker, count, route, send_to
+from tests.destinations import NOWHERE, count, route, send_to
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
 
 
 class Crash(Exception):
     """The process dies here."""
-
-
-@pytest.fixture
-def other(new_broker: Broker) -> Dsn:
-    return new_broker("other")
 
 
 @pytest.fixture

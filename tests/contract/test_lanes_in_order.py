@@ -15,7 +15,7 @@ from saf.log.shards import shard_of
 from saf.operating import decide
 from saf.routing.routers import add_router
 from saf.setaside.dead import Filter
-from tests.destinations import NOWHERE, AnswerLost, Broker, count, route, run, send_to
+from tests.destinations import NOWHERE, AnswerLost, count, route, run, send_to
 from tests.dying import Crash, crash
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
 from tests.routing import without_default
@@ -24,11 +24,6 @@ SOON = "UPDATE saf.backoff SET next_attempt_at = now() WHERE kind = ANY (%s)"
 NOT_SOON = """
 UPDATE saf.backoff SET next_attempt_at = now() + interval '1 h' WHERE kind <> ALL (%s)
 """
-
-
-@pytest.fixture
-def other(new_broker: Broker) -> Dsn:
-    return new_broker("other")
 
 
 def test_what_waits_for_a_route_goes_after_what_waited_for_its_service_before(

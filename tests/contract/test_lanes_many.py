@@ -17,7 +17,7 @@ from saf.setaside import backoff
 from saf.setaside.backoff import rank
 from saf.setaside.dead import Filter
 from saf.setaside.lane import Kind, Lane
-from tests.destinations import NOWHERE, Broker, count, route, send_to
+from tests.destinations import NOWHERE, count, route, send_to
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
 from tests.routing import without_default
 
@@ -61,11 +61,6 @@ class Statements:
 @pytest.fixture
 def statements(monkeypatch: pytest.MonkeyPatch) -> Statements:
     return Statements(monkeypatch)
-
-
-@pytest.fixture
-def other(new_broker: Broker) -> Dsn:
-    return new_broker("other")
 
 
 def in_order(mom: Dsn) -> list[list[str]]:

@@ -9,6 +9,7 @@ import pytest
 
 from saf.config import Settings, load
 from saf.database import Dsn, fetch
+from saf.forwarding.broker import LITTLE
 from saf.forwarding.forwarder import Forwarder
 from saf.forwarding.meter import Progress
 from tests.driver import InProcess
@@ -42,7 +43,24 @@ def test_who_watches_sees_how_many_messages_there_are_and_none_done_before_they_
     seen: list[Progress] = []
     drained(settings, seen.append, lambda: until(lambda: bool(seen)))
     assert seen[0] == Progress(done=0, total=MESSAGES)
+    assert seen[-1] == Progress(done=MESSAGES, total=MESSAGES)
     assert len(bodies(mom)) == MESSAGES
+
+
+def test_who_watches_sees_the_end_also_if_messages_are_parked_and_tasks_end_at_different_ids(
+    settings: Settings, app: Dsn, mom: Dsn
+) -> None:
+    send(app, LITTLE)
+    count = LITTLE + MESSAGES
+    with connect(app) as connection, connect(mom) as store:
+        store.execute("INSERT INTO saf.service (name) VALUES ('billing')")
+        connection.execute("INSERT INTO saf.outbox (to_service, body) VALUES ('unknown', '')")
+    seen: list[Progress] = []
+    tasks = InProcess(parallel=2, before_task=lambda *_: until(lambda: bool(seen)))
+    summary = Forwarder(settings, tasks, progress=seen.append).drain()
+    assert tasks.jobs == [2]
+    assert (summary.forwarded, summary.parked) == (count, 1)
+    assert seen[-1] == Progress(done=count + 1, total=count + 1)
 
 
 def test_a_meter_whose_session_is_ended_shows_no_more_and_the_messages_arrive(

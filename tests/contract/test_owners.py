@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,12 +27,6 @@ from tests.pipeline import connect, new_member, send
 from tests.receivers import put
 
 SHARDS = 64
-
-
-@pytest.fixture
-def source(app: Dsn) -> Iterator[psycopg.Connection[Any]]:
-    with connect(app) as connection:
-        yield connection
 
 
 @pytest.fixture
@@ -199,7 +192,7 @@ def test_a_member_that_is_asked_to_stop_gets_no_share(
         assert shares == [(0,)], "the one that stops keeps what it has in hand"
         with pytest.raises(Fenced):
             owner.balance(source)
-        owner.go_on(source)
+        owner.take_back_stop(source)
         assert owner.balance(source) == SHARDS // 2
 
 

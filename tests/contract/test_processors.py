@@ -633,7 +633,7 @@ def test_a_class_or_a_number_that_will_not_do_is_refused_by_name(inbox: Dsn) -> 
         saf.Processors(inbox, SUBSCRIPTION, Counter, idle_seconds=0)
 
 
-def test_a_type_that_no_method_is_for_is_a_dead_letter(inbox: Dsn) -> None:
+def test_a_type_that_no_method_is_for_is_a_dead_letter_if_so_said(inbox: Dsn) -> None:
     class Placed(Counter):
         count = None  # type: ignore[assignment]
 
@@ -644,7 +644,7 @@ def test_a_type_that_no_method_is_for_is_a_dead_letter(inbox: Dsn) -> None:
     put(inbox, "1", key="k", message_type="Placed")
     put(inbox, "x", key="k", message_type="Paid")
     put(inbox, "2", key="k", message_type="Placed")
-    saf.Processors(inbox, SUBSCRIPTION, Placed).drain()
+    saf.Processors(inbox, SUBSCRIPTION, Placed, unhandled="dead").drain()
     assert effects(inbox) == ["1", "2"]
     with connect(inbox) as connection:
         ((error,),) = fetch(connection, "SELECT error FROM saf.dead_letter")

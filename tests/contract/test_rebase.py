@@ -11,9 +11,9 @@ from saf.database import Dsn, fetch
 from saf.destinations.postgresql.reading import known_at
 from saf.errors import Restored
 from saf.repair.rebase import rebase
-from tests.pipeline import Cycle, bodies, connect, forwarding_rules, send
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, run, send
 from tests.receivers import SUBSCRIPTION, prepare, put
-from tests.restored import burn_transaction_ids, elsewhere, repair, restore, run
+from tests.restored import burn_transaction_ids, elsewhere, repair, restore
 
 __all__ = ["elsewhere"]
 
@@ -44,7 +44,7 @@ def test_what_is_in_progress_is_not_lost_though_younger_transactions_have_ended(
         repair(copy, mom)
         late.execute("INSERT INTO saf.outbox (to_service, body) VALUES ('billing', 'late')")
         late.commit()
-    run(copy, mom)
+    run(copy, mom=mom)
     assert bodies(mom) == ["late"]
 
 
@@ -58,7 +58,7 @@ def test_a_batch_in_hand_of_which_nothing_was_delivered_is_delivered(
             cycle.open()
             restored = restore(app, elsewhere)
     repair(restored, mom)
-    run(restored, mom)
+    run(restored, mom=mom)
     assert bodies(mom) == ["in hand"]
 
 
@@ -71,7 +71,7 @@ def test_a_dump_is_refused_also_where_transaction_ids_have_got_farther_than_its_
     restored = restore(app, elsewhere)
     burn_transaction_ids(restored, 20_000)
     with pytest.raises(Restored):
-        run(restored, mom)
+        run(restored, mom=mom)
     assert bodies(mom) == []
 
 
@@ -89,7 +89,7 @@ def test_what_was_not_in_the_batch_in_hand_is_not_taken_for_complete_by_its_posi
             late.commit()
             restored = restore(app, elsewhere)
     repair(restored, mom)
-    run(restored, mom)
+    run(restored, mom=mom)
     assert bodies(mom) == ["early", "late"]
 
 
@@ -99,12 +99,12 @@ def test_the_restored_source_is_newer_than_any_owner_that_the_destination_has_he
 ) -> None:
     with connect(app) as connection:
         send(connection, "before", key="k")
-        run(app, mom)
+        run(app, mom=mom)
     backup = restore(app, server, f"backup_{app.database}")
     with connect(app) as connection:
         for number in range(8):
             send(connection, f"lost with the source {number}", key="k")
-            run(app, mom)
+            run(app, mom=mom)
     with connect(backup) as connection, connect(mom) as store:
         ((source,),) = fetch(connection, "SELECT broker_id FROM saf.broker")
         rebase(connection, {"mom": known_at(store, source)})
@@ -113,7 +113,7 @@ def test_the_restored_source_is_newer_than_any_owner_that_the_destination_has_he
         ((heard,),) = fetch(store, epochs.format("watermark"))
         ((epoch,),) = fetch(connection, epochs.format("cursor"))
         assert epoch > heard
-    run(backup, mom)
+    run(backup, mom=mom)
     assert bodies(mom)[-1] == "after"
 
 

@@ -13,16 +13,10 @@ from saf.database import Dsn, fetch
 from saf.repair.replay import replay
 from saf.repair.send_again import send_again
 from saf.routing.matching import Route, Routes
-from tests.pipeline import Cycle, bodies, connect, forwarding_rules, send, stores
+from tests.pipeline import bodies, connect, run, send, stores
 from tests.programs import configuration, saf
 
 ROUTES = Routes(routes=(Route(destination="mom"),))
-
-
-def run(app: Dsn, mom: Dsn) -> None:
-    with Cycle(app, forwarding_rules(mom=mom, chunk_rows=3)) as cycle:
-        while receipts := cycle.run():
-            assert not [r.error for r in receipts if r.error]
 
 
 def test_what_a_restored_store_lost_arrives_before_what_was_sent_since(
@@ -31,7 +25,7 @@ def test_what_a_restored_store_lost_arrives_before_what_was_sent_since(
     with connect(app) as connection:
         for number in range(10):
             send(connection, str(number), key=str(number % 2))
-        run(app, mom)
+        run(app, chunk_rows=3, mom=mom)
         restored = server.create_database(f"restored_{mom.database}")
         dump = subprocess.run(
             [programs(18) / "pg_dump", mom.conninfo], capture_output=True, check=True
@@ -42,7 +36,7 @@ def test_what_a_restored_store_lost_arrives_before_what_was_sent_since(
         )  # fmt: skip
         for number in range(10, 20):
             send(connection, str(number), key=str(number % 2))
-        run(app, mom)
+        run(app, chunk_rows=3, mom=mom)
         for number in range(20, 30):
             send(connection, str(number), key=str(number % 2))
         lost = fetch(connection, "SELECT shard, id FROM saf.outbox ORDER BY id OFFSET 10 LIMIT 10")
@@ -54,7 +48,7 @@ def test_what_a_restored_store_lost_arrives_before_what_was_sent_since(
     )
     assert sent is not None
     assert sent.by_destination == dry
-    run(app, restored)
+    run(app, chunk_rows=3, mom=restored)
     assert sorted(map(int, bodies(restored))) == list(range(30))
     for parity in range(2):
         mine = [int(body) for body in bodies(restored) if int(body) % 2 == parity]
@@ -77,7 +71,7 @@ def test_the_command_sends_again_what_reconcile_says_is_lost_and_nothing_else(
     with connect(app) as connection:
         for number in range(10):
             send(connection, str(number), key="k")
-    run(app, mom)
+    run(app, chunk_rows=3, mom=mom)
     with connect(mom) as store:
         gone = store.execute(
             "DELETE FROM saf.inbox WHERE id IN (SELECT id FROM saf.inbox ORDER BY id DESC LIMIT 3) "
@@ -93,7 +87,7 @@ def test_the_command_sends_again_what_reconcile_says_is_lost_and_nothing_else(
     said = saf("replay", "--why", "the disk died", cwd=tmp_path).stdout
     assert said == "app: 3 for mom to be sent again by the next run\n"
     assert saf("replay", cwd=tmp_path).stdout == "app: nothing lost\n"
-    run(app, mom)
+    run(app, chunk_rows=3, mom=mom)
     assert bodies(mom) == [str(number) for number in range(10)]
     assert saf("reconcile", cwd=tmp_path).returncode == 0
 

@@ -14,7 +14,6 @@ import pytest
 
 from saf import Outbox
 from saf.database import Dsn, fetch
-from saf.engine.work import Receipt
 from saf.errors import ConfigurationError, UsageError
 from saf.failpoints import arm
 from saf.operating import decide
@@ -32,12 +31,12 @@ from saf.routing.routes import (
     current_routes,
 )
 from saf.setaside.dead import Filter, dead_letters
-from saf.setaside.parking import parked
+from saf.setaside.waiting import parked
 from tests import classifiers
 from tests.destinations import Broker
 from tests.dying import Crash, crash
 from tests.pipeline import bodies, connect, let_time_pass, stores
-from tests.routing import without_default
+from tests.routing import run, without_default
 
 CLASSIFIERS = "tests.classifiers"
 BY_ORIGIN = f"{CLASSIFIERS}:by_origin"
@@ -55,12 +54,11 @@ def jfk(new_broker: Broker) -> Dsn:
 
 
 @pytest.fixture
-def source(app: Dsn) -> Iterator[psycopg.Connection[Any]]:
+def source(source: psycopg.Connection[Any]) -> psycopg.Connection[Any]:
     """With a route for each airport."""
-    with connect(app) as connection:
-        for destination in ("ewr", "jfk"):
-            add_route(connection, destination, service=destination.upper())
-        yield connection
+    for destination in ("ewr", "jfk"):
+        add_route(source, destination, service=destination.upper())
+    return source
 
 
 @pytest.fixture(autouse=True)
@@ -79,14 +77,6 @@ def send(connection: psycopg.Connection[Any], *texts: object, **more: Any) -> No
 
 def flights(*origins: str | None) -> list[dict[str, str | None]]:
     return [{"origin": origin} for origin in origins]
-
-
-def run(app: Dsn, chunk_rows: int = 100, **where: Dsn) -> list[Receipt]:
-    """A run of a forwarder without a default destination, in which nothing goes wrong."""
-    with without_default(app, chunk_rows, **where) as cycle:
-        receipts = cycle.run()
-    assert [r.error for r in receipts if r.error] == []
-    return receipts
 
 
 def buried(connection: psycopg.Connection[Any]) -> list[tuple[str, str, str]]:

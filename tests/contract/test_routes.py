@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
@@ -37,6 +37,8 @@ from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pa
 from tests.routing import broker_id, run, send, without_default
 from tests.timezones import Nowhere
 
+pytestmark = pytest.mark.usefixtures("disarmed")
+
 Broker = Callable[[str], Dsn]
 
 
@@ -58,18 +60,6 @@ def c(new_broker: Broker) -> Dsn:
 @pytest.fixture
 def stores(a: Dsn, b: Dsn) -> dict[str, Dsn]:
     return {"a": a, "b": b}
-
-
-@pytest.fixture
-def source(app: Dsn) -> Iterator[psycopg.Connection[Any]]:
-    with connect(app) as connection:
-        yield connection
-
-
-@pytest.fixture(autouse=True)
-def disarmed() -> Iterator[None]:
-    yield
-    arm("")
 
 
 def send_keys(connection: psycopg.Connection[Any], *keys: str) -> None:

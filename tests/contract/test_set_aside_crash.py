@@ -9,15 +9,10 @@ import pytest
 from saf.database import Dsn
 from saf.engine.source_session import SourceSession
 from saf.failpoints import arm
-from tests.destinations import NOWHERE, Broker, count, know, route, send_to
+from tests.destinations import NOWHERE, count, know, route, send_to
 from tests.dying import Crash
 from tests.dying import crash as die
-from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
-
-
-@pytest.fixture
-def other(new_broker: Broker) -> Dsn:
-    return new_broker("other")
+from tests.pipeline import Cycle, bodies, connect, forward, forwarding_rules, let_time_pass
 
 
 @pytest.fixture
@@ -33,11 +28,6 @@ def crash() -> Callable[..., None]:
     return run
 
 
-def run(app: Dsn, quality: str = "exactly_once", **destinations: Dsn) -> None:
-    with Cycle(app, forwarding_rules(quality, 100, **destinations)) as cycle:
-        cycle.run()
-
-
 def test_a_service_made_known_after_a_crash_gets_what_was_about_to_be_parked(
     app: Dsn, mom: Dsn, crash: Callable[..., None]
 ) -> None:
@@ -49,7 +39,7 @@ def test_a_service_made_known_after_a_crash_gets_what_was_about_to_be_parked(
     crash(app, "mark_forwarded", mom=mom)
     know(mom, "shipping")
     for _ in range(2):
-        run(app, mom=mom)
+        forward(app, mom=mom)
         let_time_pass(app)
     assert sorted(bodies(mom)) == sorted(f"{s}{n}" for s in "sb" for n in range(4))
 
@@ -60,14 +50,14 @@ def test_messages_behind_a_waiting_service_are_not_lost_when_it_opens_after_a_cr
     know(mom, "billing")
     with connect(app) as connection:
         send_to(connection, "shipping", "s0")
-        run(app, mom=mom)
+        forward(app, mom=mom)
         send_to(connection, "shipping", "s1")
         send_to(connection, "billing", "b1")
     crash(app, "mark_forwarded", mom=mom)
     know(mom, "shipping")
     for _ in range(3):
         let_time_pass(app)
-        run(app, mom=mom)
+        forward(app, mom=mom)
     assert [body for body in bodies(mom) if body[0] == "s"] == ["s0", "s1"]
     assert bodies(mom).count("b1") == 1
 
@@ -83,7 +73,7 @@ def test_a_rejected_message_is_not_lost_when_the_destination_is_mended_after_a_c
             send_to(connection, "billing", body)
         crash(app, "mark_forwarded", mom=mom)
         store.execute("ALTER TABLE saf.inbox DROP CONSTRAINT polite")
-    run(app, mom=mom)
+    forward(app, mom=mom)
     assert len(bodies(mom)) + count(app, "dead_letter") == 5
     assert set("abcd") <= set(bodies(mom))
 
@@ -106,9 +96,9 @@ def test_at_most_once_is_not_sent_twice_by_way_of_a_lane(
             "SELECT subscription_id, 'other', now() + interval '1 h', 'down' FROM saf.subscription"
             " WHERE name = 'forwarder'"
         )
-    run(app, mom=mom, other=other)
+    forward(app, mom=mom, other=other)
     let_time_pass(app)
-    run(app, mom=mom, other=other)
+    forward(app, mom=mom, other=other)
     assert bodies(other) == ["once"]
 
 
@@ -117,14 +107,14 @@ def test_a_parked_message_keeps_the_quality_of_its_route(app: Dsn, mom: Dsn, oth
         route(connection, "shipping", "other")
         connection.execute("UPDATE saf.route SET quality = 'exactly_once'")
         send_to(connection, "shipping", "one")
-    run(app, "at_least_once", mom=mom, other=NOWHERE)
+    forward(app, "at_least_once", mom=mom, other=NOWHERE)
     assert count(app, "parked") == 1
     for _ in range(2):
         let_time_pass(app)
         arm("unpark", die)
         with pytest.raises(Crash):
-            run(app, "at_least_once", mom=mom, other=other)
-    run(app, "at_least_once", mom=mom, other=other)
+            forward(app, "at_least_once", mom=mom, other=other)
+    forward(app, "at_least_once", mom=mom, other=other)
     assert bodies(other) == ["one"]
 
 
@@ -139,20 +129,20 @@ def test_a_dead_letter_from_a_lane_is_one_although_the_answer_to_its_commit_got_
         route(connection, "shipping", "other")
         for body in ("a", "x", "b"):
             send_to(connection, "shipping", body)
-    run(app, mom=mom, other=NOWHERE)
+    forward(app, mom=mom, other=NOWHERE)
     let_time_pass(app)
     source_session = SourceSession.__call__
     lost: list[bool] = []
 
     def answer_lost(self, write):  # type: ignore[no-untyped-def]
         result = source_session(self, write)
-        if write.__qualname__.startswith("Releasing._settle") and not lost:
+        if write.__qualname__.startswith("ParkedLanes.settle") and not lost:
             lost.append(True)
             return source_session(self, write)
         return result
 
     monkeypatch.setattr(SourceSession, "__call__", answer_lost)
-    run(app, mom=mom, other=other)
+    forward(app, mom=mom, other=other)
     assert lost
     assert bodies(other) == ["a", "b"]
     assert count(app, "dead_letter") == 1
@@ -175,9 +165,9 @@ def test_what_is_wrong_with_the_destination_and_not_with_a_message_makes_no_dead
             route(connection, "shipping", "other")
             for number in range(3):
                 send_to(connection, "shipping", str(number))
-        run(app, mom=mom, other=other)
+        forward(app, mom=mom, other=other)
         assert count(app, "dead_letter") == 0
         store.execute("DROP TRIGGER refuse ON saf.inbox")
     let_time_pass(app)
-    run(app, mom=mom, other=other)
+    forward(app, mom=mom, other=other)
     assert bodies(other) == ["0", "1", "2"]

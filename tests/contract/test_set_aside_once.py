@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,40 +17,20 @@ from saf.routing.routers import add_router
 from saf.routing.routes import add_route
 from saf.setaside import backoff
 from saf.setaside.lane import Lane
-from tests.destinations import NOWHERE, Broker, count, know, route, send_to
+from tests.destinations import NOWHERE, count, know, route, send_to
 from tests.dying import Crash
 from tests.dying import crash as die
 from tests.pipeline import (
     Cycle,
     bodies,
-    connect,
+    forward,
     forwarding_rules,
     let_time_pass,
     outlive_lease,
     send,
 )
 
-
-@pytest.fixture
-def other(new_broker: Broker) -> Dsn:
-    return new_broker("other")
-
-
-@pytest.fixture
-def source(app: Dsn) -> Iterator[psycopg.Connection[Any]]:
-    with connect(app) as connection:
-        yield connection
-
-
-@pytest.fixture(autouse=True)
-def disarmed() -> Iterator[None]:
-    yield
-    arm("")
-
-
-def run(app: Dsn, quality: str = "exactly_once", **destinations: Dsn) -> list[Receipt]:
-    with Cycle(app, forwarding_rules(quality, 100, **destinations)) as cycle:
-        return cycle.run()
+pytestmark = pytest.mark.usefixtures("disarmed")
 
 
 def crash(app: Dsn, point: str, quality: str = "exactly_once", **destinations: Dsn) -> None:
@@ -114,12 +93,12 @@ def test_what_is_written_ahead_of_a_watermark_is_parked_once_although_the_answer
 
     with monkeypatch.context() as patch:
         patch.setattr(SourceSession, "__call__", answer_lost)
-        run(app, mom=mom)
+        forward(app, mom=mom)
     assert lost
     assert count(app, "parked") == 3
     know(mom, "shipping")
     let_time_pass(app)
-    run(app, mom=mom)
+    forward(app, mom=mom)
     assert [body for body in bodies(mom) if body[0] == "s"] == ["s0", "s1", "s2"]
 
 
@@ -135,7 +114,7 @@ def test_a_message_too_large_to_read_is_set_aside_before_a_watermark_passes_it(
     with pytest.raises(Crash), Cycle(app, small) as cycle:
         cycle.run()
     arm("")
-    run(app, mom=mom)
+    forward(app, mom=mom)
     assert len(bodies(mom)) + count(app, "dead_letter") == 3
     assert {"a", "b"} <= set(bodies(mom))
 
@@ -152,7 +131,7 @@ def test_what_is_a_dead_letter_already_is_not_delivered_as_well_after_a_crash(
         cycle.run()
     arm("")
     assert count(app, "dead_letter") == 1
-    run(app, "at_least_once", mom=mom)
+    forward(app, "at_least_once", mom=mom)
     assert count(app, "dead_letter") == 1
     assert set(bodies(mom)) == {"a", "b"}
 
@@ -182,10 +161,10 @@ def test_at_most_once_messages_that_wait_are_not_attempted_and_so_are_not_lost_b
         backoff.postpone(source, subscription(source), {lane: "down"})
     send_to(source, "shipping", "waits")
     crash(app, "mark_forwarded", mom=mom, other=other)
-    run(app, mom=mom, other=other)
+    forward(app, mom=mom, other=other)
     assert count(app, "parked") == 1
     let_time_pass(app)
-    run(app, mom=mom, other=other)
+    forward(app, mom=mom, other=other)
     assert bodies(other) == ["waits"]
 
 
@@ -198,13 +177,13 @@ def test_a_parked_message_leaves_its_lane_before_it_is_sent_at_most_once(
         lane = Lane(destination="other")
         backoff.postpone(source, subscription(source), {lane: "down"})
     send_to(source, "shipping", "once")
-    run(app, mom=mom, other=other)
+    forward(app, mom=mom, other=other)
     assert count(app, "parked") == 1
     let_time_pass(app)
     crash(app, "mom_commit", mom=mom, other=other)
     for _ in range(2):
         let_time_pass(app)
-        run(app, mom=mom, other=other)
+        forward(app, mom=mom, other=other)
     assert bodies(other) == ["once"]
 
 
@@ -267,7 +246,7 @@ def test_a_zombie_takes_nothing_out_of_a_lane(
 ) -> None:
     route(source, "shipping", "other")
     send_to(source, "shipping", "s")
-    run(app, mom=mom, other=NOWHERE)
+    forward(app, mom=mom, other=NOWHERE)
     let_time_pass(app)
     rules = forwarding_rules(mom=mom, other=other)
     with Cycle(app, rules) as zombie, Cycle(app, rules) as owner:
@@ -298,7 +277,13 @@ def test_a_zombie_leads_nothing_to_a_route_that_has_come(
     parked = "SELECT parked_id, destination, kind FROM saf.parked"
     before = fetch(source, parked)
     with cycle() as zombie, cycle() as owner:
-        taken_over(app, zombie, owner)
+        zombie.open()
+
+        def take_over() -> None:
+            outlive_lease(app)
+            owner.broker.tend()
+
+        arm("unrouted_expired", take_over)
         assert errors(zombie.deliver()) == {"Fenced"}
         assert fetch(source, parked) == before
         owner.run()

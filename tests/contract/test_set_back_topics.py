@@ -26,11 +26,6 @@ from tests.programs import configuration, saf
 Backup = Callable[[Dsn], Dsn]
 
 
-@pytest.fixture
-def other(new_broker: Callable[[str], Dsn]) -> Dsn:
-    return new_broker("other")
-
-
 def subscribe(app: Dsn, *destinations: str) -> None:
     with connect(app) as connection:
         add_topic(connection, "news")

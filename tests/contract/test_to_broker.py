@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -17,25 +17,15 @@ from saf.failpoints import arm
 from saf.routing.explain import explain
 from saf.routing.routes import add_route, add_topic
 from saf.setaside.lane import Lane
-from saf.setaside.parking import parked
+from saf.setaside.waiting import parked
 from tests.destinations import NOWHERE, count
 from tests.dying import Crash, crash
-from tests.pipeline import bodies, connect, let_time_pass, stores
+from tests.pipeline import bodies, let_time_pass, stores
 from tests.routing import broker_id, run, send, without_default
 
+pytestmark = pytest.mark.usefixtures("disarmed")
+
 Broker = Callable[[str], Dsn]
-
-
-@pytest.fixture
-def source(app: Dsn) -> Iterator[psycopg.Connection[Any]]:
-    with connect(app) as connection:
-        yield connection
-
-
-@pytest.fixture(autouse=True)
-def disarmed() -> Iterator[None]:
-    yield
-    arm("")
 
 
 def run_knowing(app: Dsn, where: Mapping[str, Dsn]) -> None:

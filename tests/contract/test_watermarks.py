@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC
 
@@ -15,31 +14,20 @@ from saf.database.bounds import Bounds
 from saf.destinations import Chunk, Stored
 from saf.destinations.marks import AGAIN
 from saf.destinations.postgresql.inbox import PostgresInbox
-from saf.engine.chunks import mark
 from saf.engine.source import messages, read
 from saf.engine.work import Work
 from saf.errors import Fenced, Rejected, Unavailable
 from saf.failpoints import arm
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, outlive_lease, send
 
-
-@pytest.fixture(autouse=True)
-def disarmed() -> Iterator[None]:
-    yield
-    arm("")
+pytestmark = pytest.mark.usefixtures("disarmed")
 
 
 def chunk_of(work: Work, rows: int | None = None) -> Chunk:
     """All that is left of a batch, or only its first rows, for the destination's own lane."""
     whole = pa.Table.from_batches(list(messages(work, 1 << 20)))
     some = whole if rows is None else whole.slice(0, rows)
-    number, _ = mark(some, work.batch.number)
-    return Chunk(
-        source=work.source,
-        batch=work.batch,
-        rows=some,
-        number=number,
-    )
+    return Chunk(source=work.source, batch=work.batch, rows=some)
 
 
 def test_of_two_that_store_the_same_chunk_at_the_same_time_the_second_stores_nothing(

@@ -127,7 +127,12 @@ def test_what_has_no_handler_or_a_body_that_is_not_json_is_kept_with_its_reason(
 ) -> None:
     put(inbox, "1", message_type="Unheard")
     put(inbox, "{", message_type="Placed", headers='{"content-type": "application/json"}')
-    worker = saf.Worker(inbox, SUBSCRIPTION, policy=saf.Policy(permanent=(saf.UnreadableBody,)))
+    worker = saf.Worker(
+        inbox,
+        SUBSCRIPTION,
+        policy=saf.Policy(permanent=(saf.UnreadableBody,)),
+        unhandled="dead",
+    )
 
     @worker.handler("Placed")
     def placed(message: saf.Received, _: object) -> None:

@@ -52,6 +52,7 @@ def show(outcome: Outcome) -> None:
     )
     if not outcome.good:
         print(f"  {outcome.plan}\n  left {outcome.left}, died {outcome.died}")
+        print(*(f"  {line}" for line in outcome.in_the_way), sep="\n")
         for name, messages in outcome.verdict.findings.items():
             print(f"  {name}: {len(messages)}: {messages[:10]}", flush=True)
 

@@ -9,7 +9,7 @@ import pytest
 from psycopg import sql
 
 import saf
-import saf.engine.before
+import saf.engine.earlier_task
 import saf.engine.sending
 from saf import Outbox
 from saf.destinations import Chunk
@@ -37,9 +37,10 @@ def watermark_moved_and_a_row_not_stored(patch: pytest.MonkeyPatch) -> None:
 def marked_before_sent(patch: pytest.MonkeyPatch) -> None:
     store = Storing.store
 
-    def early(self: Storing, part: Any, mark: tuple[int, int], aside: SetAside) -> None:
-        self.source_session(lambda source: cursor.advance(source, self.work.batch, mark[1]))
-        store(self, part, mark, aside)
+    def early(self: Storing, part: Any, aside: SetAside) -> None:
+        last = part.rows["id"][-1].as_py()
+        self.source_session(lambda source: cursor.advance(source, self.work.batch, last))
+        store(self, part, aside)
 
     patch.setattr(Storing, "store", early)
 
@@ -51,7 +52,7 @@ def no_fence_at_the_destination(patch: pytest.MonkeyPatch) -> None:
 
 def no_fence_at_the_source(patch: pytest.MonkeyPatch) -> None:
     fence = "\n  AND c.owner = %(owner)s AND c.epoch = mine.epoch AND c.batch = %(batch)s"
-    for name in ("ADVANCE", "CLOSE", "HOLD"):
+    for name in ("ADVANCE", "CLOSE", "LOCK_CURSORS"):
         statement = getattr(cursor, name)
         assert fence in statement
         patch.setattr(cursor, name, statement.replace(fence, ""))
@@ -88,8 +89,8 @@ def read_in_no_order(patch: pytest.MonkeyPatch) -> None:
 def moved_past_a_chunk_that_failed(patch: pytest.MonkeyPatch) -> None:
     store = Storing.store
 
-    def carefree(self: Storing, part: Any, mark: tuple[int, int], _: SetAside) -> None:
-        store(self, part, mark, SetAside(work=self.work))
+    def carefree(self: Storing, part: Any, _: SetAside) -> None:
+        store(self, part, SetAside(work=self.work))
 
     patch.setattr(Storing, "store", carefree)
 
@@ -111,15 +112,10 @@ def neighbours_rejected_too(patch: pytest.MonkeyPatch) -> None:
     store = PostgresInbox.store
     bury = SetAside.bury
 
-    def all_or_nothing(self: Storing, part: Any, _: tuple[int, int], aside: SetAside) -> None:
-        chunk = Chunk(
-            source=self.work.source,
-            batch=self.work.batch,
-            rows=part.rows,
-            number=_[0],
-        )
+    def all_or_nothing(self: Storing, part: Any, aside: SetAside) -> None:
+        chunk = Chunk(source=self.work.source, batch=self.work.batch, rows=part.rows)
         try:
-            store(self._destination(part.destination), chunk, exactly_once=True)  # type: ignore[arg-type]
+            store(self.destinations.connected(part.destination), chunk, exactly_once=True)  # type: ignore[arg-type]
         except Rejected as error:
             bury(aside, part.rows, part.destination, "rejected", str(error))
 
@@ -135,7 +131,7 @@ def set_aside_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def attempts_forgotten(patch: pytest.MonkeyPatch) -> None:
-    for room in (saf.engine.before, saf.engine.sending):
+    for room in (saf.engine.earlier_task, saf.engine.sending):
         patch.setattr(room, "attempt", lambda _, batch, __: dict.fromkeys(batch.shards, 0))
 
 

@@ -17,6 +17,7 @@ from saf.engine.work import Receipt, Work
 from saf.errors import Fenced, Unavailable
 from saf.operating.maintenance import purge_broker
 from saf.setaside import parking
+from tests.crash.stall import listen
 from tests.pipeline import Cycle, forwarding_rules
 from tests.programs import BIN, configuration, environment
 
@@ -44,6 +45,7 @@ class Forwarding(Cycle):
 
 def forwarder(app: Dsn, destinations: Mapping[str, Dsn], chunk_rows: int, skewed: bool) -> None:
     """Forward for ever; come back from whatever one can wait out."""
+    listen()
     hurry()
     if skewed:
         an_hour_ahead()

@@ -14,7 +14,7 @@ import psycopg
 from psycopg import sql
 
 from saf.database import Dsn
-from tests.crash import faults
+from tests.crash import faults, stall
 from tests.crash.checker import Verdict, check, left, listen, unheard
 from tests.crash.forwarders import forwarder, purger, spark_forwarder
 from tests.crash.plan import QUALITIES, Plan
@@ -47,6 +47,8 @@ class Outcome:
     verdict: Verdict
     left: int
     """Messages that the forwarders had not dealt with when the time was over."""
+    in_the_way: list[str]
+    """What the databases looked like then, in lines."""
     died: list[int]
     """Exit codes of forwarders that ended by themselves."""
     recovery_seconds: float
@@ -65,6 +67,7 @@ class Round:
         self.app: Dsn = site.prepare(plan)
         self.stores = site.stores(plan)
         self.died: list[int] = []
+        self.in_the_way: list[str] = []
         self._number = 0
         self.writers = [self.start_writer() for _ in range(plan.writers)]
         self.forwarders = [
@@ -102,6 +105,7 @@ class Round:
             plan=self.plan,
             verdict=verdict,
             left=remaining,
+            in_the_way=self.in_the_way,
             died=self.died,
             recovery_seconds=recovery,
         )
@@ -179,7 +183,14 @@ class Round:
             if remaining > 0 and (least is None or remaining < least):
                 least, until = remaining, time.monotonic() + seconds
             time.sleep(0.02)
+        if remaining:
+            databases = [self.app, *self.stores.values()]
+            self.in_the_way = stall.describe(databases, self._listening())
         return remaining
+
+    def _listening(self) -> list[BaseProcess]:
+        """The forwarders that say where they are; on Spark there are other processes in between."""
+        return [] if self.plan.spark else [process for process, _ in self.forwarders]
 
     def _left(self) -> int:
         with contextlib.suppress(psycopg.OperationalError):

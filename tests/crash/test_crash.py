@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from tests.crash.plan import plan
+from tests.crash import faults, rounds
+from tests.crash.plan import Fault, plan
 from tests.crash.rounds import Round
 from tests.crash.site import Site
 
@@ -23,6 +25,23 @@ def site() -> Iterator[Site]:
 def test_nothing_is_lost_doubled_or_out_of_order_whatever_fails(site: Site, number: int) -> None:
     outcome = Round(site, plan(SEED, number)).run()
     assert outcome.good, outcome
+
+
+def test_a_round_in_which_nothing_moves_says_what_is_in_the_way(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "DRAIN_SECONDS", 1)
+    lock = "BEGIN; SELECT FROM saf.cursor FOR UPDATE"
+    fault = Fault(kind="locked", after=0.5, lasts=0, target=0)
+    quiet = replace(plan(SEED, 0), faults=(fault,), dialogs=False, forwarders=1)
+    round_ = Round(site, quiet)
+    with round_.app.connect(role="a person", autocommit=True) as person:
+        monkeypatch.setattr(faults, "locked", lambda *_: person.execute(lock), raising=False)
+        outcome = round_.run()
+    assert outcome.left > 0
+    (holder,) = [line for line in outcome.in_the_way if "a person" in line]
+    assert "idle in transaction" in holder
+    assert any("tests/crash/forwarders.py" in line for line in outcome.in_the_way)
 
 
 def test_the_same_seed_gives_the_same_plan() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from saf.broker.embedded import EmbeddedServer
+from saf.cli.exit_codes import EXIT_CODES
 from saf.config import Forwarder
 from saf.database import REVISION, Dsn
-from tests.programs import BIN, configuration, last_json, run, saf, send
+from tests.programs import BIN, ROOT, configuration, last_json, run, saf, send
 
 NOWHERE = "postgresql://saf@127.0.0.1:1/nowhere"
 MINIMAL = f"""
@@ -191,6 +193,14 @@ def test_forward_ends_with_2_on_a_database_without_the_schema(
     assert f"database '{bare.database}' has no saf schema: run `saf migrate" in done.stderr
 
 
+def test_help_has_the_table_of_exit_codes_and_so_has_the_page() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    for code, means in EXIT_CODES.items():
+        for arguments in (["--help"], ["forward", "--help"]):
+            assert f"{code:<4} {means}" in saf(*arguments, env={"COLUMNS": "100"}).stdout
+        assert f"| {code} | {means} |" in page
+
+
 # saf status
 
 
@@ -200,7 +210,11 @@ def test_status_tells_scripts_what_is_pending_and_who_is_at_it(
     configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
     send(app, 50)
 
-    done = saf("status", "--json", cwd=tmp_path)
+    unasked = last_json(saf("status", "--json", cwd=tmp_path).stdout)["brokers"][0]
+    assert "shards" not in unasked
+    assert unasked["unowned_shards"] == "0-63"
+
+    done = saf("status", "--json", "--shards", cwd=tmp_path)
 
     assert done.returncode == DONE, done.stderr
     assert len(done.stdout.splitlines()) == 1
@@ -318,7 +332,7 @@ def test_a_wrong_password_is_said_and_not_shown(own_server: EmbeddedServer, tmp_
         connection.execute("SELECT pg_reload_conf()")
     wrong = Dsn(make_conninfo(database.conninfo, user="guest", password=CANARY))
     said = refused(saf("migrate", env={"SAF_DSN": wrong.conninfo}), USAGE)
-    assert "the password is wrong: mend it" in said.replace("The", "the")
+    assert "the password is wrong, or none is given: mend it" in said.replace("The", "the")
     assert 'password authentication failed for user "guest"' in said
     assert CANARY not in said
     configuration(tmp_path / "saf.toml", {"app": wrong}, {"mom": wrong})
@@ -379,3 +393,23 @@ cli.program()
     assert (done.returncode, done.stdout) == (code, "main\nthread\nat exit\n")
     assert said in done.stderr
     assert bool(done.stderr) == bool(said)
+
+
+# saf itself
+
+
+def test_the_version_is_that_of_the_package_with_the_schema_that_it_needs() -> None:
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    done = saf("--version")
+    assert done.returncode == DONE
+    assert done.stdout == f"saf {about['version']}, schema {REVISION}\n"
+
+
+def test_the_tab_key_knows_commands_and_options() -> None:
+    def completed(words: str) -> list[str]:
+        env = {"_SAF_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "1"}
+        env["COMP_CWORD"] = str(len(words.split(" ")) - 1)
+        return saf(env=env).stdout.split()
+
+    assert completed("saf serv") == ["service"]
+    assert "--loop" in completed("saf forward --l")

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,7 @@ from saf import config
 from saf.config import load
 from saf.database import Dsn
 from saf.destinations.postgresql import Postgresql
+from tests.pipeline import connect
 from tests.programs import BIN, ROOT, configuration, received, run, saf, send
 
 JOBS = ROOT / "jobs"
@@ -145,11 +147,12 @@ def test_the_services_run_a_command_that_exists_with_options_that_exist(name: st
     assert service["EnvironmentFile"] == "/etc/saf/secrets.env"
 
 
-def test_a_database_that_is_down_does_not_fail_the_timers_unit_and_restarts_the_loop() -> None:
+def test_the_units_do_with_each_exit_code_what_the_table_says() -> None:
     once = _unit("saf-forward.service")["Service"]
     loop = _unit("saf-forward-loop.service")["Service"]
     assert once["SuccessExitStatus"] == "75"
     assert "Restart" not in once
+    assert loop["Restart"] == "on-failure"
     assert loop["RestartForceExitStatus"] == "75"
     assert loop["RestartPreventExitStatus"] == "2"
 
@@ -270,6 +273,26 @@ def test_the_dag_tries_again_while_a_database_is_down_and_not_what_a_person_has_
     monkeypatch.setenv("SAF_CONFIG", str(etc / "none.toml"))
     with pytest.raises(FailedForGood, match="exit code 2"):
         task.execute({})
+
+
+def test_messages_that_wait_for_a_service_do_not_fail_the_dag(
+    task: Operator, etc: Path, app: Dsn, mom: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _set(monkeypatch, etc, SHOP_DSN=app.conninfo, MOM_DSN=mom.conninfo)
+    with connect(mom) as connection:
+        connection.execute("INSERT INTO saf.service (name) VALUES ('shipping')")
+    send(app, 1)
+    said = json.loads(task.execute({}))
+    assert (said["forwarded"], said["waiting_lanes"], said["exit_code"]) == (0, 1, 0)
+
+
+def test_another_try_comes_soon_and_there_are_few_because_the_next_run_is_one_too(
+    task: Operator,
+) -> None:
+    assert task.options["retries"] == 2
+    assert task.options["retry_delay"] == timedelta(seconds=30)
+    assert task.options["retry_exponential_backoff"] is False
+    assert "max_retry_delay" not in task.options
 
 
 def test_the_dag_runs_once_at_a_time_and_does_not_catch_up(task: Operator) -> None:

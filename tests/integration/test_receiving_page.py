@@ -87,7 +87,7 @@ def test_the_processors_handle_what_is_there_and_go_on_from_there(
             cwd=tmp_path,
         )
         assert done.returncode == 0, done.stderr
-        assert done.stdout == f"handled {len(amounts)} messages\n"
+        assert done.stdout == f"handled {len(amounts)} message{'s' * (len(amounts) != 1)}\n"
         assert invoices(inbox) == [("A-1", total, False)]
 
 

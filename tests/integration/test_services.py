@@ -72,6 +72,29 @@ def test_a_message_for_an_unknown_service_waits_at_its_source_until_it_is_create
         assert [message.text() for message in delivery] == ["for billing"]
 
 
+def test_the_first_service_is_not_created_unawares_where_messages_for_others_are(
+    mom: Dsn, config: Path
+) -> None:
+    for _ in range(3):
+        store(mom, "orders", "stored while any service is known")
+    store(mom, "billing", "one for the first")
+    with connect(mom) as connection:
+        with pytest.raises(UsageError, match=r"would be the first here, .*'orders' \(3\)"):
+            services.create_service(connection, "billing")
+        assert services.services(connection) == []
+        done = run_saf("service", "create", "billing", "--config", config)
+        assert done.returncode == 2
+        assert "'orders' (3). Create those in the same command" in done.stderr
+        # together, or if that is said; and whoever comes later changes nothing for others
+        assert run_saf("service", "create", "billing", "orders", "--config", config).returncode == 0
+        services.remove_service(connection, "orders", discard=True)
+        assert services.create_service(connection, "shipping")
+        for name in ("billing", "shipping"):
+            services.remove_service(connection, name, discard=True)
+        said = ("service", "create", "billing", "--refuse-others", "--config", config)
+        assert run_saf(*said).returncode == 0
+
+
 def test_what_does_not_exist_is_named_with_what_does(mom: Dsn) -> None:
     with connect(mom) as connection:
         services.create_service(connection, "billing")
@@ -108,8 +131,14 @@ def test_the_commands_create_list_and_remove(config: Path) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert run("service", "create", "billing") == "mom: service billing created\n"
-    assert run("service", "create", "billing") == "mom: service billing is there already\n"
+    assert run("service", "create", "billing") == (
+        "mom: service billing created\n"
+        "mom: from now on, it stores messages for its services only; others wait\n"
+    )
+    assert run("service", "create", "billing", "shop") == (
+        "mom: service billing is there already\nmom: service shop created\n"
+    )
+    run("service", "remove", "shop")
     run("subscription", "create", "audit", "--service", "billing", "--from-now")
     run("subscription", "create", "archive", "--all-services")
     listed = last_json(run("service", "list", "--json"))
@@ -121,7 +150,10 @@ def test_the_commands_create_list_and_remove(config: Path) -> None:
     assert "billing" in run("service", "list")
     assert "(all)" in run("subscription", "list")
     run("subscription", "remove", "archive")
-    run("service", "remove", "billing", "--broker", "mom")
+    assert run("service", "remove", "billing", "--broker", "mom") == (
+        "mom: service billing removed\n"
+        "mom: it has no service left, and stores messages for any again\n"
+    )
     assert last_json(run("service", "list", "--json"))["services"] == []
 
 

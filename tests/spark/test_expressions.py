@@ -15,7 +15,7 @@ from saf.forwarding.forwarder import Forwarder
 from saf.routing.routers import add_router, remove_router
 from saf.routing.routes import add_route
 from saf.setaside.dead import Filter, dead_letters
-from saf.setaside.parking import parked
+from saf.setaside.waiting import parked
 from saf.spark.expressions import Compiled, _compiled
 from tests import on_spark
 from tests.on_spark import forward

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from saf.operating import decide
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route
 from saf.setaside.dead import Filter, dead_letters
-from saf.setaside.parking import parked
+from saf.setaside.waiting import parked
 from tests.on_spark import forward
 from tests.pipeline import connect, let_time_pass
 from tests.programs import BIN, ROOT, configuration, run
@@ -37,11 +37,11 @@ def stores(new_broker: Callable[[str], Dsn]) -> dict[str, Dsn]:
 
 
 @pytest.fixture
-def source(app: Dsn) -> Iterator[psycopg.Connection[Any]]:
-    with connect(app) as connection:
-        for name in AIRPORTS:
-            add_route(connection, name, service=name.upper())
-        yield connection
+def source(source: psycopg.Connection[Any]) -> psycopg.Connection[Any]:
+    """With a route for each airport."""
+    for name in AIRPORTS:
+        add_route(source, name, service=name.upper())
+    return source
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from saf.database import Dsn
 from saf.errors import SafError
 from saf.operating import decide
 from saf.operating.maintenance import purge_broker
-from saf.setaside import dead, parking
+from saf.setaside import dead, parking, waiting
 from saf.testing import clock
 from tests.stateful.forwarder import AN_HOUR, Forwarder
 from tests.stateful.model import AT_MOST_ONCE, Seen, Sent, Truth
@@ -259,7 +259,7 @@ class World:
 
     def attempts_are_due(self) -> None:
         """``saf parked retry-now``."""
-        parking.retry_now(self.app.person)
+        waiting.retry_now(self.app.person)
 
     def retry_dead(self, service: str | None) -> None:
         """``saf dead retry``."""

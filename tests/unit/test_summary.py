@@ -34,8 +34,11 @@ def test_the_exit_code_says_who_has_to_act(kinds: tuple[str, ...], code: int) ->
     assert met(*kinds).exit_code == code
 
 
-def test_what_waits_is_to_be_tried_again() -> None:
-    assert Summary(waiting_lanes=1).exit_code == TRY_AGAIN
+def test_a_destination_that_is_down_is_to_be_tried_again_and_what_waits_for_a_person_is_not() -> (
+    None
+):
+    assert Summary(waiting_lanes=1, down=["mom"]).exit_code == TRY_AGAIN
+    assert Summary(waiting_lanes=1).exit_code == DONE
 
 
 def test_a_sum_has_every_count_of_its_cycles() -> None:

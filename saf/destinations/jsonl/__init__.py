@@ -4,11 +4,11 @@
     kind = "jsonl"
     folder = "/data/orders"
 
-What is in the folder is told by `saf.destinations.jsonl.folder`, what a line is by
-`saf.destinations.jsonl.lines`. Whoever reads the files may delete those that it has read.
+`saf.destinations.jsonl.folder` tells what is in the folder, `saf.destinations.jsonl.lines` what a
+line is. Readers may delete the files that they have read.
 
-All forwarders see the folder at the same path, on a file system on which ``flock`` holds between
-them: a local one, or one that is mounted with locks, such as NFS 4.
+All forwarders see the folder at the same path. Its file system lets ``flock`` hold between them: it
+is a local one, or one that is mounted with locks, such as NFS 4.
 """
 
 from __future__ import annotations
@@ -37,39 +37,43 @@ class Jsonl(DestinationSettings):
 
     kind: Literal["jsonl"] = "jsonl"
     folder: Annotated[Path, AfterValidator(Path.absolute)]
-    """It exists; an empty one becomes a destination at the first message."""
+    """The folder, which exists. An empty one becomes a destination at the first message."""
     max_line_bytes: Annotated[int, within(1024, 1 << 31)] | None = None
     """A message whose line is longer is a dead letter: not every reader takes long lines."""
     lock_seconds: Annotated[float, within(0.01, 86_400)] = 30.0
-    """How long another forwarder that writes is waited for."""
+    """How long a forwarder waits for another one that writes, in seconds."""
 
     def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
-        """The folder."""
+        """Return the folder as a destination; see `DestinationSettings.open`."""
         from saf.destinations.jsonl.folder import Folder  # needs Arrow, which a driver does not
 
         return Folder(name, self)
 
     @classmethod
     def preload(cls) -> None:
-        """The folder."""
+        """Import what `open` imports."""
         import saf.destinations.jsonl.folder  # noqa: F401 - to have it imported
 
     def identity(self, name: str) -> UUID:
-        """What its ``saf.json`` says, or will say."""
+        """Return what ``saf.json`` says, or will say; see `DestinationSettings.identity`."""
         return read_identity(f"destination {name!r}", self.folder)
 
     def known(self, name: str, source: UUID, *, role: str) -> Known:  # noqa: ARG002 - nobody asks
-        """Its marks of a source."""
+        """Return the folder's marks of a source; see `DestinationSettings.known`."""
         return known_of(f"destination {name!r}", self.folder, source)
 
     def reading(self, name: str) -> AbstractContextManager[Reading]:
-        """All of its files, while none is missing."""
+        """Open all files of the folder for reading; see `DestinationSettings.reading`.
+
+        Raises:
+            CannotReadBack: some files are not there any more.
+        """
         from saf.destinations.jsonl.reading import read
 
         return read(name, self.folder)
 
     def problems(self, name: str) -> Iterator[tuple[str, str]]:
-        """Whether it is there. It need not be a destination yet."""
+        """Raise if the folder cannot be used. It need not be a destination yet."""
         from saf.destinations.jsonl.folder import Folder
 
         Folder(name, self).look()

@@ -4,15 +4,17 @@
     SOURCE/000000000001.jsonl      the messages of one source, a file for each chunk: by the names
     SOURCE/000000000002.jsonl      of its files and by the lines in them, each key in its order
     .saf/SOURCE.json               how far it is stored: its marks, and the number of its last file
-    .saf/SOURCE.lock               who writes holds its lock
+    .saf/SOURCE.lock               a forwarder that writes holds its lock
     .saf/SOURCE-2.tmp              a file that is being written, with the number that it gets
 
-A chunk is stored by one rename: that of SOURCE.json. Before it, the messages are in a file
-that is durable and seen by nobody. After it, that file gets its name, by whoever gets the lock next
-if this process does not: the marks in SOURCE.json say that it is stored. So of a process
-that is killed, at whatever point, each chunk is there whole and once, or not at all; a file never
-changes once it has its name. One that is stopped keeps its lock, for which others wait
-``lock_seconds``; when it goes on after others did, it reads their marks, and is fenced.
+A chunk is stored by one rename, which puts a new SOURCE.json in place. Before it, the messages are
+in a file that is durable and that no reader sees. After it, that file gets its name. If this
+process is killed in between, the next process that gets the lock gives the file its name, because
+the marks in SOURCE.json say that the chunk is stored. So a killed process leaves each chunk whole,
+or leaves nothing of it, and a file never changes once it has its name.
+
+A process that is stopped keeps its lock, and others wait ``lock_seconds`` for it. When it goes on
+after others have written, it reads their marks and is fenced.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from saf.destinations.jsonl.state import (
     write,
 )
 from saf.destinations.marks import NOTHING, Mark, Place
-from saf.destinations.places import beyond, last_of, not_for, refuse, touched
+from saf.destinations.places import beyond, guarded, last_of, not_for, refuse
 from saf.errors import Rejected, Unavailable
 from saf.failpoints import fail_point
 
@@ -60,22 +62,22 @@ class Folder:
         self.path = settings.folder
 
     def identity(self) -> UUID:
-        """What its saf.json says; an empty folder becomes a destination."""
+        """Return what the folder's saf.json says; an empty folder becomes a destination."""
         return make_identity(self.what, self.path)
 
     def connect(self) -> None:
-        """Be a folder that can be written to."""
+        """Make sure that the folder can be written to."""
         self.identity()
 
     def look(self) -> None:
-        """Raise what `connect` would; writes nothing."""
+        """Raise what `connect` would raise; write nothing."""
         with unavailable_if_lost(self.what):
             os.scandir(self.path).close()
             if not os.access(self.path, os.W_OK | os.X_OK):
                 raise PermissionError(13, "Permission denied", str(self.path))
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing: no file is kept open."""
 
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         """Store a chunk; see `saf.destinations.Destination`."""
@@ -85,7 +87,7 @@ class Folder:
             rows = chunk.rows
             if exactly_once:
                 stored = {place: mark.number for place, mark in marks.items()}
-                rows = beyond(rows, chunk.number, stored, chunk.prefix)
+                rows = beyond(rows, chunk.batch.number, stored, chunk.prefix)
             wrong = not_for(self.what, identity, rows, chunk.behind)
             moved = {} if wrong else last_of(chunk, marks)
             mine = dict(chunk.batch.epochs)
@@ -101,19 +103,19 @@ class Folder:
         return Stored(messages=rows.num_rows, dropped=dropped, marks=moved)
 
     def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:
-        """How far the lanes and shards of a chunk are stored."""
+        """Return how far the lanes and shards of a chunk are stored; see `Destination.marks`."""
         self.identity()
         with unavailable_if_lost(self.what), self._locked(chunk.source) as state:
             return self._marks(state, chunk)
 
     def _marks(self, state: State, chunk: Chunk) -> dict[Place, Mark]:
-        places = touched(chunk)
+        places = guarded(chunk)
         marks = {place: state.marks.get(place, NOTHING) for place in places}
         refuse(self.what, chunk, {place: state.epochs.get(place, 0) for place in places}, marks)
         return marks
 
     def _commit(self, source: UUID, new: State, rows: pa.Table | None, before: State) -> None:
-        """Make the marks of a source, and the messages that they speak of, what is stored."""
+        """Store the marks of a source and, in the same step, the messages that they speak of."""
         inside = self.path / INSIDE
         if rows is not None and rows.num_rows:
             new.number += 1
@@ -146,7 +148,11 @@ class Folder:
 
     @contextmanager
     def _locked(self, source: UUID) -> Iterator[State]:
-        """The state of a source, which nobody else changes meanwhile."""
+        """Give the state of a source, which no other process changes meanwhile.
+
+        Raises:
+            Unavailable: another process holds the lock for longer than ``lock_seconds``.
+        """
         with (self.path / INSIDE / f"{source}.lock").open("wb") as lock:
             self._wait_for(lock.fileno())
             state = read_state(self.path, source)
@@ -167,10 +173,10 @@ class Folder:
 
 
 def draft_of(folder: Path, source: UUID, number: int) -> Path:
-    """The file of a number, before it has its name."""
+    """Return the path of a source's file with this number, before the file has its name."""
     return folder / INSIDE / f"{source}-{number}.tmp"
 
 
 def file_of(folder: Path, source: UUID, number: int) -> Path:
-    """The file of a number."""
+    """Return the path of a source's file with this number, once the file has its name."""
     return folder / str(source) / f"{number:012}.jsonl"

@@ -4,9 +4,10 @@
      "headers": {"content-type": "application/json"}, "body": "{\\"order\\": 7}",
      "created_at": "2026-01-31T12:00:00.000001Z"}
 
-The names are those of a message's columns; what is NULL is left out. ``source`` is the broker_id of
-the source, ``shard`` the key's shard there. ``body`` is the text that the bytes are, if they are
-UTF-8; else they are in ``body_base64``. The bodies of such a chunk go through Python one by one.
+The names are those of a message's columns; a column that is NULL is left out. ``source`` is the
+broker_id of the source, ``shard`` the key's shard there. A body that is UTF-8 is a text in
+``body``; any other body is in ``body_base64``. If a chunk has one that is not UTF-8, Python looks
+at the bodies of that chunk one by one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SHORT = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r"}
 
 
 def lines(rows: pa.Table, source: UUID) -> pa.Array:
-    """A line for each message, its end included."""
+    """Return a line for each message, with the newline at its end."""
     rows = rows.combine_chunks()
     parts = [_text(f'{{"source":"{source}","shard":'), rows["shard"].cast(TEXT)]
     for column in MESSAGE:
@@ -44,7 +45,7 @@ def lines(rows: pa.Table, source: UUID) -> pa.Array:
 
 
 def content(written: pa.Array) -> memoryview:
-    """The lines one after the other, without a copy."""
+    """Return the bytes of lines, one line after the other, without copying them."""
     offsets = np.frombuffer(written.buffers()[1], np.int64)
     first, last = offsets[written.offset], offsets[written.offset + len(written)]
     return memoryview(written.buffers()[2])[first:last]
@@ -74,12 +75,12 @@ def _as_text(body: bytes) -> str | None:
 
 
 def _field(name: str, written: pa.Array) -> pa.Array:
-    """A field of each line; nothing where the value is null."""
+    """Return a field of each line, with a comma before it; null where the value is null."""
     return pc.binary_join_element_wise(_text(f',"{name}":'), written, _text(""))
 
 
 def _quoted(texts: pa.Array) -> pa.Array:
-    r"""As JSON writes texts.
+    r"""Return texts as JSON writes them.
 
     >>> _quoted(pa.array(['a"b\\c', "x\ny\x00", "grüezi"], TEXT)).to_pylist()
     ['"a\\"b\\\\c"', '"x\\ny\\u0000"', '"grüezi"']
@@ -94,7 +95,7 @@ def _quoted(texts: pa.Array) -> pa.Array:
 
 
 def _uuids(values: pa.Array) -> pa.Array:
-    """As text, by a table of the digits of each byte."""
+    """Return UUIDs as quoted texts, by a table of the two digits of each byte."""
     given = values.drop_null().cast(pa.binary(16))
     raw = np.frombuffer(given.buffers()[1], np.uint8)[given.offset * 16 :][: len(given) * 16]
     digits = HEX[raw].reshape(len(given), 32)
@@ -127,7 +128,7 @@ WRITTEN: dict[str, Callable[[pa.Array], pa.Array]] = {
     "jsonb": _plain,
     "timestamptz": _moments,
 }
-"""By the type in PostgreSQL."""
+"""The function that writes a column's values, by the column's type in PostgreSQL."""
 
 
 def _join(*parts: pa.Array) -> pa.Array:

@@ -1,4 +1,4 @@
-"""What the files of a folder hold, as long as all of them are there."""
+"""Reading back a folder of JSON lines, as long as all of its files are there."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from saf.errors import CannotReadBack
 
 @contextmanager
 def read(name: str, folder: Path) -> Iterator[Reading]:
-    """All files of all sources.
+    """Open all files of all sources for reading.
 
     Raises:
-        CannotReadBack: some are not there any more.
+        CannotReadBack: some files are not there any more.
     """
     what = f"destination {name!r}"
     identity = read_identity(what, folder)
@@ -47,7 +47,7 @@ def read(name: str, folder: Path) -> Iterator[Reading]:
 
 
 def _files(name: str, folder: Path, source: UUID) -> list[Path]:
-    """The files of a source; the last one may not have its name yet."""
+    """Return the files of a source. The last one may not have its name yet."""
     last = read_state(folder, source).number
     files = [file_of(folder, source, number) for number in range(1, last + 1)]
     if files and (draft := draft_of(folder, source, last)).exists():
@@ -67,7 +67,7 @@ def _held(name: str, folder: Path, source: UUID) -> pa.Table:
 
 
 def _table(file: Path) -> pa.Table:
-    """What is needed of each line; Python reads them one by one."""
+    """Return the columns that are needed of each line. Python reads the lines one by one."""
     columns: dict[str, list[Any]] = {name: [] for name in HELD.names}
     with file.open("rb") as lines:
         for line in lines:

@@ -29,12 +29,12 @@ class State:
     """What is stored of one source."""
 
     number: int = 0
-    """Of its last file."""
+    """The number of the source's last file."""
     marks: dict[Place, Mark] = field(default_factory=dict)
     epochs: dict[Place, int] = field(default_factory=dict)
 
     def as_bytes(self) -> bytes:
-        """As it is kept."""
+        """Return the state as the bytes of its file."""
         places = [
             [lane, shard, self.epochs[lane, shard], mark.batch, mark.position,
              mark.opened_at and mark.opened_at.isoformat(), mark.acknowledged]
@@ -44,7 +44,7 @@ class State:
 
     @classmethod
     def of(cls, content: bytes) -> State:
-        """The same, read."""
+        """Make a state from the bytes of its file."""
         said = json.loads(content)
         state = cls(number=said["number"])
         for lane, shard, epoch, batch, position, opened_at, acknowledged in said["places"]:
@@ -56,7 +56,7 @@ class State:
 
 @contextmanager
 def unavailable_if_lost(what: str) -> Iterator[None]:
-    """Turn what a file system says into `Unavailable`; what a person has to mend, `Refused`."""
+    """Raise `Unavailable` for what a file system says; `Refused` if a person has to mend it."""
     try:
         yield
     except OSError as error:
@@ -68,13 +68,14 @@ def unavailable_if_lost(what: str) -> Iterator[None]:
 
 
 def read_identity(what: str, folder: Path) -> UUID:
-    """What the folder is; what an empty one would be, without writing anything.
+    """Return the identity of a folder, or the one that an empty folder would get; write nothing.
 
-    That follows from its path. So one that is emptied, or whose disk is not mounted, is not taken
-    for a new one, but for itself without what it had acknowledged.
+    The identity of an empty folder follows from its path. So a folder that is emptied, or whose
+    disk is not mounted, is not taken for a new one: it is the same one, without what it had
+    acknowledged.
 
     Raises:
-        Unavailable: it is not there.
+        Unavailable: the folder is not there.
     """
     with unavailable_if_lost(what):
         try:
@@ -85,20 +86,24 @@ def read_identity(what: str, folder: Path) -> UUID:
 
 
 def make_identity(what: str, folder: Path) -> UUID:
-    """What the folder is, and goes on to be if it is moved; an empty one is made a destination."""
+    """Return the identity of a folder, which stays when the folder is moved.
+
+    An empty folder is made a destination.
+    """
     identity = read_identity(what, folder)
     with unavailable_if_lost(what):
         (folder / INSIDE).mkdir(exist_ok=True)
         if not (folder / IDENTITY).exists():
             draft = folder / INSIDE / f"{uuid4()}.tmp"
             write(draft, json.dumps({"destination": str(identity)}).encode())
-            draft.rename(folder / IDENTITY)  # whoever else does it writes the same
+            # if another process does it at the same time, it writes the same
+            draft.rename(folder / IDENTITY)
             sync(folder)
     return identity
 
 
 def read_state(folder: Path, source: UUID) -> State:
-    """What is stored of a source."""
+    """Return what is stored of a source."""
     try:
         return State.of((folder / INSIDE / f"{source}.json").read_bytes())
     except FileNotFoundError:
@@ -106,7 +111,7 @@ def read_state(folder: Path, source: UUID) -> State:
 
 
 def known_of(what: str, folder: Path, source: UUID) -> Known:
-    """The marks of a source, for those who compare."""
+    """Return the marks of a source, for `saf reconcile`, `saf doctor` and repairs."""
     destination = read_identity(what, folder)
     with unavailable_if_lost(what):
         state = read_state(folder, source)
@@ -117,7 +122,7 @@ def known_of(what: str, folder: Path, source: UUID) -> Known:
 
 
 def write(file: Path, content: Any) -> None:
-    """Write a file durably; its name is durable once its folder is, see `sync`."""
+    """Write a file durably. Its name is durable only after `sync` of its folder."""
     with file.open("wb") as out:
         out.write(content)
         out.flush()
@@ -125,7 +130,7 @@ def write(file: Path, content: Any) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Make what a folder says of its files' names durable."""
+    """Make the names of a folder's files durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -3,8 +3,8 @@
     [destinations.mom]
     dsn = "postgresql://saf@mom/mom?password=${MOM_PASSWORD}"
 
-What stores is in `saf.destinations.postgresql.inbox`, and needs Arrow; what reads back in
-`saf.destinations.postgresql.reading`.
+`saf.destinations.postgresql.inbox` stores, and needs Arrow. `saf.destinations.postgresql.reading`
+reads back.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Postgresql(DestinationSettings):
     """Where the broker is."""
 
     def open(self, name: str, *, keep: bool = False) -> Destination:
-        """The inbox, not connected yet."""
+        """Return the inbox as a destination; see `DestinationSettings.open`."""
         from saf.destinations.postgresql import inbox  # needs Arrow, which a driver does not
 
         return inbox.PostgresInbox(name, self.dsn, keep=keep)
 
     @classmethod
     def preload(cls) -> None:
-        """The inbox."""
+        """Import what `open` imports."""
         import saf.destinations.postgresql.inbox  # noqa: F401 - to have it imported
 
     def identity(self, name: str) -> UUID:
-        """Its broker_id."""
+        """Return the broker_id; see `DestinationSettings.identity`."""
         with (
             unavailable_if_lost(f"destination {name!r}"),
             self.dsn.connect(role="identify", autocommit=True) as connection,
@@ -55,7 +55,7 @@ class Postgresql(DestinationSettings):
             return UUID(str(broker_id))
 
     def known(self, name: str, source: UUID, *, role: str) -> Known:
-        """Its watermarks of a source."""
+        """Return the watermarks of a source; see `DestinationSettings.known`."""
         with (
             unavailable_if_lost(f"destination {name!r}"),
             self.dsn.connect(role=role, autocommit=True) as connection,
@@ -64,13 +64,13 @@ class Postgresql(DestinationSettings):
             return known_at(connection, source)
 
     def reading(self, name: str) -> AbstractContextManager[Reading]:
-        """Its inbox, in one snapshot, safe from purges meanwhile."""
+        """Open the inbox for reading in one snapshot; meanwhile, nothing of it is purged."""
         return read(name, self.dsn)
 
     def broker(self) -> Dsn:
-        """It is one."""
+        """Return the dsn: an inbox belongs to a broker."""
         return self.dsn
 
     def bounded(self, bounds: Bounds) -> Self:
-        """The same with saf.toml's ``[bounds]``."""
+        """Return these settings with saf.toml's ``[bounds]``."""
         return self.model_copy(update={"dsn": replace(self.dsn, bounds=bounds)})

@@ -1,11 +1,12 @@
 """Another broker's inbox, filled by COPY, exactly once.
 
-One transaction per chunk: lock the watermarks of the chunk's source shards, refuse an older
-epoch and marks that are not what the source remembers (`saf.destinations.marks`), drop the rows at
-or below (batch, position), COPY the rest, move the watermarks, commit. What is addressed to another
-broker is refused, before anything is stored. Because a batch never changes, a chunk that was stored
-before its acknowledgement got lost is recognised by that mark alone: no index over message ids, no
-table that grows.
+A chunk is stored in one transaction: lock the watermarks of the chunk's source shards; refuse an
+older epoch (`saf.destinations.places.guarded`), and marks that are not what the source remembers
+(`saf.destinations.marks`); drop the rows at or below (batch, position); COPY the rest; move the
+watermarks; commit. A message for another broker is refused before anything is stored.
+
+Because a batch never changes, the watermark alone recognises a chunk that was stored before its
+acknowledgement got lost. There is no index over message ids, and no table that grows.
 
 Arrow goes in as it came: the ADBC driver writes it as COPY binary, inside the transaction.
 """
@@ -37,7 +38,7 @@ from saf.database import (
 )
 from saf.destinations import Chunk, Stored
 from saf.destinations.marks import Mark, Place
-from saf.destinations.places import beyond, for_others, last_of, refuse, touched
+from saf.destinations.places import beyond, for_others, guarded, last_of, refuse
 from saf.errors import (
     AnotherBroker,
     Rejected,
@@ -97,9 +98,9 @@ WHERE w.source = {source}::uuid AND w.shard = mine.shard AND w.lane = mine.lane
 
 
 class PostgresInbox:
-    """A broker's inbox as a `Destination`. Connects at the first chunk.
+    """A broker's inbox as a `Destination`, which connects at the first chunk.
 
-    ``keep``: stays connected for the next one; see `saf.database.connections`.
+    With ``keep``, its connection is kept for the next task; see `saf.database.connections`.
     """
 
     def __init__(self, name: str, dsn: Dsn, *, keep: bool = False) -> None:
@@ -109,7 +110,7 @@ class PostgresInbox:
         self._connection: adbc.Connection | None = None
         self._identity: UUID | None = None
         self._of_rows = False
-        """Rows are given, so that what the server says now may be said of them."""
+        """Whether the rows were sent, so that an error of the server may be about one of them."""
 
     def identity(self) -> UUID:
         """The inbox's broker_id."""
@@ -119,7 +120,7 @@ class PostgresInbox:
         return self._identity
 
     def connect(self) -> None:
-        """Be connected: what fails here has sent nothing."""
+        """Connect. If this fails, nothing has been sent."""
         with self._transaction() as cursor:
             _query(cursor, "SELECT 1")
 
@@ -130,10 +131,10 @@ class PostgresInbox:
             rows = chunk.rows
             if exactly_once:
                 stored = {place: mark.number for place, mark in marks.items()}
-                rows = beyond(rows, chunk.number, stored, chunk.prefix)
+                rows = beyond(rows, chunk.batch.number, stored, chunk.prefix)
             others = for_others(rows, self.identity())
             unknown = [] if others else self._unknown(cursor, rows, chunk.behind)
-            # nobody who was owner before may store what the caller sets aside now
+            # the caller sets these messages aside now: no owner before may store them any more
             moved = {} if others or unknown else last_of(chunk, marks)
             self._move_watermarks(cursor, chunk, epochs, marks, moved)
             if rows.num_rows and not (others or unknown):
@@ -151,7 +152,7 @@ class PostgresInbox:
         return Stored(messages=rows.num_rows, dropped=dropped, marks=moved)
 
     def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:
-        """How far the lanes and shards of a chunk are stored."""
+        """Return how far the lanes and shards of a chunk are stored; see `Destination.marks`."""
         with self._transaction() as cursor:
             return self._lock_watermarks(cursor, chunk)[1]
 
@@ -165,11 +166,11 @@ class PostgresInbox:
         self, cursor: adbc.Cursor, chunk: Chunk
     ) -> tuple[dict[Place, int], dict[Place, Mark]]:
         """Lock the watermarks that a chunk needs; return their epochs, and how far they are."""
-        places = touched(chunk)
+        places = guarded(chunk)
         values = _values(chunk, places)
         found = _query(cursor, LOCK, values)
         if len(found) < len(places):
-            # in a transaction of its own: who waits for its turn holds nothing
+            # in a transaction of its own: who waits for its turn holds no other lock
             self._connect().rollback()
             _query(cursor, TAKE_TURN)
             _query(cursor, KNOW_PLACES, values)
@@ -188,7 +189,7 @@ class PostgresInbox:
         marks: Mapping[Place, Mark],
         moved: Mapping[Place, Mark],
     ) -> None:
-        """Move the locked watermarks on: an older owner writes nothing any more."""
+        """Move the locked watermarks on. From then on, an older owner writes nothing."""
         mine = dict(chunk.batch.epochs)
         new = {
             place: moved.get(place, mark)
@@ -209,14 +210,14 @@ class PostgresInbox:
         _query(cursor, MOVE, _values(chunk, list(new)) | literals)
 
     def _unknown(self, cursor: adbc.Cursor, rows: pa.Table, behind: frozenset[str]) -> list[str]:
-        """The services that are addressed and not known here, or as if they were not."""
+        """Return the addressed services that are not known here, and those ``behind``."""
         addressed = set(pc.unique(rows["to_service"]).to_pylist())
         known = {name for (name,) in _query(cursor, SERVICES)} if addressed else set()
         return sorted(addressed & behind | (addressed - known if known else set()))
 
     @contextmanager
     def _transaction(self) -> Iterator[adbc.Cursor]:
-        """A cursor whose work is committed at the end, or rolled back and the error translated."""
+        """Give a cursor; commit its work at the end, or roll it back and translate the error."""
         self._of_rows = False
         try:
             connection = self._connect()
@@ -247,7 +248,7 @@ class PostgresInbox:
         return self._connection
 
     def _meet(self, connection: adbc.Connection) -> None:
-        """Make sure of the schema, learn whose it is, and be durable."""
+        """Check the schema, read the broker's identity, and make commits durable."""
         with connection.cursor() as cursor:
             (exists,) = _query(cursor, HAS_SCHEMA)[0]
             found = _query(cursor, SCHEMA_REVISION) if exists else []
@@ -261,9 +262,9 @@ class PostgresInbox:
 
     def _translate(self, error: adbc.Error) -> Exception:
         reason = self.dsn.redact(str(error))
-        # Only what is said of the rows themselves is a rejection. All else (lost connections, a
-        # full disk, a standby, a lock or transaction timeout, a missing table, a constraint of
-        # saf.watermark) is the server's, and would make dead letters of everything.
+        # An error is a rejection only if it is about the rows themselves. All else is the server's:
+        # a lost connection, a full disk, a standby, a lock or transaction timeout, a missing table,
+        # a constraint of saf.watermark. It would make dead letters of everything.
         if self._of_rows and meaning(error.sqlstate) is Meaning.OF_THE_ROWS:
             return Rejected(f"destination {self.name!r}", reason)
         return translated(f"destination {self.name!r}", error.sqlstate, reason)
@@ -278,7 +279,7 @@ def _values(chunk: Chunk, places: Sequence[Place]) -> dict[str, sql.Literal]:
 
 
 def inbox_rows(rows: pa.Table, source: UUID) -> pa.Table:
-    """``rows`` as columns that `saf.inbox` takes; those that hold nothing are left out.
+    """Return rows with the columns that `saf.inbox` takes; a column without any value is left out.
 
     COPY needs Arrow types that say which PostgreSQL type is meant.
     """

@@ -1,4 +1,4 @@
-"""What another broker's inbox holds of a source, and how far its watermarks are."""
+"""Reading back another broker's inbox: what it holds of a source, and its watermarks."""
 
 from __future__ import annotations
 
@@ -43,53 +43,53 @@ WHERE source = %(source)s AND to_service = ANY (%(topics)s::text[]) GROUP BY to_
 
 @dataclass(frozen=True)
 class InboxReading:
-    """One inbox, in one snapshot."""
+    """One inbox as a `saf.destinations.reading.Reading`, in one snapshot."""
 
     side: Side
 
     @property
     def name(self) -> str:
-        """The destination's."""
+        """The destination's name."""
         return self.side.name
 
     def identity(self) -> UUID:
-        """Its broker_id."""
+        """Return the broker_id."""
         ((broker_id,),) = self.side.fetch(IDENTITY, {})
         return UUID(str(broker_id))
 
     def purged(self) -> str | None:
-        """Its inbox, unless it never was."""
+        """Return "inbox", unless nothing was ever purged from it; then None."""
         return "inbox" if self.side.may_be_purged() else None
 
     def known(self, source: UUID) -> Known:
-        """Its watermarks."""
+        """Return the watermarks of a source."""
         return known_at(self.side.connection, source)
 
     def figures(self, what: Compared) -> Iterable[Figures]:
-        """Counted by the server."""
+        """Return the figures of each shard, which the server computes."""
         query = sql.SQL(FIGURES_STORED).format(shard=shard_of(what.shards))
         for shard, stored, plain, hashed in self.side.fetch(query, _params(what)):
             yield Figures(shard, stored, plain, int(hashed))
 
     def stored(self, what: Compared, shards: Sequence[int]) -> Iterator[tuple[Any, ...]]:
-        """As they come, sorted by the server."""
+        """Give the messages of some shards and all topics, sorted by the server by message id."""
         rows = sql.SQL(STORED).format(shard=shard_of(what.shards))
         return self.side.stream(in_order(rows, shards, state="state"), _params(what))
 
     def begun(self, source: UUID, topics: Collection[str]) -> Iterable[tuple[Any, ...]]:
-        """It looks at the whole inbox."""
+        """Return when the oldest message of each topic was created. This reads the whole inbox."""
         return self.side.fetch(HELD, {"source": source, "topics": [*topics]})
 
 
 @contextmanager
 def read(name: str, dsn: Dsn) -> Iterator[Reading]:
-    """An inbox, safe from purges, and no snapshot taken yet."""
+    """Open an inbox for reading, safe from purges. Its snapshot is taken at the first question."""
     with open_side(name, f"destination {name!r}", dsn, "inbox") as side:
         yield InboxReading(side)
 
 
 def known_at(connection: psycopg.Connection[Any], source: UUID) -> Known:
-    """What the broker of a connection knows of a source."""
+    """Return what the broker of a connection knows of a source."""
     ((destination,),) = fetch(connection, IDENTITY)
     marks: dict[Place, Mark] = {}
     epochs: dict[int, int] = {}

@@ -13,6 +13,7 @@ from saf.operating.doctor.patient import Found, Patient
 from saf.setaside import lane
 from saf.setaside.backoff import SHOWN
 from saf.setaside.lane import BROKER, OF_SERVICE, SAME_LANE, THE_LANE, Lane
+from saf.setaside.unhandled import unhandled
 
 
 def schema(patient: Patient) -> Found:
@@ -96,17 +97,21 @@ def forged(patient: Patient) -> Found:
                 )
 
 
-# Rows that are not visible in done, by the index, less those complete in the batch in hand
+# Rows that are not visible in done, by the index, less those complete in the batch in hand. Those
+# of other services than the subscription's are not its backlog: it only has to pass them by.
 LEFT_LYING = """
-SELECT s.name, count(*), extract(epoch FROM now() - min(lying.written))::float,
+SELECT s.name, count(*) FILTER (WHERE lying.wanted),
+       extract(epoch FROM now() - min(lying.written) FILTER (WHERE lying.wanted))::float,
+       count(*) FILTER (WHERE NOT lying.wanted),
        EXISTS (SELECT FROM saf.member m
                WHERE m.subscription_id = s.subscription_id AND m.lease_until > now())
 FROM saf.subscription s JOIN saf.cursor c USING (subscription_id)
 CROSS JOIN LATERAL (
-    SELECT id, txid, {written} AS written FROM {log} o
+    SELECT id, txid, {written} AS written,
+           s.service IS NULL OR o.to_service = s.service AS wanted FROM {log} o
     WHERE o.shard = c.shard AND o.txid >= pg_snapshot_xmax(c.done)
     UNION ALL
-    SELECT id, txid, {written} FROM {log} o
+    SELECT id, txid, {written}, s.service IS NULL OR o.to_service = s.service FROM {log} o
     WHERE o.shard = c.shard AND o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done)))
 ) AS lying
 WHERE s.log = {name} AND (c.open IS NOT NULL AND pg_visible_in_snapshot(lying.txid, c.open)
@@ -130,14 +135,24 @@ def _left_lying(patient: Patient, log: str, written: str, start: str) -> Found:
     query = sql.SQL(LEFT_LYING).format(
         log=sql.Identifier("saf", log), written=sql.Identifier(written), name=sql.Literal(log)
     )
-    for name, count, age, alive in patient.ask(query, seconds=patient.limits.stuck_seconds):
-        yield (
-            "warning" if alive else "error",
-            f"subscription {name!r} of the {log} has {count} messages to read, the oldest for "
-            f"{age:.0f} s, and {'is slow or stuck' if alive else 'no live member'}; the slots that "
-            "they are in cannot be purged",
-            "look at its log and at `saf status`" if alive else start,
-        )
+    stuck = patient.limits.stuck_seconds
+    for name, count, age, others, alive in patient.ask(query, seconds=stuck):
+        if count and age >= stuck:
+            yield (
+                "warning" if alive else "error",
+                f"subscription {name!r} of the {log} has {count} messages to read, the oldest for "
+                f"{age:.0f} s, and {'is slow or stuck' if alive else 'no live member'}; the slots "
+                "that they are in cannot be purged",
+                "look at its log and at `saf status`" if alive else start,
+            )
+        elif others:
+            yield (
+                "warning",
+                f"subscription {name!r} of the {log} has nothing to read that is old, but has not "
+                f"passed by {others} messages of other services; the slots that they are in cannot "
+                "be purged",
+                start,
+            )
 
 
 LANES = f"""
@@ -215,6 +230,16 @@ def constraints(patient: Patient) -> Found:
             "others, which may violate it, and whoever reads them asks each",
             f"as the owner, {command.as_string(None)}: it reads the table, and nobody waits for "
             "it. It fails if a row violates it: then once that is purged",
+        )
+
+
+def no_handler(patient: Patient) -> Found:
+    """Messages that wait for a handler of their type."""
+    for one in unhandled(patient.connection):
+        yield (
+            "warning",
+            f"subscription {one.subscription!r}: {one}, since {one.since.isoformat()}",
+            'deploy a worker that handles the type; if nobody will, run one with unhandled="dead"',
         )
 
 

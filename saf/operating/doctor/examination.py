@@ -21,6 +21,7 @@ from saf.operating.doctor.broker import (
     dialogs_set_back,
     forged,
     inbox_left_lying,
+    no_handler,
     outbox_left_lying,
     parked,
     restored,
@@ -66,6 +67,7 @@ BROKER: tuple[Check, ...] = (
     inbox_left_lying,
     unheard,
     parked,
+    no_handler,
     dead_letters,
     dialogs_set_back,
 )
@@ -161,7 +163,7 @@ def _pooled(where: str, error: ConfigurationError) -> Finding:
 
 
 def cure(dsn: Dsn) -> str:
-    """What to do about a database that could not be connected to."""
+    """Return what to do about a database that could not be connected to."""
     return refusal.cure(dsn.for_role("doctor"))
 
 

@@ -108,7 +108,7 @@ def clock_skew(patient: Patient) -> Found:
 
 
 def skew_of(patient: Patient) -> tuple[float, float]:
-    """By how many seconds the server is ahead of here, give or take how many."""
+    """Return by how many seconds the server is ahead of this machine, and how exact that is."""
     before = patient.clock()
     ((there,),) = patient.ask("SELECT extract(epoch FROM clock_timestamp())::float")
     after = patient.clock()

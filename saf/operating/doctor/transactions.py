@@ -6,7 +6,7 @@ from psycopg import sql
 
 from saf.operating.doctor.patient import Found, Patient
 
-# Whoever wrote to a log, or read it, has locked some slot of it until his transaction ends
+# Whoever wrote to a log, or read it, has locked some slot of it until the transaction ends
 HOLDERS = """
 WITH held AS (
     SELECT pid, virtualtransaction, array_agg(DISTINCT regexp_replace(relname, '_[0-9]$', '')) logs,
@@ -57,7 +57,7 @@ ORDER BY prepared
 
 
 def prepared_transactions(patient: Patient) -> Found:
-    """The same of prepared transactions, which no restart ends."""
+    """Prepared transactions that hold back messages, the purge or vacuum; no restart ends them."""
     for gid, owner, age, logs, sent in patient.ask(PREPARED, seconds=patient.limits.long_seconds):
         literal = sql.Literal(gid).as_string(None)
         yield (

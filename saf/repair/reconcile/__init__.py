@@ -1,44 +1,45 @@
 """Reconciling: the proof that what a source has completed is what its destinations hold.
 
-Per shard of the source, two figures of each side are compared, a count and a sum of hashes of the
-message ids, which does not depend on their order. Each side is read once, on the server. Only for
-shards whose figures differ are the ids themselves compared, sorted on the servers and merged here
-in bounded memory, so that each message at fault is named:
+For each shard of the source, two figures of each side are compared: a count, and a sum of hashes of
+the message ids, which does not depend on their order. Each side is read once, on the server. Only
+for shards whose figures differ are the ids themselves compared. They are sorted on the servers and
+merged here in bounded memory, so that each message at fault is named:
 
-    lost         complete at the source, and in no destination; or, a topic's, not any more in one
-                 that was set back (`saf.repair.reconcile.copies`)
+    lost         complete at the source, and in no destination; or, for a topic's message, no longer
+                 in a destination that was set back (`saf.repair.reconcile.copies`)
     duplicate    in the destinations more often than at the source
     unexpected   in a destination, and not at the source
 
-A destination that cannot be read back is named, and not compared; what may be there and is nowhere
-else is counted as not compared (`saf.repair.reconcile.unread`).
+A destination that cannot be read back is named, and not compared. A message that may be there, and
+is nowhere else, is counted as not compared (`saf.repair.reconcile.unread`).
 
 Complete is what `saf.log.cursor` says, less what stands in saf.parked or saf.dead_letter or was
-discarded by a person. A source does not record where each message went, so it is compared with
-all of its destinations together. Services that are topics, by any frozen routes that are kept, are
-compared by their ids: a message that no destination has is lost, and one that the same
-destination has twice a duplicate; which copies a destination has lost that was set back is worked
-out from the routes.
+discarded by a person. A source does not record where each message went, so it is compared with all
+of its destinations together. Services that are topics, by any frozen routes that are kept, are
+compared by their ids. A message that no destination has is lost, and one that the same destination
+has twice is a duplicate. The routes tell which copies a destination has lost that was set back.
 
-Why there is no false alarm while everything runs: the source's snapshot is taken first, and what
-is complete in it was committed at a destination before. What the destinations have beyond it is
-*in flight* if the source knows it and has not marked it, or sent it after its snapshot; that is
-looked up in a second snapshot of the source, taken after the destinations'. Both logs are
-locked against purging (ACCESS SHARE, so against nothing else) before any snapshot is taken.
+There is no false alarm while everything runs. The source's snapshot is taken first, and what is
+complete in it was committed at a destination before. What the destinations have beyond it is *in
+flight* if the source knows it: the source has not marked it yet, or has sent it after its snapshot.
+A second snapshot of the source, taken after the destinations', tells. Both logs are locked against
+purging (ACCESS SHARE, so against nothing else) before any snapshot is taken.
 
-What was purged is gone on purpose. By created_at, which travels unchanged, both sides are compared
-over the same range. Its beginning, unless given, is
+What was purged is gone on purpose. Both sides are compared over the same range of created_at, which
+travels unchanged. The range begins where the caller says; by default
 
-- none, if neither log has ever been purged: ids are in their first round, each slot that they
-  have left holds rows, and no slot's file was ever replaced, as TRUNCATE does;
-- else ``now - retention``, by the source's clock. A purge takes no message younger than its
+- at no limit, if neither log has ever been purged: ids are in their first round, each slot that
+  they have left holds rows, and no slot's file was ever replaced, as TRUNCATE does;
+- else at ``now - retention``, by the source's clock. A purge takes no message younger than its
   retention: by created_at in an outbox, by received_at, which is later, in an inbox. This rests
   on the retention of *all* purges of both sides, which no table records.
 
-What it does not see: messages of at_most_once that a crash lost, by contract, are reported as
-lost; a topic's message that another destination still has, where the one that has lost it was not
-set back, as by a person's DELETE; two ids whose hashes add up to those of two others escape it
-(1 in 2^64).
+Limits:
+
+- Messages of at_most_once that a crash lost, by contract, are reported as lost.
+- A topic's message is not missed if another destination still has it, and the one that has lost it
+  was not set back: a person has deleted it there, say.
+- Two ids whose hashes add up to those of two other ids escape it (1 in 2^64).
 """
 
 from __future__ import annotations
@@ -63,16 +64,16 @@ __all__ = ["Difference", "Lost", "Outcome", "Range", "Shard", "missing", "reconc
 
 @dataclass(frozen=True, kw_only=True)
 class Lost:
-    """What of a source its destinations have lost."""
+    """What a source's destinations have lost."""
 
     messages: list[tuple[int, int]]
-    """(shard, id) in its outbox of those that none has, sorted."""
+    """The messages that no destination has, as (shard, id) in the source's outbox, sorted."""
     copies: list[Copy]
-    """Those of topics that are lost at some destinations."""
+    """The messages of topics that are lost at some destinations."""
     range: Range
     """What was compared."""
     unread: Mapping[str, str]
-    """The destinations that were not compared, and why."""
+    """The destinations that were not compared, each with the reason."""
 
 
 def reconcile(
@@ -89,13 +90,13 @@ def reconcile(
     """Compare one source with all of its destinations. Reads only.
 
     Args:
-        name: the source's, for people.
+        name: the source's name, for people.
         source: where the source is.
         destinations: the settings of each of its destinations, by name.
-        since: from which created_at on; by default from where on nothing was purged.
-        until: before which created_at.
-        retention_seconds: how long every purge, of either side, has kept messages at least.
-        routes: what says where messages go now, asked of the source.
+        since: compare messages with this created_at or a later one; by default, see the module.
+        until: compare messages with an earlier created_at than this.
+        retention_seconds: every purge of either side has kept messages at least so long.
+        routes: returns where messages go now, given a connection to the source.
         limit: how many messages are named at most; all are counted.
 
     Raises:
@@ -133,7 +134,7 @@ def lost(
     retention_seconds: float,
     routes: RoutesOf = current_routes,
 ) -> Lost:
-    """Each message that is lost; see `reconcile`."""
+    """Return each message that is lost; see `reconcile` for the arguments and errors."""
     with read_both(
         name, source, destinations, since=since, until=until, retention_seconds=retention_seconds
     ) as both:
@@ -163,7 +164,7 @@ def missing(
     *,
     retention_seconds: float,
 ) -> list[tuple[int, int]]:
-    """(shard, id) of each message that no destination has, of all that can be compared."""
+    """Return, as (shard, id), each message that no destination has, of all that can be compared."""
     return lost(name, source, destinations, retention_seconds=retention_seconds).messages
 
 

@@ -1,4 +1,4 @@
-"""The two figures of each shard; and where they differ, the messages."""
+"""Comparing two sides: the two figures of each shard, and the messages where they differ."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ FROM saf.audit, unnest(message_ids) AS message_id WHERE action = 'discard' ORDER
 
 
 def figures(both: Both) -> list[Shard]:
-    """Count and sum of hashes of each shard, of both sides; the destinations' add up."""
+    """Return the count and the sum of hashes of each shard, for both sides.
+
+    The figures of the destinations are added up.
+    """
     found = {number: Shard(shard=number) for number in range(both.what.shards)}
     for number, complete, aside, pending, *plain in both.source.fetch(FIGURES_SENT, both.params):
         shard = found[number]
@@ -80,7 +83,7 @@ def figures(both: Both) -> list[Shard]:
 def differences(
     both: Both, shards: list[int], copies: Copies | None, unread: Unread
 ) -> Iterator[Difference]:
-    """What the two sides say differently of some shards and of topics, in no order."""
+    """Give the differences between the two sides in some shards and topics, in no order."""
     if not shards and not both.topics:
         return
     everywhere = list(range(both.what.shards)) if both.topics else shards
@@ -100,12 +103,12 @@ def differences(
 def _judged(
     entries: list[Entry], topics: frozenset[str], copies: Copies | None, unread: Unread
 ) -> Iterator[Difference]:
-    """What is to be said of one message id, given every row that has it."""
+    """Give the differences that the rows of one message id show."""
     complete = [one for one in entries if one.state == "complete"]
     known = complete + [one for one in entries if one.state in ("aside", "pending")]
     everywhere = stored = [one for one in entries if one.state == "stored"]
     if stored and stored[0].service in topics:
-        # each destination has a copy: what counts is the one that has most
+        # each destination has a copy: the one that has most decides
         ((most, _),) = Counter(one.where for one in stored).most_common(1)
         stored = [one for one in stored if one.where == most]
     address, lost_at = copies.lost(entries) if copies else (entries[0], ())

@@ -1,22 +1,28 @@
 """Copies of a topic's messages: which of them a destination that was set back has lost.
 
-Where a topic's message went is not recorded, and another destination may still have its copy. So of
-each destination that has less than it had acknowledged (`saf.destinations.marks`) it is worked out
-what it would have. It has lost its copy of a message if it has none, the routes lead there now, the
-message is complete and not set aside for that destination, its shard is one of those with a lower
-mark, and it was created after the destination had begun to get the topic. That is the earliest of
+Where a topic's message went is not recorded, and another destination may still have its copy. So
+what a destination would have is worked out, for each that has less than it had acknowledged
+(`saf.destinations.marks`). It has lost its copy of a message if all of this is true:
+
+- it does not have the message;
+- the routes lead there now;
+- the message is complete, and not set aside for that destination;
+- the message's shard is one of those with a lower mark;
+- the message was created after the destination had begun to get the topic.
+
+It had begun to get the topic at the earliest of these times:
 
 - always, if the first routes that batches were ever opened with lead there;
-- when the first of those that are kept began to;
-- when the route and the topic were made, of rows of saf.route;
+- when the first of those that are kept began to lead there;
+- when the route and the topic were made, if they are rows of saf.route and saf.topic;
 - when the oldest message of the topic was created that the destination still has.
 
 So a new subscriber is not flooded with an old topic, and a transaction may have been open for long
-when the destination was backed up. What it does not see: a message that was created before all of
-these, and was committed, or forwarded, after.
+when the destination was backed up. A message escapes that was created before all of these times and
+was committed or forwarded after them.
 
-A person's discard does not say for which destination it was. One from before the mark counts for
-all; what was discarded later is sent again to those that have lost it.
+A person's discard does not say for which destination it was. A discard from before the mark counts
+for all destinations; what was discarded later is sent again to those that have lost it.
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ from saf.routing.matching import Routes
 from saf.routing.routes import versions
 
 RoutesOf = Callable[[psycopg.Connection[Any]], Routes]
-"""What says where a source's messages go now."""
+"""Returns where a source's messages go now, given a connection to the source."""
 
 MADE = """
 SELECT t.name, min(greatest(t.created_at, r.created_at))
@@ -53,12 +59,14 @@ class Lacking:
     """What a destination that was set back has lost."""
 
     shards: Mapping[int, datetime | None]
-    """When the batch was opened that its mark is of; None: of some lane it has nothing at all."""
+    """For each shard with a lower mark, when the batch of that mark was opened. None: the
+    destination has nothing at all of some lane.
+    """
     begun: Mapping[str, datetime]
-    """By topic, from when on it got the messages."""
+    """For each topic, when the destination began to get its messages."""
 
     def lacks(self, sent: Entry, topic: str, given_up: datetime | None) -> bool:
-        """Whether a message of a topic was there, if it is not any more."""
+        """Whether the destination had a message of a topic that it does not have any more."""
         begun = self.begun.get(topic)
         if sent.shard not in self.shards or begun is None or sent.created_at < begun:
             return False
@@ -75,9 +83,9 @@ class Copies:
     topics: frozenset[str]
 
     def lost(self, entries: Sequence[Entry]) -> tuple[Entry, tuple[str, ...]]:
-        """Which destinations have lost a message, given every row that has its id.
+        """Return which destinations have lost a message, given every row that has its id.
 
-        And a row that has the address under which it went there.
+        Also return a row with the address under which the message went there.
         """
         sent = next((e for e in entries if e.state in ("complete", "aside")), None)
         there = [e for e in entries if e.state in ("stored", "set_aside")]
@@ -102,9 +110,10 @@ def set_back_copies(
     topics: Collection[str],
     routes: RoutesOf,
 ) -> Copies | None:
-    """What is asked of a source and its destinations, whose snapshots are taken in this order.
+    """Ask a source and its destinations which were set back, and where messages go.
 
-    None if no destination was set back, or nothing is a topic.
+    Their snapshots are taken in this order. None if no destination was set back, or no service is a
+    topic.
     """
     found: dict[str, Lacking] = {}
     for side in there if topics else ():
@@ -120,13 +129,16 @@ def set_back_copies(
 
 
 def copied_to(routes: Routes, service: str, broker: UUID | None = None) -> tuple[str, ...]:
-    """The destinations that each get a message; none of routes that share, which get some each."""
+    """Return the destinations that each get a copy of a message.
+
+    Destinations of routes that share do not count, because each gets only some of the messages.
+    """
     match = routes.match(service, str(broker) if broker else None)
     return match.destinations if match and not match.shared else ()
 
 
 def _reached(marks: Mapping[Place, Mark], behind: Iterable[Place]) -> dict[int, datetime | None]:
-    """By shard, when the oldest batch was opened that the marks of its lanes are of."""
+    """Return, for each shard, when the oldest of the batches was opened that its marks are of."""
     found: dict[int, datetime | None] = {}
     for lane, shard in behind:
         opened_at = marks.get((lane, shard), NOTHING).opened_at
@@ -136,7 +148,7 @@ def _reached(marks: Mapping[Place, Mark], behind: Iterable[Place]) -> dict[int, 
 
 
 def _begun(here: Side, side: Reading, source: UUID, topics: Collection[str]) -> dict[str, datetime]:
-    """By topic, from when on a destination got its messages."""
+    """Return, for each topic, when a destination began to get its messages."""
     begun = [
         (topic, ALWAYS if one.is_first else one.created_at)
         for one in versions(here.connection)

@@ -1,4 +1,4 @@
-"""What reconciling one source comes to."""
+"""The outcome of reconciling one source: figures, and the messages at fault."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Kind = Literal["lost", "duplicate", "unexpected", "in_flight", "not_compared"]
 
 
 HARMLESS = ("in_flight", "not_compared")
-"""Those that nothing is wrong with, as far as can be seen."""
+"""The kinds of differences in which nothing is wrong, as far as can be seen."""
 
 Figures = tuple[int, int]
-"""How many, and the sum of the hashes of their ids."""
+"""The number of messages, and the sum of the hashes of their ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Range:
     since: datetime | None = None
     until: datetime | None = None
     purged: tuple[str, ...] = ()
-    """The logs for whose sake it begins at ``since``, as nobody asked for that."""
+    """The logs that may have been purged: because of them, the range begins at ``since``."""
 
 
 @dataclass(kw_only=True)
@@ -34,13 +34,13 @@ class Shard:
 
     shard: int
     complete: int = 0
-    """At the source, less what is set aside."""
+    """Messages complete at the source, less those that are set aside."""
     stored: int = 0
-    """At the destinations."""
+    """Messages stored at the destinations."""
     aside: int = 0
     pending: int = 0
     hashes: tuple[Figures, Figures] = field(default=((0, 0), (0, 0)), repr=False)
-    """Of both sides, without topics, whose messages are stored more than once."""
+    """The figures of both sides without topics, whose messages are stored more than once."""
 
     @property
     def same(self) -> bool:
@@ -55,20 +55,20 @@ class Difference:
     kind: Kind
     shard: int
     id: int | None
-    """In the source's outbox, if it is there."""
+    """Its id in the source's outbox, if it is there."""
     message_id: UUID
     service: str
     key: str | None
     created_at: datetime
     stored: tuple[str, ...]
-    """The destination of each copy."""
+    """The destination of each copy that is stored."""
     broker: UUID | None = None
-    """That it is addressed to."""
+    """The broker that it is addressed to."""
     lost_at: tuple[str, ...] = ()
-    """Of a topic's: the destinations that were set back, and have lost their copy."""
+    """For a topic's message: the destinations that were set back and have lost their copy."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the difference as a dict for JSON."""
         return asdict(self) | {
             "message_id": str(self.message_id),
             "broker": self.broker and str(self.broker),
@@ -84,11 +84,11 @@ class Outcome:
     range: Range
     shards: tuple[Shard, ...]
     counts: Mapping[str, int]
-    """Messages by `Kind`."""
+    """The number of messages of each `Kind`."""
     named: tuple[Difference, ...]
-    """As many of them as asked for; none that is only in flight, or not compared."""
+    """The differences by message, up to the limit; without those in flight or not compared."""
     unread: Mapping[str, str] = field(default_factory=dict)
-    """The destinations that were not compared, and why."""
+    """The destinations that were not compared, each with the reason."""
 
     @property
     def same(self) -> bool:

@@ -1,4 +1,4 @@
-"""Both sides, each read as of one moment of its own and kept from being purged meanwhile."""
+"""Both sides of a comparison, each read as of one moment and kept from being purged meanwhile."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class Both:
     source: Side
     destinations: tuple[Reading, ...]
     unread: Mapping[str, str]
-    """Destinations that cannot be read back, and why."""
+    """The destinations that cannot be read back, each with the reason."""
     range: Range
     what: Compared
     snapshot: str
     params: Mapping[str, Any]
-    """Of queries of the source."""
+    """The parameters of queries at the source."""
     later: Dsn
-    """Where the source is read again, after the destinations."""
+    """The dsn by which the source is read again, after the destinations."""
 
     @property
     def topics(self) -> frozenset[str]:
-        """Services that are topics, or were."""
+        """The services that are topics now, or were topics in frozen routes that are kept."""
         return frozenset(self.what.topics)
 
 
@@ -56,7 +56,13 @@ def read_both(
     until: datetime | None,
     retention_seconds: float,
 ) -> Iterator[Both]:
-    """The source's snapshot, and then the destinations'."""
+    """Open a source and its destinations for reading; the source's snapshot is the first.
+
+    Raises:
+        Unavailable: one of the databases does not answer.
+        Restored: the source's cursors mean nothing in its cluster.
+        UsageError: a role may not read, or a destination has two names.
+    """
     with ExitStack() as stack:
         here = stack.enter_context(open_side(name, f"broker {name!r}", source, "outbox"))
         there: list[Reading] = []

@@ -1,8 +1,11 @@
 """What may be at destinations that cannot be read back: it is not taken for lost.
 
-Where a message went is not recorded. So one that no other destination has is not compared if any
-routes, those of now or frozen ones that are kept, lead such a message to one that cannot be read;
-or if it is for a router, whose answer is not kept for each message.
+Where a message went is not recorded. So a message that no other destination has is not compared,
+instead of lost, in two cases:
+
+- some routes, those of now or frozen ones that are kept, lead it to a destination that cannot be
+  read back;
+- it is for a router, whose answer is not kept for each message.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ class Unread:
 def unread_of(
     source: psycopg.Connection[Any], destinations: Collection[str], routes: RoutesOf
 ) -> Unread:
-    """What is asked of a source, if anything cannot be read back."""
+    """Return the destinations that cannot be read back, with the routes; ask a source for these."""
     if not destinations:
         return Unread(destinations=frozenset())
     frozen = [one.routes for one in versions(source)]

@@ -54,9 +54,17 @@ MUTANTS: list[Mutant] = [
         "test_a_zombie_cannot_write_at_the_destination_after_the_new_owner_did",
     ),
     mutant(
+        "an owner before is fenced in the same lane only",
+        PLACES,
+        "return sorted({*places, *((MAIN, shard) for _, shard in places)})",
+        "return sorted(places)",
+        "contract/test_at_most_once_in_doubt.py::"
+        "test_a_zombie_sends_nothing_of_a_lane_after_what_the_new_owner_has_sent",
+    ),
+    mutant(
         "what is stored is stored again",
         INBOX,
-        "rows = beyond(rows, chunk.number, stored, chunk.prefix)",
+        "rows = beyond(rows, chunk.batch.number, stored, chunk.prefix)",
         "rows = chunk.rows",
         "contract/test_5_fenced.py::"
         "test_a_zombie_that_is_first_at_the_destination_still_duplicates_nothing",
@@ -71,7 +79,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "at least once moves the position",
-        "saf/engine/storing.py",
+        "saf/engine/destination_sessions.py",
         'or "", AGAIN)',
         'or "", "")',
         f"{WATERMARKS}::test_at_least_once_raises_the_epoch_and_leaves_the_position",

@@ -29,7 +29,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a giant that has given way goes on chunk by chunk",
         FORWARD,
-        "        if gave_way:\n            self.roster.each(SourceBroker.go_on, deep)\n",
+        "        if gave_way:\n            self.roster.each(SourceBroker.take_back_stop, deep)\n",
         "",
         f"{FORWARDER}::test_a_giant_that_has_given_way_goes_on_whole_in_the_next_cycle",
     ),
@@ -178,28 +178,20 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the second half of what was rejected in part is not stored",
         STORING,
-        "            self.store(second, end, set_aside)\n",
+        "            self.store(second, set_aside)\n",
         "            pass\n",
-        REJECTED,
-    ),
-    mutant(
-        "the first half takes the watermark of the whole",
-        STORING,
-        "self.store(first, mark(first.rows, end[0]), set_aside)",
-        "self.store(first, end, set_aside)",
         REJECTED,
     ),
     mutant(
         "neighbours of an unknown service wait with it",
         STORING,
-        "        if rest.num_rows:\n"
-        "            self.store(replace(part, rows=rest), end, set_aside)\n",
+        "        if rest.num_rows:\n            self.store(replace(part, rows=rest), set_aside)\n",
         "",
         UNKNOWN,
     ),
     mutant(
         "two names of one broker share its watermark",
-        STORING,
+        "saf/engine/destination_sessions.py",
         "if known == identity:",
         "if known is identity and other == name:",
         f"{FORWARDER}::test_a_destination_under_two_names_is_refused",
@@ -220,9 +212,9 @@ MUTANTS: list[Mutant] = [
         SUMMED,
     ),
     mutant(
-        "what waits is done",
+        "a destination that is down is nothing to try again",
         SUMMARY,
-        "Unavailable.exit_code if codes or self.waiting_lanes else 0",
+        "Unavailable.exit_code if codes or self.down else 0",
         "Unavailable.exit_code if codes else 0",
         SUMMED,
     ),

@@ -20,6 +20,11 @@ RECEIVED, WORKER, OF_PROCESSORS = (
     "contract/test_worker.py",
     "contract/test_processors.py",
 )
+STOPPING, UNHANDLED, LOGGED = (
+    "contract/test_stopping.py",
+    "contract/test_unhandled.py",
+    "contract/test_failures_logged.py",
+)
 BLOCKED = (
     f"{WORKER}::test_a_key_stays_blocked_by_its_dead_letter_if_so_configured_until_it_is_decided"
 )
@@ -136,16 +141,16 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a permanent exception is tried again",
-        DELIVERY,
-        "if permanent or message.attempt >= policy.max_attempts:",
-        "if message.attempt >= policy.max_attempts:",
+        LANES,
+        "return attempts >= self.max_attempts or isinstance(error, self.permanent)",
+        "return attempts >= self.max_attempts",
         f"{WORKER}::test_a_permanent_exception_is_not_tried_again",
     ),
     mutant(
         "the last attempt is followed by another one",
-        DELIVERY,
-        "message.attempt >= policy.max_attempts:",
-        "message.attempt > policy.max_attempts:",
+        LANES,
+        "return attempts >= self.max_attempts",
+        "return attempts > self.max_attempts",
         f"{WORKER}::test_after_its_attempts_a_message_is_dead_and_its_key_goes_on",
     ),
     mutant(
@@ -172,8 +177,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a blocked key is due after a while",
         LANES,
-        "coalesce(clock_timestamp() + make_interval(secs => wait), timestamptz '{BLOCKED}')",
-        "coalesce(clock_timestamp() + make_interval(secs => wait), now())",
+        "make_interval(secs => wait), timestamptz '{BLOCKED}')",
+        "make_interval(secs => wait), now())",
         BLOCKED,
     ),
     mutant(
@@ -189,6 +194,48 @@ MUTANTS: list[Mutant] = [
         'text.replace("\\0", "\\ufffd")',
         "text",
         "unit/test_doctests.py",
+    ),
+    mutant(
+        "what was not handed out before a stop is complete",
+        "saf/receiving/putting_back.py",
+        "                hand.shards[shard].reopen(id_ - 1)\n",
+        "                pass\n",
+        f"{STOPPING}::test_what_was_put_back_of_many_keys_and_shards_comes_once_and_in_order",
+    ),
+    mutant(
+        "a shard goes back behind what is complete",
+        "saf/receiving/putting_back.py",
+        "            if shard not in passed:",
+        "            if shard not in {-1}:",
+        f"{STOPPING}::test_a_batch_in_hand_is_finished_and_the_next_one_put_back",
+    ),
+    mutant(
+        "messages of dialogs are put back as if they had not arrived",
+        "saf/receiving/putting_back.py",
+        "        if hand.spoken:\n",
+        "        if hand.spoken and not back:\n",
+        f"{STOPPING}::test_a_dialog_of_which_messages_were_put_back_goes_on_without_a_gap",
+    ),
+    mutant(
+        "who has no handler takes what waits for one",
+        "saf/setaside/unhandled.py",
+        'OF_TYPES = "b.next_attempt_at = ANY (%(moments)s::timestamptz[])"',
+        'OF_TYPES = "b.next_attempt_at > now() AND %(moments)s::timestamptz[] IS NOT NULL"',
+        f"{UNHANDLED}::test_a_worker_beside_lanes_that_it_cannot_handle_writes_nothing",
+    ),
+    mutant(
+        "to wait for a handler is an attempt",
+        DELIVERY,
+        "self._stop(message, error, attempts=message.attempt - 1, until=until)",
+        "self._stop(message, error, attempts=message.attempt, until=until)",
+        f"{UNHANDLED}::test_a_type_without_a_handler_waits_in_order_until_there_is_one",
+    ),
+    mutant(
+        "the parameters of a statement are logged",
+        "saf/receiving/failures.py",
+        "one.hide_parameters = True",
+        "one.hide_parameters = one.hide_parameters",
+        f"{LOGGED}::test_sqlalchemys_parameters_are_not_logged",
     ),
     mutant(
         "a lane is read in no order",

@@ -41,14 +41,16 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a zombie chooses",
         SOURCE,
-        "            hold(source, self._work.batch)\n            return choose(source, among)",
+        "            lock_cursors(source, self._work.batch)\n"
+        "            return choose(source, among)",
         "            return choose(source, among)",
         ZOMBIE,
     ),
     mutant(
         "a zombie resolves",
         SOURCE,
-        "            hold(source, self._work.batch)\n            return keep(source, router, new)",
+        "            lock_cursors(source, self._work.batch)\n"
+        "            return keep(source, router, new)",
         "            return keep(source, router, new)",
         ZOMBIE,
     ),

@@ -10,6 +10,7 @@ MESSAGE, TRANSACTION, DATABASE, OUTBOX = (
     "saf/database/dsn.py",
     "saf/outbox.py",
 )
+ENCODING = "saf/sending/encoding.py"
 MESSAGES, DSN = "unit/test_message.py", "unit/test_dsn.py"
 ENTRANCE, SENT = "integration/test_entrance.py", "integration/test_outbox.py"
 
@@ -51,16 +52,16 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a number that is none is JSON",
-        MESSAGE,
-        'separators=(",", ":"), allow_nan=False)',
-        'separators=(",", ":"), allow_nan=True)',
+        ENCODING,
+        'separators=(",", ":"), allow_nan=False,',
+        'separators=(",", ":"), allow_nan=True,',
         MESSAGES,
     ),
     mutant(
         "a database that was refused is accepted the next time",
         TRANSACTION,
-        "            require_revision(str(name)",
-        "            self._checked[database] = False\n            require_revision(str(name)",
+        "        require_revision(str(name)",
+        "        self._checked[transaction.database] = False\n        require_revision(str(name)",
         f"{ENTRANCE}::test_a_database_that_was_refused_is_refused_again",
     ),
     mutant(
@@ -87,8 +88,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "each send checks the schema",
         TRANSACTION,
-        "if database not in self._checked:",
-        "if database is not None:",
+        "if pooled is None:",
+        "if transaction is not None:",
         f"{SENT}::test_the_first_send_checks_the_schema_and_later_ones_do_not",
     ),
     mutant(

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, harmless, mutant
 
-PARKING, BACKOFF = "saf/setaside/parking.py", "saf/setaside/backoff.py"
+PARKING, BACKOFF, WAITING = (
+    "saf/setaside/parking.py",
+    "saf/setaside/backoff.py",
+    "saf/setaside/waiting.py",
+)
 DEAD, DECIDE = "saf/setaside/dead.py", "saf/operating/decide.py"
 ASIDE, RELEASING = "saf/engine/set_aside.py", "saf/engine/releasing.py"
 ONCE, ISOLATED, LETTERS = (
@@ -42,7 +46,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what is to be tried now is made due for one destination at most",
-        PARKING,
+        WAITING,
         "AND (%(destination)s::text IS NULL OR destination = %(destination)s)",
         "AND destination = %(destination)s",
         "integration/test_set_aside.py::test_parked_lists_the_lanes_and_retry_now_makes_them_due",
@@ -138,7 +142,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a key goes on waiting though its dead letter was discarded",
         DECIDE,
-        "            connection.execute(GO_ON, params)\n",
+        "            connection.execute(LET_KEYS_GO_ON, params)\n",
         "",
         "contract/test_worker.py::"
         "test_a_key_stays_blocked_by_its_dead_letter_if_so_configured_until_it_is_decided",
@@ -146,7 +150,7 @@ MUTANTS: list[Mutant] = [
     harmless(
         "what a chunk sets aside is written without asking for the position",
         "saf/engine/task.py",
-        "new = bool(set_aside) and hold(source, self.work.batch) < position",
+        "new = bool(set_aside) and lock_cursors(source, self.work.batch) < position",
         "new = bool(set_aside)",
         "what is there already is not written again (parking.known, dead.known), and advance() in "
         "the same transaction fences who is not the owner",
@@ -176,7 +180,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what was set aside before a crash is sent as well",
         "saf/engine/task.py",
-        "                self.before.look()\n",
+        "                self.earlier.look()\n",
         "",
         f"{ONCE}::test_what_is_a_dead_letter_already_is_not_delivered_as_well_after_a_crash",
     ),
@@ -189,15 +193,16 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a zombie takes messages out of a lane",
-        RELEASING,
-        "            hold(source, self.work.batch)\n            set_aside.write_from_lanes(",
+        "saf/engine/parked_lanes.py",
+        "            lock_cursors(source, self.work.batch)\n"
+        "            set_aside.write_from_lanes(",
         "            set_aside.write_from_lanes(",
         f"{ONCE}::test_a_zombie_takes_nothing_out_of_a_lane",
     ),
     mutant(
         "a zombie leads messages to their routes",
-        RELEASING,
-        """            hold(source, self.work.batch)
+        "saf/engine/finding_routes.py",
+        """            lock_cursors(source, self.parked.work.batch)
             parking.touch(source, subscription_id, lanes, "has""",
         """            parking.touch(source, subscription_id, lanes, "has""",
         f"{ONCE}::test_a_zombie_leads_nothing_to_a_route_that_has_come",

@@ -1,4 +1,4 @@
-"""Before: what an earlier task, which did not come to its end, has done with a batch's messages.
+"""An earlier task: what it has done with a batch's messages before it died.
 
 Messages that it has set aside beyond the position are not sent, and new messages wait behind them.
 Messages that it has tried to send at most once are not sent again.
@@ -24,8 +24,8 @@ from saf.routing.matching import Match
 from saf.setaside import parking
 
 
-class Before:
-    """What was done with one batch. Call `look` first, and again after a step has raised."""
+class EarlierTask:
+    """The work of earlier tasks on one batch. Call `look` first, and after a step has raised."""
 
     def __init__(self, batch: Batch, source_session: SourceSession, lanes: HeldLanes) -> None:
         self._batch = batch
@@ -48,7 +48,7 @@ class Before:
         self._set_aside = {name: pa.array(some, pa.int64()) for name, some in ids.items()}
 
     def fresh(self, rows: pa.Table, destination: str = "") -> pa.Table:
-        """The messages that are not set aside for a destination; or for all, if it is empty."""
+        """Return the messages not set aside for a destination; or for all, if it is empty."""
         if destination not in self._set_aside:
             return rows
         return rows.filter(pc.invert(pc.is_in(rows["id"], self._set_aside[destination])))

@@ -1,0 +1,204 @@
+"""``saf apply`` and ``saf export``: what brokers are to have, from a file and into one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import psycopg
+import typer
+
+from saf.broker.granted import OTHER
+from saf.cli.brokers import AsJson, Config, Round, Where, chosen, everywhere
+from saf.cli.console import echo
+from saf.cli.listing import Listing
+from saf.config import Broker, Settings, load
+from saf.database import Dsn
+from saf.errors import ConfigurationError, UsageError
+from saf.fleets import Listing as Found
+from saf.plans.difference import Difference, broker_id, difference, listed
+from saf.plans.difference import apply as make_good
+from saf.plans.file import BrokerPlan, Plan, as_tables, broker_plan, check, read
+from saf.plans.tables import Entries
+from saf.plans.toml import document
+
+HEADER = (
+    "# What the brokers have, as `saf export` has found it; `saf apply FILE` makes them so again.",
+    "# A table that is left out is left as it is; one that is empty says that there are none.",
+)
+
+
+def command(
+    file: Annotated[Path, typer.Argument(help="The plan, in TOML; see docs/setting-up.md.")],
+    *,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the difference.")] = False,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Remove what the plan's tables do not name.")
+    ] = False,
+    discard: Annotated[
+        bool,
+        typer.Option(
+            "--discard", help="With --prune: also if messages are left; they are given up."
+        ),
+    ] = False,
+    config: Config = None,
+    broker: Where = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let brokers have what a plan says: show the difference, ask, and make it good.
+
+    All changes of one broker are one transaction. Said again, there is nothing to do. What the plan
+    does not name stays, unless --prune is said.
+    """
+    settings, plan = load(config), read(file)
+    check(plan, settings)
+    places, wanted = _wanted(settings, plan, broker)
+    round_ = Round(places)
+
+    def compare(connection: psycopg.Connection[Any], one: Broker) -> tuple[str, Difference]:
+        return broker_id(connection), difference(connection, wanted[one.dsn], prune=prune)
+
+    found = round_.visit("apply", compare)
+    _refuse_twins({name: identity for name, (identity, _) in found.items()})
+    differences = {name: one for name, (_, one) in found.items()}
+    to_do = {name: one for name, one in differences.items() if one.changes}
+    if not as_json:
+        show(differences)
+    if to_do and not dry_run:
+        if not yes:
+            _ask(as_json=as_json)
+        changing = Round({name: places.brokers[name] for name in to_do})
+        shown = {places.brokers[name].dsn: one for name, one in to_do.items()}
+        done = changing.visit(
+            "apply",
+            lambda connection, one: make_good(
+                connection, wanted[one.dsn], shown[one.dsn], prune=prune, discard=discard
+            ),
+        )
+        round_.failed += changing.failed
+        if not as_json:
+            for name in done:
+                echo(f"{name}: done")
+    else:
+        done = {}
+    if as_json:
+        rows = [{"broker": name, **_as_dict(one)} for name, one in differences.items()]
+        applied = sorted(done)
+        echo(json.dumps({"brokers": rows, "applied": applied, "errors": round_.errors()}))
+    round_.finish(say=not as_json)
+
+
+def export(config: Config = None, broker: Where = None) -> None:
+    """Print a plan with all that the brokers and destinations of saf.toml have, or one of them."""
+    round_ = Round(everywhere(load(config), broker))
+    found = round_.visit(
+        "export", lambda connection, _: (broker_id(connection), listed(connection))
+    )
+    for line in _exported(found):
+        echo(line)
+    round_.finish(say=True)
+
+
+def show(differences: Mapping[str, Difference]) -> None:
+    """Print what is to be done, and what is not."""
+    listing = Listing("broker", "to do", "what", below="with")
+    for name, one in differences.items():
+        for change in one.changes:
+            what = change.table.described(change.key)
+            listing.add(name, change.action, what, below="; ".join(change.details()))
+    if any(one.changes for one in differences.values()):
+        listing.show()
+    elif differences:
+        echo("nothing to do: the brokers are as the plan says")
+    for name, one in differences.items():
+        if one.refused:
+            others = ", ".join(f"{service} ({count:,})" for service, count in one.refused.items())
+            echo(
+                f"{name}: these are its first services, and messages for others wait from then on; "
+                f"its inbox has some for {others}"
+            )
+        if one.any_again:
+            echo(f"{name}: it has no service left then, and stores messages for any again")
+        if one.kept:
+            kept = ", ".join(table.described(key) for table, key in one.kept)
+            echo(f"{name}: not in the plan, and kept: {kept}")
+
+
+def _wanted(
+    settings: Settings, plan: Plan, only: str | None
+) -> tuple[Found, dict[Dsn, Mapping[str, Entries]]]:
+    """The brokers of a plan, and what each is to have."""
+    places = Found()
+    wanted: dict[Dsn, Mapping[str, Entries]] = {}
+    said = {name: one for name, one in plan.brokers.items() if only in (None, name)}
+    if not said:
+        raise ConfigurationError(f"--broker {only}: the plan has no [brokers.{only}]")
+    for name, one in said.items():
+        found = chosen(settings, name)
+        brokers = found.brokers if isinstance(found, Found) else found
+        places.problems += found.problems if isinstance(found, Found) else []
+        for place, broker in brokers.items():
+            twins = [other for other, one in places.brokers.items() if one.dsn == broker.dsn]
+            _refuse_twins(dict.fromkeys((*twins, place), place))
+            places.brokers[place] = broker
+            wanted[broker.dsn] = one.entries()
+    return places, wanted
+
+
+def _refuse_twins(identities: Mapping[str, str]) -> None:
+    """Raise if two names of a plan are one broker: each would undo what the other says."""
+    names: dict[str, str] = {}
+    for name, identity in identities.items():
+        if (other := names.setdefault(identity, name)) != name:
+            raise ConfigurationError(f"{other!r} and {name!r} of the plan are the same broker")
+
+
+def _ask(*, as_json: bool) -> None:
+    if as_json or not sys.stdin.isatty():
+        raise UsageError("nothing is changed yet: say --yes, or --dry-run to see the difference")
+    if not typer.confirm("Do it?", err=True):
+        raise typer.Exit(0)
+
+
+def _as_dict(one: Difference) -> dict[str, Any]:
+    return {
+        "changes": [
+            {
+                "action": change.action,
+                "what": change.table.described(change.key),
+                "with": list(change.details()),
+            }
+            for change in one.changes
+        ],
+        "kept": [table.described(key) for table, key in one.kept],
+        "others_wait": dict(one.refused),
+        "any_again": one.any_again,
+    }
+
+
+def _exported(found: Mapping[str, tuple[str, Mapping[str, Entries]]]) -> Iterator[str]:
+    yield from HEADER
+    yield ""
+    names: dict[str, str] = {}
+    for name, (identity, entries) in found.items():
+        if (other := names.setdefault(identity, name)) != name:
+            yield from (f"# {name} is the same broker as {other}", "")
+            continue
+        for role, values in entries["grants"].items():
+            if OTHER in values["kinds"]:
+                yield f"# {name}: role {role[0]} has rights that no kind of `saf grant` gives"
+        yield from document({"brokers": {name: as_tables(_kinds_only(entries))}})
+
+
+def _kinds_only(entries: Mapping[str, Entries]) -> BrokerPlan:
+    """A broker's plan, without the rights that no plan can give."""
+    known: Entries = {
+        role: {"kinds": [kind for kind in values["kinds"] if kind != OTHER]}
+        for role, values in entries["grants"].items()
+    }
+    grants = {role: values for role, values in known.items() if values["kinds"]}
+    return broker_plan({**entries, "grants": grants})

@@ -1,0 +1,29 @@
+"""Exit codes: what the end of a command means to whoever has started it.
+
+They tell a scheduler what to do: nothing, the same again later, or call a person.
+docs/operations.md says it for cron, systemd and Airflow, and the files in jobs/ do so.
+"""
+
+from __future__ import annotations
+
+from saf.errors import SafError, Unavailable, UsageError
+
+INTERRUPTED = 130
+
+EXIT_CODES = {
+    0: "done, nothing to do, or stopped on request; messages may wait for a route or a service",
+    Unavailable.exit_code: "try again later: a database, a destination or Spark does not answer",
+    UsageError.exit_code: "a person has to mend it: usage, settings, schema, login or rights",
+    SafError.exit_code: "anything else; of a comparison or an examination: it has found something",
+    INTERRUPTED: "interrupted before the end (Ctrl-C)",
+}
+
+
+def in_words() -> str:
+    """The table for the end of a help text, which keeps its lines.
+
+    >>> print(in_words().splitlines()[2])
+    0    done, nothing to do, or stopped on request; messages may wait for a route or a service
+    """
+    lines = [f"{code:<4} {means}" for code, means in EXIT_CODES.items()]
+    return "\n".join(["\b", "Exit codes:", *lines])

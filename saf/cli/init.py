@@ -1,0 +1,142 @@
+"""``saf init``: two databases, a first message, and a saf.toml that explains itself."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from saf.broker.grants import Kind, grant
+from saf.cli.console import echo
+from saf.config import DEFAULT_FILE, load
+from saf.database import HAS_SCHEMA, REVISION, Dsn, fetch, unavailable_if_lost
+from saf.demo.first_message import reason_against, send_first
+from saf.errors import ConfigurationError, MissingExtra
+
+SOURCE, STORE = "shop", "mom"
+"""What the two are called in saf.toml."""
+
+VERSION = "SELECT current_setting('server_version')"
+
+
+def command(
+    source: Annotated[
+        str,
+        typer.Option(envvar="SHOP_DSN", help="The application's database, which sends."),
+    ],
+    store: Annotated[
+        str, typer.Option(envvar="MOM_DSN", help="The database that messages are delivered to.")
+    ],
+    *,
+    sender: Annotated[
+        str | None, typer.Option(help="A role that sends: a writer at the source.")
+    ] = None,
+    forwarder: Annotated[
+        str | None, typer.Option(help="A role that forwards: a forwarder at both.")
+    ] = None,
+    receiver: Annotated[
+        str | None, typer.Option(help="A role that receives: a receiver at the store.")
+    ] = None,
+    config: Annotated[Path, typer.Option(help="The file to write.")] = DEFAULT_FILE,
+) -> None:
+    """Set up two databases: check, migrate, grant, write saf.toml, and send a first message.
+
+    Give the DSNs in the environment, as SHOP_DSN and MOM_DSN: saf.toml then holds no password. The
+    login has to own the databases, or may create a schema there. No file is overwritten, and no
+    message is sent where others are under way.
+    """
+    if config.exists():
+        raise ConfigurationError(
+            f"{config} is there already, and is not overwritten: say --config for another one, or "
+            "`saf doctor` to examine what it names"
+        )
+    places = {SOURCE: Dsn(source), STORE: Dsn(store)}
+    text = _file(places)
+    for name, dsn in places.items():
+        _migrate(name, dsn)
+    _refuse_one(places)
+    for role, kind, where in (
+        (sender, Kind.WRITER, (SOURCE,)),
+        (forwarder, Kind.FORWARDER, (SOURCE, STORE)),
+        (receiver, Kind.RECEIVER, (STORE,)),
+    ):
+        for name in where if role else ():
+            with places[name].connect(role="grant", autocommit=True) as connection:
+                grant(connection, str(role), [kind])
+            echo(f"{name}: role {role} is {kind}")
+    with config.open("x") as file:
+        file.write(text)
+    echo(
+        f"wrote {config}: {SOURCE} is its source and {STORE} its destination; it explains the rest"
+    )
+    _send(config)
+
+
+def _migrate(name: str, dsn: Dsn) -> None:
+    """Look whether a database is there and what it has, and bring its schema up to date."""
+    from saf.broker.migrate import migrate  # alembic is slow to import
+
+    with (
+        unavailable_if_lost(f"database {dsn}"),
+        dsn.connect(role="init", autocommit=True) as connection,
+    ):
+        ((version,),) = fetch(connection, VERSION)
+        ((before,),) = fetch(connection, HAS_SCHEMA)
+    migrate(dsn)
+    done = "brought up to date" if before else "created"
+    echo(f"{name}: database {dsn.database} on PostgreSQL {version}, saf schema {REVISION} {done}")
+
+
+def _refuse_one(places: dict[str, Dsn]) -> None:
+    identities = set()
+    for dsn in places.values():
+        with dsn.connect(role="init", autocommit=True) as connection:
+            identities.update(fetch(connection, "SELECT broker_id FROM saf.broker"))
+    if len(identities) < len(places):
+        raise ConfigurationError(
+            "both DSNs lead to the same database: messages go from one to another"
+        )
+
+
+def _file(places: dict[str, Dsn]) -> str:
+    """The commented saf.toml, with the DSNs that are not in the environment."""
+    text = _template().read_text()
+    for name, dsn in places.items():
+        variable = f"{name.upper()}_DSN"
+        if os.environ.get(variable) == dsn.conninfo:
+            continue
+        if dsn.parts.get("password"):
+            raise ConfigurationError(
+                f"the DSN of {name} holds a password, which saf.toml is not to have: export it as "
+                f"{variable}, and say `saf init` without it"
+            )
+        text = text.replace(f'dsn = "${{{variable}}}"', f"dsn = {json.dumps(str(dsn))}")
+    return text
+
+
+def _template() -> Path:
+    """jobs/saf.toml of a checkout, or the copy in the installed package."""
+    package = Path(__file__).parents[1]
+    in_wheel = package / "saf.toml"
+    return in_wheel if in_wheel.is_file() else package.parent / "jobs" / "saf.toml"
+
+
+def _send(config: Path) -> None:
+    settings = load(config)
+    try:
+        against = reason_against(settings, SOURCE, STORE)
+        if against is None:
+            seconds = send_first(settings, SOURCE, STORE)
+            echo(
+                f"sent a message at {SOURCE}, forwarded it, received it at {STORE}: {seconds:.1f} s"
+            )
+    except MissingExtra as missing:
+        against = str(missing)
+    if against is not None:
+        echo(f"sent no first message: {against}")
+    echo(
+        "next: send in your transaction (README.md), then `saf forward`; `saf service create NAME`"
+    )

@@ -1,0 +1,25 @@
+"""How counts and moments are worded for people, the same in all commands."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+
+def counted(count: int, thing: str, things: str = "") -> str:
+    """A number of things.
+
+    >>> counted(1, "message"), counted(1200, "message"), counted(0, "entry", "entries")
+    ('1 message', '1,200 messages', '0 entries')
+    """
+    return f"{count:,} {thing if count == 1 else things or thing + 's'}"
+
+
+def at(moment: datetime) -> str:
+    """A moment to the second, in this machine's time zone, which it names.
+
+    >>> from datetime import timezone, timedelta
+    >>> shown = at(datetime(2026, 1, 31, 12, 0, 7, 500, tzinfo=timezone.utc))
+    >>> datetime.fromisoformat(shown).astimezone(timezone.utc).isoformat()
+    '2026-01-31T12:00:07+00:00'
+    """
+    return moment.astimezone().isoformat(sep=" ", timespec="seconds")

@@ -1,0 +1,75 @@
+"""The first message: sent, forwarded and received, to show that two databases are connected.
+
+It is forwarded in this process, for Spark takes longer to start than all else takes. It is only
+sent where nobody could mistake it for one of theirs: from an empty outbox to a broker without
+services. A subscription of its own receives it, and goes again.
+"""
+
+from __future__ import annotations
+
+import time
+from importlib.util import find_spec
+from uuid import uuid4
+
+from saf.broker.services import OWN, create_subscription, remove_subscription, services
+from saf.config import Settings
+from saf.database import Dsn, fetch
+from saf.errors import MissingExtra, SafError
+from saf.outbox import Outbox
+
+SERVICE = f"{OWN}init"
+
+SENT = "SELECT EXISTS (SELECT FROM saf.outbox), EXISTS (SELECT FROM saf.route)"
+
+
+def reason_against(settings: Settings, source: str, store: str) -> str | None:
+    """Why no first message is to be sent; None if it may be.
+
+    Raises:
+        MissingExtra: there is nothing to forward it with.
+    """
+    if find_spec("adbc_driver_postgresql") is None or find_spec("pyarrow") is None:
+        raise MissingExtra("forwarder", "forwarding it")
+    with settings.brokers[source].dsn.connect(role="init", autocommit=True) as connection:
+        ((messages, routes),) = fetch(connection, SENT)
+    with _store(settings, store).connect(role="init", autocommit=True) as connection:
+        served = bool(services(connection))
+    if messages or routes:
+        return f"the outbox of {source} is in use"
+    return f"{store} has services" if served else None
+
+
+def send_first(settings: Settings, source: str, store: str) -> float:
+    """Send, forward and receive one message; return how many seconds that took.
+
+    Raises:
+        SafError: it has not arrived, and why.
+    """
+    from saf.forwarding.forwarder import Forwarder
+    from saf.forwarding.runner import InProcess
+    from saf.receiving.receive import receive
+
+    there = _store(settings, store)
+    reader = f"{SERVICE}/{uuid4()}"
+    started = time.monotonic()
+    with there.connect(role="init", autocommit=True) as connection:
+        create_subscription(connection, reader, service=None, start="now")
+    try:
+        with settings.brokers[source].dsn.connect(role="init") as connection:
+            sent = Outbox().send(connection, SERVICE, "the first message")
+        summary = Forwarder(settings, InProcess()).drain()
+        with receive(there, reader) as delivery:
+            arrived = [message.message_id for message in delivery]
+    finally:
+        with there.connect(role="init", autocommit=True) as connection:
+            remove_subscription(connection, reader, discard=True)
+    if sent not in arrived:
+        why = [one["error"] for one in (*summary.problems, *summary.waiting)]
+        raise SafError(f"the first message did not arrive: {'; '.join(why) or 'nobody says why'}")
+    return time.monotonic() - started
+
+
+def _store(settings: Settings, name: str) -> Dsn:
+    dsn = settings.destinations[name].broker()
+    assert dsn is not None  # noqa: S101 - `saf init` writes a destination that is one
+    return dsn

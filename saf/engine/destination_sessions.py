@@ -1,0 +1,153 @@
+"""Destination sessions: a task's connections to its destinations, and how far each has stored.
+
+A destination is connected when something first goes there. With each chunk it gets the marks that
+the source remembers of it, so that it notices if one of the two was set back. The marks that it
+answers with are written at the source by the transaction that moves past the chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+from uuid import UUID
+
+import psycopg
+
+from saf.destinations import Chunk, Destination, Stored
+from saf.destinations.marks import AGAIN, ONCE, Mark, Place, acknowledge, acknowledged, not_parked
+from saf.destinations.places import touched
+from saf.engine.parts import Part
+from saf.engine.source_session import SourceSession
+from saf.engine.work import ForwardingRules, Work
+from saf.errors import Ahead, SafError, Unavailable, UsageError
+from saf.routing.matching import AT_MOST_ONCE, EXACTLY_ONCE
+
+T = TypeVar("T")
+
+
+def nowhere(name: str) -> Unavailable:
+    """The error for a destination that is not configured."""
+    return Unavailable(f"destination {name!r}", f"saf.toml has no [destinations.{name}]")
+
+
+def obstacle(rules: ForwardingRules, name: str, quality: str | None) -> SafError | None:
+    """Why, by the configuration, nothing can go to a destination in a quality of service."""
+    there = rules.destinations.get(name)
+    if there is None:
+        return nowhere(name)
+    try:
+        there.check_quality(quality)
+    except ValueError as error:
+        return Unavailable(f"destination {name!r}", f"by its route, {error}")
+    return None
+
+
+@dataclass
+class DestinationSessions:
+    """The destinations of one task, each connected once."""
+
+    work: Work
+    rules: ForwardingRules
+    source_session: SourceSession
+    _open: dict[str, Destination] = field(default_factory=dict)
+    _identities: dict[str, UUID] = field(default_factory=dict)
+    _known: dict[str, dict[Place, Mark | None]] = field(default_factory=dict)
+    """The marks of destinations, by their names, as far as they have been read."""
+    _stored: list[tuple[UUID, Mapping[Place, Mark], Mapping[Place, Mark]]] = field(
+        default_factory=list
+    )
+    """What to acknowledge: the destination, its marks, and the marks before them."""
+
+    def store(self, part: Part, chunk: Chunk) -> Stored:
+        """Store a chunk where its part goes, if the marks there are the known ones.
+
+        Raises:
+            Ahead, Behind: the marks there are others: the source, or the destination, was set back.
+            SafError: whatever else `saf.destinations.Destination.store` raises.
+        """
+        assert part.destination is not None  # noqa: S101 - the caller's to see to
+        name, exactly_once = part.destination, part.quality == EXACTLY_ONCE
+        known, stored = self._in_step(
+            part, chunk, lambda there, mine: there.store(mine, exactly_once=exactly_once)
+        )
+        new = {place: mark for place, mark in stored.marks.items() if known.get(place) != mark}
+        if new:
+            self._stored.append((self._identities[name], new, known))
+            self._known[name] |= new
+        return stored
+
+    def marks(self, part: Part, chunk: Chunk) -> Mapping[Place, Mark]:
+        """Ask the destination of a part for its marks of a chunk's lanes; raise as `store` does."""
+        _, marks = self._in_step(part, chunk, lambda there, mine: there.marks(mine))
+        return marks
+
+    def acknowledge(self, source: psycopg.Connection[Any]) -> None:
+        """Write what destinations have stored, with the position that moves past it."""
+        for there, marks, before in self._stored:
+            acknowledge(source, there, marks, before)
+
+    def settled(self) -> None:
+        """Note that what was to be acknowledged is."""
+        self._stored.clear()
+
+    def close(self) -> None:
+        """Give up all connections."""
+        for destination in self._open.values():
+            destination.close()
+
+    def connected(self, name: str) -> Destination:
+        """Return a destination of saf.toml, connected.
+
+        Raises:
+            UsageError: it is the same as another one that has another name.
+        """
+        if name not in self._open:
+            there = self.rules.destinations[name]
+            self._open[name] = there.open(name, keep=self.work.keep)
+        destination = self._open[name]
+        if name not in self._identities:
+            identity = destination.identity()
+            for other, known in self._identities.items():
+                if known == identity:
+                    raise UsageError(
+                        f"destinations {other!r} and {name!r} are the same: one watermark "
+                        "cannot serve both, so keep one of them in saf.toml"
+                    )
+            self._identities[name] = identity
+        return destination
+
+    def _in_step(
+        self, part: Part, chunk: Chunk, ask: Callable[[Destination, Chunk], T]
+    ) -> tuple[Mapping[Place, Mark], T]:
+        """Ask a part's destination for something, with its known marks; return these too."""
+        assert part.destination is not None  # noqa: S101 - the caller's to see to
+        name = part.destination
+        if error := obstacle(self.rules, name, part.quality):
+            raise error
+        destination = self.connected(name)
+        chunk = replace(chunk, prefix=prefix(part))
+        known = self._known_of(name, touched(chunk))
+        chunk = replace(chunk, known=known)
+        try:
+            return known, ask(destination, chunk)
+        except Ahead as error:
+            # or the messages were stored, nobody heard the answer, and they wait to be stored again
+            subscription_id, marks = self.work.batch.subscription_id, error.marks
+            if self.source_session(lambda s: not_parked(s, subscription_id, name, marks)):
+                raise
+            return known, ask(destination, replace(chunk, known={**known, **marks}))
+
+    def _known_of(self, name: str, places: Sequence[Place]) -> dict[Place, Mark]:
+        """Return marks of a destination that the source remembers; the source is asked once."""
+        known = self._known.setdefault(name, {})
+        if missing := [place for place in places if place not in known]:
+            there = self._identities[name]
+            found = self.source_session(lambda source: acknowledged(source, there, missing))
+            known |= {place: found.get(place) for place in missing}
+        return {place: mark for place in places if (mark := known[place]) is not None}
+
+
+def prefix(part: Part) -> str:
+    """The prefix of the names of a part's marks."""
+    return {EXACTLY_ONCE: "", AT_MOST_ONCE: ONCE}.get(part.quality or "", AGAIN)

@@ -1,0 +1,160 @@
+"""Finding routes: messages that have waited for a route, or for their router, may have one now.
+
+They move to lanes of the destinations that routes lead to; a topic's message moves as a copy for
+each. This is one transaction for each chunk, and the messages keep their place in the order. From
+then on each copy waits for its destination alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import psycopg
+import pyarrow as pa
+import pyarrow.compute as pc
+from psycopg import sql
+
+from saf.engine.load_sharing import share
+from saf.engine.matcher import Matcher
+from saf.engine.parked_lanes import ParkedLanes
+from saf.engine.resolving import Resolver
+from saf.failpoints import fail_point
+from saf.log.columns import selected
+from saf.log.cursor import lock_cursors
+from saf.setaside import parking
+from saf.setaside.lane import Kind, Lane
+from saf.setaside.lane_columns import (
+    KIND,
+    LANE,
+    broker_of,
+    either,
+    found_lanes,
+    in_lanes,
+    route_lanes,
+)
+from saf.setaside.parking import ADDRESS
+
+
+@dataclass(kw_only=True)
+class FindingRoutes:
+    """Leads one task's parked messages to where routes lead now."""
+
+    resolver: Resolver
+    matcher: Matcher
+    parked: ParkedLanes
+
+    def find(self, lanes: Sequence[Lane]) -> set[Lane]:
+        """Move messages that waited for a route to where routes lead now; return to which lanes."""
+        if not lanes:
+            return set()
+        found: set[Lane] = set()
+        led = self._led(lanes)
+        in_time = True
+        needed = (
+            [*selected(self.parked.rules.max_bytes)] if self.resolver else ["id", "shard", *ADDRESS]
+        )
+        columns = [
+            "parked_id",
+            *LANE,
+            sql.SQL("id AS log_id"),
+            *parking.as_log(needed, found=False),
+        ]
+        for rows in self.parked.read("", led, columns, found=False):
+            self.parked.isolate("", rows, partial(self._find_routes, found))
+            if self.parked.over:
+                in_time = False
+                break
+        self._stay(lanes if in_time else [lane for lane in lanes if lane not in led])
+        if not in_time:
+            self.parked.succeed(led)
+        return found
+
+    def _led(self, lanes: Sequence[Lane]) -> set[Lane]:
+        """The lanes in which some message may have a way out.
+
+        A lane says for which service it is, so a lane without a way out need not be read.
+        """
+        unrouted = [lane for lane in lanes if lane.unrouted]
+        brokers = [lane.broker and lane.broker.bytes for lane in unrouted]
+        rows = self.matcher.route(
+            pa.table(
+                {
+                    "number": pa.array(range(len(unrouted)), pa.int64()),
+                    "to_service": pa.array([lane.subject for lane in unrouted], pa.string()),
+                    "to_broker": pa.array(brokers, pa.binary()),
+                }
+            )
+        )
+        routers = pa.array([one.service for one in self.parked.work.routes.routers], pa.string())
+        led = pc.or_(rows["route"].is_valid(), pc.is_in(rows["to_service"], routers))
+        others = {lane for lane in lanes if not lane.unrouted}
+        return others.union(unrouted[n] for n in rows.filter(led)["number"].to_pylist())
+
+    def _stay(self, lanes: Sequence[Lane]) -> None:
+        """Note that what is left in these lanes has no way out."""
+        here = self.parked.source_session(
+            lambda s: parking.occupied(s, self.parked.work.batch, lanes)
+        )
+        self.parked.postpone({lane: self.resolver.obstacle(lane) for lane in lanes if lane in here})
+        self.parked.lanes.untried.update(lane for lane in lanes if lane not in here)
+
+    def _find_routes(self, found: set[Lane], rows: pa.Table) -> None:
+        """Move messages to where routes lead now, and add to ``found`` the lanes they moved to."""
+        if "body" in rows.column_names and rows["body"].null_count:
+            set_aside = self.parked.aside()
+            readable = set_aside.bury_unread(rows)
+            self.parked.settle(rows.filter(pc.is_null(rows["body"])), set_aside)
+            rows = readable
+        resolution = self.resolver.resolve(rows)
+        for some, error in resolution.dead:
+            # a message that its router cannot resolve leaves its lane
+            set_aside = self.parked.aside()
+            set_aside.bury(some, "", "unresolved", error)
+            self.parked.settle(some, set_aside)
+        routed = self.matcher.route(resolution.rows)
+        routed = routed.filter(routed["route"].is_valid())
+        found |= self._move(share(routed, self.matcher.matches, self.parked.source_session.choose))
+
+    def _move(self, rows: pa.Table) -> set[Lane]:
+        to = list(self._copies(rows))
+        lanes = {_lane(there, row) for there, _, some in to for row in some}
+        gone = {row["parked_id"] for _, _, some in to for row in some}
+        subscription_id = self.parked.work.batch.subscription_id
+
+        def move(source: psycopg.Connection[Any]) -> None:
+            lock_cursors(source, self.parked.work.batch)
+            parking.touch(source, subscription_id, lanes, "has found a route")
+            for destination, quality, some in to:
+                parking.copy(source, destination, quality, some)
+            parking.unpark(source, sorted(gone))
+            fail_point("routed")
+
+        if to:
+            self.parked.source_session(move)
+        return lanes
+
+    def _copies(self, rows: pa.Table) -> Iterator[tuple[str, str | None, list[dict[str, Any]]]]:
+        """For each destination and quality, the messages that go there, with their lanes there."""
+        waited_for_route = pc.equal(rows[KIND], str(Kind.ROUTE))
+        rows = in_lanes(rows, found_lanes(either(waited_for_route, route_lanes(rows), rows)))
+        there: dict[tuple[str, str | None], list[int]] = {}
+        for number in pc.unique(rows["route"]).to_pylist():
+            match = self.matcher.matches[number]
+            for route in match.routes:
+                if match.to_all or route.destination in self.parked.rules.qualities:
+                    there.setdefault((route.destination, route.quality), []).append(number)
+        for (destination, quality), numbers in there.items():
+            mine = rows.filter(pc.is_in(rows["route"], pa.array(numbers, pa.int32())))
+            yield destination, quality, mine.select(["parked_id", *LANE, *ADDRESS]).to_pylist()
+
+
+def _lane(destination: str, row: Mapping[str, Any]) -> Lane:
+    return Lane(
+        destination=destination,
+        kind=Kind(row["kind"]),
+        subject=row["subject"],
+        broker=broker_of(row["broker"]),
+    )

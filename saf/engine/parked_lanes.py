@@ -1,0 +1,145 @@
+"""Parked lanes: what a task does with the parked messages of its shards, wherever they go next.
+
+They are read lane by lane, in order and in chunks. A step is made for each chunk; a message that
+the step raises for alone becomes a dead letter. What has gone leaves its lane in a transaction that
+only the owner of the shards can commit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psycopg
+import pyarrow as pa
+import pyarrow.compute as pc
+from psycopg import sql
+
+from saf.engine.chunks import chunks
+from saf.engine.destination_sessions import DestinationSessions
+from saf.engine.held_lanes import HeldLanes
+from saf.engine.receipts import Receipts
+from saf.engine.set_aside import SetAside
+from saf.engine.source import read
+from saf.engine.source_session import SourceSession
+from saf.engine.work import ForwardingRules, Work
+from saf.errors import SafError
+from saf.failpoints import fail_point
+from saf.log.cursor import lock_cursors
+from saf.setaside import backoff, parking
+from saf.setaside.isolation import isolate
+from saf.setaside.lane import Lane
+from saf.setaside.lane_columns import LANE, given_of
+
+
+@dataclass(kw_only=True)
+class ParkedLanes:
+    """The lanes that hold messages of one task's shards."""
+
+    work: Work
+    rules: ForwardingRules
+    source_session: SourceSession
+    lanes: HeldLanes
+    receipts: Receipts
+    destinations: DestinationSessions
+    _until: float = field(init=False, default=0.0)
+
+    def begin(self, seconds: float) -> None:
+        """Begin a turn of so many seconds."""
+        self._until = time.monotonic() + seconds
+
+    @property
+    def over(self) -> bool:
+        """Whether the turn is over: no further chunk is begun."""
+        return time.monotonic() > self._until
+
+    def hold(self, lanes: Collection[Lane], why: str) -> None:
+        """Let new messages wait behind these lanes. Lanes of services are looked up instead."""
+        for lane in lanes:
+            if not lane.of_service:
+                self.lanes.hold(lane, why)
+
+    def read(
+        self,
+        destination: str,
+        lanes: Collection[Lane],
+        columns: Sequence[str | sql.Composable],
+        *,
+        found: bool,
+    ) -> Iterator[pa.Table]:
+        """Read what lanes hold of these shards, each lane in order, in chunks."""
+        if lanes:
+            query = parking.in_lanes(self.work.batch, destination, lanes, columns, found=found)
+            yield from chunks(read(self.work, query), self.rules.chunk_rows, self.rules.chunk_bytes)
+
+    def isolate(self, destination: str, rows: pa.Table, step: Callable[[pa.Table], None]) -> None:
+        """Make a step for messages of lanes; one that it raises for alone becomes a dead letter."""
+        numbers, lanes = rows["parked_id"], rows.select(LANE)
+        gone: set[int] = set()
+        """Messages that an attempt before has written durably: they have left that lane."""
+
+        def undo() -> None:
+            ids = numbers.to_pylist()
+            here = self.source_session(
+                lambda source: parking.still(source, destination, given_of(lanes), ids)
+            )
+            gone.update(number for number in ids if number not in here)
+
+        def remaining(some: pa.Table) -> pa.Table:
+            if not gone:
+                return some
+            out = pc.is_in(some["parked_id"], pa.array(list(gone), pa.int64()))
+            return some.filter(pc.invert(out))
+
+        def bury(message: pa.Table, error: str) -> None:
+            if message["parked_id"][0].as_py() not in gone:
+                set_aside = self.aside(destination)
+                set_aside.bury_as_stored(message, error)
+                self.settle(message, set_aside)
+
+        def make(some: pa.Table) -> None:
+            left = remaining(some)
+            if left.num_rows:
+                step(left)
+
+        isolate(rows, make, bury, undo)
+
+    def aside(self, destination: str = "") -> SetAside:
+        """Return what will hold the messages of a chunk that are set aside again, still empty."""
+        return SetAside(
+            work=self.work,
+            from_lanes=True,
+            destination=destination,
+            max_bytes=self.rules.max_bytes,
+        )
+
+    def settle(self, rows: pa.Table, set_aside: SetAside) -> None:
+        """Take what has gone out of its lane."""
+
+        def settle(source: psycopg.Connection[Any]) -> None:
+            lock_cursors(source, self.work.batch)
+            set_aside.write_from_lanes(source, rows["parked_id"].to_pylist())
+            self.destinations.acknowledge(source)
+            fail_point("unpark")
+
+        self.source_session(settle)
+        self.destinations.settled()
+        self.receipts.of(None).dead += set_aside.dead_letters
+        fail_point("unpark_commit")
+
+    def postpone(self, failed: Mapping[Lane, SafError]) -> None:
+        """Note that attempts at lanes have failed, and let new messages wait behind them."""
+        if failed:
+            subscription_id = self.work.batch.subscription_id
+            errors = {lane: str(error) for lane, error in failed.items()}
+            for lane, why in errors.items():
+                self.hold([lane], why)
+            self.source_session(lambda source: backoff.postpone(source, subscription_id, errors))
+
+    def succeed(self, lanes: Collection[Lane]) -> None:
+        """Note that what was tried of lanes has gone, so that their attempts start again."""
+        if lanes:
+            subscription_id = self.work.batch.subscription_id
+            self.source_session(lambda source: backoff.succeeded(source, subscription_id, lanes))

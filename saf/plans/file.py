@@ -1,0 +1,209 @@
+"""The file of a plan: what brokers are to have, by their names in saf.toml.
+
+    [brokers.mom]                            # a broker, a fleet or a destination
+    services = ["billing", "orders"]
+
+    [brokers.mom.subscriptions.audit]        # one more reader; a service has one of its own
+    service = "billing"                      # without: all services
+
+    [[brokers.shop.routes]]
+    service = "billing"
+    destination = "mom"
+
+    [brokers.shop.grants]
+    shop_app = ["writer"]
+
+A table that a broker does not have here is left as it is. One that is empty (``routes = []``) says
+that there are none. Unknown names are refused, as in saf.toml.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+from saf import config
+from saf.broker.granted import in_kinds, rights_of
+from saf.broker.grants import Kind
+from saf.config import Name, Settings, did_you_mean
+from saf.errors import ConfigurationError
+from saf.plans.tables import TABLES, Entries
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _parsed(schema: object) -> object:
+    """A JSON Schema, which may be JSON text, for TOML has no null."""
+    try:
+        return json.loads(schema) if isinstance(schema, str) else schema
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
+
+
+class MessageType(_Table):
+    """A version of a message type; see `saf.create_message_type`."""
+
+    name: Name
+    version: int = 1
+    validation: Literal["none", "empty", "json", "json_schema"] = "none"
+    schema_: Annotated[dict[str, Any] | None, BeforeValidator(_parsed)] = pydantic.Field(
+        default=None, alias="schema"
+    )
+
+
+class Contract(_Table):
+    """A version of a contract; see `saf.create_contract`."""
+
+    name: Name
+    version: int = 1
+    types: dict[str, Literal["initiator", "target", "any"]]
+    type_versions: dict[str, int] = {}
+
+
+class Subscription(_Table):
+    """A reader besides those that services have."""
+
+    service: Name | None = None
+    """Whose messages it reads; None: everybody's."""
+    from_now: bool = False
+    """When it is created: whether it reads only what is stored from then on."""
+
+
+class Route(config.Route):
+    """A row of saf.route."""
+
+    enabled: bool = True
+
+
+class Router(config.Router):
+    """A row of saf.router."""
+
+    enabled: bool = True
+
+
+class BrokerPlan(_Table):
+    """What one broker is to have; `saf.plans.tables` has the same names."""
+
+    message_types: tuple[MessageType, ...] = ()
+    contracts: tuple[Contract, ...] = ()
+    services: tuple[Name, ...] = ()
+    subscriptions: dict[Name, Subscription] = {}
+    topics: tuple[Name, ...] = ()
+    routers: dict[Name, Router] = {}
+    routes: tuple[Route, ...] = ()
+    grants: dict[str, Annotated[tuple[Kind, ...], pydantic.Field(min_length=1)]] = {}
+
+    def entries(self) -> dict[str, Entries]:
+        """By the names of tables: what is wanted of those that the plan has.
+
+        Raises:
+            ConfigurationError: something is said twice.
+        """
+        said = self.model_dump(include=self.model_fields_set, by_alias=True)
+        found = {
+            table.name: table.entries(said[table.name]) for table in TABLES if table.name in said
+        }
+        if "routes" in found:
+            found["routes"] = {
+                (service, broker and str(broker), destination): values
+                for (service, broker, destination), values in found["routes"].items()
+            }
+        if "grants" in found:
+            found["grants"] = {
+                role: {"kinds": in_kinds(rights_of(values["kinds"]))}
+                for role, values in found["grants"].items()
+            }
+        return found
+
+
+class Plan(_Table):
+    """What all brokers are to have."""
+
+    brokers: dict[Name, BrokerPlan]
+
+
+def read(path: Path) -> Plan:
+    """Read and check a plan.
+
+    Raises:
+        ConfigurationError: it names the file, the setting and the value at fault.
+    """
+    try:
+        tables = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigurationError(f"{path}: not TOML: {error}") from None
+    try:
+        plan = Plan(**tables)
+    except pydantic.ValidationError as error:
+        problems = "; ".join(map(_explained, error.errors()))
+        raise ConfigurationError(f"{path}: {problems}") from None
+    except TypeError as error:
+        raise ConfigurationError(f"{path}: {error}") from None
+    for name, broker in plan.brokers.items():
+        try:
+            broker.entries()
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{path}: brokers.{name}: {error}") from None
+    return plan
+
+
+def check(plan: Plan, settings: Settings) -> None:
+    """Raise if a route leads to a destination that saf.toml does not have, or as it cannot be sent.
+
+    Raises:
+        ConfigurationError: it names the route.
+    """
+    for name, broker in plan.brokers.items():
+        for number, route in enumerate(broker.routes):
+            where = f"brokers.{name}.routes.{number}"
+            there = settings.destinations.get(route.destination)
+            if there is None:
+                raise ConfigurationError(
+                    f"{where}: there is no [destinations.{route.destination}] in saf.toml"
+                    f"{did_you_mean(route.destination, settings.destinations)}"
+                )
+            try:
+                there.check_quality(route.quality)
+            except ValueError as error:
+                raise ConfigurationError(f"{where}.quality: {error}") from None
+
+
+def broker_plan(entries: Mapping[str, Entries]) -> BrokerPlan:
+    """A broker's plan with these entries; the inverse of `BrokerPlan.entries`."""
+    return BrokerPlan(
+        **{
+            table.name: table.written(entries[table.name])
+            for table in TABLES
+            if table.name in entries
+        }
+    )
+
+
+def as_tables(plan: BrokerPlan) -> dict[str, Any]:
+    """A broker's plan for `saf.plans.toml`: what has the default value is left out, no table is."""
+    said = plan.model_dump(exclude_defaults=True, by_alias=True)
+    for one in said.get("message_types", ()):
+        if "schema" in one:
+            one["schema"] = json.dumps(one["schema"])
+    empty = plan.model_dump(by_alias=True)
+    return {table.name: said.get(table.name, empty[table.name]) for table in TABLES}
+
+
+def _explained(problem: Any) -> str:
+    where = [str(part) for part in problem["loc"]]
+    if problem["type"] == "extra_forbidden":
+        *table, name = where
+        models: dict[int, type[BaseModel]] = {0: Plan, 2: BrokerPlan}
+        known = models[len(table)].model_fields if len(table) in models else ()
+        return f"unknown setting {'.'.join(where)}{did_you_mean(name, known)}"
+    return f"{'.'.join(where)}: {str(problem['msg']).removeprefix('Value error, ')}"

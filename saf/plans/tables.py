@@ -1,0 +1,281 @@
+"""The tables of a broker's plan: for each, how what is there is listed, created and removed.
+
+    [brokers.shop]
+    services = ["shop"]                               names
+    [brokers.shop.grants]                             a value by name
+    shop_app = ["writer"]
+    [brokers.shop.routers.departures]                 values by name
+    kind = "sql"
+    [[brokers.shop.routes]]                           rows
+    service = "billing"
+
+All become the same: *values* by *key*, the key being a tuple of what tells an entry from others.
+`TABLES` is in the order in which things are created; they are removed in the reverse order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+from uuid import UUID
+
+import psycopg
+
+from saf.broker import grants, services
+from saf.broker.granted import granted
+from saf.dialogs import contracts
+from saf.dialogs.message_types import message_types
+from saf.errors import ConfigurationError
+from saf.routing import routers, routes
+
+Connection: TypeAlias = psycopg.Connection[Any]
+Key: TypeAlias = tuple[Any, ...]
+Values: TypeAlias = Mapping[str, Any]
+Entries: TypeAlias = dict[Key, Values]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """One table of a plan."""
+
+    name: str
+    """The table's name in the file."""
+    one: str
+    """What an entry is called."""
+    listed: Callable[[Connection], Entries]
+    """What a broker has."""
+    create: Callable[[Connection, Key, Values], object]
+    """Make an entry; of a table that ``changes``, also give another one's values to it."""
+    remove: Callable[[Connection, Key, bool], object] | None = None
+    """Remove an entry, also if messages are left if the bool says so. None: it stays for ever."""
+    changes: bool = False
+    key: tuple[str, ...] = ("name",)
+    """The fields that are the key; if the table has rows, they are in these."""
+    names: bool = False
+    """Entries are names, and nothing more."""
+    value: str | None = None
+    """The only field, if a name has that value itself."""
+    once: tuple[str, ...] = ()
+    """Fields that count when an entry is created, and are not compared then."""
+
+    def entries(self, table: Any) -> Entries:
+        """What the file's table says, by key.
+
+        Raises:
+            ConfigurationError: it says something twice.
+        """
+        if isinstance(table, Mapping):
+            return {
+                (name,): {self.value: values} if self.value else dict(values)
+                for name, values in table.items()
+            }
+        rows = [one if isinstance(one, Mapping) else {self.key[0]: one} for one in table]
+        found: Entries = {}
+        for row in rows:
+            key = tuple(row[field] for field in self.key)
+            if key in found:
+                raise ConfigurationError(f"{self.described(key)} is there twice")
+            found[key] = {field: value for field, value in row.items() if field not in self.key}
+        return found
+
+    def written(self, entries: Entries) -> Any:
+        """The file's table for these entries; the inverse of `entries`."""
+        if len(self.key) > 1:
+            return [dict(zip(self.key, key, strict=True)) | dict(v) for key, v in entries.items()]
+        if self.names:
+            return [key[0] for key in entries]
+        return {key[0]: v[self.value] if self.value else dict(v) for key, v in entries.items()}
+
+    def same(self, there: Values, wanted: Values) -> bool:
+        """Whether a broker's entry is as the plan says."""
+        return all(there[field] == wanted[field] for field in there if field not in self.once)
+
+    def described(self, key: Key) -> str:
+        """An entry in words."""
+        named = [
+            str(part) if field == "name" else f"{field} {part}"
+            for field, part in zip(self.key, key, strict=True)
+            if part is not None
+        ]
+        return f"{self.one} {', '.join(named)}"
+
+
+def _services(connection: Connection) -> Entries:
+    return {(one.name,): {} for one in services.services(connection)}
+
+
+def _subscriptions(connection: Connection) -> Entries:
+    """Those that are not a service's own, which come and go with it."""
+    return {
+        (one.name,): {"service": one.service}
+        for one in services.subscriptions(connection)
+        if one.service != one.name
+    }
+
+
+def _subscribe(connection: Connection, key: Key, values: Values) -> None:
+    start: services.Start = "now" if values["from_now"] else "beginning"
+    services.create_subscription(connection, *key, service=values["service"], start=start)
+
+
+def _routers(connection: Connection) -> Entries:
+    return {
+        (one.router.service,): {
+            "kind": one.router.kind,
+            "expression": one.router.expression,
+            "once_per": one.router.once_per,
+            "mode": one.mode,
+            "comment": one.comment,
+            "enabled": one.enabled,
+        }
+        for one in routes.configuration(connection).routers
+    }
+
+
+def _add_router(connection: Connection, key: Key, values: Values) -> None:
+    given = {field: value for field, value in values.items() if field != "enabled"}
+    routers.add_router(connection, *key, **given)
+    if not values["enabled"]:
+        routers.enable_router(connection, *key, enabled=False)
+
+
+def _routes(connection: Connection) -> Entries:
+    return {
+        (one.route.service, one.route.broker, one.route.destination): {
+            "quality": one.route.quality,
+            "expires_at": one.expires_at,
+            "comment": one.comment,
+            "enabled": one.enabled,
+        }
+        for one in routes.configuration(connection).routes
+    }
+
+
+def _named_route(key: Key) -> dict[str, Any]:
+    service, broker, destination = key
+    return {
+        "service": service,
+        "broker": UUID(broker) if broker else None,
+        "destination": destination,
+    }
+
+
+def _add_route(connection: Connection, key: Key, values: Values) -> None:
+    given = {field: value for field, value in values.items() if field != "enabled"}
+    routes.add_route(connection, **_named_route(key), **given)
+    if not values["enabled"]:
+        routes.enable_route(connection, **_named_route(key), enabled=False)
+
+
+def _message_types(connection: Connection) -> Entries:
+    return {
+        (one.name, one.version): {"validation": one.validation, "schema": one.schema}
+        for one in message_types(connection)
+    }
+
+
+def _create_type(connection: Connection, key: Key, values: Values) -> None:
+    name, version = key
+    contracts.create_message_type(connection, name, version=version, **values)
+
+
+def _contracts(connection: Connection) -> Entries:
+    newest = {one.name: one.version for one in message_types(connection)}  # the last one wins
+    return {
+        (contract.name, contract.version): {
+            "types": {one.name: one.sent_by for one in contract.types.values()},
+            "type_versions": {
+                one.name: one.version
+                for one in contract.types.values()
+                if one.version != newest[one.name]
+            },
+        }
+        for contract in contracts.contracts(connection)
+    }
+
+
+def _create_contract(connection: Connection, key: Key, values: Values) -> None:
+    name, version = key
+    contracts.create_contract(connection, name, version=version, **values)
+
+
+def _grants(connection: Connection) -> Entries:
+    return {(role,): {"kinds": kinds} for role, kinds in granted(connection).items()}
+
+
+TABLES = (
+    Table(
+        name="message_types",
+        one="message type",
+        key=("name", "version"),
+        listed=_message_types,
+        create=_create_type,
+    ),
+    Table(
+        name="contracts",
+        one="contract",
+        key=("name", "version"),
+        listed=_contracts,
+        create=_create_contract,
+        # without a version, a type's newest one is taken once and for all
+        once=("type_versions",),
+    ),
+    Table(
+        name="services",
+        one="service",
+        names=True,
+        listed=_services,
+        # what that means for others is in the difference
+        create=lambda connection, key, _: services.create_service(
+            connection, *key, refuse_others=True
+        ),
+        remove=lambda connection, key, discard: services.remove_service(
+            connection, *key, discard=discard
+        ),
+    ),
+    Table(
+        name="subscriptions",
+        one="subscription",
+        listed=_subscriptions,
+        create=_subscribe,
+        remove=lambda connection, key, discard: services.remove_subscription(
+            connection, *key, discard=discard
+        ),
+    ),
+    Table(
+        name="topics",
+        one="topic",
+        names=True,
+        listed=lambda connection: {(name,): {} for name in routes.topics(connection)},
+        create=lambda connection, key, _: routes.add_topic(connection, *key),
+        remove=lambda connection, key, _: routes.remove_topic(connection, *key),
+    ),
+    Table(
+        name="routers",
+        one="router",
+        listed=_routers,
+        create=_add_router,
+        remove=lambda connection, key, _: routers.remove_router(connection, *key),
+        changes=True,
+    ),
+    Table(
+        name="routes",
+        one="route",
+        key=("service", "broker", "destination"),
+        listed=_routes,
+        create=_add_route,
+        remove=lambda connection, key, _: routes.remove_route(connection, **_named_route(key)),
+        changes=True,
+    ),
+    Table(
+        name="grants",
+        one="role",
+        value="kinds",
+        listed=_grants,
+        create=lambda connection, key, values: grants.grant(connection, key[0], values["kinds"]),
+        remove=lambda connection, key, _: grants.grant(connection, key[0], ()),
+        changes=True,
+    ),
+)
+"""All tables of a plan."""

@@ -1,0 +1,76 @@
+"""Writing TOML: as much of it as a plan needs, since Python only reads it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+WIDTH = 80
+BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def document(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[str]:
+    """The lines of a table: first its values, then its tables, then its arrays of tables.
+
+    >>> print(*document({"a": {"names": ["x"], "b c": {"n": 1}, "rows": [{"s": "it's"}]}}), sep="|")
+    [a]|names = ["x"]||[a."b c"]|n = 1||[[a.rows]]|s = "it's"|
+    """
+    values = {name: one for name, one in table.items() if not _tables(one) and not _rows(one)}
+    if values and path:
+        yield f"[{_name(path)}]"
+    for name, one in values.items():
+        yield from _assigned(_name((name,)), one)
+    if values:
+        yield ""
+    for name, one in table.items():
+        if _tables(one):
+            yield from document(one, (*path, name)) if one else [f"[{_name((*path, name))}]", ""]
+    for name, rows in table.items():
+        for row in rows if _rows(rows) else ():
+            yield f"[[{_name((*path, name))}]]"
+            for field, one in row.items():
+                yield from _assigned(_name((field,)), one)
+            yield ""
+
+
+def _tables(value: object) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _rows(value: object) -> bool:
+    return isinstance(value, Sequence) and bool(value) and isinstance(value[0], Mapping)
+
+
+def _assigned(name: str, value: object) -> Iterator[str]:
+    line = f"{name} = {_value(value)}"
+    if len(line) <= WIDTH or not isinstance(value, (list, tuple)):
+        yield line
+        return
+    yield f"{name} = ["
+    yield from (f"    {_value(one)}," for one in value)
+    yield "]"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, Mapping):
+        inside = ", ".join(f"{_name((str(name),))} = {_value(one)}" for name, one in value.items())
+        return f"{{{inside}}}" if not inside else f"{{ {inside} }}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, str):
+        return _text(value)
+    return json.dumps(value, default=str)  # an id
+
+
+def _text(text: str) -> str:
+    # as in JSON, which leaves one more control character as it is
+    return json.dumps(str(text), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _name(path: tuple[str, ...]) -> str:
+    return ".".join(part if BARE.fullmatch(part) else _text(part) for part in path)

@@ -1,0 +1,109 @@
+"""What is logged of a message whose handling failed: everything but the message itself.
+
+The log says the exception with its traceback, which message it was, which attempt, and when the
+next one is. It does not say the body, the parameters of a statement, the rows that the database
+quotes, or the connection's password: where the exception's text holds one of these, the log shows
+`HIDDEN` in its place. Local variables are not shown. What else an application writes into its
+exceptions is logged, parts of a body too.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import psycopg
+
+from saf.errors import UnreadableBody
+from saf.received import Received
+from saf.receiving.retries import Policy
+
+HIDDEN = "***"
+
+SHORTEST = 4
+"""The shortest text that is hidden: a shorter one would be found everywhere."""
+
+
+def failure(
+    error: BaseException, message: Received, policy: Policy, raw: psycopg.Connection[Any]
+) -> dict[str, Any]:
+    """The fields of the log for a message whose handling has raised an exception."""
+    fields = {**about(message), "attempt": f"{message.attempt} of {policy.max_attempts}"}
+    if policy.gives_up(message.attempt, error):
+        permanent = isinstance(error, policy.permanent)
+        why = "no further attempt helps" if permanent else "this was the last attempt"
+        fields["next_attempt"] = f"none: it is a dead letter, because {why}"
+    else:
+        seconds = policy.wait_seconds(message.attempt)
+        at = datetime.now(UTC) + timedelta(seconds=seconds)
+        fields["next_attempt"] = f"in {seconds:g} s, at {at.isoformat(timespec='seconds')}"
+    return {**fields, **exception(error, raw, message)}
+
+
+def about(message: Received) -> dict[str, Any]:
+    """The fields that say which message it is."""
+    return {
+        "message_id": str(message.message_id),
+        "key": message.key,
+        "message_type": message.message_type,
+    }
+
+
+def exception(
+    error: BaseException, raw: psycopg.Connection[Any] | None = None, *messages: Received
+) -> dict[str, Any]:
+    """The fields that say an exception, without what `failure` does not say."""
+    with _without_parameters(error):
+        text = "".join(traceback.format_exception(error))
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    for secret in _secrets(error, raw, messages):
+        if len(secret) >= SHORTEST:
+            text, said = (one.replace(secret, HIDDEN) for one in (text, said))
+    # structlog prints what is called stack on lines of its own, as it is
+    return {"error": " ".join(said.split()), "stack": text}
+
+
+def _secrets(
+    error: BaseException, raw: psycopg.Connection[Any] | None, messages: tuple[Received, ...]
+) -> Iterator[str]:
+    for one in _chain(error):
+        if isinstance(one, psycopg.Error):
+            # they quote rows
+            yield from filter(None, (one.diag.message_detail, one.diag.context))
+    for message in messages:
+        body = message.body.decode(errors="replace")
+        yield from (body, repr(body)[1:-1], repr(message.body)[2:-1])
+        with suppress(UnreadableBody):
+            yield repr(message.json())
+    if raw is not None:
+        with suppress(psycopg.Error):  # it is closed
+            yield raw.info.password
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and those that led to it."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+@contextmanager
+def _without_parameters(error: BaseException) -> Iterator[None]:
+    """Meanwhile, SQLAlchemy's errors do not show the parameters of their statements."""
+    if "sqlalchemy" not in sys.modules:
+        yield
+        return
+    import sqlalchemy as sa
+
+    with ExitStack() as stack:
+        for one in _chain(error):
+            if isinstance(one, sa.exc.StatementError):
+                stack.callback(setattr, one, "hide_parameters", one.hide_parameters)
+                one.hide_parameters = True
+        yield

@@ -1,0 +1,78 @@
+"""What a receiver has read and not given to its handlers, because it was told to stop.
+
+It is put back as if it had not been read: each shard goes back to the first of these messages, and
+a message that was read from a lane stays in it. No attempt is counted.
+
+A shard cannot go back behind a message that is complete: batch handlers may have had later ones of
+other keys. And messages of dialogs have arrived at their ends, which reading them again does not
+undo. Such messages are set aside in the lanes of their keys instead, and are due at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from saf.received import Received
+from saf.receiving.claim import Hand
+
+WHY = "its receiver was told to stop"
+"""Why such a message waits in a lane."""
+
+
+class PutBack:
+    """The messages of one delivery that were not given."""
+
+    def __init__(self) -> None:
+        self._messages: dict[Received, None] = {}
+        self._in_lanes: set[Received] = set()
+        """Those that are set aside instead."""
+        self._again: dict[int, int] = {}
+        """For each shard that goes back: the id of the first message that is read again."""
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def __contains__(self, message: Received) -> bool:
+        return message in self._messages
+
+    def add(self, message: Received) -> None:
+        """Put back one more message."""
+        self._messages[message] = None
+
+    def reopen(
+        self, hand: Hand, messages: Sequence[Received], complete: Iterable[Received]
+    ) -> list[Received]:
+        """Let shards go back; return the messages, in order, that must be set aside instead.
+
+        Args:
+            hand: the shards.
+            messages: the messages of the delivery, in order.
+            complete: those of them that are handled or set aside.
+        """
+        back = [one for one in messages if one in self._messages]
+        if hand.spoken:
+            self._in_lanes.update(back)
+            return back
+        first: dict[int, int] = {}
+        for one in back:
+            if one.parked_id is None:
+                first.setdefault(one.shard, one.id)
+        passed = {
+            one.shard
+            for one in complete
+            if one.parked_id is None and one.id > first.get(one.shard, one.id)
+        }
+        for shard, id_ in first.items():
+            if shard not in passed:
+                self._again[shard] = id_
+                hand.shards[shard].reopen(id_ - 1)
+        aside = [one for one in back if one.parked_id is None and one.shard in passed]
+        self._in_lanes.update(aside)
+        return aside
+
+    def stays(self, one: Received) -> bool:
+        """Whether nothing becomes of a message that was read: it will be read again."""
+        if one.parked_id is not None:
+            return one in self._messages and one not in self._in_lanes
+        again = self._again.get(one.shard)
+        return again is not None and one.id >= again

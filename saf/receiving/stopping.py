@@ -1,0 +1,92 @@
+"""Stopping: how long a receiver that was told to stop may take.
+
+The first SIGTERM or SIGINT, or a call of `Loop.stop`, lets each thread finish the message in hand.
+What it has done is committed, and the other messages of its delivery are put back. A thread that
+has not come to its end after ``stop_timeout`` seconds is not waited for any longer: its connection
+is cut, so that its delivery is rolled back whatever it does afterwards, and `StopTimeout` says so.
+
+The delivery comes again as after a kill: the first message of a shard alone, with this attempt
+counted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import psycopg
+
+from saf.database.patience import shut
+from saf.errors import StopTimeout
+from saf.received import Received
+from saf.signals import stop_on_signals
+
+STOP_SECONDS = 25.0
+"""The default: what stops a service, such as Kubernetes, kills it after 30 seconds by default."""
+
+CANCEL_SECONDS = 1.0
+
+
+class Stopping:
+    """Whether a receiver was told to stop, when, and what it has in hand."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.told = threading.Event()
+        self._until: float | None = None
+        self._open: set[psycopg.Connection[Any]] = set()
+        self.in_hand: dict[int, Received] = {}
+        """The message in hand by thread, if it has any."""
+
+    def tell(self) -> None:
+        """Tell it to stop; the first time counts. From any thread, or from a signal's handler."""
+        if self._until is None:
+            self._until = time.monotonic() + self.seconds
+        self.told.set()
+
+    def begin_anew(self) -> None:
+        """Forget that it was told to stop."""
+        self._until = None
+        self.told.clear()
+
+    @contextmanager
+    def using(self, connection: psycopg.Connection[Any]) -> Iterator[None]:
+        """Note that this connection is used meanwhile: it is cut if that takes too long."""
+        self._open.add(connection)
+        try:
+            yield
+        finally:
+            self._open.discard(connection)
+            self.in_hand.pop(threading.get_ident(), None)
+
+    def run(self, threads: Iterable[threading.Thread]) -> None:
+        """Start threads and wait for their ends; SIGTERM and SIGINT tell them to stop.
+
+        Raises:
+            StopTimeout: they were told, and have not come to their ends in time.
+        """
+        threads = list(threads)
+        with stop_on_signals(self.tell):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                # in short steps, because Python notices no signal while it waits for a thread
+                while thread.is_alive():
+                    thread.join(0.2)
+                    if self._until is not None and time.monotonic() > self._until:
+                        raise self._given_up()
+        self.begin_anew()
+
+    def _given_up(self) -> StopTimeout:
+        """Cut the connections; the server rolls back as soon as it notices."""
+        error = StopTimeout(self.seconds, [str(one) for one in self.in_hand.values()])
+        for connection in list(self._open):
+            # by the socket, so that no commit can follow, and then the statement that runs there
+            with suppress(psycopg.Error, OSError):
+                shut([connection.fileno()])
+            with suppress(psycopg.Error, OSError):
+                connection.cancel_safe(timeout=CANCEL_SECONDS)
+        return error

@@ -1,0 +1,69 @@
+"""What a worker has done: how many messages it has handled, parked and buried."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from saf.errors import SafError, Unavailable
+
+if TYPE_CHECKING:
+    from saf.receiving.delivery import Delivery
+
+FOR_A_PERSON, FOR_LATER = SafError.exit_code, Unavailable.exit_code
+"""Exit codes of a run that has left messages for a person, or for a later run."""
+
+
+@dataclass(kw_only=True)
+class Summary:
+    """Counts of messages. Threads may add to it.
+
+    >>> print(Summary(handled=1))
+    handled 1 message
+    >>> print(Summary(handled=2, parked=11_000, buried=1, without_handler={"OrderPaid"}))
+    handled 2 messages, parked 11,000, made 1 dead letter; no handler for 'OrderPaid'
+    """
+
+    handled: int = 0
+    parked: int = 0
+    """Messages set aside: they wait for a handler or a further attempt, or behind one that does."""
+    buried: int = 0
+    """Messages that have become dead letters."""
+    without_handler: set[str | None] = field(default_factory=set)
+    """The types of messages that had no handler."""
+    _counting: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, delivery: Delivery[Any], buried: int = 0) -> None:
+        """Count a delivery that has committed, and what was buried before it was handed out."""
+        with self._counting:
+            self.handled += delivery.handled
+            self.parked += delivery.parked
+            self.buried += delivery.buried + buried
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a run that handles what is there.
+
+        1 if there are new dead letters, or messages that no handler takes; otherwise 75 if messages
+        wait for another attempt; otherwise 0.
+        """
+        if self.buried or self.without_handler:
+            return FOR_A_PERSON
+        return FOR_LATER if self.parked else 0
+
+    def __str__(self) -> str:
+        parts = [f"handled {_counted(self.handled, 'message')}"]
+        if self.parked:
+            parts.append(f"parked {self.parked:,}")
+        if self.buried:
+            parts.append(f"made {_counted(self.buried, 'dead letter')}")
+        text = ", ".join(parts)
+        if self.without_handler:
+            names = sorted("no type" if one is None else repr(one) for one in self.without_handler)
+            text += f"; no handler for {', '.join(names)}"
+        return text
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"

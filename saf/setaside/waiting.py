@@ -1,0 +1,103 @@
+"""Waiting: which lanes of a broker wait, and why, for people; and letting them be tried now."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import psycopg
+from psycopg.rows import class_row
+
+from saf.database import fetch
+from saf.setaside.lane import BROKER, OF_SERVICE, SAME_LANE, THE_LANE, Kind
+from saf.setaside.parking import BLOCKED, Backoff
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parked(Backoff):
+    """A lane that waits, and how many messages are in it."""
+
+    messages: int
+    subscription: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the lane as a dict for JSON."""
+        moments = {
+            "next_attempt_at": self.next_attempt_at.isoformat(),
+            "since": self.since.isoformat(),
+        }
+        # must not be mistaken for the broker that the lane is in
+        plain = asdict(self)
+        broker = plain.pop("broker")
+        return {**plain, **moments, "to_broker": broker and str(broker)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """What waits in a broker: the lanes that are shown, how many there are, and their messages."""
+
+    shown: tuple[Parked, ...] = ()
+    lanes: int = 0
+    messages: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parked(Parked):
+    lanes: int
+
+
+# The lanes that hold up most come first; messages are counted only for the lanes that are shown.
+# Messages that are ahead of others have no time, so their lane has no backoff; nor has a lane that
+# somebody has taken from.
+PARKED = f"""
+SELECT subscription, destination, kind, subject, {BROKER}, attempts, next_attempt_at, due, error,
+       since, lanes, (SELECT count(*) FROM saf.parked p WHERE {SAME_LANE}) AS messages
+FROM (SELECT w.*, s.name AS subscription, s.log, next_attempt_at <= now() AS due,
+             count(*) OVER () AS lanes
+      FROM (SELECT subscription_id, {THE_LANE}, attempts, next_attempt_at, error, since
+            FROM saf.backoff
+            UNION ALL
+            SELECT subscription_id, {THE_LANE}, 0, timestamptz '{BLOCKED}',
+                   CASE kind WHEN '{Kind.AHEAD}' THEN 'an earlier message of the dialog is missing'
+                             ELSE 'nothing in saf.backoff says when it is tried' END,
+                   min(parked_at)
+            FROM saf.parked b
+            WHERE NOT EXISTS (SELECT FROM saf.backoff p WHERE {SAME_LANE})
+            GROUP BY 1, 2, 3, 4, 5) AS w
+      JOIN saf.subscription s USING (subscription_id)
+      WHERE %(subscription)s::text IS NULL OR s.name = %(subscription)s
+      ORDER BY s.log DESC, s.name, kind = ANY (%(of_service)s), attempts DESC, {THE_LANE}
+      LIMIT %(limit)s) AS b
+ORDER BY log DESC, subscription, kind = ANY (%(of_service)s), attempts DESC, {THE_LANE}
+"""
+PARKED_MESSAGES = """
+SELECT count(*) FROM saf.parked JOIN saf.subscription USING (subscription_id)
+WHERE %(subscription)s::text IS NULL OR name = %(subscription)s
+"""
+
+RETRY_NOW = """
+UPDATE saf.backoff SET next_attempt_at = now()
+WHERE kind <> %(later)s
+  AND (%(destination)s::text IS NULL OR destination = %(destination)s)
+"""
+
+
+def parked(
+    connection: psycopg.Connection[Any], limit: int | None = None, subscription: str | None = None
+) -> Waiting:
+    """Return up to ``limit`` lanes that wait in a broker, or in one of its subscriptions."""
+    with psycopg.Cursor(connection, row_factory=class_row(_Parked)) as cursor:
+        params = {
+            "of_service": list(OF_SERVICE),
+            "limit": limit,
+            "subscription": subscription,
+        }
+        found = cursor.execute(PARKED, params).fetchall()
+    ((messages,),) = fetch(connection, PARKED_MESSAGES, params)
+    shown = tuple(Parked(**{f.name: getattr(one, f.name) for f in fields(Parked)}) for one in found)
+    return Waiting(shown=shown, lanes=found[0].lanes if found else 0, messages=messages)
+
+
+def retry_now(connection: psycopg.Connection[Any], destination: str | None = None) -> int:
+    """Make the next attempts of lanes due now; return how many lanes these are."""
+    return connection.execute(RETRY_NOW, {"destination": destination, "later": Kind.LATER}).rowcount

@@ -1,0 +1,126 @@
+"""The master: which ones forwarding can use, and whether one is there.
+
+Spark Connect is refused, because its clients have no tasks such as those that forward. Left alone,
+the settings that ask for it would be ignored in silence.
+
+Spark itself tries an unreachable master for a minute, and then ends with its stacks. So a
+connection to a master with an address is tried before anything is started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+from saf.errors import ConfigurationError, Unavailable
+
+PATIENCE_SECONDS = 10.0
+"""How long a master may take to accept a connection, its name's look-up included."""
+
+SCHEMES = re.compile(r"(?:spark|k8s)://(?:https?://)?(.+)")
+PORTS = {"spark": 7077, "k8s": 443}
+REMOTE = "sc://"
+
+
+def refuse_connect(master: str, conf: Mapping[str, str]) -> None:
+    """Raise if any setting asks for Spark Connect; the value may hold a token, and is not shown.
+
+    Raises:
+        ConfigurationError: it names the setting.
+    """
+    for setting in _asking(master, conf):
+        raise ConfigurationError(
+            f"{setting} asks for Spark Connect, which saf cannot forward with: take it away, and "
+            "give forwarder.master (or --master) a master such as local[*], spark://host:7077, "
+            "yarn or k8s://host:443"
+        )
+
+
+def _asking(master: str, conf: Mapping[str, str]) -> Iterator[str]:
+    if master.startswith(REMOTE):
+        yield f"a master that begins with {REMOTE}"
+    for where, given in (("[forwarder.spark]", conf), ("what spark-submit was told", _submitted())):
+        if given.get("spark.remote"):
+            yield f"spark.remote (--remote) in {where}"
+        if given.get("spark.api.mode", "").lower() == "connect":
+            yield f'spark.api.mode = "connect" in {where}'
+    if os.environ.get("SPARK_REMOTE"):
+        yield "the environment variable SPARK_REMOTE, or --remote,"
+    if os.environ.get("SPARK_API_MODE", "").lower() == "connect":
+        yield "the environment variable SPARK_API_MODE"
+
+
+def _submitted() -> dict[str, str]:
+    """The settings that spark-submit hands on to sessions of Spark Connect."""
+    parts = range(int(os.environ.get("PYSPARK_REMOTE_INIT_CONF_LEN", "0")))
+    return {
+        name: value
+        for part in parts
+        for name, value in json.loads(os.environ[f"PYSPARK_REMOTE_INIT_CONF_{part}"]).items()
+    }
+
+
+def addresses(master: str) -> list[tuple[str, int]]:
+    """Host and port of each place where a master may be; none if it has no address.
+
+    >>> addresses("spark://one:7077,two:7078"), addresses("k8s://https://[::1]:6443")
+    ([('one', 7077), ('two', 7078)], [('::1', 6443)])
+    >>> addresses("local[*]"), addresses("yarn")
+    ([], [])
+    """
+    found = SCHEMES.fullmatch(master)
+    if found is None:
+        return []
+    default = PORTS[master.partition(":")[0]]
+    places = []
+    for place in found[1].split(","):
+        host, colon, port = place.strip("/").rpartition(":")
+        known = bool(colon) and port.isdecimal()
+        places.append(((host if known else place).strip("[]/"), int(port) if known else default))
+    return places
+
+
+def reach(master: str) -> None:
+    """Return if a master accepts a connection at one of its addresses, or has none.
+
+    Raises:
+        Unavailable: no address does, and why.
+    """
+    places = addresses(master)
+    if not places:
+        return
+    answers: queue.Queue[str | None] = queue.Queue()
+
+    def ask(place: tuple[str, int]) -> None:
+        answers.put(_problem(place))
+
+    for place in places:
+        # not waited for at the end of the process: the look-up of a name cannot be cut short
+        threading.Thread(target=ask, args=[place], daemon=True).start()
+    until = time.monotonic() + PATIENCE_SECONDS
+    problems: list[str] = []
+    while len(problems) < len(places):
+        try:
+            problem = answers.get(timeout=max(until - time.monotonic(), 0))
+        except queue.Empty:
+            problems.append(f"it does not answer within {PATIENCE_SECONDS:g} s")
+            break
+        if problem is None:
+            return
+        problems.append(problem)
+    raise Unavailable(f"Spark's master {master}", "; ".join(problems))
+
+
+def _problem(place: tuple[str, int]) -> str | None:
+    """Why nobody can be connected to at a place; None if one can be."""
+    try:
+        socket.create_connection(place, PATIENCE_SECONDS).close()
+    except OSError as error:
+        return f"{place[0]}:{place[1]}: {error.strerror or error}"
+    return None

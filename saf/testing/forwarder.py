@@ -1,0 +1,124 @@
+"""What a forwarder gives a destination, without a source database: for the conformance suite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID, uuid4
+
+import pyarrow as pa
+
+from saf.destinations import Chunk, Stored
+from saf.destinations.marks import Mark, Place
+from saf.log.arrow import MESSAGES
+from saf.log.cursor import Batch
+from saf.setaside.lane import NO_BROKER, Kind
+from saf.setaside.lane_columns import LANE
+
+SERVICE = "billing"
+OPENED_AT = datetime(2026, 1, 31, 12, tzinfo=UTC)
+SHARDS = 4
+CREATED_AT = datetime(2026, 1, 31, 11, 59, 59, 1, tzinfo=UTC)
+
+Row = dict[str, Any]
+
+HARD: Mapping[str, Row] = {
+    "as little as there can be": {"key": None, "body": b"", "headers": None},
+    "unicode": {"key": "schlüssel ☃ 𝄞 \u2028", "body": "grüezi ☃ 𝄞 \u2028".encode()},
+    "quotes and ends of lines": {
+        "key": 'a"b\\c\t',
+        "body": b'{"a": "\\n"}\r\n\t"\\',
+        "headers": "{}",
+    },
+    "controls": {"key": "\x01\x1f\x7f", "body": bytes(range(1, 128))},
+    "bytes that are no text": {"key": "binary", "body": bytes(range(256)) + b"\xff\xfe"},
+    "zeros": {"key": "zeros", "body": b"\x00" * 5},
+    "headers": {"headers": '{"n": 1.5, "deep": {"list": [null, true, "\\u00fc"]}}'},
+    "headers that are null": {"headers": "null"},
+    "microseconds": {"created_at": datetime(1999, 12, 31, 23, 59, 59, 999_999, tzinfo=UTC)},
+    "times": {
+        "deliver_at": datetime(2026, 2, 1, 0, 0, 0, 1, tzinfo=UTC),
+        "expires_at": datetime(2199, 2, 1, tzinfo=UTC),
+    },
+    "of a dialog": {
+        "from_service": "shop",
+        "conversation_id": UUID(int=7),
+        "from_initiator": False,
+        "sequence": 2**62,
+        "message_type": "//example.com/ordered",
+    },
+}
+"""What is hard to keep as it is on the way, by name: columns of a message."""
+
+
+class Forwarder:
+    """Gives chunks to a destination: a source, its open batch, and what the source remembers."""
+
+    def __init__(self) -> None:
+        self.source = uuid4()
+        self.epoch = 1
+        self.number = 1
+        self.opened_at = OPENED_AT
+        self.known: dict[Place, Mark] = {}
+        self._id = 0
+
+    def message(self, **columns: Any) -> Row:
+        """Make the next message of the outbox; by default, in shard 0."""
+        self._id += 1
+        row = dict.fromkeys(MESSAGES.names) | {
+            "id": self._id,
+            "shard": 0,
+            "message_id": uuid4(),
+            "to_service": SERVICE,
+            "key": "k",
+            "headers": "{}",
+            "body": b"%d" % self._id,
+            "created_at": CREATED_AT,
+        }
+        return row | columns
+
+    def messages(self, count: int, **columns: Any) -> list[Row]:
+        """Make so many messages, in all shards in turn, unless the shard is given."""
+        return [
+            self.message(**{"shard": number % SHARDS, "key": f"k{number % SHARDS}", **columns})
+            for number in range(count)
+        ]
+
+    def chunk(self, rows: Sequence[Row], *, lane: Kind | None = None, **fields: Any) -> Chunk:
+        """Make a chunk of messages of the open batch."""
+        columns: dict[str, list[Any]] = {
+            name: [row[name].bytes if isinstance(row[name], UUID) else row[name] for row in rows]
+            for name in MESSAGES.names
+        }
+        table = pa.table(columns, schema=MESSAGES)
+        if lane is not None:
+            of = [str(lane), "", NO_BROKER.bytes]
+            for name, value in zip(LANE, of, strict=True):
+                table = table.append_column(name, pa.array([value] * len(rows)))
+        batch = Batch(
+            log="outbox",
+            subscription_id=1,
+            owner=UUID(int=self.epoch),
+            number=self.number,
+            done="1:1:",
+            open="2:2:",
+            position=0,
+            route_version=None,
+            opened_at=self.opened_at,
+            epochs=tuple((shard, self.epoch) for shard in range(SHARDS)),
+        )
+        return Chunk(
+            source=self.source, batch=batch, rows=table,
+            **{"known": dict(self.known), **fields},
+        )  # fmt: skip
+
+    def next_batch(self) -> None:
+        """Close the batch, and open another one."""
+        self.number += 1
+        self.opened_at += timedelta(seconds=1)
+
+    def learn(self, stored: Stored) -> Stored:
+        """Remember what the destination has acknowledged."""
+        self.known |= stored.marks
+        return stored

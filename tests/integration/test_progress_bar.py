@@ -1,0 +1,61 @@
+"""The progress bar is out of the way of whatever else is printed, on a real terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+from tests.programs import environment
+
+PROGRAM = """
+from saf.cli import _configure_logging
+from saf.cli.console import echo, plain_console
+from saf.cli.progress import ProgressBar
+from saf.forwarding.meter import Progress
+from saf.logger import Log
+
+_configure_logging()
+bar = ProgressBar(plain_console(stderr=True))
+show = bar.watching
+if show:
+    show(Progress(1, 10))
+Log("saf.forward").warning("job_failed", error="it says why")
+bar.clear()
+echo("a cycle has ended")
+echo("saf: a problem", err=True)
+if show:
+    show(Progress(10, 10))
+bar.clear()
+"""
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def test_what_is_logged_and_printed_is_never_glued_to_the_bar_and_stdout_stays_stdout() -> None:
+    terminal, theirs = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        env=environment(TERM="xterm", COLUMNS="100"),
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    said = b""
+    try:
+        while data := os.read(terminal, 65536):
+            said += data
+    except OSError:
+        pass  # Linux says the end so
+    os.close(terminal)
+    out, _ = process.communicate(timeout=60)
+    assert out == b"a cycle has ended\n"
+    text = said.decode()
+    assert "forwarding" in text
+    assert "10/10" in text
+    # what is before a carriage return has been written over
+    lines = [CONTROL.sub("", line).rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n")]
+    (logged,) = [line for line in lines if "job_failed" in line]
+    (problem,) = [line for line in lines if "saf: a problem" in line]
+    assert "forwarding" not in logged
+    assert problem == "saf: a problem"
