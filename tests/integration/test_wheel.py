@@ -113,12 +113,20 @@ def test_the_wheel_migrates_sends_and_forwards_where_only_it_is_installed(
     assert len(received(mom)) == 11
 
 
+def test_the_wheel_is_built_without_what_the_tests_need() -> None:
+    steps = run(["make", "-n", "wheel"], cwd=ROOT).stdout
+    assert "build --wheel" in steps
+    assert "--editable" not in steps
+    assert "[dev]" not in steps
+
+
 def test_the_wheel_is_typed_and_the_heavy_packages_come_with_the_extra_only(
     installed: Environment,
 ) -> None:
     (package,) = installed.folder.glob("lib/python*/site-packages/saf")
     assert (package / "py.typed").is_file()
     assert (package / "testing" / "__init__.py").is_file()
+    assert (package / "saf.toml").read_text() == (ROOT / "jobs" / "saf.toml").read_text()
     (about,) = package.parent.glob("saf_outbox-*.dist-info/METADATA")
     declared = configparser.ConfigParser()
     declared.read(about.with_name("entry_points.txt"))
