@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Self
 
 import psycopg
-import pytest
 from psycopg.conninfo import make_conninfo
 
 from saf.database import Dsn
+from tests.needed import needed
 
 CONFIGURATION = """
 [databases]
@@ -39,12 +39,7 @@ class PgBouncer:
     """
 
     def __init__(self, server: Dsn, mode: str, size: int = 1) -> None:
-        program = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
-        if program is None:
-            missing = "there is no pgbouncer here: apt install pgbouncer"
-            if os.environ.get("CI") == "true":
-                pytest.fail(missing)
-            pytest.skip(missing)
+        program = needed("pgbouncer", "pgbouncer")
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = int(free.getsockname()[1])
         self._folder = Path(tempfile.mkdtemp(prefix="saf-pgbouncer-"))

@@ -25,6 +25,7 @@ from saf.database import Dsn, fetch
 from saf.destinations.postgresql import Postgresql
 from saf.operating.doctor import Finding, Limits, examine
 from saf.operating.doctor.examination import BROKER
+from tests.needed import absent
 from tests.pipeline import connect, forward, send
 from tests.poolers import PgBouncer
 from tests.programs import configuration, saf
@@ -189,7 +190,7 @@ def test_clear_text_over_a_network_is_found(own_server: EmbeddedServer) -> None:
             probe.connect(("192.0.2.1", 9))  # sends nothing
             address = probe.getsockname()[0]
     except OSError:
-        pytest.skip("this machine is on no network")
+        absent("this machine is on no network")
     with socket.socket() as listener:
         listener.bind((address, 0))
         port = listener.getsockname()[1]

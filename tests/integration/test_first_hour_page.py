@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.needed import needed
 from tests.pages import blocks, clone, page
 from tests.programs import run
 
@@ -33,8 +34,7 @@ def free_port() -> int:
 
 @pytest.mark.slow
 def test_every_command_of_the_first_hour_works_in_an_empty_environment(short_path: Path) -> None:
-    if shutil.which("curl") is None:
-        pytest.skip("no curl here")
+    needed("curl", "curl")
     script = "".join(blocks(PAGE, "shell")).replace("8000", str(free_port()))
     here = clone(short_path / "saf", Path(sys.prefix))
     done = run(

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -23,6 +22,7 @@ from saf import config
 from saf.config import load
 from saf.database import Dsn
 from saf.destinations.postgresql import Postgresql
+from tests.needed import needed
 from tests.pipeline import connect
 from tests.programs import BIN, ROOT, configuration, received, run, saf, send
 
@@ -126,8 +126,7 @@ def _unit(name: str) -> configparser.ConfigParser:
 
 @pytest.mark.parametrize("name", UNITS)
 def test_systemd_takes_the_units_without_a_warning(name: str, tmp_path: Path) -> None:
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("no systemd here")
+    needed("systemd-analyze", "systemd")
     for unit in UNITS:
         text = (JOBS / unit).read_text()
         (tmp_path / unit).write_text(text.replace("/opt/saf/bin", str(BIN)))

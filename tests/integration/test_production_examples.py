@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import configparser
-import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import yaml
 from saf.broker.services import create_service
 from saf.config import load
 from saf.database import Dsn, fetch
+from tests.needed import needed
 from tests.pipeline import connect, forward
 from tests.programs import BIN, ROOT, run, saf
 
@@ -80,8 +80,7 @@ def test_the_config_map_holds_a_saf_toml_that_loads(
 
 
 def test_systemd_takes_the_unit_without_a_warning(tmp_path: Path) -> None:
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("no systemd here")
+    needed("systemd-analyze", "systemd")
     text = UNIT.read_text().replace("/opt/billing/bin", str(BIN))
     (tmp_path / UNIT.name).write_text(text.replace("/opt/billing/app", str(tmp_path)))
     done = run(["systemd-analyze", "verify", "--man=no", str(tmp_path / UNIT.name)])

@@ -21,6 +21,7 @@ from saf.broker.grants import Kind, grant
 from saf.broker.migrate import migrate
 from saf.database import Dsn, fetch
 from saf.errors import Unavailable
+from tests.needed import needed
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
 from tests.programs import saf
 
@@ -62,10 +63,7 @@ class Server:
 
 @pytest.fixture
 def server(own_server: EmbeddedServer, tmp_path: Path) -> Server:
-    if not shutil.which("openssl"):
-        if os.environ.get("CI") == "true":
-            pytest.fail("openssl is not here")
-        pytest.skip("openssl is not here")
+    needed("openssl", "openssl")
     for ca in ("ca", "other"):
         _certificate(tmp_path, ca, f"/CN={ca} of a test")
     _certificate(tmp_path, "server", "/CN=server", "-addext", f"subjectAltName=IP:{HOST}", ca="ca")
