@@ -1,15 +1,20 @@
-"""A hook of the site: links to files that are not pages become their names.
+"""A hook of the site, for what a page says of files that are not pages.
 
-A page may link to ``../examples/worker.py``, which leads somewhere in a checkout and not on the
-site. That the file exists is tested with all other links.
+A link to ``../examples/worker.py`` leads somewhere in a checkout and not on the site, where it
+becomes the file's name. A comment ``<!-- file: examples/worker.py -->`` becomes the file's text;
+nobody sees it in a checkout. That the files exist is tested with all other links.
 """
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[1]
 OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+([\w/.-]+)(?:#[\w-]+)?\)")
+FILE = re.compile(r"^<!-- file: ([\w/.-]+) -->$", re.MULTILINE)
+LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".service": "ini"}
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -21,4 +26,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return match[0]  # a page in another folder of docs/
         return match[1] if match[1].strip("`") == match[2] else f"{match[1]} (`{match[2]}`)"
 
-    return OUTSIDE.sub(named, markdown)
+    return FILE.sub(shown, OUTSIDE.sub(named, markdown))
+
+
+def shown(match: re.Match[str]) -> str:
+    """The text of a file, as code."""
+    file = ROOT / match[1]
+    return f"```{LANGUAGES[file.suffix]}\n{file.read_text()}```"

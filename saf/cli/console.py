@@ -67,7 +67,11 @@ def shown(text: str, *, lines: bool = False) -> str:
 
 
 def shown_event(_: object, __: str, event: dict[str, Any]) -> dict[str, Any]:
-    """Return an event as a terminal is to show it: a processor of structlog."""
+    r"""Return an event as a terminal is to show it: a processor of structlog.
+
+    >>> shown_event(None, "", {"key": "a\nb", "stack": "Traceback\n  \x1b[2J"})
+    {'key': 'a\\nb', 'stack': 'Traceback\n  \\x1b[2J'}
+    """
     return {
         name: shown(value, lines=name == STACK) if isinstance(value, str) else value
         for name, value in event.items()

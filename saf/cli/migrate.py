@@ -15,8 +15,9 @@ def command(
         str,
         typer.Option(
             envvar="SAF_DSN",
-            help="The database: postgresql://user@host/database, or 'host=… dbname=…'. A password "
-            "is better in the environment (PGPASSWORD, SAF_DSN) than on the command line.",
+            help="The database: postgresql://user@host/database, or as SQLAlchemy has it, or "
+            "'host=… dbname=…'. A password is better in the environment (PGPASSWORD, SAF_DSN) than "
+            "on the command line.",
         ),
     ],
     shards: Annotated[

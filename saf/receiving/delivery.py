@@ -20,6 +20,7 @@ import psycopg
 from saf.received import Received
 from saf.receiving import claim, retries
 from saf.receiving.arrival import Arrival, hook
+from saf.receiving.burying import bury_as_stored
 from saf.receiving.claim import EXPIRED, LATE, UNREAD, Hand
 from saf.receiving.putting_back import WHY, PutBack
 from saf.receiving.retries import Policy, Suspect, Waiting
@@ -332,41 +333,3 @@ class Delivery(Sequence[Received], Generic[C]):
 
 def _lane(kind: Kind, subject: object) -> Lane:
     return Lane(kind=kind, subject=str(subject))
-
-
-def bury_alone(raw: psycopg.Connection[Any], hand: Hand, error: Exception) -> None:
-    """Make a dead letter of the one message in hand, because every way to handle it raises.
-
-    Its conversation ends with an error, and its shard goes past it.
-    """
-    gone = bury_as_stored(raw, hand, [(one, said(error)) for one in hand.all])
-    parking.unpark(raw, [number for number in gone if number])
-    if hand.reader.converses:
-        for one in hand.all:
-            hook().fail_unseen(raw, one)
-    claim.move(raw, hand)
-
-
-def bury_as_stored(
-    raw: psycopg.Connection[Any], hand: Hand, some: Sequence[tuple[Received, str | None]]
-) -> list[int | None]:
-    """Make dead letters of messages from what is stored of them, not from what was read.
-
-    Each comes with its error; None stands for "too large to be read". Return their ids in
-    saf.parked.
-    """
-    for table, places in (
-        ("inbox", [(one.id, one, error) for one, error in some if one.parked_id is None]),
-        ("parked", [(one.parked_id, one, error) for one, error in some if one.parked_id]),
-    ):
-        rows = [
-            dead.AsStored(
-                shard=one.shard,
-                id=place or 0,
-                reason="over_size" if error is None else "rejected",
-                error=error,
-            )
-            for place, one, error in places
-        ]
-        dead.bury_as_stored(raw, hand.reader.subscription_id, table, rows)
-    return [one.parked_id for one, _ in some]

@@ -22,10 +22,17 @@ from saf.errors import UnreadableBody
 from saf.received import Received
 from saf.receiving.retries import Policy
 
+LAST = "none: it is a dead letter, because this was the last attempt"
+PERMANENT = "none: it is a dead letter, because no further attempt helps"
+"""What the log says instead of when the next attempt is."""
+
 HIDDEN = "***"
 
 SHORTEST = 4
 """The shortest text that is hidden: a shorter one would be found everywhere."""
+
+LONGEST = 1 << 20
+"""The longest body that is looked for, in bytes: a longer one may be too large for memory."""
 
 
 def failure(
@@ -35,8 +42,7 @@ def failure(
     fields = {**about(message), "attempt": f"{message.attempt} of {policy.max_attempts}"}
     if policy.gives_up(message.attempt, error):
         permanent = isinstance(error, policy.permanent)
-        why = "no further attempt helps" if permanent else "this was the last attempt"
-        fields["next_attempt"] = f"none: it is a dead letter, because {why}"
+        fields["next_attempt"] = PERMANENT if permanent else LAST
     else:
         seconds = policy.wait_seconds(message.attempt)
         at = datetime.now(UTC) + timedelta(seconds=seconds)
@@ -75,6 +81,8 @@ def _secrets(
             # they quote rows
             yield from filter(None, (one.diag.message_detail, one.diag.context))
     for message in messages:
+        if message.size > LONGEST:
+            continue
         body = message.body.decode(errors="replace")
         yield from (body, repr(body)[1:-1], repr(message.body)[2:-1])
         with suppress(UnreadableBody):

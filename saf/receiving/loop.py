@@ -19,7 +19,6 @@ takes too long. While a database does not answer, it tries again for as long as 
 
 from __future__ import annotations
 
-import inspect
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -36,6 +35,7 @@ from saf.received import Received
 from saf.receiving.arrival import hook
 from saf.receiving.delivery import Delivery
 from saf.receiving.failures import exception, failure
+from saf.receiving.handlers import no_handler
 from saf.receiving.receive import Link, Receiver, connected
 from saf.receiving.retries import Policy
 from saf.receiving.stopping import STOP_SECONDS, Stopping
@@ -306,31 +306,3 @@ class Savepoints:
             if not self.raw.broken:
                 self.raw.execute(UNDO)
             raise
-
-
-def check_handler(call: Callable[..., object], what: str, *arguments: str) -> None:
-    """Raise a `UsageError` unless a function can be called with these arguments."""
-    try:
-        inspect.signature(call).bind(*arguments)
-    except TypeError:
-        raise UsageError(
-            f"the handler {call.__qualname__} for {what} takes "
-            f"{inspect.signature(call)}: expected ({', '.join(arguments)})"
-        ) from None
-    if inspect.iscoroutinefunction(call):
-        raise UsageError(f"the handler {call.__qualname__} for {what} is async: saf is not")
-
-
-def described(message_type: str | None) -> str:
-    """A message type in the words of an error.
-
-    >>> described("OrderPlaced"), described(None)
-    ("message type 'OrderPlaced'", 'any type')
-    """
-    return "any type" if message_type is None else f"message type {message_type!r}"
-
-
-def no_handler(message: Received, known: Iterable[str | None]) -> str:
-    """The error of a message that has no handler."""
-    types = ", ".join(map(repr, known))
-    return f"no handler for message type {message.message_type!r}, only for {types}"

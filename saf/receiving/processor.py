@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 
 from saf.errors import UsageError
 from saf.received import Received
-from saf.receiving.loop import check_handler, described
+from saf.receiving.handlers import check_handler, described
 
 Handler = Callable[[Any, Received, Any], object]
 H = TypeVar("H", bound=Callable[..., object])

@@ -45,8 +45,10 @@ from saf.log import shards
 from saf.logger import Log
 from saf.received import READ, Received
 from saf.receiving import claim, notify, retries
+from saf.receiving.burying import bury_alone
 from saf.receiving.claim import Hand, Reader
-from saf.receiving.delivery import Delivery, bury_alone
+from saf.receiving.delivery import Delivery
+from saf.receiving.failures import LAST, about
 from saf.receiving.retries import Policy, Suspect
 from saf.setaside.isolation import of_messages
 
@@ -346,12 +348,9 @@ class Receiver:
                         log.error(
                             "dead_letter",
                             subscription=self.reader.name,
-                            message_id=str(message.message_id),
-                            key=message.key,
-                            message_type=message.message_type,
+                            **about(message),
                             attempt=f"{number} of {self.policy.max_attempts}",
-                            next_attempt="none: it is a dead letter, because this was the last "
-                            "attempt",
+                            next_attempt=LAST,
                             error=error,
                         )
                     last.settle()

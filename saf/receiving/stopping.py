@@ -28,6 +28,7 @@ STOP_SECONDS = 25.0
 """The default: what stops a service, such as Kubernetes, kills it after 30 seconds by default."""
 
 CANCEL_SECONDS = 1.0
+"""How long the server may take to cancel what runs in connections that are cut."""
 
 
 class Stopping:
@@ -83,10 +84,13 @@ class Stopping:
     def _given_up(self) -> StopTimeout:
         """Cut the connections; the server rolls back as soon as it notices."""
         error = StopTimeout(self.seconds, [str(one) for one in self.in_hand.values()])
-        for connection in list(self._open):
-            # by the socket, so that no commit can follow, and then the statement that runs there
+        cut = list(self._open)
+        for connection in cut:
             with suppress(psycopg.Error, OSError):
                 shut([connection.fileno()])
+        # no commit can follow any more; a statement that runs there would hold its locks to its end
+        until = time.monotonic() + CANCEL_SECONDS
+        for connection in cut:
             with suppress(psycopg.Error, OSError):
-                connection.cancel_safe(timeout=CANCEL_SECONDS)
+                connection.cancel_safe(timeout=max(0.1, until - time.monotonic()))
         return error

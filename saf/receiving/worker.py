@@ -32,7 +32,8 @@ from saf.errors import UsageError
 from saf.received import Received
 from saf.receiving.delivery import Delivery
 from saf.receiving.failures import exception
-from saf.receiving.loop import Loop, OfUnhandled, Savepoints, check_handler, described, log
+from saf.receiving.handlers import check_handler, described
+from saf.receiving.loop import Loop, OfUnhandled, Savepoints, log
 from saf.receiving.retries import Policy
 from saf.receiving.stopping import STOP_SECONDS
 

@@ -329,7 +329,7 @@ def test_five_rollbacks_on_one_message_end_its_conversation_with_an_error_and_ot
 def test_a_worker_ends_what_the_other_end_has_ended_and_gives_up_what_nobody_handles(
     app: Dsn, mom: Dsn
 ) -> None:
-    worker = saf.Worker(mom, WAREHOUSE)
+    worker = saf.Worker(mom, WAREHOUSE, unhandled="dead")
     handled: list[str] = []
 
     @worker.handler("note")

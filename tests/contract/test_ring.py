@@ -187,6 +187,16 @@ def test_a_slot_goes_when_its_newest_message_is_older_than_the_retention(
         assert purge_now(connection, "inbox", retention_seconds=3600).state == "retained"
 
 
+def test_nobody_waits_for_a_lock_on_a_slot_that_stays_for_its_age(app: Dsn, mom: Dsn) -> None:
+    with connect(app) as connection, transaction(app) as slow:
+        send(connection, "young")
+        send(slow, "in progress")
+        leave_slot(connection)
+        forward(app, mom=mom)
+        assert purge_now(connection, retention_seconds=3600).state == "retained"
+        assert purge_now(connection).state in ("locked", "needed")
+
+
 def test_a_slot_that_is_still_needed_when_the_ring_comes_round_is_kept(app: Dsn, mom: Dsn) -> None:
     with connect(app) as connection:
         send(connection, "first round")

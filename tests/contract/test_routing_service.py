@@ -402,3 +402,37 @@ def test_a_classifier_in_sql_is_refused_because_nobody_here_could_evaluate_it(hu
         pytest.raises(UsageError, match="in SQL, which needs Spark: a router that forwards has a"),
     ):
         add_router(connection, DEPARTURES, "sql", "text", mode="forward")
+
+
+# Told to stop
+
+
+class OneByOne(RoutingService):
+    """Stops after each message of a dialog."""
+
+    def _one(self, *what: Any) -> bool:
+        done = super()._one(*what)
+        self.stop()
+        return done
+
+
+def test_a_routing_service_that_is_told_to_stop_passes_on_the_rest_later_once_and_in_order(
+    hub: Hub,
+) -> None:
+    for number in range(2):
+        ask(hub, "EWR", *[f"EWR {number} {place}" for place in range(3)])
+    send(hub, "EWR", "JFK")
+    hub.forward("shop")
+    serving = OneByOne(hub.hub, DEPARTURES)
+    passed = [serving.drain() for _ in range(12)]
+    assert max(passed) <= 3, "a message of a dialog, and those of none before it"
+    assert sum(passed) == 10
+    hub.forward("hub")
+    heard = said(receive(hub.ewr, "EWR"))
+    assert sorted(heard) == sorted(
+        ["EWR", "EWR", "EWR", *[f"EWR {n} {place}" for n in range(2) for place in range(3)]]
+    )
+    for number in range(2):
+        mine = [one for one in heard if one.startswith(f"EWR {number}")]
+        assert mine == sorted(mine)
+    assert bodies(hub.jfk) == ["JFK"]

@@ -16,6 +16,7 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
+from saf import Worker, create_service
 from saf.broker.embedded import EmbeddedServer
 from saf.broker.grants import Kind, grant
 from saf.broker.migrate import migrate
@@ -356,6 +357,42 @@ def test_a_consumer_that_is_gone_is_found(mom: Dsn) -> None:
     severity, what, cure = the(diagnosis("inbox_left_lying", mom))
     assert (severity, cure) == ("error", "start its consumer")
     assert "subscription 'billing' of the inbox has 1 messages" in what
+
+
+def test_messages_of_another_service_are_no_backlog_of_a_subscription(mom: Dsn) -> None:
+    with connect(mom) as connection:
+        for service in ("billing", "shipping"):
+            create_service(connection, service)
+    execute(
+        mom,
+        "INSERT INTO saf.inbox (to_service, key, body) "
+        "SELECT 'shipping', n::text, '' FROM generate_series(1, 100) AS n",
+    )
+    found = {one.what.split("'")[1]: one for one in diagnosis("inbox_left_lying", mom)}
+    assert found["shipping"].severity == "error"
+    assert "has 100 messages to read" in found["shipping"].what
+    assert found["billing"].severity == "warning", "which is no reason to exit with 1"
+    assert "has not passed by 100 messages of other services" in found["billing"].what
+    worker = Worker(mom, "billing")
+    worker.handler()(lambda _, __: None)
+    worker.drain()
+    assert [one.what.split("'")[1] for one in diagnosis("inbox_left_lying", mom)] == ["shipping"]
+
+
+def test_what_waits_for_a_handler_is_found(mom: Dsn) -> None:
+    with connect(mom) as connection:
+        create_service(connection, "billing")
+    execute(
+        mom,
+        "INSERT INTO saf.inbox (to_service, body, message_type) VALUES ('billing', '', 'New')",
+    )
+    worker = Worker(mom, "billing")
+    worker.handler("Old")(lambda _, __: None)
+    worker.drain()
+    severity, what, cure = the(diagnosis("no_handler", mom))
+    assert severity == "warning"
+    assert "subscription 'billing': 1 message of type 'New' waits for a handler" in what
+    assert "deploy a worker that handles the type" in cure
 
 
 def test_lanes_that_fail_and_dead_letters_are_found_with_their_errors(app: Dsn, mom: Dsn) -> None:

@@ -38,10 +38,11 @@ def test_every_command_of_the_first_hour_works_in_an_empty_environment(short_pat
     script = "".join(blocks(PAGE, "shell")).replace("8000", str(free_port()))
     here = clone(short_path / "saf", Path(sys.prefix))
     done = run(
-        ["bash", "-euo", "pipefail", "-c", f"trap 'kill $(jobs -p) || true' EXIT\n{script}"],
+        ["bash", "-euo", "pipefail", "-c", f"trap 'kill $(jobs -p) 2>&- || true' EXIT\n{script}"],
         env={"HOME": str(short_path), "VIRTUAL_ENV_DISABLE_PROMPT": "1"},
         cwd=here,
         timeout=280,
+        tracebacks=True,  # the worker logs that of the handler that fails
     )
     said = done.stdout
     assert done.returncode == 0, said + done.stderr

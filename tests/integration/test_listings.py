@@ -17,7 +17,7 @@ from saf.dialogs.contracts import create_contract, create_message_type
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route, add_topic
 from tests.pipeline import connect, forward, send
-from tests.programs import configuration, saf
+from tests.programs import ROOT, configuration, saf
 from tests.terminals import on_a_terminal
 
 COLUMNS = 80
@@ -128,6 +128,12 @@ def test_each_command_that_lists_something_is_tried_here() -> None:
     tried = {one[:2] if len(one) > 1 and one[1][0] != "-" else one[:1] for one in WHOLE}
     # it starts Spark, and shows a route's explanation
     assert listing - tried == {("router", "explain")}
+
+
+def test_no_command_has_another_kind_of_table() -> None:
+    """Tables of rich cut what does not fit."""
+    for file in (ROOT / "saf" / "cli").glob("*.py"):
+        assert "rich.table" not in file.read_text(), file.name
 
 
 @pytest.mark.parametrize("command", WHOLE, ids=" ".join)

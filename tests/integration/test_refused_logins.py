@@ -13,7 +13,7 @@ from saf.database import Dsn
 from tests.pipeline import connect
 from tests.programs import configuration, saf
 
-MEND, TRY_AGAIN = 2, 75
+FOUND, MEND, TRY_AGAIN = 1, 2, 75
 SECRET = "not-the-canary"
 
 LOGINS: dict[str, tuple[dict[str, str], str]] = {
@@ -77,6 +77,17 @@ def test_a_login_that_is_refused_is_2_and_a_sentence_that_says_what_to_mend(
             wrong.append((login, done.returncode, done.stderr))
         assert SECRET not in done.stdout + done.stderr
     assert wrong == []
+
+
+def test_the_doctor_calls_a_refused_login_an_error_and_not_a_database_that_is_away(
+    strict: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    changes, _ = LOGINS["a wrong password"]
+    wrong = Dsn(make_conninfo(strict.conninfo, **changes))
+    configuration(tmp_path / "saf.toml", {"shop": mom}, {"mom": wrong})
+    done = saf("doctor", cwd=tmp_path)
+    assert done.returncode == FOUND, done.stdout
+    assert "error: destination 'mom': login: " in done.stdout
 
 
 def test_a_server_that_is_not_there_is_to_be_tried_again(tmp_path: Path, mom: Dsn) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import subprocess
 import sys
@@ -68,6 +69,15 @@ def test_every_page_is_on_the_site_and_in_its_contents(site: Path) -> None:
     contents = (site / "index.html").read_text()
     for part in ("Tutorial", "How-to", "Reference", "Explanation"):
         assert part in contents
+
+
+@pytest.mark.slow
+def test_every_example_is_on_the_site_with_its_text(site: Path) -> None:
+    text = (site / "examples.html").read_text()
+    said = html.unescape(re.sub(r"<[^>]+>", "", text))
+    for file in (ROOT / "examples").rglob("*.*"):
+        if file.suffix in (".py", ".toml", ".yaml", ".service"):
+            assert file.read_text().strip() in said, file.name
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import configparser
+import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import sysconfig
 import venv
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +31,8 @@ import os, psycopg, saf
 with psycopg.connect(os.environ["DSN"]) as connection:
     saf.Outbox().send(connection, "billing", "from the wheel", key="order 1")
 """
+
+RELEASE = {"SAF_REPOSITORY": "https://example.com/saf/", "SAF_REVISION": "v9"}
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -52,10 +57,10 @@ class Environment:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from the checkout."""
+    """The wheel, built from the checkout as a release is."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(ROOT)]
-    done = run(command, timeout=200)
+    done = run(command, env={**os.environ, **RELEASE}, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = folder.glob("*.whl")
     return wheel
@@ -113,12 +118,49 @@ def test_the_wheel_migrates_sends_and_forwards_where_only_it_is_installed(
     assert len(received(mom)) == 11
 
 
+def test_the_package_s_page_leads_to_the_sources_of_its_version(installed: Environment) -> None:
+    (about,) = installed.folder.glob("lib/python*/site-packages/saf_outbox-*.dist-info/METADATA")
+    text = about.read_text()
+    assert "Project-URL: Source, https://example.com/saf\n" in text
+    assert "](https://example.com/saf/blob/v9/docs/first-hour.md)" in text
+    assert "](https://example.com/saf/raw/v9/docs/pictures/architecture.svg)" in text
+    assert not re.findall(r"\]\((?!https://|#)[^)]*\)", text)
+
+
+def test_without_an_address_a_package_has_the_readme_as_it_is() -> None:
+    spec = importlib.util.spec_from_file_location("links", ROOT / "packaging" / "links.py")
+    assert spec is not None
+    assert spec.loader is not None
+    links = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(links)
+    metadata: dict[str, Any] = {}
+    links.Links(str(ROOT), {}).update(metadata)
+    assert metadata["readme"]["text"] == (ROOT / "README.md").read_text()
+    assert metadata["urls"] == {}
+
+
+def test_workflows_are_what_their_schema_says() -> None:
+    workflows = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema"]
+    done = run([*command, "vendor.github-workflows", *map(str, workflows)])
+    assert workflows
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_wheel_is_built_without_what_the_tests_need() -> None:
+    steps = run(["make", "-n", "wheel"], cwd=ROOT).stdout
+    assert "build --wheel" in steps
+    assert "--editable" not in steps
+    assert "[dev]" not in steps
+
+
 def test_the_wheel_is_typed_and_the_heavy_packages_come_with_the_extra_only(
     installed: Environment,
 ) -> None:
     (package,) = installed.folder.glob("lib/python*/site-packages/saf")
     assert (package / "py.typed").is_file()
     assert (package / "testing" / "__init__.py").is_file()
+    assert (package / "saf.toml").read_text() == (ROOT / "jobs" / "saf.toml").read_text()
     (about,) = package.parent.glob("saf_outbox-*.dist-info/METADATA")
     declared = configparser.ConfigParser()
     declared.read(about.with_name("entry_points.txt"))

@@ -144,7 +144,7 @@ def test_a_refused_expression_of_a_source_parks_its_messages_and_holds_up_nobody
         add_router(source, "departures", "sql", expression)
         source.execute(SEND, ["departures", "k", b"first"])
         source.execute(SEND, ["billing", "k", b"of app"])
-        said = forward(config, 75)
+        said = forward(config)
         assert sorted(bodies(mom)) == ["of app", "of the other"]
         assert expression in waits(said)["no route, route 'departures'"]
         assert "swordfish" not in json.dumps(said)
@@ -172,7 +172,7 @@ def test_a_batch_that_has_frozen_a_refused_expression_gets_free(
             forwarder.roster.leave()
         assert fetch(source, "SELECT shard FROM saf.cursor WHERE open IS NOT NULL")
         remove_router(source, "departures")
-        forward(config, 75)  # parked by the expression that it was opened with
+        forward(config)  # parked by the expression that it was opened with
         let_time_pass(app)
         forward(config)
         assert sorted(bodies(mom)) == ["first", "of the other"]
@@ -187,7 +187,7 @@ def test_an_expression_that_spark_dies_of_parks_its_messages_and_holds_up_nobody
         add_router(source, "departures", "sql", "if(text RLIKE '(a|b)*c', 'x', 'billing')")
         source.execute(SEND, ["departures", "k", b"ab" * 100_000])
         source.execute(SEND, ["billing", "k", b"of app"])
-        said = forward(config, 75)
+        said = forward(config)
         assert sorted(bodies(mom)) == ["of app", "of the other"]
         assert "StackOverflowError" in waits(said)["no route, route 'departures'"]
 

@@ -175,7 +175,7 @@ def test_an_expression_that_spark_does_not_understand_makes_its_messages_wait(
     send = "INSERT INTO saf.outbox (to_service, body) VALUES (%s, %s)"
     source.execute(send, ["windows", b"x"])
     source.execute(send, ["EWR", b'{"n": 0}'])
-    said = forward(config, 75)
+    said = forward(config)
     assert numbers(stores["ewr"]) == [0]
     waits = {lane["lane"]: lane["error"] for lane in said["waiting"]}
     assert "get_json_objekt" in waits["no route, route 'departures'"]

@@ -13,7 +13,7 @@ import psycopg
 from saf.config import Settings
 from saf.database import HAS_SCHEMA, Dsn, refusal
 from saf.database.refusal import SILENT
-from saf.errors import ConfigurationError, Unavailable
+from saf.errors import ConfigurationError, Refused, Unavailable
 from saf.fleets import Candidate, ask_all
 from saf.operating.doctor.broker import (
     constraints,
@@ -30,7 +30,7 @@ from saf.operating.doctor.broker import (
     unheard,
 )
 from saf.operating.doctor.locks import locks
-from saf.operating.doctor.patient import REACHABLE, Check, Finding, Limits, Patient
+from saf.operating.doctor.patient import LOGIN, REACHABLE, Check, Finding, Limits, Patient
 from saf.operating.doctor.routing import routes_by
 from saf.operating.doctor.server import (
     clock_skew,
@@ -82,7 +82,8 @@ def examine(
 ) -> list[Finding]:
     """Make every check of every broker and destination. Reads only.
 
-    A database that does not answer is a finding, check `REACHABLE`.
+    A database that does not answer is a finding, check `REACHABLE`; one that refuses the login,
+    check `LOGIN`.
     """
     of_source = (*BROKER, routes_by(config), set_back_by(config))
     databases = [(f"broker {name!r}", one.dsn, of_source) for name, one in config.brokers.items()]
@@ -98,7 +99,7 @@ def examine(
             try:
                 connection = stack.enter_context(dsn.connect(role="doctor", autocommit=True))
             except Unavailable as error:
-                found.append(_unreachable(where, error.reason, cure(dsn)))
+                found.append(_not_let_in(where, error, dsn))
                 continue
             except ConfigurationError as error:
                 found.append(_pooled(where, error))
@@ -137,7 +138,7 @@ def _fleets(config: Settings, limits: Limits, clock: Callable[[], float]) -> Ite
     for name, error in listing.problems:
         where = f"fleet {name!r}"
         if isinstance(error, Unavailable):
-            yield _unreachable(where, error.reason, cure(config.fleets[name].dsn))
+            yield _not_let_in(where, error, config.fleets[name].dsn)
         else:
             to_do = "mend its row or its query; the others are forwarded meanwhile"
             yield Finding(check="fleet", where=where, severity="error", what=str(error), cure=to_do)
@@ -152,7 +153,7 @@ def _fleets(config: Settings, limits: Limits, clock: Callable[[], float]) -> Ite
                 checks = (*BROKER, routes_by(config), set_back_by(config))
                 yield from _examined(patient, broker.dsn, checks)
         except Unavailable as error:
-            yield _unreachable(where, error.reason, cure(broker.dsn))
+            yield _not_let_in(where, error, broker.dsn)
         except ConfigurationError as error:
             yield _pooled(where, error)
 
@@ -165,6 +166,13 @@ def _pooled(where: str, error: ConfigurationError) -> Finding:
 def cure(dsn: Dsn) -> str:
     """Return what to do about a database that could not be connected to."""
     return refusal.cure(dsn.for_role("doctor"))
+
+
+def _not_let_in(where: str, error: Unavailable, dsn: Dsn) -> Finding:
+    """A database that does not answer, or that refuses the login, which no later time mends."""
+    if not isinstance(error, Refused):
+        return _unreachable(where, error.reason, cure(dsn))
+    return Finding(check=LOGIN, where=where, severity="error", what=error.reason, cure=error.cure)
 
 
 def _unreachable(where: str, reason: str, to_do: str = SILENT) -> Finding:

@@ -12,6 +12,7 @@ from psycopg import sql
 from saf.database import fetch
 
 REACHABLE = "reachable"
+LOGIN = "login"
 Severity = Literal["ok", "warning", "error"]
 
 SKEW_SECONDS = 5.0

@@ -304,7 +304,7 @@ MUTANTS: list[Mutant] = [
         "    if youngest is not None and youngest < retention_seconds:\n"
         '        return replace(slot, state="retained")\n',
         "",
-        f"{THE_RING}::test_a_slot_goes_when_its_newest_message_is_older_than_the_retention",
+        f"{THE_RING}::test_nobody_waits_for_a_lock_on_a_slot_that_stays_for_its_age",
     ),
     mutant(
         "the current slot is purged",

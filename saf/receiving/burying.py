@@ -1,0 +1,53 @@
+"""Dead letters of messages that nobody can be given: the database copies them by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import psycopg
+
+from saf.received import Received
+from saf.receiving import claim
+from saf.receiving.arrival import hook
+from saf.receiving.claim import Hand
+from saf.setaside import dead, parking
+from saf.setaside.isolation import said
+
+
+def bury_alone(raw: psycopg.Connection[Any], hand: Hand, error: Exception) -> None:
+    """Make a dead letter of the one message in hand, because every way to handle it raises.
+
+    Its conversation ends with an error, and its shard goes past it.
+    """
+    gone = bury_as_stored(raw, hand, [(one, said(error)) for one in hand.all])
+    parking.unpark(raw, [number for number in gone if number])
+    if hand.reader.converses:
+        for one in hand.all:
+            hook().fail_unseen(raw, one)
+    claim.move(raw, hand)
+
+
+def bury_as_stored(
+    raw: psycopg.Connection[Any], hand: Hand, some: Sequence[tuple[Received, str | None]]
+) -> list[int | None]:
+    """Make dead letters of messages from what is stored of them, not from what was read.
+
+    Each comes with its error; None stands for "too large to be read". Return their ids in
+    saf.parked.
+    """
+    for table, places in (
+        ("inbox", [(one.id, one, error) for one, error in some if one.parked_id is None]),
+        ("parked", [(one.parked_id, one, error) for one, error in some if one.parked_id]),
+    ):
+        rows = [
+            dead.AsStored(
+                shard=one.shard,
+                id=place or 0,
+                reason="over_size" if error is None else "rejected",
+                error=error,
+            )
+            for place, one, error in places
+        ]
+        dead.bury_as_stored(raw, hand.reader.subscription_id, table, rows)
+    return [one.parked_id for one, _ in some]

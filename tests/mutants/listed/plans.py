@@ -1,0 +1,54 @@
+"""Plans, rights read back, and a broker's first services."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, mutant
+
+DIFFERENCE, GRANTED = "saf/plans/difference.py", "saf/broker/granted.py"
+SERVICES = "saf/broker/services.py"
+APPLIED, SERVED = "integration/test_apply.py", "integration/test_services.py"
+
+MUTANTS: list[Mutant] = [
+    mutant(
+        "what a plan does not name goes without --prune",
+        DIFFERENCE,
+        "if key not in mine and prune and table.remove is not None:",
+        "if key not in mine and table.remove is not None:",
+        f"{APPLIED}::test_what_the_plan_does_not_name_stays_and_is_said_and_goes_with_prune",
+    ),
+    mutant(
+        "a plan overruns what somebody has changed since it was shown",
+        DIFFERENCE,
+        "        if difference(connection, wanted, prune=prune) != shown:\n",
+        "        if not shown:\n",
+        f"{APPLIED}::test_what_somebody_has_changed_since_it_was_shown_is_not_overrun",
+    ),
+    mutant(
+        "the changes of a broker are not one transaction",
+        DIFFERENCE,
+        "    with connection.transaction():\n        if difference",
+        "    if connection:\n        if difference",
+        f"{APPLIED}::test_all_of_one_broker_is_one_transaction_and_another_is_done_all_the_same",
+    ),
+    mutant(
+        "a plan changes what dialogs rely on",
+        DIFFERENCE,
+        "                if not table.changes:\n                    raise _fixed(change)\n",
+        "",
+        f"{APPLIED}::test_what_cannot_be_changed_is_named_before_anything_is_done",
+    ),
+    mutant(
+        "rights that no kind gives are not seen",
+        GRANTED,
+        "more = [] if rights_of(kinds) == held else [OTHER]",
+        "more: list[str] = []",
+        f"{APPLIED}::test_rights_that_no_kind_gives_are_said_and_set_right",
+    ),
+    mutant(
+        "a first service is created unawares",
+        SERVICES,
+        "if not refuse_others and (others := refused(connection, names)):",
+        "if refuse_others and (others := refused(connection, names)):",
+        f"{SERVED}::test_the_first_service_is_not_created_unawares_where_messages_for_others_are",
+    ),
+]
