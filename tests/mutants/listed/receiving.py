@@ -248,8 +248,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "to ask for a type reads the lanes that wait for another one",
         AWAITING,
-        "ORDER BY b.since LIMIT 100",
-        "LIMIT 100",
+        "          AND hashtextextended(b.message_type, 0) = hashtextextended(t.message_type, 0)\n",
+        "",
         f"{UNHANDLED}::test_however_many_lanes_wait_for_a_type_to_ask_for_another_one_reads_none",
     ),
     mutant(
