@@ -21,6 +21,7 @@ from saf.log.ring import SLOT_ROWS, SLOTS
 from saf.log.shards import DEFAULT_SHARDS, MAX_SHARDS, shard_expression
 from saf.setaside.lane import COLUMNS as LANE_COLUMNS
 from saf.setaside.lane import NO_BROKER, Kind
+from saf.setaside.parking import BLOCKED
 
 SCHEMA = "saf"
 QUALITIES = ("at_most_once", "at_least_once", "exactly_once")
@@ -63,6 +64,13 @@ LANE = f"""
 kind IN ({", ".join(f"'{kind}'" for kind in Kind)})
 AND (subject = '' OR kind IN ('service', 'route', 'found_route', 'key', 'later', 'ahead'))
 AND (broker = '{NO_BROKER}' OR kind IN ('route', 'found_route'))
+"""
+
+# What waits for a handler has no time to wait for, so nothing takes it for due
+AWAITS = f"""
+CASE WHEN awaits_handler
+     THEN kind = '{Kind.KEY}' AND shard IS NOT NULL AND next_attempt_at = '{BLOCKED}'
+     ELSE message_type IS NULL END
 """
 
 
@@ -541,8 +549,21 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             "others",
         ),
         *_more_of_lane(),
+        sa.Column(
+            "awaits_handler",
+            sa.Boolean,
+            nullable=False,
+            server_default=sa.false(),
+            comment="whether the lane waits until a receiver comes that handles its first message",
+        ),
+        sa.Column(
+            "message_type",
+            sa.Text,
+            comment="of that message, if it has one; NULL where the lane waits for something else",
+        ),
         sa.PrimaryKeyConstraint("subscription_id", *LANE_COLUMNS),
         sa.CheckConstraint(LANE, name="backoff_lane_possible"),
+        sa.CheckConstraint(AWAITS, name="backoff_awaits_possible"),
         sa.ForeignKeyConstraint(
             ["subscription_id"], ["saf.subscription.subscription_id"], ondelete="CASCADE"
         ),
@@ -551,6 +572,14 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             "subscription_id",
             "next_attempt_at",
             postgresql_where=sa.text("shard IS NOT NULL"),
+        ),
+        # over a digest, because rows of an index are bounded and types that others write are not
+        sa.Index(
+            "backoff_awaits_handler",
+            "subscription_id",
+            sa.text("hashtextextended(message_type, 0)"),
+            "since",
+            postgresql_where=sa.text("awaits_handler"),
         ),
         comment="lanes that wait: when they are tried next, shared by all members",
     )

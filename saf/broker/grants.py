@@ -105,7 +105,7 @@ SETTING_ASIDE: Rights = {
     "backoff": {
         "SELECT": WHOLE,
         "INSERT": WHOLE,
-        "UPDATE": ("attempts", "next_attempt_at", "error"),
+        "UPDATE": ("attempts", "next_attempt_at", "error", "awaits_handler", "message_type"),
         "DELETE": WHOLE,
     },
     # no bodies: only which are there already

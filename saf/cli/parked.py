@@ -14,7 +14,7 @@ from saf.cli.listing import Listing
 from saf.cli.wording import at, counted
 from saf.config import load
 from saf.setaside.lane import Kind
-from saf.setaside.unhandled import END, FIRST
+from saf.setaside.parking import BLOCKED
 from saf.setaside.waiting import Parked, Waiting, parked, retry_now
 
 app = typer.Typer(no_args_is_help=True, help="Messages that wait, and when they are tried next.")
@@ -91,10 +91,10 @@ def show_how_many_more(lanes: Mapping[str, Waiting]) -> None:
 
 def _next(lane: Parked) -> str:
     """Return when a lane is tried next."""
-    if lane.next_attempt_at < FIRST:
-        return "now" if lane.due else at(lane.next_attempt_at)
+    if lane.awaits_handler:
+        return "by a receiver that handles it"
     if lane.kind == Kind.AHEAD:
         return "when it has come"
-    return (
-        "by a receiver that handles it" if lane.next_attempt_at < END else "on an operator's word"
-    )
+    if lane.next_attempt_at >= BLOCKED:
+        return "on an operator's word"
+    return "now" if lane.due else at(lane.next_attempt_at)

@@ -24,6 +24,7 @@ from saf.dialogs import monologs, statements
 from saf.setaside.audit import ONE_AT_A_TIME, audit
 from saf.setaside.dead import CHOSEN, Filter
 from saf.setaside.lane import Kind
+from saf.setaside.unhandled import FOR_ALL
 
 LOCKED = f"SELECT dead_letter_id, message_id, destination {CHOSEN} ORDER BY 1 FOR UPDATE OF d"
 
@@ -51,14 +52,14 @@ INSERT INTO saf.backoff (subscription_id, destination, kind, subject, shard, err
 SELECT DISTINCT subscription_id, destination, kind, subject, of_key, 'retried by ' || session_user
 FROM {RETRIED}
 ON CONFLICT (subscription_id, destination, kind, subject, broker)
-DO UPDATE SET attempts = 0, next_attempt_at = now()
+DO UPDATE SET attempts = 0, next_attempt_at = now(), {FOR_ALL}
 """
 # Lets keys go on that waited for a person's decision
 LET_KEYS_GO_ON = f"""
 UPDATE saf.backoff b SET next_attempt_at = now() FROM {RETRIED}
   AND (b.subscription_id, b.destination, b.kind, b.subject)
       = (d.subscription_id, d.destination, l.kind, l.subject)
-  AND of_key IS NOT NULL AND b.attempts = 0
+  AND of_key IS NOT NULL AND b.attempts = 0 AND NOT b.awaits_handler
 """
 DELETE = "DELETE FROM saf.dead_letter WHERE dead_letter_id = ANY (%(dead_letter_ids)s)"
 

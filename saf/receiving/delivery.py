@@ -12,7 +12,6 @@ A worker that is told to stop gets no further message (`until`). What it was not
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import datetime
 from threading import Event
 from typing import Any, Generic, TypeVar, overload
 
@@ -29,7 +28,6 @@ from saf.setaside import backoff, dead, dropped, parking
 from saf.setaside.dropped import Reason
 from saf.setaside.isolation import said
 from saf.setaside.lane import NO_BROKER, Kind, Lane
-from saf.setaside.unhandled import moment
 
 C = TypeVar("C")
 
@@ -132,8 +130,7 @@ class Delivery(Sequence[Received], Generic[C]):
         It has not been tried, so this counts as no attempt.
         """
         self.errors.append((message, error))
-        until = moment(message.message_type)
-        self._stop(message, error, attempts=message.attempt - 1, until=until)
+        self._stop(message, error, attempts=message.attempt - 1, awaits_handler=True)
 
     def reject(
         self, message: Received, error: BaseException | str, *, reason: str = "failed"
@@ -310,7 +307,7 @@ class Delivery(Sequence[Received], Generic[C]):
         *,
         attempts: int,
         wait: float | None = None,
-        until: datetime | None = None,
+        awaits_handler: bool = False,
     ) -> None:
         self._stopped[message.lane] = self._place(message)
         self._waiting[message.lane] = Waiting(
@@ -319,7 +316,8 @@ class Delivery(Sequence[Received], Generic[C]):
             attempts=attempts,
             error=said(error),
             wait=wait,
-            until=until,
+            awaits_handler=awaits_handler,
+            message_type=message.message_type if awaits_handler else None,
         )
 
     def _waits(self, message: Received, place: int) -> bool:

@@ -23,8 +23,7 @@ Only the receiver that has the shard in hand writes any of this.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, fields
 from typing import Any
 
 import psycopg
@@ -41,7 +40,7 @@ from saf.setaside.parking import (
     LONGEST_WAIT_SECONDS,
     wait_seconds,
 )
-from saf.setaside.unhandled import OF_ANY_TYPE, OF_TYPES, moments
+from saf.setaside.unhandled import FOR_ALL, awaited, possible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,43 +88,33 @@ class Suspect:
     attempts: int = 1
 
 
-def _troubled(handled: str) -> str:
-    return f"""
+MINE = f"ARRAY(SELECT c.shard FROM {NEWEST} AS c WHERE owner IS NOT DISTINCT FROM %(owner)s)"
+HANDLED = awaited(shards=MINE)
+
+# Only of shards that this reader may claim
+TROUBLED = f"""
 SELECT EXISTS (SELECT FROM {NEWEST} AS c
                WHERE owner IS NOT DISTINCT FROM %(owner)s
                  AND (allowance IS NOT NULL OR EXISTS (
                      SELECT FROM saf.backoff b
                      WHERE b.subscription_id = c.subscription_id AND b.shard = c.shard
                        AND b.next_attempt_at <= now())))
-    OR EXISTS (SELECT FROM saf.backoff b JOIN {NEWEST} AS c USING (subscription_id, shard)
-               WHERE {handled} AND owner IS NOT DISTINCT FROM %(owner)s)
+    OR EXISTS ({HANDLED})
 """
 
-
-def _choose(handled: str) -> str:
-    return f"""
+# At random among the oldest, so that receivers seldom choose the same lane
+CHOOSE = f"""
 SELECT shard, subject FROM (
     (SELECT shard, subject FROM saf.backoff JOIN {NEWEST} AS c USING (subscription_id, shard)
      WHERE next_attempt_at <= now() AND owner IS NOT DISTINCT FROM %(owner)s
      ORDER BY next_attempt_at LIMIT 100)
     UNION ALL
-    (SELECT shard, subject FROM saf.backoff b JOIN {NEWEST} AS c USING (subscription_id, shard)
-     WHERE {handled} AND owner IS NOT DISTINCT FROM %(owner)s LIMIT 100)
+    {HANDLED}
     UNION ALL
     SELECT shard, NULL FROM {NEWEST} AS c
     WHERE allowance IS NOT NULL AND owner IS NOT DISTINCT FROM %(owner)s
 ) AS suspect ORDER BY random() LIMIT 1
 """
-
-
-# Only of shards that this reader may claim. What waits for a handler is seldom there, and is looked
-# for by itself: by the index, once for each type and not once for each shard.
-TROUBLED = _troubled(OF_ANY_TYPE)
-TROUBLED_BY_TYPE = _troubled(OF_TYPES)
-
-# At random among the oldest, so that receivers seldom choose the same lane
-CHOOSE = _choose(OF_ANY_TYPE)
-CHOOSE_BY_TYPE = _choose(OF_TYPES)
 
 THIS_LANE = f"""
 subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.KEY}'
@@ -135,7 +124,7 @@ AND subject = %(lane)s
 ATTEMPTS = f"SELECT attempts, error FROM saf.backoff WHERE {THIS_LANE}"
 COUNT = f"""
 UPDATE saf.backoff SET attempts = %(attempts)s,
-       next_attempt_at = clock_timestamp() + make_interval(secs => %(wait)s)
+       next_attempt_at = clock_timestamp() + make_interval(secs => %(wait)s), {FOR_ALL}
 WHERE {THIS_LANE}
 """
 READ_LANE = f"""
@@ -145,15 +134,18 @@ WHERE {THIS_LANE} ORDER BY id LIMIT %(limit)s
 
 WAIT = f"""
 INSERT INTO saf.backoff
-    (subscription_id, destination, kind, subject, shard, attempts, error, next_attempt_at)
+    (subscription_id, destination, kind, subject, shard, attempts, error, next_attempt_at,
+     awaits_handler, message_type)
 SELECT %(subscription_id)s, '', '{Kind.KEY}', lane, shard, attempts, error,
-       coalesce(until, clock_timestamp() + make_interval(secs => wait), timestamptz '{BLOCKED}')
+       coalesce(clock_timestamp() + make_interval(secs => wait), timestamptz '{BLOCKED}'),
+       awaits_handler, message_type
 FROM unnest(%(lane)s::text[], %(shard)s::smallint[], %(attempts)s::int[], %(error)s::text[],
-            %(wait)s::float[], %(until)s::timestamptz[])
-     AS w (lane, shard, attempts, error, wait, until)
+            %(wait)s::float[], %(awaits_handler)s::boolean[], %(message_type)s::text[])
+     AS w (lane, shard, attempts, error, wait, awaits_handler, message_type)
 ON CONFLICT (subscription_id, {THE_LANE}) DO UPDATE SET
     attempts = excluded.attempts, error = excluded.error,
-    next_attempt_at = excluded.next_attempt_at
+    next_attempt_at = excluded.next_attempt_at,
+    awaits_handler = excluded.awaits_handler, message_type = excluded.message_type
 """
 
 MOVE_TO_KEYS = """
@@ -196,28 +188,30 @@ class Waiting:
     attempts: int
     error: str
     wait: float | None = None
-    """Seconds to wait; None to wait until a person decides."""
-    until: datetime | None = None
-    """The moment that stands for the handler to wait for, instead."""
+    """Seconds to wait; None to wait for something else than time: a person, or a handler."""
+    awaits_handler: bool = False
+    message_type: str | None = None
+    """The type that it waits for a handler of."""
 
 
 def troubled(connection: psycopg.Connection[Any], reader: Reader) -> bool:
     """Whether there may be anything to try alone now."""
-    statement = TROUBLED if reader.types is None else TROUBLED_BY_TYPE
-    ((there,),) = fetch(connection, statement, _of(reader))
+    ((there,),) = fetch(connection, TROUBLED, _of(reader))
     return bool(there)
 
 
 def choose(connection: psycopg.Connection[Any], reader: Reader) -> Suspect | None:
     """Choose something that is due to be tried alone, if there is any. Locks nothing."""
-    statement = CHOOSE if reader.types is None else CHOOSE_BY_TYPE
-    found = fetch(connection, statement, _of(reader))
+    found = fetch(connection, CHOOSE, _of(reader))
     return Suspect(shard=found[0][0], lane=found[0][1]) if found else None
 
 
 def _of(reader: Reader) -> dict[str, Any]:
-    of_types = {} if reader.types is None else {"moments": moments(reader.types)}
-    return {"subscription_id": reader.subscription_id, "owner": reader.owner, **of_types}
+    return {
+        "subscription_id": reader.subscription_id,
+        "owner": reader.owner,
+        "types": None if reader.types is None else possible(reader.types),
+    }
 
 
 def attempts(
@@ -250,8 +244,8 @@ def wait(connection: psycopg.Connection[Any], reader: Reader, lanes: Mapping[str
     """Let keys wait in their lanes."""
     if lanes:
         columns: dict[str, Any] = {
-            name: [getattr(one, name) for one in lanes.values()]
-            for name in ("lane", "shard", "attempts", "error", "wait", "until")
+            column.name: [getattr(one, column.name) for one in lanes.values()]
+            for column in fields(Waiting)
         }
         connection.execute(WAIT, columns | {"subscription_id": reader.subscription_id})
 

@@ -41,6 +41,7 @@ from saf.setaside.lane import (
     given,
 )
 from saf.setaside.parking import Backoff
+from saf.setaside.unhandled import FOR_ALL
 
 AT_ONCE = 2000
 """How many lanes of services one cycle tries."""
@@ -162,7 +163,7 @@ WHERE subscription_id = %(subscription_id)s AND ({THE_LANE}) IN ({THESE})
 """
 # Messages in the lane need not wait any longer: those of other shards, or what is left
 RESET = f"""
-UPDATE saf.backoff b SET attempts = 0, next_attempt_at = clock_timestamp()
+UPDATE saf.backoff b SET attempts = 0, next_attempt_at = clock_timestamp(), {FOR_ALL}
 WHERE subscription_id = %(subscription_id)s AND ({THE_LANE}) IN ({THESE})
   AND EXISTS (SELECT FROM saf.parked p WHERE {SAME_LANE})
 """

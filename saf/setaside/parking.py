@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
 
@@ -39,7 +39,7 @@ FIRST_WAIT_SECONDS = 4
 LONGEST_WAIT_SECONDS = 64
 
 # Later than any time that a clock of ours shows, but before the end of Python's calendar
-BLOCKED = "9999-01-01 00:00:00+00"
+BLOCKED = datetime(9999, 1, 1, tzinfo=UTC)
 
 
 def wait_seconds(

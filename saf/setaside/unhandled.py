@@ -4,47 +4,39 @@ A message whose type no handler takes waits in the lane of its key, and the late
 key wait behind it. A receiver that handles the type must find the lane; one that does not must
 leave it alone, or the two would pass it to and fro for as long as a deployment lasts.
 
-Such a lane has no time to wait for, so ``next_attempt_at`` says the type: it is a moment in the
-years 5000 to 8999, computed from the type's name (`moment`). No clock comes there, so nothing takes
-the lane for due, and the index that finds what is due finds the lanes of some types as well.
-
-If two names had the same moment (1 in 10^17), a receiver would be handed a lane that it cannot
-handle, and would put it back.
+Such a lane ``awaits_handler``, and its ``message_type`` is that of its first message. It has no
+time to wait for, so nothing takes it for due. An index finds the lanes of a type; a look for a type
+that nothing waits for costs the same, however many lanes wait.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime, timedelta
-from hashlib import sha256
+from datetime import datetime
 from typing import Any
 
 import psycopg
 from psycopg.rows import class_row
 
-from saf.setaside.lane import SAME_LANE, Kind
+from saf.setaside.lane import SAME_LANE
 
-FIRST, END = datetime(5000, 1, 1, tzinfo=UTC), datetime(9000, 1, 1, tzinfo=UTC)
-"""The first moment, which is that of messages without a type, and the first one after the last."""
+FOR_ALL = "awaits_handler = false, message_type = NULL"
+"""SQL: the columns of a lane of saf.backoff that any receiver may take, once its time has come."""
 
-OF_TYPES = "b.next_attempt_at = ANY (%(moments)s::timestamptz[])"
-"""SQL: whether a lane b of saf.backoff waits for a handler of some types."""
-OF_ANY_TYPE = f"b.next_attempt_at >= '{FIRST}' AND b.next_attempt_at < '{END}'"
-"""SQL: whether a lane b of saf.backoff waits for a handler, of whatever type."""
-
-# The first message of a lane says the type: it is the one that has no handler
 BY_TYPE = f"""
-SELECT s.name AS subscription, first.message_type, count(*) AS keys,
+SELECT s.name AS subscription, b.message_type, count(*) AS keys,
        sum(waiting.messages)::bigint AS messages, min(b.since) AS since
 FROM saf.backoff b
 JOIN saf.subscription s USING (subscription_id)
-CROSS JOIN LATERAL (
-    SELECT message_type FROM saf.parked p WHERE {SAME_LANE} ORDER BY id LIMIT 1) AS first
 CROSS JOIN LATERAL (SELECT count(*) AS messages FROM saf.parked p WHERE {SAME_LANE}) AS waiting
-WHERE b.kind = '{Kind.KEY}' AND {OF_ANY_TYPE}
+WHERE b.awaits_handler
 GROUP BY 1, 2 ORDER BY 1, 2 NULLS FIRST
 """
+
+IMPOSSIBLE = re.compile("[\0\ud800-\udfff]")
+"""What no text in PostgreSQL holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,19 +66,32 @@ def unhandled(connection: psycopg.Connection[Any]) -> list[Unhandled]:
         return cursor.execute(BY_TYPE).fetchall()
 
 
-def moment(message_type: str | None) -> datetime:
-    """The moment that stands for a type.
+def awaited(shards: str) -> str:
+    """SQL: some lanes in an array of shards that wait for a handler of ``types``; NULL: of any.
 
-    >>> moment(None).year, moment("OrderPaid") == moment("OrderPaid") < END
-    (5000, True)
+    ORDER BY the index makes the planner use it. If most lanes wait for one type, the planner takes
+    every type for such a one, and would scan the table, hoping to meet a lane early.
     """
-    if message_type is None:
-        return FIRST
-    digest = sha256(message_type.encode(errors="surrogatepass")).digest()
-    microseconds = (END - FIRST) // timedelta(microseconds=1) - 1
-    return FIRST + timedelta(microseconds=1 + int.from_bytes(digest) % microseconds)
+    mine = f"""b.subscription_id = %(subscription_id)s AND b.awaits_handler
+          AND b.shard = ANY ({shards})"""
+    return f"""(SELECT b.shard, b.subject FROM unnest(%(types)s::text[]) AS t (message_type)
+     CROSS JOIN LATERAL (
+        SELECT b.shard, b.subject FROM saf.backoff b
+        WHERE {mine}
+          AND hashtextextended(b.message_type, 0) = hashtextextended(t.message_type, 0)
+          AND b.message_type = t.message_type
+        ORDER BY b.since LIMIT 100) AS b)
+    UNION ALL
+    (SELECT b.shard, b.subject FROM saf.backoff b
+     WHERE {mine}
+          AND %(types)s::text[] IS NULL
+     ORDER BY hashtextextended(b.message_type, 0), b.since LIMIT 100)"""
 
 
-def moments(types: Collection[str | None]) -> list[datetime]:
-    """The moments that stand for some types."""
-    return [moment(one) for one in types]
+def possible(types: Collection[str | None]) -> list[str]:
+    """Those of some types that a message in a database can have.
+
+    >>> possible(["OrderPaid", "a\\0b", "\\udc80", None])
+    ['OrderPaid']
+    """
+    return [one for one in types if one is not None and not IMPOSSIBLE.search(one)]

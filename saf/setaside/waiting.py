@@ -19,6 +19,9 @@ class Parked(Backoff):
 
     messages: int
     subscription: str
+    awaits_handler: bool
+    message_type: str | None
+    """The type that it waits for a handler of."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the lane as a dict for JSON."""
@@ -51,16 +54,18 @@ class _Parked(Parked):
 # somebody has taken from.
 PARKED = f"""
 SELECT subscription, destination, kind, subject, {BROKER}, attempts, next_attempt_at, due, error,
-       since, lanes, (SELECT count(*) FROM saf.parked p WHERE {SAME_LANE}) AS messages
+       since, awaits_handler, message_type, lanes,
+       (SELECT count(*) FROM saf.parked p WHERE {SAME_LANE}) AS messages
 FROM (SELECT w.*, s.name AS subscription, s.log, next_attempt_at <= now() AS due,
              count(*) OVER () AS lanes
-      FROM (SELECT subscription_id, {THE_LANE}, attempts, next_attempt_at, error, since
+      FROM (SELECT subscription_id, {THE_LANE}, attempts, next_attempt_at, error, since,
+                   awaits_handler, message_type
             FROM saf.backoff
             UNION ALL
             SELECT subscription_id, {THE_LANE}, 0, timestamptz '{BLOCKED}',
                    CASE kind WHEN '{Kind.AHEAD}' THEN 'an earlier message of the dialog is missing'
                              ELSE 'nothing in saf.backoff says when it is tried' END,
-                   min(parked_at)
+                   min(parked_at), false, NULL
             FROM saf.parked b
             WHERE NOT EXISTS (SELECT FROM saf.backoff p WHERE {SAME_LANE})
             GROUP BY 1, 2, 3, 4, 5) AS w
@@ -77,7 +82,7 @@ WHERE %(subscription)s::text IS NULL OR name = %(subscription)s
 
 RETRY_NOW = """
 UPDATE saf.backoff SET next_attempt_at = now()
-WHERE kind <> %(later)s
+WHERE kind <> %(later)s AND NOT awaits_handler
   AND (%(destination)s::text IS NULL OR destination = %(destination)s)
 """
 

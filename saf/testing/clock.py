@@ -25,7 +25,7 @@ from psycopg import sql
 
 from saf.database import Dsn
 from saf.errors import UsageError
-from saf.setaside.unhandled import FIRST
+from saf.setaside.parking import BLOCKED
 from saf.testing.databases import Database
 
 MESSAGE = ("created_at", "deliver_at", "expires_at")
@@ -84,7 +84,7 @@ def let_time_pass(dsn: Dsn, by: timedelta, columns: Iterable[str] = ()) -> None:
         for table, names in _by_table([*ours, *theirs]):
             earlier = [
                 sql.SQL(EARLIER).format(
-                    column=sql.Identifier(name), by=sql.Literal(by), never=sql.Literal(FIRST)
+                    column=sql.Identifier(name), by=sql.Literal(by), never=sql.Literal(BLOCKED)
                 )
                 for name in names
             ]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
 from saf.database import Dsn, fetch
 from saf.receiving import retries
 from tests.pipeline import connect
+from tests.query_plans import steps
 
 MANY = 20_000
 
@@ -20,12 +18,6 @@ SELECT subscription_id, 'later', (n %% 2)::text, n %% 2, n, 1, 1, 's', '',
        now() + make_interval(secs => 1 + n)
 FROM saf.subscription, generate_series(1, %s) AS n WHERE name = 'forwarder'
 """
-
-
-def steps(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield plan
-    for one in plan.get("Plans", ()):
-        yield from steps(one)
 
 
 @pytest.mark.every_postgresql

@@ -17,6 +17,7 @@ import pytest
 import saf
 from saf.database import Dsn, fetch
 from saf.errors import StopTimeout, UsageError
+from saf.failpoints import arm
 from saf.receiving.inbox import inbox_status
 from saf.receiving.loop import Loop
 from tests import dialogs
@@ -204,6 +205,24 @@ def test_the_messages_of_a_lane_that_was_begun_stay_in_it_and_are_due(inbox: Dsn
     quick.drain()
     assert effects(inbox) == ["2", "3"]
     assert quick.attempts == {1}
+
+
+def test_the_message_of_a_counted_attempt_is_given_though_the_worker_was_told_to_stop(
+    inbox: Dsn,
+) -> None:
+    put(inbox, "1", key="k")
+    worker = saf.Worker(inbox, SUBSCRIPTION, policy=saf.Policy(first_wait_seconds=0))
+    attempts: list[int] = []
+
+    @worker.handler()
+    def handle(message: saf.Received, _: psycopg.Connection[Any]) -> None:
+        attempts.append(message.attempt)
+        if message.attempt == 1:
+            raise ValueError
+
+    arm("attempt_counted", worker.stop)
+    worker.drain()
+    assert attempts == [1, 2]
 
 
 def test_a_dialog_of_which_messages_were_put_back_goes_on_without_a_gap(app: Dsn, mom: Dsn) -> None:

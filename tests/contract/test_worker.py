@@ -294,11 +294,19 @@ def start(module: Path, inbox: Dsn, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_sigterm_finishes_the_delivery_in_hand_and_ends_with_0(inbox: Dsn, module: Path) -> None:
+# The first message is handled, and the slow one has been in hand for a while
+IN_HAND = """
+SELECT FROM pg_locks l JOIN pg_stat_activity a USING (pid)
+WHERE l.relation = 'effect'::regclass AND a.state = 'idle in transaction'
+  AND clock_timestamp() - a.state_change > '0.2 s'
+"""
+
+
+def test_sigterm_finishes_the_message_in_hand_and_ends_with_0(inbox: Dsn, module: Path) -> None:
     put(inbox, "first", "slow", key="k")
     process = start(module, inbox)
     with connect(inbox) as connection:
-        while not fetch(connection, "SELECT FROM pg_locks WHERE relation = 'effect'::regclass"):
+        while not fetch(connection, IN_HAND):
             time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=20)

@@ -127,7 +127,7 @@ SOME = {
     ("watermark", "u"): "epoch batch position opened_at acknowledged",
     ("acknowledged", "u"): "batch position opened_at",
     ("parked", "u"): "destination deliver_at kind subject broker",
-    ("backoff", "u"): "attempts next_attempt_at error",
+    ("backoff", "u"): "attempts next_attempt_at error awaits_handler message_type",
     ("dead_letter", "s"): "subscription_id destination shard id dead_letter_at",
     ("dead_letter", "u"): "error",
     ("service", "i"): "name",

@@ -10,10 +10,11 @@ CLAIM, RECEIVE, DELIVERY, LANES = (
     "saf/receiving/delivery.py",
     "saf/receiving/retries.py",
 )
-PROCESSORS, LOOP, INBOX = (
+PROCESSORS, LOOP, INBOX, AWAITING = (
     "saf/receiving/processors.py",
     "saf/receiving/loop.py",
     "saf/receiving/inbox.py",
+    "saf/setaside/unhandled.py",
 )
 RECEIVED, WORKER, OF_PROCESSORS = (
     "contract/test_receive.py",
@@ -217,17 +218,67 @@ MUTANTS: list[Mutant] = [
         f"{STOPPING}::test_a_dialog_of_which_messages_were_put_back_goes_on_without_a_gap",
     ),
     mutant(
+        "what was counted as tried is put back before it is given",
+        DELIVERY,
+        "self._stopping.is_set() and not first",
+        "self._stopping.is_set()",
+        f"{STOPPING}::test_the_message_of_a_counted_attempt_is_given_though_the_worker_was_told_to_stop",
+    ),
+    mutant(
+        "a worker that takes too long to stop may still commit",
+        "saf/receiving/stopping.py",
+        "                shut([connection.fileno()])\n",
+        "                connection.fileno()\n",
+        f"{STOPPING}::test_a_worker_in_a_thread_that_is_not_done_in_time_can_commit_nothing_more",
+    ),
+    mutant(
         "who has no handler takes what waits for one",
-        "saf/setaside/unhandled.py",
-        'OF_TYPES = "b.next_attempt_at = ANY (%(moments)s::timestamptz[])"',
-        'OF_TYPES = "b.next_attempt_at > now() AND %(moments)s::timestamptz[] IS NOT NULL"',
+        AWAITING,
+        "AND %(types)s::text[] IS NULL",
+        "AND true",
         f"{UNHANDLED}::test_a_worker_beside_lanes_that_it_cannot_handle_writes_nothing",
+    ),
+    mutant(
+        "who takes all types leaves what waits for a handler",
+        AWAITING,
+        "AND %(types)s::text[] IS NULL",
+        "AND false",
+        f"{UNHANDLED}::test_who_receives_without_a_worker_gets_what_waits_for_a_handler",
+    ),
+    mutant(
+        "to ask for a type reads the lanes that wait for another one",
+        AWAITING,
+        "          AND hashtextextended(b.message_type, 0) = hashtextextended(t.message_type, 0)\n",
+        "",
+        f"{UNHANDLED}::test_however_many_lanes_wait_for_a_type_to_ask_for_another_one_reads_none",
+    ),
+    mutant(
+        "a lane does not say the type that it waits for a handler of",
+        DELIVERY,
+        "message_type=message.message_type if awaits_handler else None",
+        "message_type=None",
+        f"{UNHANDLED}::test_a_type_without_a_handler_waits_in_order_until_there_is_one",
+    ),
+    mutant(
+        "a lane whose first message is tried still waits for a handler",
+        LANES,
+        "make_interval(secs => %(wait)s), {FOR_ALL}",
+        "make_interval(secs => %(wait)s)",
+        f"{UNHANDLED}::test_a_type_without_a_handler_waits_in_order_until_there_is_one",
+    ),
+    mutant(
+        "an operator's word makes lanes due that wait for a handler",
+        "saf/setaside/waiting.py",
+        "WHERE kind <> %(later)s AND NOT awaits_handler",
+        "WHERE kind <> %(later)s",
+        f"{UNHANDLED}::"
+        "test_time_that_passes_and_an_operators_word_change_nothing_for_who_has_no_handler",
     ),
     mutant(
         "to wait for a handler is an attempt",
         DELIVERY,
-        "self._stop(message, error, attempts=message.attempt - 1, until=until)",
-        "self._stop(message, error, attempts=message.attempt, until=until)",
+        "self._stop(message, error, attempts=message.attempt - 1, awaits_handler=True)",
+        "self._stop(message, error, attempts=message.attempt, awaits_handler=True)",
         f"{UNHANDLED}::test_a_type_without_a_handler_waits_in_order_until_there_is_one",
     ),
     mutant(
