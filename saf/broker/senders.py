@@ -50,7 +50,9 @@ ON CONFLICT DO NOTHING RETURNING to_service
 REMOVE = """
 DELETE FROM saf.sender
 WHERE role = %(role)s AND (%(from_service)s::text IS NULL OR from_service = %(from_service)s)
-  AND (%(to_services)s::text[] IS NULL OR to_service = ANY (%(to_services)s))
+  AND (%(to_services)s::text[] IS NULL
+       OR EXISTS (SELECT FROM unnest(%(to_services)s::text[]) AS t (name)
+                  WHERE t.name IS NOT DISTINCT FROM to_service))
 RETURNING from_service
 """
 
@@ -69,7 +71,11 @@ ORDER BY 1
 # The lock lasts to the end of the transaction: whoever has drawn an id so far has committed, and
 # was not checked; whoever draws one later is.
 ENABLE = "ALTER TABLE saf.outbox ENABLE ROW LEVEL SECURITY"
-SINCE_NOW = "UPDATE saf.broker SET senders_since = (SELECT last_value FROM saf.outbox_id_seq)"
+# A sequence that has given no number yet says the one that comes next.
+SINCE_NOW = """
+UPDATE saf.broker SET senders_since = (
+    SELECT last_value - CASE WHEN is_called THEN 0 ELSE 1 END FROM saf.outbox_id_seq)
+"""
 DISABLE = "ALTER TABLE saf.outbox DISABLE ROW LEVEL SECURITY"
 NO_LONGER = "UPDATE saf.broker SET senders_since = NULL"
 SINCE = "SELECT senders_since FROM saf.broker"
@@ -144,11 +150,13 @@ def remove_senders(
     connection: psycopg.Connection[Any],
     role: str,
     from_service: str | None = None,
-    to_services: Sequence[str] | None = None,
+    to_services: Sequence[str | None] | None = None,
     *,
     allow_others: bool = False,
 ) -> int:
     """Take away a role's rules: all, those for one sender, or some of these; return how many.
+
+    None among ``to_services`` is the rule for any service; instead of them, it is all rules.
 
     Raises:
         ConfigurationError: there is no such rule.
@@ -156,7 +164,11 @@ def remove_senders(
             send as anybody again.
         psycopg.errors.LockNotAvailable: transactions that use the outbox do not end.
     """
-    params = {"role": role, "from_service": from_service, "to_services": to_services}
+    params = {
+        "role": role,
+        "from_service": from_service,
+        "to_services": to_services and [*to_services],
+    }
     with connection.transaction():
         connection.execute(grants.TAKE_TURN)
         removed = len(fetch(connection, REMOVE, params))

@@ -26,6 +26,7 @@ from saf.broker.senders import add_senders, remove_senders, senders, vouched_sin
 from saf.database import Dsn
 from saf.errors import ConfigurationError, UsageError
 from saf.log import ring
+from tests import dialogs
 from tests.pipeline import bodies, connect, forward, let_time_pass, run
 from tests.programs import BIN, ROOT
 from tests.programs import run as run_program
@@ -390,6 +391,24 @@ def test_what_had_to_wait_for_its_service_is_vouched_for_too(
     assert told["after"][0].service == "shop"
 
 
+def test_what_is_said_in_dialogs_needs_rules_and_is_vouched_for(
+    app: Dsn, mom: Dsn, role: Role
+) -> None:
+    dialogs.prepare(app, mom)
+    name = role("dialog", "receiver")
+    with connect(app) as owner:
+        services.create_service(owner, "bank")
+        add_senders(owner, name, dialogs.SHOP, [dialogs.WAREHOUSE])
+    speaker = login(app, name)
+    dialogs.begin(speaker, "said", "and again")
+    with pytest.raises(psycopg.errors.InsufficientPrivilege) as refused:
+        dialogs.begin(speaker, "said", from_service="bank")
+    assert refused.value.diag.constraint_name == "sender_allowed"
+    dialogs.forward(app, mom)
+    told = [message.verified_from for message in dialogs.receive(mom, dialogs.WAREHOUSE)]
+    assert [sender and sender.service for sender in told] == [dialogs.SHOP] * 2
+
+
 def test_a_sender_is_vouched_for_no_longer_than_there_are_rules(
     app: Dsn, mom: Dsn, role: Role
 ) -> None:
@@ -435,6 +454,7 @@ def test_the_page_on_receiving_shows_a_handler_that_believes_the_verified_sender
             [BIN / "saf", "worker", "consumers:worker", "--drain"],
             env={"INBOX": mom.conninfo, "SHOP": str(broker)},
             cwd=tmp_path,
+            tracebacks=True,
         )
         assert "PermissionError" in done.stderr
         assert owner.execute("SELECT number FROM invoice").fetchall() == [("checked",)]
