@@ -11,9 +11,10 @@ import psycopg
 import typer
 
 from saf.broker import senders
-from saf.cli.brokers import AsJson
+from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.cli.console import echo
 from saf.cli.listing import Listing
+from saf.config import load
 from saf.database import Dsn, check_schema, unavailable_if_lost
 
 app = typer.Typer(no_args_is_help=True, help="Senders: which roles may send as which service.")
@@ -66,31 +67,31 @@ def add(
 
 
 @app.command("list")
-def list_(dsn: Database, as_json: AsJson = False) -> None:
-    """Show the rules of a broker."""
-    with _connected(dsn) as (name, connection):
-        rules = senders.senders(connection)
+def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -> None:
+    """Show the rules of the brokers; where there are none, any writer may send as any service."""
+    round_ = Round(chosen(load(config), broker))
+    found = round_.visit("sender", lambda connection, _: senders.senders(connection))
+    rules = [(where, one) for where, some in found.items() for one in some]
     if as_json:
         rows = [
             {
+                "broker": where,
                 "role": one.role,
                 "from": one.from_service,
                 "to": one.to_service,
                 "created_at": one.created_at.isoformat(),
                 "known": one.known,
             }
-            for one in rules
+            for where, one in rules
         ]
-        echo(json.dumps({"senders": rows}))
-        return
-    if not rules:
-        echo(f"{name}: there are no rules, so any writer may send as any service")
-        return
-    listing = Listing("role", "from", "to")
-    for one in rules:
-        role = one.role if one.known else f"{one.role} (no such role)"
-        listing.add(role, one.from_service, one.to_service or "any")
-    listing.show()
+        echo(json.dumps({"senders": rows, "errors": round_.errors()}))
+    else:
+        listing = Listing("broker", "role", "from", "to")
+        for where, one in rules:
+            role = one.role if one.known else f"{one.role} (no such role)"
+            listing.add(where, role, one.from_service, one.to_service or "any")
+        listing.show()
+    round_.finish(say=not as_json)
 
 
 @app.command()

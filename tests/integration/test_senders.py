@@ -28,7 +28,7 @@ from saf.errors import ConfigurationError, UsageError
 from saf.log import ring
 from tests import dialogs
 from tests.pipeline import bodies, connect, forward, let_time_pass, run
-from tests.programs import BIN, ROOT
+from tests.programs import BIN, ROOT, configuration
 from tests.programs import run as run_program
 from tests.programs import saf as run_saf
 
@@ -290,17 +290,19 @@ def test_rules_are_not_made_while_the_outbox_is_in_use_for_long(app: Dsn, role: 
         assert senders(owner) == []
 
 
-def test_the_commands_add_list_and_remove_rules(app: Dsn, role: Role) -> None:
+def test_the_commands_add_list_and_remove_rules(
+    app: Dsn, mom: Dsn, role: Role, tmp_path: Path
+) -> None:
     name = role("writer")
     dsn = ("--dsn", app.conninfo)
-    assert "any writer may send as any service" in run_saf("sender", "list", *dsn).stdout
+    config = ("--config", configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom}))
     added = run_saf("sender", "add", name, "--from", "shop", "--to", "billing", *dsn)
     assert f"{name} may send as shop to billing" in added.stdout
     assert "nobody but the owner sends without a rule" in added.stdout
     run_saf("sender", "add", name, "--from", "shop-2", *dsn)
-    rules = json.loads(run_saf("sender", "list", "--json", *dsn).stdout)["senders"]
+    rules = json.loads(run_saf("sender", "list", "--json", *config).stdout)["senders"]
     assert [(one["from"], one["to"]) for one in rules] == [("shop", "billing"), ("shop-2", None)]
-    assert "any" in run_saf("sender", "list", *dsn).stdout
+    assert "any" in run_saf("sender", "list", *config).stdout
     run_saf("sender", "remove", name, "--from", "shop", "--to", "billing", *dsn)
     left = run_saf("sender", "remove", name, *dsn)
     assert left.returncode == 2
