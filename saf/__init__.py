@@ -2,7 +2,7 @@
 
 Sending:   `Outbox`, `Message`
 Receiving: `receive`, `Worker`, `Processor`, `Processors`, `handles`, `Delivery`, `Received`,
-           `Policy`, `inbox_once`, `create_service`, `create_services`
+           `VerifiedFrom`, `Policy`, `inbox_once`, `create_service`, `create_services`
 Routing:   `add_route`, `Resolved`; `saf.routing_service`, which needs Arrow, serves routers that
            forward
 Dialogs:   `begin_dialog`, `open_dialog`, `Dialog`, `begin_monolog`, `conversations`,
@@ -55,7 +55,7 @@ from saf.errors import (
 )
 from saf.message import Message
 from saf.outbox import Outbox
-from saf.received import Received
+from saf.received import Received, VerifiedFrom
 from saf.receiving.arrival import install
 from saf.receiving.delivery import Delivery
 from saf.receiving.inbox import inbox_once
@@ -111,6 +111,7 @@ __all__ = [
     "UnreadableHeaders",
     "Unroutable",
     "UsageError",
+    "VerifiedFrom",
     "Worker",
     "WrongDirection",
     "add_route",

@@ -34,6 +34,9 @@ RESERVED_HEADER = "saf-"
 """The prefix of the headers that saf writes itself; an application must not use it."""
 FRAGMENT, WHOLE = f"{RESERVED_HEADER}fragment", f"{RESERVED_HEADER}whole"
 """Headers of a large body's fragments: on each fragment but the last, and on the last one."""
+VERIFIED_FROM, CLAIMED_FROM = f"{RESERVED_HEADER}verified-from", f"{RESERVED_HEADER}claimed-from"
+"""Headers that say who has sent a message: whom its source has checked, and what a sender has made
+up under that name; see `saf.engine.vouching`."""
 
 HEADERS = json.JSONEncoder(allow_nan=False).encode
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -11,7 +12,7 @@ from uuid import UUID
 from saf.columns import COLUMNS
 from saf.errors import UnreadableBody, UnreadableHeaders
 from saf.limits import HEADERS_READABLE, LONG_NAMES, READABLE
-from saf.message import CONTENT_TYPE
+from saf.message import CONTENT_TYPE, VERIFIED_FROM
 
 if TYPE_CHECKING:
     from saf.dialogs.dialog import Dialog
@@ -77,6 +78,15 @@ class Headers(dict[str, Any]):
         if not isinstance(name, str) or dict.__contains__(self, name):
             return name
         return next((one for one in self if one.lower() == name.lower()), name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifiedFrom:
+    """A sender that was checked, where the message was written, by that broker's rules."""
+
+    broker: UUID
+    """The broker_id."""
+    service: str
 
 
 class Received:
@@ -155,6 +165,23 @@ class Received:
         except (ValueError, RecursionError) as error:
             raise UnreadableHeaders(self.message_id, str(error)) from None
         return Headers(said) if isinstance(said, dict) else said
+
+    @property
+    def verified_from(self) -> VerifiedFrom | None:
+        """Who has sent it, as its source has checked; None if nobody has.
+
+        Raises:
+            UnreadableHeaders: as `headers`.
+        """
+        if not self.may_say(VERIFIED_FROM):
+            return None
+        headers = self.headers
+        # exactly this name: a sender may have written it in other letters
+        match dict.get(headers, VERIFIED_FROM) if isinstance(headers, dict) else None:
+            case {"broker": str(broker), "service": str(service)}:
+                return VerifiedFrom(broker=UUID(broker), service=service)
+            case _:
+                return None
 
     def may_say(self, header: str) -> bool:
         """Whether the headers may hold this one; False is certain. Decodes nothing to find out."""

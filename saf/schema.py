@@ -168,6 +168,12 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             "older one has to compare what it knows. The moment of the repair in microseconds, so "
             "that no two repairs after the same backup have the same",
         ),
+        sa.Column(
+            "senders_since",
+            sa.BigInteger,
+            comment="messages of the outbox with greater ids were checked by saf.sender when they "
+            "were written; NULL: none were",
+        ),
         sa.CheckConstraint("singleton", name="broker_is_one_row"),
         sa.CheckConstraint(f"shards BETWEEN 1 AND {MAX_SHARDS}", name="broker_shards"),
         comment="who this broker is: one row, written by the first migration",
@@ -253,6 +259,31 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             comment="by destination: the broker_id that it was known to have",
         ),
         comment="the frozen set of routes that a batch was opened with",
+    )
+    sa.Table(
+        "sender",
+        metadata,
+        sa.Column(
+            "role",
+            sa.Text,
+            nullable=False,
+            comment="by name, because a dump has names; its members may too",
+        ),
+        sa.Column("from_service", sa.Text, nullable=False),
+        sa.Column("to_service", sa.Text, comment="NULL: any"),
+        sa.Column("created_at", moment, nullable=False, server_default=now),
+        sa.CheckConstraint(
+            "role <> '' AND from_service <> '' AND to_service <> ''", name="sender_named"
+        ),
+        sa.UniqueConstraint(
+            "from_service",
+            "to_service",
+            "role",
+            name="sender_once",
+            postgresql_nulls_not_distinct=True,
+        ),
+        comment="who may send as whom, and to whom: while there is a rule, nobody sends without "
+        "one",
     )
     sa.Table(
         "topic",

@@ -44,6 +44,8 @@ EXPECTED = (
     "a SQLAlchemy Session or Connection, a psycopg connection or cursor, or Django's connection"
 )
 WHO_AND_WHERE = "SELECT current_database(), pg_backend_pid()"
+SENDER_ALLOWED = "sender_allowed"
+"""The constraint that a server names if no rule of saf.sender allows a message."""
 
 
 class Known(Protocol):
@@ -158,6 +160,8 @@ class Entrance:
         state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
         if meaning(state) is not Meaning.NO_RIGHT:
             return
+        if refused := _sender_refused(cause):
+            raise ConfigurationError(refused) from error
         user = transaction.user
         who = "this role" if user is None else f"role {user!r}"
         reason = " ".join(str(cause).split())
@@ -165,6 +169,18 @@ class Entrance:
             f"{who} may not do this: {reason}. Let the owner of its schema saf run "
             f"`saf grant --role {self.duty} {'ROLE' if user is None else shlex.quote(user)}`"
         ) from error
+
+
+def _sender_refused(cause: BaseException) -> str | None:
+    """What the server says if no rule of saf.sender allows a message; else None."""
+    # SQLAlchemy has an error of its own around asyncpg's
+    for error in (cause, cause.__cause__):
+        said: Any = getattr(error, "diag", error)
+        if getattr(said, "constraint_name", None) == SENDER_ALLOWED:
+            text = getattr(said, "message_primary", None) or getattr(said, "message", "")
+            hint = getattr(said, "message_hint", None) or getattr(said, "hint", None)
+            return f"{text}. {hint or ''}".strip()
+    return None
 
 
 enter = Entrance()

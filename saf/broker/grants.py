@@ -23,7 +23,8 @@ a partitioned table are enough to read and write through it, and identity column
 their sequences.
 
 `grant` creates no role, and touches no right outside of the schema, such as CONNECT. It does not
-tell rows apart: a receiver could move the cursors of other subscriptions too.
+tell rows apart: a receiver could move the cursors of other subscriptions too. Who may send as which
+service, and to which, is said by rules of their own: see `saf.broker.senders`.
 """
 
 from __future__ import annotations
@@ -270,6 +271,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             "message_type": {"INSERT": WHOLE},
             "outbox": {"SELECT": WHOLE},
             "outbox_status": {"SELECT": WHOLE},
+            "sender": {"SELECT": WHOLE},
             "inbox": {"SELECT": WHOLE},
             "member": {"SELECT": WHOLE},
             "watermark": {"SELECT": WHOLE},

@@ -36,6 +36,7 @@ from saf.cli import (
     replay,
     route,
     router,
+    sender,
     service,
     status,
     subscription,
@@ -80,6 +81,7 @@ app.command("migrate")(migrate.command)
 app.command("apply")(apply.command)
 app.command("export")(apply.export)
 app.command("grant")(grant.command)
+app.add_typer(sender.app, name="sender")
 app.command("forward", epilog=in_words())(forward.command)
 app.command("status")(status.command)
 app.command("worker")(worker.command)

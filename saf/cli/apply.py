@@ -123,6 +123,12 @@ def show(differences: Mapping[str, Difference]) -> None:
             )
         if one.any_again:
             echo(f"{name}: it has no service left then, and stores messages for any again")
+        if one.only_senders:
+            echo(
+                f"{name}: these are its first rules for senders, and nobody sends without one then"
+            )
+        if one.any_sender:
+            echo(f"{name}: it has no rule for senders left then, and any writer sends as anybody")
         if one.kept:
             kept = ", ".join(table.described(key) for table, key in one.kept)
             echo(f"{name}: not in the plan, and kept: {kept}")
@@ -177,6 +183,8 @@ def _as_dict(one: Difference) -> dict[str, Any]:
         "kept": [table.described(key) for table, key in one.kept],
         "others_wait": dict(one.refused),
         "any_again": one.any_again,
+        "only_senders": one.only_senders,
+        "any_sender": one.any_sender,
     }
 
 

@@ -21,6 +21,7 @@ from saf.engine.parts import Part, unroutable
 from saf.engine.receipts import Receipts
 from saf.engine.set_aside import SetAside
 from saf.engine.source_session import SourceSession
+from saf.engine.vouching import vouched
 from saf.engine.work import ForwardingRules, Work
 from saf.errors import (
     Ahead,
@@ -225,7 +226,7 @@ class Storing:
         return Chunk(
             source=self.work.source,
             batch=self.work.batch,
-            rows=part.rows,
+            rows=vouched(part.rows, self.work.source, self.work.vouched_since),
         )
 
 

@@ -39,6 +39,9 @@ class Work:
     `saf.setaside.backoff.waiting`."""
     of_services: bool = False
     """Whether there are lanes of services, due or not."""
+    vouched_since: int | None = None
+    """The source has checked who sent the messages with greater ids; None: of none. See
+    `saf.engine.vouching`."""
     cycle: str = field(default_factory=lambda: uuid4().hex)
     """Tells this work on the batch apart from any other work on it."""
     lease_seconds: float = LEASE_SECONDS

@@ -12,6 +12,7 @@ from uuid import UUID
 import psycopg
 
 from saf.broker import restored
+from saf.broker.senders import vouched_since
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
 from saf.destinations.identities import Identities
 from saf.engine.work import Work
@@ -194,7 +195,11 @@ class SourceBroker:
                 version = freeze(connection, with_problems(routes))
                 cursor.open_batch(connection, member, version)
                 batches = cursor.in_hand(connection, LOG, member)
-            work = [self._work(connection, batch) for batch in batches]
+            if not batches:
+                return []
+            # asked after the batch is open: rules that were given up before do not count for it
+            since = vouched_since(connection)
+            work = [self._work(connection, batch, since) for batch in batches]
             work = [item for item in work if not self._in_vain(item)]
             return [self._sized(connection, item) for item in work]
 
@@ -331,7 +336,9 @@ class SourceBroker:
         """Whether a third of the lease has passed: two renewals may fail before it is over."""
         return time.monotonic() - self._renewed > self.lease_seconds / 3
 
-    def _work(self, connection: psycopg.Connection[Any], batch: cursor.Batch) -> Work:
+    def _work(
+        self, connection: psycopg.Connection[Any], batch: cursor.Batch, since: int | None
+    ) -> Work:
         assert self._broker_id is not None  # noqa: S101 - known since joining
         return Work(
             broker=self.name,
@@ -341,5 +348,6 @@ class SourceBroker:
             routes=self._frozen(connection, batch),
             waiting=self._lanes,
             of_services=self._of_services,
+            vouched_since=since,
             lease_seconds=self.lease_seconds,
         )

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import psycopg
 
+from saf.broker.senders import senders
 from saf.broker.services import refused, services
 from saf.errors import ConfigurationError
 from saf.plans.tables import TABLES, Entries, Key, Table, Values
@@ -60,6 +61,10 @@ class Difference:
     and how many the inbox holds."""
     any_again: bool
     """Whether the broker loses its last service, and stores messages for any."""
+    only_senders: bool
+    """Whether the broker gets its first rules for senders, so that nobody sends without one."""
+    any_sender: bool
+    """Whether the broker loses its last rule for senders, so that any writer sends as anybody."""
 
 
 def difference(
@@ -96,11 +101,15 @@ def difference(
     after = {key[0] for key in wanted.get("services", {})} | (
         before - {one.key[0] for one in removed if one.table.name == "services"}
     )
+    ruled, rules = len(senders(connection)), wanted.get("senders", {})
+    unruled = sum(one.table.name == "senders" for one in removed)
     return Difference(
         changes=(*reversed(removed), *made),
         kept=tuple(kept),
         refused=refused(connection, after) if not before else {},
         any_again=bool(before) and not after,
+        only_senders=bool(rules) and not ruled,
+        any_sender=0 < ruled == unruled and not rules,
     )
 
 

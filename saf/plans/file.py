@@ -89,6 +89,15 @@ class Router(config.Router):
     enabled: bool = True
 
 
+class Sender(_Table):
+    """A rule: a role may send as a service, to a service; see `saf.broker.senders`."""
+
+    role: str
+    from_service: Name
+    to_service: Name | None = None
+    """None: any."""
+
+
 class BrokerPlan(_Table):
     """What one broker is to have; `saf.plans.tables` has the same names."""
 
@@ -100,6 +109,7 @@ class BrokerPlan(_Table):
     routers: dict[Name, Router] = {}
     routes: tuple[Route, ...] = ()
     grants: dict[str, Annotated[tuple[Kind, ...], pydantic.Field(min_length=1)]] = {}
+    senders: tuple[Sender, ...] = ()
 
     def entries(self) -> dict[str, Entries]:
         """By the names of tables: what is wanted of those that the plan has.

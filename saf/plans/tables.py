@@ -22,7 +22,7 @@ from uuid import UUID
 
 import psycopg
 
-from saf.broker import grants, services
+from saf.broker import grants, senders, services
 from saf.broker.granted import granted
 from saf.dialogs import contracts
 from saf.dialogs.message_types import message_types
@@ -204,6 +204,10 @@ def _grants(connection: Connection) -> Entries:
     return {(role,): {"kinds": kinds} for role, kinds in granted(connection).items()}
 
 
+def _senders(connection: Connection) -> Entries:
+    return {(one.role, one.from_service, one.to_service): {} for one in senders.senders(connection)}
+
+
 TABLES = (
     Table(
         name="message_types",
@@ -276,6 +280,19 @@ TABLES = (
         create=lambda connection, key, values: grants.grant(connection, key[0], values["kinds"]),
         remove=lambda connection, key, _: grants.grant(connection, key[0], ()),
         changes=True,
+    ),
+    Table(
+        name="senders",
+        one="sender",
+        key=("role", "from_service", "to_service"),
+        listed=_senders,
+        # what the first and the last one mean for others is in the difference
+        create=lambda connection, key, _: senders.add_senders(
+            connection, key[0], key[1], [key[2]], refuse_others=True
+        ),
+        remove=lambda connection, key, _: senders.remove_senders(
+            connection, key[0], key[1], [key[2]], allow_others=True
+        ),
     ),
 )
 """All tables of a plan."""

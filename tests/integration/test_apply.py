@@ -15,6 +15,7 @@ from saf.broker import services
 from saf.broker.embedded import EmbeddedServer
 from saf.broker.granted import granted
 from saf.broker.grants import Kind, grant
+from saf.broker.senders import senders
 from saf.database import Dsn
 from saf.dialogs.contracts import contracts
 from saf.errors import ConfigurationError
@@ -74,6 +75,15 @@ enabled = false
 ROLE_sender = ["writer"]
 ROLE_keeper = ["operator", "receiver"]
 
+[[brokers.shop.senders]]
+role = "ROLE_sender"
+from_service = "shop"
+to_service = "billing"
+
+[[brokers.shop.senders]]
+role = "ROLE_sender"
+from_service = "shop"
+
 [brokers.mom]
 services = ["billing", "orders"]
 
@@ -130,7 +140,7 @@ def test_a_plan_is_applied_whole_and_the_second_time_there_is_nothing_to_do(
         *("create service billing", "create service orders"),
         *("create subscription audit", "create subscription archive"),
     ]
-    assert len(done["shop"]) == 11
+    assert len(done["shop"]) == 13
     with connect(app) as connection:
         (contract,) = contracts(connection)
         assert {one.name: one.version for one in contract.types.values()} == {
@@ -208,6 +218,28 @@ def test_a_change_is_shown_with_what_was_there(folder: Path, role: str) -> None:
     assert "kinds dialog, was writer" in said
     assert len(applied(folder)["shop"]) == 3
     assert applied(folder) == {"shop": [], "mom": []}
+
+
+def test_the_first_and_the_last_rule_for_senders_say_what_they_mean_for_others(
+    folder: Path, app: Dsn, role: str
+) -> None:
+    said = run(folder, "apply", "plan.toml", "--dry-run")
+    assert "shop: these are its first rules for senders, and nobody sends without one" in said
+    applied(folder)
+    plan = folder / "plan.toml"
+    rule = f"{{ role = '{role}_sender', from_service = 'shop', to_service = 'billing' }}"
+    plan.write_text(f"[brokers.shop]\nsenders = [{rule}]\n")
+    assert applied(folder, "--prune")["shop"] == [
+        f"remove sender role {role}_sender, from_service shop"
+    ]
+    with connect(app) as connection:
+        assert [one.to_service for one in senders(connection)] == ["billing"]
+    plan.write_text("[brokers.shop]\nsenders = []\n")
+    said = run(folder, "apply", "plan.toml", "--prune", "--dry-run")
+    assert "shop: it has no rule for senders left then, and any writer sends as anybody" in said
+    applied(folder, "--prune")
+    with connect(app) as connection:
+        assert senders(connection) == []
 
 
 def test_a_dry_run_and_a_no_change_nothing_and_without_a_terminal_it_does_not_guess(

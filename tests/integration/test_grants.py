@@ -54,6 +54,7 @@ MATRIX = {
     "subscription   ": "-      Su        Su        -         -       S       SiD",
     "member         ": "-      SiuD      SiuD      -         -       -       S",
     "cursor         ": "-      Su        Su        -         -       S       Si",
+    "sender         ": "-      -         -         -         -       -       S",
     "route          ": "-      S         -         -         S       -       SiuD",
     "route_version  ": "-      Si        -         -         s       SD      SD",
     "topic          ": "-      S         -         -         S       -       SiD",
@@ -299,7 +300,7 @@ def test_each_statement_on_each_table_is_allowed_or_refused_as_listed(
             "JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 "
             "WHERE c.relnamespace = 'saf'::regnamespace AND c.relkind IN ('r', 'p') GROUP BY 1",
         )
-    assert len(columns) == 47
+    assert len(columns) == 48
     listed = expected(kind)
     with connect(granted(app, kind)) as connection:
         for table, names in columns:

@@ -26,6 +26,7 @@ SERVICE = "https://services.example.com/warehouse/goods-issue"
 HANDLE = "0a1b2c3d-0a1b-4a1b-8a1b-0a1b2c3d4e5f"
 SUBSCRIPTION = "everything-for-the-warehouse/goods-issue/with-serial-numbers"
 DESTINATIONS = [f"warehouse-of-the-north-{number}" for number in range(6)]
+ROLE = "https://roles.example.com/warehouse/goods-issue"
 KEY = "customer/4711/order/2031-000000815"
 ERROR = (
     "mom rejects messages: the value of the third column violates what its table says of it, "
@@ -67,6 +68,9 @@ def config(app: Dsn, mom: Dsn, tmp_path: Path) -> Path:
         )
         send(connection, "x")
         add_topic(connection, f"{SERVICE}/prices")
+        connection.execute(
+            "INSERT INTO saf.sender (role, from_service) VALUES (%s, %s)", (ROLE, SERVICE)
+        )
         for destination in DESTINATIONS:
             add_route(connection, destination, service=f"{SERVICE}/prices")
         connection.execute(
@@ -102,6 +106,7 @@ WHOLE = {
     ("topic", "list"): [f"{SERVICE}/prices", *DESTINATIONS],
     ("router", "list"): [f"{SERVICE}/router", "get_json_object(text, '$.hall')"],
     ("service", "list"): [SERVICE],
+    ("sender", "list"): [ROLE, SERVICE, "any"],
     ("subscription", "list"): [SUBSCRIPTION, SERVICE],
     ("status",): ["dead letters", "nobody: 64 (0-63)", "631,544", HANDLE],
     ("status", "--shards"): ["lag", "nobody: 64 (0-63)"],
@@ -176,7 +181,14 @@ def test_in_a_pipe_each_row_is_one_line_and_nothing_is_cut(
 @pytest.mark.parametrize(
     "command",
     [
-        *("route list", "topic list", "router list", "contract list", "service list"),
+        *(
+            "route list",
+            "topic list",
+            "sender list",
+            "router list",
+            "contract list",
+            "service list",
+        ),
         *("subscription list", "parked list", "dead list", "dead audit", "dialog list"),
     ],
 )

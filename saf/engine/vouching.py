@@ -1,0 +1,81 @@
+"""Vouching: what a source knows of who sent a message, told to whoever receives it.
+
+While a broker has rules of who may send as whom (`saf.broker.senders`), its server has checked the
+sender of each message. The forwarder says so in a header, with the broker and the service. A header
+of that name that a sender has made up is renamed, so that a receiver can rely on the name.
+
+It works on whole columns of JSON text, as PostgreSQL writes it. Of two values of one name the last
+one counts, in a jsonb and in Python; so what is said here goes last.
+"""
+
+from __future__ import annotations
+
+import json
+from uuid import UUID
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from saf.message import CLAIMED_FROM, VERIFIED_FROM
+
+_VERIFIED, _CLAIMED = f'"{VERIFIED_FROM}":', f'"{CLAIMED_FROM}":'
+
+
+def vouched(rows: pa.Table, source: UUID, since: int | None) -> pa.Table:
+    """Return messages with what is known of their senders in the headers.
+
+    Args:
+        rows: with the columns of messages, and their ids in the outbox.
+        source: the broker_id.
+        since: senders of messages with greater ids were checked; None: of none.
+    """
+    checked = _checked(rows, since)
+    headers = _renamed(rows["headers"], checked)
+    if pc.any(checked).as_py():
+        headers = _said(headers, rows["from_service"], checked, source)
+    if headers is rows["headers"]:
+        return rows
+    return rows.set_column(rows.schema.get_field_index("headers"), "headers", headers)
+
+
+def _checked(rows: pa.Table, since: int | None) -> pa.ChunkedArray:
+    """For each message, whether its sender was checked and its headers can say so."""
+    if since is None:
+        return pa.chunked_array([pa.nulls(rows.num_rows, pa.bool_())])
+    # a parked message has another number as its id
+    ids = rows["log_id" if "log_id" in rows.column_names else "id"]
+    spoken = pc.and_(pc.greater(ids, since), pc.is_valid(rows["from_service"]))
+    return pc.and_(spoken, pc.fill_null(pc.starts_with(rows["headers"], "{"), True))
+
+
+def _renamed(headers: pa.ChunkedArray, checked: pa.ChunkedArray) -> pa.ChunkedArray:
+    forged = pc.match_substring(headers, _VERIFIED)
+    if not pc.any(forged).as_py():
+        return headers
+    renamed = pc.replace_substring(headers, _VERIFIED, _CLAIMED)
+    return pc.if_else(pc.fill_null(checked, False), headers, renamed)
+
+
+def _said(
+    headers: pa.ChunkedArray, services: pa.ChunkedArray, checked: pa.ChunkedArray, source: UUID
+) -> pa.ChunkedArray:
+    kind = headers.type
+    known = pc.unique(services)
+    said = pa.array(
+        [
+            None
+            if name is None
+            else f"{_VERIFIED} {json.dumps({'broker': str(source), 'service': name})}}}"
+            for name in known.to_pylist()
+        ],
+        kind,
+    )
+    given = pc.fill_null(headers, "{}")
+    comma = pc.if_else(pc.equal(given, "{}"), pa.scalar("", kind), pa.scalar(", ", kind))
+    whole = pc.binary_join_element_wise(
+        pc.utf8_slice_codeunits(given, 0, -1),
+        comma,
+        said.take(pc.index_in(services, known).combine_chunks()),
+        pa.scalar("", kind),
+    )
+    return pc.if_else(checked, whole, headers)
