@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from alembic import op
 
-revision = "0018"
-down_revision = "0017"
+revision = "0019"
+down_revision = "0018"
 
 UP = """
 CREATE TABLE saf.sender (
