@@ -41,7 +41,7 @@ from saf.dialogs.statements import END, ERROR, TIMER, Code
 from saf.engine.classifying import as_table
 from saf.engine.matcher import Matcher
 from saf.engine.resolving import MAX_HOPS, Resolver
-from saf.errors import ConfigurationError, Unavailable, UnreadableHeaders
+from saf.errors import ConfigurationError, DialogEnded, Unavailable, UnreadableHeaders
 from saf.message import DEFAULT_MAX_BYTES
 from saf.received import Received
 from saf.receiving.delivery import Delivery
@@ -261,6 +261,7 @@ def _go_on(
     elif other := partner(raw, dialog):
         passed = pass_on(raw, message, dialog, other)
     elif message.message_type in (END, ERROR):
-        dialog.end(raw)
+        with suppress(DialogEnded):  # by its second dialog's end, which was handled before
+            dialog.end(raw)
     if not passed:
         delivery.drop(message, Reason.ENDED)

@@ -22,8 +22,8 @@ EXIT_CODES = {
 def in_words() -> str:
     """The table for the end of a help text, which keeps its lines.
 
-    >>> print(in_words().splitlines()[2])
-    0    done, nothing to do, or stopped on request; messages may wait for a route or a service
+    >>> in_words().splitlines()[2]
+    '0    done, nothing to do, or stopped on request; messages may wait for a route or a service'
     """
     lines = [f"{code:<4} {means}" for code, means in EXIT_CODES.items()]
     return "\n".join(["\b", "Exit codes:", *lines])

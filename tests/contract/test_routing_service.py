@@ -10,6 +10,7 @@ import psycopg
 import pytest
 
 import saf
+from saf import routing_service
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.dialogs.fragments import FRAGMENT_BYTES
@@ -203,6 +204,20 @@ def test_when_the_lifetime_is_over_all_ends_get_to_know_and_the_hub_ends_its_own
         assert error.json()["code"] == Code.EXPIRED
     assert states(hub.hub) == ["closed", "closed"]
     assert joined(hub) == 0
+
+
+def test_an_end_of_the_hub_that_was_closed_meanwhile_is_left_closed(hub: Hub) -> None:
+    ask(hub, "EWR", lifetime=600)
+    hub.forward()
+    let_time_pass(hub.hub, timedelta(seconds=601))
+    with saf.receive(hub.hub, DEPARTURES) as delivery:
+        errors = [one for one in delivery if one.message_type == ERROR]
+        for error in errors:
+            assert error.dialog is not None
+            error.dialog.end(delivery.connection)
+            routing_service._go_on(delivery.connection, delivery, error, None)
+    assert errors
+    assert states(hub.hub) == ["closed"]
 
 
 def test_what_is_said_after_the_other_side_has_ended_is_dropped_as_it_would_be_there(
