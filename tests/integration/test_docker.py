@@ -220,6 +220,7 @@ def test_the_build_stage_builds_the_wheel_from_what_it_copies(tmp_path: Path) ->
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, source / target, ignore=ignore)
             else:
+                (source / target).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / name, source / target)
     (command,) = _all("build", "RUN")
     words = [word.replace("/wheels", str(tmp_path / "wheels")) for word in shlex.split(command)]
