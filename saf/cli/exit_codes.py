@@ -6,9 +6,13 @@ docs/operations.md says it for cron, systemd and Airflow, and the files in jobs/
 
 from __future__ import annotations
 
+from textwrap import fill
+
 from saf.errors import SafError, Unavailable, UsageError
 
 INTERRUPTED = 130
+WIDTH = 76
+"""Characters of a line, in a terminal of 80 columns."""
 
 EXIT_CODES = {
     0: "done, nothing to do, or stopped on request; messages may wait for a route or a service",
@@ -22,8 +26,11 @@ EXIT_CODES = {
 def in_words() -> str:
     """The table for the end of a help text, which keeps its lines.
 
-    >>> in_words().splitlines()[2]
-    '0    done, nothing to do, or stopped on request; messages may wait for a route or a service'
+    >>> in_words().splitlines()[4]
+    '75   try again later: a database, a destination or Spark does not answer'
     """
-    lines = [f"{code:<4} {means}" for code, means in EXIT_CODES.items()]
+    lines = [
+        fill(means, WIDTH, initial_indent=f"{code:<5}", subsequent_indent=" " * 5)
+        for code, means in EXIT_CODES.items()
+    ]
     return "\n".join(["\b", "Exit codes:", *lines])
