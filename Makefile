@@ -29,7 +29,7 @@ demo-dialog: $(VENV)/.installed ## a shop and a warehouse talk: in parts, refuse
 test: $(VENV)/.installed ## the tests; some of them: make test T="tests/unit -k shard"
 	$(PY) -m pytest $(T)
 
-quick: $(VENV)/.installed ## under 2 minutes: format, lint, types, unit and contract on one PostgreSQL
+quick: $(VENV)/.installed ## some 4 minutes: format, lint, types, unit and contract on one PostgreSQL
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
