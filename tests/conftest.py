@@ -41,6 +41,7 @@ from saf.failpoints import arm
 from saf.testing.databases import Copies, Database, Databases, embedded_server
 from tests import memory
 from tests.needed import absent
+from tests.receivers import prepare
 
 VERSIONS = (15, 16, 18)
 SPARK = Path(__file__).parent / "spark"
@@ -238,6 +239,13 @@ def disarmed() -> Iterator[None]:
     """For tests that arm fail points of this process: none is armed after the test."""
     yield
     arm("")
+
+
+@pytest.fixture
+def inbox(mom: Dsn) -> Dsn:
+    """A MOM store with what the receivers of tests need; see tests/receivers.py."""
+    prepare(mom)
+    return mom
 
 
 @pytest.fixture

@@ -27,11 +27,17 @@ def on_a_terminal(
     ):
         os.write(terminal, answer.encode())
         os.close(theirs)
-        said = b""
-        try:
-            while data := os.read(terminal, 65536):
-                said += data
-        except OSError:
-            pass  # Linux says the end so
+        said = until_the_end(terminal)
+    return said.removesuffix("\r\n")
+
+
+def until_the_end(terminal: int) -> str:
+    """What is written to a terminal until all who can write to it have closed it; closes it too."""
+    said = b""
+    try:
+        while data := os.read(terminal, 65536):
+            said += data
+    except OSError:
+        pass  # Linux says the end so
     os.close(terminal)
-    return said.decode().removesuffix("\r\n")
+    return said.decode()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-import pytest
 import sqlalchemy as sa
 from structlog.testing import capture_logs
 
@@ -17,16 +16,10 @@ import saf
 from saf.database import Dsn
 from tests.pipeline import connect
 from tests.programs import BIN, run
-from tests.receivers import SUBSCRIPTION, dead, let_keys_be_due, prepare, put
+from tests.receivers import SUBSCRIPTION, dead, let_keys_be_due, put
 
 NOTHING: dict[str, str] = {}
 SECRET = '{"card": "4111 1111 1111 1111"}'
-
-
-@pytest.fixture
-def inbox(mom: Dsn) -> Dsn:
-    prepare(mom)
-    return mom
 
 
 def failing(inbox: Dsn, **options: Any) -> saf.Worker:

@@ -40,7 +40,6 @@ from tests.receivers import (
     effects,
     let_keys_be_due,
     let_the_server_notice,
-    prepare,
     put,
     store,
     waiting,
@@ -50,12 +49,6 @@ from tests.sizes import sized
 
 POINTS = ("receive_read", "receive_handled", "receive_settled", "receive_committed")
 every_postgresql = pytest.mark.every_postgresql
-
-
-@pytest.fixture
-def inbox(mom: Dsn) -> Dsn:
-    prepare(mom)
-    return mom
 
 
 def receive_all(inbox: Dsn, max_messages: int = 100, **options: object) -> list[str]:

@@ -31,7 +31,6 @@ from tests.receivers import (
     effect,
     effects,
     let_keys_be_due,
-    prepare,
     put,
     running,
     waiting,
@@ -39,12 +38,6 @@ from tests.receivers import (
 )
 from tests.sql_page import numbered
 from tests.waits import until
-
-
-@pytest.fixture
-def inbox(mom: Dsn) -> Dsn:
-    prepare(mom)
-    return mom
 
 
 class Of(saf.Worker):

@@ -27,19 +27,12 @@ from tests.receivers import (
     effect,
     effects,
     let_keys_be_due,
-    prepare,
     put,
     running,
     store,
     waiting,
     writes_nothing_for,
 )
-
-
-@pytest.fixture
-def inbox(mom: Dsn) -> Dsn:
-    prepare(mom)
-    return mom
 
 
 class Picky:

@@ -32,6 +32,7 @@ from saf import (
 from saf.broker.embedded import EmbeddedServer, programs
 from saf.database import Dsn
 from saf.message import MAX_KEY, MAX_NAME
+from tests.programs import run
 
 SOON = datetime.now(UTC) + timedelta(hours=1)
 
@@ -194,13 +195,8 @@ def test_an_asyncio_session_sends(app: Dsn, outbox: Outbox) -> None:
 
 
 def test_django_sends_inside_an_atomic_block(app: Dsn) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", DJANGO],
-        env={"DATABASE": app.database, "HOST": app.parts["host"]},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
+    done = run(
+        [sys.executable, "-c", DJANGO], env={"DATABASE": app.database, "HOST": app.parts["host"]}
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["AutocommitError"]

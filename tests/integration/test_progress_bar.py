@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 from tests.programs import environment
+from tests.terminals import until_the_end
 
 PROGRAM = """
 from saf.cli import _configure_logging
@@ -41,16 +42,9 @@ def test_what_is_logged_and_printed_is_never_glued_to_the_bar_and_stdout_stays_s
         stderr=theirs,
     )
     os.close(theirs)
-    said = b""
-    try:
-        while data := os.read(terminal, 65536):
-            said += data
-    except OSError:
-        pass  # Linux says the end so
-    os.close(terminal)
+    text = until_the_end(terminal)
     out, _ = process.communicate(timeout=60)
     assert out == b"a cycle has ended\n"
-    text = said.decode()
     assert "forwarding" in text
     assert "10/10" in text
     # what is before a carriage return has been written over

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
@@ -252,13 +251,8 @@ connection.close()
 
 
 def test_djangos_connection_is_taken_as_it_is(app: Dsn) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", DJANGO],
-        env={"DATABASE": app.database, "HOST": app.parts["host"]},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
+    done = run(
+        [sys.executable, "-c", DJANGO], env={"DATABASE": app.database, "HOST": app.parts["host"]}
     )
     assert done.returncode == 0, done.stderr
     autocommit, lite = done.stdout.splitlines()
