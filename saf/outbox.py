@@ -11,7 +11,7 @@ the business transaction fails with it.
 
 ``conn`` may be a SQLAlchemy Session or Connection (on any PostgreSQL driver), a psycopg connection
 or cursor, or Django's ``connection``. Under asyncio, ``await outbox.asend(conn, …)`` takes
-SQLAlchemy's AsyncSession and AsyncConnection, on psycopg or asyncpg, and psycopg's AsyncConnection.
+SQLAlchemy's AsyncSession and AsyncConnection, psycopg's AsyncConnection, and asyncpg's Connection.
 
 `saf.sending.encoding` says which bodies are accepted besides bytes, str and plain JSON.
 """

@@ -345,6 +345,8 @@ def is_asynchronous(conn: object) -> bool:
     """Whether a connection is one of asyncio."""
     if isinstance(conn, (psycopg.AsyncConnection, psycopg.AsyncCursor)):
         return True
+    if type(conn).__module__.startswith("asyncpg."):
+        return True
     if "sqlalchemy.ext.asyncio" not in sys.modules:
         return False
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
