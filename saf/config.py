@@ -209,6 +209,8 @@ class Forwarder(_Table):
     """How many sources one run stays connected to; if there are more, it connects in turn."""
     attempts: Attempts = 3
     """Attempts per chunk while a destination does not answer, before the run gives up on it."""
+    use_spark: Literal["auto", "always"] = "auto"
+    """Whether Spark does all work, or only what is more than little."""
     master: str = "local[*]"
     """Spark's master; under spark-submit, its own --master wins."""
     tasks: Connections | None = None

@@ -163,7 +163,7 @@ class Forwarder:
         found = self.roster.visit(self.options.default_destination)
         if not found:
             return False
-        self._start(much=any(item.much for item in found))
+        self._start(found)
         # asked in each cycle, because a cluster's executors come and go
         slots = self.options.tasks or self.runner.slots()
         room = slots if self.most is None else min(slots, self.most)
@@ -226,9 +226,9 @@ class Forwarder:
             if broker.max_connections
         }
 
-    def _start(self, *, much: bool) -> None:
+    def _start(self, work: Sequence[Work]) -> None:
         """Make the runner ready; keep the leases meanwhile."""
-        started = self._pool.submit(self.runner.start, much=much)
+        started = self._pool.submit(self.runner.start, work)
         while not wait_for([started], timeout=TICK_SECONDS).done:
             self._renew()
         started.result()
