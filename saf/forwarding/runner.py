@@ -114,8 +114,8 @@ class InProcess:
         """Does nothing."""
 
 
-FEW = 16
-"""So many brokers with little work are done one after the other sooner than by a job of Spark."""
+FEW = 4
+"""So many brokers with little work are done one after the other sooner than Spark starts."""
 
 
 class LittleHere:
