@@ -28,12 +28,14 @@ def command(
         bool, typer.Option("--json", help="Print one line of JSON, with the checks that are ok.")
     ] = False,
 ) -> None:
-    """Examine every broker and destination; name causes and cures. Reads only.
+    """Examine every broker and destination, and this machine; name causes and cures. Reads only.
 
     Exit code 0: no errors, warnings at most; 1: errors; 75: the only error is that a database
     does not answer.
     """
-    found = examine(load(config))
+    from saf.spark.checking import examine_machine
+
+    found = [*examine(load(config)), *examine_machine()]
     if as_json:
         echo(json.dumps({"findings": [asdict(finding) for finding in found]}))
     else:
