@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,8 @@ from saf.testing.clock import let_time_pass
 from tests.conftest import Prepared
 from tests.dialogs import END, ERROR, SHOP, WAREHOUSE, end, receive, said
 from tests.pipeline import connect
+from tests.programs import configuration
+from tests.programs import saf as run_saf
 from tests.set_backs import Two
 
 NOW = 0.0
@@ -164,3 +167,26 @@ def test_what_is_on_its_way_again_is_not_told_of_as_lost(two: Two) -> None:
     assert said(hear(two)) == ["1", "2", "3"]
     with connect(two.shop.dsn) as connection:
         assert fetch(connection, "SELECT error_text FROM saf.conversation") == [(None,)]
+
+
+def test_the_repair_of_a_publisher_says_where_a_forgotten_monolog_may_have_been_purged(
+    two: Two, tmp_path: Path
+) -> None:
+    """Nobody remembers the monolog: neither the publisher's broker nor the inbox."""
+    begin(two, "1")
+    two.carry()
+    hear(two)
+    backup = two.shop.backup()
+    begin(two, "of this one, nobody knows")
+    two.carry()
+    hear(two)
+    purge(two.warehouse.dsn, "inbox")
+    two.shop.go_back(backup)
+    with connect(two.shop.dsn) as connection:
+        connection.execute("UPDATE saf.cursor SET opened_at = opened_at - interval '2 days'")
+    file = configuration(tmp_path / "saf.toml", {"shop": two.shop.dsn}, {"mom": two.warehouse.dsn})
+    file.write_text(file.read_text() + "[purge]\nretention_seconds = 3600\n")
+    said_ = run_saf("rebase", "--broker", "shop", cwd=tmp_path)
+    assert said_.returncode == 0, said_.stderr
+    words = " ".join(said_.stdout.split())
+    assert "mom may have purged what came since: of a monolog that began after the backup" in words
