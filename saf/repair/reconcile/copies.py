@@ -70,15 +70,15 @@ class Lacking:
     begun: Mapping[str, datetime]
     """For each topic, when the destination began to get its messages."""
 
-    def lacks(self, sent: Entry, topic: str, given_up: datetime | None) -> bool:
-        """Whether the destination had a message of a topic that it does not have any more."""
-        begun = self.begun.get(topic)
-        return begun is not None and sent.created_at >= begun and self.may_lack(sent, given_up)
-
     def may_lack(self, sent: Entry, given_up: datetime | None) -> bool:
         """Whether the destination has lost messages of this shard, and this may be one of them."""
         opened_at = self.shards.get(sent.shard)
         return sent.shard in self.shards and not (given_up and opened_at and given_up < opened_at)
+
+    def had(self, sent: Entry, topic: str) -> bool:
+        """Whether a message was created when the destination had begun to get the topic."""
+        begun = self.begun.get(topic)
+        return begun is not None and sent.created_at >= begun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,22 +111,18 @@ class Copies:
         if sent is None or address is None:
             return Lost(address=entries[0])
         others = {e.where for e in there}
-        missing = {} if "" in others else self.destinations
         given_up = max((e.created_at for e in entries if e.state == "discarded"), default=None)
+        missing = {
+            name: lacking
+            for name, lacking in self.destinations.items()
+            if not others & {name, ""} and lacking.may_lack(sent, given_up)
+        }
         now = copied_to(self.routes, address.service, address.broker)
-        lost = tuple(
-            name
-            for name in now
-            if name in missing
-            and name not in others
-            and missing[name].lacks(sent, address.service, given_up)
-        )
+        lost = tuple(n for n in now if n in missing and missing[n].had(sent, address.service))
         in_doubt = tuple(
             name
-            for name, lacking in missing.items()
-            if name not in (*others, *lost)
-            and lacking.may_lack(sent, given_up)
-            and (name in now or self._may_have_had(name, address, sent))
+            for name in missing
+            if name not in lost and (name in now or self._may_have_had(name, address, sent))
         )
         return Lost(address=address, at=lost, in_doubt=in_doubt)
 
