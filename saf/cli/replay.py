@@ -78,7 +78,7 @@ def left_out(sent: Sent) -> dict[str, object]:
         "not_compared": sent.not_compared
         and [moment and moment.isoformat() for moment in sent.not_compared],
         "unrouted": sent.unrouted,
-        "in_doubt": dict(sent.in_doubt),
+        "uncertain": dict(sent.uncertain),
         "unread": dict(sent.unread),
     }
 
@@ -105,7 +105,7 @@ def in_words(sent: Sent, *, dry_run: bool = False) -> str:
             f"; what was sent {when} {until.isoformat()} was not compared, and may be lost: it may "
             "have been purged; if it was not, say saf replay with an earlier --since"
         )
-    for name, count in sent.in_doubt.items():
+    for name, count in sent.uncertain.items():
         words += (
             f"; {counted(count, 'copy', 'copies')} of topics may be lost at {name}, and not sent "
             "again: it is not known whether it had them"

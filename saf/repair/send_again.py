@@ -69,7 +69,7 @@ class Sent:
     """Messages of this range of created_at were not compared, and may be lost; None: since ever."""
     unrouted: int = 0
     """How many messages are lost and not sent again, because no route leads anywhere."""
-    in_doubt: Mapping[str, int] = field(default_factory=dict)
+    uncertain: Mapping[str, int] = field(default_factory=dict)
     """For each destination that was set back, how many copies of topics' messages it may have lost;
     nobody knows whether it had them, so they are not sent again."""
     unread: Mapping[str, str] = field(default_factory=dict)
@@ -171,7 +171,7 @@ def send_again(
         set_back=tuple(behind),
         not_compared=_gap(found.range, known, behind),
         unrouted=len(found.messages) + len(found.copies) - len({*chain(*sent.values())}),
-        in_doubt=found.in_doubt,
+        uncertain=found.uncertain,
         unread=found.unread,
     )
 

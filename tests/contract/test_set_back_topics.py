@@ -141,7 +141,7 @@ def test_a_new_subscriber_that_was_set_back_is_not_flooded_with_an_old_topic(
     tell(app, 6)
     run(app, mom=mom, other=other)
     found = reconcile("app", app, stores(mom=empty, other=other), retention_seconds=3600)
-    assert found.counts == {"lost": 2, "in_doubt": 5}
+    assert found.counts == {"lost": 2, "uncertain": 5}
     assert again(app, mom=older, other=other) == {"mom": 1}
     run(app, mom=older, other=other)
     assert bodies(older) == ["5", "6"]
@@ -178,7 +178,7 @@ def test_since_when_a_store_gets_a_topic_is_known_also_where_the_first_routes_ar
     assert bodies(older) == bodies(other) == ["0", "1"]
 
 
-def test_copies_of_a_store_that_gets_the_topic_no_longer_are_said_to_be_in_doubt(
+def test_copies_of_a_store_that_gets_the_topic_no_longer_are_said_to_be_uncertain(
     app: Dsn, mom: Dsn, other: Dsn, backup: Backup, tmp_path: Path
 ) -> None:
     """Its route is gone, and nobody knows which messages went there last."""
@@ -196,7 +196,7 @@ def test_copies_of_a_store_that_gets_the_topic_no_longer_are_said_to_be_in_doubt
     run(app, mom=mom, other=other)
     found = reconcile("app", app, stores(mom=older, other=other), retention_seconds=3600)
     assert found.counts["lost"] == 0
-    assert 1 <= found.counts["in_doubt"] <= 2, "3 was sent when other routes were in use"
+    assert 1 <= found.counts["uncertain"] <= 2, "3 was sent when other routes were in use"
     configuration(tmp_path / "saf.toml", {"app": app}, {"mom": older, "other": other})
     words = " ".join(saf("reconcile", cwd=tmp_path).stdout.split())
     assert "of topics may have lost a copy" in words

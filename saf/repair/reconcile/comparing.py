@@ -126,8 +126,8 @@ def _judged(
         wrong += [("in_flight", one) for one in known[len(complete) : len(stored)]]
     if gone.at:
         wrong.append(("lost", known[0]))
-    if gone.in_doubt and stored:
-        wrong.append(("in_doubt", known[0]))
+    if gone.uncertain and stored:
+        wrong.append(("uncertain", known[0]))
     for kind, one in wrong:
         addressed = gone.address if gone.at and kind == "lost" else one
         yield Difference(
@@ -140,5 +140,5 @@ def _judged(
             key=addressed.key,
             created_at=one.created_at,
             stored=tuple(each.where for each in everywhere),
-            lost_at={"lost": gone.at, "in_doubt": gone.in_doubt}.get(kind, ()),
+            lost_at={"lost": gone.at, "uncertain": gone.uncertain}.get(kind, ()),
         )

@@ -20,7 +20,7 @@ It had begun to get the topic at the earliest of these times:
 So a new subscriber is not flooded with an old topic, and a transaction may have been open for long
 when the destination was backed up.
 
-Of some copies nobody can know whether the destination had them. They are *in doubt*: counted, and
+Of some copies nobody can know whether the destination had them. They are *uncertain*: counted, and
 not sent again by themselves.
 
 - The message was created before all of these times, and may have been committed after them.
@@ -89,7 +89,7 @@ class Lost:
     """A row with the address under which the message went there."""
     at: tuple[str, ...] = ()
     """They had it."""
-    in_doubt: tuple[str, ...] = ()
+    uncertain: tuple[str, ...] = ()
     """They may have had it."""
 
 
@@ -119,12 +119,12 @@ class Copies:
         }
         now = copied_to(self.routes, address.service, address.broker)
         lost = tuple(n for n in now if n in missing and missing[n].had(sent, address.service))
-        in_doubt = tuple(
+        uncertain = tuple(
             name
             for name in missing
             if name not in lost and (name in now or self._may_have_had(name, address, sent))
         )
-        return Lost(address=address, at=lost, in_doubt=in_doubt)
+        return Lost(address=address, at=lost, uncertain=uncertain)
 
     def _may_have_had(self, name: str, address: Entry, sent: Entry) -> bool:
         """Whether routes led a message to a destination when its batch may have been opened."""
