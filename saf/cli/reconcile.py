@@ -84,7 +84,7 @@ def _as_dict(outcome: Outcome, *, whole: bool) -> dict[str, Any]:
 
 
 FIGURES = ("complete", "aside", "pending", "stored")
-KINDS = ("lost", "duplicate", "unexpected", "in_flight", "not_compared")
+KINDS = ("lost", "duplicate", "unexpected", "in_flight", "not_compared", "uncertain")
 
 
 def _sum(outcome: Outcome, figure: str) -> int:
@@ -114,6 +114,11 @@ def _show(known: Collection[Outcome]) -> None:
         if count := outcome.counts.get("not_compared", 0):
             are = "is" if count == 1 else "are"
             echo(f"{counted(count, 'message')} {are} not compared, because they may be there")
+        if count := outcome.counts.get("uncertain", 0):
+            echo(
+                f"{counted(count, 'message')} of topics may have lost a copy: it is not known "
+                "whether a destination that was set back had it"
+            )
         if outcome.named:
             _differences(outcome.named).show()
 

@@ -34,7 +34,7 @@ MUTANTS: list[Mutant] = [
         MESSAGE,
         "(size := _stored_size(headers)) > MAX_HEADERS:",
         "(size := _stored_size(headers)) > 2 * MAX_HEADERS:",
-        MESSAGES,
+        f"{MESSAGES}::test_headers_larger_than_a_mebibyte_are_refused",
     ),
     mutant(
         "a name may be empty",
