@@ -75,6 +75,7 @@ class Assembled(Received):
         self, message: Received, raw: psycopg.Connection[Any], fragments: int, size: int
     ) -> None:
         super().__init__(message._row, message.parked_id, message.attempt)
+        self.is_signed_by(message.signed_by)
         self._raw = raw
         self.fragments = fragments
         self._size = size
