@@ -121,6 +121,17 @@ def microseconds(moment: datetime | None) -> int | None:
     return None if moment is None else (moment - EPOCH) // timedelta(microseconds=1)
 
 
+def sha256(body: bytes) -> str:
+    """The hash of a body, as a signature covers it.
+
+    >>> sha256(b"")[:16]
+    'e3b0c44298fc1c14'
+    """
+    import hashlib  # it loads OpenSSL, which few who import saf need
+
+    return hashlib.sha256(body).hexdigest()
+
+
 def _write(value: Any, written: list[bytes], depth: int) -> None:
     if depth > DEEPEST:
         raise NotSignable(f"the headers are nested more than {DEEPEST} levels deep")

@@ -8,7 +8,6 @@ covers them (`saf.signing.form`).
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +20,7 @@ from saf.signing.form import (
     covered,
     microseconds,
     read_headers,
+    sha256,
     signed_bytes,
 )
 from saf.signing.keys import Algorithm, check_key_id, signing
@@ -67,9 +67,7 @@ class Signer:
         try:
             headers = covered(read_headers(row.headers))
             signed = signed_bytes(
-                row_facts(row, self.key_id, headers, hashlib.sha256(row.body).hexdigest())
-                | NO_DIALOG
-                | facts
+                row_facts(row, self.key_id, headers, sha256(row.body)) | NO_DIALOG | facts
             )
         except NotSignable as error:
             raise InvalidMessage("headers", str(error)) from None

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import re
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -42,6 +41,7 @@ from saf.signing.form import (
     covered,
     microseconds,
     read_headers,
+    sha256,
     signed_bytes,
 )
 from saf.signing.keys import Key, check_key_id
@@ -172,7 +172,7 @@ class Verifier:
             "to_service": to,
             "expires_at": said.get("expires_at"),
             "headers": covered(headers),
-            "body": body_sha256 or hashlib.sha256(message.body).hexdigest(),
+            "body": body_sha256 or sha256(message.body),
         }
         if not _verifies(key, said["value"], facts, redirected=to != message.service):
             problem = f"it is not what key {key_id!r} has signed: altered, or signed by others"
