@@ -22,7 +22,7 @@ from saf.receiving.arrival import hook
 from saf.receiving.burying import bury_as_stored
 from saf.receiving.claim import Hand
 from saf.receiving.failures import about
-from saf.signing.verifier import UNSIGNED, Refusal, Verifier
+from saf.signing.verifier import Refusal, Verifier
 
 log = Log("saf.receive")
 
@@ -37,7 +37,7 @@ def refused(raw: psycopg.Connection[Any], hand: Hand, verifier: Verifier) -> Ref
         verdict = verifier(message, hashes.get(message))
         if not isinstance(verdict, Refusal):
             message.is_signed_by(verdict)
-        elif verdict.reason != UNSIGNED or not hook().is_of_saf(message):
+        elif not hook().is_of_saf(message):
             found[message] = verdict
     return found
 

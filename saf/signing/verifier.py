@@ -32,7 +32,7 @@ from typing import Any
 from uuid import UUID
 
 from saf.errors import UsageError
-from saf.message import SIGNATURE
+from saf.message import MAX_NAME, SIGNATURE
 from saf.received import Received
 from saf.signing.form import (
     VERSION,
@@ -160,7 +160,7 @@ class Verifier:
         key_id, to = said["key"], said["to"]
         key = self.trust.keys.get(key_id)
         if key is None:
-            raise _Unproven(UNKNOWN_KEY, f"it is signed by key {key_id!r}, not known here")
+            raise _Unproven(UNKNOWN_KEY, f"it is signed by key {_short(key_id)}, not known here")
         if key.from_services is not None and message.from_service not in key.from_services:
             problem = f"key {key_id!r} may not speak for {_service(message.from_service)}"
             raise _Refused(UNKNOWN_KEY, problem)
@@ -266,4 +266,9 @@ def _verifies(key: Key, value: str, facts: dict[str, Any], *, redirected: bool) 
 
 
 def _service(name: str | None) -> str:
-    return "nobody" if name is None else f"service {name!r}"
+    return "nobody" if name is None else f"service {_short(name)}"
+
+
+def _short(name: str) -> str:
+    """A name as errors quote it: a stranger may have made it as long as the headers can be."""
+    return repr(name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}…")

@@ -303,6 +303,22 @@ def test_unsigned_unknown_and_altered_are_told_apart_and_their_neighbours_go_on(
     assert "key 'bank-1'" in refused(inbox)[1][1]
 
 
+def test_a_name_that_a_stranger_made_up_does_not_fill_the_errors(app: Dsn, inbox: Dsn) -> None:
+    for part in ("key", "to"):
+        sent = send(app)
+        run(app, mom=inbox)
+        long = "to_jsonb(repeat('x\x1b', 400000))"
+        alter(
+            inbox,
+            f"headers = jsonb_set(headers, '{{saf-signature,{part}}}', {long}) "
+            f"WHERE message_id = '{sent}'",
+        )
+        assert receive(inbox) == []
+        error = refused(inbox)[-1][1]
+        assert len(error) < 2000
+        assert chr(27) not in error
+
+
 def test_during_a_rotation_the_old_key_and_the_new_one_are_valid(app: Dsn, inbox: Dsn) -> None:
     old = signer(key_id="shop-1")
     new = signer(ED25519, key_id="shop-2")
