@@ -16,7 +16,7 @@ from saf.cli.listing import Listing
 from saf.cli.route import show_explanation
 from saf.cli.wording import counted
 from saf.cli.worker import StopTimeout, supervise
-from saf.config import load
+from saf.config import load, load_keys, load_signer
 from saf.errors import ConfigurationError, UsageError
 from saf.message import Message
 from saf.routing import routers, routes
@@ -142,13 +142,17 @@ def serve(
         bool, typer.Option("--drain", help="Send on what is there, and exit.")
     ] = False,
     stop_timeout: StopTimeout = None,
+    require_signed: Annotated[
+        bool, typer.Option("--require-signed", help="Refuse what no key of saf.toml has signed.")
+    ] = False,
     config: Config = None,
     broker: Store = None,
 ) -> None:
     """Be the routing service of a router that forwards, until SIGTERM or Ctrl-C.
 
     It receives at the broker where the service lives, and sends on from there, so that broker is a
-    destination and a source. Exit codes: 0 when told to stop; 2 if the router is not there, or its
+    destination and a source. With [signing] in saf.toml, it signs what it sends on, and refuses
+    what was altered. Exit codes: 0 when told to stop; 2 if the router is not there, or its
     function cannot be imported; 75 if the messages in hand took longer than the stop timeout.
     """
     from saf.receiving.stopping import STOP_SECONDS
@@ -164,11 +168,15 @@ def serve(
         threads=threads,
         listen=listen,
         stop_timeout=STOP_SECONDS if stop_timeout is None else stop_timeout,
+        require_signed=require_signed,
+        keys=load_keys(config) if settings.signing.keys or require_signed else None,
+        signer=load_signer(config) if settings.signing.key_id else None,
     )
     if processes > 1 and not drain:
         again = [*("router", "serve", service, "--broker", where), *("--threads", str(threads))]
         again += ["--config", str(config)] if config else []
         again += ["--listen"] if listen else []
+        again += ["--require-signed"] if require_signed else []
         again += [] if stop_timeout is None else ["--stop-timeout", str(stop_timeout)]
         supervise([sys.executable, "-m", "saf", *again], processes)
         return

@@ -12,7 +12,9 @@ everything that saf has stored has happened an hour earlier, and is due an hour 
 Everything else stays: the application's tables, unless columns of them are named; what is not
 committed; and the times that tell batches apart (``opened_at``, and with it ``parked_at`` and
 ``dead_letter_at``, which are compared with it). Whether a message in an open batch has expired
-depends on the time at which the batch was opened, and that time does not move.
+depends on the time at which the batch was opened, and that time does not move. A signed message
+with ``deliver_at`` or ``expires_at`` is refused if it waits meanwhile: it was signed with other
+times.
 """
 
 from __future__ import annotations
