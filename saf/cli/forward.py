@@ -44,10 +44,11 @@ def command(
     ] = False,
     remote: Annotated[str | None, typer.Option("--remote", hidden=True)] = None,
 ) -> None:
-    """Forward what is pending in the outboxes of all configured brokers.
+    """Forward what is pending in all outboxes.
 
-    Once: everything that was committed before the run, then exit. Run it from cron or Airflow;
-    runs that overlap share the work. SIGTERM and Ctrl-C finish the chunk in hand.
+    They are those of all configured brokers. Once: everything that was committed before the run,
+    then exit. Run it from cron or Airflow; runs that overlap share the work. SIGTERM and Ctrl-C
+    finish the chunk in hand.
     """
     settings = load(config)
     if remote:

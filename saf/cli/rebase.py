@@ -30,11 +30,11 @@ def command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Repair brokers and destinations that were restored from a backup, or set back.
+    """Repair what was restored from a backup, or set back.
 
-    Log in as the owner of their schemas. A source asks all destinations what they know of it, so
-    all have to be there. If the source itself was set back, stop all forwarders and receivers
-    first. What a destination has lost is sent again.
+    These are brokers and destinations. Log in as the owner of their schemas. A source asks all
+    destinations what they know of it, so all have to be there. If the source itself was set back,
+    stop all forwarders and receivers first. What a destination has lost is sent again.
     """
     settings = load(config)
     round_ = Round(everywhere(settings, broker))

@@ -33,10 +33,10 @@ def command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare what each source has completed with what its destinations hold. Reads only.
+    """Compare sources with what their destinations hold.
 
-    It is safe while everything runs. Exit code 0: both sides hold the same; 1: messages are lost,
-    duplicated or unexpected, and named.
+    What a source has completed should be there. Reads only. It is safe while everything runs. Exit
+    code 0: both sides hold the same; 1: messages are lost, duplicated or unexpected, and named.
     """
     settings = load(config)
     round_ = Round(chosen(settings, broker))

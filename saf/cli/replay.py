@@ -32,10 +32,11 @@ def command(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Send again what `saf reconcile` says is lost, before everything newer.
+    """Send again what `saf reconcile` says is lost.
 
-    It does not matter why it is lost. A destination that was set back may go on afterwards. The
-    next run of the forwarder delivers the messages, each once, even if you run this twice.
+    It goes before everything newer. It does not matter why it is lost. A destination that was set
+    back may go on afterwards. The next run of the forwarder delivers the messages, each once, even
+    if you run this twice.
     """
     settings = load(config)
     round_ = Round(chosen(settings, broker))

@@ -133,7 +133,10 @@ def disable(
     config: Config = None,
     broker: Name = None,
 ) -> None:
-    """Disable a route until it is enabled again; it may be one that saf.toml declares."""
+    """Disable a route until it is enabled again.
+
+    It may be one that saf.toml declares.
+    """
     settings = load(config)
     change = partial(
         routes.enable_route,
@@ -148,7 +151,10 @@ def disable(
 
 @app.command("list")
 def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -> None:
-    """Show all routes, the most specific first, and where each comes from."""
+    """Show all routes, the most specific first.
+
+    It says where each comes from.
+    """
     settings = load(config)
     round_ = Round(chosen(settings, broker))
     found = configured(round_, settings)
@@ -174,9 +180,10 @@ def explain_(
     broker: Name = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say where a message would go with the next batch, and why the other routes do not count.
+    """Say where a message would go with the next batch.
 
-    Exit code 75: at some broker no route leads anywhere, so the message would wait.
+    It also says why the other routes do not count. Exit code 75: at some broker no route leads
+    anywhere, so the message would wait.
     """
     settings = load(config)
     identities = Identities(settings.destinations).known()

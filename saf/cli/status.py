@@ -26,7 +26,10 @@ def command(
     shards: Annotated[bool, typer.Option("--shards", help="Also each shard by itself.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what is pending, parked and dead in each source broker, and why it waits."""
+    """Show what is pending, parked and dead in each source.
+
+    It also says why messages wait.
+    """
     round_ = Round(chosen(load(config), broker))
     known = round_.visit("status", lambda connection, _: broker_status(connection, SHOWN))
     if as_json:

@@ -13,7 +13,13 @@ import saf
 from saf.config import load, load_keys, load_signer
 from saf.errors import ConfigurationError, UsageError
 from tests.signing import PRIVATE, PUBLIC, SECRET, key
-from tests.unit.test_settings import WHOLE
+
+WHOLE = """
+[brokers.app]
+dsn = "dbname=app"
+[destinations.mom]
+dsn = "dbname=mom"
+"""
 
 CANARY = "Y2FuYXJ5LWNhbmFyeS1jYW5hcnktY2FuYXJ5LWNhbmFyeQ=="
 """A secret of 34 bytes."""
