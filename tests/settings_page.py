@@ -106,6 +106,7 @@ turn_seconds = 2.0
 max_connections = 10
 max_sessions = 200
 attempts = 3
+use_spark = "auto"
 master = "local[*]"
 tasks = 8
 spark = {"spark.driver.memory" = "2g"}
