@@ -95,8 +95,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the outbox's own service wins over a message's",
         OUTBOX,
-        "row._replace(from_service=row.from_service or self.from_service)",
-        "row._replace(from_service=self.from_service or row.from_service)",
+        "if self.from_service and not row.from_service:",
+        "if self.from_service:",
         f"{SENT}::test_many_messages_keep_their_optional_fields_apart",
     ),
     mutant(
