@@ -28,7 +28,9 @@ def command(
         bool, typer.Option("--json", help="Print one line of JSON, with the checks that are ok.")
     ] = False,
 ) -> None:
-    """Examine every broker and destination, and this machine; name causes and cures. Reads only.
+    """Say what is wrong at brokers and destinations, or will be.
+
+    Each finding has its cause and its cure. This machine is examined, too. Reads only.
 
     Exit code 0: no errors, warnings at most; 1: errors; 75: the only error is that a database
     does not answer.
