@@ -406,7 +406,7 @@ def test_lanes_that_fail_and_dead_letters_are_found_with_their_errors(app: Dsn, 
     forward(app, mom=mom, other=NOWHERE)
     severity, what, _ = the(diagnosis("parked", app))
     assert severity == "error"
-    assert "the lane of destination 'other' has failed 1 times, 1 messages are parked in it" in what
+    assert "the lane of destination 'other' has failed 1 time, has 1 message parked in it" in what
     assert "No such file" in what
     assert diagnosis("parked", app, limits=Limits()) == []
     severity, what, cure = the(diagnosis("dead_letters", app))
