@@ -14,10 +14,10 @@ import typer
 from saf.cli.brokers import AsJson, Config, DryRun, Name, Round, Why, chosen, moment
 from saf.cli.console import echo, write
 from saf.cli.listing import Listing
-from saf.cli.wording import at
 from saf.config import load
 from saf.errors import UsageError
 from saf.operating import decide
+from saf.operating.wording import at
 from saf.setaside import audit, dead
 from saf.setaside.dead import REASONS, DeadLetter, Filter
 

@@ -21,8 +21,8 @@ from saf.cli import demo_dialog
 from saf.cli.console import echo, plain_console
 from saf.cli.listing import Listing
 from saf.cli.progress import ProgressBar
-from saf.cli.wording import counted
 from saf.errors import MissingExtra, UsageError
+from saf.operating.wording import counted
 
 if TYPE_CHECKING:
     from saf.broker.embedded import EmbeddedServer

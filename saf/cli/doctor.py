@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 
 from saf.cli.console import echo, plain_console
-from saf.cli.wording import counted
 from saf.config import load
 from saf.errors import Unavailable
 from saf.operating.doctor import REACHABLE, examine
+from saf.operating.wording import counted
 
 FOUND = 1
 COLOURS = {"error": "red", "warning": "yellow"}

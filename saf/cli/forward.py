@@ -13,8 +13,8 @@ import typer
 
 from saf.cli.console import echo, plain_console
 from saf.cli.progress import ProgressBar
-from saf.cli.wording import at, counted
 from saf.config import Settings, load, with_options
+from saf.operating.wording import at, counted
 from saf.signals import stop_on_signals
 
 if TYPE_CHECKING:

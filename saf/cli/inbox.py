@@ -12,8 +12,8 @@ from saf.cli.brokers import AsJson, Config, Round, Store, store, stores
 from saf.cli.console import echo
 from saf.cli.listing import Listing
 from saf.cli.status import show_dropped
-from saf.cli.wording import at
 from saf.config import load
+from saf.operating.wording import at
 from saf.receiving import inbox
 from saf.receiving.notify import switch
 from saf.setaside.dropped import dropped

@@ -11,8 +11,8 @@ import typer
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.cli.console import echo
 from saf.cli.listing import Listing
-from saf.cli.wording import at, counted
 from saf.config import load
+from saf.operating.wording import at, counted
 from saf.setaside.lane import Kind
 from saf.setaside.parking import BLOCKED
 from saf.setaside.waiting import Parked, Waiting, parked, retry_now

@@ -17,8 +17,8 @@ from saf.cli.brokers import (
     routes_of,
 )
 from saf.cli.console import echo
-from saf.cli.wording import counted
 from saf.config import Broker, load
+from saf.operating.wording import counted
 from saf.repair.send_again import Sent, send_again
 
 

@@ -15,11 +15,11 @@ import typer
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen, moment
 from saf.cli.console import echo, paragraph
 from saf.cli.listing import Listing
-from saf.cli.wording import at
 from saf.config import Settings, did_you_mean, load
 from saf.destinations.identities import Identities
 from saf.destinations.settings import Quality
 from saf.errors import ConfigurationError, Unroutable
+from saf.operating.wording import at
 from saf.routing import routes
 from saf.routing.explain import Explanation, as_dict, explain
 from saf.routing.matching import Route

@@ -14,11 +14,11 @@ from saf.cli.brokers import AsJson, Config, Name, Round, Store, chosen, store
 from saf.cli.console import echo
 from saf.cli.listing import Listing
 from saf.cli.route import show_explanation
-from saf.cli.wording import counted
 from saf.cli.worker import StopTimeout, supervise
 from saf.config import load, load_keys, load_signer
 from saf.errors import ConfigurationError, UsageError
 from saf.message import Message
+from saf.operating.wording import counted
 from saf.routing import routers, routes
 from saf.routing.matching import ARROW, PYTHON, SQL, Router
 from saf.routing.routes import ConfiguredRouter

@@ -12,10 +12,10 @@ from saf.cli import parked
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.cli.console import echo
 from saf.cli.listing import Listing
-from saf.cli.wording import at
 from saf.config import load
 from saf.errors import ranges
 from saf.operating.status import BrokerStatus, broker_status
+from saf.operating.wording import at
 from saf.setaside.backoff import SHOWN
 from saf.setaside.dropped import Dropped
 

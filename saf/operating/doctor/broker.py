@@ -9,7 +9,8 @@ from saf.broker.restored import IS_RESTORED
 from saf.database import check_schema
 from saf.dialogs.statements import Code
 from saf.errors import SchemaError
-from saf.operating.doctor.patient import Found, Patient, counted
+from saf.operating.doctor.patient import Found, Patient
+from saf.operating.wording import counted
 from saf.setaside import lane
 from saf.setaside.backoff import SHOWN
 from saf.setaside.lane import BROKER, OF_SERVICE, SAME_LANE, THE_LANE, Lane
@@ -88,9 +89,9 @@ def forged(patient: Patient) -> Found:
             if count:
                 yield (
                     "error",
-                    f"the {log} has {counted(count, 'message')}, the first with id {first}, of transactions "
-                    "that are still to come, as somebody wrote who may write any column: nobody "
-                    "gets what is there, and its slots are not purged",
+                    f"the {log} has {counted(count, 'message')}, the first with id {first}, of "
+                    "transactions that are still to come, as somebody wrote who may write any "
+                    "column: nobody gets what is there, and its slots are not purged",
                     f"as the owner, UPDATE saf.{log} SET txid = DEFAULT WHERE txid >= "
                     "pg_snapshot_xmax(pg_current_snapshot()), and take INSERT on the table from "
                     "whoever sends: saf grant --role writer …",
@@ -141,8 +142,8 @@ def _left_lying(patient: Patient, log: str, written: str, start: str) -> Found:
             yield (
                 "warning" if alive else "error",
                 f"subscription {name!r} of the {log} has {counted(count, 'message')} to read, the "
-                f"oldest for {age:.0f} s, and {'is slow or stuck' if alive else 'no live member'}; the slots "
-                "that they are in cannot be purged",
+                f"oldest for {age:.0f} s, and {'is slow or stuck' if alive else 'no live member'}; "
+                "the slots that they are in cannot be purged",
                 "look at its log and at `saf status`" if alive else start,
             )
         elif others:

@@ -66,15 +66,6 @@ class Patient:
         return fetch(self.connection, query, params)
 
 
-def counted(count: int, thing: str) -> str:
-    """A number of things.
-
-    >>> counted(1, "message"), counted(1200, "message")
-    ('1 message', '1,200 messages')
-    """
-    return f"{count:,} {thing}{'s' * (count != 1)}"
-
-
 Found = Iterator[tuple[Severity, str, str]]
 """What a check yields: severity, what was found, and the cure."""
 Check = Callable[[Patient], Found]
