@@ -357,7 +357,7 @@ def test_a_consumer_that_is_gone_is_found(mom: Dsn) -> None:
     )
     severity, what, cure = the(diagnosis("inbox_left_lying", mom))
     assert (severity, cure) == ("error", "start its consumer")
-    assert "subscription 'billing' of the inbox has 1 messages" in what
+    assert "subscription 'billing' of the inbox has 1 message " in what
 
 
 def test_messages_of_another_service_are_no_backlog_of_a_subscription(mom: Dsn) -> None:
