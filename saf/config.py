@@ -206,7 +206,7 @@ class Forwarder(_Table):
     lease_seconds: Lease = 30.0
     """How long a forwarder that died keeps its shards, in seconds."""
     interval_seconds: Seconds = 1.0
-    """With --loop: the pause after a cycle that found nothing, in seconds."""
+    """With --loop: the longest pause while nothing is found, or after a problem, in seconds."""
     turn_seconds: Seconds = 2.0
     """How long deep backlogs go on at least before they stop for another that waits, in seconds."""
     max_connections: SourceConnections | None = None

@@ -30,7 +30,7 @@ def command(
     loop: Annotated[bool, typer.Option("--loop", help="Go on until stopped.")] = False,
     interval: Annotated[
         float | None,
-        typer.Option(min=0.01, help="With --loop: seconds to wait when there is nothing to do."),
+        typer.Option(min=0.01, help="With --loop: the longest pause, in seconds."),
     ] = None,
     master: Annotated[
         str | None, typer.Option(help="Spark master. Default: forwarder.master, or local[*].")
