@@ -246,7 +246,23 @@ class Waits(_Table):
     long_seconds: float = Field(default=Bounds.long_seconds, gt=0, le=LONGEST_BOUND)
 
 
-class Settings(BaseSettings):
+class _Sources(BaseSettings):
+    """Where settings come from."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003 - pydantic's signature
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the same
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the same
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The environment wins over the file."""
+        return env_settings, init_settings
+
+
+class Settings(_Sources):
     """Everything in saf.toml."""
 
     model_config = SettingsConfigDict(
@@ -263,18 +279,6 @@ class Settings(BaseSettings):
     forwarder: Forwarder = Forwarder()
     purge: Purge = Purge()
     signing: Signing = Signing()
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],  # noqa: ARG003 - pydantic's signature
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the same
-        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the same
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The environment wins over the file."""
-        return env_settings, init_settings
 
     @pydantic.field_validator("brokers", "fleets")
     @classmethod
@@ -357,7 +361,7 @@ class Settings(BaseSettings):
         )
 
 
-class _OnlySigning(BaseSettings):
+class _OnlySigning(_Sources):
     """The table [signing] alone."""
 
     model_config = SettingsConfigDict(
@@ -365,20 +369,6 @@ class _OnlySigning(BaseSettings):
     )
 
     signing: Signing = Signing()
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """As for `Settings`."""
-        return Settings.settings_customise_sources(
-            settings_cls, init_settings, env_settings, dotenv_settings, file_secret_settings
-        )
 
 
 def _bounds(info: pydantic.ValidationInfo) -> Bounds:

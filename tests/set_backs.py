@@ -233,3 +233,19 @@ def _remember(connection: psycopg.Connection[Any], dialog: UUID, *, said: bool, 
     connection.execute(
         "INSERT INTO memory (dialog, said, what) VALUES (%s, %s, %s)", [dialog, said, what]
     )
+
+
+def begin_monolog(two: Two, *bodies: str) -> saf.Dialog:
+    """A monolog of the shop, with messages that were sent."""
+    with two.shop.dsn.connect(role="test") as connection:
+        monolog = saf.begin_monolog(connection, from_service=SHOP, topic=WAREHOUSE)
+        for body in bodies:
+            monolog.send(connection, body)
+    return monolog
+
+
+def publish(two: Two, monolog: saf.Dialog, *bodies: str) -> None:
+    """More messages of a monolog."""
+    with two.shop.dsn.connect(role="test") as connection:
+        for body in bodies:
+            monolog.send(connection, body)

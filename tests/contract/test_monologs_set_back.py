@@ -15,11 +15,11 @@ from saf.dialogs.statements import Code
 from saf.log.shards import shard_of
 from saf.testing.clock import let_time_pass
 from tests.conftest import Prepared
-from tests.dialogs import END, ERROR, SHOP, WAREHOUSE, end, receive, said
+from tests.dialogs import END, ERROR, WAREHOUSE, end, receive, said
 from tests.pipeline import connect
 from tests.programs import configuration
 from tests.programs import saf as run_saf
-from tests.set_backs import Two
+from tests.set_backs import Two, begin_monolog, publish
 
 NOW = 0.0
 """Everything that is completed may have been purged, by this retention."""
@@ -33,20 +33,6 @@ def two(app: Dsn, mom: Dsn, migrated: Prepared) -> Iterator[Two]:
     for place in (made.shop, made.warehouse):
         for copy in place.copies:
             migrated.databases.drop(copy)
-
-
-def begin(two: Two, *bodies: str) -> saf.Dialog:
-    with two.shop.dsn.connect(role="test") as connection:
-        monolog = saf.begin_monolog(connection, from_service=SHOP, topic=WAREHOUSE)
-        for body in bodies:
-            monolog.send(connection, body)
-    return monolog
-
-
-def publish(two: Two, monolog: saf.Dialog, *bodies: str) -> None:
-    with two.shop.dsn.connect(role="test") as connection:
-        for body in bodies:
-            monolog.send(connection, body)
 
 
 def purge(dsn: Dsn, log: str) -> None:
@@ -73,7 +59,7 @@ def text(error: saf.Received) -> str:
 def test_where_nothing_is_left_of_a_monolog_its_subscribers_are_told_that_some_may_be_lost(
     two: Two,
 ) -> None:
-    monolog = begin(two, "1", "2")
+    monolog = begin_monolog(two, "1", "2")
     two.carry()
     assert said(hear(two)) == ["1", "2"]
     purge(two.warehouse.dsn, "inbox")
@@ -91,7 +77,7 @@ def test_where_nothing_is_left_of_a_monolog_its_subscribers_are_told_that_some_m
 
 
 def test_a_monolog_that_was_silent_since_long_before_the_backup_gets_no_error(two: Two) -> None:
-    silent = begin(two, "long ago")
+    silent = begin_monolog(two, "long ago")
     two.carry()
     hear(two)
     purge(two.warehouse.dsn, "inbox")
@@ -116,7 +102,7 @@ def test_a_monolog_that_was_silent_since_long_before_the_backup_gets_no_error(tw
 def test_what_the_outbox_still_has_and_is_too_old_to_be_compared_is_told_of_as_lost(
     two: Two,
 ) -> None:
-    monolog = begin(two, "1", "2")
+    monolog = begin_monolog(two, "1", "2")
     two.carry()
     may_be_purged(two.warehouse.dsn)
     backup = two.warehouse.backup()
@@ -135,7 +121,7 @@ def test_what_the_outbox_still_has_and_is_too_old_to_be_compared_is_told_of_as_l
 def test_the_end_of_a_monolog_that_its_publisher_has_forgotten_since_is_told_of_as_lost(
     two: Two,
 ) -> None:
-    monolog = begin(two, "1", "2")
+    monolog = begin_monolog(two, "1", "2")
     two.carry()
     backup = two.warehouse.backup()
     publish(two, monolog, "3")
@@ -155,7 +141,7 @@ def test_the_end_of_a_monolog_that_its_publisher_has_forgotten_since_is_told_of_
 
 
 def test_what_is_on_its_way_again_is_not_told_of_as_lost(two: Two) -> None:
-    monolog = begin(two, "1")
+    monolog = begin_monolog(two, "1")
     two.carry()
     backup = two.warehouse.backup()
     publish(two, monolog, "2")
@@ -173,11 +159,11 @@ def test_the_repair_of_a_publisher_says_where_a_forgotten_monolog_may_have_been_
     two: Two, tmp_path: Path
 ) -> None:
     """Nobody remembers the monolog: neither the publisher's broker nor the inbox."""
-    begin(two, "1")
+    begin_monolog(two, "1")
     two.carry()
     hear(two)
     backup = two.shop.backup()
-    begin(two, "of this one, nobody knows")
+    begin_monolog(two, "of this one, nobody knows")
     two.carry()
     hear(two)
     purge(two.warehouse.dsn, "inbox")
