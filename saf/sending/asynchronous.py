@@ -35,13 +35,13 @@ if TYPE_CHECKING:
         | PoolConnectionProxy
     )
 
+    class _Transaction(Known, Protocol):
+        async def execute(self, statement: str, params: Mapping[str, Any]) -> None: ...
+
+        async def fetch(self, statement: str) -> Rows: ...
+
+
 Execute = Callable[[Any, str, Mapping[str, Any]], None]
-
-
-class _Transaction(Known, Protocol):
-    async def execute(self, statement: str, params: Mapping[str, Any]) -> None: ...
-
-    async def fetch(self, statement: str) -> Rows: ...
 
 
 class _AsyncPsycopg(OnPsycopg):

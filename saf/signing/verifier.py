@@ -28,7 +28,7 @@ import re
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from saf.errors import UsageError
@@ -115,8 +115,7 @@ class Trust:
         return cls(keys=keys if isinstance(keys, Keys) else Keys(keys), required=required)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
+class Refusal(NamedTuple):
     """Why a message is not handed out."""
 
     reason: str
@@ -132,13 +131,12 @@ class _Unproven(_Refused):
     """Nobody knows who has sent a message, which is a reason only if it has to be known."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Verifier:
-    """Verifies the messages that one broker has received."""
+    """Verifies the messages that one broker, by its broker_id, has received."""
 
-    trust: Trust
-    broker: UUID
-    """The broker_id of this broker."""
+    def __init__(self, *, trust: Trust, broker: UUID) -> None:
+        self.trust = trust
+        self.broker = broker
 
     def __call__(self, message: Received, body_sha256: str | None = None) -> str | Refusal | None:
         """Return the key that has signed a message; None if it may be handed out without one.
