@@ -323,11 +323,18 @@ class Forwarder:
     ) -> None:
         complete: dict[str, list[Work]] = {item.broker: [] for item in work}
         failed: set[str] = set()
+        waits: set[str] = set()
         for receipt in receipts:
+            name = work[receipt.work].broker
+            if (
+                receipt.parked
+                or receipt.down
+                or (receipt.destination is None and not receipt.complete)
+            ):
+                waits.add(name)
             if receipt.destination is not None:
                 self._count(receipt)
                 continue
-            name = work[receipt.work].broker
             if receipt.complete:
                 complete[name].append(work[receipt.work])
             self.summary.stopped |= receipt.stopped and self._stop
@@ -342,7 +349,10 @@ class Forwarder:
         done = _shards(item for mine in complete.values() for item in mine)
         for name, shards in whole.items():
             self.roster.brokers[name].unfinished = done[name] < shards
-        self.roster.each(lambda broker: broker.close(complete[broker.name]), self._at_work(work))
+        self.roster.each(
+            lambda broker: broker.close(complete[broker.name], waits=broker.name in waits),
+            self._at_work(work),
+        )
         self.summary.batches += sum(
             len({item.batch.number for item in mine}) for mine in complete.values()
         )
