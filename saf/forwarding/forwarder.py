@@ -322,6 +322,7 @@ class Forwarder:
         self, work: Sequence[Work], receipts: Sequence[Receipt], whole: Mapping[str, int]
     ) -> None:
         complete: dict[str, list[Work]] = {item.broker: [] for item in work}
+        open_: dict[str, list[Work]] = {item.broker: [] for item in work}
         failed: set[str] = set()
         waits: set[str] = set()
         for receipt in receipts:
@@ -337,6 +338,8 @@ class Forwarder:
                 continue
             if receipt.complete:
                 complete[name].append(work[receipt.work])
+                if not receipt.closed:
+                    open_[name].append(work[receipt.work])
             self.summary.stopped |= receipt.stopped and self._stop
             self.summary.parked += receipt.parked
             self.summary.dead += receipt.dead
@@ -350,7 +353,7 @@ class Forwarder:
         for name, shards in whole.items():
             self.roster.brokers[name].unfinished = done[name] < shards
         self.roster.each(
-            lambda broker: broker.close(complete[broker.name], waits=broker.name in waits),
+            lambda broker: broker.close(open_[broker.name], waits=broker.name in waits),
             self._at_work(work),
         )
         self.summary.batches += sum(

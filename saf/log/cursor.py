@@ -12,7 +12,7 @@ It moves in three steps:
 
     open        open = the snapshot of now, batch = batch + 1
     advance     position = the last id completed, as often as one likes
-    close       done = open, open = NULL
+    close       done = open, open = NULL; with the last advance, or after it
 
 What this gives, where simpler schemes fail (the idea is PgQ's; here it is per shard):
 
@@ -185,22 +185,24 @@ RETURNING c.*)
 {BATCHES.format(cursors="opened")}
 """
 
-# The rows of a batch's shards, as long as owner, epoch and batch are still what they were.
-MINE = """
+# The rows of a batch's shards, as long as owner, epoch and batch are still what they were
+SAME = """
 unnest(%(shards)s::smallint[], %(epochs)s::bigint[]) AS mine (shard, epoch)
 WHERE c.subscription_id = %(subscription_id)s AND c.shard = mine.shard
   AND c.owner = %(owner)s AND c.epoch = mine.epoch AND c.batch = %(batch)s
-  AND c.open IS NOT NULL
 """
+MINE = f"{SAME} AND c.open IS NOT NULL"
 
 # The transaction does not wait for the disk. If a crash loses it, the messages are sent again, and
 # the watermark drops them.
 RELAXED = "(SELECT set_config('synchronous_commit', 'off', true)) AS relaxed"
 
+STOPPING = "(SELECT stopping FROM saf.member WHERE member_id = c.owner)"
+
 ADVANCE = f"""
 UPDATE saf.cursor c SET position = greatest(c.position, %(position)s)
 FROM {RELAXED}, {MINE}
-RETURNING c.shard, (SELECT stopping FROM saf.member WHERE member_id = c.owner)
+RETURNING c.shard, {STOPPING}
 """
 
 # Two statements in one transaction: what was attempted before is read under the row locks that
@@ -218,8 +220,9 @@ LOCK_CURSORS = f"SELECT c.shard, c.position FROM saf.cursor c, {MINE} FOR UPDATE
 CLOSE = f"""
 UPDATE saf.cursor c SET done = c.open, open = NULL, position = 0, attempted = 0
 FROM {RELAXED}, {MINE}
-RETURNING c.shard
+RETURNING c.shard, {STOPPING}
 """
+CLOSED = f"SELECT count(*) FROM saf.cursor c, {SAME} AND c.open IS NULL"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,11 +330,25 @@ def lock_cursors(connection: psycopg.Connection[Any], batch: Batch) -> int:
     return min(int(position) for _, position in _write(connection, LOCK_CURSORS, batch))
 
 
+def finish(connection: psycopg.Connection[Any], batch: Batch) -> bool:
+    """Mark every row of the batch complete; return whether the member should stop.
+
+    Call it in a transaction, which will not wait for the disk.
+    """
+    return any(stopping for _, stopping in _write(connection, CLOSE, batch))
+
+
+def is_finished(connection: psycopg.Connection[Any], batch: Batch) -> bool:
+    """Whether `finish` was committed, for whoever has not heard the answer. Reads only."""
+    ((shards,),) = fetch(connection, CLOSED, batch._params)
+    return bool(shards == len(batch.epochs))
+
+
 def close(connection: psycopg.Connection[Any], batches: Iterable[Batch]) -> None:
     """Mark every row of the batches complete: all batches, or none."""
     with connection.transaction():
         for batch in batches:
-            _write(connection, CLOSE, batch)
+            finish(connection, batch)
 
 
 def join_splits(batches: Iterable[Batch]) -> list[Batch]:
