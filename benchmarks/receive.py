@@ -27,7 +27,8 @@ from saf.broker.services import create_service
 from saf.config import load
 from saf.database import Dsn
 from saf.forwarding.forwarder import Forwarder
-from saf.receiving.receive import Receiver, connected
+from saf.receiving.link import connected
+from saf.receiving.receive import Receiver
 from saf.spark.runner import SparkRunner
 
 BACKLOG, CHUNK = 400_000, 50_000

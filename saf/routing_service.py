@@ -45,8 +45,8 @@ from saf.errors import ConfigurationError, DialogEnded, Unavailable, UnreadableH
 from saf.message import DEFAULT_MAX_BYTES
 from saf.received import Received
 from saf.receiving.delivery import Delivery
+from saf.receiving.link import connected
 from saf.receiving.loop import Loop, Savepoints
-from saf.receiving.receive import connected
 from saf.receiving.retries import Policy
 from saf.receiving.stopping import STOP_SECONDS
 from saf.routing.resolved import Resolved, keep, resolved
@@ -57,7 +57,7 @@ from saf.setaside.parking import ADDRESS
 from saf.transaction import enter
 
 if TYPE_CHECKING:
-    from saf.receiving.receive import Engine
+    from saf.receiving.link import Engine
 
 HOPS = "saf-hops"
 """The header that counts the routing services that a message has come by."""

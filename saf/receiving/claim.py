@@ -21,36 +21,20 @@ transaction ends.
 cursor can be locked, and its xmax did not commit, the last delivery from its shard was rolled back
 or died. This costs nothing, needs no second transaction, and survives any kill. The shard is then
 handed out more carefully (``allowance``; see `saf.receiving.retries`).
-
-*Deep backlogs.* Rows are ordered by id, but only (shard, txid) is indexed, so a read sorts what is
-left of a shard's batch. A batch need not reach up to now: it may end at a transaction id X if every
-message of the shard from X on has a higher id than every message before X (a clean cut). That is
-as if the snapshot had been taken earlier, and the order by id is kept. A deep shard is searched
-once for such cuts (``cuts``). Its batches are then opened from one cut to the next, up to the
-snapshot for which the cuts were found (``until``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
 from typing import Any
-from uuid import UUID
 
 import psycopg
-from psycopg.rows import tuple_row
 
 from saf.database import fetch
 from saf.errors import UsageError
-from saf.limits import READABLE
 from saf.log.shards import NEWEST, THIS_ROW, failed, newest
-from saf.message import FRAGMENT
-from saf.received import EXPRESSIONS, ID, READ, SHARD, Received, expressions
+from saf.receiving.hand import Hand, Reader, Shard, without
+from saf.receiving.reading import IN_HAND, find_cuts
 from saf.setaside.lane import Kind
-
-CUT_ROWS, CUTS = 250, 64
-"""A batch of a deep backlog holds at least the first number of messages; the second is how many
-cuts are found ahead."""
 
 ALL_CLEAR = 256
 """From this allowance on, a shard that had failed is handed out like any other."""
@@ -139,71 +123,10 @@ SELECT pg_current_snapshot()::text, pg_current_xact_id()::text,
              WHERE subscription_id = %(subscription_id)s AND destination = ''
                AND kind = '{Kind.LATER}' AND next_attempt_at <= now())
 """
-IN_HAND = newest("unnest(%(shards)s::smallint[])")
 CURSORS = f"""
 SELECT shard, batch, done::text, open::text, position, allowance, until::text,
        coalesce(cuts::text[], '{{}}'), epoch
 FROM {IN_HAND} AS c
-"""
-
-# Fates of a message. NOW: it can be handed out; a message of a dialog only if it is its turn
-NOW, LATE, EXPIRED, SPOKEN, UNREAD = 0, 1, 2, 3, 4
-FATE = f"""
-CASE WHEN NOT ({READABLE}) THEN {UNREAD}
-     WHEN expires_at <= now() THEN {EXPIRED} WHEN deliver_at > now() THEN {LATE}
-     WHEN from_initiator IS NOT NULL THEN {SPOKEN} ELSE {NOW} END
-"""
-
-# UNION ALL, as in saf.log.cursor: what was in progress at ``done``, and what began after it
-SINCE = """
-    SELECT * FROM saf.inbox i WHERE i.shard = c.shard AND i.txid >= pg_snapshot_xmax(c.done)
-    UNION ALL
-    SELECT * FROM saf.inbox i
-    WHERE i.shard = c.shard AND i.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done)))
-"""
-IN_BATCH = """
-txid < pg_snapshot_xmax({open}) AND pg_visible_in_snapshot(txid, {open})
-AND (%(service)s::text IS NULL OR to_service = %(service)s)
-"""
-# The database copies a fragment's body to where it waits: see saf.dialogs.assembly
-BODY = f"""
-CASE WHEN from_initiator IS NOT NULL AND sequence IS NOT NULL AND %(converses)s
-          AND headers -> '{FRAGMENT}' IS NOT NULL
-     THEN ''::bytea WHEN {READABLE} THEN body END
-"""
-READ_LOG = f"""
-SELECT m.* FROM unnest(%(shards)s::smallint[], %(open)s::pg_snapshot[]) AS h (shard, open)
-JOIN {IN_HAND} AS c USING (shard)
-CROSS JOIN LATERAL (
-    SELECT {expressions(body=BODY)}, {FATE} AS fate FROM ({SINCE}) AS since
-    WHERE {IN_BATCH.format(open="h.open")} AND id > c.position ORDER BY id LIMIT %(limit)s
-) AS m
-LIMIT %(limit)s
-"""
-READ_LATE = f"""
-SELECT {EXPRESSIONS}, {FATE} AS fate, parked_id FROM saf.parked
-WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.LATER}'
-  AND subject = ANY (%(late)s) AND deliver_at <= now()
-ORDER BY deliver_at, id LIMIT %(limit)s
-"""
-
-# For each transaction: does every message before it have a lower id than all messages from it on,
-# and how many messages are before it?
-FIND_CUTS = f"""
-SELECT shard, array_agg(txid::text ORDER BY txid) FROM (
-    SELECT shard, min(txid) AS txid FROM (
-        SELECT c.shard, txid, max(max(id)) OVER before < min(min(id)) OVER after AS clean,
-               sum(count(*)) OVER before / %(rows)s AS part
-        FROM (SELECT *, %(now)s::pg_snapshot AS now FROM {IN_HAND} AS c) AS c
-        CROSS JOIN LATERAL ({SINCE}) AS since
-        WHERE {IN_BATCH.format(open="c.now")}
-        GROUP BY c.shard, txid
-        WINDOW before AS (PARTITION BY c.shard ORDER BY txid
-                          ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING),
-               after AS (PARTITION BY c.shard ORDER BY txid
-                         ROWS BETWEEN CURRENT ROW AND UNBOUNDED FOLLOWING)
-    ) AS one WHERE clean AND part >= 1 GROUP BY shard, part
-) AS cut GROUP BY shard
 """
 
 MOVE_CURSORS = f"""
@@ -221,102 +144,6 @@ WHERE {THIS_ROW} AND pg_current_xact_id() = %(transaction)s::xid8
 
 
 FIELDS = ("shard", "batch", "done", "open", "position", "allowance", "until", "cuts")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reader:
-    """Who reads: a subscription of the inbox, and the member that reads for it, if there is one."""
-
-    subscription_id: int
-    name: str
-    service: str | None
-    owner: UUID | None = None
-    """The member that reads: it claims its own shards only. None: claims those that nobody owns."""
-    types: Collection[str | None] | None = None
-    """The types of messages that it has handlers for; None: it takes all."""
-
-    @property
-    def converses(self) -> bool:
-        """Whether it is an end of dialogs. A service's own subscription is; others listen in."""
-        return self.name == self.service
-
-
-@dataclass(kw_only=True)
-class Shard:
-    """The cursor of a shard in hand; `move` writes it. Snapshots are held as text."""
-
-    shard: int
-    batch: int
-    done: str
-    open: str | None
-    position: int
-    allowance: int | None
-    until: str | None
-    """The snapshot for which ``cuts`` were found."""
-    cuts: list[str]
-    """Transaction ids at which the next batches may end, in order."""
-    epoch: int
-    closed: tuple[int, str, str, str | None, list[str]] | None = None
-    """The batch that was closed last, with what `reopen` needs to know of it."""
-
-    def open_at(self, snapshot: str) -> None:
-        """Open a batch: up to the next cut, or up to the snapshot if there is no cut."""
-        self.batch += 1
-        if self.cuts:
-            self.until = self.until or snapshot
-            self.open = cut(self.until, int(self.cuts.pop(0)))
-        else:
-            self.until, self.open = None, snapshot
-
-    def close(self) -> None:
-        """Close the batch, which is complete."""
-        assert self.open is not None  # noqa: S101 - only what is open is closed
-        self.closed = self.batch, self.done, self.open, self.until, [*self.cuts]
-        self.done, self.open, self.position = self.open, None, 0
-        if self.until is not None and self.cuts:
-            self.open_at(self.until)
-        else:
-            self.until = None
-
-    def reopen(self, position: int) -> None:
-        """Go back in the batch that was read: only what is up to the position is complete."""
-        if self.closed is not None:
-            self.batch, self.done, self.open, self.until, self.cuts = self.closed
-        self.position = position
-
-
-@dataclass(kw_only=True)
-class Hand:
-    """The shards that this transaction has locked, and what was read of them."""
-
-    reader: Reader
-    transaction: str
-    """The id of the transaction that has locked them."""
-    shards: dict[int, Shard]
-    failed: frozenset[int]
-    """The shards whose last delivery did not come to its end."""
-    waiting: frozenset[str]
-    """The lanes of keys in these shards that wait."""
-    late: list[int]
-    """The shards with delayed messages whose time has come."""
-    messages: list[Received] = field(default_factory=list)
-    """The messages to hand out, in order."""
-    aside: dict[int, list[Received]] = field(
-        default_factory=lambda: {LATE: [], EXPIRED: [], UNREAD: []}
-    )
-    """The messages not to hand out now, by their fate."""
-    spoken: bool = False
-    """Whether any of the messages belongs to a dialog."""
-
-    @property
-    def all(self) -> list[Received]:
-        """Every message that was read."""
-        return [*self.messages, *(one for some in self.aside.values() for one in some)]
-
-    def take(self, message: Received, fate: int) -> None:
-        """Add a message to the others that have the same fate."""
-        self.spoken = self.spoken or fate == SPOKEN
-        self.aside.get(fate, self.messages).append(message)
 
 
 def begin(lock_seconds: float) -> str:
@@ -361,7 +188,6 @@ def _hand(
         return None
     params = {
         "subscription_id": reader.subscription_id,
-        "service": reader.service,
         "shards": [shard for shard, *_ in locked],
     }
     ((now, transaction, waiting, late),) = fetch(connection, STATE, params)
@@ -373,10 +199,7 @@ def _hand(
     }
     closed = [shard for shard in shards.values() if shard.open is None]
     if closed and sum(count for *_, count in locked) >= limit:
-        params |= {"shards": [shard.shard for shard in closed], "now": now}
-        params["rows"] = max(limit, CUT_ROWS)
-        for number, cuts in fetch(connection, FIND_CUTS, params):
-            shards[number].cuts = cuts[:CUTS]
+        find_cuts(connection, reader, closed, now, limit)
     for shard in closed:
         shard.open_at(now)
     return Hand(
@@ -387,45 +210,6 @@ def _hand(
         waiting=frozenset(waiting),
         late=late,
     )
-
-
-def read(
-    connection: psycopg.Connection[Any], hand: Hand, shards: Iterable[int], limit: int
-) -> None:
-    """Read the next messages of the shards, up to ``limit``, and move the shards past them."""
-    numbers = list(shards)
-    params = {
-        "subscription_id": hand.reader.subscription_id,
-        "service": hand.reader.service,
-        "converses": hand.reader.converses,
-        "shards": numbers,
-        "open": [hand.shards[number].open for number in numbers],
-        "late": [str(shard) for shard in hand.late if shard in numbers],
-    }
-    with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
-        if params["late"]:
-            cursor.execute(READ_LATE, {**params, "limit": limit}, binary=True)
-            for row in cursor.fetchall():
-                hand.take(Received(row, row[-1]), row[len(READ)])
-                limit -= 1
-        cursor.execute(READ_LOG, {**params, "limit": limit}, binary=True)
-        rows = cursor.fetchall()
-    # rows come shard by shard, each in order
-    last = {row[SHARD]: row[ID] for row in rows}
-    complete = set(numbers)
-    if len(rows) == limit:
-        # the last shard read may have more messages, and those after it were not looked at
-        complete = set(list(last)[:-1])
-        for partly in list(last)[-1:]:
-            hand.shards[partly].position = last[partly]
-    for number in complete:
-        hand.shards[number].close()
-    if any(row[-1] for row in rows):
-        for row in rows:
-            hand.take(Received(row), row[-1])
-    else:
-        hand.messages += map(Received, rows)
-    hand.messages.sort(key=_order)
 
 
 def move(connection: psycopg.Connection[Any], hand: Hand) -> None:
@@ -445,32 +229,3 @@ def move(connection: psycopg.Connection[Any], hand: Hand) -> None:
             "the transaction of this delivery was committed or rolled back inside of its block: "
             "leave that to saf.receive"
         )
-
-
-def _order(message: Received) -> tuple[bool, int]:
-    """A sort key: delayed messages come first, as they were read; the others come by id."""
-    return (True, message.id) if message.parked_id is None else (False, 0)
-
-
-def cut(snapshot: str, txid: int) -> str:
-    """Return the part of a snapshot that lies before a transaction.
-
-    >>> cut("10:20:10,15", 12), cut("10:20:10,15", 17), cut("18:20:18", 17)
-    ('10:12:10', '10:17:10,15', '17:17:')
-    """
-    running = [number for number in snapshot.split(":")[2].split(",") if number]
-    before = [number for number in running if int(number) < txid]
-    return f"{before[0] if before else txid}:{txid}:{','.join(before)}"
-
-
-def without(snapshot: str, txid: int) -> str:
-    """Return a snapshot in which one transaction counts as still in progress.
-
-    >>> without("10:20:10,15", 12), without("20:20:", 19), without("20:20:", 25)
-    ('10:20:10,12,15', '19:20:19', '20:20:')
-    """
-    first, end, running = snapshot.split(":")
-    if txid >= int(end):
-        return snapshot
-    numbers = sorted({int(number) for number in running.split(",") if number} | {txid})
-    return f"{min(int(first), txid)}:{end}:{','.join(map(str, numbers))}"

@@ -21,7 +21,7 @@ from saf.received import Received
 from saf.receiving import claim, retries
 from saf.receiving.arrival import Arrival, hook
 from saf.receiving.burying import bury_as_stored
-from saf.receiving.claim import EXPIRED, LATE, UNREAD, Hand
+from saf.receiving.hand import EXPIRED, LATE, UNREAD, Hand
 from saf.receiving.putting_back import WHY, PutBack
 from saf.receiving.retries import Policy, Suspect, Waiting
 from saf.setaside import backoff, dead, dropped, parking

@@ -36,13 +36,14 @@ from saf.receiving.arrival import hook
 from saf.receiving.delivery import Delivery
 from saf.receiving.failures import exception, failure
 from saf.receiving.handlers import no_handler
-from saf.receiving.receive import Link, Receiver, connected
+from saf.receiving.link import Link, connected
+from saf.receiving.receive import Receiver
 from saf.receiving.retries import Policy
 from saf.receiving.stopping import STOP_SECONDS, Stopping
 from saf.receiving.summary import Summary
 
 if TYPE_CHECKING:
-    from saf.receiving.receive import Engine
+    from saf.receiving.link import Engine
 
 RECONNECT_SECONDS = 2.0
 WAIT_SECONDS = 60.0

@@ -19,10 +19,10 @@ from saf.database.poolers import refuse_pooler
 from saf.log.shards import Member
 from saf.logger import Log
 from saf.receiving.claim import BEGIN
-from saf.receiving.receive import connected
+from saf.receiving.link import connected
 
 if TYPE_CHECKING:
-    from saf.receiving.receive import Engine
+    from saf.receiving.link import Engine
 
 log = Log("saf.membership")
 

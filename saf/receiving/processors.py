@@ -44,15 +44,16 @@ from saf.received import Received
 from saf.receiving.delivery import Delivery
 from saf.receiving.failures import exception
 from saf.receiving.instances import Instance, Instances
+from saf.receiving.link import Link
 from saf.receiving.loop import Loop, OfUnhandled, Savepoints, log
 from saf.receiving.membership import Membership
 from saf.receiving.processor import Handler, Processor
-from saf.receiving.receive import Link, Receiver
+from saf.receiving.receive import Receiver
 from saf.receiving.retries import Policy
 from saf.receiving.stopping import STOP_SECONDS
 
 if TYPE_CHECKING:
-    from saf.receiving.receive import Engine
+    from saf.receiving.link import Engine
 
 LOOK_SECONDS = 1.0
 """How often a member looks whether others have come or gone, in seconds."""

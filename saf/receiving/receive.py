@@ -13,49 +13,37 @@ Any number of receivers, in any number of processes, share the work: a key is in
 time, and in order. Work in the block runs in READ COMMITTED. Other databases, files and calls to
 other systems are not part of the transaction, so what is done there is done at least once.
 
-``engine`` is one of
-
-    a SQLAlchemy Engine on psycopg     ``delivery.connection`` is a SQLAlchemy Connection
-    a dsn                              a psycopg Connection, opened for this block
-    a callable                         a psycopg Connection, from ``with engine() as connection``:
-                                       ``pool.connection`` of psycopg_pool, a partial of connect
+`saf.receiving.link` says what ``engine`` may be.
 """
 
 from __future__ import annotations
 
 import random
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-import psycopg
-from psycopg.pq import TransactionStatus
-
 from saf.broker import restored, services
-from saf.database import Dsn, check_schema, unavailable_if_lost
-from saf.database.bounds import Bounds
+from saf.database import check_schema, unavailable_if_lost
 from saf.database.poolers import is_pooled
-from saf.errors import Unavailable, UsageError
+from saf.errors import UsageError
 from saf.failpoints import fail_point
 from saf.log import shards
 from saf.logger import Log
 from saf.received import READ, Received
-from saf.receiving import claim, notify, retries
+from saf.receiving import claim, notify, reading, retries
 from saf.receiving.burying import bury_alone
-from saf.receiving.claim import Hand, Reader
 from saf.receiving.delivery import Delivery
 from saf.receiving.failures import LAST, about
+from saf.receiving.hand import Hand, Reader
+from saf.receiving.link import Link, connected
 from saf.receiving.retries import Policy, Suspect
 from saf.setaside.isolation import of_messages
 
 if TYPE_CHECKING:
-    import sqlalchemy as sa
-
-    Engine = sa.Engine | Dsn | str | Callable[[], AbstractContextManager[psycopg.Connection[Any]]]
+    from saf.receiving.link import Engine
 
 log = Log("saf.receive")
 
@@ -78,7 +66,7 @@ def receive(
     """Receive messages of a subscription, as many as there are up to ``max_messages``.
 
     Args:
-        engine: where the inbox and the consumer's tables are; see the top of this module.
+        engine: where the inbox and the consumer's tables are; see `saf.receiving.link`.
         subscription: whose messages to receive; each service has a subscription of its own name.
         max_messages: the most messages in one delivery, which is one transaction.
         wait_seconds: how long to wait for the first message; after that, the delivery is empty.
@@ -97,95 +85,6 @@ def receive(
         with receiver.delivery(wait_seconds) as delivery:
             yield delivery
         fail_point("receive_committed")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """A connection as the application's library has it, and the psycopg connection below it."""
-
-    connection: Any
-    raw: psycopg.Connection[Any]
-    begin: Callable[[], AbstractContextManager[Any]]
-    first: str = claim.begin(Bounds().lock_seconds)
-    """The statements with which each transaction begins."""
-
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Run the block in a transaction, which commits at its end or is rolled back.
-
-        Raises:
-            UsageError: it would not be a transaction of its own.
-            Unavailable: something that it needs was locked for too long.
-        """
-        if self._status() != TransactionStatus.IDLE:
-            raise UsageError("a transaction is open on this connection: receive begins its own")
-        with self.begin():
-            try:
-                self.raw.execute(self.first)
-            except psycopg.errors.LockNotAvailable as error:
-                what, reason = f"database {self.raw.info.dbname!r}", str(error).splitlines()[0]
-                raise Unavailable(what, reason, hangs=True) from error
-            if self._status() != TransactionStatus.INTRANS:
-                raise UsageError(
-                    "this engine is in AUTOCOMMIT: each statement would be committed by itself, "
-                    "and nothing rolled back. Receive with another isolation level"
-                )
-            yield
-
-    def _status(self) -> TransactionStatus:
-        return TransactionStatus(self.raw.info.transaction_status)
-
-
-@contextmanager
-def connected(engine: Engine) -> Iterator[Link]:
-    """Open a connection to receive on.
-
-    Raises:
-        UsageError: ``engine`` is none of the things that give a connection.
-        Unavailable: the database does not answer.
-    """
-    if isinstance(engine, (str, Dsn)):
-        dsn = Dsn(engine) if isinstance(engine, str) else engine
-        first = claim.begin(dsn.bounds.lock_seconds)
-        with dsn.connect(role="receive", autocommit=True) as raw:
-            yield Link(connection=raw, raw=raw, begin=raw.transaction, first=first)
-        return
-    if "sqlalchemy" in sys.modules:
-        import sqlalchemy as sa
-
-        if isinstance(engine, sa.Engine):
-            with engine.connect() as connection:
-                below = _psycopg(connection.connection.driver_connection)
-                with _as_it_was(below):
-                    yield Link(connection=connection, raw=below, begin=connection.begin)
-                return
-    if not callable(engine):
-        raise UsageError(
-            f"cannot receive from a {type(engine).__module__}.{type(engine).__qualname__}: "
-            "expected a SQLAlchemy Engine, a dsn, or a callable that gives psycopg connections"
-        )
-    with engine() as raw, _as_it_was(_psycopg(raw)):
-        yield Link(connection=raw, raw=raw, begin=raw.transaction)
-
-
-@contextmanager
-def _as_it_was(raw: psycopg.Connection[Any]) -> Iterator[None]:
-    """Restore at the end how the connection prepares statements, because it is given back."""
-    before = raw.prepare_threshold
-    try:
-        yield
-    finally:
-        raw.prepare_threshold = before
-
-
-def _psycopg(connection: object) -> psycopg.Connection[Any]:
-    if not isinstance(connection, psycopg.Connection):
-        raise UsageError(
-            f"receiving needs psycopg 3, and this connection is a "
-            f"{type(connection).__module__}.{type(connection).__qualname__}: "
-            "create the engine with postgresql+psycopg://"
-        )
-    return connection
 
 
 class Receiver:
@@ -314,7 +213,7 @@ class Receiver:
             return None
         for shard in hand.failed:
             hand.shards[shard].allowance = 1
-        claim.read(raw, hand, set(hand.shards) - hand.failed, self.max_messages)
+        reading.read(raw, hand, set(hand.shards) - hand.failed, self.max_messages)
         with _receiving():
             return self._delivery(hand)
 
@@ -368,7 +267,7 @@ class Receiver:
             claim.move(self.link.raw, hand)
             return suspect
         shard.allowance = 1
-        claim.read(self.link.raw, hand, [suspect.shard], 1)
+        reading.read(self.link.raw, hand, [suspect.shard], 1)
         with self._alone(hand):
             first = self._delivery(hand)
             if not first:
@@ -414,7 +313,7 @@ class Receiver:
                 shard = hand.shards[suspect.shard]
                 if suspect.lane is None:
                     allowance = min(shard.allowance or self.max_messages, self.max_messages)
-                    claim.read(raw, hand, [suspect.shard], allowance)
+                    reading.read(raw, hand, [suspect.shard], allowance)
                     with _receiving():
                         delivery = self._delivery(hand, suspect)
                 else:

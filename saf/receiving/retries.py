@@ -32,7 +32,8 @@ from psycopg.rows import tuple_row
 from saf.database import fetch
 from saf.log.shards import NEWEST
 from saf.received import EXPRESSIONS
-from saf.receiving.claim import FATE, Reader
+from saf.receiving.hand import Reader
+from saf.receiving.reading import FATE
 from saf.setaside.lane import THE_LANE, Kind, Lane, given
 from saf.setaside.parking import (
     BLOCKED,

@@ -38,7 +38,7 @@ from saf.receiving.retries import Policy
 from saf.receiving.stopping import STOP_SECONDS
 
 if TYPE_CHECKING:
-    from saf.receiving.receive import Engine
+    from saf.receiving.link import Engine
 
 Handler = Callable[[Received, Any], object]
 BatchHandler = Callable[[Sequence[Received], Any], object]

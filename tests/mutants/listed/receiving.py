@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, harmless, mutant
 
-CLAIM, RECEIVE, DELIVERY, LANES = (
+CLAIM, READING, LINK, RECEIVE, DELIVERY, LANES = (
     "saf/receiving/claim.py",
+    "saf/receiving/reading.py",
+    "saf/receiving/link.py",
     "saf/receiving/receive.py",
     "saf/receiving/delivery.py",
     "saf/receiving/retries.py",
@@ -36,14 +38,14 @@ KILLS = (
 MUTANTS: list[Mutant] = [
     mutant(
         "what was delayed comes in the order of its ids",
-        CLAIM,
+        READING,
         "ORDER BY deliver_at, id LIMIT",
         "ORDER BY id LIMIT",
         f"{RECEIVED}::test_what_was_delayed_comes_in_the_order_of_its_times_and_before_the_rest",
     ),
     mutant(
         "a delivery is not in the order of its ids",
-        CLAIM,
+        READING,
         "    hand.messages.sort(key=_order)\n",
         "",
         f"{RECEIVED}::test_a_delivery_of_many_keys_is_in_the_order_of_their_ids",
@@ -64,7 +66,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a cut that is not clean is taken",
-        CLAIM,
+        READING,
         "WHERE clean AND part >= 1",
         "WHERE part >= 1",
         f"{RECEIVED}::test_a_deep_backlog_of_transactions_that_overlap_is_read_in_the_order_of_ids",
@@ -78,14 +80,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what has expired is handed out",
-        CLAIM,
+        READING,
         "WHEN expires_at <= now() THEN {EXPIRED} WHEN",
         "WHEN expires_at < 'epoch' THEN {EXPIRED} WHEN",
         f"{RECEIVED}::test_an_expired_message_is_a_dead_letter",
     ),
     mutant(
         "what is delayed is handed out",
-        CLAIM,
+        READING,
         "WHEN deliver_at > now() THEN {LATE}",
         "WHEN deliver_at < 'epoch' THEN {LATE}",
         f"{RECEIVED}::test_deliver_at_is_honoured_and_nobody_waits_for_it",
@@ -135,7 +137,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "autocommit is let in",
-        RECEIVE,
+        LINK,
         "if self._status() != TransactionStatus.INTRANS:",
         "if self._status() == TransactionStatus.UNKNOWN:",
         f"{RECEIVED}::test_an_engine_that_commits_each_statement_is_refused",

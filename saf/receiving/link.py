@@ -1,0 +1,119 @@
+"""A link: the connection to receive on, as the application's library has it.
+
+``engine`` is one of
+
+    a SQLAlchemy Engine on psycopg     ``delivery.connection`` is a SQLAlchemy Connection
+    a dsn                              a psycopg Connection, opened for this block
+    a callable                         a psycopg Connection, from ``with engine() as connection``:
+                                       ``pool.connection`` of psycopg_pool, a partial of connect
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+from psycopg.pq import TransactionStatus
+
+from saf.database import Dsn
+from saf.database.bounds import Bounds
+from saf.errors import Unavailable, UsageError
+from saf.receiving import claim
+
+if TYPE_CHECKING:
+    import sqlalchemy as sa
+
+    Engine = sa.Engine | Dsn | str | Callable[[], AbstractContextManager[psycopg.Connection[Any]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A connection as the application's library has it, and the psycopg connection below it."""
+
+    connection: Any
+    raw: psycopg.Connection[Any]
+    begin: Callable[[], AbstractContextManager[Any]]
+    first: str = claim.begin(Bounds().lock_seconds)
+    """The statements with which each transaction begins."""
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Run the block in a transaction, which commits at its end or is rolled back.
+
+        Raises:
+            UsageError: it would not be a transaction of its own.
+            Unavailable: something that it needs was locked for too long.
+        """
+        if self._status() != TransactionStatus.IDLE:
+            raise UsageError("a transaction is open on this connection: receive begins its own")
+        with self.begin():
+            try:
+                self.raw.execute(self.first)
+            except psycopg.errors.LockNotAvailable as error:
+                what, reason = f"database {self.raw.info.dbname!r}", str(error).splitlines()[0]
+                raise Unavailable(what, reason, hangs=True) from error
+            if self._status() != TransactionStatus.INTRANS:
+                raise UsageError(
+                    "this engine is in AUTOCOMMIT: each statement would be committed by itself, "
+                    "and nothing rolled back. Receive with another isolation level"
+                )
+            yield
+
+    def _status(self) -> TransactionStatus:
+        return TransactionStatus(self.raw.info.transaction_status)
+
+
+@contextmanager
+def connected(engine: Engine) -> Iterator[Link]:
+    """Open a connection to receive on.
+
+    Raises:
+        UsageError: ``engine`` is none of the things that give a connection.
+        Unavailable: the database does not answer.
+    """
+    if isinstance(engine, (str, Dsn)):
+        dsn = Dsn(engine) if isinstance(engine, str) else engine
+        first = claim.begin(dsn.bounds.lock_seconds)
+        with dsn.connect(role="receive", autocommit=True) as raw:
+            yield Link(connection=raw, raw=raw, begin=raw.transaction, first=first)
+        return
+    if "sqlalchemy" in sys.modules:
+        import sqlalchemy as sa
+
+        if isinstance(engine, sa.Engine):
+            with engine.connect() as connection:
+                below = _psycopg(connection.connection.driver_connection)
+                with _as_it_was(below):
+                    yield Link(connection=connection, raw=below, begin=connection.begin)
+                return
+    if not callable(engine):
+        raise UsageError(
+            f"cannot receive from a {type(engine).__module__}.{type(engine).__qualname__}: "
+            "expected a SQLAlchemy Engine, a dsn, or a callable that gives psycopg connections"
+        )
+    with engine() as raw, _as_it_was(_psycopg(raw)):
+        yield Link(connection=raw, raw=raw, begin=raw.transaction)
+
+
+@contextmanager
+def _as_it_was(raw: psycopg.Connection[Any]) -> Iterator[None]:
+    """Restore at the end how the connection prepares statements, because it is given back."""
+    before = raw.prepare_threshold
+    try:
+        yield
+    finally:
+        raw.prepare_threshold = before
+
+
+def _psycopg(connection: object) -> psycopg.Connection[Any]:
+    if not isinstance(connection, psycopg.Connection):
+        raise UsageError(
+            f"receiving needs psycopg 3, and this connection is a "
+            f"{type(connection).__module__}.{type(connection).__qualname__}: "
+            "create the engine with postgresql+psycopg://"
+        )
+    return connection
