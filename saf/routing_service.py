@@ -46,8 +46,9 @@ from saf.message import DEFAULT_MAX_BYTES
 from saf.received import Received
 from saf.receiving.delivery import Delivery
 from saf.receiving.link import connected
-from saf.receiving.loop import Loop, Savepoints
+from saf.receiving.loop import Loop
 from saf.receiving.retries import Policy
+from saf.receiving.savepoints import Savepoints
 from saf.receiving.stopping import STOP_SECONDS
 from saf.routing.resolved import Resolved, keep, resolved
 from saf.routing.routers import load

@@ -25,6 +25,7 @@ handed out more carefully (``allowance``; see `saf.receiving.retries`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import psycopg
@@ -73,13 +74,14 @@ FAILED = failed("touched")
 # shard that has no message for this service counts as one message, and is passed by. The owner of
 # a shard, and whether it is handed out with care, are checked again as its row is locked.
 CLAIM = f"""
-SELECT shard, bool_or(failed), count(*) FROM (
-    SELECT c.shard, {FAILED} AS failed
+SELECT shard, bool_or(failed), count(*), max(turn) FROM (
+    SELECT c.shard, {FAILED} AS failed, turn
     FROM (
-        SELECT f.shard, f.done, f.open, f.position, f.xmax AS touched
+        SELECT f.shard, f.done, f.open, f.position, f.xmax AS touched, random() AS turn
         FROM (
             SELECT subscription_id, shard, batch FROM {NEWEST} AS c
             WHERE allowance IS NULL AND owner IS NOT DISTINCT FROM %(owner)s
+              AND (%(only)s::smallint IS NULL OR c.shard = %(only)s)
               AND (open IS NOT NULL OR {NEW} OR EXISTS (
                   SELECT FROM saf.backoff b
                   WHERE b.subscription_id = c.subscription_id AND b.destination = ''
@@ -88,7 +90,7 @@ SELECT shard, bool_or(failed), count(*) FROM (
         ) AS c
         JOIN saf.cursor f USING (subscription_id, shard, batch)
         WHERE f.allowance IS NULL AND f.owner IS NOT DISTINCT FROM %(owner)s
-        ORDER BY random()
+        ORDER BY turn
         FOR UPDATE OF f SKIP LOCKED
     ) AS c
     LEFT JOIN LATERAL (
@@ -104,7 +106,7 @@ GROUP BY shard
 """
 
 CLAIM_SHARD = f"""
-SELECT shard, {FAILED}, 0 FROM (
+SELECT shard, {FAILED}, 0, 0.0 FROM (
     SELECT f.shard, f.xmax AS touched
     FROM {newest("(VALUES (%(shard)s::smallint))")} AS c
     JOIN saf.cursor f USING (subscription_id, shard, batch)
@@ -112,6 +114,17 @@ SELECT shard, {FAILED}, 0 FROM (
     FOR UPDATE OF f SKIP LOCKED
 ) AS c
 """
+
+
+def waits_in(shard: str) -> str:
+    """SQL: whether keys of a shard, or delayed messages in it, wait for a receiver."""
+    return f"""(
+    EXISTS (SELECT FROM saf.backoff b
+            WHERE b.subscription_id = %(subscription_id)s AND b.shard = {shard})
+ OR EXISTS (SELECT FROM saf.backoff b
+            WHERE b.subscription_id = %(subscription_id)s AND b.destination = ''
+              AND b.kind = '{Kind.LATER}' AND b.subject = {shard}::text))"""
+
 
 # Runs after the locks are taken, so that no cursor has a later snapshot than this one
 STATE = f"""
@@ -121,7 +134,9 @@ SELECT pg_current_snapshot()::text, pg_current_xact_id()::text,
        ARRAY(SELECT s.shard FROM unnest(%(shards)s::smallint[]) AS s (shard)
              JOIN saf.backoff b ON b.subject = s.shard::text
              WHERE subscription_id = %(subscription_id)s AND destination = ''
-               AND kind = '{Kind.LATER}' AND next_attempt_at <= now())
+               AND kind = '{Kind.LATER}' AND next_attempt_at <= now()),
+       ARRAY(SELECT shard FROM unnest(%(shards)s::smallint[]) AS s (shard)
+             WHERE {waits_in("s.shard")})
 """
 CURSORS = f"""
 SELECT shard, batch, done::text, open::text, position, allowance, until::text,
@@ -142,6 +157,14 @@ JOIN {newest("unnest(%(shard)s::smallint[])")} AS n USING (shard)
 WHERE {THIS_ROW} AND pg_current_xact_id() = %(transaction)s::xid8
 """
 
+TRANSACTION = "SELECT pg_current_xact_id_if_assigned()::text"
+
+MARK = "default_transaction_read_only"
+"""A setting that the server reports to its client whenever it changes.
+
+Set until the end of a transaction, it tells without asking that the transaction has not ended. It
+has no effect on the transaction in which it is set.
+"""
 
 FIELDS = ("shard", "batch", "done", "open", "position", "allowance", "until", "cuts")
 
@@ -151,8 +174,12 @@ def begin(lock_seconds: float) -> str:
     return f"{BEGIN};{MEET.format(milliseconds=max(1, round(lock_seconds * 1000)))}"
 
 
-def claim(connection: psycopg.Connection[Any], reader: Reader, limit: int) -> Hand | None:
+def claim(
+    connection: psycopg.Connection[Any], reader: Reader, limit: int, only: int | None = None
+) -> Hand | None:
     """Lock free shards until they have about ``limit`` messages; None if none has any.
+
+    With ``only``, lock this shard or none.
 
     Call it in a transaction begun with `begin`, and pass the result to `move` in the same
     transaction.
@@ -162,6 +189,7 @@ def claim(connection: psycopg.Connection[Any], reader: Reader, limit: int) -> Ha
         "owner": reader.owner,
         "service": reader.service,
         "limit": limit,
+        "only": only,
     }
     return _hand(connection, reader, fetch(connection, CLAIM, params), limit)
 
@@ -190,7 +218,7 @@ def _hand(
         "subscription_id": reader.subscription_id,
         "shards": [shard for shard, *_ in locked],
     }
-    ((now, transaction, waiting, late),) = fetch(connection, STATE, params)
+    ((now, transaction, waiting, late, crowded),) = fetch(connection, STATE, params)
     # PostgreSQL counts the asking transaction as complete, but the block may yet write messages
     now = without(now, int(transaction))
     shards = {
@@ -198,33 +226,59 @@ def _hand(
         for row in fetch(connection, CURSORS, params)
     }
     closed = [shard for shard in shards.values() if shard.open is None]
-    if closed and sum(count for *_, count in locked) >= limit:
-        find_cuts(connection, reader, closed, now, limit)
+    deep = _deep(locked, limit)
+    if some := [shard for shard in closed if shard.shard in deep]:
+        find_cuts(connection, reader, some, now, limit)
     for shard in closed:
         shard.open_at(now)
     return Hand(
         reader=reader,
         transaction=transaction,
         shards=shards,
-        failed=frozenset(shard for shard, failed, _ in locked if failed),
+        failed=frozenset(shard for shard, failed, *_ in locked if failed),
         waiting=frozenset(waiting),
         late=late,
+        crowded=frozenset(crowded),
     )
 
 
+def is_marked(connection: psycopg.Connection[Any]) -> bool:
+    """Whether a transaction that has set `MARK` is still open, as far as the client was told."""
+    return connection.info.parameter_status(MARK) == "on"
+
+
+def _deep(locked: Sequence[tuple[Any, ...]], limit: int) -> set[int]:
+    """The shards that may have more than ``limit`` messages, by what `CLAIM` has said.
+
+    If it found so many messages in all, it stopped counting in the shard that it locked last.
+    """
+    deep = {shard for shard, _, messages, _ in locked if messages >= limit}
+    if sum(messages for _, _, messages, _ in locked) >= limit:
+        deep.add(max(locked, key=lambda row: row[-1])[0])
+    return deep
+
+
 def move(connection: psycopg.Connection[Any], hand: Hand) -> None:
-    """Write the position of each shard in hand.
+    """Write the position of each shard in hand, unless it is written.
 
     Raises:
         UsageError: the transaction that locked the shards is over.
     """
-    columns: dict[str, Any] = {
-        name: [getattr(shard, name) for shard in hand.shards.values()] for name in FIELDS
-    }
-    columns["cuts"] = [f"{{{','.join(cuts)}}}" for cuts in columns["cuts"]]
-    columns["subscription_id"] = hand.reader.subscription_id
-    columns["transaction"] = hand.transaction
-    if psycopg.Cursor(connection).execute(MOVE_CURSORS, columns).rowcount < len(hand.shards):
+    shards = hand.unwritten
+    if not shards and hand.marked and is_marked(connection):
+        return
+    if not shards:
+        same = fetch(connection, TRANSACTION) == [(hand.transaction,)]
+    else:
+        columns: dict[str, Any] = {
+            name: [getattr(shard, name) for shard in shards] for name in FIELDS
+        }
+        columns["cuts"] = [f"{{{','.join(cuts)}}}" for cuts in columns["cuts"]]
+        columns["subscription_id"] = hand.reader.subscription_id
+        columns["transaction"] = hand.transaction
+        moved = psycopg.Cursor(connection).execute(MOVE_CURSORS, columns)
+        same = moved.rowcount == len(shards)
+    if not same:
         raise UsageError(
             "the transaction of this delivery was committed or rolled back inside of its block: "
             "leave that to saf.receive"

@@ -85,12 +85,18 @@ class Hand:
     transaction: str
     """The id of the transaction that has locked them."""
     shards: dict[int, Shard]
-    failed: frozenset[int]
+    marked: bool = False
+    """Whether the connection tells without asking if the transaction is over."""
+    failed: frozenset[int] = frozenset()
     """The shards whose last delivery did not come to its end."""
-    waiting: frozenset[str]
+    waiting: frozenset[str] = frozenset()
     """The lanes of keys in these shards that wait."""
-    late: list[int]
+    late: list[int] = field(default_factory=list)
     """The shards with delayed messages whose time has come."""
+    crowded: frozenset[int] = frozenset()
+    """The shards in which keys or delayed messages wait."""
+    written: dict[int, int] = field(default_factory=dict)
+    """The positions that are written already, by shard."""
     messages: list[Received] = field(default_factory=list)
     """The messages to hand out, in order."""
     aside: dict[int, list[Received]] = field(
@@ -99,6 +105,15 @@ class Hand:
     """The messages not to hand out now, by their fate."""
     spoken: bool = False
     """Whether any of the messages belongs to a dialog."""
+
+    @property
+    def unwritten(self) -> list[Shard]:
+        """The shards whose cursors are not yet written as they are here."""
+        return [
+            one
+            for number, one in self.shards.items()
+            if one.closed is not None or self.written.get(number) != one.position
+        ]
 
     @property
     def all(self) -> list[Received]:

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import psycopg
+from psycopg import IsolationLevel
 from psycopg.pq import TransactionStatus
 
-from saf.database import Dsn
+from saf.database import Dsn, fetch
 from saf.database.bounds import Bounds
+from saf.database.patience import answer_within
 from saf.errors import Unavailable, UsageError
 from saf.receiving import claim
 
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
     Engine = sa.Engine | Dsn | str | Callable[[], AbstractContextManager[psycopg.Connection[Any]]]
 
 
+CANCEL_SECONDS = 1.0
+"""How long it may take to ask the server to cancel a statement."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """A connection as the application's library has it, and the psycopg connection below it."""
@@ -37,12 +43,16 @@ class Link:
     connection: Any
     raw: psycopg.Connection[Any]
     begin: Callable[[], AbstractContextManager[Any]]
-    first: str = claim.begin(Bounds().lock_seconds)
-    """The statements with which each transaction begins."""
+    lock_seconds: float = Bounds().lock_seconds
+    """How long to wait for a lock on saf's tables."""
+    always: str = ""
+    """A statement with which each transaction begins; or none."""
 
     @contextmanager
-    def transaction(self) -> Iterator[None]:
+    def transaction(self, *, claims: bool = True) -> Iterator[None]:
         """Run the block in a transaction, which commits at its end or is rolled back.
+
+        One that ``claims`` is READ COMMITTED, whatever the connection's default.
 
         Raises:
             UsageError: it would not be a transaction of its own.
@@ -51,17 +61,48 @@ class Link:
         if self._status() != TransactionStatus.IDLE:
             raise UsageError("a transaction is open on this connection: receive begins its own")
         with self.begin():
-            try:
-                self.raw.execute(self.first)
-            except psycopg.errors.LockNotAvailable as error:
-                what, reason = f"database {self.raw.info.dbname!r}", str(error).splitlines()[0]
-                raise Unavailable(what, reason, hangs=True) from error
-            if self._status() != TransactionStatus.INTRANS:
+            first = [claim.begin(self.lock_seconds)] * claims + [self.always] * bool(self.always)
+            if first:
+                with self.locking(None):  # the server has the bound
+                    self.raw.execute("; ".join(first))
+            if claims and self._status() != TransactionStatus.INTRANS:
                 raise UsageError(
                     "this engine is in AUTOCOMMIT: each statement would be committed by itself, "
                     "and nothing rolled back. Receive with another isolation level"
                 )
             yield
+
+    @contextmanager
+    def locking(self, seconds: float | None) -> Iterator[None]:
+        """Run a block that is one statement, which may have to wait for a lock.
+
+        It is canceled after so many seconds; None: the server has been told how long it may take.
+
+        Raises:
+            Unavailable: the lock was not given in time.
+        """
+        what = f"database {self.raw.info.dbname!r}"
+        try:
+            with answer_within(seconds, self._cancel) as waiting:
+                yield
+        except psycopg.errors.LockNotAvailable as error:
+            reason = str(error).splitlines()[0]
+            raise Unavailable(what, reason, hangs=True) from error
+        except psycopg.errors.QueryCanceled as error:
+            if not (waiting and waiting.given_up):
+                raise
+            reason = f"canceled at the lock timeout of {seconds:g} s"
+            raise Unavailable(what, reason, hangs=True) from error
+
+    def reads_committed(self) -> bool:
+        """Whether transactions are READ COMMITTED by default."""
+        if self.raw.isolation_level not in (None, IsolationLevel.READ_COMMITTED):
+            return False
+        return fetch(self.raw, "SHOW default_transaction_isolation") == [("read committed",)]
+
+    def _cancel(self) -> None:
+        with suppress(psycopg.Error, OSError):
+            self.raw.cancel_safe(timeout=CANCEL_SECONDS)
 
     def _status(self) -> TransactionStatus:
         return TransactionStatus(self.raw.info.transaction_status)
@@ -77,9 +118,10 @@ def connected(engine: Engine) -> Iterator[Link]:
     """
     if isinstance(engine, (str, Dsn)):
         dsn = Dsn(engine) if isinstance(engine, str) else engine
-        first = claim.begin(dsn.bounds.lock_seconds)
         with dsn.connect(role="receive", autocommit=True) as raw:
-            yield Link(connection=raw, raw=raw, begin=raw.transaction, first=first)
+            yield Link(
+                connection=raw, raw=raw, begin=raw.transaction, lock_seconds=dsn.bounds.lock_seconds
+            )
         return
     if "sqlalchemy" in sys.modules:
         import sqlalchemy as sa

@@ -17,10 +17,9 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from saf.database import fetch
-from saf.limits import READABLE
 from saf.log.shards import newest
 from saf.message import FRAGMENT
-from saf.received import EXPRESSIONS, ID, READ, SHARD, Received, expressions
+from saf.received import EXPRESSIONS, ID, READ, SHARD, WITH_READABLE, Received, expressions
 from saf.receiving.hand import EXPIRED, LATE, NOW, SPOKEN, UNREAD, Hand, Reader, Shard
 from saf.setaside.lane import Kind
 
@@ -30,8 +29,11 @@ cuts are found ahead."""
 
 IN_HAND = newest("unnest(%(shards)s::smallint[])")
 
+FATE_AT = len(READ)
+"""Where a row that was read has the message's fate."""
+
 FATE = f"""
-CASE WHEN NOT ({READABLE}) THEN {UNREAD}
+CASE WHEN NOT readable THEN {UNREAD}
      WHEN expires_at <= now() THEN {EXPIRED} WHEN deliver_at > now() THEN {LATE}
      WHEN from_initiator IS NOT NULL THEN {SPOKEN} ELSE {NOW} END
 """
@@ -51,24 +53,35 @@ AND (%(service)s::text IS NULL OR to_service = %(service)s)
 BODY = f"""
 CASE WHEN from_initiator IS NOT NULL AND sequence IS NOT NULL AND %(converses)s
           AND headers -> '{FRAGMENT}' IS NOT NULL
-     THEN ''::bytea WHEN {READABLE} THEN body END
+     THEN ''::bytea WHEN readable THEN body END
 """
 READ_LOG = f"""
 SELECT m.* FROM unnest(%(shards)s::smallint[], %(open)s::pg_snapshot[]) AS h (shard, open)
 JOIN {IN_HAND} AS c USING (shard)
 CROSS JOIN LATERAL (
-    SELECT {expressions(body=BODY)}, {FATE} AS fate FROM ({SINCE}) AS since
-    WHERE {IN_BATCH.format(open="h.open")} AND id > c.position ORDER BY id LIMIT %(limit)s
+    SELECT {expressions(body=BODY)}, {FATE} AS fate, octet_length(body) AS size
+    FROM (SELECT {WITH_READABLE} FROM ({SINCE}) AS since
+          WHERE {IN_BATCH.format(open="h.open")} AND id > c.position
+          ORDER BY id LIMIT %(limit)s) AS since
+    ORDER BY id
 ) AS m
 LIMIT %(limit)s
 """
+READ_AHEAD = f"""
+SELECT * FROM (
+    SELECT m.*, sum(size) OVER (ROWS UNBOUNDED PRECEDING) AS bytes FROM ({READ_LOG}) AS m
+) AS m WHERE bytes - size < %(bytes)s
+"""
 READ_LATE = f"""
-SELECT {EXPRESSIONS}, {FATE} AS fate, parked_id FROM saf.parked
-WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.LATER}'
-  AND subject = ANY (%(late)s) AND deliver_at <= now()
-ORDER BY deliver_at, id LIMIT %(limit)s
+SELECT {EXPRESSIONS}, {FATE} AS fate, parked_id FROM (
+    SELECT {WITH_READABLE} FROM saf.parked
+    WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.LATER}'
+      AND subject = ANY (%(late)s) AND deliver_at <= now()
+    ORDER BY deliver_at, id LIMIT %(limit)s) AS late
+ORDER BY deliver_at, id
 """
 
+# A shard with fewer messages than a batch is not looked through.
 # For each transaction: does every message before it have a lower id than all messages from it on,
 # and how many messages are before it?
 FIND_CUTS = f"""
@@ -76,7 +89,11 @@ SELECT shard, array_agg(txid::text ORDER BY txid) FROM (
     SELECT shard, min(txid) AS txid FROM (
         SELECT c.shard, txid, max(max(id)) OVER before < min(min(id)) OVER after AS clean,
                sum(count(*)) OVER before / %(rows)s AS part
-        FROM (SELECT *, %(now)s::pg_snapshot AS now FROM {IN_HAND} AS c) AS c
+        FROM (SELECT *, %(now)s::pg_snapshot AS now FROM {IN_HAND} AS c
+              WHERE EXISTS (
+                  SELECT FROM saf.inbox i
+                  WHERE i.shard = c.shard AND i.txid >= pg_snapshot_xmax(c.done)
+                  OFFSET %(rows)s)) AS c
         CROSS JOIN LATERAL ({SINCE}) AS since
         WHERE {IN_BATCH.format(open="c.now")}
         GROUP BY c.shard, txid
@@ -114,38 +131,59 @@ def read(
 ) -> None:
     """Read the next messages of the shards, up to ``limit``, and move the shards past them."""
     numbers = list(shards)
+    late = [str(shard) for shard in hand.late if shard in numbers]
+    if late:
+        params = {
+            "subscription_id": hand.reader.subscription_id,
+            "late": late,
+            "limit": limit,
+        }
+        with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
+            for row in cursor.execute(READ_LATE, params, binary=True).fetchall():
+                hand.take(Received(row, row[-1]), row[FATE_AT])
+                limit -= 1
+    rows, complete = read_log(connection, hand, numbers, limit)
+    if rows and rows[-1][SHARD] not in complete:
+        hand.shards[rows[-1][SHARD]].position = rows[-1][ID]
+    for number in complete:
+        hand.shards[number].close()
+    if any(row[FATE_AT] for row in rows):
+        for row in rows:
+            hand.take(Received(row), row[FATE_AT])
+    else:
+        hand.messages += map(Received, rows)
+    hand.messages.sort(key=_order)
+
+
+def read_log(
+    connection: psycopg.Connection[Any],
+    hand: Hand,
+    shards: Sequence[int],
+    limit: int,
+    most_bytes: int | None = None,
+) -> tuple[list[tuple[Any, ...]], set[int]]:
+    """Read the next messages of shards, and return the shards that have no more.
+
+    Messages come shard by shard, each in order. The columns are those of `saf.received.READ`, the
+    fate, and others. With ``most_bytes``, no message comes after so many bytes of bodies.
+    """
     params = {
         "subscription_id": hand.reader.subscription_id,
         "service": hand.reader.service,
         "converses": hand.reader.converses,
-        "shards": numbers,
-        "open": [hand.shards[number].open for number in numbers],
-        "late": [str(shard) for shard in hand.late if shard in numbers],
+        "shards": shards,
+        "open": [hand.shards[number].open for number in shards],
+        "limit": limit,
+        "bytes": most_bytes,
     }
+    query = READ_LOG if most_bytes is None else READ_AHEAD
     with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
-        if params["late"]:
-            cursor.execute(READ_LATE, {**params, "limit": limit}, binary=True)
-            for row in cursor.fetchall():
-                hand.take(Received(row, row[-1]), row[len(READ)])
-                limit -= 1
-        cursor.execute(READ_LOG, {**params, "limit": limit}, binary=True)
-        rows = cursor.fetchall()
-    # rows come shard by shard, each in order
-    last = {row[SHARD]: row[ID] for row in rows}
-    complete = set(numbers)
-    if len(rows) == limit:
-        # the last shard read may have more messages, and those after it were not looked at
-        complete = set(list(last)[:-1])
-        for partly in list(last)[-1:]:
-            hand.shards[partly].position = last[partly]
-    for number in complete:
-        hand.shards[number].close()
-    if any(row[-1] for row in rows):
-        for row in rows:
-            hand.take(Received(row), row[-1])
-    else:
-        hand.messages += map(Received, rows)
-    hand.messages.sort(key=_order)
+        rows = cursor.execute(query, params, binary=True).fetchall()
+    if len(rows) < limit and (most_bytes is None or not rows or rows[-1][-1] < most_bytes):
+        return rows, set(shards)
+    # the last shard read may have more messages, and those after it were not looked at
+    seen = dict.fromkeys(row[SHARD] for row in rows)
+    return rows, set(list(seen)[:-1])
 
 
 def _order(message: Received) -> tuple[bool, int]:

@@ -39,6 +39,7 @@ from saf.receiving.delivery import Delivery
 from saf.receiving.failures import LAST, about
 from saf.receiving.hand import Hand, Reader
 from saf.receiving.link import Link, connected
+from saf.receiving.prefetch import Prefetch
 from saf.receiving.retries import Policy, Suspect
 from saf.setaside.isolation import of_messages
 
@@ -49,6 +50,9 @@ log = Log("saf.receive")
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.5
 """Pause between polls that find nothing; it doubles each time until a poll finds something."""
+
+LOOK_SECONDS = 0.1
+"""How often a receiver that has messages looks for what is to be tried alone, in seconds."""
 
 LISTENING_PAUSE_SECONDS = 5.0
 """Longest pause of a receiver that is notified: it must still find what has become due."""
@@ -109,9 +113,13 @@ class Receiver:
         self.max_messages = max_messages
         self._pause = FIRST_PAUSE_SECONDS
         self._buried = 0
+        self._prefetch = Prefetch(max_messages)
+        self._look_at = 0.0
+        """When to look next whether there is anything to be tried alone."""
         with unavailable_if_lost(f"database {link.raw.info.dbname!r}"), link.transaction():
             if is_pooled(link.raw):
                 link.raw.prepare_threshold = None
+                self._prefetch.stop()
             check_schema(link.raw)
             restored.refuse(link.raw)
             found = services.subscription(link.raw, subscription)
@@ -137,34 +145,35 @@ class Receiver:
         # half of the time, first what has failed before: so neither kind holds the other up
         careful_first, vain = _toss(), False
         while True:
-            found = None
+            found, troubled = None, False
+            self._prefetch.age()
+            looks = not self._prefetch.is_ready or time.monotonic() >= self._look_at
             try:
-                with self.link.transaction():
-                    troubled = retries.troubled(self.link.raw, self.reader)
+                with self.link.transaction(claims=looks):
+                    if looks:
+                        troubled = self._look()
                     careful = troubled and careful_first and not vain
+                    again = not careful and bool(self._prefetch or self._prefetch.is_used_up)
                     if not careful:
-                        found = self._claim()
+                        found = self._next()
                     if found is not None:
-                        if found:
-                            fail_point("receive_read")
-                            yield found
-                            fail_point("receive_handled")
-                        found.settle()
-                        fail_point("receive_settled")
+                        with self._settled(found):
+                            if found:
+                                yield found
+                if not careful:
+                    self._prefetch.committed(len(found or ()))
                 if found:
                     self._pause = FIRST_PAUSE_SECONDS
                     return
+                if again:
+                    continue
                 if careful:
                     suspect = self._count()
                     if suspect is not None:
                         fail_point("attempt_counted")
-                        with self._tried(suspect) as delivery:
+                        with self._tried(suspect) as delivery, self._settled(delivery):
                             if delivery:
-                                fail_point("receive_read")
                                 yield delivery
-                                fail_point("receive_handled")
-                            delivery.settle()
-                            fail_point("receive_settled")
                         if delivery:
                             self._pause = FIRST_PAUSE_SECONDS
                             return
@@ -177,9 +186,29 @@ class Receiver:
                             yield self._delivery(None)
                         return
                     vain = False
-            except _NotReceived:
+            except BaseException as error:
                 # rolled back: what was in hand comes again, more carefully
-                careful_first = True
+                careful_first, self._look_at = True, 0.0
+                self._prefetch.rolled_back()
+                if not isinstance(error, _NotReceived):
+                    raise
+
+    @contextmanager
+    def _settled(self, delivery: Delivery[Any]) -> Iterator[None]:
+        """Run the block in which a delivery is handled, unless it is empty; then settle it."""
+        if delivery:
+            fail_point("receive_read")
+        yield
+        if delivery:
+            fail_point("receive_handled")
+        delivery.settle()
+        fail_point("receive_settled")
+
+    def _look(self) -> bool:
+        """Look whether there is anything to be tried alone; if not, not again for a while."""
+        troubled = retries.troubled(self.link.raw, self.reader)
+        self._look_at = 0.0 if troubled else time.monotonic() + LOOK_SECONDS
+        return troubled
 
     def _wait(self, until: float, stopping: Event) -> bool:
         """Pause before the next poll, and make the next pause longer; False if the time is over."""
@@ -205,10 +234,32 @@ class Receiver:
             with self.link.transaction():
                 self.link.raw.execute(notify.UNLISTEN)
 
+    def _read_ahead(self) -> None:
+        """Prefetch messages; what fails because of one of them is for `_claim` to deal with."""
+        if not self.link.reads_committed():
+            self._prefetch.stop()
+            return
+        with _receiving():
+            self._prefetch.read(self.link.raw, self.reader)
+
+    def _next(self) -> Delivery[Any] | None:
+        """Take the next messages in hand, as they were prefetched or from the inbox."""
+        if self._prefetch.is_used_up:
+            self._read_ahead()
+            return None
+        if not self._prefetch.is_ready:
+            return self._claim()
+        with self.link.locking(self.link.lock_seconds):
+            hand = self._prefetch.take(self.link.raw, self.reader)
+        if hand is None:
+            return None
+        with _receiving():
+            return self._delivery(hand)
+
     def _claim(self) -> Delivery[Any] | None:
         """Take the next messages of shards that nobody has in hand."""
         raw = self.link.raw
-        hand = claim.claim(raw, self.reader, self.max_messages)
+        hand = claim.claim(raw, self.reader, self.max_messages, self._prefetch.turn())
         if hand is None:
             return None
         for shard in hand.failed:

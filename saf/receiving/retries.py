@@ -31,7 +31,7 @@ from psycopg.rows import tuple_row
 
 from saf.database import fetch
 from saf.log.shards import NEWEST
-from saf.received import EXPRESSIONS
+from saf.received import EXPRESSIONS, WITH_READABLE
 from saf.receiving.hand import Reader
 from saf.receiving.reading import FATE
 from saf.setaside.lane import THE_LANE, Kind, Lane, given
@@ -94,12 +94,11 @@ HANDLED = awaited(shards=MINE)
 
 # Only of shards that this reader may claim
 TROUBLED = f"""
-SELECT EXISTS (SELECT FROM {NEWEST} AS c
-               WHERE owner IS NOT DISTINCT FROM %(owner)s
-                 AND (allowance IS NOT NULL OR EXISTS (
-                     SELECT FROM saf.backoff b
-                     WHERE b.subscription_id = c.subscription_id AND b.shard = c.shard
-                       AND b.next_attempt_at <= now())))
+SELECT EXISTS (SELECT FROM saf.backoff b
+               WHERE b.subscription_id = %(subscription_id)s AND b.next_attempt_at <= now()
+                 AND b.shard = ANY ({MINE}))
+    OR EXISTS (SELECT FROM {NEWEST} AS c
+               WHERE allowance IS NOT NULL AND owner IS NOT DISTINCT FROM %(owner)s)
     OR EXISTS ({HANDLED})
 """
 
@@ -129,8 +128,10 @@ UPDATE saf.backoff SET attempts = %(attempts)s,
 WHERE {THIS_LANE}
 """
 READ_LANE = f"""
-SELECT {EXPRESSIONS}, {FATE} AS fate, parked_id FROM saf.parked
-WHERE {THIS_LANE} ORDER BY id LIMIT %(limit)s
+SELECT {EXPRESSIONS}, {FATE} AS fate, parked_id FROM (
+    SELECT {WITH_READABLE} FROM saf.parked
+    WHERE {THIS_LANE} ORDER BY id LIMIT %(limit)s) AS lane
+ORDER BY id
 """
 
 WAIT = f"""

@@ -33,8 +33,9 @@ from saf.received import Received
 from saf.receiving.delivery import Delivery
 from saf.receiving.failures import exception
 from saf.receiving.handlers import check_handler, described
-from saf.receiving.loop import Loop, OfUnhandled, Savepoints, log
+from saf.receiving.loop import Loop, OfUnhandled, log
 from saf.receiving.retries import Policy
+from saf.receiving.savepoints import Savepoints
 from saf.receiving.stopping import STOP_SECONDS
 
 if TYPE_CHECKING:
