@@ -73,26 +73,30 @@ FAILED = failed("touched")
 # rows one by one until enough messages are counted; the other rows stay for other receivers. A
 # shard that has no message for this service counts as one message, and is passed by. The owner of
 # a shard, and whether it is handed out with care, are checked again as its row is locked.
+LOCK = f"""
+SELECT f.shard, f.done, f.open, f.position, f.xmax AS touched, random() AS turn
+FROM (
+    SELECT subscription_id, shard, batch FROM {NEWEST} AS c
+    WHERE allowance IS NULL AND owner IS NOT DISTINCT FROM %(owner)s
+      AND (%(only)s::smallint IS NULL OR c.shard = %(only)s)
+      AND (open IS NOT NULL OR {NEW} OR EXISTS (
+          SELECT FROM saf.backoff b
+          WHERE b.subscription_id = c.subscription_id AND b.destination = ''
+            AND b.kind = '{Kind.LATER}' AND b.subject = c.shard::text
+            AND b.next_attempt_at <= now()))
+) AS c
+JOIN saf.cursor f USING (subscription_id, shard, batch)
+WHERE f.allowance IS NULL AND f.owner IS NOT DISTINCT FROM %(owner)s
+ORDER BY turn
+FOR UPDATE OF f SKIP LOCKED
+"""
+CLAIM_SOME = f"""
+SELECT shard, {FAILED}, %(limit)s, turn FROM ({LOCK} LIMIT %(shards)s) AS c
+"""
 CLAIM = f"""
 SELECT shard, bool_or(failed), count(*), max(turn) FROM (
     SELECT c.shard, {FAILED} AS failed, turn
-    FROM (
-        SELECT f.shard, f.done, f.open, f.position, f.xmax AS touched, random() AS turn
-        FROM (
-            SELECT subscription_id, shard, batch FROM {NEWEST} AS c
-            WHERE allowance IS NULL AND owner IS NOT DISTINCT FROM %(owner)s
-              AND (%(only)s::smallint IS NULL OR c.shard = %(only)s)
-              AND (open IS NOT NULL OR {NEW} OR EXISTS (
-                  SELECT FROM saf.backoff b
-                  WHERE b.subscription_id = c.subscription_id AND b.destination = ''
-                    AND b.kind = '{Kind.LATER}' AND b.subject = c.shard::text
-                    AND b.next_attempt_at <= now()))
-        ) AS c
-        JOIN saf.cursor f USING (subscription_id, shard, batch)
-        WHERE f.allowance IS NULL AND f.owner IS NOT DISTINCT FROM %(owner)s
-        ORDER BY turn
-        FOR UPDATE OF f SKIP LOCKED
-    ) AS c
+    FROM ({LOCK}) AS c
     LEFT JOIN LATERAL (
         SELECT FROM saf.inbox i
         WHERE i.shard = c.shard AND i.txid >= pg_snapshot_xmax(c.done) AND i.id > c.position
@@ -192,6 +196,23 @@ def claim(
         "only": only,
     }
     return _hand(connection, reader, fetch(connection, CLAIM, params), limit)
+
+
+def claim_some(
+    connection: psycopg.Connection[Any], reader: Reader, shards: int, limit: int
+) -> Hand | None:
+    """Lock up to so many free shards that have messages; None if none has any.
+
+    Those are looked through for batches that have more than ``limit`` messages.
+    """
+    params = {
+        "subscription_id": reader.subscription_id,
+        "owner": reader.owner,
+        "limit": limit,
+        "shards": shards,
+        "only": None,
+    }
+    return _hand(connection, reader, fetch(connection, CLAIM_SOME, params), limit)
 
 
 def claim_shard(

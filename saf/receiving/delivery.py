@@ -170,6 +170,9 @@ class Delivery(Sequence[Received], Generic[C]):
         hand = self._hand
         if hand is None:
             return
+        if self._is_plain(hand):
+            claim.move(self._raw, hand)
+            return
         reader = hand.reader
         if self._back:
             self._put_back(hand)
@@ -209,6 +212,19 @@ class Delivery(Sequence[Received], Generic[C]):
             for one, lane in keep
         )
         self.buried = len(bury) + len(self._arrival.refused) + len(unread)
+
+    def _is_plain(self, hand: Hand) -> bool:
+        """Whether every message that was read has been handled, and none is more than a message."""
+        return not (
+            self._stopped
+            or self._dead
+            or self._back
+            or self._behind
+            or self._tried
+            or hand.spoken
+            or hand.late
+            or any(hand.aside.values())
+        )
 
     def _part(self, keep: list[tuple[Received, Lane]], gone: list[int | None]) -> list[Received]:
         """Add the messages that were given to those to ``keep`` and to what is ``gone``.

@@ -146,6 +146,8 @@ class Prefetch:
         """How many messages to read ahead next."""
         self._shards: deque[Prefetched] = deque()
         """In the order in which they have their turns."""
+        self._per_shard = MOST
+        """About how many messages a shard has, by what was read last."""
         self._delivered = 0
         """How many messages were delivered since they were read."""
         self._until = 0.0
@@ -154,8 +156,10 @@ class Prefetch:
         self._taken: list[Next] = []
         self._claimed: Prefetched | None = None
 
-    def __bool__(self) -> bool:
-        return bool(self._shards)
+    @property
+    def goes_on(self) -> bool:
+        """Whether it has shards, or reads again now."""
+        return bool(self._shards) or self._ahead > 0
 
     @property
     def is_ready(self) -> bool:
@@ -182,7 +186,7 @@ class Prefetch:
         asked, self._ahead = self._ahead, 0
         # nothing has been done with what it opens, so there is nothing to wait for
         raw.execute("SET LOCAL synchronous_commit = off")
-        hand = claim.claim(raw, reader, asked)
+        hand = claim.claim_some(raw, reader, self._claim_shards(asked), asked)
         if hand is None:
             return
         for number in hand.failed:
@@ -192,8 +196,7 @@ class Prefetch:
         for number in complete.difference(row[SHARD] for row in rows):
             hand.shards[number].close()
         claim.move(raw, hand)
-        if len(rows) >= asked:
-            self._ahead = min(GROWTH * asked, self._most)
+        self._per_shard = max(1, len(rows) // max(1, len(clear)))
         by_shard: dict[int, list[tuple[Any, ...]]] = {}
         for row in rows:
             by_shard.setdefault(row[SHARD], []).append(row)
@@ -210,10 +213,16 @@ class Prefetch:
                     messages=len(mine),
                 )
             )
+        if sum(len(one.rows) for one in self._read) >= asked:
+            self._ahead = min(GROWTH * asked, self._most)
         for number in hand.crowded - hand.failed:
             self._read.append(
                 Prefetched(shard=hand.shards[number], rows=[], whole=False, messages=asked)
             )
+
+    def _claim_shards(self, messages: int) -> int:
+        """How many shards to claim for so many messages."""
+        return -(-messages // self._per_shard)
 
     def take(self, raw: psycopg.Connection[Any], reader: Reader) -> Hand | None:
         """Take the next messages in hand, as far as nobody else has; None if there are none.

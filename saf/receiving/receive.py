@@ -147,13 +147,13 @@ class Receiver:
         while True:
             found, troubled = None, False
             self._prefetch.age()
-            looks = not self._prefetch.is_ready or time.monotonic() >= self._look_at
+            looks = not self._prefetch.goes_on or time.monotonic() >= self._look_at
             try:
-                with self.link.transaction(claims=looks):
+                with self.link.transaction(claims=looks or not self._prefetch.is_ready):
                     if looks:
                         troubled = self._look()
                     careful = troubled and careful_first and not vain
-                    again = not careful and bool(self._prefetch or self._prefetch.is_used_up)
+                    again = not careful and self._prefetch.goes_on
                     if not careful:
                         found = self._next()
                     if found is not None:

@@ -55,8 +55,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "two receivers have a shard in hand",
         CLAIM,
-        "        ORDER BY turn\n        FOR UPDATE OF f SKIP LOCKED",
-        "        ORDER BY turn",
+        "ORDER BY turn\nFOR UPDATE OF f SKIP LOCKED",
+        "ORDER BY turn",
         f"{RECEIVED}::test_a_key_is_never_in_two_hands_and_other_shards_stay_free",
     ),
     mutant(
