@@ -40,6 +40,7 @@ from saf.receiving.failures import LAST, about
 from saf.receiving.hand import Hand, Reader
 from saf.receiving.link import Link, connected
 from saf.receiving.prefetch import Prefetch
+from saf.receiving.quiet import Quiet
 from saf.receiving.retries import Policy, Suspect
 from saf.setaside.isolation import of_messages
 
@@ -114,6 +115,7 @@ class Receiver:
         self._pause = FIRST_PAUSE_SECONDS
         self._buried = 0
         self._prefetch = Prefetch(max_messages)
+        self._quiet = Quiet()
         self._look_at = 0.0
         """When to look next whether there is anything to be tried alone."""
         with unavailable_if_lost(f"database {link.raw.info.dbname!r}"), link.transaction():
@@ -181,6 +183,8 @@ class Receiver:
                 elif found is None and troubled and not vain:
                     careful_first = True
                 elif found is None:
+                    if not troubled:
+                        self._quiet.nothing()
                     if not self._wait(until, stopping):
                         with self.link.transaction():
                             yield self._delivery(None)
@@ -211,17 +215,24 @@ class Receiver:
         return troubled
 
     def _wait(self, until: float, stopping: Event) -> bool:
-        """Pause before the next poll, and make the next pause longer; False if the time is over."""
-        left = until - time.monotonic()
-        if left <= 0:
-            return False
-        if self.listens:
-            notify.wait(self.link.raw, min(self._pause, left), stopping)
-        else:
-            stopping.wait(min(self._pause, left))
-        longest = LISTENING_PAUSE_SECONDS if self.listens else LONGEST_PAUSE_SECONDS
-        self._pause = min(self._pause * 2, longest)
-        return not stopping.is_set()
+        """Pause until there may be something, each time longer; False if the time is over."""
+        while (left := until - time.monotonic()) > 0:
+            if self.listens:
+                notify.wait(self.link.raw, min(self._pause, left), stopping)
+            else:
+                stopping.wait(min(self._pause, left))
+            longest = LISTENING_PAUSE_SECONDS if self.listens else LONGEST_PAUSE_SECONDS
+            self._pause = min(self._pause * 2, longest)
+            if stopping.is_set():
+                return False
+            if not self._still_quiet():
+                return True
+        return False
+
+    def _still_quiet(self) -> bool:
+        link = self.link
+        with link.transaction(claims=False), link.locking(link.lock_seconds):
+            return self._quiet.lasts(link.raw, self.reader)
 
     def buried(self) -> int:
         """How many messages that it did not hand out it has buried since it was asked last."""

@@ -198,17 +198,18 @@ class Waiting:
 
 def troubled(connection: psycopg.Connection[Any], reader: Reader) -> bool:
     """Whether there may be anything to try alone now."""
-    ((there,),) = fetch(connection, TROUBLED, _of(reader))
+    ((there,),) = fetch(connection, TROUBLED, params_of(reader))
     return bool(there)
 
 
 def choose(connection: psycopg.Connection[Any], reader: Reader) -> Suspect | None:
     """Choose something that is due to be tried alone, if there is any. Locks nothing."""
-    found = fetch(connection, CHOOSE, _of(reader))
+    found = fetch(connection, CHOOSE, params_of(reader))
     return Suspect(shard=found[0][0], lane=found[0][1]) if found else None
 
 
-def _of(reader: Reader) -> dict[str, Any]:
+def params_of(reader: Reader) -> dict[str, Any]:
+    """The parameters for the statements that say which lanes a reader may try."""
     return {
         "subscription_id": reader.subscription_id,
         "owner": reader.owner,

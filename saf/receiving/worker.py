@@ -14,7 +14,7 @@ messages again one by one. The messages of a key stay in order across types: a b
 message for another handler follows for one of its keys.
 
 Each thread has a connection, and takes deliveries of its own. An idle thread asks twice a second,
-by two queries that write nothing.
+by a query that writes nothing.
 
 A message without a handler waits for a worker that has one, and the later ones of its key wait
 behind it. So old and new workers may run side by side while a new type is introduced.

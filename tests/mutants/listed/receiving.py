@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant, harmless, mutant
 
 PREFETCH, SAVEPOINTS = "saf/receiving/prefetch.py", "saf/receiving/savepoints.py"
 PREFETCHED, SHARED = "contract/test_prefetch.py", "contract/test_savepoints.py"
+QUIET, IDLE = "saf/receiving/quiet.py", "contract/test_quiet.py"
 CLAIM, READING, LINK, RECEIVE, DELIVERY, LANES = (
     "saf/receiving/claim.py",
     "saf/receiving/reading.py",
@@ -128,6 +129,27 @@ MUTANTS: list[Mutant] = [
         "time.monotonic() > self._until",
         "time.monotonic() > self._until + 3600",
         f"{PREFETCHED}::test_a_receiver_gives_a_shard_up_after_a_while",
+    ),
+    mutant(
+        "who is idle does not ask for what committed late",
+        QUIET,
+        "AND i.txid = ANY (ARRAY(SELECT pg_snapshot_xip(%(seen)s::pg_snapshot))))",
+        "AND false)",
+        f"{IDLE}::test_a_message_of_a_transaction_that_was_open_all_the_time_is_found",
+    ),
+    mutant(
+        "who is idle does not ask who has died with a shard in hand",
+        QUIET,
+        """OR {failed("touched")}),""",
+        "),",
+        f"{IDLE}::test_what_another_had_in_hand_all_the_time_is_found",
+    ),
+    mutant(
+        "who is idle does not ask whether shards have become free",
+        QUIET,
+        "now == free and ",
+        "",
+        f"{IDLE}::test_shards_that_a_member_has_left_are_found",
     ),
     mutant(
         "what shares a savepoint with a failed handler is not done again",
