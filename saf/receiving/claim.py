@@ -91,7 +91,7 @@ ORDER BY turn
 FOR UPDATE OF f SKIP LOCKED
 """
 CLAIM_SOME = f"""
-SELECT shard, {FAILED}, %(limit)s, turn FROM ({LOCK} LIMIT %(shards)s) AS c
+SELECT shard, {FAILED}, 1, turn FROM ({LOCK} LIMIT %(shards)s) AS c
 """
 CLAIM = f"""
 SELECT shard, bool_or(failed), count(*), max(turn) FROM (
@@ -179,11 +179,16 @@ def begin(lock_seconds: float) -> str:
 
 
 def claim(
-    connection: psycopg.Connection[Any], reader: Reader, limit: int, only: int | None = None
+    connection: psycopg.Connection[Any],
+    reader: Reader,
+    limit: int,
+    only: int | None = None,
+    batch: int = 0,
 ) -> Hand | None:
     """Lock free shards until they have about ``limit`` messages; None if none has any.
 
-    With ``only``, lock this shard or none.
+    With ``only``, lock this shard or none. Batches of a deep backlog are opened with at least
+    ``batch`` messages.
 
     Call it in a transaction begun with `begin`, and pass the result to `move` in the same
     transaction.
@@ -195,24 +200,24 @@ def claim(
         "limit": limit,
         "only": only,
     }
-    return _hand(connection, reader, fetch(connection, CLAIM, params), limit)
+    return _hand(connection, reader, fetch(connection, CLAIM, params), limit, batch)
 
 
 def claim_some(
-    connection: psycopg.Connection[Any], reader: Reader, shards: int, limit: int
+    connection: psycopg.Connection[Any],
+    reader: Reader,
+    shards: int,
+    only: int | None = None,
+    batch: int = 0,
 ) -> Hand | None:
-    """Lock up to so many free shards that have messages; None if none has any.
-
-    Those are looked through for batches that have more than ``limit`` messages.
-    """
+    """Lock up to so many free shards that have messages; otherwise as `claim`."""
     params = {
         "subscription_id": reader.subscription_id,
         "owner": reader.owner,
-        "limit": limit,
         "shards": shards,
-        "only": None,
+        "only": only,
     }
-    return _hand(connection, reader, fetch(connection, CLAIM_SOME, params), limit)
+    return _hand(connection, reader, fetch(connection, CLAIM_SOME, params), 0, batch)
 
 
 def claim_shard(
@@ -232,6 +237,7 @@ def _hand(
     reader: Reader,
     locked: list[tuple[Any, ...]],
     limit: int,
+    batch: int = 0,
 ) -> Hand | None:
     if not locked:
         return None
@@ -249,7 +255,7 @@ def _hand(
     closed = [shard for shard in shards.values() if shard.open is None]
     deep = _deep(locked, limit)
     if some := [shard for shard in closed if shard.shard in deep]:
-        find_cuts(connection, reader, some, now, limit)
+        find_cuts(connection, reader, some, now, max(limit, batch))
     for shard in closed:
         shard.open_at(now)
     return Hand(

@@ -48,7 +48,7 @@ from saf.receiving.reading import FATE_AT
 
 EXPIRES_AT = READ.index("expires_at")
 
-FEWEST, MOST = 1024, 4096
+FEWEST, MOST = 512, 4096
 """How many messages are prefetched at most, if deliveries are of one message, or of many."""
 MOST_BYTES = 8 << 20
 """The bodies of what is prefetched have at most so many bytes, and one more body."""
@@ -144,6 +144,8 @@ class Prefetch:
         self._most = max(limit, min(max(FEWEST, DELIVERIES * limit), MOST))
         self._ahead = 0
         """How many messages to read ahead next."""
+        self._stay: int | None = None
+        """The shard to read more of, which has a batch open."""
         self._shards: deque[Prefetched] = deque()
         """In the order in which they have their turns."""
         self._per_shard = MOST
@@ -171,22 +173,41 @@ class Prefetch:
         """Whether to `read` now, because the messages that were prefetched have all been taken."""
         return not self._shards and self._ahead > 0
 
+    @property
+    def batch(self) -> int:
+        """How many messages a batch should have, so that it can be prefetched at once."""
+        return self._most
+
     def stop(self) -> None:
         """Prefetch nothing any more."""
         self._ahead = self._most = 0
+
+    def stay_with(self, hand: Hand) -> None:
+        """Go on with what a claim has left of its shards."""
+        more = [number for number, shard in hand.shards.items() if shard.open is not None]
+        self._begin_to_stay(more[0] if more else None)
+
+    def _begin_to_stay(self, shard: int | None) -> None:
+        self._stay, self._until = shard, time.monotonic() + STAY_SECONDS
 
     def age(self) -> None:
         """Give up the shards after a while, so that the others have a turn."""
         if self._shards and time.monotonic() > self._until:
             self._shards.clear()
-            self._ahead = min(self._delivered, self._most)
+            self._stay, self._ahead = None, min(self._delivered, self._most)
 
     def read(self, raw: psycopg.Connection[Any], reader: Reader) -> None:
         """Open the batches of some shards, and read them. Call it in a transaction of its own."""
         asked, self._ahead = self._ahead, 0
         # nothing has been done with what it opens, so there is nothing to wait for
         raw.execute("SET LOCAL synchronous_commit = off")
-        hand = claim.claim_some(raw, reader, self._claim_shards(asked), asked)
+        hand, wanted = None, 1
+        if self._stay is not None and time.monotonic() < self._until:
+            hand = claim.claim_some(raw, reader, wanted, self._stay, self._most)
+        if hand is None:
+            self._begin_to_stay(None)
+            wanted = -(-asked // self._per_shard)
+            hand = claim.claim_some(raw, reader, wanted, None, self._most)
         if hand is None:
             return
         for number in hand.failed:
@@ -197,6 +218,7 @@ class Prefetch:
             hand.shards[number].close()
         claim.move(raw, hand)
         self._per_shard = max(1, len(rows) // max(1, len(clear)))
+        self._stay = None
         by_shard: dict[int, list[tuple[Any, ...]]] = {}
         for row in rows:
             by_shard.setdefault(row[SHARD], []).append(row)
@@ -205,6 +227,8 @@ class Prefetch:
                 (at for at, row in enumerate(mine) if row[FATE_AT] not in (NOW, SPOKEN)), None
             )
             whole = plain is None and number in complete
+            if number not in complete or hand.shards[number].cuts:
+                self._stay = number
             self._read.append(
                 Prefetched(
                     shard=hand.shards[number],
@@ -213,16 +237,17 @@ class Prefetch:
                     messages=len(mine),
                 )
             )
-        if sum(len(one.rows) for one in self._read) >= asked:
+        usable = sum(len(one.rows) for one in self._read)
+        if usable >= asked:
             self._ahead = min(GROWTH * asked, self._most)
+        elif usable < len(rows):
+            self._ahead = usable
+        elif len(hand.shards) >= wanted:  # there may be more
+            self._ahead = asked
         for number in hand.crowded - hand.failed:
             self._read.append(
                 Prefetched(shard=hand.shards[number], rows=[], whole=False, messages=asked)
             )
-
-    def _claim_shards(self, messages: int) -> int:
-        """How many shards to claim for so many messages."""
-        return -(-messages // self._per_shard)
 
     def take(self, raw: psycopg.Connection[Any], reader: Reader) -> Hand | None:
         """Take the next messages in hand, as far as nobody else has; None if there are none.
@@ -241,6 +266,7 @@ class Prefetch:
         if len(found) < len(chosen):
             # who reads less ahead meets others less often
             self._ahead //= GROWTH
+            self._stay = None
         if not found:
             return None
         self._taken = [one for one in chosen if one.prefetched.shard.shard in found]
@@ -275,7 +301,7 @@ class Prefetch:
         if self._read:
             self._shards.extend(self._read)
             self._read.clear()
-            self._delivered, self._until = 0, time.monotonic() + STAY_SECONDS
+            self._delivered = 0
         elif self._taken:
             rest = [one.prefetched for one in self._taken if one.goes_on]
             self._shards.extendleft(reversed(rest))
@@ -287,6 +313,7 @@ class Prefetch:
             self._claimed = None
         elif messages >= self.limit:
             self._ahead = self._ahead or min(GROWTH * self.limit, self._most)
+            self._delivered = 0
 
 
 def _take(raw: psycopg.Connection[Any], reader: Reader, some: list[Next]) -> dict[int, str]:

@@ -86,7 +86,7 @@ def receive(
     if max_messages < 1:
         raise UsageError(f"max_messages: {max_messages} is less than 1")
     with connected(engine) as link:
-        receiver = Receiver(link, subscription, policy or Policy(), max_messages)
+        receiver = Receiver(link, subscription, policy or Policy(), max_messages, stays=False)
         with receiver.delivery(wait_seconds) as delivery:
             yield delivery
         fail_point("receive_committed")
@@ -107,6 +107,7 @@ class Receiver:
         *,
         beside_members: bool = False,
         listen: bool = False,
+        stays: bool = True,
     ) -> None:
         self.link = link
         self.listens = listen
@@ -115,6 +116,8 @@ class Receiver:
         self._pause = FIRST_PAUSE_SECONDS
         self._buried = 0
         self._prefetch = Prefetch(max_messages)
+        if not stays:
+            self._prefetch.stop()
         self._quiet = Quiet()
         self._look_at = 0.0
         """When to look next whether there is anything to be tried alone."""
@@ -270,12 +273,14 @@ class Receiver:
     def _claim(self) -> Delivery[Any] | None:
         """Take the next messages of shards that nobody has in hand."""
         raw = self.link.raw
-        hand = claim.claim(raw, self.reader, self.max_messages, self._prefetch.turn())
+        only, batch = self._prefetch.turn(), self._prefetch.batch
+        hand = claim.claim(raw, self.reader, self.max_messages, only, batch)
         if hand is None:
             return None
         for shard in hand.failed:
             hand.shards[shard].allowance = 1
         reading.read(raw, hand, set(hand.shards) - hand.failed, self.max_messages)
+        self._prefetch.stay_with(hand)
         with _receiving():
             return self._delivery(hand)
 
