@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 from uuid import UUID
 
 from saf.received import Received
+
+if TYPE_CHECKING:
+    from saf.signing.signer import Signer
 
 # Fates of a message. NOW: it can be handed out; a message of a dialog only if it is its turn
 NOW, LATE, EXPIRED, SPOKEN, UNREAD = 0, 1, 2, 3, 4
@@ -26,6 +30,8 @@ class Reader:
     """The member that reads: it claims its own shards only. None: claims those that nobody owns."""
     types: Collection[str | None] | None = None
     """The types of messages that it has handlers for; None: it takes all."""
+    signer: Signer | None = None
+    """Signs what is said on the dialogs of its messages."""
 
     @property
     def converses(self) -> bool:

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from saf.broker import restored, services
-from saf.database import check_schema, unavailable_if_lost
+from saf.database import check_schema, fetch, unavailable_if_lost
 from saf.database.poolers import is_pooled
 from saf.errors import UsageError
 from saf.failpoints import fail_point
@@ -43,6 +43,9 @@ from saf.receiving.prefetch import Prefetch
 from saf.receiving.quiet import Quiet
 from saf.receiving.retries import Policy, Suspect
 from saf.setaside.isolation import of_messages
+from saf.signing.keys import Key
+from saf.signing.signer import Signer
+from saf.signing.verifier import Trust, Verifier
 
 if TYPE_CHECKING:
     from saf.receiving.link import Engine
@@ -54,6 +57,8 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.5
 
 LOOK_SECONDS = 0.1
 """How often a receiver that has messages looks for what is to be tried alone, in seconds."""
+
+BROKER = "SELECT broker_id FROM saf.broker"
 
 LISTENING_PAUSE_SECONDS = 5.0
 """Longest pause of a receiver that is notified: it must still find what has become due."""
@@ -67,6 +72,9 @@ def receive(
     max_messages: int = 100,
     wait_seconds: float = 0.0,
     policy: Policy | None = None,
+    require_signed: bool = False,
+    keys: Mapping[str, Key] | None = None,
+    signer: Signer | None = None,
 ) -> Iterator[Delivery[Any]]:
     """Receive messages of a subscription, as many as there are up to ``max_messages``.
 
@@ -76,17 +84,29 @@ def receive(
         max_messages: the most messages in one delivery, which is one transaction.
         wait_seconds: how long to wait for the first message; after that, the delivery is empty.
         policy: what happens to messages whose handling fails.
+        require_signed: hand out no message that is not signed by one of the ``keys``.
+        keys: the keys that senders sign with, by their names, or a `Keys`; see docs/security.md.
+        signer: signs what is said on the dialogs of the messages.
 
     Raises:
         ConfigurationError: there is no such subscription.
-        UsageError: processors read this subscription.
+        UsageError: processors read this subscription, or there are no keys to verify with.
         SchemaMissing, SchemaMismatch, Restored: the database cannot be read from.
         Unavailable: the database does not answer, or a table of saf stays locked for too long.
     """
     if max_messages < 1:
         raise UsageError(f"max_messages: {max_messages} is less than 1")
+    trust = Trust.of(keys, required=require_signed)
     with connected(engine) as link:
-        receiver = Receiver(link, subscription, policy or Policy(), max_messages, stays=False)
+        receiver = Receiver(
+            link,
+            subscription,
+            policy or Policy(),
+            max_messages,
+            stays=False,
+            trust=trust,
+            signer=signer,
+        )
         with receiver.delivery(wait_seconds) as delivery:
             yield delivery
         fail_point("receive_committed")
@@ -108,6 +128,8 @@ class Receiver:
         beside_members: bool = False,
         listen: bool = False,
         stays: bool = True,
+        trust: Trust | None = None,
+        signer: Signer | None = None,
     ) -> None:
         self.link = link
         self.listens = listen
@@ -131,13 +153,20 @@ class Receiver:
             members = [] if beside_members else shards.living(link.raw, found.subscription_id)
             if listen:
                 notify.listen(link.raw)
+            self._verifier = None
+            if trust is not None:
+                ((broker,),) = fetch(link.raw, BROKER)
+                self._verifier = Verifier(trust=trust, broker=broker)
         if members:
             raise UsageError(
                 f"processors own the shards of subscription {subscription!r}: "
                 f"{', '.join(members)}. Stop them, or receive from a subscription of your own"
             )
         self.reader = Reader(
-            subscription_id=found.subscription_id, name=found.name, service=found.service
+            subscription_id=found.subscription_id,
+            name=found.name,
+            service=found.service,
+            signer=signer,
         )
 
     @contextmanager
@@ -209,6 +238,8 @@ class Receiver:
         if delivery:
             fail_point("receive_handled")
         delivery.settle()
+        if not delivery:
+            self._buried += delivery.buried
         fail_point("receive_settled")
 
     def _look(self) -> bool:
@@ -341,6 +372,7 @@ class Receiver:
                 if not hand.all:
                     shard.allowance = None
                 first.settle()
+                self._buried += first.buried
                 return suspect
             # if its attempt failed, this message was in it; otherwise another receiver's attempt
             # failed
@@ -428,7 +460,10 @@ class Receiver:
         return self._delivery(hand, suspect)
 
     def _delivery(self, hand: Hand | None, tried: Suspect | None = None) -> Delivery[Any]:
-        return Delivery(self.link.connection, self.link.raw, hand, self.policy, tried)
+        link = self.link
+        return Delivery(
+            link.connection, link.raw, hand, self.policy, tried, verifier=self._verifier
+        )
 
 
 class _NotReceived(Exception):

@@ -1,23 +1,28 @@
 """The caller's transaction under asyncio.
 
-``conn`` may be an AsyncSession or AsyncConnection of SQLAlchemy, on psycopg or asyncpg, or an
-AsyncConnection or AsyncCursor of psycopg. What is checked, and how a statement is run, is
-`saf.transaction`'s: SQLAlchemy runs it on its own connection, and here it is awaited on psycopg's.
+``conn`` may be an AsyncSession or AsyncConnection of SQLAlchemy, on psycopg or asyncpg, an
+AsyncConnection or AsyncCursor of psycopg, or a connection of asyncpg. What is checked, and how a
+statement is run, is `saf.transaction`'s: SQLAlchemy runs it on its own connection, and here it is
+awaited on a driver's.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psycopg
 from psycopg.rows import tuple_row
 
 from saf.errors import AutocommitError, UsageError
-from saf.transaction import Entrance, OnPsycopg, Rows, described
+from saf.transaction import Entrance, Known, OnPsycopg, Rows, closed, described, is_asyncpg
 
 if TYPE_CHECKING:
+    import asyncpg
+    from asyncpg.pool import PoolConnectionProxy
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 
     AsyncConn = (
@@ -26,7 +31,15 @@ if TYPE_CHECKING:
         | AsyncConnection
         | psycopg.AsyncConnection[Any]
         | psycopg.AsyncCursor[Any]
+        | asyncpg.Connection
+        | PoolConnectionProxy
     )
+
+    class _Transaction(Known, Protocol):
+        async def execute(self, statement: str, params: Mapping[str, Any]) -> None: ...
+
+        async def fetch(self, statement: str) -> Rows: ...
+
 
 Execute = Callable[[Any, str, Mapping[str, Any]], None]
 
@@ -43,6 +56,59 @@ class _AsyncPsycopg(OnPsycopg):
         async with psycopg.AsyncCursor(self.connection, row_factory=tuple_row) as cursor:
             await cursor.execute(statement, prepare=self.prepare)
             return await cursor.fetchall()
+
+
+class _Asyncpg:
+    def __init__(self, connection: Any) -> None:
+        if connection.is_closed():
+            raise closed()
+        self.connection = connection
+        # asyncpg is told about poolers by whoever connects: statement_cache_size=0
+        self.pooled = True
+
+    # asyncpg says only in private whom it is connected to, and as whom
+    @property
+    def user(self) -> str | None:
+        return str(self.connection._params.user)
+
+    @property
+    def database(self) -> object:
+        return (self.connection._addr, self.connection._params.database)
+
+    @property
+    def process(self) -> int | None:
+        return int(self.connection.get_server_pid())
+
+    def commits_by_itself(self) -> bool:
+        return not self.connection.is_in_transaction()
+
+    async def execute(self, statement: str, params: Mapping[str, Any]) -> None:
+        numbered, names = _numbered(statement)
+        await self.connection.execute(numbered, *(params[name] for name in names))
+
+    async def fetch(self, statement: str) -> Rows:
+        return [tuple(row) for row in await self.connection.fetch(statement)]
+
+
+@cache
+def _numbered(statement: str) -> tuple[str, list[str]]:
+    """Turn a statement into one with asyncpg's parameters; return these by name, too.
+
+    JSON goes as text, because the caller may have set how asyncpg encodes JSON.
+
+    >>> _numbered("SELECT CAST(%(a)s AS uuid), CAST(%(b)s AS jsonb)")
+    ('SELECT CAST($1 AS uuid), CAST(CAST($2 AS text) AS jsonb)', ['a', 'b'])
+    """
+    names: list[str] = []
+
+    def numbered(found: re.Match[str]) -> str:
+        names.append(found["name"])
+        number, type_ = f"${len(names)}", found["type"]
+        if type_.startswith("jsonb"):
+            number = f"CAST({number} AS {type_.replace('jsonb', 'text')})"
+        return f"CAST({number} AS {type_})"
+
+    return re.sub(r"CAST\(%\((?P<name>\w+)\)s AS (?P<type>[^()]+)\)", numbered, statement), names
 
 
 async def execute(
@@ -67,11 +133,6 @@ async def execute(
     Raises:
         UsageError: ``conn`` is not a connection of asyncio, or it is closed.
     """
-    if isinstance(conn, psycopg.AsyncCursor):
-        conn = conn.connection
-    if isinstance(conn, psycopg.AsyncConnection):
-        await _on_psycopg(conn, statement, params, enter, allow_autocommit=allow_autocommit)
-        return
     if "sqlalchemy.ext.asyncio" in sys.modules:
         from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 
@@ -80,22 +141,7 @@ async def execute(
         if isinstance(conn, (AsyncConnection, AsyncSession)):
             await conn.run_sync(at_once, statement, params)
             return
-    raise UsageError(
-        f"cannot await a send on a {described(conn)}: expected SQLAlchemy's AsyncSession or "
-        "AsyncConnection, on psycopg or asyncpg, or psycopg's AsyncConnection or AsyncCursor; "
-        "without asyncio, say outbox.send or outbox.send_many"
-    )
-
-
-async def _on_psycopg(
-    conn: psycopg.AsyncConnection[Any],
-    statement: str,
-    params: Mapping[str, Any],
-    enter: Entrance,
-    *,
-    allow_autocommit: bool,
-) -> None:
-    transaction = _AsyncPsycopg(conn)
+    transaction = _on_driver(conn)
     if not allow_autocommit and transaction.commits_by_itself():
         raise AutocommitError
     try:
@@ -104,12 +150,26 @@ async def _on_psycopg(
             pooled = await _checked_now(transaction, enter)
         transaction.pooled = pooled
         await transaction.execute(statement, params)
-    except psycopg.Error as error:
+    except Exception as error:
         enter.refuse_without_right(error, transaction)
         raise
 
 
-async def _checked_now(transaction: _AsyncPsycopg, enter: Entrance) -> bool:
+def _on_driver(conn: object) -> _Transaction:
+    if isinstance(conn, psycopg.AsyncCursor):
+        conn = conn.connection
+    if isinstance(conn, psycopg.AsyncConnection):
+        return _AsyncPsycopg(conn)
+    if is_asyncpg(conn):
+        return _Asyncpg(conn)
+    raise UsageError(
+        f"cannot await a send on a {described(conn)}: expected SQLAlchemy's AsyncSession or "
+        "AsyncConnection, psycopg's AsyncConnection or AsyncCursor, or a connection of asyncpg; "
+        "without asyncio, say outbox.send or outbox.send_many"
+    )
+
+
+async def _checked_now(transaction: _Transaction, enter: Entrance) -> bool:
     checking = enter.check(transaction)
     query = next(checking)
     while True:

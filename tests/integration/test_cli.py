@@ -195,9 +195,9 @@ def test_forward_ends_with_2_on_a_database_without_the_schema(
 
 def test_help_has_the_table_of_exit_codes_and_so_has_the_page() -> None:
     page = (ROOT / "docs" / "operations.md").read_text()
+    helps = [" ".join(saf(*words, "--help").stdout.split()) for words in ([], ["forward"])]
     for code, means in EXIT_CODES.items():
-        for arguments in (["--help"], ["forward", "--help"]):
-            assert f"{code:<4} {means}" in saf(*arguments, env={"COLUMNS": "100"}).stdout
+        assert all(f" {code} {means}" in text for text in helps)
         assert f"| {code} | {means} |" in page
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import datetime, timedelta, timezone
 from typing import Any
 from uuid import UUID
@@ -53,6 +55,11 @@ def keys(dsn: Dsn) -> list[str | None]:
 
 def many(count: int) -> list[Message]:
     return [Message(service="billing", body=b"", key=str(number)) for number in range(count)]
+
+
+def asyncpgs(dsn: Dsn) -> dict[str, Any]:
+    """How asyncpg connects there."""
+    return {"host": dsn.parts["host"], "user": "postgres", "database": dsn.database, "port": 5432}
 
 
 def async_engine(dsn: Dsn, driver: str, **options: Any) -> AsyncEngine:
@@ -195,16 +202,72 @@ def test_what_is_of_asyncio_is_not_sent_on_at_once_and_told_so(app: Dsn, outbox:
     assert keys(app) == []
 
 
+@pytest.mark.parametrize("how", ["connection", "pool", "codec"])
+def test_a_connection_of_asyncpg_sends_every_field_in_its_transaction(
+    app: Dsn, outbox: Outbox, how: str
+) -> None:
+    async def business() -> None:
+        async with asyncpg.create_pool(**asyncpgs(app), min_size=1) as pool:
+            raw = pool if how == "pool" else await asyncpg.connect(**asyncpgs(app))
+            async with pool.acquire() if how == "pool" else nullcontext(raw) as connection:
+                if how == "codec":
+                    await connection.set_type_codec(
+                        "jsonb", schema="pg_catalog", encoder=json.dumps, decoder=json.loads
+                    )
+                async with connection.transaction():
+                    await outbox.asend(
+                        connection,
+                        "billing",
+                        {"a": 1},
+                        key="A",
+                        headers={"trace": [1, None]},
+                        deliver_at=SOON,
+                        to_broker=UUID(int=7),
+                    )
+                    await outbox.asend_many(connection, many(2))
+                rolled_back = connection.transaction()
+                await rolled_back.start()
+                await outbox.asend(connection, "billing", b"", key="rolled back")
+                await rolled_back.rollback()
+            if how != "pool":
+                await raw.close()
+
+    asyncio.run(business())
+    row = stored(app)[0]
+    assert (row["key"], row["body"], row["deliver_at"]) == ("A", b'{"a":1}', SOON)
+    assert row["headers"] == {"content-type": "application/json", "trace": [1, None]}
+    assert row["to_broker"] == UUID(int=7)
+    assert keys(app) == ["A", "0", "1"]
+
+
+def test_a_connection_of_asyncpg_is_refused_like_any_other(
+    app: Dsn, new_database: Callable[[str], Dsn], outbox: Outbox
+) -> None:
+    empty = new_database("empty")
+
+    async def business() -> None:
+        connection = await asyncpg.connect(**asyncpgs(app))
+        with pytest.raises(AutocommitError):
+            await outbox.asend(connection, "billing", b"")
+        with pytest.raises(UsageError, match=r"asend"):
+            outbox.send(connection, "billing", b"")
+        await connection.close()
+        with pytest.raises(UsageError, match="closed"):
+            await outbox.asend(connection, "billing", b"")
+        connection = await asyncpg.connect(**asyncpgs(empty))
+        async with connection.transaction():
+            with pytest.raises(SchemaMissing):
+                await outbox.asend(connection, "billing", b"")
+        await connection.close()
+
+    asyncio.run(business())
+    assert keys(app) == []
+
+
 def test_what_is_not_of_asyncio_cannot_be_awaited_and_told_so(app: Dsn, outbox: Outbox) -> None:
     async def business() -> None:
         with connect(app) as connection, pytest.raises(UsageError, match=r"say outbox\.send or"):
-            await outbox.asend(connection, "billing", b"")  # type: ignore[arg-type]
-        raw = await asyncpg.connect(
-            host=app.parts["host"], user="postgres", database=app.database, port=5432
-        )
-        with pytest.raises(UsageError, match=r"asyncpg.*expected SQLAlchemy's AsyncSession"):
-            await outbox.asend(raw, "billing", b"")
-        await raw.close()
+            await outbox.asend(connection, "billing", b"")
 
     asyncio.run(business())
 
