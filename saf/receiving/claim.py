@@ -44,6 +44,14 @@ ALL_CLEAR = 256
 # off because the estimates for a ring's slots are rough, and compiling takes longer than running.
 BEGIN = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; SET LOCAL jit = off"
 
+# For transactions that hold nothing of the application's. A statement that is asked again and again
+# is planned once, because to plan it takes longer than to ask it. By the indexes, because a slot
+# that is empty when it is planned may be large a moment later.
+PLAN_ONCE = """
+SET LOCAL jit = off; SET LOCAL plan_cache_mode = force_generic_plan;
+SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off
+"""
+
 # Waits here, within a bound, for whoever has locked a table. Whoever asks for such a lock later
 # waits for this transaction. The rest of the transaction is the application's, with its own bounds;
 # a bound for locks that it sets holds here too.

@@ -26,6 +26,8 @@ would have been prefetched; `TAKE` looks again whether any wait. Lanes are made 
 shard in hand, from messages that move the position or from lanes that are there; or by a person,
 who retries a dead letter.
 
+A receiver goes on with a shard that it has begun, because to open the first batch of a deep one
+means to look through it; after `STAY_SECONDS` it gives the shard up, so that others have a turn.
 Memory is bounded by a number of messages and of bytes.
 """
 
@@ -54,7 +56,7 @@ MOST_BYTES = 8 << 20
 """The bodies of what is prefetched have at most so many bytes, and one more body."""
 STAY_SECONDS = 1.0
 """How long a receiver stays with the shards that it has prefetched of."""
-DELIVERIES = 8
+DELIVERIES = 16
 """For how many deliveries of any size messages are prefetched, between these two numbers."""
 GROWTH = 4
 """How many times as many messages are prefetched as before, if there were as many."""
@@ -199,8 +201,8 @@ class Prefetch:
     def read(self, raw: psycopg.Connection[Any], reader: Reader) -> None:
         """Open the batches of some shards, and read them. Call it in a transaction of its own."""
         asked, self._ahead = self._ahead, 0
-        # nothing has been done with what it opens, so there is nothing to wait for
-        raw.execute("SET LOCAL synchronous_commit = off")
+        # nothing has been done with what it opens, so there is no need to wait for the disk
+        raw.execute(f"SET LOCAL synchronous_commit = off; {claim.PLAN_ONCE}")
         hand, wanted = None, 1
         if self._stay is not None and time.monotonic() < self._until:
             hand = claim.claim_some(raw, reader, wanted, self._stay, self._most)

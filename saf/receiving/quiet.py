@@ -23,19 +23,13 @@ import psycopg
 
 from saf.database import fetch
 from saf.log.shards import ALL_SHARDS, LAST, failed
+from saf.receiving.claim import PLAN_ONCE
 from saf.receiving.hand import Reader
 from saf.receiving.retries import HANDLED, params_of
 from saf.setaside.lane import Kind
 
 SURE_SECONDS = 5.0
 """How long a receiver relies on what has not changed, in seconds."""
-
-# Planned once and by the indexes, because to plan it takes longer than to ask it, and a slot that
-# is empty when it is planned may be large a moment later
-BEGIN = """
-SET LOCAL jit = off; SET LOCAL plan_cache_mode = force_generic_plan;
-SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off
-"""
 
 SHARDS = f"ARRAY(SELECT s::smallint FROM {ALL_SHARDS} AS s)"
 ASK = f"""
@@ -82,7 +76,7 @@ class Quiet:
 
         Otherwise look, and say so by `nothing` if there is nothing.
         """
-        raw.execute(BEGIN)
+        raw.execute(PLAN_ONCE)
         seen, *free = self._known or (None, None, None)
         ((snapshot, *now, changed),) = fetch(raw, ASK, {**params_of(reader), "seen": seen})
         self._asked = (snapshot, *now)

@@ -40,6 +40,13 @@ KILLS = (
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "what was read ahead and refused is gone without a dead letter",
+        DELIVERY,
+        "            or self._refused\n",
+        "",
+        "contract/test_signing.py::test_what_was_read_ahead_is_verified_as_it_is_delivered",
+    ),
+    mutant(
         "what was delayed comes in the order of its ids",
         READING,
         "ORDER BY deliver_at, id LIMIT",
