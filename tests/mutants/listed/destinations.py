@@ -160,7 +160,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a folder's marks are moved before its messages are there",
         FOLDER,
-        "rows if wrong is None else None",
+        "do.rows if do.wrong is None else None",
         "None",
         "contract/test_jsonl.py::test_messages_are_lines_in_their_order_and_each_is_there_once",
     ),
