@@ -12,7 +12,18 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks import classifiers, cold, drain, faults, memory, processors, receive, routing, send
+from benchmarks import (
+    brokers,
+    classifiers,
+    cold,
+    drain,
+    faults,
+    memory,
+    processors,
+    receive,
+    routing,
+    send,
+)
 from benchmarks.stage import Stage
 from saf.spark import session
 
@@ -22,6 +33,7 @@ ON_SPARK = {
     "routing": routing.run,
     "classifiers": classifiers.run,
     "end_to_end": receive.end_to_end,
+    "brokers": brokers.run,
 }
 ALONE = {
     "send": send.run,
@@ -43,6 +55,7 @@ PARTS = (
     "receive",
     "processors",
     "end_to_end",
+    "brokers",
 )
 
 
