@@ -25,13 +25,17 @@ class Lossy:
     def __enter__(self) -> Self:
         return self
 
+    def close(self) -> None:
+        """Take no more connections."""
+        self._listener.close()
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        self._listener.close()
+        self.close()
 
     def lose_answers_to(self, request: bytes) -> None:
         """From now on, whoever sends a request with these bytes gets no answer; empty: all do."""

@@ -104,8 +104,8 @@ def not_for(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
-    """What storing a chunk does at a destination that is told of no services."""
+class Verdict:
+    """What becomes of a chunk at a destination that is told of no services."""
 
     rows: pa.Table
     """The messages that are not stored yet."""
@@ -115,7 +115,7 @@ class Step:
     """The marks after it, for the places of the chunk's messages; none if it is wrong."""
 
 
-def step(
+def judged(
     where: str,
     identity: UUID,
     chunk: Chunk,
@@ -123,8 +123,8 @@ def step(
     marks: Mapping[Place, Mark],
     *,
     exactly_once: bool,
-) -> Step:
-    """Return what storing a chunk does, by the epochs and marks of its `guarded` places.
+) -> Verdict:
+    """Return what becomes of a chunk, by the epochs and marks of its `guarded` places.
 
     Raises what `refuse` raises.
     """
@@ -134,7 +134,7 @@ def step(
         stored = {place: mark.number for place, mark in marks.items()}
         rows = beyond(rows, chunk.batch.number, stored, chunk.prefix)
     wrong = not_for(where, identity, rows, chunk.behind)
-    return Step(rows=rows, wrong=wrong, moved={} if wrong else last_of(chunk, marks))
+    return Verdict(rows=rows, wrong=wrong, moved={} if wrong else last_of(chunk, marks))
 
 
 def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:

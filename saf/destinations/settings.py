@@ -168,11 +168,7 @@ class DestinationSettings(BaseModel):
         A kind asks its server for the settings on which that depends. It raises what opening the
         destination raises.
         """
-        promise = {
-            True: "each message is stored exactly once",
-            False: "each message is stored at least once",
-        }[self.capabilities.exactly_once]
-        return Guarantee(server=f"kind {self.kind!r}", promise=promise)
+        return Guarantee(server=f"kind {self.kind!r}", promise=self.quality.replace("_", " "))
 
     # Secrets
 

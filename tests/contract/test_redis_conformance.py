@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from datetime import datetime
 from typing import Any
@@ -14,7 +14,7 @@ from pydantic import SecretStr
 from saf.destinations.mapping import HEADERS, names
 from saf.destinations.redis import Redis
 from saf.testing.conformance import DestinationConformance, Read, Row, WhileUnavailable
-from tests.redis_server import RedisServer, redis_server
+from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.slow
 
@@ -27,24 +27,9 @@ COLUMNS = [*(one.column for one in HEADERS if one.column not in ("source", "shar
 LARGEST = 64 << 20
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as server:
-        server.client().acl_setuser(
-            "nobody", enabled=True, passwords=[f"+{CANARY}"], categories=["-@all"]
-        )
-        yield server
-
-
-@pytest.fixture
-def server(running: RedisServer) -> RedisServer:
-    running.client().flushall()
-    return running
-
-
-def entries(server: RedisServer) -> list[Mapping[str, bytes]]:
+def entries(queue: RedisServer) -> list[Mapping[str, bytes]]:
     """The fields of all entries of all streams, oldest first."""
-    with closing(server.client()) as client:
+    with closing(queue.client()) as client:
         found: list[Any] = []
         for key in client.scan_iter(match="{saf}:*"):
             found += client.xrange(key) or []
@@ -66,21 +51,23 @@ class TestRedis(DestinationConformance):
     columns: Sequence[str] = COLUMNS
 
     @pytest.fixture
-    def settings(self, server: RedisServer) -> Redis:
-        return Redis(server=server.address)
+    def settings(self, queue: RedisServer) -> Redis:
+        return Redis(server=queue.address)
 
     @pytest.fixture
-    def stored(self, settings: Redis, server: RedisServer) -> Read:
+    def stored(self, settings: Redis, queue: RedisServer) -> Read:
         of = names(settings.format, "ce_")
-        return lambda: [message(fields, of) for fields in entries(server)]
+        return lambda: [message(fields, of) for fields in entries(queue)]
 
     @pytest.fixture
-    def unavailable(self, server: RedisServer) -> WhileUnavailable:
-        return server.down
+    def unavailable(self, queue: RedisServer) -> WhileUnavailable:
+        return queue.down
 
     @pytest.fixture
-    def refused(self, server: RedisServer) -> Redis:
-        return Redis(server=server.address, username="nobody", password=SecretStr(CANARY))
+    def refused(self, queue: RedisServer) -> Redis:
+        given = {"enabled": True, "passwords": [f"+{CANARY}"], "categories": ["-@all"]}
+        queue.client().acl_setuser("nobody", **given)
+        return Redis(server=queue.address, username="nobody", password=SecretStr(CANARY))
 
     @pytest.fixture
     def rejected(self) -> Row:
@@ -95,5 +82,5 @@ class TestRedisInCloudEvents(TestRedis):
     ]  # its service, if it has none
 
     @pytest.fixture
-    def settings(self, server: RedisServer) -> Redis:
-        return Redis(server=server.address, format="cloudevents", step_rows=3)
+    def settings(self, queue: RedisServer) -> Redis:
+        return Redis(server=queue.address, format="cloudevents", step_rows=3)

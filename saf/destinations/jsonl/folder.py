@@ -43,7 +43,7 @@ from saf.destinations.jsonl.state import (
     write,
 )
 from saf.destinations.marks import NOTHING, Mark, Place
-from saf.destinations.places import guarded, refuse, step
+from saf.destinations.places import guarded, judged, refuse
 from saf.errors import Rejected, Unavailable
 from saf.failpoints import fail_point
 
@@ -84,18 +84,18 @@ class Folder:
         identity = self.identity()
         with unavailable_if_lost(self.what), self._locked(chunk.source) as state:
             epochs, marks = self._places(state, chunk)
-            do = step(self.what, identity, chunk, epochs, marks, exactly_once=exactly_once)
+            verdict = judged(self.what, identity, chunk, epochs, marks, exactly_once=exactly_once)
             mine = dict(chunk.batch.epochs)
             new = State(
                 number=state.number,
-                marks={**state.marks, **marks, **do.moved},
+                marks={**state.marks, **marks, **verdict.moved},
                 epochs=state.epochs | {(lane, shard): mine[shard] for lane, shard in marks},
             )
-            self._commit(chunk.source, new, do.rows if do.wrong is None else None, state)
-        if do.wrong:
-            raise do.wrong
-        dropped = chunk.rows.num_rows - do.rows.num_rows
-        return Stored(messages=do.rows.num_rows, dropped=dropped, marks=do.moved)
+            self._commit(chunk.source, new, verdict.rows if verdict.wrong is None else None, state)
+        if verdict.wrong:
+            raise verdict.wrong
+        dropped = chunk.rows.num_rows - verdict.rows.num_rows
+        return Stored(messages=verdict.rows.num_rows, dropped=dropped, marks=verdict.moved)
 
     def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:
         """Return how far the lanes and shards of a chunk are stored; see `Destination.marks`."""

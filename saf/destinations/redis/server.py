@@ -109,7 +109,7 @@ class Link:
             raise refused(
                 self.what, "it is a replica", "name the master, or sentinels, in saf.toml"
             )
-        if (policy := info["maxmemory_policy"]) != "noeviction":
+        if (policy := info.get("maxmemory_policy")) != "noeviction":
             raise refused(
                 self.what,
                 f"maxmemory-policy is {policy}, so it may throw away messages and marks",
@@ -165,8 +165,9 @@ def translated(what: str, settings: Redis, error: Exception) -> SafError:
     if code in TO_MEND:
         reason = said.removeprefix(f"{NO_STREAM} ").removeprefix(f"{DENIED} ")
         return refused(what, reason, TO_MEND[code])
-    hangs = isinstance(error, redis.TimeoutError)
-    return Unavailable(what, f"{settings.server}: {said}", hangs=hangs)
+    unavailable = Unavailable(what, f"{settings.server}: {said}")
+    unavailable.hangs = isinstance(error, redis.TimeoutError)
+    return unavailable
 
 
 def refused(what: str, reason: str, cure: str) -> Refused:

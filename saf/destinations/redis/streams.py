@@ -21,18 +21,20 @@ marks are behind those that the source remembers, which is refused and repaired.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.destinations import Chunk, Stored
 from saf.destinations.mapping import HEADERS, Mapped, mapped
 from saf.destinations.marks import Mark, Place
-from saf.destinations.places import Step, guarded, last_of, refuse, step
+from saf.destinations.places import Verdict, guarded, judged, last_of, refuse
 from saf.destinations.redis import keys, wire
 from saf.destinations.redis.script import MOST_FIELDS, STORE, STORED
 from saf.destinations.redis.server import Link, errors, open_link
@@ -90,25 +92,29 @@ class Streams:
 
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         """Store a chunk; see `saf.destinations.Destination`."""
-        identity = self.identity()
-        stored = 0
+        identity, given = self.identity(), chunk.rows.num_rows
+        stored, moved = 0, dict[Place, Mark]()
         with self._connected() as link:
             for _ in range(ATTEMPTS):
                 said, epochs, marks = self._read(link, chunk)
-                do = step(self.what, identity, chunk, epochs, marks, exactly_once=exactly_once)
-                what = None if do.wrong else self._mapped(do, chunk)
+                verdict = judged(
+                    self.what, identity, chunk, epochs, marks, exactly_once=exactly_once
+                )
+                what = None if verdict.wrong else self._mapped(verdict.rows, chunk.source)
                 fail_point("mom_insert")
-                count, whole = self._send(link, self._steps(chunk, do, what, said, marks))
-                stored += count
-                if whole:
+                answers = self._send(link, self._steps(chunk, verdict, what, said, marks))
+                stored += sum(count for count, fine in answers if fine)
+                moved |= verdict.moved
+                if answers[-1][1]:
                     break
+                if what and not exactly_once:  # the marks do not drop what is stored
+                    chunk = replace(chunk, rows=_left(verdict.rows, answers))
             else:
                 raise Unavailable(self.what, "others move the same marks again and again")
         fail_point("mom_commit")
-        if do.wrong:
-            raise do.wrong
-        stored = min(stored, chunk.rows.num_rows)  # at least once, some may be stored twice
-        return Stored(messages=stored, dropped=chunk.rows.num_rows - stored, marks=do.moved)
+        if verdict.wrong:
+            raise verdict.wrong
+        return Stored(messages=stored, dropped=given - stored, marks=moved)
 
     def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:
         """Return how far the lanes and shards of a chunk are stored; see `Destination.marks`."""
@@ -131,16 +137,16 @@ class Streams:
             {place: mark for place, (_, mark) in found.items()},
         )
 
-    def _mapped(self, do: Step, chunk: Chunk) -> Mapped:
-        """Return what the server gets of a chunk's messages.
+    def _mapped(self, rows: pa.Table, source: UUID) -> Mapped:
+        """Return what the server gets of messages.
 
         Raises:
             Rejected: it does not take one of them.
         """
         what = mapped(
             self.what,
-            do.rows,
-            chunk.source,
+            rows,
+            source,
             topic=self.settings.topic,
             form=self.settings.format,
             prefix=PREFIX,
@@ -158,7 +164,7 @@ class Streams:
     def _steps(
         self,
         chunk: Chunk,
-        do: Step,
+        verdict: Verdict,
         what: Mapped | None,
         said: Mapping[Place, str],
         marks: Mapping[Place, Mark],
@@ -167,9 +173,9 @@ class Streams:
         mine, tag, source = dict(chunk.batch.epochs), self.settings.hash_tag, chunk.source
         count = what.count if what else 0
         for first in range(0, max(count, 1), self.settings.step_rows):
-            rows = do.rows.slice(first, self.settings.step_rows)
+            rows = verdict.rows.slice(first, self.settings.step_rows)
             last = first + self.settings.step_rows >= count
-            moved = do.moved if last else last_of(replace(chunk, rows=rows), marks)
+            moved = verdict.moved if last else last_of(replace(chunk, rows=rows), marks)
             marks = {**marks, **moved}
             new = {place: keys.written(mine[place[1]], mark) for place, mark in marks.items()}
             some = what.slice(first, self.settings.step_rows) if what else None
@@ -186,37 +192,35 @@ class Streams:
             )
             said = new
 
-    def _send(self, link: Link, steps: Iterator[tuple[int, list[Any]]]) -> tuple[int, bool]:
-        """Send steps; return how many messages were stored, and whether the last step was.
+    def _send(self, link: Link, steps: Iterator[tuple[int, list[Any]]]) -> list[tuple[int, bool]]:
+        """Send steps; return the number of messages of each, and whether it was stored.
 
-        If only an earlier step was not, another process has stored the same messages.
+        If one was not, but the last one was, another process has stored the same messages.
         """
         pool = link.client.connection_pool
         connection = pool.get_connection()
         waiting: deque[int] = deque()
-        stored, whole = 0, False
+        answers: list[tuple[int, bool]] = []
+
+        def answered() -> None:
+            answers.append((waiting.popleft(), connection.read_response() == STORED))
+
         try:
             for count, command in steps:
                 connection.send_packed_command(command)
                 waiting.append(count)
                 if len(waiting) >= IN_FLIGHT:
-                    whole = self._answered(connection)
-                    stored += waiting.popleft() * whole
+                    answered()
             while waiting:
-                whole = self._answered(connection)
-                stored += waiting.popleft() * whole
-            if whole:
+                answered()
+            if answers[-1][1]:
                 self._wait_for_replicas(connection)
         except BaseException:
             connection.disconnect()  # answers may be under way
             raise
         finally:
             pool.release(connection)
-        return stored, whole
-
-    @staticmethod
-    def _answered(connection: Any) -> bool:
-        return bool(connection.read_response() == STORED)
+        return answers
 
     def _wait_for_replicas(self, connection: Any) -> None:
         """Wait until the replicas have what this connection has written.
@@ -246,3 +250,9 @@ class Streams:
         except Unavailable:
             self.close()
             raise
+
+
+def _left(rows: pa.Table, answers: Sequence[tuple[int, bool]]) -> pa.Table:
+    """Return those of some rows whose steps were not stored."""
+    counts, fine = zip(*answers, strict=True)
+    return rows.filter(pa.array(~np.repeat(np.array(fine, bool), counts)))

@@ -125,6 +125,10 @@ def _elsewhere(config: Settings) -> Iterator[Finding]:
         try:
             problems = [*there.problems(name)]
             more = there.guarantee(name).more
+        except Refused as error:
+            said = there.redact(error.reason)
+            yield Finding(check=LOGIN, where=where, severity="error", what=said, cure=error.cure)
+            continue
         except Unavailable as error:
             yield _unreachable(where, there.redact(error.reason))
             continue
