@@ -6,12 +6,15 @@ A queue knows no services, and no end of a dialog can live there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from string import Formatter
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
 from saf.destinations.settings import DestinationSettings
+from saf.errors import Refused
 
 Format = Literal["saf", "cloudevents"]
 
@@ -58,3 +61,27 @@ class QueueSettings(DestinationSettings):
     stand in it."""
     format: Format = "saf"
     """How headers are named: `saf-id` and so on, or as CloudEvents in binary mode."""
+
+
+def unusable(what: str, reason: str, cure: str) -> Refused:
+    """Return the error for a queue that a person has to mend, other than its login."""
+    error = Refused(what, reason, cure)
+    error.args = (f"{what} cannot be used: {reason}. {cure[0].upper()}{cure[1:]}",)
+    return error
+
+
+@contextmanager
+def client_needed(name: str, extra: str) -> Iterator[None]:
+    """Import a client within it: without one, only this destination's messages wait.
+
+    Raises:
+        Refused: the extra is not installed here.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise unusable(
+            f"destination {name!r}",
+            f"its client is not installed here ({error})",
+            f"pip install 'saf-outbox[{extra}]', also where Spark's executors are",
+        ) from None

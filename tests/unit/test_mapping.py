@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 from uuid import UUID
 
@@ -10,7 +11,7 @@ import pytest
 from saf.destinations.mapping import Mapped, mapped
 from saf.destinations.redis import Redis
 from saf.destinations.redis.address import parse
-from saf.errors import Rejected
+from saf.errors import Refused, Rejected
 from saf.testing.forwarder import HARD, Forwarder, Row
 
 SOURCE = UUID(int=5)
@@ -128,6 +129,18 @@ def test_a_cloud_event_has_the_attributes_that_are_required() -> None:
 def test_headers_that_cannot_be_given_are_rejected(headers: str, form: str, said: str) -> None:
     with pytest.raises(Rejected, match=said):
         given(row(headers=headers), form=form)
+
+
+def test_without_its_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("saf.destinations.redis.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "redis", None)
+    there = Redis(server="redis://h")
+    for ask in (there.open, there.identity, there.guarantee, there.reading):
+        with pytest.raises(Refused, match=r"pip install 'saf-outbox\[redis\]'") as caught:
+            ask("events")
+        assert "destination 'events' cannot be used" in str(caught.value)
+    Redis.preload()
 
 
 @pytest.mark.parametrize(

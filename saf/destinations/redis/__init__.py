@@ -14,9 +14,9 @@ keys there are. The client is the extra ``redis``.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 from uuid import UUID
 
 import pydantic
@@ -25,10 +25,13 @@ from pydantic import AfterValidator, PrivateAttr, SecretStr
 from saf.database.bounds import Bounds
 from saf.destinations import Capabilities, Destination
 from saf.destinations.marks import Known
-from saf.destinations.queues import QueueSettings
+from saf.destinations.queues import QueueSettings, client_needed
 from saf.destinations.reading import Reading
 from saf.destinations.redis.address import Address, parse
 from saf.destinations.settings import Guarantee, within
+
+if TYPE_CHECKING:
+    from saf.destinations.redis.server import Link
 
 
 def _address(text: str) -> str:
@@ -98,8 +101,8 @@ class Redis(QueueSettings):
 
     def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
         """Return the streams as a destination; see `DestinationSettings.open`."""
-        from saf.destinations.redis.streams import Streams  # needs Arrow, which a driver does not
-
+        with client_needed(name, "redis"):
+            from saf.destinations.redis.streams import Streams  # needs Arrow; a driver has none
         return Streams(name, self)
 
     @classmethod
@@ -111,18 +114,21 @@ class Redis(QueueSettings):
             return
         import saf.destinations.redis.streams  # noqa: F401 - to have it imported
 
+    @contextmanager
+    def _connected(self, name: str) -> Iterator[Link]:
+        with client_needed(name, "redis"):
+            from saf.destinations.redis.server import connected
+        with connected(name, self) as link:
+            yield link
+
     def identity(self, name: str) -> UUID:
         """Return what the server says, or will say; see `DestinationSettings.identity`."""
-        from saf.destinations.redis import server
-
-        with server.connected(name, self) as link:
+        with self._connected(name) as link:
             return link.identity()
 
     def known(self, name: str, source: UUID, *, role: str) -> Known:  # noqa: ARG002 - nobody asks
         """Return the marks of a source; see `DestinationSettings.known`."""
-        from saf.destinations.redis import server
-
-        with server.connected(name, self) as link:
+        with self._connected(name) as link:
             return link.known(source)
 
     def reading(self, name: str) -> AbstractContextManager[Reading]:
@@ -131,22 +137,19 @@ class Redis(QueueSettings):
         Raises:
             CannotReadBack: some entries are not there any more.
         """
-        from saf.destinations.redis.reading import read
-
+        with client_needed(name, "redis"):
+            from saf.destinations.redis.reading import read
         return read(name, self)
 
     def problems(self, name: str) -> Iterator[tuple[str, str]]:
-        """Give what the server would be refused for; see `DestinationSettings.problems`."""
-        from saf.destinations.redis import server
-
-        with server.connected(name, self) as link:
+        """Raise what the server would be refused for; see `DestinationSettings.problems`."""
+        with self._connected(name) as link:
             link.look()
         yield from ()
 
     def guarantee(self, name: str) -> Guarantee:
         """Return what the server's settings really give; see `DestinationSettings.guarantee`."""
-        from saf.destinations.redis import server
-        from saf.destinations.redis.guarantee import guarantee
+        with self._connected(name) as link:
+            from saf.destinations.redis.guarantee import guarantee
 
-        with server.connected(name, self) as link:
             return guarantee(link)

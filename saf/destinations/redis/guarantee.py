@@ -11,7 +11,7 @@ from saf.destinations.settings import Guarantee
 
 KEPT = {
     "always": "a crash of the process or of the machine loses nothing that was acknowledged",
-    "everysec": "a crash of the machine loses what was acknowledged in the last second or two",
+    "everysec": "a crash loses what was acknowledged in the last second or two",
     "no": "a crash of the machine loses what was acknowledged since the system last wrote, often "
     "half a minute",
     None: "what a crash of the machine loses is not known, because this user may not ask",

@@ -13,20 +13,18 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from uuid import NAMESPACE_URL, UUID, uuid5
 
+import redis
+from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode, RedisCluster
+from redis.exceptions import RedisError
+from redis.retry import Retry
+from redis.sentinel import Sentinel
+
 from saf.destinations.marks import Known, Mark, Place
+from saf.destinations.queues import unusable
 from saf.destinations.redis import keys
 from saf.destinations.redis.script import DENIED, NO_STREAM
-from saf.errors import MissingExtra, Refused, SafError, Unavailable
-
-try:
-    import redis
-    from redis.backoff import NoBackoff
-    from redis.cluster import ClusterNode, RedisCluster
-    from redis.exceptions import RedisError
-    from redis.retry import Retry
-    from redis.sentinel import Sentinel
-except ImportError:
-    raise MissingExtra("redis", "a destination of kind 'redis'") from None
+from saf.errors import Refused, SafError, Unavailable
 
 if TYPE_CHECKING:
     from saf.destinations.redis import Redis
@@ -104,13 +102,13 @@ class Link:
         info = self.info()
         version = str(info["redis_version"])
         if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
-            raise refused(self.what, f"its version is {version}", "let it be 7.0 or newer")
+            raise unusable(self.what, f"its version is {version}", "let it be 7.0 or newer")
         if info["role"] != "master":
-            raise refused(
+            raise unusable(
                 self.what, "it is a replica", "name the master, or sentinels, in saf.toml"
             )
         if (policy := info.get("maxmemory_policy")) != "noeviction":
-            raise refused(
+            raise unusable(
                 self.what,
                 f"maxmemory-policy is {policy}, so it may throw away messages and marks",
                 "CONFIG SET maxmemory-policy noeviction, and the same in redis.conf",
@@ -164,17 +162,10 @@ def translated(what: str, settings: Redis, error: Exception) -> SafError:
         return Refused(what, said, TO_MEND[code])
     if code in TO_MEND:
         reason = said.removeprefix(f"{NO_STREAM} ").removeprefix(f"{DENIED} ")
-        return refused(what, reason, TO_MEND[code])
+        return unusable(what, reason, TO_MEND[code])
     unavailable = Unavailable(what, f"{settings.server}: {said}")
     unavailable.hangs = isinstance(error, redis.TimeoutError)
     return unavailable
-
-
-def refused(what: str, reason: str, cure: str) -> Refused:
-    """Return the error for what a person has to mend, other than the login."""
-    error = Refused(what, reason, cure)
-    error.args = (f"{what} cannot be used: {reason}. {cure[0].upper()}{cure[1:]}",)
-    return error
 
 
 def known_of(identity: UUID, fields: Mapping[bytes, bytes]) -> Known:
