@@ -17,7 +17,7 @@ help: ## this list
 
 install: $(VENV)/.installed ## set up .venv with everything; every other target does that too
 
-demo: $(VENV)/.installed ## the flights of 2013: sent, forwarded by Spark, proven; make demo DEMO="--json"
+demo: $(VENV)/.installed ## the flights of 2013: sent, forwarded by Spark, proven; make demo DEMO="--to redis"
 	@$(VENV)/bin/saf demo $(DEMO)
 
 demo-routing: $(VENV)/.installed ## the same to three MOM stores, each flight to its airport's

@@ -246,7 +246,7 @@ def running_queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSer
 @pytest.fixture
 def queue(running_queue: RedisServer) -> RedisServer:
     """A Redis server that is empty and durable."""
-    running_queue.client().flushall()
+    running_queue.empty()
     return running_queue
 
 

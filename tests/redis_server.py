@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +69,16 @@ class RedisServer:
     def client(self, **given: Any) -> Any:
         """A client of it; the types of its answers are those of no single version."""
         return redis.Redis(port=self.port, **given)
+
+    def empty(self) -> None:
+        """Let it lose everything."""
+        with closing(self.client()) as client:
+            client.flushall()
+
+    def entries(self, topic: str = "billing", tag: str = "saf") -> list[Mapping[str, str]]:
+        """The fields of a stream's entries, in their order."""
+        with closing(self.client(decode_responses=True)) as client:
+            return [fields for _, fields in client.xrange(f"{{{tag}}}:{topic}")]
 
     def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
         """Kill it."""

@@ -83,5 +83,5 @@ def client_needed(name: str, extra: str) -> Iterator[None]:
         raise unusable(
             f"destination {name!r}",
             f"its client is not installed here ({error})",
-            f"pip install 'saf-outbox[{extra}]', also where Spark's executors are",
+            f"install it: pip install 'saf-outbox[{extra}]', also where Spark's executors are",
         ) from None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from saf.database import Dsn, fetch
+from saf.database import Dsn
 from saf.database.bounds import Bounds
 from saf.destinations.marks import MAIN, ONCE
 from saf.destinations.redis import Redis
@@ -22,99 +20,27 @@ from saf.repair.send_again import send_again
 from saf.routing.routes import current_routes
 from saf.setaside.lane import Kind
 from saf.testing.forwarder import Forwarder
-from saf.testing.victim import start
 from tests.lossy import Lossy
-from tests.pipeline import connect, forward, let_time_pass
+from tests.pipeline import forward, let_time_pass
+from tests.queue_suite import QueueSuite, errors, ids, send_numbers, texts
 from tests.redis_server import RedisServer, redis_server
-from tests.redis_streams import entries, errors, ids, send_numbers, texts
-from tests.sizes import sized
 from tests.waits import until
 
 WEEK = 7 * 86400.0
 
 
-def test_messages_are_entries_in_their_order_and_each_is_there_once(
-    app: Dsn, queue: RedisServer, events: Redis
-) -> None:
-    send_numbers(app, *range(10))
-    forward(app, chunk_rows=3, events=events)
-    send_numbers(app, 10, 11)
-    forward(app, chunk_rows=3, events=events)
-    assert texts(queue) == [str(number) for number in range(12)]
-    with connect(app) as connection:
-        sent = fetch(connection, "SELECT message_id::text, shard::text FROM saf.outbox ORDER BY id")
-        ((source,),) = fetch(connection, "SELECT broker_id::text FROM saf.broker")
-    there = entries(queue)
-    assert [(one["saf-id"], one["saf-shard"]) for one in there] == sent
-    assert {one["saf-source"] for one in there} == {source}
-    assert {(one["saf-service"], one["saf-key"]) for one in there} == {("billing", "k")}
+class TestRedis(QueueSuite):
+    """What every queue has to keep."""
 
+    request = b"EVALSHA"
 
-@pytest.mark.parametrize("after", [0.0, 0.02, 0.1])
-def test_a_server_that_is_killed_while_it_stores_has_each_message_once_in_the_end(
-    tmp_path: Path, after: float
-) -> None:
-    forwarder = Forwarder()
-    rows = forwarder.messages(sized(4_000, 40_000))
-    chunk = forwarder.chunk(rows)
-    with redis_server(tmp_path / "redis") as server:
-        events = Redis(server=server.address, step_rows=100)
-        with closing(events.open("events")) as destination:
-            destination.connect()
-            killed = threading.Timer(after, server.kill)
-            killed.start()
-            attempts = 0
-            while not (attempts and server.process):
-                attempts += 1
-                try:
-                    destination.store(chunk, exactly_once=True)
-                    killed.join()
-                except Unavailable:
-                    killed.join()
-                if server.process is None:
-                    server.start()
-            destination.store(chunk, exactly_once=True)
-        assert ids(server) == [row["message_id"] for row in rows]
+    @pytest.fixture
+    def queue(self, tmp_path: Path) -> Iterator[RedisServer]:
+        with redis_server(tmp_path / "redis") as server:
+            yield server
 
-
-def test_a_chunk_whose_answer_was_lost_is_there_once(queue: RedisServer) -> None:
-    forwarder = Forwarder()
-    rows = forwarder.messages(300)
-    chunk = forwarder.chunk(rows)
-    with Lossy(queue.port) as proxy:
-        events = Redis(server=f"redis://127.0.0.1:{proxy.port}", step_rows=100)
-        with closing(events.open("events")) as destination:
-            destination.connect()
-            proxy.lose_answers_to(b"EVALSHA")
-            with pytest.raises(Unavailable):
-                destination.store(chunk, exactly_once=True)
-            assert proxy.lost == 1
-            proxy.lose_answers_to(b"")
-            until(lambda: len(ids(queue)) in (100, 200, 300))
-            done = destination.store(chunk, exactly_once=True)
-    assert done.dropped >= 100
-    assert ids(queue) == [row["message_id"] for row in rows]
-
-
-def test_a_process_that_was_stopped_stores_nothing_after_the_new_owner_did(
-    queue: RedisServer, events: Redis
-) -> None:
-    forwarder = Forwarder()
-    rows = forwarder.messages(400)
-    chunks = [forwarder.chunk(rows[first : first + 4]) for first in range(0, 400, 4)]
-    with start(events, chunks) as zombie:
-        assert zombie.stdout is not None
-        for _ in range(5):
-            zombie.stdout.readline()
-        zombie.send_signal(signal.SIGSTOP)
-        forwarder.epoch += 1
-        done = len(ids(queue))
-        with closing(events.open("events")) as destination:
-            destination.store(forwarder.chunk(rows), exactly_once=True)
-        zombie.send_signal(signal.SIGCONT)
-        zombie.stdout.read()
-        assert zombie.wait(timeout=60) != 0 or done == 400
-    assert ids(queue) == [row["message_id"] for row in rows]
+    def at(self, port: int) -> Redis:
+        return Redis(server=f"redis://127.0.0.1:{port}/0", step_rows=100)
 
 
 @contextmanager
@@ -213,7 +139,7 @@ def test_a_failover_that_lost_what_was_acknowledged_is_noticed_and_repaired(
         with Lossy(two.port) as moved:  # the same name for another server
             after = Redis(server=f"redis://127.0.0.1:{moved.port}/0")
             send_numbers(app, 4)
-            (said,) = errors(app, events=after)
+            (said,) = errors(app, after)
             assert "does not have any more what it has acknowledged" in said
             assert texts(two) == ["0", "1"]
             sent = send_again(
@@ -228,18 +154,6 @@ def test_a_failover_that_lost_what_was_acknowledged_is_noticed_and_repaired(
             assert texts(two) == [str(number) for number in range(5)]
             found = reconcile("app", app, {"events": after}, retention_seconds=WEEK)
             assert (found.same, found.unread) == (True, {})
-
-
-def test_a_server_that_has_lost_everything_is_not_taken_for_a_new_one(
-    app: Dsn, queue: RedisServer, events: Redis
-) -> None:
-    send_numbers(app, 0)
-    forward(app, chunk_rows=3, events=events)
-    queue.client().flushall()
-    send_numbers(app, 1)
-    (said,) = errors(app, events=events)
-    assert "does not have any more what it has acknowledged" in said
-    assert texts(queue) == []
 
 
 def test_what_is_not_on_enough_replicas_does_not_count_as_stored(tmp_path: Path) -> None:

@@ -10,18 +10,15 @@ import pytest
 from cloudevents.core.bindings.kafka import KafkaMessage, from_binary_event
 from cloudevents.core.formats.json import JSONFormat
 
-from saf import begin_dialog, begin_monolog
-from saf.config import Broker, Settings
 from saf.database import Dsn, fetch
 from saf.destinations.redis import Redis
 from saf.errors import Refused, SafError
-from saf.operating.doctor import examine
 from saf.testing.forwarder import Forwarder
-from tests.destinations import know, route, send_to
-from tests.pipeline import bodies, connect, forward, let_time_pass, send, stores
+from tests.destinations import route, send_to
+from tests.pipeline import bodies, connect, forward, let_time_pass, send
 from tests.programs import ROOT
+from tests.queue_suite import errors, ids, send_numbers, texts
 from tests.redis_server import RedisServer, redis_server
-from tests.redis_streams import entries, errors, ids, send_numbers, texts
 
 
 def test_a_template_says_the_stream_of_each_message(app: Dsn, queue: RedisServer, mom: Dsn) -> None:
@@ -37,9 +34,9 @@ def test_a_template_says_the_stream_of_each_message(app: Dsn, queue: RedisServer
         send_to(connection, "billing", "3", message_type="paid")
         send_to(connection, "prices", "4")
     forward(app, chunk_rows=10, events=events, mom=mom)
-    assert [one["body"] for one in entries(queue, "billing.paid", "shop")] == ["1", "3"]
-    assert [one["body"] for one in entries(queue, "shipping.untyped", "shop")] == ["2"]
-    assert [one["body"] for one in entries(queue, "prices.untyped", "shop")] == ["4"]
+    assert [one["body"] for one in queue.entries("billing.paid", "shop")] == ["1", "3"]
+    assert [one["body"] for one in queue.entries("shipping.untyped", "shop")] == ["2"]
+    assert [one["body"] for one in queue.entries("prices.untyped", "shop")] == ["4"]
     assert bodies(mom) == ["4"]
 
 
@@ -62,7 +59,7 @@ def test_headers_of_the_sender_are_fields_and_what_cannot_be_one_is_a_dead_lette
         forward(app, chunk_rows=10, events=events)
         dead = fetch(connection, "SELECT reason, error FROM saf.dead_letter ORDER BY id")
     assert texts(queue) == ["0", "4"]
-    (first, _) = entries(queue)
+    (first, _) = queue.entries()
     assert (first["trace"], first["n"], first["deep"]) == ("ü", "1.5", '{"a":[null]}')
     assert [reason for reason, _ in dead] == ["rejected"] * 3
     for (_, error), named in zip(dead, ("'body'", "'saf-id'", "no JSON object"), strict=True):
@@ -80,27 +77,6 @@ def test_a_body_that_the_server_does_not_take_is_a_dead_letter(app: Dsn, tmp_pat
         assert texts(server) == ["0", "2"]
 
 
-def test_while_it_is_down_messages_are_parked_in_order_and_others_go_on(
-    app: Dsn, mom: Dsn, tmp_path: Path
-) -> None:
-    with redis_server(tmp_path / "redis") as server, connect(app) as connection:
-        events = Redis(server=server.address)
-        route(connection, "billing", "events")
-        route(connection, "shipping", "mom")
-        with server.down():
-            for number in range(4):
-                send_to(connection, "billing", f"b{number}")
-                send_to(connection, "shipping", f"s{number}")
-            forward(app, chunk_rows=3, events=events, mom=mom)
-            assert bodies(mom) == [f"s{number}" for number in range(4)]
-        send_to(connection, "billing", "b4")
-        for _ in range(2):
-            let_time_pass(app)
-            forward(app, chunk_rows=3, events=events, mom=mom)
-        assert texts(server) == [f"b{number}" for number in range(5)]
-        assert fetch(connection, "SELECT count(*) FROM saf.parked") == [(0,)]
-
-
 def test_a_server_without_memory_gets_no_message_and_loses_none(
     app: Dsn, queue: RedisServer, events: Redis
 ) -> None:
@@ -109,7 +85,7 @@ def test_a_server_without_memory_gets_no_message_and_loses_none(
     queue.client().config_set("maxmemory", "1mb")
     try:
         send_numbers(app, 1)
-        (said,) = errors(app, events=events)
+        (said,) = errors(app, events)
         assert "unavailable" in said
         assert texts(queue) == ["0"]
     finally:
@@ -117,40 +93,6 @@ def test_a_server_without_memory_gets_no_message_and_loses_none(
     let_time_pass(app)
     forward(app, chunk_rows=3, events=events)
     assert texts(queue) == ["0", "1"]
-
-
-def test_messages_of_a_dialog_wait_for_a_broker_and_those_of_a_monolog_go(
-    app: Dsn, mom: Dsn, queue: RedisServer, events: Redis
-) -> None:
-    with connect(app) as connection:
-        connection.execute("INSERT INTO saf.service VALUES ('shop')")
-        connection.execute("INSERT INTO saf.topic VALUES ('prices')")
-        route(connection, "billing", "events")
-        route(connection, "prices", "events")
-        with connection.transaction():
-            begin_dialog(connection, from_service="shop", to_service="billing").send(
-                connection, "order"
-            )
-            begin_monolog(connection, from_service="shop", topic="prices").send(connection, "price")
-        send_to(connection, "billing", "plain", key="other")
-        forward(app, chunk_rows=10, events=events, mom=mom)
-        assert texts(queue, "prices") == ["price"]
-        assert entries(queue, "prices")[0]["saf-sequence"] == "1"
-        assert texts(queue) == ["plain"]
-        ((error,),) = fetch(connection, "SELECT error FROM saf.backoff")
-        assert "'events' takes no messages of dialogs" in error
-        assert "route 'billing' to a broker" in error
-        config = Settings(
-            brokers={"app": Broker(dsn=app)}, destinations={"events": events, **stores(mom=mom)}
-        )
-        (found,) = [one for one in examine(config) if one.check == "dialogs" and one.what]
-        assert found.severity == "error"
-        assert "dialogs with service 'billing' go to destination 'events'" in found.what
-        know(mom, "billing")
-        connection.execute("UPDATE saf.route SET destination = 'mom' WHERE service = 'billing'")
-        let_time_pass(app)
-        forward(app, chunk_rows=10, events=events, mom=mom)
-        assert bodies(mom) == ["order"]
 
 
 def test_as_cloud_events_they_are_read_by_the_library_of_cloud_events(
@@ -180,7 +122,7 @@ def test_a_server_that_may_throw_messages_away_is_refused(
     queue.client().config_set("maxmemory-policy", "allkeys-lru")
     try:
         send_numbers(app, 0)
-        (error,) = errors(app, events=events)
+        (error,) = errors(app, events)
         assert "maxmemory-policy is allkeys-lru" in error
         assert "CONFIG SET maxmemory-policy noeviction" in error
         assert texts(queue) == []
@@ -201,7 +143,7 @@ def test_a_key_that_is_no_stream_is_named_and_nothing_stored(
 ) -> None:
     queue.client().set("{saf}:billing", "mine")
     send_numbers(app, 0)
-    (error,) = errors(app, events=events)
+    (error,) = errors(app, events)
     assert "{saf}:billing is a string" in error
     queue.client().delete("{saf}:billing")
     let_time_pass(app)

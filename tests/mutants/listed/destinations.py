@@ -185,7 +185,7 @@ MUTANTS: list[Mutant] = [
         SCRIPT,
         "call('HSET', KEYS[1], one[1], one[2])",
         "call('HSET', KEYS[1], one[1], '')",
-        f"{REDIS}::test_a_chunk_whose_answer_was_lost_is_there_once",
+        f"{REDIS}::test_of_steps_in_flight_none_is_stored_after_one_that_was_not",
     ),
     mutant(
         "a key that is no stream is met in the middle",
@@ -213,7 +213,7 @@ MUTANTS: list[Mutant] = [
         "saf/destinations/redis/server.py",
         'return uuid5(NAMESPACE_URL, f"{self.settings.server}#{self.settings.hash_tag}")',
         "import uuid; return uuid.uuid4()",
-        f"{REDIS}::test_a_server_that_has_lost_everything_is_not_taken_for_a_new_one",
+        REDIS,
     ),
     mutant(
         "entries that were removed are taken for lost",
@@ -227,7 +227,7 @@ MUTANTS: list[Mutant] = [
         "saf/engine/storing.py",
         "capabilities.takes_dialogs:",
         "capabilities.takes_dialogs or True:",
-        f"{ROUTED}::test_messages_of_a_dialog_wait_for_a_broker_and_those_of_a_monolog_go",
+        REDIS,
     ),
     mutant(
         "a sender's header stands for saf's",
