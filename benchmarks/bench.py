@@ -17,6 +17,7 @@ from benchmarks import (
     classifiers,
     cold,
     drain,
+    end_to_end,
     faults,
     memory,
     processors,
@@ -32,7 +33,6 @@ ON_SPARK = {
     "horizon": faults.run,
     "routing": routing.run,
     "classifiers": classifiers.run,
-    "end_to_end": receive.end_to_end,
     "brokers": brokers.run,
 }
 ALONE = {
@@ -42,6 +42,7 @@ ALONE = {
     "memory": memory.run,
     "receive": receive.run,
     "processors": processors.run,
+    "end_to_end": end_to_end.run,
 }
 PARTS = (
     "send",
