@@ -20,9 +20,10 @@ Name = Annotated[str, typer.Argument(help="Of the destination, in saf.toml.")]
 
 @app.command()
 def check(name: Name, config: Config = None, as_json: AsJson = False) -> None:
-    """Connect to a destination; say what it is, what it promises, and which setting gives more.
+    """Connect to a destination, and say what it promises.
 
-    It asks the server for its settings, and writes nothing.
+    It asks the server what it is and how it is set up, says which setting would give more, and
+    writes nothing.
 
     Exit code 0: messages can be stored there; 1: something is wrong with it; 2: it refuses the
     login or the forwarder; 75: it does not answer.

@@ -163,7 +163,7 @@ def test_what_is_not_on_enough_replicas_does_not_count_as_stored(tmp_path: Path)
         redis_server(tmp_path / "one") as one,
         redis_server(tmp_path / "two", replicaof=f"127.0.0.1 {one.port}") as two,
     ):
-        until(lambda: "online" in str(one.client().info().get("slave0")))
+        until(lambda: follows(one))
         events = Redis(server=one.address, replicas=1).bounded(Bounds(lock_seconds=0.5))
         with closing(events.open("events")) as destination:
             destination.store(forwarder.chunk(rows[:4]), exactly_once=True)
@@ -173,8 +173,16 @@ def test_what_is_not_on_enough_replicas_does_not_count_as_stored(tmp_path: Path)
                 with pytest.raises(Unavailable, match="0 of 1 replicas have the messages"):
                     destination.store(forwarder.chunk(rows), exactly_once=True)
             two.thaw()
+            until(lambda: follows(one))
             destination.store(forwarder.chunk(rows), exactly_once=True)
         assert ids(one) == ids(two) == [row["message_id"] for row in rows]
+
+
+def follows(one: RedisServer) -> bool:
+    """Whether its replica has what is written now."""
+    with closing(one.client()) as client:
+        client.set("written", "now")
+        return bool(client.wait(1, 100) == 1)
 
 
 def test_it_is_compared_like_an_inbox(app: Dsn, queue: RedisServer, events: Redis) -> None:
