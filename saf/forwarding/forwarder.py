@@ -34,16 +34,13 @@ from saf.forwarding.roster import Roster
 from saf.forwarding.runner import Runner
 from saf.forwarding.summary import Summary
 from saf.forwarding.vigil import Vigil
+from saf.log.pauses import Pauses
 from saf.logger import Log
 from saf.setaside.backoff import SHOWN
 
 log = Log("saf.forward")
 
 TICK_SECONDS = 0.2
-SHORTEST_PAUSE_SECONDS = 0.005
-PAUSE_SHARE = 0.25
-"""A pause is as long as this share of the time since there was work, so that what comes soon does
-not wait, and a quiet source is asked seldom."""
 CANCEL_SECONDS = 10.0
 """How long a runner may take to end a job that was given up, in seconds."""
 PURGES_IN_A_PAUSE = 50
@@ -138,7 +135,7 @@ class Forwarder:
         each cycle that did something.
         """
         whole = Summary()
-        started = worked_at = time.monotonic()
+        started, pauses = time.monotonic(), Pauses()
         self.roster.once = False
         try:
             while not self._stop:
@@ -154,13 +151,11 @@ class Forwarder:
                 if not worked and not self._stop:
                     self.purging.purge(self.roster.well(), self._renew, most=PURGES_IN_A_PAUSE)
                 if worked:
-                    worked_at = time.monotonic()
+                    pauses.end()
                 if self.summary.problems:
                     self._pause(self.options.interval_seconds)
                 elif not worked:
-                    quiet = time.monotonic() - worked_at
-                    pause = max(SHORTEST_PAUSE_SECONDS, quiet * PAUSE_SHARE)
-                    self._pause(min(pause, self.options.interval_seconds))
+                    self._pause(pauses.next(self.options.interval_seconds))
         finally:
             self._leave()
         whole.stopped = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ import pytest
 from saf.config import load
 from saf.database import Dsn, fetch
 from saf.engine.source_session import SourceSession
+from saf.forwarding.forwarder import Forwarder
 from saf.forwarding.runner import InProcess, item_alone
 from tests.destinations import NOWHERE, count, know, send_to
-from tests.driver import forwarder
 from tests.kept import _nothing_stays
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, send
 from tests.programs import configuration
@@ -30,7 +29,7 @@ OPEN = "SELECT count(*) FROM saf.cursor WHERE open IS NOT NULL"
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """The statements of this process."""
     counted: Counter[str] = Counter()
     execute, bulk = psycopg.Cursor.execute, adbc.Cursor.execute
@@ -45,14 +44,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
     monkeypatch.setattr(psycopg.Cursor, "execute", by_psycopg)
     monkeypatch.setattr(adbc.Cursor, "execute", by_adbc)
-    yield counted
+    return counted
 
 
 def test_a_cycle_of_one_message_asks_few_questions(
     app: Dsn, mom: Dsn, tmp_path: Path, asked: Counter[str]
 ) -> None:
     file = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
-    driver = forwarder(load(file), InProcess())
+    driver = Forwarder(load(file), InProcess())
     driver.roster.once = False
     with connect(app) as connection:
         for number in range(3):
