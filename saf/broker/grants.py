@@ -8,7 +8,8 @@ keeps nothing of the old one. `RIGHTS` is the complete list of what each kind ma
     writer      sends: inserts messages, and reads none, not even its own
     forwarder   at a source, reads the outbox and moves its cursors; at a destination, fills the
                 inbox. A broker is both, so one kind serves both
-    receiver    reads the inbox and moves its cursors. One that replies is a writer as well
+    receiver    reads the inbox and moves its cursors; so does a dispatcher. One that replies is a
+                writer as well
     dialog      begins, speaks and ends dialogs; one that is spoken to is a receiver as well. Unlike
                 a writer, it puts messages into the inbox: those to itself
     router      serves routers that forward; it is a receiver and a dialog as well
@@ -122,6 +123,26 @@ COUNTING: Rights = {
         "SELECT": WHOLE,
         "INSERT": ("subscription_id", "shard", "reason", "messages", "last_message_id"),
         "UPDATE": ("messages", "last_message_id", "last_at"),
+    },
+}
+
+# What a dispatcher, which is a receiver, remembers of its endpoint
+DISPATCHING: Rights = {
+    "dispatched": {"SELECT": WHOLE, "INSERT": WHOLE, "UPDATE": ("batch", "ids"), "DELETE": WHOLE},
+    "breaker": {
+        "SELECT": WHOLE,
+        "INSERT": WHOLE,
+        "UPDATE": (
+            *("endpoint", "state", "failures", "failing_since", "next_probe_at", "error"),
+            *("paused_at", "paused_by", "changed_at"),
+        ),
+    },
+    "attempt": {
+        "SELECT": WHOLE,
+        "INSERT": (
+            *("subscription_id", "message_id", "key", "status", "seconds", "outcome", "error"),
+        ),
+        "DELETE": WHOLE,
     },
 }
 
@@ -239,6 +260,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
         MEMBERSHIP,
         SETTING_ASIDE,
         COUNTING,
+        DISPATCHING,
         {"inbox": {"SELECT": WHOLE}},
     ),
     Kind.DIALOG: (VERSION, CONVERSING),
@@ -262,6 +284,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
         VERSION,
         PURGING,
         COUNTING,
+        DISPATCHING,
         SETTING_ASIDE,
         CHOOSING,
         CONVERSING,

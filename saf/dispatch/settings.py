@@ -1,0 +1,113 @@
+"""Settings of an endpoint: a table ``[endpoints.NAME]`` of saf.toml.
+
+    [endpoints.billing]
+    url = "https://billing.example.com/hooks"
+    subscription = "billing"             # by default, the endpoint's name
+
+What may hold a secret is a `pydantic.SecretStr`. A URL is shown without its query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+import pydantic
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from saf.destinations.settings import within
+from saf.receiving.retries import Policy
+from saf.setaside.parking import wait_seconds
+
+DAY = 86400
+
+WEBHOOK_SECONDS = (5, 300, 1800, 7200, 18_000, 36_000, 36_000)
+"""The schedule of webhooks: how long to wait after each attempt that failed, in seconds."""
+
+
+def _is_url(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"it is not a URL: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise ValueError("it is not a URL such as https://billing.example.com/hooks")
+    if parts.username or parts.password:
+        raise ValueError("a URL holds no user and password: say them apart from it")
+    if not text.isascii() or not text.isprintable() or " " in text:
+        raise ValueError("a URL has printable ASCII characters only: encode the others")
+    return text
+
+
+Url = Annotated[str, AfterValidator(_is_url)]
+Seconds = Annotated[float, within(0.01, 3600)]
+
+
+class Endpoint(BaseModel):
+    """Where the messages of a subscription are sent, and how."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: Url
+    """Where they are sent, by POST."""
+    broker: str | None = None
+    """The destination whose inbox has the messages; by default, the one of kind postgresql."""
+    subscription: str | None = None
+    """Whose messages are sent; by default, the subscription of the endpoint's name."""
+    mode: Literal["binary", "plain"] = "binary"
+    """The form of a request: CloudEvents 1.0 with headers, or the body with plain headers."""
+    source: str | None = Field(default=None, min_length=1)
+    """The attribute ``source`` of CloudEvents; by default, /saf/ and the sender's service."""
+    max_in_flight: Annotated[int, within(1, 10_000)] = 100
+    """How many requests one process has in flight; of each key, it is one."""
+    timeout_seconds: Seconds = 15.0
+    """How long a request may take, from connecting to the last byte of the answer, in seconds."""
+    connect_seconds: Seconds = 5.0
+    """How long connecting may take, in seconds."""
+    attempts: Annotated[int, within(1, 1000)] = 10
+    """After so many attempts that an endpoint answers badly, a message becomes a dead letter."""
+    schedule: Literal["doubling", "webhook"] = "doubling"
+    """How long to wait after a failure: 4, 8, … 64 s, or 5 s, 5 min, 30 min, 2 h, 5 h, 10 h."""
+    client_errors: Literal["reject", "wait"] = "reject"
+    """What 4xx means for a message, apart from 408, 410, 425 and 429."""
+    breaker_failures: Annotated[int, within(1, 1000)] = 5
+    """After so many failures in a row, the endpoint is taken to be down."""
+    disable_after_seconds: Annotated[float, within(1, 366 * DAY)] = 5.0 * DAY
+    """An endpoint that is down for so long is disabled, until a person resumes it."""
+
+    @property
+    def shown(self) -> str:
+        """The URL without its query, which may hold a secret."""
+        return urlsplit(self.url)._replace(query="", fragment="").geturl()
+
+    @property
+    def policy(self) -> Policy:
+        """What happens to messages that fail."""
+        return Policy(max_attempts=self.attempts)
+
+    def wait_seconds(self, failures: int) -> float:
+        """How long to wait after so many failures in a row.
+
+        >>> one = Endpoint(url="http://billing.example.com")
+        >>> [one.wait_seconds(failures) for failures in (0, 1, 2, 9)]
+        [4, 4, 8, 64]
+        >>> one = Endpoint(url="http://billing.example.com", schedule="webhook")
+        >>> [one.wait_seconds(failures) for failures in (0, 1, 2, 9)]
+        [5, 5, 300, 36000]
+        """
+        nth = max(1, failures)
+        if self.schedule == "webhook":
+            return WEBHOOK_SECONDS[min(nth, len(WEBHOOK_SECONDS)) - 1]
+        return wait_seconds(nth)
+
+
+Endpoints = Mapping[str, Endpoint]
+"""Endpoints by name."""
+
+
+def secrets_of(endpoint: Endpoint) -> list[str]:
+    """The values of an endpoint's settings that nobody may see."""
+    values = (getattr(endpoint, name) for name in type(endpoint).model_fields)
+    return [one.get_secret_value() for one in values if isinstance(one, pydantic.SecretStr)]
