@@ -13,6 +13,9 @@
     [forwarder]
     default_destination = "mom"
 
+    [endpoints.billing]                  # where `saf dispatch` sends what services have received
+    url = "https://billing.example.com/hooks"
+
 Many sources of a kind need not be written down; see `saf.fleets`:
 
     [fleets.tenants]                     # brokers tenants/tenant_1, tenants/tenant_2, …
@@ -50,10 +53,11 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from saf.database import refuse_unescaped
+from saf.database import Dsn, refuse_unescaped
 from saf.database.bounds import Bounds
 from saf.destinations.kinds import DEFAULT, AnyDestination, settings_of
 from saf.destinations.settings import Connections, DestinationSettings, DsnField, Quality, within
+from saf.dispatch.settings import Endpoint
 from saf.errors import ConfigurationError, UsageError
 from saf.message import DEFAULT_MAX_BYTES, MAX_NAME, fits
 from saf.routing.matching import Route as Leads
@@ -254,6 +258,7 @@ class Settings(BaseSettings):
     routers: dict[Name, Router] = Field(default_factory=dict)
     forwarder: Forwarder = Forwarder()
     purge: Purge = Purge()
+    endpoints: dict[Name, Endpoint] = Field(default_factory=dict)
 
     @classmethod
     def settings_customise_sources(
@@ -337,6 +342,29 @@ class Settings(BaseSettings):
             except UsageError as error:
                 raise ValueError(f"routers.{name}: {error}") from None
         return self
+
+    @pydantic.model_validator(mode="after")
+    def _endpoints_have_an_inbox(self) -> Settings:
+        brokers = [name for name, one in self.destinations.items() if one.broker() is not None]
+        for name, endpoint in self.endpoints.items():
+            if endpoint.broker is None and len(brokers) != 1:
+                raise ValueError(
+                    f"endpoints.{name}: whose inbox has its messages? Say broker = "
+                    f"{' or '.join(map(repr, brokers)) or 'a destination that is a broker'}"
+                )
+            if endpoint.broker is not None and endpoint.broker not in brokers:
+                raise ValueError(
+                    f"endpoints.{name}.broker is {endpoint.broker!r}, which is no destination with "
+                    f"an inbox{did_you_mean(endpoint.broker, brokers)}"
+                )
+        return self
+
+    def inbox_of(self, endpoint: Endpoint) -> Dsn:
+        """The database whose inbox has the messages of an endpoint."""
+        places = (
+            (self.destinations[endpoint.broker],) if endpoint.broker else self.destinations.values()
+        )
+        return next(dsn for one in places if (dsn := one.broker()) is not None)
 
     @property
     def declared(self) -> Declared:
@@ -459,6 +487,7 @@ def _known(table: list[str], tables: Mapping[str, Any]) -> list[str]:
         "routers": Router,
         "forwarder": Forwarder,
         "purge": Purge,
+        "endpoints": Endpoint,
     }
     if table[:1] == ["destinations"]:
         kind = tables.get("destinations", {}).get(table[1], {}).get("kind", DEFAULT)

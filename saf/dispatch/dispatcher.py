@@ -72,6 +72,13 @@ class Dispatcher:
         self.lease_seconds = lease_seconds
         self.stop_seconds = stop_seconds
         self.summary = Summary()
+        """What it has done so far."""
+        self._held_up = False
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a run that has sent what was there and due."""
+        return self.summary.exit_code or (Unavailable.exit_code if self._held_up else 0)
 
     async def run(self, stopping: asyncio.Event, *, drain: bool = False) -> None:
         """Dispatch until told to stop; with ``drain``, until nothing is there and due.
@@ -123,6 +130,7 @@ class Dispatcher:
                 )
                 try:
                     await session.run(stopping, drain=drain, stop_seconds=self.stop_seconds)
+                    self._held_up = not session.condition.sends
                 except psycopg.OperationalError as error:
                     if connection.closed:
                         raise Unavailable(self._what, str(error).splitlines()[0]) from error
