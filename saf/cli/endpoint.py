@@ -163,4 +163,4 @@ async def _test(endpoint: Endpoint) -> Answer:
         "Idempotency-Key": number,
     }
     async with Client(endpoint) as client:
-        return await client.post(Request(headers=headers, body=b"{}"))
+        return await client.post(Request(message_id=number, headers=headers, body=b"{}"))

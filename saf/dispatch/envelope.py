@@ -51,6 +51,7 @@ BEGINNINGS = ("proxy-", "sec-", "webhook-", "x-forwarded-", "ce-", RESERVED_HEAD
 class Request:
     """What is sent."""
 
+    message_id: str
     headers: Mapping[str, str]
     body: bytes
 
@@ -69,7 +70,7 @@ def request(message: Received, endpoint: Endpoint) -> Request:
     if isinstance(content_type, str) and content_type:
         headers["Content-Type"] = encoded(content_type, safe=SAFE + ' "')
     headers["Idempotency-Key"] = str(message.message_id)
-    return Request(headers=headers, body=message.body)
+    return Request(message_id=str(message.message_id), headers=headers, body=message.body)
 
 
 def binary(message: Received, endpoint: Endpoint, carried: Mapping[str, Any]) -> dict[str, str]:

@@ -8,17 +8,21 @@ timeout is for the whole request, so an endpoint that sends a byte now and then 
 
 from __future__ import annotations
 
-import asyncio
+import base64
 import ssl
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from saf.dispatch.answers import KEPT, Answer, Meaning, meaning_of, retry_after
 from saf.dispatch.envelope import Request
+from saf.dispatch.guard import guarded_socket
 from saf.dispatch.settings import Endpoint
-from saf.errors import MissingExtra
+from saf.errors import ConfigurationError, MissingExtra
+from saf.receiving.failures import HIDDEN, SHORTEST
 from saf.setaside.isolation import kept
+from saf.webhooks.signature import sign
 
 if TYPE_CHECKING:
     import aiohttp
@@ -44,19 +48,24 @@ class Client:
             raise MissingExtra("dispatch", "calling an endpoint") from None
         self._library = aiohttp
         self.endpoint = endpoint
+        self._keys = endpoint.keys
+        self._hidden = _hidden(endpoint)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Client:
         library, endpoint = self._library, self.endpoint
         self._session = library.ClientSession(
             connector=library.TCPConnector(
-                limit=endpoint.max_in_flight, keepalive_timeout=IDLE_SECONDS
+                limit=endpoint.max_in_flight,
+                keepalive_timeout=IDLE_SECONDS,
+                ssl=_tls(endpoint),
+                socket_factory=guarded_socket if endpoint.public_only else None,
             ),
             timeout=library.ClientTimeout(
                 total=endpoint.timeout_seconds, sock_connect=endpoint.connect_seconds
             ),
             cookie_jar=library.DummyCookieJar(),
-            headers={"User-Agent": "saf"},
+            headers={"User-Agent": "saf", **_authorization(endpoint)},
             auto_decompress=False,
             trust_env=False,
         )
@@ -75,9 +84,13 @@ class Client:
         """Send a request; whatever comes of it is an answer."""
         assert self._session is not None  # noqa: S101 - it was entered
         library, began = self._library, time.monotonic()
+        headers = request.headers
+        if self._keys:
+            signed = sign(request.message_id, int(time.time()), request.body, self._keys)
+            headers = {**headers, **signed}
         try:
             async with self._session.post(
-                self.endpoint.url, data=request.body, headers=request.headers, allow_redirects=False
+                self.endpoint.url, data=request.body, headers=headers, allow_redirects=False
             ) as response:
                 head = await self._read(response)
                 status = response.status
@@ -86,18 +99,30 @@ class Client:
                     meaning=meaning,
                     seconds=time.monotonic() - began,
                     status=status,
-                    error="" if meaning is Meaning.DONE else said_by(status, head),
+                    error="" if meaning is Meaning.DONE else self._shown(said_by(status, head)),
                     retry_after=retry_after(response.headers),
                 )
+        except library.ConnectionTimeoutError:
+            error = f"cannot connect within {self.endpoint.connect_seconds:g} s"
         except TimeoutError:
             error = f"no answer within {self.endpoint.timeout_seconds:g} s"
+        except library.ClientConnectorCertificateError as problem:
+            error = f"its certificate is refused: {problem.certificate_error}"
         except library.ClientConnectorError as problem:
             error = f"cannot connect: {problem.os_error.strerror or problem.os_error}"
-            if isinstance(problem, library.ClientConnectorCertificateError):
-                error = f"its certificate is refused: {problem.certificate_error}"
+        except library.ClientResponseError as problem:
+            # its text has the URL
+            error = f"no answer in HTTP: {problem.message}"
         except (library.ClientError, ssl.SSLError, OSError, ValueError, EOFError) as problem:
             error = f"no answer: {type(problem).__name__}: {problem}"
-        return Answer(meaning=Meaning.WAITS, seconds=time.monotonic() - began, error=kept(error))
+        seconds = time.monotonic() - began
+        return Answer(meaning=Meaning.WAITS, seconds=seconds, error=self._shown(error))
+
+    def _shown(self, text: str) -> str:
+        """A text on one line, and without what nobody may see: an endpoint may repeat it."""
+        for secret, shown in self._hidden:
+            text = text.replace(secret, shown)
+        return " ".join(kept(text).split())
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         """Read the answer to its end, so that the connection can be kept; return its beginning."""
@@ -114,16 +139,49 @@ class Client:
 
 
 def said_by(status: int, head: bytes) -> str:
-    r"""An answer in words: its status and its first bytes, on one line.
+    """An answer in words: its status and its first bytes.
 
-    >>> said_by(503, b"down for\n maintenance"), said_by(500, b"")
+    >>> said_by(503, b"down for maintenance"), said_by(500, b"")
     ('HTTP 503: down for maintenance', 'HTTP 500')
     """
-    words = " ".join(kept(head[:KEPT].decode(errors="replace")).split())
-    return f"HTTP {status}: {words}" if words else f"HTTP {status}"
+    words = head[:KEPT].decode(errors="replace")
+    return f"HTTP {status}: {words}" if words.strip() else f"HTTP {status}"
 
 
-async def gather(*ones: asyncio.Task[None]) -> None:
-    """Wait for tasks to end, however they do."""
-    if ones:
-        await asyncio.wait(ones)
+def _tls(endpoint: Endpoint) -> ssl.SSLContext | bool:
+    """How the endpoint's certificate is verified; True: as this system does it.
+
+    Raises:
+        ConfigurationError: a file cannot be read, or holds something else.
+    """
+    if endpoint.ca_file is None and endpoint.client_certificate is None:
+        return True
+    try:
+        context = ssl.create_default_context(cafile=endpoint.ca_file)
+        if endpoint.client_certificate is not None:
+            context.load_cert_chain(endpoint.client_certificate, endpoint.client_key)
+    except (OSError, ssl.SSLError) as error:
+        files = (endpoint.ca_file, endpoint.client_certificate, endpoint.client_key)
+        named = ", ".join(str(one) for one in files if one)
+        raise ConfigurationError(f"cannot use {named}: {error.strerror or error}") from None
+    return context
+
+
+def _hidden(endpoint: Endpoint) -> list[tuple[str, str]]:
+    """What nobody may see, and what is shown in its place."""
+    secrets = [*endpoint.secrets, endpoint.bearer, endpoint.password]
+    hidden = [(endpoint.url, endpoint.shown)] if endpoint.url != endpoint.shown else []
+    hidden += [(one.get_secret_value(), HIDDEN) for one in secrets if one is not None]
+    said = _authorization(endpoint).get("Authorization", "").partition(" ")[2]
+    query = urlsplit(endpoint.url).query
+    hidden += [(one, HIDDEN) for one in (said, query) if one]
+    return [(one, shown) for one, shown in hidden if len(one) >= SHORTEST]
+
+
+def _authorization(endpoint: Endpoint) -> dict[str, str]:
+    if endpoint.bearer is not None:
+        return {"Authorization": f"Bearer {endpoint.bearer.get_secret_value()}"}
+    if endpoint.user is not None and endpoint.password is not None:
+        both = f"{endpoint.user}:{endpoint.password.get_secret_value()}".encode()
+        return {"Authorization": f"Basic {base64.b64encode(both).decode()}"}
+    return {}

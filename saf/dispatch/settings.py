@@ -10,6 +10,7 @@ What may hold a secret is a `pydantic.SecretStr`. A URL is shown without its que
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -17,8 +18,9 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from saf.destinations.settings import within
-from saf.receiving.retries import Policy
+from saf.errors import UsageError
 from saf.setaside.parking import wait_seconds
+from saf.webhooks.signature import key_of
 
 DAY = 86400
 
@@ -48,9 +50,9 @@ Seconds = Annotated[float, within(0.01, 3600)]
 class Endpoint(BaseModel):
     """Where the messages of a subscription are sent, and how."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
-    url: Url
+    url: Url = Field(repr=False)
     """Where they are sent, by POST."""
     broker: str | None = None
     """The destination whose inbox has the messages; by default, the one of kind postgresql."""
@@ -60,6 +62,22 @@ class Endpoint(BaseModel):
     """The form of a request: CloudEvents 1.0 with headers, or the body with plain headers."""
     source: str | None = Field(default=None, min_length=1)
     """The attribute ``source`` of CloudEvents; by default, /saf/ and the sender's service."""
+    secrets: tuple[pydantic.SecretStr, ...] = ()
+    """Secrets of Standard Webhooks (whsec_…), by each of which requests are signed."""
+    bearer: pydantic.SecretStr | None = None
+    """A token for the header Authorization."""
+    user: str | None = None
+    """With password: for the header Authorization, as HTTP's basic scheme has it."""
+    password: pydantic.SecretStr | None = None
+    """See user."""
+    ca_file: Path | None = None
+    """Certificates (PEM) of those who may have signed the endpoint's; by default, the system's."""
+    client_certificate: Path | None = None
+    """A certificate (PEM) by which the endpoint knows us, with its key unless client_key has it."""
+    client_key: Path | None = None
+    """The key (PEM) of the client certificate."""
+    public_only: bool = False
+    """Whether addresses that are not on the public internet are refused."""
     max_in_flight: Annotated[int, within(1, 10_000)] = 100
     """How many requests one process has in flight; of each key, it is one."""
     timeout_seconds: Seconds = 15.0
@@ -77,15 +95,35 @@ class Endpoint(BaseModel):
     disable_after_seconds: Annotated[float, within(1, 366 * DAY)] = 5.0 * DAY
     """An endpoint that is down for so long is disabled, until a person resumes it."""
 
+    @pydantic.field_validator("secrets")
+    @classmethod
+    def _are_secrets(cls, some: tuple[pydantic.SecretStr, ...]) -> tuple[pydantic.SecretStr, ...]:
+        for one in some:
+            try:
+                key_of(one.get_secret_value())
+            except UsageError as error:
+                raise ValueError(str(error)) from None
+        return some
+
+    @pydantic.model_validator(mode="after")
+    def _says_who_it_is_once(self) -> Endpoint:
+        if (self.user is None) != (self.password is None):
+            raise ValueError("user and password belong together")
+        if self.user is not None and self.bearer is not None:
+            raise ValueError("either user and password or bearer, and not both")
+        if self.client_key is not None and self.client_certificate is None:
+            raise ValueError("client_key without client_certificate")
+        return self
+
+    @property
+    def keys(self) -> list[bytes]:
+        """The keys that requests are signed with."""
+        return [key_of(one.get_secret_value()) for one in self.secrets]
+
     @property
     def shown(self) -> str:
         """The URL without its query, which may hold a secret."""
         return urlsplit(self.url)._replace(query="", fragment="").geturl()
-
-    @property
-    def policy(self) -> Policy:
-        """What happens to messages that fail."""
-        return Policy(max_attempts=self.attempts)
 
     def wait_seconds(self, failures: int) -> float:
         """How long to wait after so many failures in a row.
@@ -105,9 +143,3 @@ class Endpoint(BaseModel):
 
 Endpoints = Mapping[str, Endpoint]
 """Endpoints by name."""
-
-
-def secrets_of(endpoint: Endpoint) -> list[str]:
-    """The values of an endpoint's settings that nobody may see."""
-    values = (getattr(endpoint, name) for name in type(endpoint).model_fields)
-    return [one.get_secret_value() for one in values if isinstance(one, pydantic.SecretStr)]
