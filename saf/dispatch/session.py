@@ -163,8 +163,8 @@ class Session:
         await self._ask(lambda connection: marking.mark(connection, self.reader, marks))
         fail_point("dispatch_marked")
         self.window.written(marks)
-        if any(one.closed for one in marks.cursors):
-            # what has come since its batch was opened
+        if marks.succeeded or marks.waiting or any(one.closed for one in marks.cursors):
+            # there may be more in these lanes, or since the batches were opened
             self._poll_at, self._found = 0.0, True
         self.summary.handled += marks.accepted
         self.summary.parked += len(marks.park)

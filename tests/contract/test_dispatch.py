@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -12,6 +14,8 @@ import pytest
 from cloudevents.core.bindings.http import HTTPMessage, from_http_event
 
 from saf.database import Dsn, fetch
+from saf.operating.decide import retry
+from saf.setaside.dead import Filter
 from tests.endpoints import (
     Got,
     Partner,
@@ -22,7 +26,7 @@ from tests.endpoints import (
     program,
     serving,
 )
-from tests.pipeline import connect
+from tests.pipeline import connect, outlive_lease
 from tests.processes import start
 from tests.receivers import dead, let_keys_be_due, prepare, put, store, waiting
 from tests.waits import until
@@ -227,3 +231,141 @@ def test_what_was_in_flight_when_a_dispatcher_is_killed_is_sent_again_and_nothin
         first = list(dict.fromkeys(numbers))
         assert first == list(range(1, 11))
         assert all(later - number <= 1 for number, later in pairwise(numbers))
+
+
+def test_dispatchers_that_come_and_go_share_the_keys_and_repeat_nothing(
+    inbox: Dsn, partner: Partner
+) -> None:
+    partner.after(0.005)
+    store(inbox, keys=100, each=20)
+    with dispatching(dispatcher(inbox, partner, max_in_flight=20)):
+        until(lambda: len(partner.accepted) > 100)
+        with dispatching(dispatcher(inbox, partner, max_in_flight=20)):
+            until(lambda: members(inbox) == [32, 32])
+            sent = len(partner.accepted)
+            assert sent < 2000
+            until(lambda: len(partner.accepted) > min(sent + 200, 1900))
+        until(lambda: len(partner.accepted) == 2000)
+        until(lambda: unfinished(inbox) == 0)
+    assert partner.by_key() == {f"k{k}": list(range(1, 21)) for k in range(1, 101)}
+    assert partner.overlaps == 0
+
+
+def members(inbox: Dsn) -> list[int]:
+    """How many shards each member owns."""
+    with connect(inbox) as connection:
+        rows = fetch(
+            connection, "SELECT count(*) FROM saf.cursor WHERE owner IS NOT NULL GROUP BY owner"
+        )
+    return sorted(count for (count,) in rows)
+
+
+def test_a_dispatcher_whose_connections_are_cut_goes_on(inbox: Dsn, partner: Partner) -> None:
+    partner.after(0.01)
+    store(inbox, keys=50, each=20)
+    with dispatching(dispatcher(inbox, partner)):
+        for share in (100, 400):
+            until(lambda least=share: len(partner.accepted) > least)  # type: ignore[misc]
+            with connect(inbox) as connection:
+                connection.execute(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE "
+                    "datname = current_database() AND application_name = 'saf receive'"
+                )
+        until(lambda: len({got.id for got in partner.accepted}) == 1000)
+        until(lambda: unfinished(inbox) == 0)
+    for numbers in partner.by_key().values():
+        assert list(dict.fromkeys(numbers)) == list(range(1, 21))
+    assert len(partner.begun) <= 1000 + 2 * 200
+
+
+def test_no_transaction_is_open_while_an_endpoint_is_waited_for(
+    inbox: Dsn, partner: Partner
+) -> None:
+    partner.after(1.5)
+    store(inbox, keys=10, each=1)
+    with dispatching(dispatcher(inbox, partner)):
+        until(lambda: partner.in_flight == 10)
+        with connect(inbox) as connection:
+            while partner.in_flight:
+                ((oldest,),) = fetch(
+                    connection,
+                    "SELECT coalesce(max(extract(epoch FROM clock_timestamp() - xact_start)), 0) "
+                    "FROM pg_stat_activity WHERE application_name = 'saf receive'",
+                )
+                assert oldest < 1
+    assert len(partner.accepted) == 10
+
+
+def test_a_delayed_message_waits_for_its_time_and_an_expired_one_is_a_dead_letter(
+    inbox: Dsn, partner: Partner
+) -> None:
+    put(inbox, "1", key="a", deliver_at="2999-01-01")
+    put(inbox, "2", key="a", expires_at="2001-01-01")
+    put(inbox, "3", key="a")
+    dispatch(inbox, partner)
+    assert partner.by_key() == {"a": [3]}
+    assert dead(inbox) == [("2", "expired")]
+    assert unfinished(inbox) == 0
+    with connect(inbox) as connection:
+        connection.execute("UPDATE saf.parked SET deliver_at = now()")
+        connection.execute("UPDATE saf.backoff SET next_attempt_at = now()")
+    dispatch(inbox, partner)
+    assert partner.by_key() == {"a": [3, 1]}
+    with connect(inbox) as connection:
+        assert fetch(connection, "SELECT count(*) FROM saf.parked") == [(0,)]
+        assert fetch(connection, "SELECT count(*) FROM saf.backoff") == [(0,)]
+
+
+def test_a_dead_letter_that_a_person_retries_is_sent_before_what_waits_behind_it(
+    inbox: Dsn, partner: Partner
+) -> None:
+    partner.always(400, b"no")
+    put(inbox, "1", key="a")
+    dispatch(inbox, partner)
+    partner.answer = None
+    with connect(inbox) as connection:
+        retry(connection, Filter(), "mended")
+    put(inbox, "2", key="a")
+    dispatch(inbox, partner)
+    assert partner.by_key() == {"a": [1, 2]}
+
+
+def test_a_message_of_a_dialog_waits_and_says_for_whom(inbox: Dsn, partner: Partner) -> None:
+    put(
+        inbox,
+        "1",
+        key="a",
+        conversation_id="5e3b2d53-f5a5-4a46-9a32-7f0bd2c8a1f0",
+        from_initiator=True,
+        sequence=0,
+    )
+    put(inbox, "2", key="b")
+    dispatch(inbox, partner)
+    assert partner.by_key() == {"b": [2]}
+    with connect(inbox) as connection:
+        rows = fetch(connection, "SELECT subject, awaits_handler, error FROM saf.backoff")
+    assert rows == [
+        ("a", True, "saf dispatch sends no messages of dialogs: let a worker handle them")
+    ]
+    assert unfinished(inbox) == 0
+
+
+def test_a_stopped_dispatcher_that_wakes_up_after_its_lease_marks_nothing(
+    inbox: Dsn, partner: Partner
+) -> None:
+    partner.after(0.2)
+    store(inbox, keys=20, each=5)
+    victim = start(program, inbox, partner.url, {})
+    until(lambda: len(partner.accepted) >= 10)
+    assert victim.pid is not None
+    os.kill(victim.pid, signal.SIGSTOP)
+    outlive_lease(inbox)
+    with dispatching(dispatcher(inbox, partner)):
+        until(lambda: members(inbox) == [64])
+        os.kill(victim.pid, signal.SIGCONT)
+        until(lambda: len({got.id for got in partner.accepted}) == 100)
+        until(lambda: unfinished(inbox) == 0)
+    victim.terminate()
+    victim.join()
+    for numbers in partner.by_key().values():
+        assert list(dict.fromkeys(numbers)) == [1, 2, 3, 4, 5]
