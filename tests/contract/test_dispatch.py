@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from tests.endpoints import (
 from tests.pipeline import connect, outlive_lease
 from tests.processes import start
 from tests.receivers import dead, let_keys_be_due, prepare, put, store, waiting
+from tests.sizes import sized
 from tests.waits import until
 
 every_postgresql = pytest.mark.every_postgresql
@@ -369,3 +371,40 @@ def test_a_stopped_dispatcher_that_wakes_up_after_its_lease_marks_nothing(
     victim.join()
     for numbers in partner.by_key().values():
         assert list(dict.fromkeys(numbers)) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("seed", range(sized(2, 20)))
+def test_whatever_fails_and_wherever_dispatchers_die_each_key_is_sent_in_order(
+    inbox: Dsn, partner: Partner, seed: int
+) -> None:
+    chance = random.Random(seed)
+
+    async def answer(_: Got) -> Reply:
+        await asyncio.sleep(chance.random() / 50)
+        lucky = chance.random() > 0.1
+        return (204, {}, b"") if lucky else (500, {}, b"oops")
+
+    partner.answer = answer
+    store(inbox, keys=30, each=10)
+    more = {"breaker_failures": 1000, "attempts": 1000, "max_in_flight": 20}
+    victims = []
+    for _ in range(4):
+        point = f"{chance.choice(('dispatch_answered', 'dispatch_marked'))}:{chance.randint(1, 30)}"
+        victims.append(start(program, inbox, partner.url, more, failpoint=point))
+        victims[-1].join(30)
+        let_keys_be_due(inbox)
+    with dispatching(dispatcher(inbox, partner, **more)):
+
+        def all_there() -> bool:
+            let_keys_be_due(inbox)
+            return len({got.id for got in partner.accepted}) == 300
+
+        until(all_there)
+        until(lambda: unfinished(inbox) == 0 and not waiting(inbox))
+    assert any(victim.exitcode == -signal.SIGKILL for victim in victims)
+    for victim in victims:
+        victim.kill()
+        victim.join()
+    for numbers in partner.by_key().values():
+        assert list(dict.fromkeys(numbers)) == list(range(1, 11))
+    assert dead(inbox) == []
