@@ -67,7 +67,8 @@ def mark(connection: psycopg.Connection[Any], reader: Reader, marks: Marks) -> N
     """
     with connection.transaction():
         _move(connection, reader, marks.cursors)
-        retries.wait(connection, reader, marks.waiting)
+        # in the order of lanes, as others lock them too
+        retries.wait(connection, reader, dict(sorted(marks.waiting.items())))
         _set_aside(connection, reader, marks)
         lanes = [Lane(kind=Kind.KEY, subject=one) for one in marks.succeeded]
         if lanes:
