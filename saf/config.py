@@ -57,7 +57,7 @@ from saf.database import Dsn, refuse_unescaped
 from saf.database.bounds import Bounds
 from saf.destinations.kinds import DEFAULT, AnyDestination, settings_of
 from saf.destinations.settings import Connections, DestinationSettings, DsnField, Quality, within
-from saf.dispatch.settings import Endpoint
+from saf.dispatch.settings import Endpoint, Network
 from saf.errors import ConfigurationError, UsageError
 from saf.message import DEFAULT_MAX_BYTES, MAX_NAME, fits
 from saf.routing.matching import Route as Leads
@@ -232,6 +232,13 @@ class Purge(_Table):
     """A folder where the messages of each slot are kept as Parquet before they are deleted."""
 
 
+class Dispatch(_Table):
+    """How endpoints that are stored in brokers are dispatched; see `saf.dispatch.stored`."""
+
+    networks: tuple[Network, ...] = ()
+    """Networks that such an endpoint may be in, besides the public internet."""
+
+
 class Waits(_Table):
     """The bounds: how long anything is waited for; see `saf.database.bounds`."""
 
@@ -259,6 +266,7 @@ class Settings(BaseSettings):
     forwarder: Forwarder = Forwarder()
     purge: Purge = Purge()
     endpoints: dict[Name, Endpoint] = Field(default_factory=dict)
+    dispatch: Dispatch = Dispatch()
 
     @classmethod
     def settings_customise_sources(
@@ -488,6 +496,7 @@ def _known(table: list[str], tables: Mapping[str, Any]) -> list[str]:
         "forwarder": Forwarder,
         "purge": Purge,
         "endpoints": Endpoint,
+        "dispatch": Dispatch,
     }
     if table[:1] == ["destinations"]:
         kind = tables.get("destinations", {}).get(table[1], {}).get("kind", DEFAULT)

@@ -23,6 +23,7 @@ from saf.log.shards import DEFAULT_SHARDS, MAX_SHARDS, shard_expression
 from saf.setaside.lane import COLUMNS as LANE_COLUMNS
 from saf.setaside.lane import NO_BROKER, Kind
 from saf.setaside.parking import BLOCKED
+from saf.webhooks import schema as of_webhooks
 
 SCHEMA = "saf"
 QUALITIES = ("at_most_once", "at_least_once", "exactly_once")
@@ -645,6 +646,7 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
     )
     of_dialogs.add_tables(metadata)
     of_dispatchers.add_tables(metadata)
+    of_webhooks.add_tables(metadata)
     return metadata
 
 

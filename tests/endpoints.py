@@ -48,6 +48,9 @@ class Partner:
     accepted: list[Got] = field(default_factory=list)
     """Those that were answered with 2xx, in the order of the answers."""
     in_flight: int = 0
+    answered: int = 0
+    keeps: bool = True
+    """Whether it remembers what it has accepted."""
     most_in_flight: int = 0
     overlaps: int = 0
     """How often a key was in flight twice at a time."""
@@ -75,7 +78,8 @@ class Partner:
         finally:
             self.in_flight -= 1
             self._keys.discard(key)
-        if status // 100 == 2:
+        self.answered += 1
+        if status // 100 == 2 and self.keeps:
             self.accepted.append(got)
         raw = [(name.encode(), value.encode()) for name, value in more_headers.items()]
         if status != 204:
@@ -110,15 +114,19 @@ class Partner:
 
 
 @contextmanager
-def serving(partner: Partner, port: int = 0) -> Iterator[Partner]:
-    """The partner's server, on a port of its own, until the block ends."""
+def serving(partner: Partner, application: Any = None, port: int = 0) -> Iterator[Partner]:
+    """The partner's server, or one of another application at its URL, until the block ends."""
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(("127.0.0.1", port))
         listening.listen(1000)
         partner.url = f"http://127.0.0.1:{listening.getsockname()[1]}/hook"
         config = uvicorn.Config(
-            partner, log_level="error", access_log=False, lifespan="off", timeout_keep_alive=60
+            application or partner,
+            log_level="error",
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=60,
         )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)

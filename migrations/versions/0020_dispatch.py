@@ -1,4 +1,8 @@
-"""Dispatchers: what endpoints have answered out of order, how they are, and what went wrong."""
+"""Dispatchers, and events that come by HTTP.
+
+What endpoints have answered out of order, how they are, and what went wrong; and which events are
+stored already.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,24 @@ revision = "0020"
 down_revision = "0019"
 
 UP = """
+CREATE TABLE saf.endpoint (
+    name TEXT NOT NULL,
+    subscription_id INTEGER NOT NULL,
+    url TEXT NOT NULL,
+    settings JSONB DEFAULT '{}' NOT NULL,
+    created_at TIMESTAMP WITH TIME ZONE DEFAULT now() NOT NULL,
+    created_by TEXT DEFAULT session_user NOT NULL,
+    PRIMARY KEY (name),
+    CONSTRAINT endpoint_of_subscription UNIQUE (subscription_id),
+    CONSTRAINT endpoint_named CHECK (name <> '' AND url <> ''),
+    CONSTRAINT endpoint_settings CHECK (jsonb_typeof(settings) = 'object'),
+    FOREIGN KEY(subscription_id) REFERENCES saf.subscription (subscription_id) ON DELETE CASCADE
+);
+COMMENT ON TABLE saf.endpoint IS
+    'where messages of a subscription are sent, besides the endpoints of saf.toml';
+COMMENT ON COLUMN saf.endpoint.settings IS
+    'as in saf.toml; of secrets, the names of environment variables';
+
 CREATE TABLE saf.dispatched (
     subscription_id INTEGER NOT NULL,
     shard SMALLINT NOT NULL,
@@ -78,12 +100,26 @@ COMMENT ON COLUMN saf.attempt.seconds IS
     'until it answered, or was given up';
 COMMENT ON COLUMN saf.attempt.error IS
     'with the first bytes of the answer';
+
+CREATE TABLE saf.webhook (
+    digest BYTEA NOT NULL,
+    stored_at TIMESTAMP WITH TIME ZONE DEFAULT now() NOT NULL,
+    PRIMARY KEY (digest),
+    CONSTRAINT webhook_digest CHECK (octet_length(digest) = 32)
+);
+CREATE INDEX webhook_stored_at ON saf.webhook (stored_at);
+COMMENT ON TABLE saf.webhook IS
+    'events that came by HTTP and are stored; those that are old are deleted as others come';
+COMMENT ON COLUMN saf.webhook.digest IS
+    'SHA-256 of service, source and id: of any length, and an index takes them';
 """
 
 DOWN = """
+DROP TABLE saf.webhook;
 DROP TABLE saf.attempt;
 DROP TABLE saf.breaker;
 DROP TABLE saf.dispatched;
+DROP TABLE saf.endpoint;
 """
 
 

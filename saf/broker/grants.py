@@ -128,6 +128,7 @@ COUNTING: Rights = {
 
 # What a dispatcher, which is a receiver, remembers of its endpoint
 DISPATCHING: Rights = {
+    "endpoint": {"SELECT": WHOLE},
     "dispatched": {"SELECT": WHOLE, "INSERT": WHOLE, "UPDATE": ("batch", "ids"), "DELETE": WHOLE},
     "breaker": {
         "SELECT": WHOLE,
@@ -251,6 +252,15 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             },
             "service": {"SELECT": WHOLE},
             "conversation": {"SELECT": TOLD},
+            # for the doctor
+            "breaker": {"SELECT": WHOLE},
+            # an inbox behind a URL
+            "webhook": {
+                "SELECT": WHOLE,
+                "INSERT": ("digest",),
+                "UPDATE": ("stored_at",),
+                "DELETE": WHOLE,
+            },
             # what an expression has raised is found out after its dead letter is written
             "dead_letter": {"UPDATE": ("error",)},
         },
@@ -314,6 +324,10 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
                 "DELETE": WHOLE,
             },
             "cursor": {"SELECT": WHOLE, "INSERT": ("subscription_id", "shard", "done")},
+            "endpoint": {
+                "INSERT": ("name", "subscription_id", "url", "settings"),
+                "DELETE": WHOLE,
+            },
             "audit": {"SELECT": WHOLE, "INSERT": ("action", "message_ids", "why")},
         },
     ),

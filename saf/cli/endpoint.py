@@ -1,4 +1,4 @@
-"""``saf endpoint``: the endpoints of saf.toml, how they are, and letting them rest."""
+"""``saf endpoint``: the endpoints of saf.toml and of brokers, how they are, letting them rest."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import psycopg
 import typer
 
 from saf.broker import services
-from saf.cli.brokers import AsJson, Config
+from saf.cli.brokers import AsJson, Config, Round, Store, store
 from saf.cli.console import echo
-from saf.cli.dispatch import chosen
+from saf.cli.dispatch import chosen, endpoints
 from saf.cli.listing import Listing
 from saf.config import Settings, load
 from saf.database import check_schema, unavailable_if_lost
-from saf.dispatch import history
+from saf.dispatch import history, stored
 from saf.dispatch.answers import Answer, Meaning
 from saf.dispatch.condition import Book
 from saf.dispatch.envelope import Request
@@ -29,14 +29,77 @@ from saf.errors import SafError
 
 app = typer.Typer(no_args_is_help=True, help="Endpoints: where `saf dispatch` sends messages.")
 
-Name = Annotated[str, typer.Argument(metavar="ENDPOINT", help="Its name in saf.toml.")]
+Name = Annotated[str, typer.Argument(metavar="ENDPOINT", help="Its name.")]
+
+
+@app.command()
+def add(
+    name: Annotated[str, typer.Argument(metavar="ENDPOINT", help="Its name.")],
+    *,
+    url: Annotated[str, typer.Option(help="Where messages are sent, by POST.")],
+    subscription: Annotated[
+        str | None, typer.Option(help="Whose messages. Default: that of the endpoint's name.")
+    ] = None,
+    secret_from: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="VARIABLE",
+            help="The dispatcher's environment variable that holds a secret to sign with.",
+        ),
+    ] = None,
+    bearer_from: Annotated[
+        str | None, typer.Option(metavar="VARIABLE", help="The same, of a token.")
+    ] = None,
+    mode: Annotated[
+        str | None, typer.Option(help="binary (the default), structured, plain or xmlrpc.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="With xmlrpc: what is called.")] = None,
+    max_in_flight: Annotated[
+        int | None, typer.Option(help="How many requests of one process. Default: 100.")
+    ] = None,
+    rate: Annotated[str | None, typer.Option(help="Such as 100/s. Default: any.")] = None,
+    config: Config = None,
+    broker: Store = None,
+) -> None:
+    """Store an endpoint in the broker that has the subscription.
+
+    It may be on the public internet, or in a network that [dispatch] of saf.toml names. Secrets are
+    not stored, only the names of variables, which begin with SAF_ENDPOINT_.
+    """
+    settings = {
+        "secrets": secret_from or None,
+        "bearer": bearer_from,
+        "mode": mode,
+        "method": method,
+        "max_in_flight": max_in_flight,
+        "rate": rate,
+    }
+    round_ = Round(store(load(config), broker))
+    for where in round_.visit(
+        "endpoint",
+        lambda connection, _: stored.add(
+            connection, name, url, subscription=subscription, settings=settings
+        ),
+    ):
+        echo(f"{where}: endpoint {name} added; saf dispatch {name} sends to it")
+    round_.finish(say=True)
+
+
+@app.command()
+def remove(name: Name, config: Config = None, broker: Store = None) -> None:
+    """Remove an endpoint that `saf endpoint add` has stored; its messages wait."""
+    round_ = Round(store(load(config), broker))
+    found = round_.visit("endpoint", lambda connection, _: stored.remove(connection, name))
+    for where, was_there in found.items():
+        echo(f"{where}: {f'endpoint {name} removed' if was_there else f'no endpoint {name}'}")
+    round_.finish(say=True, found=0 if any(found.values()) or round_.failed else 1)
 
 
 @app.command("list")
 def list_(config: Config = None, as_json: AsJson = False) -> None:
     """Show the endpoints, and how each is."""
     settings = load(config)
-    rows = [_row(settings, name, one) for name, one in settings.endpoints.items()]
+    rows = [_row(settings, name, one) for name, one in endpoints(settings).items()]
     if as_json:
         echo(json.dumps({"endpoints": rows}, default=str))
         return

@@ -1,10 +1,13 @@
 """What the answer of an endpoint means for the message, and for the endpoint. Pure policy.
 
-2xx                     the message is done
-410                     the endpoint is gone: it is disabled, the message waits
-408, 425, 429, 5xx      the message waits; so it does where there is no answer
-3xx                     the message waits: a redirect is not followed
-any other 4xx           the message is rejected: a dead letter, or it waits, as configured
+    2xx                     the message is done
+    410                     the endpoint is gone: it is disabled, the message waits
+    408, 425, 429, 5xx      the message waits; so it does where there is no answer
+    3xx                     the message waits: a redirect is not followed
+    any other 4xx           the message is rejected: a dead letter, or it waits, as configured
+    a fault of XML-RPC      the message has failed, and waits; the endpoint is up
+
+Where a message waits, the endpoint may be down; see `saf.dispatch.breaker`.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ class Meaning(StrEnum):
 
     DONE = "done"
     WAITS = "waits"
+    FAILED = "failed"
     REJECTED = "rejected"
     GONE = "gone"
 

@@ -107,6 +107,11 @@ class Condition:
         """Whether messages are sent."""
         return self.state == "closed" and not self.paused
 
+    @property
+    def probe_due(self) -> bool:
+        """Whether somebody is to send a probe."""
+        return self.probe_in is not None and self.probe_in <= 0 and not self.paused
+
 
 def condition(connection: psycopg.Connection[Any], subscription_id: int) -> Condition:
     """How the endpoint of a subscription is."""

@@ -36,6 +36,7 @@ from saf.dispatch.settings import Endpoint
 from saf.errors import Fenced, Refused, SafError, Unavailable, UsageError
 from saf.logger import Log
 from saf.receiving.claim import Reader
+from saf.receiving.failures import exception
 from saf.receiving.membership import Membership
 from saf.receiving.stopping import STOP_SECONDS
 from saf.receiving.summary import Summary
@@ -96,10 +97,14 @@ class Dispatcher:
                 raise
             except Fenced as error:
                 log.warning("taken_over", endpoint=self.name, detail=str(error))
-            except (SafError, psycopg.Error, OSError) as error:
+            except Exception as error:
+                # whatever went wrong, what was not marked comes again
                 if drain:
                     raise
-                log.warning("session_failed", endpoint=self.name, error=str(error))
+                told = exception(error)
+                if isinstance(error, (SafError, psycopg.Error)):
+                    del told["stack"]
+                log.warning("session_failed", endpoint=self.name, **told)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(RECONNECT_SECONDS):
                         await stopping.wait()
@@ -130,7 +135,7 @@ class Dispatcher:
                 )
                 try:
                     await session.run(stopping, drain=drain, stop_seconds=self.stop_seconds)
-                    self._held_up = not session.condition.sends
+                    self._held_up = not session.sender.condition.sends
                 except psycopg.OperationalError as error:
                     if connection.closed:
                         raise Unavailable(self._what, str(error).splitlines()[0]) from error

@@ -1,17 +1,21 @@
 r"""How a message becomes a request: headers and a body.
 
-    binary   CloudEvents 1.0, binary content mode: the body as it is, attributes as headers ce-…
-    plain    the body as it is, the message's headers as headers of HTTP
+    binary       CloudEvents 1.0, binary content mode: the body as it is, attributes as headers ce-…
+    structured   CloudEvents 1.0 as one JSON object, with the body in it
+    plain        the body as it is, the message's headers as headers of HTTP
 
-An attribute's value may be any text: what HTTP does not allow in a header is percent-encoded, as
+In a header, an attribute's value may be any text: what HTTP does not allow is percent-encoded, as
 CloudEvents demands. So no value can begin a new line. A header of the message whose name HTTP does
 not allow, that belongs to HTTP or to saf, or whose value is a list or an object, is not sent.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC
 from typing import Any
@@ -26,6 +30,8 @@ SAFE = "".join(chr(one) for one in range(0x21, 0x7F) if chr(one) not in '"%')
 
 ATTRIBUTE = re.compile(r"[a-z0-9]{1,20}")
 """A name that an extension attribute of CloudEvents may have."""
+
+STRUCTURED = "application/cloudevents+json; charset=utf-8"
 
 CORE = frozenset(
     {"id", "source", "specversion", "type", "subject", "time", "datacontenttype", "dataschema"}
@@ -65,30 +71,65 @@ def request(message: Received, endpoint: Endpoint) -> Request:
     carried = message.headers
     if not isinstance(carried, Mapping):
         carried = {}
-    headers = plain(carried) if endpoint.mode == "plain" else binary(message, endpoint, carried)
-    content_type = carried.get(CONTENT_TYPE)
-    if isinstance(content_type, str) and content_type:
+    said = carried.get(CONTENT_TYPE)
+    content_type = said if isinstance(said, str) and said else None
+    body = message.body
+    if endpoint.mode == "plain":
+        headers = plain(carried)
+    else:
+        event = attributes(message, endpoint, carried)
+        if endpoint.mode == "structured":
+            body, headers = structured(event, content_type, body), {}
+            content_type = STRUCTURED
+        else:
+            headers = {f"ce-{name}": encoded(value) for name, value in event.items()}
+    if content_type is not None:
         headers["Content-Type"] = encoded(content_type, safe=SAFE + ' "')
-    headers["Idempotency-Key"] = str(message.message_id)
-    return Request(message_id=str(message.message_id), headers=headers, body=message.body)
+    number = str(message.message_id)
+    headers["Idempotency-Key"] = number
+    return Request(message_id=number, headers=headers, body=body)
 
 
-def binary(message: Received, endpoint: Endpoint, carried: Mapping[str, Any]) -> dict[str, str]:
-    """The headers of CloudEvents: its attributes, and the message's headers that can be such."""
+def attributes(message: Received, endpoint: Endpoint, carried: Mapping[str, Any]) -> dict[str, str]:
+    """The attributes of the event, with the message's headers that can be such."""
     created = message.created_at.astimezone(UTC)
-    headers = {
-        "ce-specversion": "1.0",
-        "ce-id": str(message.message_id),
-        "ce-source": encoded(endpoint.source or source(message)),
-        "ce-type": encoded(message.message_type or "saf.message"),
-        "ce-time": f"{created:%Y-%m-%dT%H:%M:%S.%fZ}",
+    event = {
+        "specversion": "1.0",
+        "id": str(message.message_id),
+        "source": endpoint.source or source(message),
+        "type": message.message_type or "saf.message",
+        "time": f"{created:%Y-%m-%dT%H:%M:%S.%fZ}",
     }
     if message.key:
-        headers["ce-subject"] = headers["ce-partitionkey"] = encoded(message.key)
+        event["subject"] = event["partitionkey"] = message.key
     for name, value in carried.items():
         if ATTRIBUTE.fullmatch(name) and name not in CORE and scalar(value):
-            headers[f"ce-{name}"] = encoded(text(value))
-    return headers
+            event[name] = text(value)
+    return event
+
+
+def structured(event: Mapping[str, str], content_type: str | None, body: bytes) -> bytes:
+    """The event as JSON: a body that is JSON or text as it is, and any other in base64.
+
+    >>> structured({"id": "1"}, "application/json", b'{"a": 1}')
+    b'{"id": "1", "datacontenttype": "application/json", "data": {"a": 1}}'
+    >>> structured({"id": "1"}, "application/json", b"no JSON")
+    b'{"id": "1", "datacontenttype": "application/json", "data_base64": "bm8gSlNPTg=="}'
+    >>> structured({"id": "1"}, "text/plain", b"hello")
+    b'{"id": "1", "datacontenttype": "text/plain", "data": "hello"}'
+    """
+    given = content_type or "application/octet-stream"
+    whole: dict[str, object] = {**event, "datacontenttype": given}
+    kind = given.partition(";")[0].strip().lower()
+    # a body that is not what it says goes as it is
+    with suppress(ValueError, RecursionError):
+        if kind.endswith(("/json", "+json")):
+            whole["data"] = json.loads(body)
+        elif kind.startswith("text/"):
+            whole["data"] = body.decode()
+    if "data" not in whole:
+        whole["data_base64"] = base64.b64encode(body).decode()
+    return json.dumps(whole).encode()
 
 
 def plain(carried: Mapping[str, Any]) -> dict[str, str]:

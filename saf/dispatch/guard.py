@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
+from collections.abc import Callable, Iterable
 from typing import Any
 
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
@@ -39,16 +40,23 @@ def is_public(address: str) -> bool:
     return ip.is_global and not ip.is_multicast and not ip.is_reserved
 
 
-def guarded_socket(
-    info: tuple[int | socket.AddressFamily, int | socket.SocketKind, int, str, tuple[Any, ...]],
-) -> socket.socket:
-    """A socket to connect to an address, if that is public.
+AddressInfo = tuple[int | socket.AddressFamily, int | socket.SocketKind, int, str, tuple[Any, ...]]
 
-    Raises:
-        PermissionError: it is not.
+
+def guarded_sockets(networks: Iterable[str]) -> Callable[[AddressInfo], socket.socket]:
+    """Return what makes a socket to connect to an address, if that is public or in a network.
+
+    It raises a `PermissionError` if it is not.
     """
-    family, kind, protocol, _, address = info
-    if not is_public(str(address[0])):
-        # which address a name inside of our network has is nobody's business
-        raise PermissionError(errno.EACCES, "its address is not on the public internet")
-    return socket.socket(family=family, type=kind, proto=protocol)
+    known = [ipaddress.ip_network(one) for one in networks]
+
+    def make(info: AddressInfo) -> socket.socket:
+        family, kind, protocol, _, address = info
+        host = str(address[0])
+        ip = ipaddress.ip_address(host.partition("%")[0])
+        if not is_public(host) and not any(ip in network for network in known):
+            # which address a name inside of our network has is nobody's business
+            raise PermissionError(errno.EACCES, "its address is not on the public internet")
+        return socket.socket(family=family, type=kind, proto=protocol)
+
+    return make

@@ -15,9 +15,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from saf.dispatch import xmlrpc
 from saf.dispatch.answers import KEPT, Answer, Meaning, meaning_of, retry_after
 from saf.dispatch.envelope import Request
-from saf.dispatch.guard import guarded_socket
+from saf.dispatch.guard import guarded_sockets
 from saf.dispatch.settings import Endpoint
 from saf.errors import ConfigurationError, MissingExtra
 from saf.receiving.failures import HIDDEN, SHORTEST
@@ -59,7 +60,9 @@ class Client:
                 limit=endpoint.max_in_flight,
                 keepalive_timeout=IDLE_SECONDS,
                 ssl=_tls(endpoint),
-                socket_factory=guarded_socket if endpoint.public_only else None,
+                socket_factory=(
+                    guarded_sockets(endpoint.networks) if endpoint.public_only else None
+                ),
             ),
             timeout=library.ClientTimeout(
                 total=endpoint.timeout_seconds, sock_connect=endpoint.connect_seconds
@@ -92,14 +95,13 @@ class Client:
             async with self._session.post(
                 self.endpoint.url, data=request.body, headers=headers, allow_redirects=False
             ) as response:
-                head = await self._read(response)
-                status = response.status
-                meaning = meaning_of(status, rejects=self.endpoint.client_errors == "reject")
+                body = await self._read(response)
+                meaning, said = self._understand(response.status, body)
                 return Answer(
                     meaning=meaning,
                     seconds=time.monotonic() - began,
-                    status=status,
-                    error="" if meaning is Meaning.DONE else self._shown(said_by(status, head)),
+                    status=response.status,
+                    error=self._shown(said),
                     retry_after=retry_after(response.headers),
                 )
         except library.ConnectionTimeoutError:
@@ -124,18 +126,24 @@ class Client:
             text = text.replace(secret, shown)
         return " ".join(kept(text).split())
 
+    def _understand(self, status: int, body: bytes) -> tuple[Meaning, str]:
+        """What an answer means, and what is wrong with it."""
+        meaning = meaning_of(status, rejects=self.endpoint.client_errors == "reject")
+        if meaning is not Meaning.DONE:
+            return meaning, said_by(status, body)
+        problem = xmlrpc.fault(body) if self.endpoint.mode == "xmlrpc" else None
+        return (meaning, "") if problem is None else (Meaning.FAILED, problem)
+
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        """Read the answer to its end, so that the connection can be kept; return its beginning."""
-        head, size = b"", 0
-        while size < MOST:
-            some = await response.content.read(min(MOST, MOST - size))
+        """Read the answer to its end, so that the connection can be kept; of a long one, a part."""
+        body = bytearray()
+        while len(body) < MOST:
+            some = await response.content.read(MOST - len(body))
             if not some:
-                return head
-            size += len(some)
-            if len(head) < KEPT:
-                head += some[: KEPT - len(head)]
+                return bytes(body)
+            body += some
         response.close()
-        return head
+        return bytes(body)
 
 
 def said_by(status: int, head: bytes) -> str:

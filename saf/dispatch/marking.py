@@ -13,7 +13,8 @@ from typing import Any
 import psycopg
 
 from saf.dispatch.answers import Answer
-from saf.dispatch.window import Mark, Marks
+from saf.dispatch.progress import Mark
+from saf.dispatch.window import Marks
 from saf.errors import Fenced
 from saf.received import Received
 from saf.receiving import retries

@@ -14,6 +14,29 @@ def add_tables(metadata: sa.MetaData) -> None:
     moment = sa.DateTime(timezone=True)
 
     sa.Table(
+        "endpoint",
+        metadata,
+        sa.Column("name", sa.Text, primary_key=True),
+        sa.Column("subscription_id", sa.Integer, nullable=False),
+        sa.Column("url", sa.Text, nullable=False),
+        sa.Column(
+            "settings",
+            pg.JSONB,
+            nullable=False,
+            server_default="{}",
+            comment="as in saf.toml; of secrets, the names of environment variables",
+        ),
+        sa.Column("created_at", moment, nullable=False, server_default=now),
+        sa.Column("created_by", sa.Text, nullable=False, server_default=sa.text("session_user")),
+        sa.UniqueConstraint("subscription_id", name="endpoint_of_subscription"),
+        sa.CheckConstraint("name <> '' AND url <> ''", name="endpoint_named"),
+        sa.CheckConstraint("jsonb_typeof(settings) = 'object'", name="endpoint_settings"),
+        sa.ForeignKeyConstraint(
+            ["subscription_id"], ["saf.subscription.subscription_id"], ondelete="CASCADE"
+        ),
+        comment="where messages of a subscription are sent, besides the endpoints of saf.toml",
+    )
+    sa.Table(
         "dispatched",
         metadata,
         sa.Column("subscription_id", sa.Integer, primary_key=True),

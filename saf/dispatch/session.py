@@ -4,10 +4,6 @@ The database is asked in one thread of its own, one statement after the other; r
 flight meanwhile. A turn marks what the endpoint has answered, looks after the shards, and reads
 ahead; it never waits for the endpoint. What was answered while marks were written is marked
 together.
-
-At most ``max_in_flight`` requests are in flight, and as many messages may be answered and not
-marked. So a dispatcher that is killed leaves no more than twice that many messages which the
-endpoint gets again.
 """
 
 from __future__ import annotations
@@ -17,28 +13,24 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import psycopg
 
-from saf.dispatch import condition, envelope, marking, source
-from saf.dispatch.answers import Answer, Meaning
-from saf.dispatch.breaker import Breaker
-from saf.dispatch.condition import Book, Condition
+from saf.dispatch import condition, marking, source
+from saf.dispatch.condition import Book
 from saf.dispatch.http import Client
+from saf.dispatch.progress import InHand
+from saf.dispatch.sending import Sender
 from saf.dispatch.settings import Endpoint
 from saf.dispatch.window import Window
 from saf.errors import Fenced
 from saf.failpoints import fail_point
 from saf.log.shards import Member
 from saf.logger import Log
-from saf.received import Received
 from saf.receiving.claim import Reader
 from saf.receiving.membership import Membership
-from saf.receiving.retries import Waiting
 from saf.receiving.summary import Summary
-from saf.setaside.isolation import of_messages, said
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.5
 """Pause between polls that find nothing; it doubles each time until a poll finds something."""
@@ -48,11 +40,14 @@ LOOK_SECONDS = 1.0
 
 TRIM_SECONDS = 60.0
 
-AHEAD = 10
-"""How many messages are read ahead for each request that may be in flight, at most `MOST`."""
+AHEAD = 20
+"""How many messages are in memory for each request that may be in flight, at most `MOST`."""
 
-MOST, MAX_BYTES = 5000, 32 << 20
-"""How many messages, and how many bytes of them, are read ahead at once."""
+MOST, MAX_BYTES = 5000, 64 << 20
+"""How many messages, and how many bytes of them, are in memory; one of any size always may be."""
+
+PART = 16
+"""A shard has at most this part of the messages in memory, however many a key of it has."""
 
 PROBE_SECONDS = 5.0
 """How much longer than its request a probe may take, before another dispatcher sends one."""
@@ -82,25 +77,25 @@ class Session:
         self.reader = reader
         self.window = Window()
         self.summary = summary
-        self.condition = Condition()
         self._connection = connection
         self._membership = membership
         self._member: Member = membership.member
-        self._client = client
         self._thread = thread
-        self._book = Book(subscription_id=reader.subscription_id, endpoint=name)
-        self._breaker = Breaker[Waiting](threshold=endpoint.breaker_failures)
-        self._capacity = min(MOST, AHEAD * endpoint.max_in_flight)
-        self._requests: set[asyncio.Task[None]] = set()
         self._news = asyncio.Event()
-        self._to_write: list[Callable[[psycopg.Connection[Any]], None]] = []
-        self._probe: Received | None = None
-        self._stopping = False
+        self._book = Book(subscription_id=reader.subscription_id, endpoint=name)
+        self.sender = Sender(
+            self.window,
+            self._book,
+            endpoint,
+            client,
+            self._news.set,
+            converses=reader.converses,
+        )
+        self._capacity = min(MOST, max(AHEAD * endpoint.max_in_flight, AHEAD * PART))
         self._look_at = self._poll_at = self._trim_at = 0.0
         self._pause = FIRST_PAUSE_SECONDS
         self._found = True
         """Whether there may be more to read than what the last poll has found."""
-        self._failure: BaseException | None = None
 
     async def run(self, stopping: asyncio.Event, *, drain: bool, stop_seconds: float) -> None:
         """Dispatch until told to stop; with ``drain``, until nothing is there and due.
@@ -118,43 +113,50 @@ class Session:
             await self._end(stop_seconds)
         finally:
             watch.cancel()
-            for request in self._requests:
-                request.cancel()
-            if self._requests:
-                await asyncio.wait(self._requests)
+            await self.sender.cancel()
 
     async def _watch(self, stopping: asyncio.Event) -> None:
         await stopping.wait()
-        self._stopping = True
+        self.sender.stopping = True
         self._news.set()
 
     @property
     def _drained(self) -> bool:
         window = self.window
-        nothing_moves = not window.in_flight and not window.unmarked and not self._to_write
+        nothing_moves = not window.in_flight and not window.unmarked and not self.sender.to_write
         return nothing_moves and (
-            not self.condition.sends
+            not self.sender.condition.sends
             or (not self._found and not window.anything_ready and not self._unread())
+        )
+
+    @property
+    def _hungry(self) -> bool:
+        """Whether to read more: there are not twice as many keys as may be in flight."""
+        window = self.window
+        return (
+            len(window.lanes) < 2 * self.endpoint.max_in_flight
+            and window.held < self._capacity
+            and window.bytes < MAX_BYTES // 2
         )
 
     # A turn
 
     async def _turn(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if self.sender.failure is not None:
+            raise self.sender.failure
         if self._membership.lost:
             raise Fenced(f"member {self._member.name}", [])
         await self._write()
         if time.monotonic() >= self._look_at:
             await self._look()
             self._look_at = time.monotonic() + LOOK_SECONDS
-        if self.window.held <= self._capacity // 2:
+        if self._hungry:
             await self._fill()
-        self._start()
+        self.sender.start()
 
     async def _write(self) -> None:
         """Write what came of requests."""
-        writes, self._to_write = self._to_write, []
+        writes, self.sender.to_write = self.sender.to_write, []
         for write in writes:
             await self._ask(write)
         marks = self.window.marks()
@@ -169,30 +171,22 @@ class Session:
         self.summary.handled += marks.accepted
         self.summary.parked += len(marks.park)
         self.summary.buried += len(marks.bury) + len(marks.unreadable)
-        self._start()
+        self.sender.start()
 
     async def _look(self) -> None:
         """Look how the endpoint is, and take up shards or pass them on."""
-        found = await self._ask(
-            lambda connection: condition.condition(connection, self.reader.subscription_id)
-        )
-        if not self._to_write:
-            # otherwise this session knows better, and is about to say so
-            if found.sends and not self.condition.sends:
-                self._breaker.reset()
-            self.condition = found
+        sender, number = self.sender, self.reader.subscription_id
+        sender.hear(await self._ask(lambda connection: condition.condition(connection, number)))
         if not await self._ask(self._member.settled) or not self.window.shards:
             await self._balance()
         if time.monotonic() >= self._trim_at:
             self._trim_at = time.monotonic() + TRIM_SECONDS
             await self._ask(self._book.trim)
-        probe_in = self.condition.probe_in
-        due = probe_in is not None and probe_in <= 0 and not self.condition.paused
-        if due and self._probe is None and self.window.anything_ready:
+        if sender.condition.probe_due and sender.probe is None and self.window.anything_ready:
             seconds = self.endpoint.timeout_seconds + PROBE_SECONDS
             taken = await self._ask(lambda connection: self._book.probe(connection, seconds))
             if taken is not None:
-                self._send_probe()
+                sender.send_probe()
 
     async def _balance(self) -> None:
         """Shards that are too many go as soon as nothing of them is in flight."""
@@ -206,6 +200,9 @@ class Session:
         keep = set(window.shards) - (window.leaving - busy)
         await self._ask(lambda connection: self._member.balance(connection, keep=keep))
         window.own(await self._ask(lambda connection: source.owned(connection, self.reader)))
+        if self.sender.bucket is not None:
+            shards = await self._ask(source.all_shards)
+            self.sender.bucket.share = len(window.shards) / shards
         if surplus == 0:
             window.leaving = frozenset()
 
@@ -221,11 +218,19 @@ class Session:
             )
             self._poll_at = 0.0 if self._found else time.monotonic() + self._pause
         unread = self._unread()
-        room = self._capacity - window.held
-        if not unread or room <= 0:
+        if not unread or not self._hungry:
             return
+        # the window may change while the database is asked: what is asked is settled before
+        limit, max_bytes = self._capacity - window.held, MAX_BYTES - window.bytes
         rows, whole = await self._ask(
-            lambda connection: source.read(connection, self.reader, unread, room, MAX_BYTES)
+            lambda connection: source.read(
+                connection,
+                self.reader,
+                unread,
+                each=self._capacity // PART,
+                limit=limit,
+                max_bytes=max_bytes,
+            )
         )
         for shard in whole:
             window.shards[shard].whole = True
@@ -236,41 +241,54 @@ class Session:
         """Take what is due, and open batches of what is new; return whether there is anything."""
         window, reader = self.window, self.reader
         shards = [one for one in window.shards if one not in window.leaving]
-        room = self._capacity - window.held
-        lanes = await self._ask(
-            lambda connection: source.due_lanes(
-                connection, reader, shards, window.known_lanes, max(1, room // 2)
-            )
+        limits = {
+            "limit": self.endpoint.max_in_flight,
+            "max_bytes": (MAX_BYTES - window.bytes) // 2,
+        }
+        lanes, late = window.known_lanes, window.known_late
+        due = await self._ask(
+            lambda connection: source.due_lanes(connection, reader, shards, lanes, **limits)
         )
-        for lane in lanes:
+        for lane in due:
+            if lane.rows and lane.attempts >= self.endpoint.attempts:
+                log.error(
+                    "dead_letter",
+                    endpoint=self.name,
+                    key=lane.name,
+                    attempt=f"{lane.attempts} of {self.endpoint.attempts}",
+                    error=lane.error,
+                )
             source.take_lane(window, lane, self.endpoint.attempts)
-        late = await self._ask(
-            lambda connection: source.due_late(
-                connection, reader, shards, window.known_late, max(1, room // 2)
-            )
+        delayed = await self._ask(
+            lambda connection: source.due_late(connection, reader, shards, late, **limits)
         )
-        source.take_late(window, late)
-        opened = await self._ask(lambda connection: source.open_batches(connection, reader, window))
-        return bool(lanes or late or opened)
+        source.take_late(window, delayed)
+        opened = await self._ask(lambda connection: source.open_batches(connection, reader))
+        for batch in opened:
+            window.shards[batch.shard].begin(batch)
+        return bool(due or delayed or opened)
 
-    def _unread(self) -> list[Any]:
+    def _unread(self) -> list[InHand]:
         """The shards with messages to read, those with the fewest in memory first."""
-        window = self.window
+        window, most = self.window, self._capacity // PART
         return sorted(
             (
                 hand
                 for hand in window.shards.values()
-                if hand.open is not None and not hand.whole and hand.shard not in window.leaving
+                if hand.open is not None
+                and not hand.whole
+                and hand.shard not in window.leaving
+                and len(hand.pending) < most
             ),
             key=lambda hand: len(hand.pending),
         )
 
     async def _wait(self) -> None:
         """Wait until a request has ended, or something is to be done."""
-        if self.window.unmarked or self._to_write:
+        if self.window.unmarked or self.sender.to_write:
             await asyncio.sleep(0)
             return
-        hungry = self.window.held <= self._capacity // 2
+        hungry = self._hungry
         until = min(self._look_at, self._poll_at) if hungry else self._look_at
         seconds = until - time.monotonic()
         if seconds > 0 and not (hungry and self._unread()):
@@ -281,11 +299,12 @@ class Session:
 
     async def _end(self, stop_seconds: float) -> None:
         """Wait for what is in flight, for so long; mark what has come of it."""
-        self._stopping = True
+        requests = self.sender.requests
+        self.sender.stopping = True
         until = time.monotonic() + stop_seconds
-        while self._requests and time.monotonic() < until:
+        while requests and time.monotonic() < until:
             await asyncio.wait(
-                self._requests,
+                requests,
                 timeout=until - time.monotonic(),
                 return_when=asyncio.FIRST_COMPLETED,
             )
@@ -296,153 +315,3 @@ class Session:
         """Ask the database, in its own thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, what, self._connection)
-
-    # Requests
-
-    def _start(self) -> None:
-        """Send as many messages as may be in flight."""
-        most = self.endpoint.max_in_flight
-        window = self.window
-        while (
-            self.condition.sends
-            and not self._stopping
-            and window.in_flight < most
-            and window.in_flight + window.unmarked < 2 * most
-            and (message := window.next()) is not None
-        ):
-            self._send(message)
-
-    def _send(self, message: Received) -> None:
-        task = asyncio.create_task(self._request(message))
-        self._requests.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._requests.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._failure = task.exception()
-            self._news.set()
-
-    def _send_probe(self) -> None:
-        message = self.window.next()
-        if message is not None:
-            self._probe = message
-            self._send(message)
-
-    async def _request(self, message: Received) -> None:
-        """Send one message, and note what came of it."""
-        try:
-            request = envelope.request(message, self.endpoint)
-        except Exception as error:
-            if not of_messages(error):
-                raise
-            self.window.reject(message, "rejected", said(error))
-            return
-        answer = await self._client.post(request)
-        fail_point("dispatch_answered")
-        if message is self._probe:
-            self._probe = None
-            self._probed(message, answer)
-        else:
-            self._answered(message, answer)
-        self._start()
-        self._news.set()
-
-    def _answered(self, message: Received, answer: Answer) -> None:
-        if answer.meaning in (Meaning.DONE, Meaning.REJECTED):
-            self.window.count(self._breaker.succeeded())
-            self._accept_or_reject(message, answer)
-            return
-        self.window.note(message, answer)
-        if not self.condition.sends:
-            # it is known to be down: this says nothing new, and nothing of the message
-            self.window.put_back(message)
-        elif answer.meaning is Meaning.GONE:
-            self._disable(message, answer)
-        else:
-            self._failed(message, answer)
-
-    def _accept_or_reject(self, message: Received, answer: Answer) -> None:
-        if answer.meaning is Meaning.DONE:
-            self.window.done(message)
-            return
-        self.window.note(message, answer)
-        self.window.reject(message, "rejected", answer.error)
-        self._log(log.error, "dead_letter", message, answer)
-
-    def _failed(self, message: Received, answer: Answer) -> None:
-        """Let the message wait; its attempt counts once the endpoint is known to be up."""
-        wait = max(self.endpoint.wait_seconds(message.attempt), answer.retry_after or 0.0)
-        counted = Waiting(
-            lane=message.lane,
-            shard=message.shard,
-            attempts=message.attempt,
-            error=answer.error,
-            # a message whose last attempt has failed is looked at again at once
-            wait=0.0 if message.attempt >= self.endpoint.attempts else wait,
-        )
-        if self._breaker.failed(counted) or answer.retry_after is not None:
-            self._breaker.reset()
-            self.window.put_back(message)
-            self._open(answer)
-            return
-        self.window.wait(message, replace(counted, attempts=message.attempt - 1, wait=wait))
-        self._log(log.warning, "message_failed", message, answer, next_attempt=f"in {wait:g} s")
-
-    def _open(self, answer: Answer) -> None:
-        """The endpoint is down."""
-        wait = max(self.endpoint.wait_seconds(1), answer.retry_after or 0.0)
-        self.condition = Condition(
-            state="open", paused=self.condition.paused, probe_in=wait, error=answer.error
-        )
-        self._to_write.append(lambda connection: self._book.down(connection, answer.error, wait))
-        log.warning(
-            "endpoint_down", endpoint=self.name, error=answer.error, next_attempt=f"in {wait:g} s"
-        )
-
-    def _disable(self, message: Received, answer: Answer) -> None:
-        self.window.put_back(message)
-        self.condition = Condition(state="disabled", error=answer.error)
-        self._to_write.append(lambda connection: self._book.disable(connection, answer.error))
-        log.error("endpoint_disabled", endpoint=self.name, error=answer.error)
-
-    def _probed(self, message: Received, answer: Answer) -> None:
-        """See from a probe whether the endpoint is up again."""
-        if answer.meaning in (Meaning.DONE, Meaning.REJECTED):
-            self._breaker.reset()
-            self.condition = Condition(paused=self.condition.paused)
-            self._to_write.append(self._book.up)
-            log.info("endpoint_up", endpoint=self.name)
-            self._accept_or_reject(message, answer)
-            return
-        self.window.note(message, answer)
-        if answer.meaning is Meaning.GONE:
-            self._disable(message, answer)
-            return
-        self.window.put_back(message)
-        wait = max(
-            self.endpoint.wait_seconds(self.condition.failures + 1), answer.retry_after or 0.0
-        )
-        longest = self.endpoint.disable_after_seconds
-        self._to_write.append(
-            lambda connection: self._book.still_down(connection, answer.error, wait, longest)
-        )
-
-    def _log(
-        self,
-        say: Callable[..., Any],
-        event: str,
-        message: Received,
-        answer: Answer,
-        **more: str,
-    ) -> None:
-        say(
-            event,
-            endpoint=self.name,
-            message_id=str(message.message_id),
-            key=message.key,
-            message_type=message.message_type,
-            attempt=f"{message.attempt} of {self.endpoint.attempts}",
-            error=answer.error,
-            **more,
-        )

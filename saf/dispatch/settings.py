@@ -9,6 +9,7 @@ What may hold a secret is a `pydantic.SecretStr`. A URL is shown without its que
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,6 +19,7 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from saf.destinations.settings import within
+from saf.dispatch.rate import per_second
 from saf.errors import UsageError
 from saf.setaside.parking import wait_seconds
 from saf.webhooks.signature import key_of
@@ -29,6 +31,7 @@ WEBHOOK_SECONDS = (5, 300, 1800, 7200, 18_000, 36_000, 36_000)
 
 
 def _is_url(text: str) -> str:
+    """such as `https://example.com/hooks`"""
     try:
         parts = urlsplit(text)
         port = parts.port
@@ -47,6 +50,22 @@ Url = Annotated[str, AfterValidator(_is_url)]
 Seconds = Annotated[float, within(0.01, 3600)]
 
 
+def _is_rate(text: str) -> str:
+    """such as `100/s`"""
+    per_second(text)
+    return text
+
+
+def _is_network(text: str) -> str:
+    """such as `10.1.0.0/16`"""
+    ipaddress.ip_network(text)
+    return text
+
+
+Network = Annotated[str, AfterValidator(_is_network)]
+Rate = Annotated[str, AfterValidator(_is_rate)]
+
+
 class Endpoint(BaseModel):
     """Where the messages of a subscription are sent, and how."""
 
@@ -58,8 +77,10 @@ class Endpoint(BaseModel):
     """The destination whose inbox has the messages; by default, the one of kind postgresql."""
     subscription: str | None = None
     """Whose messages are sent; by default, the subscription of the endpoint's name."""
-    mode: Literal["binary", "plain"] = "binary"
-    """The form of a request: CloudEvents 1.0 with headers, or the body with plain headers."""
+    mode: Literal["binary", "structured", "plain", "xmlrpc"] = "binary"
+    """The form of a request: CloudEvents in headers or as JSON, the body as it is, or a call."""
+    method: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.:/]{1,200}$")
+    """With mode "xmlrpc": the method that is called."""
     source: str | None = Field(default=None, min_length=1)
     """The attribute ``source`` of CloudEvents; by default, /saf/ and the sender's service."""
     secrets: tuple[pydantic.SecretStr, ...] = ()
@@ -78,8 +99,12 @@ class Endpoint(BaseModel):
     """The key (PEM) of the client certificate."""
     public_only: bool = False
     """Whether addresses that are not on the public internet are refused."""
+    networks: tuple[Network, ...] = ()
+    """With public_only: networks that are not refused, such as "10.1.0.0/16"."""
     max_in_flight: Annotated[int, within(1, 10_000)] = 100
     """How many requests one process has in flight; of each key, it is one."""
+    rate: Rate | None = None
+    """The most messages in a time, of all processes together: "100/s", "30/min" or "500/h"."""
     timeout_seconds: Seconds = 15.0
     """How long a request may take, from connecting to the last byte of the answer, in seconds."""
     connect_seconds: Seconds = 5.0
@@ -106,11 +131,13 @@ class Endpoint(BaseModel):
         return some
 
     @pydantic.model_validator(mode="after")
-    def _says_who_it_is_once(self) -> Endpoint:
+    def _belongs_together(self) -> Endpoint:
         if (self.user is None) != (self.password is None):
             raise ValueError("user and password belong together")
         if self.user is not None and self.bearer is not None:
             raise ValueError("either user and password or bearer, and not both")
+        if (self.mode == "xmlrpc") != (self.method is not None):
+            raise ValueError('mode = "xmlrpc" and method belong together')
         if self.client_key is not None and self.client_certificate is None:
             raise ValueError("client_key without client_certificate")
         return self

@@ -6,6 +6,7 @@ names the owner and the epoch that it is for; what is written together is `saf.d
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,16 +15,17 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from saf.database import fetch
-from saf.dispatch.window import NONE, InHand, Window
+from saf.dispatch.progress import NONE, InHand
+from saf.dispatch.window import Window
 from saf.log.shards import NEWEST, THIS_ROW
-from saf.received import EXPRESSIONS, READ, Received
-from saf.receiving.claim import EXPIRED, FATE, IN_BATCH, LATE, NEW, SINCE, SPOKEN, UNREAD, Reader
+from saf.received import EXPRESSIONS, ID, READ, SHARD, Received
+from saf.receiving.claim import EXPIRED, FATE, IN_BATCH, LATE, NEW, SINCE, UNREAD, Reader
 from saf.setaside.lane import Kind
 
 LANE_MESSAGES = 20
 """How many messages of a lane that is due are read at once."""
 
-TALKS = "saf dispatch sends no messages of dialogs: let a worker handle them"
+ALL_SHARDS = "SELECT shards FROM saf.broker"
 
 OWNED = f"""
 SELECT c.shard, c.epoch, c.batch, c.done::text, c.open::text, c.position,
@@ -66,7 +68,7 @@ SELECT * FROM (
                    octet_length(body) AS bytes
             FROM ({SINCE}) AS since
             WHERE {IN_BATCH.format(open="c.open")} AND id > c.position AND NOT id <@ c.ids
-            ORDER BY id LIMIT %(limit)s
+            ORDER BY id LIMIT %(each)s
         ) AS m
         LIMIT %(limit)s
     ) AS found_rows
@@ -82,27 +84,46 @@ WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Ki
 ORDER BY next_attempt_at LIMIT %(limit)s
 """
 READ_LANES = f"""
-SELECT m.* FROM unnest(%(lanes)s::text[]) WITH ORDINALITY AS l (subject, place)
-CROSS JOIN LATERAL (
-    SELECT {EXPRESSIONS}, {FATE} AS fate, parked_id FROM saf.parked
-    WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.KEY}'
-      AND subject = l.subject
-    ORDER BY id LIMIT {LANE_MESSAGES}
-) AS m
-ORDER BY l.place, m.id
+SELECT * FROM (
+    SELECT m.*, l.place, (sum(bytes) OVER (ORDER BY l.place, m.id) - bytes)::bigint AS before
+    FROM unnest(%(lanes)s::text[]) WITH ORDINALITY AS l (subject, place)
+    LEFT JOIN LATERAL (
+        SELECT {EXPRESSIONS}, {FATE} AS fate, parked_id, octet_length(body) AS bytes
+        FROM saf.parked
+        WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.KEY}'
+          AND subject = l.subject
+        ORDER BY id LIMIT {LANE_MESSAGES}
+    ) AS m ON true
+) AS counted
+WHERE coalesce(before, 0) < %(bytes)s
+ORDER BY place, id
 """
 READ_LATE = f"""
-SELECT {EXPRESSIONS}, {FATE} AS fate, {BEHIND} AS behind, parked_id
-FROM saf.parked AS since
-WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.LATER}'
-  AND subject = ANY (ARRAY(
-      SELECT subject FROM saf.backoff
-      WHERE subscription_id = %(subscription_id)s AND destination = ''
-        AND kind = '{Kind.LATER}' AND next_attempt_at <= now()
-        AND subject = ANY (%(subjects)s)))
-  AND deliver_at <= now() AND parked_id <> ALL (%(in_memory)s)
-ORDER BY deliver_at, id LIMIT %(limit)s
+SELECT * FROM (
+    SELECT *, (sum(bytes) OVER (ORDER BY deliver_at, id) - bytes)::bigint AS before
+    FROM (
+        SELECT {EXPRESSIONS}, {FATE} AS fate, {BEHIND} AS behind, parked_id,
+               octet_length(body) AS bytes
+        FROM saf.parked AS since
+        WHERE subscription_id = %(subscription_id)s AND destination = ''
+          AND kind = '{Kind.LATER}'
+          AND subject = ANY (ARRAY(
+              SELECT subject FROM saf.backoff
+              WHERE subscription_id = %(subscription_id)s AND destination = ''
+                AND kind = '{Kind.LATER}' AND next_attempt_at <= now()
+                AND subject = ANY (%(subjects)s)))
+          AND deliver_at <= now() AND parked_id <> ALL (%(in_memory)s)
+        ORDER BY deliver_at, id LIMIT %(limit)s
+    ) AS few
+) AS counted
+WHERE before < %(bytes)s
+ORDER BY deliver_at, id
 """
+
+
+def all_shards(connection: psycopg.Connection[Any]) -> int:
+    """How many shards the broker has."""
+    return int(fetch(connection, ALL_SHARDS)[0][0])
 
 
 def owned(connection: psycopg.Connection[Any], reader: Reader) -> list[InHand]:
@@ -112,24 +133,24 @@ def owned(connection: psycopg.Connection[Any], reader: Reader) -> list[InHand]:
     return [InHand(**dict(zip(fields, row, strict=True))) for row in rows]
 
 
-def open_batches(connection: psycopg.Connection[Any], reader: Reader, window: Window) -> int:
-    """Open a batch of what is new in each owned shard that has none; return how many."""
-    rows = fetch(connection, OPEN, _of(reader))
-    for shard, epoch, batch, done, open_ in rows:
-        window.shards[shard] = InHand(
-            shard=shard, epoch=epoch, batch=batch, done=done, open=open_, position=0
-        )
-    return len(rows)
+def open_batches(connection: psycopg.Connection[Any], reader: Reader) -> list[InHand]:
+    """Open a batch of what is new in each owned shard that has none; return these shards."""
+    return [
+        InHand(shard=shard, epoch=epoch, batch=batch, done=done, open=opened, position=0)
+        for shard, epoch, batch, done, opened in fetch(connection, OPEN, _of(reader))
+    ]
 
 
 def read(
     connection: psycopg.Connection[Any],
     reader: Reader,
     shards: Sequence[InHand],
+    *,
+    each: int,
     limit: int,
     max_bytes: int,
 ) -> tuple[list[tuple[Any, ...]], set[int]]:
-    """Read the next messages of some shards, in this order of them.
+    """Read the next messages of some shards, in this order of them, so many of ``each`` at most.
 
     Return rows for `take`, and the shards of which everything was read.
     """
@@ -140,18 +161,23 @@ def read(
         "open": [one.open for one in shards],
         "read": [one.read for one in shards],
         "ids": [one.known for one in shards],
+        "each": each,
         "limit": limit,
         "bytes": max_bytes,
     }
     rows = _rows(connection, READ_AHEAD, params)
-    places = {one.shard: place for place, one in enumerate(shards)}
-    if not rows:
-        return rows, set(places)
-    *_, place, _, found = rows[-1]
-    if found < limit and len(rows) == found:
-        return rows, set(places)
-    # the last shard may have more messages, and those after it were not looked at
-    return rows, {shard for shard, at in places.items() if at < place - 1}
+    last = len(shards) + 1
+    if rows:
+        *_, place, _, found = rows[-1]
+        if found == limit or len(rows) < found:
+            # this shard may have more messages, and those after it were not looked at
+            last = place
+    counts = Counter(row[SHARD] for row in rows)
+    return rows, {
+        one.shard
+        for place, one in enumerate(shards, start=1)
+        if place < last and counts[one.shard] < each
+    }
 
 
 def take(window: Window, rows: Iterable[tuple[Any, ...]]) -> None:
@@ -165,8 +191,6 @@ def take(window: Window, rows: Iterable[tuple[Any, ...]]) -> None:
             window.bury(message, "expired", "expires_at has passed")
         elif fate == UNREAD:
             window.bury(message, "over_size", None)
-        elif fate == SPOKEN and not row[width + 1]:
-            window.refuse(message, TALKS)
         else:
             window.add(message, behind=row[width + 1])
 
@@ -197,7 +221,7 @@ def take_late(window: Window, rows: Iterable[tuple[Any, ...]]) -> None:
     """Put messages whose deliver_at has come into the window."""
     width = len(READ)
     for row in rows:
-        message, fate = Received(row, row[-1]), row[width]
+        message, fate = Received(row, row[width + 2]), row[width]
         if fate == EXPIRED:
             window.bury(message, "expired", "expires_at has passed")
         else:
@@ -222,7 +246,9 @@ def due_lanes(
     reader: Reader,
     shards: Collection[int],
     in_memory: Collection[str],
+    *,
     limit: int,
+    max_bytes: int,
 ) -> list[DueLane]:
     """Return lanes whose time has come, and that are not in memory."""
     params = {
@@ -234,12 +260,15 @@ def due_lanes(
     found = fetch(connection, DUE, params)
     if not found:
         return []
-    rows: dict[str, list[tuple[Any, ...]]] = {subject: [] for subject, *_ in found}
-    for row in _rows(connection, READ_LANES, params | {"lanes": list(rows)}):
-        rows[Received(row).lane].append(row)
+    params |= {"lanes": [subject for subject, *_ in found], "bytes": max_bytes}
+    # a lane without messages has a row without one; a lane that was not looked at has none
+    rows: dict[int, list[tuple[Any, ...]]] = defaultdict(list)
+    for row in _rows(connection, READ_LANES, params):
+        rows[row[-2]] += [row] if row[ID] is not None else []
     return [
-        DueLane(name=subject, shard=shard, attempts=attempts, error=error, rows=rows[subject])
-        for subject, shard, attempts, error in found
+        DueLane(name=subject, shard=shard, attempts=attempts, error=error, rows=rows[place])
+        for place, (subject, shard, attempts, error) in enumerate(found, start=1)
+        if place in rows
     ]
 
 
@@ -248,7 +277,9 @@ def due_late(
     reader: Reader,
     shards: Collection[int],
     in_memory: Collection[int],
+    *,
     limit: int,
+    max_bytes: int,
 ) -> list[tuple[Any, ...]]:
     """Rows of messages whose deliver_at has come; ``in_memory`` are the parked ones, by id."""
     params = {
@@ -256,6 +287,7 @@ def due_late(
         "subjects": [str(shard) for shard in shards],
         "in_memory": list(in_memory),
         "limit": limit,
+        "bytes": max_bytes,
     }
     return _rows(connection, READ_LATE, params)
 

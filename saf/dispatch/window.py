@@ -1,14 +1,8 @@
 """The window: what a dispatcher has in memory, which requests are in flight, and how far it is.
 
 It holds the next messages of the shards that this member owns, each in the lane of its key. Of each
-lane, one message is in flight at a time, and lanes take turns. Endpoints answer in any order, so
-the messages of a shard are complete in any order, too:
-
-    position    every message of the batch up to it is complete
-    ids         ranges of ids beyond the position: the batch's messages in them are complete
-
-There are no more ranges than messages in memory, however many were answered behind one that is
-slow. A message is complete if it was answered, or is parked, or is a dead letter.
+lane, one message is in flight at a time, and lanes take turns. A message is complete if it was
+answered, or is parked, or is a dead letter; `saf.dispatch.progress` keeps how far a shard is.
 
 Nothing here asks the database. `Window.marks` gives what is to be written, and from then on the
 window is as if it were written. If writing fails, throw the window away: what was in flight, or
@@ -17,95 +11,15 @@ answered and not marked, is sent again.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections import deque
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from saf.dispatch.answers import Answer
+from saf.dispatch.progress import InHand, Mark
 from saf.errors import Fenced
 from saf.received import Received
 from saf.receiving.retries import Waiting
-
-NONE = "{}"
-"""No ids, as PostgreSQL writes it."""
-
-
-@dataclass(kw_only=True)
-class InHand:
-    """A shard that this member owns, and how far it is in the shard's batch."""
-
-    shard: int
-    epoch: int
-    batch: int
-    done: str
-    open: str | None
-    position: int
-    known: str = NONE
-    """What was complete beyond the position when this member took the shard over."""
-    ids: str = NONE
-    """What this member has marked as complete beyond the position."""
-    read: int = 0
-    """The messages up to this id were read."""
-    whole: bool = False
-    """Whether all messages of the batch were read."""
-    pending: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    """The ids that were read and are not complete, in order."""
-    last: int = 0
-    """The highest id that is complete, among those that were read."""
-    touched: bool = False
-    """Whether there is anything to mark."""
-
-    def __post_init__(self) -> None:
-        self.read = max(self.read, self.position)
-
-    def complete(self, id_: int) -> None:
-        """Note that a message of the batch is complete."""
-        del self.pending[id_]
-        self.last = max(self.last, id_)
-        self.touched = True
-
-    @property
-    def closes(self) -> bool:
-        """Whether nothing of the batch is left."""
-        return self.open is not None and self.whole and not self.pending
-
-    def mark(self) -> Mark:
-        """What is to be written; from now on, it counts as written."""
-        self.touched = False
-        epoch, batch, before = self.epoch, self.batch, self.ids
-        if self.closes:
-            assert self.open is not None  # noqa: S101 - only what is open is closed
-            self.done, self.open, self.position = self.open, None, 0
-            self.known, self.ids, self.read, self.whole, self.last = NONE, NONE, 0, False, 0
-            return Mark(shard=self.shard, epoch=epoch, batch=batch, position=0, closed=True)
-        if self.open is not None:
-            first = next(iter(self.pending), None)
-            self.position = self.read if first is None else first - 1
-            # about ids beyond what was read, `known` stays true
-            self.ids = _ranges(self.pending, self.last)
-        return Mark(
-            shard=self.shard,
-            epoch=epoch,
-            batch=batch,
-            position=self.position,
-            ids=self.ids,
-            new=self.ids != before,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mark:
-    """How far a shard is."""
-
-    shard: int
-    epoch: int
-    batch: int
-    position: int
-    closed: bool = False
-    ids: str = NONE
-    new: bool = False
-    """Whether the ids are to be written."""
 
 
 @dataclass(kw_only=True)
@@ -159,6 +73,8 @@ class Window:
         self.in_flight = 0
         self.held = 0
         """How many messages are in memory."""
+        self.bytes = 0
+        """How many bytes their bodies have."""
         self.leaving: Collection[int] = frozenset()
         """Shards of which no further message is to be sent."""
         self._ready: deque[Lane] = deque()
@@ -184,6 +100,8 @@ class Window:
     @property
     def anything_ready(self) -> bool:
         """Whether a message could be sent."""
+        if not self.leaving:
+            return bool(self._ready)
         return any(lane.shard not in self.leaving for lane in self._ready)
 
     # What comes in
@@ -201,23 +119,6 @@ class Window:
         """Let a message that was read wait for its time."""
         self._new.late.append(message)
         self._new.timed.add(message.shard)
-        self._complete(message, self._read(message))
-
-    def refuse(self, message: Received, error: str) -> None:
-        """Let a message that was read wait for somebody who handles it, and its key behind it."""
-        if message.lane in self.lanes or message.lane in self._stopped:
-            self.add(message, behind=True)
-            return
-        self._stopped.add(message.lane)
-        self._new.park.append(message)
-        self._new.waiting[message.lane] = Waiting(
-            lane=message.lane,
-            shard=message.shard,
-            attempts=0,
-            error=error,
-            awaits_handler=True,
-            message_type=message.message_type,
-        )
         self._complete(message, self._read(message))
 
     def bury(self, message: Received, reason: str, error: str | None) -> None:
@@ -267,6 +168,7 @@ class Window:
             self._ready.append(lane)
         lane.queue.append(message)
         self.held += 1
+        self.bytes += message.size
 
     # What goes out
 
@@ -306,7 +208,7 @@ class Window:
                 self._complete(one, hand)
             else:
                 self._move(one)
-        self.held -= len(lane.queue)
+        self._let_go(lane.queue)
         self._touch(message.shard)
         self._new.waiting[lane.name] = waiting
         self._stopped.add(lane.name)
@@ -332,8 +234,7 @@ class Window:
 
     def _end(self, message: Received) -> None:
         lane = self._landed(message)
-        lane.queue.popleft()
-        self.held -= 1
+        self._let_go([lane.queue.popleft()])
         self._complete(message, self.shards[message.shard])
         if lane.queue:
             self._ready.append(lane)
@@ -351,6 +252,10 @@ class Window:
         else:
             assert hand is not None  # noqa: S101 - it is of the log
             hand.complete(message.id)
+
+    def _let_go(self, messages: Collection[Received]) -> None:
+        self.held -= len(messages)
+        self.bytes -= sum(one.size for one in messages)
 
     def _move(self, message: Received) -> None:
         assert message.parked_id is not None  # noqa: S101 - it waits already
@@ -414,30 +319,7 @@ class Window:
             dropped = set(gone)
             self._ready = deque(one for one in self._ready if one.shard not in dropped)
             for lane in [one for one in self.lanes.values() if one.shard in dropped]:
-                self.held -= len(lane.queue)
+                self._let_go(lane.queue)
                 self._late.difference_update(one.parked_id or 0 for one in lane.queue)
                 del self.lanes[lane.name]
         return gone
-
-
-def _ranges(pending: Iterable[int], last: int) -> str:
-    """The ids between pending ones, up to the last complete one, as a multirange of PostgreSQL.
-
-    >>> _ranges([3, 7, 8, 20], 15), _ranges([3, 7], 5), _ranges([9], 5), _ranges([], 5)
-    ('{[4,7),[9,16)}', '{[4,6)}', '{}', '{}')
-    """
-    parts = [
-        f"[{one + 1},{following})"
-        for one, following in pairwise(_until(pending, last))
-        if following > one + 1
-    ]
-    return "{" + ",".join(parts) + "}"
-
-
-def _until(pending: Iterable[int], last: int) -> Iterator[int]:
-    """The pending ids before the last complete one, and then the id after it."""
-    for one in pending:
-        if one > last:
-            break
-        yield one
-    yield last + 1

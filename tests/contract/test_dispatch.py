@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
+from xmlrpc.server import SimpleXMLRPCServer
 
+import psutil
 import pytest
 from cloudevents.core.bindings.http import HTTPMessage, from_http_event
 
+from saf.broker.services import subscription
 from saf.database import Dsn, fetch
+from saf.dispatch import marking, source
+from saf.dispatch.condition import Book
+from saf.dispatch.window import Window
+from saf.errors import Fenced
+from saf.log.shards import Member
 from saf.operating.decide import retry
+from saf.receiving.claim import Reader
 from saf.setaside.dead import Filter
 from tests.endpoints import (
     Got,
@@ -29,7 +41,7 @@ from tests.endpoints import (
 )
 from tests.pipeline import connect, outlive_lease
 from tests.processes import start
-from tests.receivers import dead, prepare, put, store, waiting
+from tests.receivers import SUBSCRIPTION, dead, prepare, put, store, waiting
 from tests.sizes import sized
 from tests.waits import until
 
@@ -208,9 +220,7 @@ def let_probes_be_due(inbox: Dsn) -> None:
         connection.execute("UPDATE saf.breaker SET next_probe_at = now() WHERE state = 'open'")
 
 
-def test_what_was_in_flight_when_a_dispatcher_is_killed_is_sent_again_and_nothing_else(
-    inbox: Dsn, partner: Partner
-) -> None:
+def test_after_a_kill_only_what_was_in_flight_is_sent_again(inbox: Dsn, partner: Partner) -> None:
     chance = random.Random(7)
 
     async def answer(_: Got) -> Reply:
@@ -434,4 +444,202 @@ def test_whatever_fails_and_wherever_dispatchers_die_each_key_is_sent_in_order(
         victim.join()
     for numbers in partner.by_key().values():
         assert list(dict.fromkeys(numbers)) == list(range(1, 11))
+    assert dead(inbox) == []
+
+
+def test_the_sdk_of_cloudevents_reads_an_event_as_json(inbox: Dsn, partner: Partner) -> None:
+    json_type = '{"content-type": "application/json; charset=utf-8"}'
+    put(inbox, '{"total": 7}', key='a "ü"', message_type="OrderPlaced", headers=json_type)
+    put(inbox, "hello", key='a "ü"', headers='{"content-type": "text/plain"}')
+    put(inbox, "\x01", key='a "ü"')
+    dispatch(inbox, partner, mode="structured")
+    events = [
+        from_http_event(HTTPMessage(headers=got.headers, body=got.body)) for got in partner.accepted
+    ]
+    assert [one.get_data() for one in events] == [{"total": 7}, "hello", b"\x01"]
+    assert {one.get_subject() for one in events} == {'a "ü"'}
+    assert [one.get_id() for one in events] == [got.id for got in partner.accepted]
+
+
+def test_plain_sends_the_headers_of_a_message_that_http_allows(
+    inbox: Dsn, partner: Partner
+) -> None:
+    headers = {
+        "content-type": "application/json",
+        "X-Order": "A-1\r\nHost: evil",
+        "attempt": 3,
+        "host": "evil",
+        "webhook-id": "evil",
+        "not a name": "x",
+        "list": [1],
+    }
+    put(inbox, "{}", key="a", headers=json.dumps(headers))
+    dispatch(inbox, partner, mode="plain")
+    (got,) = partner.accepted
+    assert got.headers["x-order"] == "A-1%0D%0AHost: evil"
+    assert got.headers["attempt"] == "3"
+    assert got.headers["content-type"] == "application/json"
+    assert got.headers["host"].startswith("127.0.0.1:")
+    assert not {"webhook-id", "not a name", "list", "ce-id"} & set(got.headers)
+    assert got.body == b"{}"
+
+
+def test_xml_rpc_calls_a_method_and_a_fault_is_a_failure_with_its_text(inbox: Dsn) -> None:
+    called: list[object] = []
+
+    def order(number: object, total: object = None) -> bool:
+        called.append((number, total))
+        if number == "A-2":
+            raise LookupError("no such order")
+        return True
+
+    with SimpleXMLRPCServer(("127.0.0.1", 0), logRequests=False) as server:
+        server.register_function(order)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        partner = Partner(url=f"http://127.0.0.1:{server.server_address[1]}/RPC2")
+        put(inbox, '["A-1", 7.5]', '"A-3"', key="a")
+        put(inbox, '["A-2", 1]', key="b")
+        put(inbox, "no JSON", key="c")
+        try:
+            done = dispatch(inbox, partner, mode="xmlrpc", method="order", attempts=2)
+            assert sorted(map(str, called)) == [
+                "('A-1', 7.5)",
+                "('A-2', 1)",
+                "('A-3', None)",
+            ]
+            ((lane, count, error),) = attempts(inbox)
+            assert (lane, count) == ("b", 1)
+            assert error.endswith(":no such order")
+            assert [reason for _, reason in dead(inbox)] == ["rejected"]
+            assert done.summary.handled == 2
+            let_lanes_be_due(inbox)
+            dispatch(inbox, partner, mode="xmlrpc", method="order", attempts=2)
+            assert dead(inbox)[1:] == [('["A-2", 1]', "failed")]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_rate_is_kept(inbox: Dsn, partner: Partner) -> None:
+    store(inbox, keys=20, each=3)
+    began = time.monotonic()
+    dispatch(inbox, partner, rate="20/s")
+    # the first second's are there at once
+    assert time.monotonic() - began > 1.8
+    assert len(partner.accepted) == 60
+
+
+def test_one_key_with_many_messages_keeps_no_other_waiting(inbox: Dsn, partner: Partner) -> None:
+    partner.after(0.005)
+    store(inbox, keys=1, each=2000)
+    with dispatching(dispatcher(inbox, partner)):
+        until(lambda: len(partner.accepted) > 10)
+        store(inbox, keys=40, each=1)
+        # k1's own is behind its 2,000 others
+        until(lambda: len({got.key for got in partner.accepted}) == 40, 20)
+        assert len(partner.accepted) < 2000
+
+
+def test_large_bodies_are_read_a_few_at_a_time(inbox: Dsn, partner: Partner) -> None:
+    with connect(inbox) as connection:
+        connection.execute(
+            "INSERT INTO saf.inbox (to_service, key, body) SELECT 'billing', 'k' || n, "
+            "convert_to(repeat('x', 20 * 1024 * 1024), 'UTF8') FROM generate_series(1, 20) n"
+        )
+    before = psutil.Process().memory_info().rss
+    most = 0
+
+    async def answer(_: Got) -> Reply:
+        nonlocal most
+        partner.begun.clear()
+        most = max(most, psutil.Process().memory_info().rss - before)
+        return 204, {}, b""
+
+    partner.answer, partner.keeps = answer, False
+    with dispatching(dispatcher(inbox, partner, max_in_flight=2)):
+        until(lambda: partner.answered == 20)
+        until(lambda: unfinished(inbox) == 0)
+    assert most < 300 << 20
+
+
+def test_of_all_dispatchers_one_sends_a_probe_and_an_endpoint_down_for_long_is_disabled(
+    inbox: Dsn, partner: Partner
+) -> None:
+    partner.always(503)
+    store(inbox, keys=200, each=1)
+    more = {"breaker_failures": 2, "disable_after_seconds": 60.0, "max_in_flight": 1}
+    with dispatching(*(dispatcher(inbox, partner, **more) for _ in range(2))):
+        until(lambda: members(inbox) == [32, 32])
+        until(lambda: state(inbox) == "open")
+        until(lambda: partner.in_flight == 0)
+        partner.after(3)
+        sent = len(partner.begun)
+        let_probes_be_due(inbox)
+        until(lambda: len(partner.begun) > sent)
+        # while it is under way, it is nobody's turn
+        time.sleep(2)
+        assert len(partner.begun) == sent + 1
+        partner.always(503)
+        until(lambda: state(inbox) == "closed")
+        until(lambda: state(inbox) == "open")
+        with connect(inbox) as connection:
+            connection.execute("UPDATE saf.breaker SET failing_since = now() - interval '2 min'")
+        let_probes_be_due(inbox)
+        until(lambda: state(inbox) == "disabled")
+        sent = len(partner.begun)
+        with connect(inbox) as connection:
+            number = fetch(connection, "SELECT subscription_id FROM saf.breaker")[0][0]
+            Book(subscription_id=number, endpoint="partner").resume(connection)
+        partner.answer = None
+        until(lambda: len(partner.accepted) == 200)
+        assert len(partner.begun) > sent
+
+
+def test_retry_after_is_honoured(inbox: Dsn, partner: Partner) -> None:
+    partner.always(429, b"slowly", retry_after="1000")
+    put(inbox, "1", key="a")
+    put(inbox, "1", key="b")
+    assert dispatch(inbox, partner, max_in_flight=1).exit_code == 75
+    assert len(partner.begun) == 1
+    with connect(inbox) as connection:
+        ((seconds,),) = fetch(
+            connection, "SELECT extract(epoch FROM next_probe_at - now()) FROM saf.breaker"
+        )
+    assert 900 < seconds <= 1000
+
+
+def test_marks_of_a_shard_that_another_member_has_taken_over_write_nothing(inbox: Dsn) -> None:
+    put(inbox, "1", key="a")
+    with connect(inbox) as connection, connect(inbox) as other:
+        found = subscription(connection, SUBSCRIPTION)
+        number = found.subscription_id
+        old = Member(subscription_id=number, lease_seconds=30)
+        old.join(connection)
+        old.balance(connection)
+        reader = Reader(
+            subscription_id=number, name=found.name, service=found.service, owner=old.member_id
+        )
+        window = Window()
+        window.own(source.owned(connection, reader))
+        (batch,) = source.open_batches(connection, reader)
+        window.shards[batch.shard].begin(batch)
+        rows, whole = source.read(
+            connection, reader, [window.shards[batch.shard]],
+            each=10, limit=10, max_bytes=1000,
+        )  # fmt: skip
+        assert whole == {batch.shard}
+        source.take(window, rows)
+        message = window.next()
+        assert message is not None
+        window.reject(message, "rejected", "no")
+        marks = window.marks()
+        assert marks is not None
+        outlive_lease(inbox)
+        new = Member(subscription_id=number, lease_seconds=30)
+        new.join(other)
+        assert new.balance(other) == 64
+        with pytest.raises(Fenced):
+            marking.mark(connection, reader, marks)
+        assert fetch(connection, "SELECT max(position) FROM saf.cursor") == [(0,)]
     assert dead(inbox) == []
