@@ -12,7 +12,18 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks import classifiers, cold, drain, faults, memory, processors, receive, routing, send
+from benchmarks import (
+    classifiers,
+    cold,
+    drain,
+    end_to_end,
+    faults,
+    memory,
+    processors,
+    receive,
+    routing,
+    send,
+)
 from benchmarks.stage import Stage
 from saf.spark import session
 
@@ -21,7 +32,6 @@ ON_SPARK = {
     "horizon": faults.run,
     "routing": routing.run,
     "classifiers": classifiers.run,
-    "end_to_end": receive.end_to_end,
 }
 ALONE = {
     "send": send.run,
@@ -30,6 +40,7 @@ ALONE = {
     "memory": memory.run,
     "receive": receive.run,
     "processors": processors.run,
+    "end_to_end": end_to_end.run,
 }
 PARTS = (
     "send",

@@ -1,4 +1,8 @@
-"""A cold one-shot run: the whole process, from the shell to the exit, with 1,000 pending."""
+"""Cold one-shot runs: the whole process, from the shell to the exit, with 1,000 pending.
+
+That is little work, which `saf forward` does without Spark; how long it takes with Spark shows what
+the first deep backlog waits for.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +25,14 @@ def wait_for_archive() -> None:
         time.sleep(0.2)
 
 
-def once(stage: Stage) -> float:
-    """Seconds of one such run."""
+def once(stage: Stage, spark: str) -> float:
+    """Seconds of one such run; with ``spark`` "auto" or "always"."""
     config = stage.settings_file(stage.server.data_dir.parent / "cold.toml")
     wait_for_archive()
     stage.fill(MESSAGES)
     stage.rewind()
     started = time.monotonic()
-    output(sys.executable, "-m", "saf", "forward", "--config", config, "--json")
+    output(sys.executable, "-m", "saf", "forward", "--config", config, "--spark", spark, "--json")
     seconds = time.monotonic() - started
     if stage.stored() != MESSAGES:
         raise RuntimeError("the cold run lost messages")
@@ -36,6 +40,9 @@ def once(stage: Stage) -> float:
 
 
 def run(stage: Stage) -> None:
-    """Notes cold_run_seconds. The first run may write the class-data archive and is not counted."""
-    seconds = [once(stage) for _ in range(ROUNDS + 1)]
-    stage.note("cold_run_seconds", median(seconds[1:]), "s", "<= 3.5")
+    """Notes the medians. The first run on Spark may write the class-data archive."""
+    once(stage, "always")
+    seconds = [(once(stage, "auto"), once(stage, "always")) for _ in range(ROUNDS)]
+    here, on_spark = zip(*seconds, strict=True)
+    stage.note("cold_run_seconds", median(here), "s", "<= 1.8")
+    stage.note("cold_run_on_spark_seconds", median(on_spark), "s", "<= 3.5")

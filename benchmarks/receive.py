@@ -3,32 +3,24 @@
 Each receiver is a process. "No-op" looks at each message of a deep backlog and does nothing, until
 none is left. Otherwise a business row is inserted for each, by one statement a delivery, in a
 closed loop for some seconds, after every shard has been looked through for where its batches may
-end. From end to end, an application commits in an open loop (it does not wait for the consumer),
-the forwarder runs in a loop, and a worker inserts a business row for each message.
+end.
 """
 
 from __future__ import annotations
 
 import math
 import multiprocessing
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import psycopg
-from pyspark import SparkContext
 
 import saf
 from benchmarks.stage import Stage, execute, median, percentile
 from saf.broker.services import create_service
-from saf.config import load
 from saf.database import Dsn
-from saf.forwarding.forwarder import Forwarder
 from saf.receiving.receive import Receiver, connected
-from saf.spark.runner import SparkRunner
 
 BACKLOG, CHUNK = 400_000, 50_000
 SECONDS = 1.0
@@ -54,18 +46,10 @@ UPDATE saf.cursor SET done = '1:1:', open = NULL, position = 0, until = NULL, cu
        allowance = NULL
 """
 
-WAITS = "SELECT extract(epoch FROM at - sent_at)::float FROM booked ORDER BY sent_at"
-
 UNTOUCHED = """
 SELECT FROM saf.cursor JOIN saf.subscription USING (subscription_id)
 WHERE log = 'inbox' AND open IS NULL AND done::text = '1:1:'
 """
-
-RATE, SHARES = 1000, (0.1, 0.5, 0.8)
-REACH = {"p50": "<= 0.4", "p99": "<= 1"}
-BURST, AT_ONCE = 60_000, 1_000
-WARM_UP_SECONDS, OPEN_LOOP_SECONDS = 3, 10
-EVERY_SECONDS = 0.01
 
 
 def book(messages: Sequence[saf.Received], connection: psycopg.Connection[Any]) -> None:
@@ -146,88 +130,3 @@ def run(stage: Stage) -> None:
             stage.note(f"receive_insert_per_second_{where}", each, "1/s")
             stage.note(f"receive_insert_p50_ms_{where}", median(took) * 1000, "ms")
             stage.note(f"receive_insert_p99_ms_{where}", percentile(took, 0.99) * 1000, "ms")
-
-
-def end_to_end(stage: Stage, spark: SparkContext) -> None:
-    """Notes end_to_end_p50_seconds and so on: at a rate, and at shares of the capacity.
-
-    The capacity is what sender, forwarder and worker do together when none waits for another.
-    """
-    with stage.mom.connect(role="bench", autocommit=True) as connection:
-        create_service(connection, "billing")
-        connection.execute(BOOKED.replace("TABLE", "TABLE IF NOT EXISTS"))
-    file = stage.settings_file(
-        Path(stage.server.data_dir).parent / "loop.toml", interval_seconds=0.05
-    )
-    settings = load(file)
-    with running(stage, Forwarder(settings, SparkRunner(lambda _: spark))):
-        _handled(stage, _send(stage, BURST, None))  # Java compiles what is hot
-    with running(stage, Forwarder(settings, SparkRunner(lambda _: spark))):
-        started = time.monotonic()
-        _handled(stage, _send(stage, BURST, None))
-        capacity = BURST / (time.monotonic() - started)
-    stage.note("end_to_end_capacity_per_second", capacity, "1/s")
-    rates = {"": RATE} | {f"_at_{share:.0%}": capacity * share for share in SHARES}
-    for where, rate in rates.items():
-        with running(stage, Forwarder(settings, SparkRunner(lambda _: spark))):
-            waits = _handled(stage, _send(stage, int(rate * OPEN_LOOP_SECONDS), rate))
-        waits = waits[int(rate * WARM_UP_SECONDS) :]
-        suffix = where.replace("%", "_percent")
-        for name, share in (("p50", 0.5), ("p99", 0.99), ("p999", 0.999)):
-            reach = "" if where else REACH.get(name, "")
-            stage.note(f"end_to_end_{name}_seconds{suffix}", percentile(waits, share), "s", reach)
-
-
-@contextmanager
-def running(stage: Stage, forwarder: Forwarder) -> Iterator[None]:
-    """A forwarder in a loop, and a worker, from empty tables on."""
-    execute(stage.app, "TRUNCATE saf.outbox")
-    execute(stage.mom, "TRUNCATE saf.inbox, booked")
-    worker = saf.Worker(stage.mom, "billing", max_messages=1000)
-    worker.batch_handler()(book)
-    threads = [
-        threading.Thread(target=forwarder.loop, args=(lambda _: None,)),
-        threading.Thread(target=worker.run),
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        forwarder.stop()
-        worker.stop()
-        for thread in threads:
-            thread.join()
-
-
-def _send(stage: Stage, messages: int, rate: float | None) -> int:
-    """Commit so many messages, at a rate in messages a second or without a pause."""
-    outbox, sent = saf.Outbox(), 0
-    with stage.app.connect(role="bench") as connection:
-        started = time.monotonic()
-        while sent < messages:
-            due = AT_ONCE if rate is None else int((time.monotonic() - started) * rate) - sent
-            rows = [
-                saf.Message(service="billing", body=b"x" * 200, key=str(n))
-                for n in range(min(due, messages - sent))
-            ]
-            if rows:
-                outbox.send_many(connection, rows)
-                connection.commit()
-                sent += len(rows)
-            if rate is not None:
-                time.sleep(EVERY_SECONDS)
-    return sent
-
-
-def _handled(stage: Stage, sent: int) -> list[float]:
-    """Once all are handled: how long each took, in the order in which they were sent."""
-    with stage.mom.connect(role="bench", autocommit=True) as connection:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            ((count,),) = connection.execute("SELECT count(*) FROM booked").fetchall()
-            if count == sent:
-                rows = connection.execute(WAITS).fetchall()
-                return [float(wait) for (wait,) in rows]
-            time.sleep(0.2)
-    raise RuntimeError(f"sent {sent} messages, and {count} were handled")

@@ -5,6 +5,7 @@ Receiving: `receive`, `Worker`, `Processor`, `Processors`, `handles`, `Delivery`
            `VerifiedFrom`, `Policy`, `inbox_once`, `create_service`, `create_services`
 Routing:   `add_route`, `Resolved`; `saf.routing_service`, which needs Arrow, serves routers that
            forward
+Signing:   `Signer`, `Key`, `Keys`
 Dialogs:   `begin_dialog`, `open_dialog`, `Dialog`, `begin_monolog`, `conversations`,
            `group_state`, `set_group_state`, `move_dialog`, `create_contract`, `create_message_type`
 Errors:    `SafError` and what stands below it in `saf.errors`
@@ -67,6 +68,9 @@ from saf.receiving.retries import Policy
 from saf.receiving.worker import Worker
 from saf.routing.resolved import Resolved
 from saf.routing.routes import add_route
+from saf.signing.keys import Key
+from saf.signing.signer import Signer
+from saf.signing.verifier import Keys
 
 install(Dialogs())
 
@@ -86,6 +90,8 @@ __all__ = [
     "DialogNotFound",
     "Fenced",
     "InvalidMessage",
+    "Key",
+    "Keys",
     "Message",
     "MissingExtra",
     "NoSuchContract",
@@ -105,6 +111,7 @@ __all__ = [
     "SchemaMismatch",
     "SchemaMissing",
     "SchemaViolation",
+    "Signer",
     "StopTimeout",
     "TypeNotInContract",
     "Unavailable",

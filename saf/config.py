@@ -22,6 +22,8 @@ Many sources of a kind need not be written down; see `saf.fleets`:
     dsn = "postgresql://saf@db2/postgres?password=${TENANTS_PASSWORD}"
     databases = "tenant_*"
 
+An application that signs, or verifies, reads one table of it: see `saf.signing.settings`.
+
 ``${NAME}`` is replaced by the environment variable, so that secrets stay out of the file. In a dsn,
 it stands for the value of one parameter and is taken as it is: no character of a password has a
 special meaning, and none is percent-encoded. Only at the beginning of a dsn is it a part of the
@@ -35,7 +37,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -58,12 +60,15 @@ from saf.database.bounds import Bounds
 from saf.destinations.kinds import DEFAULT, AnyDestination, settings_of
 from saf.destinations.settings import Connections, DestinationSettings, DsnField, Quality, within
 from saf.dispatch.settings import Endpoint, Network
-from saf.errors import ConfigurationError, UsageError
+from saf.errors import ConfigurationError, MissingExtra, UsageError
 from saf.message import DEFAULT_MAX_BYTES, MAX_NAME, fits
 from saf.routing.matching import Route as Leads
 from saf.routing.matching import Router as Stands
 from saf.routing.routers import check as check_router
 from saf.routing.routes import Configured, ConfiguredRouter, Declared
+from saf.signing.settings import Signing, VerifyingKey
+from saf.signing.signer import Signer
+from saf.signing.verifier import Keys
 
 DEFAULT_FILE = Path("saf.toml")
 DAY = 86400
@@ -95,6 +100,7 @@ class _Table(BaseModel):
 
 
 T = TypeVar("T", bound=_Table)
+S = TypeVar("S")
 
 
 class Broker(_Table):
@@ -204,7 +210,7 @@ class Forwarder(_Table):
     lease_seconds: Lease = 30.0
     """How long a forwarder that died keeps its shards, in seconds."""
     interval_seconds: Seconds = 1.0
-    """With --loop: the pause after a cycle that found nothing, in seconds."""
+    """With --loop: the longest pause while nothing is found, or after a problem, in seconds."""
     turn_seconds: Seconds = 2.0
     """How long deep backlogs go on at least before they stop for another that waits, in seconds."""
     max_connections: SourceConnections | None = None
@@ -213,6 +219,8 @@ class Forwarder(_Table):
     """How many sources one run stays connected to; if there are more, it connects in turn."""
     attempts: Attempts = 3
     """Attempts per chunk while a destination does not answer, before the run gives up on it."""
+    use_spark: Literal["auto", "always"] = "auto"
+    """Whether Spark does all work, or only what is more than little."""
     master: str = "local[*]"
     """Spark's master; under spark-submit, its own --master wins."""
     tasks: Connections | None = None
@@ -249,7 +257,23 @@ class Waits(_Table):
     long_seconds: float = Field(default=Bounds.long_seconds, gt=0, le=LONGEST_BOUND)
 
 
-class Settings(BaseSettings):
+class _Sources(BaseSettings):
+    """Where settings come from."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003 - pydantic's signature
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the same
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the same
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The environment wins over the file."""
+        return env_settings, init_settings
+
+
+class Settings(_Sources):
     """Everything in saf.toml."""
 
     model_config = SettingsConfigDict(
@@ -267,18 +291,7 @@ class Settings(BaseSettings):
     purge: Purge = Purge()
     endpoints: dict[Name, Endpoint] = Field(default_factory=dict)
     dispatch: Dispatch = Dispatch()
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],  # noqa: ARG003 - pydantic's signature
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the same
-        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the same
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The environment wins over the file."""
-        return env_settings, init_settings
+    signing: Signing = Signing()
 
     @pydantic.field_validator("brokers", "fleets")
     @classmethod
@@ -384,6 +397,16 @@ class Settings(BaseSettings):
         )
 
 
+class _OnlySigning(_Sources):
+    """The table [signing] alone."""
+
+    model_config = SettingsConfigDict(
+        extra="ignore", frozen=True, env_prefix="SAF_", env_nested_delimiter="__"
+    )
+
+    signing: Signing = Signing()
+
+
 def _bounds(info: pydantic.ValidationInfo) -> Bounds:
     return Bounds(**info.data.get("bounds", Waits()).model_dump())
 
@@ -394,12 +417,45 @@ def load(path: Path | None = None) -> Settings:
     Raises:
         ConfigurationError: it names the file, the setting and the value at fault.
     """
-    path = path or Path(os.environ.get("SAF_CONFIG") or DEFAULT_FILE)
+    return _anew(lambda: _read(_file(path)))
+
+
+def load_signer(path: Path | None = None) -> Signer:
+    """Make the signer that ``[signing]`` of a saf.toml describes, which needs no other table.
+
+    Raises:
+        ConfigurationError: it names the file, the setting and the value at fault; no secret.
+        MissingExtra: Ed25519 needs a package that is not installed.
+    """
+    others = {"keys", "redirected_from"}
+    return _anew(lambda: _read_signing(_file(path), Signing.signer, others))
+
+
+def load_keys(path: Path | None = None) -> Keys:
+    """Read the keys of ``[signing.keys.NAME]`` of a saf.toml, which needs no other table.
+
+    Raises:
+        ConfigurationError: it names the file, the setting and the value at fault; no secret.
+        MissingExtra: Ed25519 needs a package that is not installed.
+    """
+    others = {"key_id", "algorithm", "secret", "secret_file"}
+    return _anew(lambda: _read_signing(_file(path), Signing.known, others))
+
+
+def _file(path: Path | None) -> Path:
+    return path or Path(os.environ.get("SAF_CONFIG") or DEFAULT_FILE)
+
+
+def _anew(read: Callable[[], S]) -> S:
+    """Read something; raise an error anew, without the frames below.
+
+    Their variables hold passwords, and some tools log those.
+    """
     try:
-        return _read(path)
+        return read()
+    except MissingExtra as error:
+        raise MissingExtra(error.extra, error.purpose) from None
     except ConfigurationError as error:
-        # raised anew, without the frames below: their variables hold passwords, and some tools log
-        # those
         raise ConfigurationError(str(error)) from None
 
 
@@ -418,7 +474,7 @@ def with_options(table: T, **options: object) -> T:
         raise ConfigurationError("; ".join(problems)) from None
 
 
-def _read(path: Path) -> Settings:
+def _tables(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
     except OSError as error:
@@ -428,11 +484,39 @@ def _read(path: Path) -> Settings:
     except UnicodeDecodeError:
         raise ConfigurationError(f"{path} is not UTF-8 text") from None
     try:
-        tables = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"{path}: not TOML: {error}") from None
+
+
+def _read(path: Path) -> Settings:
+    tables = _tables(path)
+    # who reads all of it does not sign: the secrets of [signing] need not be there
+    signing = {name: tables[name] for name in ("signing",) if name in tables}
+    rest = {name: table for name, table in tables.items() if name not in signing}
+    return _checked(path, tables, lambda: Settings(**_expand(rest, ()), **signing))
+
+
+def _read_signing(path: Path, make: Callable[[Signing], S], others: Collection[str]) -> S:
+    """Make something of the table, without the settings that are for the ``others``."""
+    tables = _tables(path)
+    table = tables.get("signing", {})
+    if isinstance(table, dict):
+        table = {name: one for name, one in table.items() if name not in others}
+    where = ("signing",)
+    only = _checked(path, tables, lambda: _OnlySigning(signing=_expand(table, where)))
     try:
-        return Settings(**_expand(tables, ()))
+        return make(only.signing)
+    except MissingExtra:
+        raise
+    except UsageError as error:
+        raise ConfigurationError(f"{path}: {error}") from None
+
+
+def _checked(path: Path, tables: Mapping[str, Any], make: Callable[[], S]) -> S:
+    """Make settings of tables; the error says which of them is wrong."""
+    try:
+        return make()
     except pydantic.ValidationError as error:
         problems = [_explain(problem, tables) for problem in error.errors()]
         raise ConfigurationError(f"{path}: " + "; ".join(problems)) from None
@@ -497,7 +581,10 @@ def _known(table: list[str], tables: Mapping[str, Any]) -> list[str]:
         "purge": Purge,
         "endpoints": Endpoint,
         "dispatch": Dispatch,
+        "signing": Signing,
     }
+    if table[:2] == ["signing", "keys"]:
+        return list(VerifyingKey.model_fields)
     if table[:1] == ["destinations"]:
         kind = tables.get("destinations", {}).get(table[1], {}).get("kind", DEFAULT)
         return list(settings_of(kind).model_fields)

@@ -110,6 +110,7 @@ class MissingExtra(UsageError):
     def __init__(self, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs more packages: pip install 'saf-outbox[{extra}]'")
         self.extra = extra
+        self.purpose = purpose
 
 
 class CannotReadBack(UsageError):

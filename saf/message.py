@@ -37,6 +37,9 @@ FRAGMENT, WHOLE = f"{RESERVED_HEADER}fragment", f"{RESERVED_HEADER}whole"
 VERIFIED_FROM, CLAIMED_FROM = f"{RESERVED_HEADER}verified-from", f"{RESERVED_HEADER}claimed-from"
 """Headers that say who has sent a message: whom its source has checked, and what a sender has made
 up under that name; see `saf.engine.vouching`."""
+SIGNATURE, LINEAGE = f"{RESERVED_HEADER}signature", f"{RESERVED_HEADER}lineage"
+"""The sender's signature (`saf.signing.signer`), and which incarnations of its broker an end of a
+dialog has had (`saf.dialogs.lineage`)."""
 
 HEADERS = json.JSONEncoder(allow_nan=False).encode
 
@@ -107,8 +110,7 @@ def encode(
         raise InvalidMessage("body", f"{len(body):,} bytes are more than max_bytes ({max_bytes:,})")
     if len(body) > MAX_BODY:
         raise InvalidMessage("body", f"{len(body):,} bytes are more than {MAX_BODY:,}")
-    if (size := _stored_size(headers)) > MAX_HEADERS:
-        raise InvalidMessage("headers", f"{size:,} bytes are more than {MAX_HEADERS:,}")
+    check_headers(headers)
     return Row(
         uuid4(),
         message.from_service,
@@ -152,6 +154,16 @@ def encode_headers(headers: Mapping[str, Any] | None, content_type: str) -> str:
         except UnicodeEncodeError:
             raise InvalidMessage("headers", "a lone surrogate is not Unicode text") from None
     return text
+
+
+def check_headers(headers: str) -> None:
+    """Refuse headers, as JSON text, that no broker would store.
+
+    Raises:
+        InvalidMessage: they are too large.
+    """
+    if (size := _stored_size(headers)) > MAX_HEADERS:
+        raise InvalidMessage("headers", f"{size:,} bytes are more than {MAX_HEADERS:,}")
 
 
 def fits(text: str, longest: int) -> bool:

@@ -32,6 +32,7 @@ from saf.transaction import Entrance
 
 if TYPE_CHECKING:
     from saf.sending.asynchronous import AsyncConn
+    from saf.signing.signer import Signer
     from saf.transaction import Conn
 
 COLUMNS = ", ".join(SENT)
@@ -53,6 +54,8 @@ class Outbox:
         from_service: the sender's service name, unless a message says otherwise.
         allow_autocommit: also send on a connection that commits by itself.
         encoder: the application's own forms of values in JSON; see `saf.sending.encoding`.
+        signer: signs each message, so that a target can refuse what was altered; see
+            docs/security.md.
 
     One Outbox serves a whole process and all its threads. It remembers which databases it has
     checked the schema of, so only the first send on each costs an extra query.
@@ -65,10 +68,12 @@ class Outbox:
         from_service: str | None = None,
         allow_autocommit: bool = False,
         encoder: Form | None = None,
+        signer: Signer | None = None,
     ) -> None:
         self.max_bytes = max_bytes
         self.from_service = from_service
         self.allow_autocommit = allow_autocommit
+        self.signer = signer
         self._encode = Encoder(encoder)
         self._enter = Entrance("writer")
 
@@ -119,7 +124,7 @@ class Outbox:
             to_broker=to_broker,
             from_service=from_service or self.from_service,
         )
-        row = encode(message, self.max_bytes, self._encode)
+        row = self._row(message)
         self._execute(conn, INSERT, row._asdict())
         return row.message_id
 
@@ -149,7 +154,7 @@ class Outbox:
             to_broker=to_broker,
             from_service=from_service or self.from_service,
         )
-        row = encode(message, self.max_bytes, self._encode)
+        row = self._row(message)
         await self._await(conn, INSERT, row._asdict())
         return row.message_id
 
@@ -180,14 +185,17 @@ class Outbox:
                 problem = f"expected saf.Message, got {type(message).__name__}"
                 raise InvalidMessage(f"messages[{len(rows)}]", problem)
             try:
-                rows.append(encode(message, self.max_bytes, self._encode))
+                rows.append(self._row(message))
             except InvalidMessage as error:
                 raise error.of_item(len(rows)) from None
-        if self.from_service:
-            rows = [
-                row._replace(from_service=row.from_service or self.from_service) for row in rows
-            ]
         return rows
+
+    def _row(self, message: Message) -> Row:
+        """Check, encode and sign a message."""
+        row = encode(message, self.max_bytes, self._encode)
+        if self.from_service and not row.from_service:
+            row = row._replace(from_service=self.from_service)
+        return row if self.signer is None else self.signer.sign(row)
 
     def _execute(self, conn: Any, statement: str, params: Mapping[str, Any]) -> None:
         transaction = self._enter(conn, allow_autocommit=self.allow_autocommit)

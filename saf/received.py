@@ -92,7 +92,7 @@ class VerifiedFrom:
 class Received:
     """One message of a delivery. Read only."""
 
-    __slots__ = ("_dialog", "_row", "attempt", "parked_id")
+    __slots__ = ("_dialog", "_row", "_signed_by", "attempt", "parked_id")
 
     def __init__(
         self, row: tuple[Any, ...], parked_id: int | None = None, attempt: int = 1
@@ -182,6 +182,22 @@ class Received:
                 return VerifiedFrom(broker=UUID(broker), service=service)
             case _:
                 return None
+
+    @property
+    def headers_text(self) -> str | None:
+        """The headers as PostgreSQL writes them."""
+        text: str | None = self._row[_HEADERS]
+        return text
+
+    @property
+    def signed_by(self) -> str | None:
+        """The key that has signed it, as its receiver has verified; None if it did not verify."""
+        # set only where signatures are verified
+        return getattr(self, "_signed_by", None)
+
+    def is_signed_by(self, key_id: str | None) -> None:
+        """Set which key has signed this message."""
+        self._signed_by = key_id
 
     def may_say(self, header: str) -> bool:
         """Whether the headers may hold this one; False is certain. Decodes nothing to find out."""

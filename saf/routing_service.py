@@ -7,7 +7,8 @@ classified and sent on in the transaction in which they are received: exactly on
 whatever fails. Any number of replicas share the work, as all receivers do.
 
 - A message of no dialog is sent on unchanged to the service that it is for, with an id that is
-  computed from its own: the same message always gets the same new id.
+  computed from its own: the same message always gets the same new id. So a signature ends here;
+  with a signer, what is sent on has that one's.
 - The first message of a dialog begins a second dialog, from the router to that service. All that is
   said in one of the two, replies, Ends and Errors too, is passed on in the other
   (`saf.dialogs.passing`).
@@ -42,7 +43,7 @@ from saf.engine.classifying import as_table
 from saf.engine.matcher import Matcher
 from saf.engine.resolving import MAX_HOPS, Resolver
 from saf.errors import ConfigurationError, DialogEnded, Unavailable, UnreadableHeaders
-from saf.message import DEFAULT_MAX_BYTES
+from saf.message import DEFAULT_MAX_BYTES, SIGNATURE, Row
 from saf.received import Received
 from saf.receiving.delivery import Delivery
 from saf.receiving.loop import Loop, Savepoints
@@ -58,6 +59,8 @@ from saf.transaction import enter
 
 if TYPE_CHECKING:
     from saf.receiving.receive import Engine
+    from saf.signing.keys import Key
+    from saf.signing.signer import Signer
 
 HOPS = "saf-hops"
 """The header that counts the routing services that a message has come by."""
@@ -101,9 +104,12 @@ class RoutingService(Loop):
         listen: be notified of what arrives; see `saf.receiving.notify`.
         stop_timeout: how many seconds the messages in hand may take after SIGTERM, SIGINT or
             `stop`; then they are rolled back, and `run` raises `StopTimeout`.
+        require_signed: send nothing on that is not signed by one of the ``keys``.
+        keys: the keys that senders sign with; as for `saf.receive`.
+        signer: signs what is sent on; a signature that a message has come with is not sent on.
 
     Raises:
-        UsageError: a number is out of range.
+        UsageError: a number is out of range, or there are no keys to verify with.
     """
 
     def __init__(
@@ -118,6 +124,9 @@ class RoutingService(Loop):
         policy: Policy | None = None,
         listen: bool = False,
         stop_timeout: float = STOP_SECONDS,
+        require_signed: bool = False,
+        keys: Mapping[str, Key] | None = None,
+        signer: Signer | None = None,
     ) -> None:
         super().__init__(
             engine,
@@ -127,6 +136,9 @@ class RoutingService(Loop):
             policy=policy,
             listen=listen,
             stop_timeout=stop_timeout,
+            require_signed=require_signed,
+            keys=keys,
+            signer=signer,
         )
         self.default_destination = default_destination
         self.declared = declared
@@ -212,16 +224,31 @@ class RoutingService(Loop):
                 "to_service": found[one.id].service,
                 "to_broker": found[one.id].broker,
                 "key": found[one.id].key,
-                "headers": json.dumps({**one.headers, HOPS: _hops(one)}),
+                "headers": json.dumps({**_without_signature(one), HOPS: _hops(one)}),
             }
             for one in messages
         ]
+        if self.signer is not None:
+            rows = [row | _signed(self.signer, row) for row in rows]
         if rows:
             raw.execute(SEND_ON, columns(SENT_ON, rows))
 
     @property
     def _too_far(self) -> str:
         return f"router {self.subscription!r}: more than {MAX_HOPS} routing services in a row"
+
+
+def _without_signature(message: Received) -> dict[str, Any]:
+    """The headers to send on: what is sent on has another id, so the signature is not its own."""
+    return {name: value for name, value in message.headers.items() if name != SIGNATURE}
+
+
+def _signed(signer: Signer, row: Mapping[str, Any]) -> dict[str, Any]:
+    """The headers of a message that is sent on, with a signature of its own."""
+    sent = Row(**{name: row[name] for name in Row._fields} | {"deliver_at": None})
+    conversation_id = row["conversation_id"] and str(row["conversation_id"])
+    signed = signer.sign(sent, conversation_id=conversation_id, sequence=row["sequence"])
+    return {"headers": signed.headers}
 
 
 def _begins(message: Received) -> bool:

@@ -345,13 +345,24 @@ def is_asynchronous(conn: object) -> bool:
     """Whether a connection is one of asyncio."""
     if isinstance(conn, (psycopg.AsyncConnection, psycopg.AsyncCursor)):
         return True
-    if type(conn).__module__.startswith("asyncpg."):
+    if is_asyncpg(conn):
         return True
     if "sqlalchemy.ext.asyncio" not in sys.modules:
         return False
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 
     return isinstance(conn, (AsyncConnection, AsyncSession, async_scoped_session))
+
+
+def is_asyncpg(conn: object) -> bool:
+    """Whether a connection is one of asyncpg, or one that its pool lends."""
+    # whoever hands over a connection has imported its driver
+    if "asyncpg" not in sys.modules:
+        return False
+    import asyncpg
+    from asyncpg.pool import PoolConnectionProxy
+
+    return isinstance(conn, (asyncpg.Connection, PoolConnectionProxy))
 
 
 def closed() -> UsageError:

@@ -25,9 +25,17 @@ FROM generate_series(1, %s) AS n ORDER BY n
 """
 
 
+USE_SPARK = "SAF_FORWARDER__USE_SPARK"
+"""What tests of Spark set to `always`, because little work is done without it."""
+
+
 def environment(**more: str) -> dict[str, str]:
     """This process's, without what would configure saf or libpq, and with ``more``."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SAF_", "PG", "SPARK_"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name == USE_SPARK or not name.startswith(("SAF_", "PG", "SPARK_"))
+    }
     return {**kept, **more}
 
 

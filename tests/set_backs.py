@@ -153,7 +153,9 @@ class Two:
                 return
         raise AssertionError(f"they still talk: {heard}, {self._pending()}")
 
-    def repair(self, place: Place, *, bring_back: bool = True) -> None:
+    def repair(
+        self, place: Place, *, bring_back: bool = True, retention_seconds: float = 86400.0
+    ) -> None:
         """As docs/operations.md says it."""
         other = self.shop if place is self.warehouse else self.warehouse
         with connect(place.dsn) as here, connect(other.dsn) as there:
@@ -174,7 +176,7 @@ class Two:
             for source, destination in ((other, place), (place, other)):
                 send_again(
                     source.service, source.dsn, stores(there=destination.dsn), lambda _: THERE,
-                    retention_seconds=86400.0, why="set back",
+                    retention_seconds=retention_seconds, why="set back",
                 )  # fmt: skip
             with there.transaction():
                 compare(there)
@@ -231,3 +233,19 @@ def _remember(connection: psycopg.Connection[Any], dialog: UUID, *, said: bool, 
     connection.execute(
         "INSERT INTO memory (dialog, said, what) VALUES (%s, %s, %s)", [dialog, said, what]
     )
+
+
+def begin_monolog(two: Two, *bodies: str) -> saf.Dialog:
+    """A monolog of the shop, with messages that were sent."""
+    with two.shop.dsn.connect(role="test") as connection:
+        monolog = saf.begin_monolog(connection, from_service=SHOP, topic=WAREHOUSE)
+        for body in bodies:
+            monolog.send(connection, body)
+    return monolog
+
+
+def publish(two: Two, monolog: saf.Dialog, *bodies: str) -> None:
+    """More messages of a monolog."""
+    with two.shop.dsn.connect(role="test") as connection:
+        for body in bodies:
+            monolog.send(connection, body)

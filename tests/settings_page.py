@@ -6,6 +6,7 @@ python -m tests.settings_page     # writes the page
 from __future__ import annotations
 
 import datetime
+import re
 import tomllib
 import types
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from uuid import UUID
 
 import annotated_types
 import pydantic
-from pydantic import AfterValidator, BaseModel
+from pydantic import AfterValidator, BaseModel, SecretStr
 from pydantic_core import PydanticUndefined
 
 from saf.config import Settings, Waits
@@ -105,6 +106,7 @@ turn_seconds = 2.0
 max_connections = 10
 max_sessions = 200
 attempts = 3
+use_spark = "auto"
 master = "local[*]"
 tasks = 8
 spark = {"spark.driver.memory" = "2g"}
@@ -146,6 +148,30 @@ mode = "xmlrpc"
 method = "order.paid"
 user = "saf"
 password = "${LEDGER_PASSWORD}"
+[signing]
+key_id = "billing-2026"
+algorithm = "hmac-sha256"
+secret_file = "/run/secrets/billing-2026"
+# secret = "${BILLING_SIGNING_KEY}"                 # instead of secret_file
+redirected_from = ["departures"]
+
+[signing.keys.shop-2026]
+algorithm = "ed25519"
+public_key_file = "/etc/saf/shop-2026.pub"
+from_services = ["shop"]
+
+[signing.keys.shop-2027]
+algorithm = "ed25519"
+public_key = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8="
+from_services = ["shop"]
+
+[signing.keys.bank-2026]
+algorithm = "hmac-sha256"
+secret = "${BANK_SIGNING_KEY}"
+
+[signing.keys.news-2026]
+algorithm = "hmac-sha256"
+secret_file = "/run/secrets/news-2026"
 """
 """A file with every key; a test loads it, and looks that none is missing."""
 
@@ -155,9 +181,9 @@ NAMES = {
     float: "number",
     bool: "true or false",
     Path: "path",
+    SecretStr: "text, a secret",
     UUID: "UUID",
     Dsn: "dsn",
-    pydantic.SecretStr: "text that is not shown",
     datetime.datetime: "time",
     pydantic.AwareDatetime: "time with its zone",
 }
@@ -194,6 +220,17 @@ def tables() -> Iterator[Table]:
         else:
             assert isinstance(field.annotation, type)
             yield Table(name=name, header=f"[{name}]", model=field.annotation, title=f"[{name}]")
+            for key, inner in _inner(field.annotation):
+                header = f"[{name}.{key}.NAME]"
+                yield Table(name=f"{name}.{key}", header=header, model=inner, title=header)
+
+
+def _inner(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+    """The keys of a table that are tables of a model by name."""
+    for key, field in model.model_fields.items():
+        arguments = get_args(field.annotation)
+        if get_origin(field.annotation) is dict and issubclass(arguments[1], BaseModel):
+            yield key, arguments[1]
 
 
 def descriptions(model: type[BaseModel]) -> dict[str, str]:
@@ -208,7 +245,10 @@ def page() -> str:
         written.append(f"## {table.title}\n\n{markdown(table.model.__doc__ or '')}\n")
         meaning = descriptions(table.model)
         rows = ["| key | takes | default | |", "| --- | --- | --- | --- |"]
+        inner = dict(_inner(table.model))
         for key, field in table.model.model_fields.items():
+            if key in inner:
+                continue
             takes = kind_of(field.annotation, field.metadata)
             rows.append(f"| `{key}` | {takes} | {_default(field)} | {one_line(meaning[key])} |")
         written.append("\n".join(rows) + "\n")
@@ -254,7 +294,7 @@ def _default(field: Any) -> str:
     if field.is_required():
         return "required"
     value = field.default if field.default is not PydanticUndefined else None
-    if value is None or value == ():
+    if value in (None, ()):
         return ""
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
@@ -264,8 +304,10 @@ def _default(field: Any) -> str:
 def missing() -> Iterator[str]:
     """The keys that the example lacks."""
     example = tomllib.loads(EXAMPLE)
+    instead = set(re.findall(r"^# (\w+) = .*# instead of", EXAMPLE, re.MULTILINE))
     for table in tables():
-        there = example[table.name]
+        outer, _, inner = table.name.partition(".")
+        there = example[outer][inner] if inner else example[outer]
         if table.header.startswith("[["):
             found = there
         else:
@@ -273,7 +315,7 @@ def missing() -> Iterator[str]:
         if table.name == "destinations":
             kind = table.model.model_fields["kind"].default
             found = [one for one in found if one["kind"] == kind]
-        keys = {key for one in found for key in one}
+        keys = {key for one in found for key in one} | instead
         yield from (f"{table.title}: {key}" for key in table.model.model_fields if key not in keys)
 
 

@@ -23,7 +23,7 @@ def run(stage: Stage, peers: list[Peer], report: Report, scale: float) -> None: 
 
     def once(peer: Peer) -> float:
         if peer.name.startswith("saf "):
-            return cold.once(stage)
+            return cold.once(stage, "auto")
         peer.fill(cold.MESSAGES, SIZE)
         started = time.monotonic()
         peer.relays.once()

@@ -49,10 +49,10 @@ def command(
     broker: Where = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let brokers have what a plan says: show the difference, ask, and make it good.
+    """Let brokers have what a plan says.
 
-    All changes of one broker are one transaction. Said again, there is nothing to do. What the plan
-    does not name stays, unless --prune is said.
+    It shows the difference, asks, and makes it good. All changes of one broker are one transaction.
+    Said again, there is nothing to do. What the plan does not name stays, unless --prune is said.
     """
     settings, plan = load(config), read(file)
     check(plan, settings)
@@ -93,7 +93,10 @@ def command(
 
 
 def export(config: Config = None, broker: Where = None) -> None:
-    """Print a plan with all that the brokers and destinations of saf.toml have, or one of them."""
+    """Print a plan with all that brokers have.
+
+    They are the brokers and destinations of saf.toml, or one of them.
+    """
     round_ = Round(everywhere(load(config), broker))
     found = round_.visit(
         "export", lambda connection, _: (broker_id(connection), listed(connection))

@@ -26,7 +26,10 @@ File = Annotated[
 
 @app.command()
 def create(file: File, *, config: Config = None, broker: Where = None) -> None:
-    """Create what a file says, at every broker or at one; to repeat it changes nothing."""
+    """Create what a file says, at every broker or at one.
+
+    To repeat it changes nothing.
+    """
     types, named = _read(file)
 
     def make(connection: psycopg.Connection[Any], _: object) -> int:
@@ -43,7 +46,10 @@ def create(file: File, *, config: Config = None, broker: Where = None) -> None:
 
 @app.command("list")
 def list_(*, config: Config = None, broker: Where = None, as_json: AsJson = False) -> None:
-    """Show contracts, the types of their messages, and who sends them."""
+    """Show contracts and their message types.
+
+    It says who sends which.
+    """
     round_ = Round(everywhere(load(config), broker))
     found = round_.visit("contract", lambda connection, _: contracts(connection))
     rows = [

@@ -14,10 +14,10 @@ import typer
 from saf.cli.brokers import AsJson, Config, DryRun, Name, Round, Why, chosen, moment
 from saf.cli.console import echo, write
 from saf.cli.listing import Listing
-from saf.cli.wording import at
 from saf.config import load
 from saf.errors import UsageError
 from saf.operating import decide
+from saf.operating.wording import at
 from saf.setaside import audit, dead
 from saf.setaside.dead import REASONS, DeadLetter, Filter
 
@@ -64,7 +64,10 @@ def list_(
 def audit_(
     config: Config = None, broker: Name = None, limit: Limit = 100, as_json: AsJson = False
 ) -> None:
-    """Show what people did with messages that were set aside, and why; the last first."""
+    """Show what people did with messages set aside.
+
+    It says why; the last comes first.
+    """
     round_ = Round(chosen(load(config), broker))
     found = round_.visit("dead", lambda connection, _: audit.audited(connection, limit))
     if as_json:
@@ -89,7 +92,10 @@ def show(
     config: Config = None,
     broker: Name = None,
 ) -> None:
-    """Write the body of a dead letter to standard output; a terminal gets it as text."""
+    """Write the body of a dead letter to standard output.
+
+    A terminal gets it as text.
+    """
     round_ = Round(chosen(load(config), broker))
     if len(round_.brokers) > 1:
         raise UsageError("which broker? Say --broker NAME")
@@ -116,7 +122,10 @@ def retry(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Hand dead letters to the forwarder or their receivers again, in order."""
+    """Hand dead letters over again, in order.
+
+    They go to the forwarder, or to their receivers.
+    """
     which = _filter(
         everything=everything, dead_letter_ids=ids or None, reason=reason, service=service,
         destination=destination, key=key, before=before,

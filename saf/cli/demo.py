@@ -21,8 +21,8 @@ from saf.cli import demo_dialog
 from saf.cli.console import echo, plain_console
 from saf.cli.listing import Listing
 from saf.cli.progress import ProgressBar
-from saf.cli.wording import counted
 from saf.errors import MissingExtra, UsageError
+from saf.operating.wording import counted
 
 if TYPE_CHECKING:
     from saf.broker.embedded import EmbeddedServer
@@ -57,13 +57,14 @@ def command(
         bool, typer.Option("--json", help="Print the result as one line of JSON.")
     ] = False,
 ) -> None:
-    """Record the flights of New York City, forward a message about each, prove that all is well.
+    """Forward a message for each flight of New York City.
 
-    An embedded PostgreSQL holds an application database and a MOM store. Two writers record
-    flights and send messages in the same transactions, some of which roll back; Spark forwards
-    the messages; then the databases are compared. A run that was stopped is finished by the next
-    one; another run forwards nothing twice. With --routing there is a MOM store for each of the
-    three airports, and a classifier that looks at each message for one service, departures.
+    It records the flights of 2013, and proves that all is well. An embedded PostgreSQL holds an
+    application database and a MOM store. Two writers record flights and send messages in the same
+    transactions, some of which roll back; Spark forwards the messages; then the databases are
+    compared. A run that was stopped is finished by the next one; another run forwards nothing
+    twice. With --routing there is a MOM store for each of the three airports, and a classifier that
+    looks at each message for one service, departures.
 
     With --dialog, two applications talk instead, each in a database of its own and with a MOM store
     between them: an order that is delivered in parts, one that is refused, one that nobody answers,

@@ -1,4 +1,4 @@
-"""``saf demo --dialog``: a shop and a warehouse talk, with Spark and a MOM store between them."""
+"""``saf demo --dialog``: a shop and a warehouse talk, by way of a forwarder and a MOM store."""
 
 from __future__ import annotations
 
@@ -41,9 +41,8 @@ def converse(server: EmbeddedServer, *, reset: bool) -> dict[str, Any]:
     """Let shop and warehouse talk until all is said; say whether each talk ended as it should."""
     from saf.demo.trade import SHOP, TRADE, WAREHOUSE, Trade
     from saf.forwarding.forwarder import Forwarder
+    from saf.forwarding.runner import InProcess
     from saf.routing_service import RoutingService
-    from saf.spark import java, session
-    from saf.spark.runner import SparkRunner
 
     started = time.monotonic()
     console = plain_console(stderr=True)
@@ -53,35 +52,27 @@ def converse(server: EmbeddedServer, *, reset: bool) -> dict[str, Any]:
         line = Text.assemble(at, f"  {talk:10}", (f"{who:11}", STYLES[who]), shown(what))
         console.print(line, soft_wrap=True)
 
-    found = java.find()
     dsns = {name: server.dsn(name) for name in (SHOP, TRADE, WAREHOUSE)}
     settings = _settings(dsns)
-    session.prestart(settings.forwarder.master)
     _prepare(server, reset=reset)
-    console.print(str(found), soft_wrap=True)
     trade, messages = Trade(say=say), 0
-    spark = session.start(settings.forwarder.master, app_name="saf demo")
-    try:
-        with dsns[SHOP].connect(role="demo") as connection:
-            trade.begin(connection)
-        shop, warehouse = trade.shop(dsns[SHOP]), trade.warehouse(dsns[WAREHOUSE])
-        between = RoutingService(dsns[TRADE], TRADE, declared=settings.declared)
+    with dsns[SHOP].connect(role="demo") as connection:
+        trade.begin(connection)
+    shop, warehouse = trade.shop(dsns[SHOP]), trade.warehouse(dsns[WAREHOUSE])
+    between = RoutingService(dsns[TRADE], TRADE, declared=settings.declared)
+    ends = _ends(dsns, trade)
+    until = time.monotonic() + DEADLINE_SECONDS
+    while not all(one.right for one in ends) and time.monotonic() < until:
+        messages += Forwarder(settings, InProcess()).drain().forwarded
+        for one in (between, warehouse, shop):
+            one.drain()
         ends = _ends(dsns, trade)
-        until = time.monotonic() + DEADLINE_SECONDS
-        while not all(one.right for one in ends) and time.monotonic() < until:
-            messages += Forwarder(settings, SparkRunner(lambda _: spark)).drain().forwarded
-            for one in (between, warehouse, shop):
-                one.drain()
-            ends = _ends(dsns, trade)
-            time.sleep(PAUSE_SECONDS)
-    finally:
-        session.stop(spark)
+        time.sleep(PAUSE_SECONDS)
     return {
         "right": all(one.right for one in ends),
         "talks": [asdict(one) for one in ends],
         "forwarded": messages,
         "seconds": round(time.monotonic() - started, 1),
-        "java": str(found),
     }
 
 

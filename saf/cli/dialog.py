@@ -95,7 +95,10 @@ def end(
     code: Code = None,
     text: Text = "ended by an operator",
 ) -> None:
-    """End this side in order, or both with an error; the other end is told."""
+    """End this side in order, or both with an error.
+
+    The other end is told.
+    """
 
     def act(connection: psycopg.Connection[Any]) -> None:
         with connection.transaction():
@@ -110,18 +113,21 @@ def end(
 
 @app.command()
 def cleanup(handle: Handle, *, config: Config = None, broker: Where = None) -> None:
-    """Close this side for good, whatever its state; the other end is not told."""
+    """Close this side for good, whatever its state.
+
+    The other end is not told.
+    """
     round_ = Round(everywhere(load(config), broker))
     _where_it_lives(round_, handle, lambda connection: clean_up(connection, handle), "closed")
 
 
 @app.command("compare")
 def compare_(*, config: Config = None, broker: Where = None, as_json: AsJson = False) -> None:
-    """Let the open ends and their other ends compare what each has sent and received.
+    """Let the open ends compare with their other ends.
 
-    Run it after one of the databases was set back and repaired: if something is missing, both ends
-    of the dialog get an Error. It does no harm to other dialogs, except that it ends those of which
-    a message is a dead letter.
+    They compare what each has sent and received. Run it after one of the databases was set back and
+    repaired: if something is missing, both ends of the dialog get an Error. It does no harm to
+    other dialogs, except that it ends those of which a message is a dead letter.
     """
     round_ = Round(everywhere(load(config), broker))
 

@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 
 from saf.cli.console import echo, plain_console
-from saf.cli.wording import counted
 from saf.config import load
 from saf.errors import Unavailable
 from saf.operating.doctor import REACHABLE, examine
+from saf.operating.wording import counted
 
 FOUND = 1
 COLOURS = {"error": "red", "warning": "yellow"}
@@ -28,12 +28,16 @@ def command(
         bool, typer.Option("--json", help="Print one line of JSON, with the checks that are ok.")
     ] = False,
 ) -> None:
-    """Examine every broker and destination; name causes and cures. Reads only.
+    """Say what is wrong at brokers and destinations, or will be.
+
+    Each finding has its cause and its cure. This machine is examined, too. Reads only.
 
     Exit code 0: no errors, warnings at most; 1: errors; 75: the only error is that a database
     does not answer.
     """
-    found = examine(load(config))
+    from saf.spark.checking import examine_machine
+
+    found = [*examine(load(config)), *examine_machine()]
     if as_json:
         echo(json.dumps({"findings": [asdict(finding) for finding in found]}))
     else:

@@ -7,14 +7,14 @@ import os
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from saf.cli.console import echo, plain_console
 from saf.cli.progress import ProgressBar
-from saf.cli.wording import at, counted
 from saf.config import Settings, load, with_options
+from saf.operating.wording import at, counted
 from saf.signals import stop_on_signals
 
 if TYPE_CHECKING:
@@ -30,32 +30,40 @@ def command(
     loop: Annotated[bool, typer.Option("--loop", help="Go on until stopped.")] = False,
     interval: Annotated[
         float | None,
-        typer.Option(min=0.01, help="With --loop: seconds to wait when there is nothing to do."),
+        typer.Option(min=0.01, help="With --loop: the longest pause, in seconds."),
     ] = None,
     master: Annotated[
         str | None, typer.Option(help="Spark master. Default: forwarder.master, or local[*].")
+    ] = None,
+    spark: Annotated[
+        Literal["auto", "always"] | None,
+        typer.Option(help="auto starts Spark only for much work or classifiers. Default: auto."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON, per cycle with --loop.")
     ] = False,
     remote: Annotated[str | None, typer.Option("--remote", hidden=True)] = None,
 ) -> None:
-    """Forward what is pending in the outboxes of all configured brokers.
+    """Forward what is pending in all outboxes.
 
-    Once: everything that was committed before the run, then exit. Run it from cron or Airflow;
-    runs that overlap share the work. SIGTERM and Ctrl-C finish the chunk in hand.
+    They are those of all configured brokers. Once: everything that was committed before the run,
+    then exit. Run it from cron or Airflow; runs that overlap share the work. SIGTERM and Ctrl-C
+    finish the chunk in hand.
     """
     settings = load(config)
     if remote:
         os.environ["SPARK_REMOTE"] = remote  # as spark-submit does; it is refused in one place
-    options = with_options(settings.forwarder, interval_seconds=interval, master=master)
+    options = with_options(
+        settings.forwarder, interval_seconds=interval, master=master, use_spark=spark
+    )
     settings = settings.model_copy(update={"forwarder": options})
     raise typer.Exit(run(settings, loop=loop, as_json=as_json))
 
 
 def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
-    """Forward, with a Spark session of its own if there is work; return the exit code."""
+    """Forward, with a Spark session of its own if there is much work; return the exit code."""
     from saf.forwarding.forwarder import Forwarder
+    from saf.forwarding.runner import LittleHere
     from saf.spark import java, session
     from saf.spark.master import refuse_connect
     from saf.spark.runner import SparkRunner
@@ -67,7 +75,7 @@ def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
     master = options.master if alone else session.with_room(options.master)
     console = plain_console(stderr=True)
 
-    def spark(much: bool) -> Any:
+    def start(much: bool) -> Any:
         people = console.is_terminal
         with console.status(f"starting {java.find()}") if people else nullcontext():
             return session.start(master, conf=options.spark, quick=not (loop or much))
@@ -78,7 +86,8 @@ def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
         bar.clear()
         show(summary, as_json=as_json)
 
-    runner = SparkRunner(spark)
+    spark = SparkRunner(start)
+    runner = spark if options.use_spark == "always" else LittleHere(spark)
     forwarder = Forwarder(settings, runner, progress=bar.watching)
     try:
         with stop_on_signals(forwarder.stop):
@@ -86,7 +95,7 @@ def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
     finally:
         bar.clear()
     report(summary)
-    runner.stop()
+    spark.stop()
     return summary.exit_code
 
 

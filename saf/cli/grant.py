@@ -33,10 +33,11 @@ def command(
         bool, typer.Option("--dry-run", help="Print the SQL and change nothing.")
     ] = False,
 ) -> None:
-    """Let a role do in a broker's schema saf what its duty needs, and nothing else.
+    """Give a role the rights that its duty needs.
 
-    What the role was granted before, by saf or by hand, is taken away in the same transaction. It
-    is safe to repeat; repeat it after an upgrade.
+    They are rights on a broker's schema saf, and it gets no others. What the role was granted
+    before, by saf or by hand, is taken away in the same transaction. It is safe to repeat; repeat
+    it after an upgrade.
     """
     kinds = list(dict.fromkeys(role or []))
     if kinds and revoke:

@@ -12,8 +12,8 @@ from saf.cli.brokers import AsJson, Config, Round, Store, store, stores
 from saf.cli.console import echo
 from saf.cli.listing import Listing
 from saf.cli.status import show_dropped
-from saf.cli.wording import at
 from saf.config import load
+from saf.operating.wording import at
 from saf.receiving import inbox
 from saf.receiving.notify import switch
 from saf.setaside.dropped import dropped
@@ -35,9 +35,10 @@ def notify(
     config: Config = None,
     broker: Store = None,
 ) -> None:
-    """Wake the receivers that listen when messages arrive (on), or let them poll (off).
+    """Notify receivers of arriving messages, or let them poll.
 
-    While it is on, transactions that store messages commit one after the other.
+    With on, those that listen are woken; with off, all poll. While it is on, transactions that
+    store messages commit one after the other.
     """
     round_ = Round(stores(load(config), broker))
     for where in round_.visit(
@@ -50,9 +51,10 @@ def notify(
 
 @app.command()
 def status(config: Config = None, broker: Store = None, as_json: AsJson = False) -> None:
-    """Show what each subscription of the destinations has left, and what it has dropped.
+    """Show what each subscription has left and dropped.
 
-    Messages of types that no receiver has had a handler for are named by type.
+    They are those of the destinations. Messages of types that no receiver has had a handler for are
+    named by type.
     """
     round_ = Round(stores(load(config), broker))
     asked = round_.visit(
@@ -105,7 +107,10 @@ def peek(
     limit: Annotated[int, typer.Option(min=1, help="How many to show at most.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Show the next messages of a subscription, which stay where they are."""
+    """Show the next messages of a subscription.
+
+    They stay where they are.
+    """
     round_ = Round(store(load(config), broker))
     found = round_.visit("inbox", lambda connection, _: inbox.peek(connection, subscription, limit))
     if as_json:

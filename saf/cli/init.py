@@ -42,11 +42,12 @@ def command(
     ] = None,
     config: Annotated[Path, typer.Option(help="The file to write.")] = DEFAULT_FILE,
 ) -> None:
-    """Set up two databases: check, migrate, grant, write saf.toml, and send a first message.
+    """Set up two databases, and send a first message.
 
-    Give the DSNs in the environment, as SHOP_DSN and MOM_DSN: saf.toml then holds no password. The
-    login has to own the databases, or may create a schema there. No file is overwritten, and no
-    message is sent where others are under way.
+    It checks, migrates and grants, and writes saf.toml. Give the DSNs in the environment, as
+    SHOP_DSN and MOM_DSN: saf.toml then holds no password. The login has to own the databases, or
+    may create a schema there. No file is overwritten, and no message is sent where others are under
+    way.
     """
     if config.exists():
         raise ConfigurationError(

@@ -11,8 +11,8 @@ import typer
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.cli.console import echo
 from saf.cli.listing import Listing
-from saf.cli.wording import at, counted
 from saf.config import load
+from saf.operating.wording import at, counted
 from saf.setaside.lane import Kind
 from saf.setaside.parking import BLOCKED
 from saf.setaside.waiting import Parked, Waiting, parked, retry_now
@@ -32,9 +32,10 @@ def list_(
     subscription: Annotated[str | None, typer.Option(help="Only what this one set aside.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the lanes of parked messages: how many, why, and when each is tried next.
+    """Show the lanes of parked messages.
 
-    If there are more lanes than the limit, those that hold up most are shown.
+    It says how many are in each, why, and when it is tried next. If there are more lanes than the
+    limit, those that hold up most are shown.
     """
     round_ = Round(chosen(load(config), broker))
     lanes = round_.visit("parked", lambda connection, _: parked(connection, limit, subscription))
@@ -59,7 +60,10 @@ def retry_now_(
     destination: Destination = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let the next run of the forwarder, or a receiver, try what waits, without waiting longer."""
+    """Let the next run try what waits.
+
+    That is a run of the forwarder, or a receiver; without waiting longer.
+    """
     round_ = Round(chosen(load(config), broker))
     due = round_.visit("parked", lambda connection, _: retry_now(connection, destination))
     if as_json:

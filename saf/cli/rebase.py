@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 from uuid import UUID
 
@@ -11,7 +13,7 @@ import typer
 
 from saf.cli.brokers import AsJson, Config, Round, Where, chosen, everywhere, routes_of
 from saf.cli.console import echo
-from saf.cli.replay import in_words, texts
+from saf.cli.replay import in_words, left_out, texts
 from saf.config import Broker, Settings, load
 from saf.database import fetch, unavailable_if_lost
 from saf.destinations.marks import Known
@@ -28,11 +30,11 @@ def command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Repair brokers and destinations that were restored from a backup, or set back.
+    """Repair what was restored from a backup, or set back.
 
-    Log in as the owner of their schemas. A source asks all destinations what they know of it, so
-    all have to be there. If the source itself was set back, stop all forwarders and receivers
-    first. What a destination has lost is sent again.
+    These are brokers and destinations. Log in as the owner of their schemas. A source asks all
+    destinations what they know of it, so all have to be there. If the source itself was set back,
+    stop all forwarders and receivers first. What a destination has lost is sent again.
     """
     settings = load(config)
     round_ = Round(everywhere(settings, broker))
@@ -47,21 +49,25 @@ def command(
         )
 
     done = round_.visit("rebase", repair)
+    purged = {name: _purged_since(settings, one) for name, one in done.items()}
     sources = Round(chosen(settings, broker))
     sent = sources.each(lambda name, one: _send_again(settings, name, one, round_))
     again = {name: one for name, one in sent.items() if one is not None}
     if as_json:
         rows = [
             {"broker": name, "rows": result.rows if result else 0,
-             "destinations_ahead": result.destinations_ahead if result else []}
+             "destinations_ahead": result.destinations_ahead if result else [],
+             "purged_since": purged[name]}
             for name, result in done.items()
         ]  # fmt: skip
         message_ids = {name: texts(one) for name, one in again.items()}
+        left = {name: left_out(one) for name, one in again.items()}
         errors = [*round_.errors(), *sources.errors()]
-        echo(json.dumps({"brokers": rows, "message_ids": message_ids, "errors": errors}))
+        found = {"brokers": rows, "message_ids": message_ids, "left_out": left, "errors": errors}
+        echo(json.dumps(found))
     else:
         for name, result in done.items():
-            echo(f"{name}: {_words(result)}")
+            echo(f"{name}: {_words(result, purged[name])}")
         for name, one in again.items():
             echo(f"{name}: {in_words(one)}")
     round_.failed += [one for one in sources.failed if one[0] not in dict(round_.failed)]
@@ -104,7 +110,24 @@ def _monologs(settings: Settings, source: UUID) -> list[ReceivedMonolog]:
     return found
 
 
-def _words(result: Rebased | None) -> str:
+def _purged_since(settings: Settings, result: Rebased | None) -> list[str]:
+    """Return the destinations that may have purged what came after the backup of a broker."""
+    if result is None:
+        return []
+    kept_since = datetime.now(UTC) - timedelta(seconds=settings.purge.retention_seconds)
+    if result.remembered_until is not None and result.remembered_until > kept_since:
+        return []
+    found = []
+    for name in result.destinations_ahead:
+        if settings.destinations[name].broker() is None:
+            continue
+        with settings.destinations[name].reading(name) as there:
+            if there.purged():
+                found.append(name)
+    return found
+
+
+def _words(result: Rebased | None, purged: Sequence[str]) -> str:
     if result is None:
         return "was not restored, nothing to do"
     words = f"rebased, {result.rows:,} rows renumbered"
@@ -112,5 +135,11 @@ def _words(result: Rebased | None) -> str:
         words += (
             f"; {', '.join(result.destinations_ahead)} knew later batches: messages that were "
             "delivered after the backup was taken, and are in it, are delivered again"
+        )
+    if purged:
+        words += (
+            f"; {', '.join(purged)} may have purged what came since: of a monolog that began after "
+            "the backup, and of which nothing is left there, nobody knows, so its subscribers do "
+            "not learn that it is over"
         )
     return words

@@ -12,8 +12,8 @@ import typer
 from saf.cli.brokers import AsJson, Config, Name, Round, Since, Until, chosen, routes_of
 from saf.cli.console import echo, paragraph
 from saf.cli.listing import Listing
-from saf.cli.wording import at, counted
 from saf.config import load
+from saf.operating.wording import at, counted
 from saf.repair.reconcile import Difference, Outcome, Range, reconcile
 
 DIFFERENT = 1
@@ -33,10 +33,10 @@ def command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare what each source has completed with what its destinations hold. Reads only.
+    """Compare sources with what their destinations hold.
 
-    It is safe while everything runs. Exit code 0: both sides hold the same; 1: messages are lost,
-    duplicated or unexpected, and named.
+    What a source has completed should be there. Reads only. It is safe while everything runs. Exit
+    code 0: both sides hold the same; 1: messages are lost, duplicated or unexpected, and named.
     """
     settings = load(config)
     round_ = Round(chosen(settings, broker))
@@ -84,7 +84,7 @@ def _as_dict(outcome: Outcome, *, whole: bool) -> dict[str, Any]:
 
 
 FIGURES = ("complete", "aside", "pending", "stored")
-KINDS = ("lost", "duplicate", "unexpected", "in_flight", "not_compared")
+KINDS = ("lost", "duplicate", "unexpected", "in_flight", "not_compared", "uncertain")
 
 
 def _sum(outcome: Outcome, figure: str) -> int:
@@ -114,6 +114,11 @@ def _show(known: Collection[Outcome]) -> None:
         if count := outcome.counts.get("not_compared", 0):
             are = "is" if count == 1 else "are"
             echo(f"{counted(count, 'message')} {are} not compared, because they may be there")
+        if count := outcome.counts.get("uncertain", 0):
+            echo(
+                f"{counted(count, 'message')} of topics may have lost a copy: it is not known "
+                "whether a destination that was set back had it"
+            )
         if outcome.named:
             _differences(outcome.named).show()
 

@@ -18,6 +18,7 @@ from saf.cli.brokers import (
 )
 from saf.cli.console import echo
 from saf.config import Broker, load
+from saf.operating.wording import counted
 from saf.repair.send_again import Sent, send_again
 
 
@@ -31,10 +32,11 @@ def command(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Send again what `saf reconcile` says is lost, before everything newer.
+    """Send again what `saf reconcile` says is lost.
 
-    It does not matter why it is lost. A destination that was set back may go on afterwards. The
-    next run of the forwarder delivers the messages, each once, even if you run this twice.
+    It goes before everything newer. It does not matter why it is lost. A destination that was set
+    back may go on afterwards. The next run of the forwarder delivers the messages, each once, even
+    if you run this twice.
     """
     settings = load(config)
     round_ = Round(chosen(settings, broker))
@@ -58,7 +60,8 @@ def command(
     done = round_.each(again)
     if as_json:
         message_ids = {name: texts(sent) for name, sent in done.items()}
-        echo(json.dumps({"message_ids": message_ids, "errors": round_.errors()}))
+        left = {name: left_out(sent) for name, sent in done.items()}
+        echo(json.dumps({"message_ids": message_ids, "left_out": left, "errors": round_.errors()}))
     else:
         for name, sent in done.items():
             echo(f"{name}: {in_words(sent, dry_run=dry_run)}")
@@ -70,20 +73,43 @@ def texts(sent: Sent) -> dict[str, list[str]]:
     return {where: [str(one) for one in ids] for where, ids in sent.by_destination.items()}
 
 
+def left_out(sent: Sent) -> dict[str, object]:
+    """Return what may be lost and is not sent again, for JSON."""
+    return {
+        "not_compared": sent.not_compared
+        and [moment and moment.isoformat() for moment in sent.not_compared],
+        "unrouted": sent.unrouted,
+        "uncertain": dict(sent.uncertain),
+        "unread": dict(sent.unread),
+    }
+
+
 def in_words(sent: Sent, *, dry_run: bool = False) -> str:
     """Return what is sent again, in words."""
     counts = [
         f"{len(ids):,} for {where or 'a router'}" for where, ids in sent.by_destination.items()
     ]
     verb = "would be sent again" if dry_run else "to be sent again by the next run"
-    words = f"{', '.join(counts)} {verb}" if counts else "nothing lost"
+    nothing = "nothing sent again" if sent.unrouted else "nothing lost"
+    words = f"{', '.join(counts)} {verb}" if counts else nothing
+    if sent.unrouted:
+        words += (
+            f"; {counted(sent.unrouted, 'message')} more lost, and not sent again, because no "
+            "route leads anywhere: add one, and say saf replay"
+        )
     if sent.set_back and not dry_run:
         words += f"; {', '.join(sent.set_back)} had been set back, and may go on"
     if sent.not_compared:
-        since, until = (moment.isoformat() for moment in sent.not_compared)
+        since, until = sent.not_compared
+        when = f"between {since.isoformat()} and" if since else "before"
         words += (
-            f"; what was sent between {since} and {until} could not be compared, because it may "
-            "have been purged: say --since if it was not"
+            f"; what was sent {when} {until.isoformat()} was not compared, and may be lost: it may "
+            "have been purged; if it was not, say saf replay with an earlier --since"
+        )
+    for name, count in sent.uncertain.items():
+        words += (
+            f"; {counted(count, 'copy', 'copies')} of topics may be lost at {name}, and not sent "
+            "again: it is not known whether it had them"
         )
     for name, why in sent.unread.items():
         words += f"; nothing to {name}, which was not compared: {why}"

@@ -15,11 +15,11 @@ import typer
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen, moment
 from saf.cli.console import echo, paragraph
 from saf.cli.listing import Listing
-from saf.cli.wording import at
 from saf.config import Settings, did_you_mean, load
 from saf.destinations.identities import Identities
 from saf.destinations.settings import Quality
 from saf.errors import ConfigurationError, Unroutable
+from saf.operating.wording import at
 from saf.routing import routes
 from saf.routing.explain import Explanation, as_dict, explain
 from saf.routing.matching import Route
@@ -133,7 +133,10 @@ def disable(
     config: Config = None,
     broker: Name = None,
 ) -> None:
-    """Disable a route until it is enabled again; it may be one that saf.toml declares."""
+    """Disable a route until it is enabled again.
+
+    It may be one that saf.toml declares.
+    """
     settings = load(config)
     change = partial(
         routes.enable_route,
@@ -148,7 +151,10 @@ def disable(
 
 @app.command("list")
 def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -> None:
-    """Show all routes, the most specific first, and where each comes from."""
+    """Show all routes, the most specific first.
+
+    It says where each comes from.
+    """
     settings = load(config)
     round_ = Round(chosen(settings, broker))
     found = configured(round_, settings)
@@ -174,9 +180,10 @@ def explain_(
     broker: Name = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say where a message would go with the next batch, and why the other routes do not count.
+    """Say where a message would go with the next batch.
 
-    Exit code 75: at some broker no route leads anywhere, so the message would wait.
+    It also says why the other routes do not count. Exit code 75: at some broker no route leads
+    anywhere, so the message would wait.
     """
     settings = load(config)
     identities = Identities(settings.destinations).known()

@@ -14,11 +14,11 @@ from saf.cli.brokers import AsJson, Config, Name, Round, Store, chosen, store
 from saf.cli.console import echo
 from saf.cli.listing import Listing
 from saf.cli.route import show_explanation
-from saf.cli.wording import counted
 from saf.cli.worker import StopTimeout, supervise
-from saf.config import load
+from saf.config import load, load_keys, load_signer
 from saf.errors import ConfigurationError, UsageError
 from saf.message import Message
+from saf.operating.wording import counted
 from saf.routing import routers, routes
 from saf.routing.matching import ARROW, PYTHON, SQL, Router
 from saf.routing.routes import ConfiguredRouter
@@ -60,10 +60,11 @@ def add(
     config: Config = None,
     broker: Name = None,
 ) -> None:
-    """Let a classifier say which service a message is really for, from the next batch on.
+    """Let a classifier say which service messages are for.
 
-    Routes say where the messages of that service go. A router that is there already gets the new
-    values, and is enabled. A router that forwards belongs to the broker where its service lives.
+    It does so from the next batch on. Routes say where the messages of that service go. A router
+    that is there already gets the new values, and is enabled. A router that forwards belongs to the
+    broker where its service lives.
     """
     said = {kind: e for kind, e in ((SQL, sql), (ARROW, arrow), (PYTHON, python)) if e is not None}
     if len(said) != 1:
@@ -107,7 +108,10 @@ def enable(service: Service, config: Config = None, broker: Name = None) -> None
 
 @app.command()
 def disable(service: Service, config: Config = None, broker: Name = None) -> None:
-    """Disable a router until it is enabled again; it may be one that saf.toml declares."""
+    """Disable a router until it is enabled again.
+
+    It may be one that saf.toml declares.
+    """
     _enable(service, config, broker, enabled=False)
 
 
@@ -142,14 +146,19 @@ def serve(
         bool, typer.Option("--drain", help="Send on what is there, and exit.")
     ] = False,
     stop_timeout: StopTimeout = None,
+    require_signed: Annotated[
+        bool, typer.Option("--require-signed", help="Refuse what no key of saf.toml has signed.")
+    ] = False,
     config: Config = None,
     broker: Store = None,
 ) -> None:
-    """Be the routing service of a router that forwards, until SIGTERM or Ctrl-C.
+    """Be the routing service of a router that forwards.
 
-    It receives at the broker where the service lives, and sends on from there, so that broker is a
-    destination and a source. Exit codes: 0 when told to stop; 2 if the router is not there, or its
-    function cannot be imported; 75 if the messages in hand took longer than the stop timeout.
+    It serves until SIGTERM or Ctrl-C. It receives at the broker where the service lives, and sends
+    on from there, so that broker is a destination and a source. With [signing] in saf.toml, it
+    signs what it sends on, and refuses what was altered. Exit codes: 0 when told to stop; 2 if the
+    router is not there, or its function cannot be imported; 75 if the messages in hand took longer
+    than the stop timeout.
     """
     from saf.receiving.stopping import STOP_SECONDS
     from saf.routing_service import RoutingService  # Arrow takes a while to import
@@ -164,11 +173,15 @@ def serve(
         threads=threads,
         listen=listen,
         stop_timeout=STOP_SECONDS if stop_timeout is None else stop_timeout,
+        require_signed=require_signed,
+        keys=load_keys(config) if settings.signing.keys or require_signed else None,
+        signer=load_signer(config) if settings.signing.key_id else None,
     )
     if processes > 1 and not drain:
         again = [*("router", "serve", service, "--broker", where), *("--threads", str(threads))]
         again += ["--config", str(config)] if config else []
         again += ["--listen"] if listen else []
+        again += ["--require-signed"] if require_signed else []
         again += [] if stop_timeout is None else ["--stop-timeout", str(stop_timeout)]
         supervise([sys.executable, "-m", "saf", *again], processes)
         return
@@ -187,11 +200,12 @@ def explain(
     broker: Name = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say which service a message would be for, and where it would go. Sends nothing.
+    """Say which service a message would really be for.
 
-    The classifier runs here. That of a router that forwards runs for the broker where its service
-    lives. Spark evaluates a classifier in SQL, and takes some seconds to start. Exit codes: 75 if
-    the message would wait at some broker; 1 if it would become a dead letter.
+    It says where the message would go, too. Sends nothing. The classifier runs here. That of a
+    router that forwards runs for the broker where its service lives. Spark evaluates a classifier
+    in SQL, and takes some seconds to start. Exit codes: 75 if the message would wait at some
+    broker; 1 if it would become a dead letter.
     """
     from saf.operating.dry_run import try_out  # Arrow takes a while to import
     from saf.spark.dry_run import DryRuns

@@ -68,7 +68,10 @@ def add(
 
 @app.command("list")
 def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -> None:
-    """Show the rules of the brokers; where there are none, any writer may send as any service."""
+    """Show the rules of the brokers.
+
+    Where there are none, any writer may send as any service.
+    """
     round_ = Round(chosen(load(config), broker))
     found = round_.visit("sender", lambda connection, _: senders.senders(connection))
     rules = [(where, one) for where, some in found.items() for one in some]
@@ -112,7 +115,10 @@ def remove(
         ),
     ] = False,
 ) -> None:
-    """Take away rules of a role, all unless --from or --to says which."""
+    """Take away rules of a role.
+
+    All of them, unless --from or --to says which.
+    """
     with _connected(dsn) as (name, connection):
         removed = senders.remove_senders(
             connection, role, from_service, to_service, allow_others=allow_others

@@ -36,10 +36,11 @@ def create(
     config: Config = None,
     broker: Store = None,
 ) -> None:
-    """Let services live at a broker, each with a subscription of the same name.
+    """Let services live at a broker.
 
-    A broker without services stores messages for any; one that has some, for these only. Messages
-    for others wait at their sources, and `saf parked list` shows them there.
+    Each has a subscription of the same name. A broker without services stores messages for any; one
+    that has some, for these only. Messages for others wait at their sources, and `saf parked list`
+    shows them there.
     """
     round_ = Round(store(load(config), broker))
 
@@ -57,7 +58,10 @@ def create(
 
 @app.command("list")
 def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) -> None:
-    """Show the services of the destinations, and who reads their messages."""
+    """Show the services, and who reads their messages.
+
+    They are those of the destinations.
+    """
     round_ = Round(stores(load(config), broker))
     found = round_.visit("service", lambda connection, _: services.services(connection))
     if as_json:
@@ -80,9 +84,10 @@ def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) 
 def remove(
     name: Service, config: Config = None, broker: Store = None, discard: Discard = False
 ) -> None:
-    """Remove a service and its subscriptions; new messages for it wait at their sources.
+    """Remove a service and its subscriptions.
 
-    Without its last service, a broker stores messages for any again.
+    New messages for it wait at their sources. Without its last service, a broker stores messages
+    for any again.
     """
     round_ = Round(store(load(config), broker))
 

@@ -12,10 +12,10 @@ from saf.cli import parked
 from saf.cli.brokers import AsJson, Config, Name, Round, chosen
 from saf.cli.console import echo
 from saf.cli.listing import Listing
-from saf.cli.wording import at
 from saf.config import load
 from saf.errors import ranges
 from saf.operating.status import BrokerStatus, broker_status
+from saf.operating.wording import at
 from saf.setaside.backoff import SHOWN
 from saf.setaside.dropped import Dropped
 
@@ -26,7 +26,10 @@ def command(
     shards: Annotated[bool, typer.Option("--shards", help="Also each shard by itself.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what is pending, parked and dead in each source broker, and why it waits."""
+    """Show what is pending, parked and dead in each source.
+
+    It also says why messages wait.
+    """
     round_ = Round(chosen(load(config), broker))
     known = round_.visit("status", lambda connection, _: broker_status(connection, SHOWN))
     if as_json:

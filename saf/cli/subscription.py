@@ -37,7 +37,10 @@ def create(
     config: Config = None,
     broker: Store = None,
 ) -> None:
-    """Add a reader to a service: each of its readers gets every message."""
+    """Add a reader to a service.
+
+    Each of its readers gets every message.
+    """
     if (service is None) != everything:
         raise UsageError("whose messages? Say either --service NAME or --all-services")
     start: Start = "now" if from_now else "beginning"

@@ -21,7 +21,10 @@ Service = Annotated[str, typer.Argument(metavar="NAME", help="Of the service.")]
 
 @app.command()
 def add(name: Service, config: Config = None, broker: Name = None) -> None:
-    """Make a service a topic: its messages go to all destinations of its routes."""
+    """Make a service a topic.
+
+    Its messages go to all destinations of its routes.
+    """
     round_ = Round(chosen(load(config), broker))
     for where, added in round_.visit(
         "route", lambda connection, _: routes.add_topic(connection, name)
@@ -54,7 +57,10 @@ def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -
 
 @app.command()
 def remove(name: Service, config: Config = None, broker: Name = None) -> None:
-    """Make a topic an ordinary service again: its most specific routes share its messages."""
+    """Make a topic an ordinary service again.
+
+    Its most specific routes share its messages.
+    """
     round_ = Round(chosen(load(config), broker))
     for where in round_.visit("route", lambda connection, _: routes.remove_topic(connection, name)):
         echo(f"{where}: {name} is no topic any more, from the next batch on")

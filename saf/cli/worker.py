@@ -44,12 +44,13 @@ def command(
     ] = False,
     stop_timeout: StopTimeout = None,
 ) -> None:
-    """Handle messages until SIGTERM or Ctrl-C, which finish the message in hand.
+    """Handle messages until SIGTERM or Ctrl-C.
 
-    What is done is committed, and the rest is put back. At its end it says how many messages it has
-    handled, parked and made dead letters of. Exit codes: 0 when told to stop; 75 if the message in
-    hand took longer than the stop timeout. With --drain: 1 if there are new dead letters, or
-    messages that no handler takes; 75 if messages wait for another attempt; otherwise 0.
+    These let it finish the message in hand. What is done is committed, and the rest is put back. At
+    its end it says how many messages it has handled, parked and made dead letters of. Exit codes: 0
+    when told to stop; 75 if the message in hand took longer than the stop timeout. With --drain: 1
+    if there are new dead letters, or messages that no handler takes; 75 if messages wait for
+    another attempt; otherwise 0.
     """
     worker = find(which)
     if processes > 1 and not drain:

@@ -60,6 +60,8 @@ class Bounds:
         limits = self._limits(lock, brief, idle=brief)
         if role == "doctor":
             limits = self._limits(min(lock, DOCTORS_LOCK_SECONDS), brief, idle=brief)
+        elif role in AT_SOURCE:
+            limits = self._limits(lock, brief, idle=min(lock, brief))
         elif role == "deliver":
             limits = self._limits(lock, self.chunk_seconds, idle=brief)
         elif role == "read":
@@ -130,6 +132,11 @@ class Limits:
 
 THEIRS = frozenset({"receive", "engine", "test", "demo", "application"})
 """Roles whose transactions belong to an application, a consumer or a test."""
+
+AT_SOURCE = frozenset({"forward", "mark"})
+"""Roles of forwarders at a source. In their transactions they have rows that all the others need to
+share the shards, so none may stand still for longer than the others wait for it.
+"""
 
 LONG = frozenset({"purge", "archive", "reconcile", "replay", "dead", "watch"})
 """Roles whose statements look at a whole log or batch, or at all that was set aside."""

@@ -230,6 +230,24 @@ def shards_of(places: Iterable[Place]) -> list[int]:
     return sorted({shard for _, shard in places})
 
 
+def reached(marks: Mapping[Place, Mark], behind: Iterable[Place]) -> dict[int, datetime | None]:
+    """Return, for each shard behind, when the oldest of the batches was opened that marks are of.
+
+    None: a destination has nothing at all of some lane of the shard.
+
+    >>> at = datetime(2026, 1, 31)
+    >>> mark = Mark(batch=1, opened_at=at)
+    >>> reached({("", 7): mark, ("", 8): mark}, [("", 7), ("retry", 7)])
+    {7: None}
+    """
+    found: dict[int, datetime | None] = {}
+    for lane, shard in behind:
+        opened_at = marks.get((lane, shard), NOTHING).opened_at
+        before = found.get(shard, opened_at)
+        found[shard] = before and opened_at and min(before, opened_at)
+    return found
+
+
 def compare(
     theirs: Mapping[Place, Mark], ours: Mapping[Place, Mark], in_hand: Mapping[int, InHand]
 ) -> Difference:

@@ -33,7 +33,7 @@ import psycopg
 
 from saf.database import fetch
 from saf.dialogs import set_back
-from saf.dialogs.assembly import Assembled, is_fragment, set_aside, whole
+from saf.dialogs.assembly import Assembled, hashes, is_fragment, set_aside, whole
 from saf.dialogs.dialog import Dialog, open_dialog
 from saf.dialogs.drops import no_end, why_dropped
 from saf.dialogs.endpoints import (
@@ -49,6 +49,7 @@ from saf.dialogs.endpoints import (
 from saf.dialogs.facts import Facts, Verdict, judge
 from saf.dialogs.set_back import compare, recognise
 from saf.dialogs.statements import COMPARE, END, ERROR, TIMER, Code
+from saf.dialogs.unsigned import is_harmless
 from saf.errors import ContractViolation, SchemaViolation, UsageError
 from saf.message import DEFAULT_MAX_BYTES
 from saf.received import Received
@@ -135,6 +136,9 @@ def arrive(
     arrival.refused = [(one, problem) for one, problem in problems if problem]
     messages = [one for one, problem in problems if not problem]
     endpoints = in_hand(raw, messages)
+    if reader.signer is not None:
+        for known in endpoints.values():
+            known.dialog = replace(known.dialog, signer=reader.signer)
     recognised = recognise(raw, endpoints, messages)
     for one, why in recognised.forgotten:
         (arrival.refused if end_of(one) in endpoints else arrival.stray).append((one, why))
@@ -221,6 +225,16 @@ class Dialogs(Hook):
     def fail_unseen(self, raw: psycopg.Connection[Any], message: Received) -> None:
         """End the conversation of a message that cannot be received."""
         fail_unseen(raw, message)
+
+    def body_hashes(
+        self, raw: psycopg.Connection[Any], reader: Reader, messages: Sequence[Received]
+    ) -> dict[Received, str]:
+        """Return the hashes of the bodies of fragments, which were not read."""
+        return hashes(raw, reader, messages)
+
+    def is_of_saf(self, message: Received) -> bool:
+        """Whether saf says such a message without a key, and it can do no harm."""
+        return is_harmless(message)
 
     def by_itself(self, message: Received) -> Callable[[Any], object] | None:
         """Return what ends a dialog that the other end has ended or failed, or forgets a timer."""

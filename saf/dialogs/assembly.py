@@ -34,6 +34,23 @@ WHERE since.id = ANY (%(ids)s)
 ON CONFLICT DO NOTHING
 """
 
+# One that was a dead letter has its body with it
+SET_ASIDE_AGAIN = """
+INSERT INTO saf.fragment (conversation_id, from_initiator, sequence, body)
+SELECT conversation_id, from_initiator, sequence, body
+FROM saf.parked WHERE parked_id = ANY (%(parked_ids)s)
+ON CONFLICT DO NOTHING
+"""
+# What a signature covers of a body; of one that waits, it is set aside
+HASHES = f"""
+SELECT since.id, NULL::bigint, encode(sha256(since.body), 'hex')
+FROM {IN_HAND} AS c CROSS JOIN LATERAL ({SINCE}) AS since WHERE since.id = ANY (%(ids)s)
+UNION ALL
+SELECT NULL, parked_id, encode(sha256(f.body), 'hex')
+FROM saf.parked JOIN saf.fragment f USING (conversation_id, from_initiator, sequence)
+WHERE parked_id = ANY (%(parked_ids)s)
+"""
+
 OF_ONE = """
 FROM saf.fragment
 WHERE conversation_id = %(conversation_id)s AND from_initiator = %(from_initiator)s
@@ -75,6 +92,7 @@ class Assembled(Received):
         self, message: Received, raw: psycopg.Connection[Any], fragments: int, size: int
     ) -> None:
         super().__init__(message._row, message.parked_id, message.attempt)
+        self.is_signed_by(message.signed_by)
         self._raw = raw
         self.fragments = fragments
         self._size = size
@@ -170,7 +188,11 @@ class _Pieces(io.RawIOBase):
 
 def set_aside(raw: psycopg.Connection[Any], reader: Reader, messages: Iterable[Received]) -> None:
     """Copy the bodies of fragments that were read from the inbox in this transaction."""
+    messages = list(messages)
     fresh = [one for one in messages if one.parked_id is None]
+    again = [one.parked_id for one in messages if one.parked_id is not None and one.body]
+    if again:
+        raw.execute(SET_ASIDE_AGAIN, {"parked_ids": again})
     if fresh:
         raw.execute(
             SET_ASIDE,
@@ -180,3 +202,30 @@ def set_aside(raw: psycopg.Connection[Any], reader: Reader, messages: Iterable[R
                 "ids": [one.id for one in fresh],
             },
         )
+
+
+def hashes(
+    raw: psycopg.Connection[Any], reader: Reader, messages: Iterable[Received]
+) -> dict[Received, str]:
+    """Return the SHA-256 of the bodies of fragments that were read without their bodies."""
+    if not reader.converses:
+        return {}
+    without = [one for one in messages if not one.body and one.may_say(FRAGMENT)]
+    without = [one for one in without if is_fragment(one)]
+    if not without:
+        return {}
+    rows = fetch(
+        raw,
+        HASHES,
+        {
+            "subscription_id": reader.subscription_id,
+            "shards": sorted({one.shard for one in without}),
+            "ids": [one.id for one in without if one.parked_id is None],
+            "parked_ids": [one.parked_id for one in without if one.parked_id is not None],
+        },
+    )
+    found = {(id_, parked_id): sha256 for id_, parked_id, sha256 in rows}
+    places = {
+        one: (one.id, None) if one.parked_id is None else (None, one.parked_id) for one in without
+    }
+    return {one: found[place] for one, place in places.items() if place in found}

@@ -22,7 +22,7 @@ import io
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
@@ -44,6 +44,7 @@ from saf.dialogs.statements import (
     FAIL_SET_BACK,
     FIELDS,
     OPEN,
+    SAY_SIGNED,
     SEND,
     START_TIMER,
     STOP_TIMER,
@@ -52,6 +53,7 @@ from saf.dialogs.statements import (
     WHAT_IS_KNOWN,
     WHY_NOT,
     Code,
+    Saying,
 )
 from saf.dialogs.states import State
 from saf.errors import (
@@ -69,6 +71,7 @@ from saf.setaside.isolation import said
 from saf.transaction import Transaction, enter
 
 if TYPE_CHECKING:
+    from saf.signing.signer import Signer
     from saf.transaction import Conn
 
 LONGEST_SECONDS = 1_000 * 365 * 86_400
@@ -97,6 +100,8 @@ class Dialog:
     """The version of the contract that the dialog began with; None if it has no contract."""
     broker_id: UUID
     """The broker where this end lives."""
+    signer: Signer | None = field(default=None, repr=False, compare=False)
+    """Signs what this end says."""
 
     def send(
         self,
@@ -247,12 +252,7 @@ class Dialog:
         error = {"code": int(code), "text": text}
         if ending:
             self._say(transaction, END_WITH_ERROR, row, **error)
-        elif (
-            transaction.fetch(
-                FAIL_SET_BACK if again else FAIL, {**row._asdict(), "handle": self.handle, **error}
-            )
-            and here
-        ):
+        elif self._said(transaction, FAIL_SET_BACK if again else FAIL, row, **error) and here:
             # another message, because the same id would be in two logs
             row = row._replace(message_id=uuid4())
             transaction.execute(
@@ -271,11 +271,46 @@ class Dialog:
         )
         return encode(message, max_bytes)
 
-    def _say(self, transaction: Transaction, statement: str, row: Row, **more: object) -> UUID:
-        params = {**row._asdict(), "handle": self.handle, **more}
-        if not transaction.fetch(statement, params):
+    def _say(self, transaction: Transaction, saying: Saying, row: Row, **more: object) -> UUID:
+        if not self._said(transaction, saying, row, **more):
             raise self._why_not(transaction)
         return row.message_id
+
+    def _said(self, transaction: Transaction, saying: Saying, row: Row, **more: object) -> bool:
+        """Say something; False if this end cannot say that now."""
+        params = {**row._asdict(), "handle": self.handle, **more}
+        if self.signer is None:
+            return bool(transaction.fetch(saying.at_once, params))
+        found = transaction.fetch(saying.change, params)
+        if found and found[0][0]:
+            transaction.execute(SAY_SIGNED, self._signed(self.signer, row, *found[0][1:]))
+        return bool(found)
+
+    def _signed(  # noqa: PLR0917 - the columns of a statement
+        self,
+        signer: Signer,
+        row: Row,
+        service: str,
+        far_service: str,
+        far_broker: str | None,
+        conversation_id: str,
+        from_initiator: bool | None,
+        sequence: int,
+        headers: str,
+    ) -> dict[str, Any]:
+        row = row._replace(
+            from_service=service,
+            to_service=far_service,
+            to_broker=UUID(far_broker) if far_broker else None,
+            key=conversation_id,
+            headers=json.dumps(json.loads(row.headers) | json.loads(headers)),
+        )
+        facts = {
+            "conversation_id": conversation_id,
+            "from_initiator": from_initiator,
+            "sequence": sequence,
+        }
+        return {**signer.sign(row, **facts)._asdict(), **facts}
 
     def _say_in_fragments(
         self,
@@ -327,6 +362,7 @@ def begin_dialog(
     lifetime: float | None = None,
     to_broker: UUID | None = None,
     related: UUID | Dialog | None = None,
+    signer: Signer | None = None,
 ) -> Dialog:
     """Begin a dialog. The other end hears of it by the first message.
 
@@ -338,6 +374,7 @@ def begin_dialog(
         lifetime: seconds after which it is over for both ends, if one has not ended by then.
         to_broker: the broker of the other end, where several host the service.
         related: a dialog in this database whose group the new one joins; see `saf.dialogs.groups`.
+        signer: signs what is said on this `Dialog`; see docs/security.md.
 
     Raises:
         NoSuchService, NoSuchContract: this database has no such service, or no such contract.
@@ -347,11 +384,13 @@ def begin_dialog(
     """
     return _begin(
         conn, from_service, to_service, contract=contract, lifetime=lifetime, to_broker=to_broker,
-        related=related.handle if isinstance(related, Dialog) else related,
+        related=related.handle if isinstance(related, Dialog) else related, signer=signer,
     )  # fmt: skip
 
 
-def begin_monolog(conn: Conn, *, from_service: str, topic: str) -> Dialog:
+def begin_monolog(
+    conn: Conn, *, from_service: str, topic: str, signer: Signer | None = None
+) -> Dialog:
     """Begin a monolog, whose messages go to all who subscribe to the topic, in order.
 
     A topic is a service that routes lead to several destinations (see `saf.routing.routes`), and
@@ -360,11 +399,11 @@ def begin_monolog(conn: Conn, *, from_service: str, topic: str) -> Dialog:
 
     Raises what `begin_dialog` raises.
     """
-    return _begin(conn, from_service, topic, monolog=True)
+    return _begin(conn, from_service, topic, monolog=True, signer=signer)
 
 
-def open_dialog(conn: Conn, handle: UUID) -> Dialog:
-    """Pick a dialog up again by its handle, from any process.
+def open_dialog(conn: Conn, handle: UUID, *, signer: Signer | None = None) -> Dialog:
+    """Pick a dialog up again by its handle, from any process; ``signer`` signs what it says.
 
     Raises:
         DialogNotFound: no end in this database has this handle.
@@ -377,7 +416,10 @@ def open_dialog(conn: Conn, handle: UUID) -> Dialog:
         raise DialogNotFound(handle, database)
     known = Contract.from_row(contract, version, definition) if contract is not None else None
     names = FIELDS.split(", ")
-    return Dialog(contract=known, broker_id=broker_id, **dict(zip(names, fields, strict=True)))
+    return Dialog(
+        contract=known, broker_id=broker_id, signer=signer,
+        **dict(zip(names, fields, strict=True)),
+    )  # fmt: skip
 
 
 def _begin(
@@ -390,6 +432,7 @@ def _begin(
     to_broker: UUID | None = None,
     related: UUID | None = None,
     monolog: bool = False,
+    signer: Signer | None = None,
 ) -> Dialog:
     # checks the names and the broker
     encode(Message(service=to_service, from_service=from_service, to_broker=to_broker, body=b""))
@@ -413,6 +456,7 @@ def _begin(
     dialog = Dialog(
         handle=uuid4(), conversation_id=uuid4(), is_initiator=True, monolog=monolog,
         service=from_service, far_service=to_service, contract=known, broker_id=broker_id,
+        signer=signer,
     )  # fmt: skip
     transaction.execute(
         BEGIN,

@@ -68,7 +68,9 @@ def judge(
     if facts.error_code is not None or message.sequence <= facts.receive_sequence:
         return Verdict.DROP, facts
     if message.message_type == ERROR:
-        return wanted, received.with_error(message.body)
+        # what it has overtaken was not received, and is counted as dropped when it comes
+        next_ = message.sequence == facts.receive_sequence + 1
+        return wanted, (received if next_ else facts).with_error(message.body)
     if facts.ended_there or message.sequence > facts.receive_sequence + 1:
         return Verdict.DROP if facts.ended_there else Verdict.WAIT, facts
     if over:

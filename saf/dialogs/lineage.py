@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from saf.message import LINEAGE
+
 Lineage = tuple[tuple[int, int], ...]
 
-HEADER = "saf-lineage"
+HEADER = LINEAGE
 """The header with the sender's lineage; where it is missing, the sender has none."""
 
 LARGEST = 2**63 - 1

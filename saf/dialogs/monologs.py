@@ -6,9 +6,7 @@ connected to both sides, and asks a destination's inbox how much of each monolog
 - *The publisher was set back.* A monolog that it remembers ends, because subscribers may have
   received more than it knows of. A monolog that it has forgotten also ends, if a destination has
   heard it.
-- *A destination was set back.* What the publisher still has is sent again. If it does not have all
-  that the destination lacks, the subscribers there get the Error instead, and the monolog goes on:
-  it is whole at the other destinations.
+- *A destination was set back.* See `saf.dialogs.monolog_gaps`.
 
 If a person gives up a message on its way (a dead letter), an Error takes its place as well.
 """
@@ -28,20 +26,21 @@ from saf.dialogs.statements import END, ERROR, Code
 
 JSON = "jsonb_build_object('content-type', 'application/json')"
 
-# How far each monolog was received without a gap; a late subscriber may have begun in the middle
+PUBLISHER = "the publisher was set back"
+"""What the Error says that ends a monolog because of its publisher; no other Error says it."""
+
+# The numbers that have come. An Error of a set-back stands for what is missing before it, too.
 RECEIVED_MONOLOGS = f"""
-SELECT conversation_id, max(from_service), max(to_service),
-       max(sequence) FILTER (WHERE sequence = first + place - 1),
-       bool_or(message_type = '{ERROR}') IS TRUE
-FROM (
-    SELECT conversation_id, from_service, to_service, sequence, message_type,
-           min(sequence) OVER of_one AS first, dense_rank() OVER of_one AS place
-    FROM saf.inbox
-    WHERE source = %(source)s AND from_initiator IS NULL AND sequence > 0
-      AND conversation_id IS NOT NULL
-    WINDOW of_one AS (PARTITION BY conversation_id ORDER BY sequence)
-) AS one
-GROUP BY conversation_id HAVING bool_or(message_type = '{END}') IS NOT TRUE
+SELECT conversation_id, max(from_service), max(to_service), max(sequence),
+       CAST(range_agg(int8range(
+           CASE WHEN message_type = '{ERROR}' AND position(%(set_back)s::bytea IN body) > 0
+                THEN 1 ELSE sequence END, sequence, '[]')) AS text),
+       bool_or(message_type = '{END}') IS TRUE,
+       bool_or(message_type = '{ERROR}' AND position(%(publisher)s::bytea IN body) > 0) IS TRUE
+FROM saf.inbox
+WHERE source = %(source)s AND from_initiator IS NULL AND sequence > 0
+  AND conversation_id IS NOT NULL
+GROUP BY conversation_id
 """
 
 IN_PLACE = f"""
@@ -61,7 +60,7 @@ FAIL = f"""
 WITH failed AS (
     UPDATE saf.conversation c SET send_sequence = send_sequence + 1, changed_at = now(),
         error_code = {Code.SET_BACK:d},
-        error_text = 'the publisher was set back: it has no memory of what it had sent after '
+        error_text = '{PUBLISHER}: it has no memory of what it had sent after '
             || 'message ' || send_sequence || ', and subscribers may have received more'
     WHERE monolog AND NOT ended_here AND error_code IS NULL AND (%(every)s::boolean OR EXISTS (
         SELECT FROM {THESE}
@@ -77,42 +76,12 @@ FAIL_FORGOTTEN = IN_PLACE.format(
     failed=f"""(
     SELECT conversation_id, max(from_service) AS from_service, max(to_service) AS to_service,
            CAST(NULL AS uuid) AS to_broker, max(sequence) + 1 AS sequence,
-           'the publisher was set back: it has no memory of this monolog, of which it had sent '
+           '{PUBLISHER}: it has no memory of this monolog, of which it had sent '
            || max(sequence) || ' messages or more' AS text
     FROM {THESE} WHERE NOT EXISTS (SELECT FROM saf.conversation c
                                    WHERE c.conversation_id = heard.conversation_id)
     GROUP BY conversation_id) AS forgotten""",
 )
-
-# Takes the place of messages that nobody has any more; its number is that of the last one
-LOST = IN_PLACE.format(
-    code=int(Code.SET_BACK),
-    failed=f"""(
-    SELECT conversation_id, from_service, to_service, CAST(%(broker)s AS uuid) AS to_broker,
-           last AS sequence,
-           'the broker of the subscribers was set back: of messages ' || sequence + 1 || ' to '
-           || last || ', some are lost there; what is sent after them goes on' AS text
-    FROM (SELECT heard.*, coalesce((
-              SELECT max(number) FROM generate_series(heard.sequence + 1, c.send_sequence) AS number
-              WHERE number NOT IN (
-                  SELECT o.sequence FROM there o WHERE o.conversation_id = c.conversation_id
-              )), 0) AS last
-          FROM {THESE} JOIN saf.conversation c ON c.conversation_id = heard.conversation_id
-          WHERE c.monolog AND c.error_code IS NULL) AS compared
-    WHERE last > sequence) AS lost""",
-)
-TELL_OF_LOSS = f"""
-WITH there AS MATERIALIZED (
-    SELECT conversation_id, sequence
-    FROM (SELECT conversation_id, sequence, from_initiator FROM saf.outbox
-          UNION ALL SELECT conversation_id, sequence, from_initiator FROM saf.parked
-          UNION ALL SELECT conversation_id, sequence, from_initiator FROM saf.dead_letter) AS m
-    WHERE from_initiator IS NULL AND sequence > 0
-      AND conversation_id = ANY (%(conversation_id)s::uuid[])
-)
-{LOST}
-"""
-
 
 # Goes to the subscribers at the destination that the copy was for; to all, if it had none yet
 GIVE_UP = IN_PLACE.format(
@@ -132,15 +101,24 @@ GIVE_UP = IN_PLACE.format(
 
 @dataclass(frozen=True, kw_only=True)
 class ReceivedMonolog:
-    """A monolog that is not over, as far as a destination has received it."""
+    """A monolog, as far as a destination's inbox has it."""
 
     conversation_id: UUID
     from_service: str
     to_service: str
     sequence: int
-    """The last number before which no message is missing."""
+    """The highest number that has come."""
+    numbers: str
+    """The numbers that have come, as an int8multirange; an Error of a set-back stands for all
+    numbers before it."""
+    ended: bool
     failed: bool
-    """Whether an Error has come."""
+    """Whether an Error has come that says that the publisher was set back."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the subscribers expect more."""
+        return not (self.ended or self.failed)
 
 
 def received_monologs(connection: psycopg.Connection[Any], source: UUID) -> list[ReceivedMonolog]:
@@ -148,16 +126,23 @@ def received_monologs(connection: psycopg.Connection[Any], source: UUID) -> list
 
     It is for a destination's database; ``source`` is the publishers' broker.
     """
+    params = {
+        "source": source,
+        "set_back": f'"code": {Code.SET_BACK:d},'.encode(),
+        "publisher": PUBLISHER.encode(),
+    }
     return [
         ReceivedMonolog(
             conversation_id=one,
             from_service=publisher,
             to_service=topic,
             sequence=sequence,
+            numbers=numbers,
+            ended=ended,
             failed=failed,
         )
-        for one, publisher, topic, sequence, failed in fetch(
-            connection, RECEIVED_MONOLOGS, {"source": source}
+        for one, publisher, topic, sequence, numbers, ended, failed in fetch(
+            connection, RECEIVED_MONOLOGS, params
         )
     ]
 
@@ -173,22 +158,9 @@ def publisher_set_back(
             known.
         known: how far the destinations have received them.
     """
-    params = _columns(one for one in known if not one.failed)
+    params = _columns(one for one in known if one.goes_on)
     connection.execute(FAIL, params | {"every": since is not None})
     connection.execute(FAIL_FORGOTTEN, params)
-
-
-def subscribers_set_back(
-    connection: psycopg.Connection[Any], broker: UUID, known: Iterable[ReceivedMonolog]
-) -> None:
-    """Tell a destination's subscribers what nobody can send again. Call it in a transaction.
-
-    Args:
-        connection: to the publishers' broker.
-        broker: the destination's broker_id.
-        known: how far the destination has received them, since it was set back.
-    """
-    connection.execute(TELL_OF_LOSS, _columns(known) | {"broker": broker})
 
 
 def _columns(known: Iterable[ReceivedMonolog]) -> dict[str, list[Any]]:

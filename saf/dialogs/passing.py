@@ -22,7 +22,7 @@ from saf.dialogs.fragments import FRAGMENT_BYTES
 from saf.dialogs.lineage import HEADER as LINEAGE
 from saf.dialogs.statements import END, ERROR, EXPIRE, HELLO, TIMER
 from saf.errors import DialogEnded, DialogExpired, UnreadableBody
-from saf.message import WHOLE
+from saf.message import SIGNATURE, WHOLE
 from saf.transaction import enter
 
 if TYPE_CHECKING:
@@ -78,14 +78,14 @@ def begin_partner(conn: Conn, dialog: Dialog, to: Resolved) -> Dialog:
         },
     )
     transaction.execute(JOIN, {"one": dialog.handle, "other": handle})
-    return open_dialog(conn, handle)
+    return open_dialog(conn, handle, signer=dialog.signer)
 
 
 def partner(conn: Conn, dialog: Dialog) -> Dialog | None:
     """The end here that this one is joined with; None if it is joined with none."""
     params = {"router": dialog.service, "conversation_id": dialog.conversation_id}
     found = enter(conn).fetch(PARTNER, params)
-    return open_dialog(conn, found[0][0]) if found else None
+    return open_dialog(conn, found[0][0], signer=dialog.signer) if found else None
 
 
 def pass_on(
@@ -106,7 +106,7 @@ def pass_on(
             told = f"router {dialog.service!r}: {text}"
             other.fail(enter(conn), code, told, ending=True, original=original)
         else:
-            own = (HELLO, WHOLE, LINEAGE)
+            own = (HELLO, WHOLE, LINEAGE, SIGNATURE)
             kept = {name: one for name, one in message.headers.items() if name not in own}
             large = message.size > FRAGMENT_BYTES
             body = message.open() if large else message.body

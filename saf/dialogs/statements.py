@@ -6,6 +6,7 @@ statement: it changes the endpoint, and inserts into the outbox what follows fro
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
 
 from saf.dialogs.contracts import DEFINITION, RESERVED
@@ -75,18 +76,47 @@ WITH endpoint AS (
 )
 SELECT send_sequence FROM endpoint
 """
+# To sign a message, one has to know its number; so the endpoint changes first, and stays locked
+CHANGE = f"""
+UPDATE saf.conversation SET {{change}}, changed_at = now()
+WHERE handle = CAST(%(handle)s AS uuid) AND {{when}}
+RETURNING {{said}}, service, far_service, CAST(far_broker AS text), CAST(conversation_id AS text),
+          CASE WHEN NOT monolog THEN is_initiator END, send_sequence, CAST({HEADERS} AS text)
+"""
+SAY_SIGNED = """
+INSERT INTO saf.outbox (message_id, from_service, to_service, to_broker, key, conversation_id,
+                        from_initiator, sequence, message_type, headers, body)
+VALUES (CAST(%(message_id)s AS uuid), CAST(%(from_service)s AS text), CAST(%(to_service)s AS text),
+        CAST(%(to_broker)s AS uuid), CAST(%(key)s AS text), CAST(%(conversation_id)s AS uuid),
+        CAST(%(from_initiator)s AS boolean), CAST(%(sequence)s AS bigint),
+        CAST(%(message_type)s AS text), CAST(%(headers)s AS jsonb), CAST(%(body)s AS bytea))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saying:
+    """What an end says: in one statement; or, to be signed, its change first, and then the rest."""
+
+    at_once: str
+    change: str
+
+
+def _saying(*, change: str, when: str, said: str) -> Saying:
+    parts = {"change": change, "when": when, "said": said}
+    return Saying(at_once=SAY.format(**parts), change=CHANGE.format(**parts))
+
 
 # If nothing was sent, there is no other end to hear of an error or an end
 HEARD_OF = "(send_sequence > 0 OR NOT is_initiator)"
 COUNT = f"send_sequence = send_sequence + CASE WHEN {HEARD_OF} THEN 1 ELSE 0 END"
 OVER = "coalesce(expires_at <= now(), false)"
 
-SEND = SAY.format(
+SEND = _saying(
     change="send_sequence = send_sequence + 1",
     when=f"""state IN ('started_outbound', 'started_inbound', 'conversing') AND NOT {OVER}""",
     said="true",
 )
-END_HERE = SAY.format(
+END_HERE = _saying(
     change=f"""{COUNT}, ended_here = true, ended_there = ended_there OR monolog OR NOT {HEARD_OF},
         error_code = CASE WHEN error_code IS NULL AND {OVER} THEN {Code.EXPIRED:d}
                           ELSE error_code END,
@@ -96,14 +126,14 @@ END_HERE = SAY.format(
     said="send_sequence > 0 AND error_code IS NULL",
 )
 FAILURE = "error_code = CAST(%(code)s AS int), error_text = CAST(%(text)s AS text)"
-END_WITH_ERROR = SAY.format(
+END_WITH_ERROR = _saying(
     change=f"{COUNT}, ended_here = true, {FAILURE}",
     when="NOT ended_here",
     said="send_sequence > 0",
 )
-FAIL = SAY.format(change=f"{COUNT}, {FAILURE}", when="error_code IS NULL", said="send_sequence > 0")
+FAIL = _saying(change=f"{COUNT}, {FAILURE}", when="error_code IS NULL", said="send_sequence > 0")
 # Used where the other end does not know of any error, whatever this end has said before
-FAIL_SET_BACK = SAY.format(
+FAIL_SET_BACK = _saying(
     change="""send_sequence = send_sequence + 1,
         error_code = coalesce(error_code, CAST(%(code)s AS int)),
         error_text = coalesce(error_text, CAST(%(text)s AS text))""",

@@ -45,6 +45,9 @@ SELECT done::text, array_agg(shard), bool_or(open IS NOT NULL) FROM {NEWEST} AS 
 GROUP BY done::text
 """
 
+# It is another one as soon as any transaction of the server has written anything and ended
+SNAPSHOT = "SELECT pg_current_snapshot()::text"
+
 IDENTITY = """
 SELECT b.broker_id, s.subscription_id
 FROM saf.broker b, saf.subscription s WHERE s.log = %(log)s AND s.name = %(subscription)s
@@ -106,6 +109,8 @@ class SourceBroker:
         self._lanes: tuple[Backoff, ...] = ()
         self._of_services = False
         self._began: datetime | None = None
+        self._quiet_at = ""
+        """The snapshot before a look that found nothing, and no lane whose time is to come."""
 
     @property
     def connected(self) -> bool:
@@ -125,10 +130,19 @@ class SourceBroker:
             return []
         self.tend()
         self.idle = not self.shards
+        snapshot = self._snapshot()
+        if snapshot == self._quiet_at:
+            return []
         work = self.open_work(default_destination)
+        self._quiet_at = "" if work or self.waiting.lanes else snapshot
         if brief and not work:
             self.leave()
         return work
+
+    def _snapshot(self) -> str:
+        with unavailable_if_lost(f"broker {self.name!r}"):
+            ((snapshot,),) = fetch(self._connect(), SNAPSHOT)
+        return str(snapshot)
 
     def tend(self) -> None:
         """Connect, be a member, keep the lease and the fair share. Called between cycles.
@@ -146,6 +160,7 @@ class SourceBroker:
                 # this process slept past its lease and was forgotten: it comes back as a new member
                 self._member = None
                 self._balance(connection)
+            self._quiet_at = ""
 
     @property
     def renewal_due(self) -> bool:

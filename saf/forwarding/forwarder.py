@@ -40,6 +40,10 @@ from saf.setaside.backoff import SHOWN
 log = Log("saf.forward")
 
 TICK_SECONDS = 0.2
+SHORTEST_PAUSE_SECONDS = 0.005
+PAUSE_SHARE = 0.25
+"""A pause is as long as this share of the time since there was work, so that what comes soon does
+not wait, and a quiet source is asked seldom."""
 CANCEL_SECONDS = 10.0
 """How long a runner may take to end a job that was given up, in seconds."""
 PURGES_IN_A_PAUSE = 50
@@ -130,10 +134,11 @@ class Forwarder:
     def loop(self, report: Callable[[Summary], None]) -> Summary:
         """Cycle until `stop`, with a pause after a cycle that found nothing or met a problem.
 
-        ``report`` gets a summary of each cycle that did something.
+        Pauses grow up to ``interval_seconds`` while nothing is found. ``report`` gets a summary of
+        each cycle that did something.
         """
         whole = Summary()
-        started = time.monotonic()
+        started = worked_at = time.monotonic()
         self.roster.once = False
         try:
             while not self._stop:
@@ -148,8 +153,14 @@ class Forwarder:
                 whole.add(self.summary)
                 if not worked and not self._stop:
                     self.purging.purge(self.roster.well(), self._renew, most=PURGES_IN_A_PAUSE)
-                if not worked or self.summary.problems:
+                if worked:
+                    worked_at = time.monotonic()
+                if self.summary.problems:
                     self._pause(self.options.interval_seconds)
+                elif not worked:
+                    quiet = time.monotonic() - worked_at
+                    pause = max(SHORTEST_PAUSE_SECONDS, quiet * PAUSE_SHARE)
+                    self._pause(min(pause, self.options.interval_seconds))
         finally:
             self._leave()
         whole.stopped = True
@@ -163,7 +174,7 @@ class Forwarder:
         found = self.roster.visit(self.options.default_destination)
         if not found:
             return False
-        self._start(much=any(item.much for item in found))
+        self._start(found)
         # asked in each cycle, because a cluster's executors come and go
         slots = self.options.tasks or self.runner.slots()
         room = slots if self.most is None else min(slots, self.most)
@@ -226,9 +237,9 @@ class Forwarder:
             if broker.max_connections
         }
 
-    def _start(self, *, much: bool) -> None:
+    def _start(self, work: Sequence[Work]) -> None:
         """Make the runner ready; keep the leases meanwhile."""
-        started = self._pool.submit(self.runner.start, much=much)
+        started = self._pool.submit(self.runner.start, work)
         while not wait_for([started], timeout=TICK_SECONDS).done:
             self._renew()
         started.result()

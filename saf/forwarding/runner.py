@@ -1,7 +1,7 @@
 """Runners: they run the engine for items of work, and return its receipts.
 
-A forwarder plans its work and has a runner run it: Spark (`saf.spark.runner`), if there is much
-work or executors are on other machines; or this process (`InProcess`). The result for an item is
+A forwarder plans its work and has a runner run it: Spark (`saf.spark.runner`), this process
+(`InProcess`), or one of them, by how much there is to do (`LittleHere`). The result for an item is
 the same everywhere, because the engine is the same.
 """
 
@@ -22,10 +22,10 @@ log = Log("saf.task")
 class Runner(Protocol):
     """Runs items of work, some at a time. Called from threads of the forwarder, one at a time."""
 
-    def start(self, *, much: bool) -> None:
-        """Get ready, which may take seconds; called before all else, and again for each cycle.
+    def start(self, work: Sequence[Work]) -> None:
+        """Get ready for the work of a cycle, which may take seconds; called before all else.
 
-        A run that finds nothing to do never calls it. ``much`` says whether the first work is much.
+        A run that finds nothing to do never calls it.
         """
 
     def slots(self) -> int:
@@ -84,8 +84,10 @@ class InProcess:
     Classifiers in SQL need Spark; messages for them wait.
     """
 
-    def start(self, *, much: bool) -> None:
-        """Nothing has to start."""
+    def start(self, work: Sequence[Work]) -> None:  # noqa: ARG002 - a runner's signature
+        """Load what the work needs, while the forwarder keeps its leases."""
+        import saf.engine.source
+        import saf.engine.task  # noqa: F401 - Arrow, and its drivers
 
     def slots(self) -> int:
         """One."""
@@ -94,7 +96,9 @@ class InProcess:
     def run(self, work: Sequence[Work], rules: ForwardingRules, group: str) -> list[Receipt]:  # noqa: ARG002 - a runner's signature
         """Run each item to its end."""
         return [
-            receipt for number, item in enumerate(work) for receipt in run_item(number, item, rules)
+            receipt
+            for number, item in enumerate(work)
+            for receipt in item_alone(number, item, rules)
         ]
 
     def let_go(self, source: Dsn) -> None:
@@ -108,3 +112,52 @@ class InProcess:
 
     def abandon(self) -> None:
         """Does nothing."""
+
+
+FEW = 4
+"""So many brokers with little work are done one after the other sooner than Spark starts."""
+
+
+class LittleHere:
+    """Runs little work in this process, and other work by ``spark``, which it starts for that.
+
+    Work is little if there is not much of it, for few brokers, and without classifiers: these are
+    code of somebody else, and a task of Spark that hangs can be ended.
+    """
+
+    def __init__(self, spark: Runner) -> None:
+        self._here = InProcess()
+        self._spark = spark
+        self._started = False
+
+    def start(self, work: Sequence[Work]) -> None:
+        """Start Spark if there is more than little work; otherwise load what is needed here."""
+        runner = self._for(work)
+        runner.start(work)
+        self._started |= runner is self._spark
+
+    def slots(self) -> int:
+        """How many tasks Spark runs at a time now, if it is started; otherwise one."""
+        return self._spark.slots() if self._started else self._here.slots()
+
+    def run(self, work: Sequence[Work], rules: ForwardingRules, group: str) -> list[Receipt]:
+        """Run each item to its end, here or there."""
+        return self._for(work).run(work, rules, group)
+
+    def _for(self, work: Sequence[Work]) -> Runner:
+        little = len(work) <= FEW and not any(item.much or item.routes.routers for item in work)
+        return self._here if little else self._spark
+
+    def let_go(self, source: Dsn) -> None:
+        """Close what this process has kept of a database."""
+        self._here.let_go(source)
+        self._spark.let_go(source)
+
+    def cancel(self, group: str) -> None:
+        """Cancel Spark's job; what hangs here ends at the bounds of its sessions."""
+        if self._started:
+            self._spark.cancel(group)
+
+    def abandon(self) -> None:
+        """Give up a Spark that does not answer any more."""
+        self._spark.abandon()

@@ -63,6 +63,19 @@ class Hook:
     def fail_unseen(self, raw: psycopg.Connection[Any], message: Received) -> None:
         """Deal with a message that cannot be received: a dead letter that has not arrived."""
 
+    def body_hashes(
+        self,
+        raw: psycopg.Connection[Any],  # noqa: ARG002 - the hook's signature
+        reader: Reader,  # noqa: ARG002 - the hook's signature
+        messages: Sequence[Received],  # noqa: ARG002 - the hook's signature
+    ) -> dict[Received, str]:
+        """Return the SHA-256 of the bodies that were not read, of some messages."""
+        return {}
+
+    def is_of_saf(self, message: Received) -> bool:  # noqa: ARG002 - the hook's signature
+        """Whether a message is one that saf says without a key, and that is safe to believe."""
+        return False
+
     def by_itself(self, message: Received) -> Callable[[Any], object] | None:  # noqa: ARG002 - the hook's signature
         """Return what to do, with a delivery's connection, about a message that has no handler.
 

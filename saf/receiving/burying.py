@@ -29,7 +29,11 @@ def bury_alone(raw: psycopg.Connection[Any], hand: Hand, error: Exception) -> No
 
 
 def bury_as_stored(
-    raw: psycopg.Connection[Any], hand: Hand, some: Sequence[tuple[Received, str | None]]
+    raw: psycopg.Connection[Any],
+    hand: Hand,
+    some: Sequence[tuple[Received, str | None]],
+    *,
+    reason: str = "rejected",
 ) -> list[int | None]:
     """Make dead letters of messages from what is stored of them, not from what was read.
 
@@ -44,7 +48,7 @@ def bury_as_stored(
             dead.AsStored(
                 shard=one.shard,
                 id=place or 0,
-                reason="over_size" if error is None else "rejected",
+                reason="over_size" if error is None else reason,
                 error=error,
             )
             for place, one, error in places

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import psycopg
@@ -47,6 +47,9 @@ from saf.log.shards import NEWEST, THIS_ROW, failed, newest
 from saf.message import FRAGMENT
 from saf.received import EXPRESSIONS, ID, READ, SHARD, Received, expressions
 from saf.setaside.lane import Kind
+
+if TYPE_CHECKING:
+    from saf.signing.signer import Signer
 
 CUT_ROWS, CUTS = 250, 64
 """A batch of a deep backlog holds at least the first number of messages; the second is how many
@@ -234,6 +237,8 @@ class Reader:
     """The member that reads: it claims its own shards only. None: claims those that nobody owns."""
     types: Collection[str | None] | None = None
     """The types of messages that it has handlers for; None: it takes all."""
+    signer: Signer | None = None
+    """Signs what is said on the dialogs of its messages."""
 
     @property
     def converses(self) -> bool:

@@ -5,6 +5,8 @@ Iterating over it gives the messages in order. A message that cannot be handled 
 skips the later messages of the same key, which wait behind it. All messages that are not set aside
 count as handled once the transaction commits.
 
+What a verifier refuses is not in the delivery: it becomes a dead letter, and holds nothing up.
+
 A worker that is told to stop gets no further message (`until`). What it was not given is put back
 (`saf.receiving.putting_back`).
 """
@@ -24,10 +26,12 @@ from saf.receiving.burying import bury_as_stored
 from saf.receiving.claim import EXPIRED, LATE, UNREAD, Hand
 from saf.receiving.putting_back import WHY, PutBack
 from saf.receiving.retries import Policy, Suspect, Waiting
+from saf.receiving.verifying import Refused, bury_refused, refused
 from saf.setaside import backoff, dead, dropped, parking
 from saf.setaside.dropped import Reason
 from saf.setaside.isolation import said
 from saf.setaside.lane import NO_BROKER, Kind, Lane
+from saf.signing.verifier import Verifier
 
 C = TypeVar("C")
 
@@ -46,6 +50,8 @@ class Delivery(Sequence[Received], Generic[C]):
         hand: Hand | None,
         policy: Policy,
         tried: Suspect | None = None,
+        *,
+        verifier: Verifier | None = None,
     ) -> None:
         self.connection = connection
         self._raw = raw
@@ -53,6 +59,10 @@ class Delivery(Sequence[Received], Generic[C]):
         self._policy = policy
         self._tried = tried
         self._messages: list[Received] = hand.messages if hand else []
+        self._refused: Refused = {}
+        if hand and verifier:
+            self._refused = refused(raw, hand, verifier)
+            self._messages = [one for one in self._messages if one not in self._refused]
         self._behind: list[Received] = []
         waiting = hand.waiting if hand else frozenset()
         if waiting and (tried is None or tried.lane is None):
@@ -182,6 +192,8 @@ class Delivery(Sequence[Received], Generic[C]):
         gone += bury_as_stored(self._raw, hand, [(one, None) for one in unread])
         for one in unread:
             hook().fail_unseen(self._raw, one)
+        not_taken = self._read([*self._refused])
+        gone += bury_refused(self._raw, hand, {one: self._refused[one] for one in not_taken})
         gone += [one.parked_id for one, *_ in bury]
         not_received = self._part(keep, gone)
         behind = [one for place, one in self._arrival.fragments if self._waits(one, place)]
@@ -204,7 +216,7 @@ class Delivery(Sequence[Received], Generic[C]):
             lane.kind == Kind.KEY and one.parked_id is None and one not in self._back
             for one, lane in keep
         )
-        self.buried = len(bury) + len(self._arrival.refused) + len(unread)
+        self.buried = len(bury) + len(self._arrival.refused) + len(unread) + len(not_taken)
 
     def _part(self, keep: list[tuple[Received, Lane]], gone: list[int | None]) -> list[Received]:
         """Add the messages that were given to those to ``keep`` and to what is ``gone``.

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -40,9 +40,12 @@ from saf.receiving.receive import Link, Receiver, connected
 from saf.receiving.retries import Policy
 from saf.receiving.stopping import STOP_SECONDS, Stopping
 from saf.receiving.summary import Summary
+from saf.signing.verifier import Trust
 
 if TYPE_CHECKING:
     from saf.receiving.receive import Engine
+    from saf.signing.keys import Key
+    from saf.signing.signer import Signer
 
 RECONNECT_SECONDS = 2.0
 WAIT_SECONDS = 60.0
@@ -62,7 +65,7 @@ class Loop(ABC):
     """Handles the messages of one subscription in some threads, each with its own connection.
 
     Raises:
-        UsageError: a number is out of range.
+        UsageError: a number is out of range, or there are no keys to verify with.
     """
 
     def __init__(
@@ -76,6 +79,9 @@ class Loop(ABC):
         listen: bool,
         stop_timeout: float = STOP_SECONDS,
         unhandled: OfUnhandled = "wait",
+        require_signed: bool = False,
+        keys: Mapping[str, Key] | None = None,
+        signer: Signer | None = None,
     ) -> None:
         if max_messages < 1 or threads < 1:
             raise UsageError(f"max_messages ({max_messages}) and threads ({threads}): at least 1")
@@ -90,6 +96,9 @@ class Loop(ABC):
         self.policy = policy or Policy()
         self.listen = listen
         self.unhandled: OfUnhandled = unhandled
+        self.trust = Trust.of(keys, required=require_signed)
+        """Which messages it takes; None: all, unverified."""
+        self.signer = signer
         self.summary = Summary()
         """What this worker has done so far."""
         self._stopping = Stopping(stop_timeout)
@@ -198,7 +207,13 @@ class Loop(ABC):
     @contextmanager
     def _receiving(self, link: Link) -> Iterator[Receiver]:
         receiver = Receiver(
-            link, self.subscription, self.policy, self.max_messages, listen=self.listen
+            link,
+            self.subscription,
+            self.policy,
+            self.max_messages,
+            listen=self.listen,
+            trust=self.trust,
+            signer=self.signer,
         )
         receiver.reader = replace(receiver.reader, types=self._taken())
         yield receiver

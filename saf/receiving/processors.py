@@ -30,7 +30,7 @@ A message without a key has an instance of its own, which is passivated in the s
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -53,6 +53,8 @@ from saf.receiving.stopping import STOP_SECONDS
 
 if TYPE_CHECKING:
     from saf.receiving.receive import Engine
+    from saf.signing.keys import Key
+    from saf.signing.signer import Signer
 
 LOOK_SECONDS = 1.0
 """How often a member looks whether others have come or gone, in seconds."""
@@ -88,9 +90,12 @@ class Processors(Loop):
             instances, may take after SIGTERM, SIGINT or `stop`; then `run` raises `StopTimeout`.
         unhandled: what becomes of a message whose type has no handler: "wait" until processors have
             one, or "dead", a dead letter.
+        require_signed: hand no message to a handler that is not signed by one of the ``keys``.
+        keys: the keys that senders sign with; as for `saf.receive`.
+        signer: signs what handlers say on the dialogs of their messages.
 
     Raises:
-        UsageError: a number is out of range.
+        UsageError: a number is out of range, or there are no keys to verify with.
     """
 
     def __init__(
@@ -108,6 +113,9 @@ class Processors(Loop):
         listen: bool = False,
         stop_timeout: float = STOP_SECONDS,
         unhandled: OfUnhandled = "wait",
+        require_signed: bool = False,
+        keys: Mapping[str, Key] | None = None,
+        signer: Signer | None = None,
     ) -> None:
         super().__init__(
             engine,
@@ -118,6 +126,9 @@ class Processors(Loop):
             listen=listen,
             stop_timeout=stop_timeout,
             unhandled=unhandled,
+            require_signed=require_signed,
+            keys=keys,
+            signer=signer,
         )
         if max_instances < 0 or min(idle_seconds, output_seconds, lease_seconds) <= 0:
             raise UsageError(
@@ -167,6 +178,8 @@ class Processors(Loop):
             self.max_messages,
             beside_members=True,
             listen=self.listen,
+            trust=self.trust,
+            signer=self.signer,
         )
         receiver.reader = replace(receiver.reader, types=self._taken())
         yield receiver

@@ -26,7 +26,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from threading import Event
@@ -36,7 +36,7 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from saf.broker import restored, services
-from saf.database import Dsn, check_schema, unavailable_if_lost
+from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
 from saf.database.bounds import Bounds
 from saf.database.poolers import is_pooled
 from saf.errors import Unavailable, UsageError
@@ -51,6 +51,9 @@ from saf.receiving.delivery import Delivery
 from saf.receiving.failures import LAST, about
 from saf.receiving.retries import Policy, Suspect
 from saf.setaside.isolation import of_messages
+from saf.signing.keys import Key
+from saf.signing.signer import Signer
+from saf.signing.verifier import Trust, Verifier
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
@@ -61,6 +64,8 @@ log = Log("saf.receive")
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.5
 """Pause between polls that find nothing; it doubles each time until a poll finds something."""
+
+BROKER = "SELECT broker_id FROM saf.broker"
 
 LISTENING_PAUSE_SECONDS = 5.0
 """Longest pause of a receiver that is notified: it must still find what has become due."""
@@ -74,6 +79,9 @@ def receive(
     max_messages: int = 100,
     wait_seconds: float = 0.0,
     policy: Policy | None = None,
+    require_signed: bool = False,
+    keys: Mapping[str, Key] | None = None,
+    signer: Signer | None = None,
 ) -> Iterator[Delivery[Any]]:
     """Receive messages of a subscription, as many as there are up to ``max_messages``.
 
@@ -83,17 +91,23 @@ def receive(
         max_messages: the most messages in one delivery, which is one transaction.
         wait_seconds: how long to wait for the first message; after that, the delivery is empty.
         policy: what happens to messages whose handling fails.
+        require_signed: hand out no message that is not signed by one of the ``keys``.
+        keys: the keys that senders sign with, by their names, or a `Keys`; see docs/security.md.
+        signer: signs what is said on the dialogs of the messages.
 
     Raises:
         ConfigurationError: there is no such subscription.
-        UsageError: processors read this subscription.
+        UsageError: processors read this subscription, or there are no keys to verify with.
         SchemaMissing, SchemaMismatch, Restored: the database cannot be read from.
         Unavailable: the database does not answer, or a table of saf stays locked for too long.
     """
     if max_messages < 1:
         raise UsageError(f"max_messages: {max_messages} is less than 1")
+    trust = Trust.of(keys, required=require_signed)
     with connected(engine) as link:
-        receiver = Receiver(link, subscription, policy or Policy(), max_messages)
+        receiver = Receiver(
+            link, subscription, policy or Policy(), max_messages, trust=trust, signer=signer
+        )
         with receiver.delivery(wait_seconds) as delivery:
             yield delivery
         fail_point("receive_committed")
@@ -203,6 +217,8 @@ class Receiver:
         *,
         beside_members: bool = False,
         listen: bool = False,
+        trust: Trust | None = None,
+        signer: Signer | None = None,
     ) -> None:
         self.link = link
         self.listens = listen
@@ -219,13 +235,20 @@ class Receiver:
             members = [] if beside_members else shards.living(link.raw, found.subscription_id)
             if listen:
                 notify.listen(link.raw)
+            self._verifier = None
+            if trust is not None:
+                ((broker,),) = fetch(link.raw, BROKER)
+                self._verifier = Verifier(trust=trust, broker=broker)
         if members:
             raise UsageError(
                 f"processors own the shards of subscription {subscription!r}: "
                 f"{', '.join(members)}. Stop them, or receive from a subscription of your own"
             )
         self.reader = Reader(
-            subscription_id=found.subscription_id, name=found.name, service=found.service
+            subscription_id=found.subscription_id,
+            name=found.name,
+            service=found.service,
+            signer=signer,
         )
 
     @contextmanager
@@ -251,6 +274,8 @@ class Receiver:
                             yield found
                             fail_point("receive_handled")
                         found.settle()
+                        if not found:
+                            self._buried += found.buried
                         fail_point("receive_settled")
                 if found:
                     self._pause = FIRST_PAUSE_SECONDS
@@ -265,6 +290,8 @@ class Receiver:
                                 yield delivery
                                 fail_point("receive_handled")
                             delivery.settle()
+                            if not delivery:
+                                self._buried += delivery.buried
                             fail_point("receive_settled")
                         if delivery:
                             self._pause = FIRST_PAUSE_SECONDS
@@ -375,6 +402,7 @@ class Receiver:
                 if not hand.all:
                     shard.allowance = None
                 first.settle()
+                self._buried += first.buried
                 return suspect
             # if its attempt failed, this message was in it; otherwise another receiver's attempt
             # failed
@@ -462,7 +490,10 @@ class Receiver:
         return self._delivery(hand, suspect)
 
     def _delivery(self, hand: Hand | None, tried: Suspect | None = None) -> Delivery[Any]:
-        return Delivery(self.link.connection, self.link.raw, hand, self.policy, tried)
+        link = self.link
+        return Delivery(
+            link.connection, link.raw, hand, self.policy, tried, verifier=self._verifier
+        )
 
 
 class _NotReceived(Exception):

@@ -24,7 +24,7 @@ behind it. So old and new workers may run side by side while a new type is intro
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,6 +39,8 @@ from saf.receiving.stopping import STOP_SECONDS
 
 if TYPE_CHECKING:
     from saf.receiving.receive import Engine
+    from saf.signing.keys import Key
+    from saf.signing.signer import Signer
 
 Handler = Callable[[Received, Any], object]
 BatchHandler = Callable[[Sequence[Received], Any], object]
@@ -65,9 +67,12 @@ class Worker(Loop):
             `stop`; then they are rolled back, and `run` raises `StopTimeout`.
         unhandled: what becomes of a message whose type has no handler: "wait" until a worker has
             one, or "dead", a dead letter.
+        require_signed: hand no message to a handler that is not signed by one of the ``keys``.
+        keys: the keys that senders sign with; as for `saf.receive`.
+        signer: signs what handlers say on the dialogs of their messages.
 
     Raises:
-        UsageError: a number is out of range.
+        UsageError: a number is out of range, or there are no keys to verify with.
     """
 
     def __init__(
@@ -81,6 +86,9 @@ class Worker(Loop):
         listen: bool = False,
         stop_timeout: float = STOP_SECONDS,
         unhandled: OfUnhandled = "wait",
+        require_signed: bool = False,
+        keys: Mapping[str, Key] | None = None,
+        signer: Signer | None = None,
     ) -> None:
         super().__init__(
             engine,
@@ -91,6 +99,9 @@ class Worker(Loop):
             listen=listen,
             stop_timeout=stop_timeout,
             unhandled=unhandled,
+            require_signed=require_signed,
+            keys=keys,
+            signer=signer,
         )
         self._handlers: dict[str | None, _Registered] = {}
 

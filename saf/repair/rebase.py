@@ -67,6 +67,11 @@ SELECT {full("t.xmin")} FROM saf.timeline t
 WHERE t.xmin::text::bigint <> t.written::text::bigint & 4294967295
 """
 
+NEWEST = """
+SELECT max(opened_at) FROM saf.cursor JOIN saf.subscription s USING (subscription_id)
+WHERE s.log = 'outbox'
+"""
+
 # For each row, one letter a subscription: c completed, h in hand, p pending
 STATES = """
 CREATE TEMPORARY TABLE saf_states ON COMMIT DROP AS
@@ -139,6 +144,8 @@ class Rebased:
     rows: int
     destinations_ahead: tuple[str, ...]
     """The destinations that knew later batches: messages may be delivered to them twice."""
+    remembered_until: datetime | None
+    """When the newest batch was opened that the broker itself remembers."""
 
 
 def rebase(
@@ -174,6 +181,7 @@ def rebase(
         if alive:
             raise UsageError(f"stop all forwarders and receivers first: {', '.join(alive)}")
         connection.execute(FORGET_MEMBERS)
+        ((newest,),) = fetch(connection, NEWEST)
         ahead = {name: one for name, one in _ahead(connection, known).items() if one.ahead}
         highest = max((e for one in known.values() for e in one.epochs.values()), default=0)
         # if the cursors are right, they are right too for what was written since a dump
@@ -184,7 +192,7 @@ def rebase(
         connection.execute(BELONG)
         connection.execute(TIMELINE)
         raise_incarnation(connection, _newest(known, ahead), received)
-    return Rebased(rows=rows, destinations_ahead=tuple(ahead))
+    return Rebased(rows=rows, destinations_ahead=tuple(ahead), remembered_until=newest)
 
 
 def _wrong(connection: psycopg.Connection[Any], known: Mapping[str, Known]) -> bool:

@@ -23,7 +23,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
+from itertools import chain
 from typing import Any
 from uuid import UUID
 
@@ -31,11 +32,13 @@ import psycopg
 
 from saf.broker.restored import refuse
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
-from saf.destinations.marks import Known, adopt
+from saf.destinations.marks import Known, adopt, reached
 from saf.destinations.settings import DestinationSettings
 from saf.dialogs.comparing import compare
-from saf.dialogs.monologs import received_monologs, subscribers_set_back
+from saf.dialogs.monolog_gaps import SentMonolog, sent_monologs, subscribers_set_back
+from saf.dialogs.monologs import received_monologs
 from saf.errors import CannotReadBack
+from saf.log.shards import shard_of
 from saf.repair.incarnation import raise_incarnation
 from saf.repair.reconcile import lost
 from saf.repair.reconcile.outcome import Range
@@ -47,6 +50,8 @@ from saf.setaside.waiting import retry_now
 # The session holds it, and no transaction does: to find what is missing takes its time
 TAKE_TURN = "SELECT pg_advisory_lock(hashtextextended('saf replay', 0))"
 END_TURN = "SELECT pg_advisory_unlock(hashtextextended('saf replay', 0))"
+
+SOURCE = "SELECT broker_id, shards FROM saf.broker"
 
 # It waits for whoever has sent in a dialog, or has an end in hand; all others wait for it
 SILENCE = "LOCK TABLE saf.conversation IN EXCLUSIVE MODE"
@@ -60,8 +65,13 @@ class Sent:
     """The ids of the messages by destination; those of a router have the empty name."""
     set_back: tuple[str, ...]
     """The destinations that had been set back, and may go on."""
-    not_compared: tuple[datetime, datetime] | None = None
-    """Messages of this range of created_at could not be compared: they may have been purged."""
+    not_compared: tuple[datetime | None, datetime] | None = None
+    """Messages of this range of created_at were not compared, and may be lost; None: since ever."""
+    unrouted: int = 0
+    """How many messages are lost and not sent again, because no route leads anywhere."""
+    uncertain: Mapping[str, int] = field(default_factory=dict)
+    """For each destination that was set back, how many copies of topics' messages it may have lost;
+    nobody knows whether it had them, so they are not sent again."""
     unread: Mapping[str, str] = field(default_factory=dict)
     """The destinations that cannot be read back, and so get nothing again, each with the reason."""
 
@@ -134,10 +144,22 @@ def send_again(
                     retry_now(connection, one)
                 if behind and not dry_run:
                     compare(connection)
-                    ((source_id,),) = fetch(connection, IDENTITY)
+                    ((source_id, shards),) = fetch(connection, SOURCE)
                     for one in behind.keys() & brokers.keys():
-                        told = received_monologs(brokers[one], source_id)
-                        subscribers_set_back(connection, known[one].destination, told)
+                        lacking = _Lacking(
+                            destination=one,
+                            shards=shards,
+                            reached=reached(known[one].marks, behind[one].behind),
+                            compared=found.range.since,
+                            retention=timedelta(seconds=retention_seconds),
+                            routes=routes(connection),
+                        )
+                        spoken = sent_monologs(connection, one)
+                        heard = received_monologs(brokers[one], source_id)
+                        subscribers_set_back(
+                            connection, known[one].destination, spoken, heard,
+                            is_behind=lacking.is_behind, may_lack=lacking.may_lack,
+                        )  # fmt: skip
     if stuck and not dry_run:
         raise CannotReadBack(
             stuck[0],
@@ -147,7 +169,9 @@ def send_again(
     return Sent(
         by_destination=sent,
         set_back=tuple(behind),
-        not_compared=_gap(found.range, behind),
+        not_compared=_gap(found.range, known, behind),
+        unrouted=len(found.messages) + len(found.copies) - len({*chain(*sent.values())}),
+        uncertain=found.uncertain,
         unread=found.unread,
     )
 
@@ -176,11 +200,50 @@ def _raise_incarnation(store: psycopg.Connection[Any]) -> None:
         raise_incarnation(store)
 
 
-def _gap(span: Range, behind: Mapping[str, SetBack]) -> tuple[datetime, datetime] | None:
-    if span.since is None or not span.purged:
+def _gap(
+    span: Range, known: Mapping[str, Known], behind: Mapping[str, SetBack]
+) -> tuple[datetime | None, datetime] | None:
+    """Return which messages a destination may have lost that were not compared."""
+    oldest = [
+        moment
+        for one, differ in behind.items()
+        for moment in reached(known[one].marks, differ.behind).values()
+    ]
+    if span.since is None or not oldest:
         return None
-    oldest = [differ.since for differ in behind.values() if differ.since]
-    return (min(oldest), span.since) if oldest and min(oldest) < span.since else None
+    since = None if None in oldest else min(filter(None, oldest))
+    return (since, span.since) if since is None or since < span.since else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Lacking:
+    """What a destination that was set back lacks, as far as it follows from its marks."""
+
+    destination: str
+    shards: int
+    """The number of shards at the source."""
+    reached: Mapping[int, datetime | None]
+    compared: datetime | None
+    """Messages created before were not compared."""
+    retention: timedelta
+    routes: Routes
+
+    def is_behind(self, monolog: UUID) -> bool:
+        return shard_of(str(monolog), self.shards) in self.reached
+
+    def may_lack(self, monolog: UUID, sent: SentMonolog) -> bool:
+        """Whether some of a monolog may be lost of which the destination has nothing.
+
+        What had come within the retention before the backup would still be there.
+        """
+        backup = self.reached[shard_of(str(monolog), self.shards)]
+        if self.compared is None or (backup and backup >= self.compared):
+            return False
+        if backup and sent.changed_at < backup - self.retention:
+            return False
+        match = self.routes.match(sent.to_service, None)
+        routed = {router.service for router in self.routes.routers}
+        return sent.to_service in routed or bool(match and self.destination in match.destinations)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from saf.errors import AutocommitError, UsageError
-from saf.transaction import Entrance, Known, OnPsycopg, Rows, closed, described
+from saf.transaction import Entrance, Known, OnPsycopg, Rows, closed, described, is_asyncpg
 
 if TYPE_CHECKING:
     import asyncpg
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
         | PoolConnectionProxy
     )
 
+    class _Transaction(Known, Protocol):
+        async def execute(self, statement: str, params: Mapping[str, Any]) -> None: ...
+
+        async def fetch(self, statement: str) -> Rows: ...
+
+
 Execute = Callable[[Any, str, Mapping[str, Any]], None]
-
-
-class _Transaction(Known, Protocol):
-    async def execute(self, statement: str, params: Mapping[str, Any]) -> None: ...
-
-    async def fetch(self, statement: str) -> Rows: ...
 
 
 class _AsyncPsycopg(OnPsycopg):
@@ -160,13 +160,8 @@ def _on_driver(conn: object) -> _Transaction:
         conn = conn.connection
     if isinstance(conn, psycopg.AsyncConnection):
         return _AsyncPsycopg(conn)
-    # whoever hands over a connection has imported its driver
-    if "asyncpg" in sys.modules:
-        import asyncpg
-        from asyncpg.pool import PoolConnectionProxy
-
-        if isinstance(conn, (asyncpg.Connection, PoolConnectionProxy)):
-            return _Asyncpg(conn)
+    if is_asyncpg(conn):
+        return _Asyncpg(conn)
     raise UsageError(
         f"cannot await a send on a {described(conn)}: expected SQLAlchemy's AsyncSession or "
         "AsyncConnection, psycopg's AsyncConnection or AsyncCursor, or a connection of asyncpg; "

@@ -22,9 +22,11 @@ from saf.columns import COLUMNS
 from saf.database import fetch
 from saf.limits import HEADERS_READABLE, WHY_NOT
 from saf.message import MAX_BODY
+from saf.signing.verifier import ALTERED, UNKNOWN_KEY, UNSIGNED
 
 REASONS = (
     *("rejected", "expired", "over_size", "unavailable", "failed", "unresolved", "no_dialog"),
+    *(UNSIGNED, UNKNOWN_KEY, ALTERED),
 )
 
 SHOWN = 1024

@@ -36,10 +36,10 @@ class SparkRunner:
         assert self._spark is not None  # noqa: S101 - `start` comes first
         return self._spark
 
-    def start(self, *, much: bool) -> None:
-        """Start Spark, unless it is started. ``much`` says whether the work is much."""
+    def start(self, work: Sequence[Work]) -> None:
+        """Start Spark, unless it is started."""
         if self._spark is None:
-            self._spark = self._start_spark(much)
+            self._spark = self._start_spark(any(item.much for item in work))
 
     def slots(self) -> int:
         """Return how many tasks Spark runs at a time now: a cluster's executors come and go."""

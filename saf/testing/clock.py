@@ -11,8 +11,11 @@ everything that saf has stored has happened an hour earlier, and is due an hour 
 
 Everything else stays: the application's tables, unless columns of them are named; what is not
 committed; and the times that tell batches apart (``opened_at``, and with it ``parked_at`` and
-``dead_letter_at``, which are compared with it). Whether a message in an open batch has expired
-depends on the time at which the batch was opened, and that time does not move.
+``dead_letter_at``, which are compared with it). Whether a message in an open batch of the outbox
+has expired depends on the time at which the batch was opened. That time does not move, and neither
+does such a message's ``expires_at``: a batch that is read again has the same messages. A signed
+message with ``deliver_at`` or ``expires_at`` is refused if it waits meanwhile: it was signed with
+other times.
 """
 
 from __future__ import annotations
@@ -40,8 +43,20 @@ MOVED = {
 }
 """The columns of the schema saf that move, by table."""
 
+# What becomes of these rows is settled by the time at which their batch was opened
+IN_HAND = """
+EXISTS (SELECT FROM saf.cursor c JOIN saf.subscription s USING (subscription_id)
+        WHERE s.log = 'outbox' AND c.shard = outbox.shard AND c.open IS NOT NULL
+          AND pg_visible_in_snapshot(outbox.txid, c.open)
+          AND NOT pg_visible_in_snapshot(outbox.txid, c.done))
+"""
+
+EXPIRY = sql.Identifier("saf", "outbox"), "expires_at"
+
 LATER = "UPDATE {} SET {}"
-EARLIER = "{column} = CASE WHEN {column} < {never} THEN {column} - {by} ELSE {column} END"
+EARLIER = (
+    "{column} = CASE WHEN {column} < {never} AND NOT {stays} THEN {column} - {by} ELSE {column} END"
+)
 
 
 class Clock:
@@ -84,7 +99,10 @@ def let_time_pass(dsn: Dsn, by: timedelta, columns: Iterable[str] = ()) -> None:
         for table, names in _by_table([*ours, *theirs]):
             earlier = [
                 sql.SQL(EARLIER).format(
-                    column=sql.Identifier(name), by=sql.Literal(by), never=sql.Literal(BLOCKED)
+                    column=sql.Identifier(name),
+                    by=sql.Literal(by),
+                    never=sql.Literal(BLOCKED),
+                    stays=sql.SQL(IN_HAND if (table, name) == EXPIRY else "false"),
                 )
                 for name in names
             ]

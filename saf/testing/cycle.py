@@ -13,7 +13,7 @@ from saf.destinations.postgresql import Postgresql
 from saf.destinations.settings import DestinationSettings
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.forwarding.broker import SourceBroker
-from saf.forwarding.runner import InProcess
+from saf.forwarding.runner import run_item
 
 LEASE_SECONDS = 30.0
 
@@ -61,7 +61,11 @@ class Cycle:
 
     def deliver(self) -> list[Receipt]:
         """Run the tasks, one after the other."""
-        return InProcess().run(self.work, self.rules, group="")
+        return [
+            receipt
+            for number, item in enumerate(self.work)
+            for receipt in run_item(number, item, self.rules)
+        ]
 
     def close(self, receipts: list[Receipt]) -> None:
         """Close the batches that are complete."""

@@ -107,7 +107,8 @@ def test_the_spark_job_killed_at_a_step_and_run_again_delivers_exactly_once(
         f'dsn = "{mom.conninfo}"\n[forwarder]\ndefault_destination = "mom"\nchunk_rows = 4\n'
         'master = "local[2]"\n'
     )
-    command = [sys.executable, "-m", "saf", "forward", "--config", str(config), "--json"]
+    options = ["--spark", "always", "--json"]
+    command = [sys.executable, "-m", "saf", "forward", "--config", str(config), *options]
     killed = subprocess.run(
         command,
         env={**os.environ, "SAF_FAILPOINT": f"{point}:2"},

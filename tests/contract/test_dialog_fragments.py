@@ -351,6 +351,35 @@ def test_what_waits_for_a_fragment_that_is_missing_is_counted_once_when_the_dial
         assert [(one.reason, one.messages) for one in dropped(connection)] == [("ended", 4)]
 
 
+@pytest.mark.parametrize("purged_first", [True, False])
+def test_fragments_that_an_error_has_overtaken_are_counted_once_and_not_as_received(
+    app: Dsn, mom: Dsn, purged_first: bool
+) -> None:
+    dialog = begin(app, "1")
+    forward(app, mom)
+    (message,) = receive(mom, WAREHOUSE)
+    assert message.dialog is not None
+    put_fragment(mom, dialog, 2)
+    for sequence in (4, 5):
+        put_fragment(mom, dialog, sequence)
+    assert bodies(mom) == []
+    put(mom, dialog, 6, '{"code": 17, "text": "no more"}', message_type=ERROR)
+    with connect(mom) as connection:
+        if purged_first:
+            (error,) = receive(mom, WAREHOUSE, max_messages=1)
+            assert error.message_type == ERROR
+            forget(connection, 0)
+        put_fragment(mom, dialog, 3)
+        receive(mom, WAREHOUSE)
+        forget(connection, 0)
+        assert waiting(mom) == set()
+        counted = {one.reason: one.messages for one in dropped(connection)}
+        assert counted.pop("incomplete") == 1
+        assert sum(counted.values()) == 3
+        assert counted.keys() <= {"ended", "overtaken"}
+        assert fetch(connection, "SELECT receive_sequence FROM saf.conversation") == [(2,)]
+
+
 def test_a_body_of_which_a_part_was_never_sent_is_an_error(app: Dsn, mom: Dsn) -> None:
     dialog = begin(app)
     put_fragment(mom, dialog, 1)

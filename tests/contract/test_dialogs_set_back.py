@@ -19,7 +19,7 @@ from saf.testing.clock import let_time_pass
 from tests.conftest import Prepared
 from tests.dialogs import END, ERROR, SHOP, TIMER, WAREHOUSE, end, receive, said
 from tests.pipeline import connect
-from tests.set_backs import Two, dump, load
+from tests.set_backs import Two, begin_monolog, dump, load, publish
 
 
 @pytest.fixture
@@ -397,20 +397,6 @@ def test_the_subscribers_of_a_monolog_whose_publisher_was_set_back_get_an_error(
             monolog.send(connection, "2")
     two.carry()
     assert said(receive(two.warehouse.dsn, WAREHOUSE)) == ["1", *["2"], *([ERROR] * more)]
-
-
-def begin_monolog(two: Two, *bodies: str) -> saf.Dialog:
-    with two.shop.dsn.connect(role="test") as connection:
-        monolog = saf.begin_monolog(connection, from_service=SHOP, topic=WAREHOUSE)
-        for body in bodies:
-            monolog.send(connection, body)
-    return monolog
-
-
-def publish(two: Two, monolog: saf.Dialog, *bodies: str) -> None:
-    with two.shop.dsn.connect(role="test") as connection:
-        for body in bodies:
-            monolog.send(connection, body)
 
 
 def test_a_monolog_that_had_said_nothing_at_the_backup_ends_with_an_error_too(two: Two) -> None:

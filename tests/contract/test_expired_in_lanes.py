@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 
 import psycopg
 import pytest
 
+from saf import Outbox
 from saf.database import Dsn, fetch
 from saf.operating import decide
 from saf.setaside.dead import Filter, dead_letters
@@ -122,3 +124,18 @@ def test_what_is_too_large_is_dead_again_when_it_is_retried_and_nothing_allows_i
         with Cycle(app, rules) as cycle:
             cycle.run()
     assert bodies(mom) == [large]
+
+
+def test_what_a_batch_in_hand_has_does_not_expire_while_time_passes(app: Dsn) -> None:
+    """A batch that is read again has the same messages: it was opened before they expired."""
+    with app.connect(role="test") as connection:
+        in_an_hour = datetime.now(UTC) + timedelta(hours=1)
+        Outbox().send(connection, "billing", "mortal", expires_at=in_an_hour)
+    with connect(app) as connection:
+        connection.execute(
+            "UPDATE saf.cursor SET open = pg_current_snapshot(), batch = 1, opened_at = now()"
+        )
+        query = "SELECT expires_at - created_at FROM saf.outbox"
+        ((lasts,),) = fetch(connection, query)
+        let_time_pass(app)
+        assert fetch(connection, query)[0][0] > lasts

@@ -95,18 +95,10 @@ def test_a_task_that_raises_what_nobody_knows_leaves_its_batch_open_and_others_c
             raise ZeroDivisionError("division by zero")
         return run_item(number, item, rules)  # type: ignore[arg-type]
 
-    class Alone(InProcess):
-        def run(self, work, rules, group):  # type: ignore[no-untyped-def]  # noqa: ARG002 - a runner's signature
-            return [
-                receipt
-                for number, item in enumerate(work)
-                for receipt in runner.item_alone(number, item, rules)
-            ]
-
     settings = load(two(lambda dsn: dsn))
     with monkeypatch.context() as patch:
         patch.setattr(runner, "run_item", strange)
-        summary = Forwarder(settings, Alone()).drain()
+        summary = Forwarder(settings, runner.InProcess()).drain()
     assert [(one["broker"], one["kind"]) for one in summary.problems] == [("bad", "Unexpected")]
     assert bodies(mom) == ["arrives"]
     assert forwarder(settings, InProcess()).drain().forwarded == 1

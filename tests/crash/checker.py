@@ -27,7 +27,8 @@ SELECT convert_from(body, 'UTF8'), reason FROM saf.dead_letter WHERE conversatio
 LEFT = """
 SELECT (SELECT count(*) FROM saf.outbox o JOIN saf.cursor c USING (shard)
         JOIN saf.subscription s USING (subscription_id)
-        WHERE s.log = 'outbox' AND NOT pg_visible_in_snapshot(o.txid, c.done))
+        WHERE s.log = 'outbox' AND NOT pg_visible_in_snapshot(o.txid, c.done)
+          AND (pg_visible_in_snapshot(o.txid, c.open) AND o.id <= c.position) IS NOT TRUE)
      + (SELECT count(*) FROM saf.parked)
 """
 

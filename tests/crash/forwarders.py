@@ -73,6 +73,7 @@ def spark_forwarder(
         chunk_rows=chunk_rows,
         lease_seconds=LEASE_SECONDS * 5,
         master="local[2]",
+        use_spark="always",
     )
     options = ["forward", "--config", str(config), "--loop", "--interval", "0.1"]
     while True:

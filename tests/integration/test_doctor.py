@@ -359,7 +359,7 @@ def test_a_consumer_that_is_gone_is_found(mom: Dsn) -> None:
     )
     severity, what, cure = the(diagnosis("inbox_left_lying", mom))
     assert (severity, cure) == ("error", "start its consumer")
-    assert "subscription 'billing' of the inbox has 1 messages" in what
+    assert "subscription 'billing' of the inbox has 1 message " in what
 
 
 def test_messages_of_another_service_are_no_backlog_of_a_subscription(mom: Dsn) -> None:
@@ -432,7 +432,7 @@ def test_lanes_that_fail_and_dead_letters_are_found_with_their_errors(app: Dsn, 
     forward(app, mom=mom, other=NOWHERE)
     severity, what, _ = the(diagnosis("parked", app))
     assert severity == "error"
-    assert "the lane of destination 'other' has failed 1 times, 1 messages are parked in it" in what
+    assert "the lane of destination 'other' has failed 1 time, has 1 message parked in it" in what
     assert "No such file" in what
     assert diagnosis("parked", app, limits=Limits()) == []
     severity, what, cure = the(diagnosis("dead_letters", app))

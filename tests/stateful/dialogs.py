@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from threading import Event
 from typing import Any, Self
 from uuid import UUID
 
@@ -267,6 +268,11 @@ class Dialogs(RuleBasedStateMachine):
         """It does not want one of them now."""
         self._receive(side, many, None, parks=nth)
 
+    @rule(side=SIDE, nth=st.integers(0, 2))
+    def stop(self, side: bool, nth: int) -> None:
+        """It is told to stop at one of them: the rest is put back."""
+        self._receive(side, 100, None, stops=nth)
+
     @rule(side=SIDE, many=st.sampled_from((1, 100)), point=st.sampled_from(RECEIVING_POINTS))
     def die(self, side: bool, many: int, point: str) -> None:
         """It dies at some point."""
@@ -280,16 +286,28 @@ class Dialogs(RuleBasedStateMachine):
             connection.execute("SELECT setseed(0.5)")
             yield connection
 
-    def _receive(self, side: bool, many: int, fails: int | None, parks: int | None = None) -> int:
-        received = 0
+    def _receive(
+        self,
+        side: bool,
+        many: int,
+        fails: int | None,
+        *,
+        parks: int | None = None,
+        stops: int | None = None,
+    ) -> int:
+        received, stopping = 0, Event()
         with (
             suppress(HandlerFailed),
             saf.receive(
                 lambda: self.engine(side), SERVICE[side], max_messages=many, policy=POLICY
             ) as delivery,
         ):
+            delivery.until(stopping)
             for place, message in enumerate(delivery):
+                assert not stopping.is_set(), "one is given after it was told to stop"
                 received += 1
+                if place == stops:
+                    stopping.set()
                 if place == fails:
                     raise HandlerFailed
                 if place == parks:

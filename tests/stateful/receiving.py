@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import pairwise
+from threading import Event
 from typing import Any, Self
 
 import psycopg
@@ -74,6 +75,11 @@ class HandlerFailed(Exception):
     """What a handler raises."""
 
 
+def name_of(message: saf.Received) -> str:
+    """What the model calls a message."""
+    return message.text().split()[0]
+
+
 @dataclass(kw_only=True, eq=False)
 class Put:
     """One message, and what may become of it for each subscription."""
@@ -104,6 +110,7 @@ class Held:
     stack: ExitStack
     delivery: Delivery[Any]
     subscription: str
+    stopping: Event = field(default_factory=Event)
 
 
 class Receiving(RuleBasedStateMachine):
@@ -118,6 +125,8 @@ class Receiving(RuleBasedStateMachine):
         self.held: list[Held] = []
         self.failures = 0
         """Deliveries that did not come to their end."""
+        self.put_back: dict[tuple[str, str], tuple[int, int]] = {}
+        """For a message that was put back by a stop: its attempt, and `failures` at that time."""
         self.policy = POLICY
         Site.empty(mom)
         mom.person.execute("TRUNCATE effect")
@@ -205,7 +214,14 @@ class Receiving(RuleBasedStateMachine):
         delivery = stack.enter_context(
             saf.receive(self.engine, subscription, max_messages=many, policy=self.policy)
         )
-        return Held(stack, delivery, subscription)
+        held = Held(stack, delivery, subscription)
+        delivery.until(held.stopping)
+        for message in delivery:
+            attempt, failures = self.put_back.pop((subscription, name_of(message)), (0, -1))
+            assert failures != self.failures or message.attempt == attempt, (
+                f"put back by a stop, which is no attempt: {name_of(message)}, {message.attempt}"
+            )
+        return held
 
     def handle(self, held: Held, how: str, nth: int) -> None:
         """Let each take effect, and fail at the nth in some way; poison fails by itself.
@@ -214,7 +230,7 @@ class Receiving(RuleBasedStateMachine):
             HandlerFailed
         """
         for place, message in enumerate(held.delivery):
-            name = message.text().split()[0]
+            name = name_of(message)
             if "poison" in message.text() or (place == nth and how == "raise"):
                 raise HandlerFailed
             if place == nth and how == "park":
@@ -229,11 +245,13 @@ class Receiving(RuleBasedStateMachine):
             if place == nth and how == "kill":
                 pid = held.delivery.connection.info.backend_pid
                 self.mom.person.execute("SELECT pg_terminate_backend(%s, 5000)", [pid])
+            if place == nth and how == "stop":
+                held.stopping.set()
 
     def finish(self, held: Held, how: str, nth: int) -> None:
         """Handle what is in hand, and end as it comes."""
-        self.failures += how != "fine"
-        rejected = [m.text().split()[0] for m in held.delivery][nth : nth + 1]
+        self.failures += how not in ("fine", "stop")
+        rejected = [name_of(one) for one in held.delivery][nth : nth + 1]
         try:
             with held.stack:
                 self.handle(held, how, nth)
@@ -255,6 +273,23 @@ class Receiving(RuleBasedStateMachine):
     def receive(self, subscription: str, many: int, how: str, nth: int) -> None:
         """A delivery."""
         self.finish(self.enter(subscription, many), how, nth)
+
+    @rule(
+        subscription=st.sampled_from(SUBSCRIPTIONS),
+        many=st.sampled_from((3, 100)),
+        nth=st.integers(0, 3),
+    )
+    def stop(self, subscription: str, many: int, nth: int) -> None:
+        """A receiver is told to stop: what it was given has its effect, the rest is put back."""
+        held = self.enter(subscription, many)
+        messages = list(held.delivery)
+        before, failures = len(self.of(EFFECTS, subscription)), self.failures
+        self.finish(held, "stop", nth)
+        had = [name for _, name in self.of(EFFECTS, subscription)][before:]
+        if self.failures == failures:
+            assert had == [name_of(one) for one in messages[: nth + 1]], f"after a stop: {had}"
+            for one in messages[nth + 1 :]:
+                self.put_back[subscription, name_of(one)] = one.attempt, self.failures
 
     @rule(
         subscription=st.sampled_from(SUBSCRIPTIONS),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 
@@ -34,9 +33,12 @@ def fresh_import(module: str = "saf") -> tuple[float, set[str]]:
     return float(seconds), set(modules)
 
 
-def test_importing_saf_takes_less_than_three_tenths_of_a_second() -> None:
-    # processor time, because a busy machine stretches the clock's
-    assert statistics.median(fresh_import()[0] for _ in range(5)) < 0.3
+def test_importing_saf_costs_less_than_three_times_its_driver() -> None:
+    # Processor time, and the least of several: a busy machine only adds. The driver, which every
+    # application that sends imports anyway, is what tells a slow machine from a heavy import.
+    pairs = [(fresh_import()[0], fresh_import("psycopg")[0]) for _ in range(7)]
+    saf, psycopg = (min(seconds) for seconds in zip(*pairs, strict=True))
+    assert saf < 3 * psycopg
 
 
 def test_importing_saf_imports_no_spark_no_arrow_and_no_sqlalchemy() -> None:

@@ -10,6 +10,7 @@ from saf.database import check_schema
 from saf.dialogs.statements import Code
 from saf.errors import SchemaError
 from saf.operating.doctor.patient import Found, Patient
+from saf.operating.wording import counted
 from saf.setaside import lane
 from saf.setaside.backoff import SHOWN
 from saf.setaside.lane import BROKER, OF_SERVICE, SAME_LANE, THE_LANE, Lane
@@ -88,9 +89,9 @@ def forged(patient: Patient) -> Found:
             if count:
                 yield (
                     "error",
-                    f"{count} messages of the {log}, the first with id {first}, say that they are "
-                    "of transactions that are still to come, as somebody wrote who may write any "
-                    "column: nobody gets them, and their slots are not purged",
+                    f"the {log} has {counted(count, 'message')}, the first with id {first}, of "
+                    "transactions that are still to come, as somebody wrote who may write any "
+                    "column: nobody gets what is there, and its slots are not purged",
                     f"as the owner, UPDATE saf.{log} SET txid = DEFAULT WHERE txid >= "
                     "pg_snapshot_xmax(pg_current_snapshot()), and take INSERT on the table from "
                     "whoever sends: saf grant --role writer …",
@@ -140,17 +141,17 @@ def _left_lying(patient: Patient, log: str, written: str, start: str) -> Found:
         if count and age >= stuck:
             yield (
                 "warning" if alive else "error",
-                f"subscription {name!r} of the {log} has {count} messages to read, the oldest for "
-                f"{age:.0f} s, and {'is slow or stuck' if alive else 'no live member'}; the slots "
-                "that they are in cannot be purged",
+                f"subscription {name!r} of the {log} has {counted(count, 'message')} to read, the "
+                f"oldest for {age:.0f} s, and {'is slow or stuck' if alive else 'no live member'}; "
+                "the slots that they are in cannot be purged",
                 "look at its log and at `saf status`" if alive else start,
             )
         elif others:
             yield (
                 "warning",
                 f"subscription {name!r} of the {log} has nothing to read that is old, but has not "
-                f"passed by {others} messages of other services; the slots that they are in cannot "
-                "be purged",
+                f"passed by {counted(others, 'message')} of other services, whose slots cannot be "
+                "purged",
                 start,
             )
 
@@ -178,8 +179,8 @@ def parked(patient: Patient) -> Found:
         it = Lane(destination=destination, kind=lane.Kind(kind), subject=subject, broker=broker)
         yield (
             "error",
-            f"the lane of {it} has failed {attempts} times, {count} messages are parked in it, the "
-            f"next attempt is at {next_at}: {error}",
+            f"the lane of {it} has failed {counted(attempts, 'time')}, has "
+            f"{counted(count, 'message')} parked in it, and is tried again at {next_at}: {error}",
             "mend what the error says; nothing is lost meanwhile",
         )
     if found and (more := found[0][7] - len(found)):

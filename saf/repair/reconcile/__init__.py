@@ -38,7 +38,8 @@ Limits:
 
 - Messages of at_most_once that a crash lost, by contract, are reported as lost.
 - A topic's message is not missed if another destination still has it, and the one that has lost it
-  was not set back: a person has deleted it there, say.
+  was not set back: a person has deleted it there, say. Copies that a destination that was set back
+  may have lost, or may never have had, are only counted (``uncertain``).
 - Two ids whose hashes add up to those of two other ids escape it (1 in 2^64).
 """
 
@@ -70,6 +71,8 @@ class Lost:
     """The messages that no destination has, as (shard, id) in the source's outbox, sorted."""
     copies: list[Copy]
     """The messages of topics that are lost at some destinations."""
+    uncertain: Mapping[str, int]
+    """For each destination that was set back, how many copies it may have lost, or never had."""
     range: Range
     """What was compared."""
     unread: Mapping[str, str]
@@ -140,7 +143,10 @@ def lost(
     ) as both:
         messages: list[tuple[int, int]] = []
         copies: list[Copy] = []
+        uncertain: Counter[str] = Counter()
         for one in _differences(both, figures(both), routes):
+            if one.kind == "uncertain":
+                uncertain.update(one.lost_at)
             if one.kind != "lost" or one.id is None:
                 continue
             if one.lost_at:
@@ -154,7 +160,13 @@ def lost(
                 )
             else:
                 messages.append((one.shard, one.id))
-        return Lost(messages=sorted(messages), copies=copies, range=both.range, unread=both.unread)
+        return Lost(
+            messages=sorted(messages),
+            copies=copies,
+            uncertain=uncertain,
+            range=both.range,
+            unread=both.unread,
+        )
 
 
 def missing(

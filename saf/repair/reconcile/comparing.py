@@ -12,7 +12,7 @@ from uuid import UUID
 from saf.destinations.reading import Entry
 from saf.log.cursor import since as not_visible_in
 from saf.log.side import IN_RANGE, PLAIN, in_order, open_side
-from saf.repair.reconcile.copies import Copies
+from saf.repair.reconcile.copies import Copies, Lost
 from saf.repair.reconcile.outcome import Difference, Kind, Shard
 from saf.repair.reconcile.sides import Both
 from saf.repair.reconcile.unread import Unread
@@ -111,7 +111,7 @@ def _judged(
         # each destination has a copy: the one that has most decides
         ((most, _),) = Counter(one.where for one in stored).most_common(1)
         stored = [one for one in stored if one.where == most]
-    address, lost_at = copies.lost(entries) if copies else (entries[0], ())
+    gone = copies.lost(entries) if copies else Lost(address=entries[0])
     wrong: list[tuple[Kind, Entry]] = []
     if not known:
         wrong = [("unexpected", one) for one in stored[:1]]
@@ -121,13 +121,15 @@ def _judged(
         wrong += [
             ("not_compared" if unread.may_have(one) else "lost", one)
             for one in complete[len(stored) :]
-            if not lost_at
+            if not gone.at
         ]
         wrong += [("in_flight", one) for one in known[len(complete) : len(stored)]]
-    if lost_at:
+    if gone.at:
         wrong.append(("lost", known[0]))
+    if gone.uncertain and stored:
+        wrong.append(("uncertain", known[0]))
     for kind, one in wrong:
-        addressed = address if lost_at and kind == "lost" else one
+        addressed = gone.address if gone.at and kind == "lost" else one
         yield Difference(
             kind=kind,
             shard=one.shard,
@@ -138,5 +140,5 @@ def _judged(
             key=addressed.key,
             created_at=one.created_at,
             stored=tuple(each.where for each in everywhere),
-            lost_at=lost_at if kind == "lost" else (),
+            lost_at={"lost": gone.at, "uncertain": gone.uncertain}.get(kind, ()),
         )

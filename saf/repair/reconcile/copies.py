@@ -18,8 +18,13 @@ It had begun to get the topic at the earliest of these times:
 - when the oldest message of the topic was created that the destination still has.
 
 So a new subscriber is not flooded with an old topic, and a transaction may have been open for long
-when the destination was backed up. A message escapes that was created before all of these times and
-was committed or forwarded after them.
+when the destination was backed up.
+
+Of some copies nobody can know whether the destination had them. They are *uncertain*: counted, and
+not sent again by themselves.
+
+- The message was created before all of these times, and may have been committed after them.
+- The routes lead to the destination no longer, and it is not known which messages went there last.
 
 A person's discard does not say for which destination it was. A discard from before the mark counts
 for all destinations; what was discarded later is sent again to those that have lost it.
@@ -35,7 +40,7 @@ from uuid import UUID
 
 import psycopg
 
-from saf.destinations.marks import NOTHING, Mark, Place, compare
+from saf.destinations.marks import compare, reached
 from saf.destinations.reading import Entry, Reading
 from saf.log.side import Side
 from saf.repair.set_back import remembered
@@ -65,13 +70,27 @@ class Lacking:
     begun: Mapping[str, datetime]
     """For each topic, when the destination began to get its messages."""
 
-    def lacks(self, sent: Entry, topic: str, given_up: datetime | None) -> bool:
-        """Whether the destination had a message of a topic that it does not have any more."""
+    def may_lack(self, sent: Entry, given_up: datetime | None) -> bool:
+        """Whether the destination has lost messages of this shard, and this may be one of them."""
+        opened_at = self.shards.get(sent.shard)
+        return sent.shard in self.shards and not (given_up and opened_at and given_up < opened_at)
+
+    def had(self, sent: Entry, topic: str) -> bool:
+        """Whether a message was created when the destination had begun to get the topic."""
         begun = self.begun.get(topic)
-        if sent.shard not in self.shards or begun is None or sent.created_at < begun:
-            return False
-        opened_at = self.shards[sent.shard]
-        return not (given_up and opened_at and given_up < opened_at)
+        return begun is not None and sent.created_at >= begun
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost:
+    """Which destinations that were set back lack their copy of a message."""
+
+    address: Entry
+    """A row with the address under which the message went there."""
+    at: tuple[str, ...] = ()
+    """They had it."""
+    uncertain: tuple[str, ...] = ()
+    """They may have had it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,27 +98,40 @@ class Copies:
     """The destinations of a source that were set back, and where its messages go."""
 
     routes: Routes
+    earlier: Sequence[tuple[Routes, datetime | None]]
+    """The frozen routes that are kept, each with the time when others replaced them, if any."""
     destinations: Mapping[str, Lacking]
     topics: frozenset[str]
 
-    def lost(self, entries: Sequence[Entry]) -> tuple[Entry, tuple[str, ...]]:
-        """Return which destinations have lost a message, given every row that has its id.
-
-        Also return a row with the address under which the message went there.
-        """
+    def lost(self, entries: Sequence[Entry]) -> Lost:
+        """Return which destinations have lost a message, given every row that has its id."""
         sent = next((e for e in entries if e.state in ("complete", "aside")), None)
         there = [e for e in entries if e.state in ("stored", "set_aside")]
         address = next((e for e in (*there, sent) if e and e.service in self.topics), None)
         if sent is None or address is None:
-            return entries[0], ()
+            return Lost(address=entries[0])
         others = {e.where for e in there}
         given_up = max((e.created_at for e in entries if e.state == "discarded"), default=None)
-        return address, tuple(
+        missing = {
+            name: lacking
+            for name, lacking in self.destinations.items()
+            if not others & {name, ""} and lacking.may_lack(sent, given_up)
+        }
+        now = copied_to(self.routes, address.service, address.broker)
+        lost = tuple(n for n in now if n in missing and missing[n].had(sent, address.service))
+        uncertain = tuple(
             name
-            for name in copied_to(self.routes, address.service, address.broker)
-            if name in self.destinations
-            and not others & {name, ""}
-            and self.destinations[name].lacks(sent, address.service, given_up)
+            for name in missing
+            if name not in lost and (name in now or self._may_have_had(name, address, sent))
+        )
+        return Lost(address=address, at=lost, uncertain=uncertain)
+
+    def _may_have_had(self, name: str, address: Entry, sent: Entry) -> bool:
+        """Whether routes led a message to a destination when its batch may have been opened."""
+        return any(
+            name in copied_to(routes, address.service, address.broker)
+            for routes, until in self.earlier
+            if until is None or sent.created_at < until
         )
 
 
@@ -121,11 +153,21 @@ def set_back_copies(
         before = remembered(here.connection, known.destination)
         if behind := compare(known.marks, before.marks, before.in_hand).behind:
             found[side.name] = Lacking(
-                shards=_reached(known.marks, behind), begun=_begun(here, side, source, topics)
+                shards=reached(known.marks, behind), begun=_begun(here, side, source, topics)
             )
     if not found:
         return None
-    return Copies(routes=routes(here.connection), destinations=found, topics=frozenset(topics))
+    frozen = versions(here.connection)
+    replaced = [one.created_at for one in frozen[1:]]
+    return Copies(
+        routes=routes(here.connection),
+        earlier=[
+            (one.routes, until)
+            for one, until in zip(frozen, [*replaced, None], strict=bool(frozen))
+        ],
+        destinations=found,
+        topics=frozenset(topics),
+    )
 
 
 def copied_to(routes: Routes, service: str, broker: UUID | None = None) -> tuple[str, ...]:
@@ -135,16 +177,6 @@ def copied_to(routes: Routes, service: str, broker: UUID | None = None) -> tuple
     """
     match = routes.match(service, str(broker) if broker else None)
     return match.destinations if match and not match.shared else ()
-
-
-def _reached(marks: Mapping[Place, Mark], behind: Iterable[Place]) -> dict[int, datetime | None]:
-    """Return, for each shard, when the oldest of the batches was opened that its marks are of."""
-    found: dict[int, datetime | None] = {}
-    for lane, shard in behind:
-        opened_at = marks.get((lane, shard), NOTHING).opened_at
-        before = found.get(shard, opened_at)
-        found[shard] = before and opened_at and min(before, opened_at)
-    return found
 
 
 def _begun(here: Side, side: Reading, source: UUID, topics: Collection[str]) -> dict[str, datetime]:

@@ -8,10 +8,10 @@ from datetime import datetime
 from typing import Any, Literal
 from uuid import UUID
 
-Kind = Literal["lost", "duplicate", "unexpected", "in_flight", "not_compared"]
+Kind = Literal["lost", "uncertain", "duplicate", "unexpected", "in_flight", "not_compared"]
 
 
-HARMLESS = ("in_flight", "not_compared")
+HARMLESS = ("in_flight", "not_compared", "uncertain")
 """The kinds of differences in which nothing is wrong, as far as can be seen."""
 
 Figures = tuple[int, int]
@@ -65,7 +65,8 @@ class Difference:
     broker: UUID | None = None
     """The broker that it is addressed to."""
     lost_at: tuple[str, ...] = ()
-    """For a topic's message: the destinations that were set back and have lost their copy."""
+    """For a topic's message: the destinations that were set back and have lost their copy, or
+    may have lost it, if that is uncertain."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the difference as a dict for JSON."""

@@ -25,6 +25,9 @@ OF_GROUPS = "contract/test_dialog_groups.py"
 PARTS = f"{ENDS}::test_a_body_whose_parts_do_not_come_to_what_the_last_one_says_is_an_error"
 ANY_ORDER = f"{DIALOGS}::test_a_repeat_is_dropped_and_what_is_ahead_waits_for_what_is_missing"
 NOT_WAITED_FOR = f"{DIALOGS}::test_an_error_does_not_wait_for_what_is_missing"
+OVERTAKEN = (
+    f"{FRAGMENTS}::test_fragments_that_an_error_has_overtaken_are_counted_once_and_not_as_received"
+)
 SAID_AFTER = (
     f"{DIALOGS}::test_after_this_end_has_ended_nothing_can_be_sent_and_what_comes_is_dropped"
 )
@@ -51,9 +54,16 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an error waits for what is missing",
         FACTS,
-        "    if message.message_type == ERROR:\n        return wanted",
-        "    if message.message_type == ERROR and message.sequence == 1:\n        return wanted",
+        "    if message.message_type == ERROR:\n        # what",
+        "    if message.message_type == ERROR and message.sequence == 1:\n        # what",
         NOT_WAITED_FOR,
+    ),
+    mutant(
+        "what an error has overtaken counts as received",
+        FACTS,
+        "(received if next_ else facts)",
+        "received",
+        OVERTAKEN,
     ),
     mutant(
         "what comes after the end here is handed out",

@@ -348,15 +348,15 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a new subscriber is flooded with an old topic",
         COPIES,
-        "or begun is None or sent.created_at < begun:",
-        "or begun is None:",
+        "return begun is not None and sent.created_at >= begun",
+        "return begun is not None",
         f"{OF_TOPICS}::test_a_new_subscriber_that_was_set_back_is_not_flooded_with_an_old_topic",
     ),
     mutant(
         "a copy that a destination has counts as lost",
         COPIES,
-        'and not others & {name, ""}',
-        "",
+        'if not others & {name, ""} and',
+        "if",
         f"{OF_TOPICS}::test_a_store_set_back_gets_its_copies_again_and_the_others_nothing",
     ),
     mutant(

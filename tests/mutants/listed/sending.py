@@ -34,7 +34,7 @@ MUTANTS: list[Mutant] = [
         MESSAGE,
         "(size := _stored_size(headers)) > MAX_HEADERS:",
         "(size := _stored_size(headers)) > 2 * MAX_HEADERS:",
-        MESSAGES,
+        f"{MESSAGES}::test_headers_larger_than_a_mebibyte_are_refused",
     ),
     mutant(
         "a name may be empty",
@@ -95,8 +95,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the outbox's own service wins over a message's",
         OUTBOX,
-        "row._replace(from_service=row.from_service or self.from_service)",
-        "row._replace(from_service=self.from_service or row.from_service)",
+        "if self.from_service and not row.from_service:",
+        "if self.from_service:",
         f"{SENT}::test_many_messages_keep_their_optional_fields_apart",
     ),
     mutant(

@@ -1,4 +1,4 @@
-"""How counts and moments are worded for people, the same in all commands."""
+"""How counts and moments are worded for people, the same everywhere."""
 
 from __future__ import annotations
 

@@ -1,0 +1,120 @@
+"""From end to end: from a sender's commit to the commit of the message's business row.
+
+An application commits in an open loop, which does not wait for the consumer; ``saf forward --loop``
+forwards; and a worker inserts a business row for each message. The forwarder is a process of its
+own, as in production; sender and worker are threads of this one.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import saf
+from benchmarks.receive import BOOKED, book
+from benchmarks.stage import Stage, execute, median, percentile
+from saf.broker.services import create_service
+
+RATE, SHARES = 1000, (0.1, 0.5, 0.8)
+REACH = {"p50": "<= 0.015", "p99": "<= 0.05"}
+BURST, AT_ONCE, BURSTS = 60_000, 1_000, 3
+WARM_UP_SECONDS, OPEN_LOOP_SECONDS = 1, 10
+EVERY_SECONDS = 0.01
+
+WAITS = "SELECT extract(epoch FROM at - sent_at)::float FROM booked ORDER BY sent_at"
+
+
+def run(stage: Stage) -> None:
+    """Notes end_to_end_p50_seconds and so on: at a rate, and at shares of the capacity.
+
+    The capacity is what sender, forwarder and worker do together when none waits for another.
+    """
+    with stage.mom.connect(role="bench", autocommit=True) as connection:
+        create_service(connection, "billing")
+        connection.execute(BOOKED.replace("TABLE", "TABLE IF NOT EXISTS"))
+    with running(stage):
+        _burst(stage)  # what is hot is compiled, and Spark is started
+        capacity = median([_burst(stage) for _ in range(BURSTS)])
+        stage.note("end_to_end_capacity_per_second", capacity, "1/s", ">= 30,000")
+        rates = {"": RATE} | {f"_at_{share:.0%}": capacity * share for share in SHARES}
+        for where, rate in rates.items():
+            _empty(stage)
+            waits = _handled(stage, _send(stage, int(rate * OPEN_LOOP_SECONDS), rate))
+            waits = waits[int(rate * WARM_UP_SECONDS) :]
+            suffix = where.replace("%", "_percent")
+            for name, share in (("p50", 0.5), ("p99", 0.99), ("p999", 0.999)):
+                reach = "" if where else REACH.get(name, "")
+                stage.note(
+                    f"end_to_end_{name}_seconds{suffix}", percentile(waits, share), "s", reach
+                )
+
+
+@contextmanager
+def running(stage: Stage) -> Iterator[None]:
+    """A forwarder in a loop, and a worker, from empty tables on."""
+    _empty(stage)
+    folder = Path(stage.server.data_dir).parent
+    config = stage.settings_file(folder / "loop.toml", interval_seconds=0.05)
+    command = [sys.executable, "-m", "saf", "forward", "--config", str(config), "--loop"]
+    worker = saf.Worker(stage.mom, "billing", max_messages=1000)
+    worker.batch_handler()(book)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as forwarder:
+        try:
+            yield
+        finally:
+            forwarder.terminate()
+            worker.stop()
+            thread.join()
+
+
+def _empty(stage: Stage) -> None:
+    execute(stage.app, "TRUNCATE saf.outbox")
+    execute(stage.mom, "TRUNCATE saf.inbox, booked")
+
+
+def _burst(stage: Stage) -> float:
+    """Messages a second from the first commit to the last business row."""
+    _empty(stage)
+    started = time.monotonic()
+    _handled(stage, _send(stage, BURST, None))
+    return BURST / (time.monotonic() - started)
+
+
+def _send(stage: Stage, messages: int, rate: float | None) -> int:
+    """Commit so many messages, at a rate in messages a second or without a pause."""
+    outbox, sent = saf.Outbox(), 0
+    with stage.app.connect(role="bench") as connection:
+        started = time.monotonic()
+        while sent < messages:
+            due = AT_ONCE if rate is None else int((time.monotonic() - started) * rate) - sent
+            rows = [
+                saf.Message(service="billing", body=b"x" * 200, key=str(n))
+                for n in range(min(due, messages - sent))
+            ]
+            if rows:
+                outbox.send_many(connection, rows)
+                connection.commit()
+                sent += len(rows)
+            if rate is not None:
+                time.sleep(EVERY_SECONDS)
+    return sent
+
+
+def _handled(stage: Stage, sent: int) -> list[float]:
+    """Once all are handled: how long each took, in the order in which they were sent."""
+    with stage.mom.connect(role="bench", autocommit=True) as connection:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            ((count,),) = connection.execute("SELECT count(*) FROM booked").fetchall()
+            if count == sent:
+                rows = connection.execute(WAITS).fetchall()
+                return [float(wait) for (wait,) in rows]
+            time.sleep(0.2)
+    raise RuntimeError(f"sent {sent} messages, and {count} were handled")

@@ -1,0 +1,172 @@
+"""Gaps in monologs whose subscribers were set back: they are told of what nobody sends again.
+
+The repair sends again what the destination has lost and the publisher's broker still has
+(`saf.repair.send_again`). What is neither in the inbox there nor on its way is lost, or may be: the
+subscribers get an Error in its place. The monolog goes on, because it is whole at other
+destinations.
+
+- *The inbox has something of the monolog.* What was sent after the lowest number there, and is
+  neither there nor on its way, is lost. What was before it was purged, or is of no concern to a
+  subscriber that began late.
+- *It has nothing.* All of it was purged, or lost. If the caller says that messages may be lost that
+  nobody can compare any more, the Error says so too.
+- *The publisher's broker has forgotten the monolog*, which has ended there. If the End has not come
+  and is not on its way, it is lost.
+
+Both sides are read while forwarders are at work, the publisher's first: what is complete there was
+stored at the destination before, if it is not lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+import psycopg
+
+from saf.database import fetch
+from saf.dialogs.monologs import IN_PLACE, ReceivedMonolog
+from saf.dialogs.statements import Code
+
+# What is on its way to a destination: pending, or parked or dead for it or before any route
+SENT_MONOLOGS = """
+WITH under_way AS (
+    SELECT conversation_id, range_agg(int8range(sequence, sequence, '[]')) AS numbers
+    FROM (
+        SELECT o.conversation_id, o.sequence, o.from_initiator
+        FROM saf.subscription s JOIN saf.cursor c USING (subscription_id)
+        JOIN saf.outbox o ON o.shard = c.shard
+        WHERE s.log = 'outbox' AND s.name = 'forwarder'
+          AND (pg_visible_in_snapshot(o.txid, c.done)
+               OR pg_visible_in_snapshot(o.txid, c.open) AND o.id <= c.position) IS NOT TRUE
+        UNION ALL
+        SELECT conversation_id, sequence, from_initiator
+        FROM (SELECT subscription_id, destination, conversation_id, sequence, from_initiator
+              FROM saf.parked
+              UNION ALL
+              SELECT subscription_id, destination, conversation_id, sequence, from_initiator
+              FROM saf.dead_letter) AS aside
+        JOIN saf.subscription USING (subscription_id)
+        WHERE log = 'outbox' AND destination IN (%(destination)s, '')
+    ) AS one
+    WHERE from_initiator IS NULL AND conversation_id IS NOT NULL AND sequence > 0
+    GROUP BY conversation_id
+)
+SELECT conversation_id, c.service, c.far_service, c.send_sequence, c.changed_at,
+       c.error_code IS NOT NULL, CAST(coalesce(numbers, '{}') AS text)
+FROM under_way FULL JOIN (SELECT * FROM saf.conversation WHERE monolog) AS c USING (conversation_id)
+"""
+
+# The Error's number is that of the last message that it stands for
+TELL_OF_LOSS = IN_PLACE.format(
+    code=int(Code.SET_BACK),
+    failed="""(
+    SELECT conversation_id, from_service, to_service, CAST(%(broker)s AS uuid) AS to_broker,
+           upper(lost) - 1 AS sequence, format(why, lower(lost), upper(lost) - 1) AS text
+    FROM unnest(%(conversation_id)s::uuid[], %(from_service)s::text[], %(to_service)s::text[],
+                %(sent)s::bigint[], %(received)s::text[], %(under_way)s::text[], %(why)s::text[])
+        AS told (conversation_id, from_service, to_service, sent, received, under_way, why)
+    CROSS JOIN LATERAL (SELECT CAST(received AS int8multirange) AS here) AS received
+    CROSS JOIN LATERAL (
+        SELECT int8multirange(int8range(coalesce(lower(here), 1), sent, '[]'))
+               - here - CAST(under_way AS int8multirange) AS lost) AS compared
+    WHERE sent > 0 AND NOT isempty(lost)) AS gaps""",
+)
+
+LOST = (
+    "the broker of the subscribers was set back: of messages %1$s to %2$s, some are lost there; "
+    "what is sent after them goes on"
+)
+NOTHING_LEFT = (
+    "the broker of the subscribers was set back, and has nothing of this monolog any more: of "
+    "messages %1$s to %2$s, some may be lost there, and nobody can tell which; what is sent after "
+    "them goes on"
+)
+FORGOTTEN = (
+    "the broker of the subscribers was set back: what was sent from message %1$s on is lost there, "
+    "and the monolog is over"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentMonolog:
+    """A monolog of a publisher's broker, and what of it is on its way to a destination."""
+
+    from_service: str
+    to_service: str
+    sequence: int
+    """The number of the last message sent."""
+    changed_at: datetime
+    """When it was sent, or before."""
+    failed: bool
+    under_way: str
+    """Numbers, as an int8multirange."""
+
+
+Sent = Mapping[UUID, SentMonolog | None]
+"""Monologs; None for those that are forgotten, while messages of them are on their way."""
+
+
+def sent_monologs(connection: psycopg.Connection[Any], destination: str) -> Sent:
+    """Return a broker's monologs, with what is on its way to a destination. Reads the outbox."""
+    return {
+        one: None
+        if publisher is None
+        else SentMonolog(
+            from_service=publisher,
+            to_service=topic,
+            sequence=sequence,
+            changed_at=changed_at,
+            failed=failed,
+            under_way=under_way,
+        )
+        for one, publisher, topic, sequence, changed_at, failed, under_way in fetch(
+            connection, SENT_MONOLOGS, {"destination": destination}
+        )
+    }
+
+
+def subscribers_set_back(
+    connection: psycopg.Connection[Any],
+    broker: UUID,
+    sent: Sent,
+    received: Iterable[ReceivedMonolog],
+    *,
+    is_behind: Callable[[UUID], bool],
+    may_lack: Callable[[UUID, SentMonolog], bool],
+) -> None:
+    """Tell a destination's subscribers what nobody can send again. Call it in a transaction.
+
+    Args:
+        connection: to the publishers' broker.
+        broker: the destination's broker_id.
+        sent: what the publishers' broker knows; read before the destination's inbox.
+        received: what the destination's inbox has, since it was set back.
+        is_behind: whether a monolog is of a shard of which the destination has lost anything.
+        may_lack: whether the destination may have lost messages of such a monolog, of which it has
+            nothing.
+    """
+    told: list[tuple[UUID, str, str, int, str, str, str]] = []
+    heard = {one.conversation_id: one for one in received}
+    for number, one in heard.items():
+        if not is_behind(number):
+            continue
+        address = number, one.from_service, one.to_service
+        known = sent.get(number)
+        if known is not None and not known.failed:
+            told.append((*address, known.sequence, one.numbers, known.under_way, LOST))
+        elif number not in sent and one.goes_on:
+            told.append((*address, one.sequence + 1, one.numbers, "{}", FORGOTTEN))
+    for number, known in sent.items():
+        if known is None or known.failed or number in heard or not is_behind(number):
+            continue
+        if may_lack(number, known):
+            address = number, known.from_service, known.to_service
+            told.append((*address, known.sequence, "{}", known.under_way, NOTHING_LEFT))
+    names = ("conversation_id", "from_service", "to_service", "sent", "received", "under_way")
+    columns = zip(*told, strict=True) if told else [()] * (len(names) + 1)
+    params = dict(zip((*names, "why"), map(list, columns), strict=True))
+    connection.execute(TELL_OF_LOSS, params | {"broker": broker})

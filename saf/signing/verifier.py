@@ -1,0 +1,272 @@
+"""The verifier: says of a received message who has signed it, or why it must not be handed out.
+
+A message is refused if
+
+    `UNSIGNED`      it is not signed, and has to be
+    `UNKNOWN_KEY`   by a key that is not known here, if it has to be signed; or by one whose owner
+                    may not speak for its ``from_service``
+    `ALTERED`       its signature is not that of what has arrived: something was altered, or it was
+                    redirected to another service, or it was sent to another broker
+
+Which algorithm a signature has is the key's to say, never the message's. Nothing that a message
+says of itself is believed before its signature is found to be right.
+
+Two things may be other ones than when the message was signed:
+
+- *The service.* A router redirects messages. They are taken if the service that they were sent to
+  is among `Keys.redirected_from`.
+- *``expires_at``*, which `saf dead retry` removes, because a person says that the message is still
+  of use. Without it, a message is taken until the time that was signed; later, only if it was
+  retried here.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from uuid import UUID
+
+from saf.errors import UsageError
+from saf.message import MAX_NAME, SIGNATURE
+from saf.received import Received
+from saf.signing.form import (
+    VERSION,
+    NotSignable,
+    Number,
+    covered,
+    microseconds,
+    read_headers,
+    sha256,
+    signed_bytes,
+)
+from saf.signing.keys import Key, check_key_id
+
+UNSIGNED, UNKNOWN_KEY, ALTERED = "unsigned", "unknown_key", "altered"
+"""The reasons of dead letters that were refused."""
+
+MOMENT = re.compile(r"-?\d{1,20}")
+
+
+class Keys(Mapping[str, Key]):
+    """The keys that a receiver knows, by their names. Several may be valid at a time.
+
+    Args:
+        keys: each by its key_id.
+        redirected_from: the routers whose messages are taken too: services that a message may have
+            been sent to, before a router has redirected it here.
+
+    Raises:
+        UsageError: there is none, or one of them is no `Key`.
+    """
+
+    def __init__(self, keys: Mapping[str, Key], *, redirected_from: Collection[str] = ()) -> None:
+        if isinstance(redirected_from, str):
+            raise UsageError(f"redirected_from is {redirected_from!r}: expected several, as a list")
+        self._keys = {check_key_id(key_id): key for key_id, key in keys.items()}
+        self.redirected_from = frozenset(redirected_from)
+        if not self._keys:
+            raise UsageError("there is no key: say which keys senders sign with")
+        for key_id, key in self._keys.items():
+            if not isinstance(key, Key):
+                raise UsageError(
+                    f"key {key_id!r} is a {type(key).__name__}: expected saf.Key(algorithm, …)"
+                )
+
+    def __getitem__(self, key_id: str) -> Key:
+        return self._keys[key_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __repr__(self) -> str:
+        return f"Keys({self._keys!r}, redirected_from={sorted(self.redirected_from)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trust:
+    """Which messages a receiver takes.
+
+    Raises:
+        UsageError: messages have to be signed, and there is no key.
+    """
+
+    keys: Keys
+    required: bool
+    """Whether a message that nobody has signed is refused."""
+
+    @classmethod
+    def of(cls, keys: Mapping[str, Key] | None, *, required: bool) -> Trust | None:
+        """The trust that a receiver's arguments say; None: it takes everything, unverified."""
+        if keys is None and required:
+            raise UsageError(
+                "require_signed needs the keys that senders sign with: keys={'shop': saf.Key(…)}, "
+                "or keys=saf.config.load_keys() for those of saf.toml"
+            )
+        if keys is None:
+            return None
+        return cls(keys=keys if isinstance(keys, Keys) else Keys(keys), required=required)
+
+
+class Refusal(NamedTuple):
+    """Why a message is not handed out."""
+
+    reason: str
+    error: str
+
+
+class _Refused(Exception):
+    def __init__(self, reason: str, error: str) -> None:
+        self.refusal = Refusal(reason=reason, error=error)
+
+
+class _Unproven(_Refused):
+    """Nobody knows who has sent a message, which is a reason only if it has to be known."""
+
+
+class Verifier:
+    """Verifies the messages that one broker, by its broker_id, has received."""
+
+    def __init__(self, *, trust: Trust, broker: UUID) -> None:
+        self.trust = trust
+        self.broker = broker
+
+    def __call__(self, message: Received, body_sha256: str | None = None) -> str | Refusal | None:
+        """Return the key that has signed a message; None if it may be handed out without one.
+
+        Args:
+            message: as it was received.
+            body_sha256: the hash of its body, if that is not in hand.
+        """
+        try:
+            return self._signed_by(message, body_sha256)
+        except _Unproven as unproven:
+            return unproven.refusal if self.trust.required else None
+        except _Refused as refused:
+            return refused.refusal
+
+    def _signed_by(self, message: Received, body_sha256: str | None) -> str:
+        headers = _headers(message)
+        said = _signature(headers)
+        key_id, to = said["key"], said["to"]
+        key = self.trust.keys.get(key_id)
+        if key is None:
+            raise _Unproven(UNKNOWN_KEY, f"it is signed by key {_short(key_id)}, not known here")
+        if key.from_services is not None and message.from_service not in key.from_services:
+            problem = f"key {key_id!r} may not speak for {_service(message.from_service)}"
+            raise _Refused(UNKNOWN_KEY, problem)
+        self._check_address(message, to)
+        _check_expiry(message, said)
+        facts = {
+            **_facts(message),
+            "key_id": key_id,
+            "to_service": to,
+            "expires_at": said.get("expires_at"),
+            "headers": covered(headers),
+            "body": body_sha256 or sha256(message.body),
+        }
+        if not _verifies(key, said["value"], facts, redirected=to != message.service):
+            problem = f"it is not what key {key_id!r} has signed: altered, or signed by others"
+            raise _Refused(ALTERED, problem)
+        return str(key_id)
+
+    def _check_address(self, message: Received, to: str) -> None:
+        """Refuse a message that was sent to somebody else."""
+        if message.to_broker not in (None, self.broker):
+            raise _Refused(
+                ALTERED, f"it was sent to broker {message.to_broker}, and this is {self.broker}"
+            )
+        if to != message.service and to not in self.trust.keys.redirected_from:
+            raise _Refused(
+                ALTERED,
+                f"it was sent to {_service(to)}, and redirected to {_service(message.service)}: if "
+                "a router may do that, name it among redirected_from",
+            )
+
+
+def _headers(message: Received) -> dict[str, Any]:
+    if not message.may_say(SIGNATURE):
+        return {}
+    try:
+        return read_headers(message.headers_text)
+    except NotSignable as error:
+        raise _Refused(ALTERED, str(error)) from None
+
+
+def _signature(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of a signature."""
+    said = headers.get(SIGNATURE)
+    match said:
+        case None:
+            raise _Unproven(UNSIGNED, "it is not signed")
+        # a Number is a text too
+        case {"version": Number(), "key": str(key), "to": str(to), "value": str(value)} if not any(
+            isinstance(one, Number) for one in (key, to, value)
+        ):
+            if said["version"] != str(VERSION):
+                known = f"only version {VERSION} is known"
+                raise _Refused(ALTERED, f"its {SIGNATURE} has another version: {known}")
+            return dict(said)
+        case _:
+            raise _Refused(ALTERED, f"its {SIGNATURE} is not one")
+
+
+def _facts(message: Received) -> dict[str, Any]:
+    """What a signature covers of a message, as it has arrived, apart from headers and body."""
+    return {
+        "message_id": str(message.message_id),
+        "from_service": message.from_service,
+        "to_broker": message.to_broker and str(message.to_broker),
+        "key": message.key,
+        "message_type": message.message_type,
+        "conversation_id": message.conversation_id and str(message.conversation_id),
+        "from_initiator": message.from_initiator,
+        "sequence": message.sequence,
+        # that of a dialog's message is its receiver's
+        "deliver_at": None
+        if message.from_initiator is not None
+        else microseconds(message.deliver_at),
+    }
+
+
+def _check_expiry(message: Received, said: Mapping[str, Any]) -> None:
+    """Refuse a message whose time is not the one that was signed."""
+    signed, now = said.get("expires_at"), time.time_ns() // 1000
+    if signed is not None and not (isinstance(signed, Number) and MOMENT.fullmatch(signed)):
+        raise _Refused(ALTERED, f"its {SIGNATURE} is not one")
+    if message.expires_at is None and signed is not None:
+        # retried by a person: here, or on its way
+        if message.parked_id is None and int(signed) < now:
+            raise _Refused(ALTERED, "its expires_at was removed after it had passed")
+        return
+    at = microseconds(message.expires_at)
+    if signed != (None if at is None else str(at)):
+        raise _Refused(ALTERED, "its expires_at was altered")
+
+
+def _verifies(key: Key, value: str, facts: dict[str, Any], *, redirected: bool) -> bool:
+    try:
+        signature = base64.b64decode(value, validate=True)
+        if key.verifies(signature, signed_bytes(facts)):
+            return True
+        # a router may have added the broker
+        sent = {**facts, "to_broker": None}
+        return redirected and key.verifies(signature, signed_bytes(sent))
+    except (NotSignable, binascii.Error, ValueError):
+        return False
+
+
+def _service(name: str | None) -> str:
+    return "nobody" if name is None else f"service {_short(name)}"
+
+
+def _short(name: str) -> str:
+    """A name as errors quote it: a stranger may have made it as long as the headers can be."""
+    return repr(name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}…")
