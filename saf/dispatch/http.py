@@ -9,6 +9,7 @@ timeout is for the whole request, so an endpoint that sends a byte now and then 
 from __future__ import annotations
 
 import base64
+import io
 import ssl
 import time
 from types import TracebackType
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 MOST = 64 * 1024
 """How many bytes of an answer are read."""
+
+LARGE = 1 << 20
+"""A body of more bytes than these is written in parts, so that other requests go on meanwhile."""
 
 IDLE_SECONDS = 30.0
 """How long a connection is kept that nobody uses."""
@@ -91,12 +95,14 @@ class Client:
         if self._keys:
             signed = sign(request.message_id, int(time.time()), request.body, self._keys)
             headers = {**headers, **signed}
+        body = request.body
+        data = body if len(body) <= LARGE else io.BytesIO(body)
         try:
             async with self._session.post(
-                self.endpoint.url, data=request.body, headers=headers, allow_redirects=False
+                self.endpoint.url, data=data, headers=headers, allow_redirects=False
             ) as response:
-                body = await self._read(response)
-                meaning, said = self._understand(response.status, body)
+                answer = await self._read(response)
+                meaning, said = self._understand(response.status, answer)
                 return Answer(
                     meaning=meaning,
                     seconds=time.monotonic() - began,

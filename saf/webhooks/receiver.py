@@ -52,17 +52,23 @@ REMEMBER_DAYS = 14.0
 EVENTS = UUID("6f3b3a0e-6d2c-5d0b-9a39-0d7b7a2f3c11")
 """The namespace of ids of messages whose event has an id that is no UUID."""
 
-KNOWN = """
-SELECT NOT EXISTS (SELECT FROM saf.service)
-    OR EXISTS (SELECT FROM saf.service WHERE name = %(service)s)
-"""
-REMEMBER = """
-INSERT INTO saf.webhook (digest) VALUES (%(digest)s) ON CONFLICT DO NOTHING
-"""
+# Remembered and stored by one statement: also where each statement is a transaction of its own, an
+# event that is remembered is stored. It waits for a transaction that stores the same event.
 STORE = """
-INSERT INTO saf.inbox (message_id, to_service, key, message_type, headers, body, created_at)
-VALUES (%(message_id)s, %(service)s, %(key)s, %(message_type)s, %(headers)s, %(body)s,
-        %(created_at)s)
+WITH here AS (
+    SELECT NOT EXISTS (SELECT FROM saf.service)
+        OR EXISTS (SELECT FROM saf.service WHERE name = %(service)s) AS lives
+), new AS (
+    INSERT INTO saf.webhook (digest) SELECT %(digest)s::bytea FROM here WHERE lives
+    ON CONFLICT DO NOTHING RETURNING digest
+), stored AS (
+    INSERT INTO saf.inbox
+        (message_id, to_service, key, message_type, headers, body, created_at)
+    SELECT %(message_id)s::uuid, %(service)s::text, %(key)s::text, %(message_type)s::text,
+           %(headers)s::jsonb, %(body)s::bytea, %(created_at)s::timestamptz
+    FROM new
+)
+SELECT lives FROM here
 """
 # A few with each event, so that there is never much to do; whoever has one in hand goes on with it
 FORGET = """
@@ -164,14 +170,10 @@ def _store(engine: Engine, service: str, one: Event, seconds: float) -> bool:
         "created_at": _moment(one.headers.get("time")),
         "seconds": seconds,
     }
-    with connected(engine) as link, link.transaction():
-        ((lives,),) = link.raw.execute(KNOWN, params).fetchall()
-        if not lives:
-            return False
-        if link.raw.execute(REMEMBER, params).rowcount:
-            link.raw.execute(STORE, params)
-            link.raw.execute(FORGET, params)
-    return True
+    with connected(engine) as link, link.begin():
+        ((lives,),) = link.raw.execute(STORE, params).fetchall()
+        link.raw.execute(FORGET, params)
+    return bool(lives)
 
 
 def _uuid(one: Event) -> UUID:
