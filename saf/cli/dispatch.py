@@ -37,11 +37,12 @@ def command(
     ] = STOP_SECONDS,
     config: Config = None,
 ) -> None:
-    """Send the messages of services to the URLs of their endpoints, and mark what was accepted.
+    """Send messages to the URLs of their endpoints.
 
-    Without --loop, it sends what is there and due now. Any number of processes share the work. Exit
-    codes: 0 when all is done, or when told to stop. Without --loop: 1 if there are new dead
-    letters; 75 if messages wait for another attempt, or an endpoint is down or paused.
+    What an endpoint accepts is marked. Without --loop, it sends what is there and due now. Any
+    number of processes share the work. Exit codes: 0 when all is done, or when told to stop.
+    Without --loop: 1 if there are new dead letters; 75 if messages wait for another attempt, or an
+    endpoint is down or paused.
     """
     settings = load(config)
     dispatchers = [

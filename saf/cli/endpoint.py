@@ -87,7 +87,7 @@ def add(
 
 @app.command()
 def remove(name: Name, config: Config = None, broker: Store = None) -> None:
-    """Remove an endpoint that `saf endpoint add` has stored; its messages wait."""
+    """Remove an endpoint that was added; its messages wait."""
     round_ = Round(store(load(config), broker))
     found = round_.visit("endpoint", lambda connection, _: stored.remove(connection, name))
     for where, was_there in found.items():
@@ -119,7 +119,10 @@ def list_(config: Config = None, as_json: AsJson = False) -> None:
 
 @app.command()
 def show(name: Name, config: Config = None, as_json: AsJson = False) -> None:
-    """Show one endpoint: its settings without secrets, and how it is."""
+    """Show an endpoint: its settings, and how it is.
+
+    No secret is shown.
+    """
     settings = load(config)
     (one,) = chosen(settings, [name]).values()
     row = {**one.model_dump(mode="json"), **_row(settings, name, one)}
@@ -138,7 +141,10 @@ def history_(
     limit: Annotated[int, typer.Option(min=1, help="How many.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Show the last attempts that failed, the newest first, with what the endpoint said."""
+    """Show the last attempts that failed.
+
+    The newest come first, with what the endpoint said.
+    """
     settings = load(config)
     (one,) = chosen(settings, [name]).values()
     with _inbox(settings, name, one) as connection:
@@ -163,7 +169,10 @@ def history_(
 
 @app.command("test")
 def send_test(name: Name, config: Config = None) -> None:
-    """Send one event of the type saf.test, which no message stands for, and say what came of it."""
+    """Send one event of the type saf.test.
+
+    No message stands for it. What came of it is said.
+    """
     (one,) = chosen(load(config), [name]).values()
     answer = asyncio.run(_test(one))
     if answer.meaning is not Meaning.DONE:
@@ -173,7 +182,10 @@ def send_test(name: Name, config: Config = None) -> None:
 
 @app.command()
 def pause(name: Name, config: Config = None) -> None:
-    """Send nothing to an endpoint until it is resumed; its messages wait, in order."""
+    """Send nothing to an endpoint until it is resumed.
+
+    Its messages wait, in order.
+    """
     settings = load(config)
     (one,) = chosen(settings, [name]).values()
     with _inbox(settings, name, one) as connection:
@@ -183,7 +195,10 @@ def pause(name: Name, config: Config = None) -> None:
 
 @app.command()
 def resume(name: Name, config: Config = None) -> None:
-    """Send to an endpoint again, that was paused, is disabled or is taken to be down."""
+    """Send to an endpoint again.
+
+    It was paused, is disabled, or is taken to be down.
+    """
     settings = load(config)
     (one,) = chosen(settings, [name]).values()
     with _inbox(settings, name, one) as connection:
