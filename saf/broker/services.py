@@ -69,18 +69,33 @@ SELECT %(subscription_id)s, generate_series(0, shards - 1),
 FROM saf.broker
 """
 
-LEFT_OVER = """
+# What a service's own subscription has received of large bodies whose last fragment has not come
+INCOMPLETE = """
+WITH incomplete AS (
+    SELECT conversation_id
+    FROM saf.subscription s
+    JOIN saf.conversation c ON c.service = s.service
+    JOIN saf.fragment f USING (conversation_id)
+    WHERE s.subscription_id = %(subscription_id)s AND s.name = s.service
+      AND f.from_initiator <> c.is_initiator AND f.sequence <= c.receive_sequence)
+"""
+LEFT_OVER = f"""
+{INCOMPLETE}
 SELECT EXISTS (
            SELECT FROM saf.cursor c JOIN saf.inbox i ON i.shard = c.shard
            WHERE c.subscription_id = %(subscription_id)s
              AND NOT pg_visible_in_snapshot(i.txid, c.done) AND i.id > c.position
              AND (%(service)s::text IS NULL OR i.to_service = %(service)s)),
        EXISTS (SELECT FROM saf.parked WHERE subscription_id = %(subscription_id)s),
-       EXISTS (SELECT FROM saf.dead_letter WHERE subscription_id = %(subscription_id)s)
+       EXISTS (SELECT FROM saf.dead_letter WHERE subscription_id = %(subscription_id)s),
+       EXISTS (SELECT FROM incomplete)
 """
-GIVEN_UP = """
+# Fragments have no ids, so the dialog's id is named
+GIVEN_UP = f"""
+{INCOMPLETE}
 SELECT message_id FROM saf.parked WHERE subscription_id = %(subscription_id)s
-UNION ALL SELECT message_id FROM saf.dead_letter WHERE subscription_id = %(subscription_id)s
+UNION SELECT message_id FROM saf.dead_letter WHERE subscription_id = %(subscription_id)s
+UNION SELECT conversation_id FROM incomplete
 """
 REMOVE_SUBSCRIPTION = "DELETE FROM saf.subscription WHERE subscription_id = %(subscription_id)s"
 
@@ -229,7 +244,8 @@ def remove_subscription(
 ) -> None:
     """Remove a reader, with what it has parked and its dead letters. Stop its receivers before.
 
-    The messages that are given up by that are noted in the audit.
+    The messages that are given up by that are noted in the audit; the dialog's id stands for a
+    large body of which only a part has come.
 
     Raises:
         ConfigurationError: there is no such subscription.
@@ -238,8 +254,13 @@ def remove_subscription(
     with connection.transaction():
         found = subscription(connection, name)
         params = {"subscription_id": found.subscription_id, "service": found.service}
-        ((unread, parked, dead),) = fetch(connection, LEFT_OVER, params)
-        kinds = {"messages to be read": unread, "parked messages": parked, "dead letters": dead}
+        ((unread, parked, dead, incomplete),) = fetch(connection, LEFT_OVER, params)
+        kinds = {
+            "messages to be read": unread,
+            "parked messages": parked,
+            "dead letters": dead,
+            "large bodies of which a part has come": incomplete,
+        }
         left = [kind for kind, there in kinds.items() if there]
         if left and not discard:
             raise UsageError(

@@ -15,7 +15,7 @@ from uuid import UUID
 import pytest
 
 import saf
-from saf.broker.services import create_subscription
+from saf.broker.services import create_subscription, remove_subscription
 from saf.database import Dsn, fetch
 from saf.dialogs.conversations import clean_up, forget
 from saf.dialogs.fragments import FRAGMENT_BYTES, count
@@ -328,6 +328,28 @@ def test_what_has_come_of_a_body_goes_when_the_conversation_is_over(
         put_fragment(mom, dialog, 3)
         assert bodies(mom) == []
         assert [sequence for sequence, _ in waiting(mom)] == [1]
+
+
+def test_what_has_come_of_a_body_goes_with_its_reader_only_if_somebody_gives_it_up(
+    app: Dsn, mom: Dsn
+) -> None:
+    dialog, other = begin(app, "1"), begin(app)
+    forward(app, mom)
+    receive(mom, WAREHOUSE)
+    put_fragment(mom, dialog, 2)
+    put_fragment(mom, other, 1)
+    assert bodies(mom) == []
+    begun = {dialog.conversation_id, other.conversation_id}
+    with connect(mom) as connection:
+        create_subscription(connection, "second", service=WAREHOUSE, start="now")
+        remove_subscription(connection, "second")
+        with pytest.raises(UsageError, match="'warehouse' has large bodies of which a part has co"):
+            remove_subscription(connection, WAREHOUSE)
+        assert len(waiting(mom)) == 2
+        remove_subscription(connection, WAREHOUSE, discard=True)
+        ((ids, why),) = fetch(connection, "SELECT message_ids, why FROM saf.audit")
+        assert set(ids) == begun
+        assert why.endswith("is removed, and has large bodies of which a part has come")
 
 
 def test_what_waits_for_a_fragment_that_is_missing_is_counted_once_when_the_dialog_is_over(
