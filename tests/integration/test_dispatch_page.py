@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 import saf.webhooks
+from saf.broker.services import create_service
 from saf.config import load
 from saf.database import Dsn, fetch
 from saf.webhooks.signature import key_of, sign
@@ -27,12 +28,12 @@ SECRET = "whsec_" + "c2Vj" * 8
 
 def shell(text: str, cwd: Path, partner: Partner) -> str:
     """What a block prints; the loop is told to stop after a while."""
-    lines = text.replace("https://billing.example.com/hooks", partner.url).splitlines()
+    lines = re.sub(r"https://\w+\.example\.com/hooks", partner.url, text).splitlines()
     lines = [line for line in lines if not line.startswith("pip install")]
     loop = "timeout -s TERM 3 saf dispatch --loop || test $? = 124 #"
     done = run(
         ["bash", "-euxc", "\n".join(lines).replace("saf dispatch --loop", loop)],
-        env={"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin"},
+        env={"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin", "SAF_ENDPOINT_PARTNER": SECRET},
         cwd=cwd,
     )
     assert done.returncode == 0, done.stderr
@@ -50,6 +51,21 @@ def test_the_five_lines_send_the_first_webhook(app: Dsn, mom: Dsn, tmp_path: Pat
             *("saf.test", "saf.message", "saf.message"),
         ]
         shell(BLOCKS["shell"], tmp_path, partner)
+
+
+def test_its_stored_endpoint_gets_what_is_signed(app: Dsn, mom: Dsn, tmp_path: Path) -> None:
+    prepare(mom)
+    with connect(mom) as connection:
+        create_service(connection, "partner")
+        connection.execute("INSERT INTO saf.inbox (to_service, body) VALUES ('partner', '1')")
+    file = configuration(tmp_path / "saf.toml", {"shop": app}, {"mom": mom})
+    with file.open("a") as more:
+        more.write('[dispatch]\nnetworks = ["127.0.0.0/8"]\n')
+    with serving(Partner()) as partner:
+        said = shell(BLOCKS["stored"], tmp_path, partner)
+    assert "partner: handled 1 message\n" in said
+    (got,) = partner.accepted
+    assert saf.webhooks.verify(got.headers, got.body, SECRET) == got.id
 
 
 def test_its_settings_are_settings(
