@@ -17,7 +17,7 @@ help: ## this list
 
 install: $(VENV)/.installed ## set up .venv with everything; every other target does that too
 
-demo: $(VENV)/.installed ## the flights of 2013: sent, forwarded by Spark, proven; make demo DEMO="--json"
+demo: $(VENV)/.installed ## the flights of 2013: sent, forwarded by Spark, proven; make demo DEMO="--to redis"
 	@$(VENV)/bin/saf demo $(DEMO)
 
 demo-routing: $(VENV)/.installed ## the same to three MOM stores, each flight to its airport's
@@ -58,9 +58,9 @@ long: $(VENV)/.installed ## the tests that the gate runs at a part of their size
 	SAF_TESTS_LONG=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal \
 	$$(grep -rl --include='test_*.py' 'import sized' tests)
 
-crash: $(VENV)/.installed ## rounds of faults, checked: make crash ROUNDS=20 SEED=7, or SECONDS=600
+crash: $(VENV)/.installed ## rounds of faults, checked: make crash ROUNDS=20 SEED=7, SECONDS=600, TO=redis
 	@$(PY) -m tests.crash $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(SEED),--seed $(SEED)) \
-	$(if $(SECONDS),--seconds $(SECONDS))
+	$(if $(SECONDS),--seconds $(SECONDS)) $(if $(TO),--to $(TO))
 
 stateful: $(VENV)/.installed ## steps that lose a message, looked for: make stateful SECONDS=600 SEED=7
 	@$(PY) -m tests.stateful $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) \

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from benchmarks import (
+    brokers,
     classifiers,
     cold,
     drain,
@@ -32,6 +33,7 @@ ON_SPARK = {
     "horizon": faults.run,
     "routing": routing.run,
     "classifiers": classifiers.run,
+    "brokers": brokers.run,
 }
 ALONE = {
     "send": send.run,
@@ -54,6 +56,7 @@ PARTS = (
     "receive",
     "processors",
     "end_to_end",
+    "brokers",
 )
 
 

@@ -27,7 +27,8 @@ from benchmarks.stage import RESULTS, Stage, execute, median
 from saf.broker.services import create_service
 from saf.database import Dsn
 from saf.dialogs.fragments import FRAGMENT_BYTES
-from saf.receiving.receive import Receiver, connected
+from saf.receiving.link import connected
+from saf.receiving.receive import Receiver
 from saf.testing.cycle import Cycle, forwarding_rules
 
 SHOP, WAREHOUSE = "shop", "warehouse"

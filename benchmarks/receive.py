@@ -4,6 +4,10 @@ Each receiver is a process. "No-op" looks at each message of a deep backlog and 
 none is left. Otherwise a business row is inserted for each, by one statement a delivery, in a
 closed loop for some seconds, after every shard has been looked through for where its batches may
 end.
+
+By hand is what one would write instead: a table of jobs, of which each consumer takes some by
+SELECT … FOR UPDATE SKIP LOCKED, inserts the same business rows and deletes the jobs. It keeps no
+order, and a job that fails is in everybody's way. It takes its turn beside saf in each round.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psycopg
@@ -20,12 +24,17 @@ import saf
 from benchmarks.stage import Stage, execute, median, percentile
 from saf.broker.services import create_service
 from saf.database import Dsn
-from saf.receiving.receive import Receiver, connected
+from saf.receiving.link import connected
+from saf.receiving.receive import Receiver
 
 BACKLOG, CHUNK = 400_000, 50_000
 SECONDS = 1.0
 BATCHES = (1, 10, 100, 1000)
 RECEIVERS = (1, 2, 4, 8)
+BESIDE, ROUNDS = ((1, 1), (1, 2), (1, 8), (10, 2), (100, 2), (500, 2)), 3
+BESIDE_SECONDS = 2.0
+
+Consumer = Callable[[Dsn, int, bool, float], tuple[int, float, list[float]]]
 
 FILL = """
 INSERT INTO saf.inbox (to_service, key, message_type, headers, body)
@@ -45,6 +54,17 @@ READ_AGAIN = """
 UPDATE saf.cursor SET done = '1:1:', open = NULL, position = 0, until = NULL, cuts = NULL,
        allowance = NULL
 """
+
+JOBS = (
+    "DROP TABLE IF EXISTS job",
+    "CREATE TABLE job (id bigint PRIMARY KEY, key text, body bytea, created_at timestamptz)",
+    "INSERT INTO job SELECT id, key, body, created_at FROM saf.inbox ORDER BY id LIMIT 250000",
+    "VACUUM ANALYZE job",
+)
+TAKE_JOBS = """
+SELECT id, key, body, created_at FROM job ORDER BY id LIMIT %s FOR UPDATE SKIP LOCKED
+"""
+DELETE_JOBS = "DELETE FROM job WHERE id = ANY (%s)"
 
 UNTOUCHED = """
 SELECT FROM saf.cursor JOIN saf.subscription USING (subscription_id)
@@ -79,7 +99,13 @@ def consume(dsn: Dsn, batch: int, business: bool, seconds: float) -> tuple[int, 
 
 
 def rate(
-    stage: Stage, batch: int, receivers: int, *, business: bool, seconds: float = math.inf
+    stage: Stage,
+    batch: int,
+    receivers: int,
+    *,
+    business: bool,
+    seconds: float = math.inf,
+    consumer: Consumer = consume,
 ) -> tuple[float, list[float]]:
     """Messages a second of so many receivers, and how long their deliveries took.
 
@@ -88,15 +114,57 @@ def rate(
     execute(stage.mom, "TRUNCATE booked", "CHECKPOINT")
     work = [(stage.mom, batch, business, seconds)] * receivers
     with multiprocessing.get_context("spawn").Pool(receivers) as pool:
-        measured = pool.starmap(consume, work, chunksize=1)
+        measured = pool.starmap(consumer, work, chunksize=1)
     received = sum(count for count, *_ in measured)
     longest = max(taken for _, taken, _ in measured)
     return received / longest, [one for *_, took in measured for one in took]
 
 
+def by_hand(dsn: Dsn, batch: int, business: bool, seconds: float) -> tuple[int, float, list[float]]:
+    """As `consume`, of the table of jobs."""
+    received, took = 0, []
+    with psycopg.connect(dsn.conninfo, autocommit=True) as connection:
+        started = last = time.monotonic()
+        while last - started < seconds:
+            with connection.transaction():
+                jobs = connection.execute(TAKE_JOBS, [batch], binary=True).fetchall()
+                if not jobs:
+                    break
+                if business:
+                    columns = list(zip(*jobs, strict=True))[1:]
+                    connection.execute(BOOK, [list(column) for column in columns])
+                connection.execute(DELETE_JOBS, [[job[0] for job in jobs]])
+            received += len(jobs)
+            now = time.monotonic()
+            took.append(now - last)
+            last = now
+    return received, last - started, took
+
+
 def again(dsn: Dsn) -> None:
     """The whole backlog, as if nobody had received from it yet."""
     execute(dsn, READ_AGAIN, "VACUUM saf.cursor")
+
+
+def beside(stage: Stage) -> None:
+    """Notes receive_one_ratio and so on: how many times as many messages as by hand."""
+    for batch, receivers in BESIDE:
+        ratios = []
+        for _ in range(ROUNDS):
+            again(stage.mom)
+            execute(stage.mom, *JOBS)
+            mine, hand = (
+                rate(stage, batch, receivers, business=True, seconds=BESIDE_SECONDS, consumer=one)[
+                    0
+                ]
+                for one in (consume, by_hand)
+            )
+            ratios.append(mine / hand)
+        size = {1: "one"}.get(batch, str(batch))
+        where = "" if receivers == 2 else f"_{receivers}_receivers"
+        stage.note(f"receive_{size}_ratio{where}", median(ratios), "to by hand", ">= 1")
+        spread = max(ratios) - min(ratios)
+        stage.note(f"receive_{size}_ratio_spread{where}", spread, "to by hand")
 
 
 def _all_begun(dsn: Dsn) -> bool:
@@ -130,3 +198,4 @@ def run(stage: Stage) -> None:
             stage.note(f"receive_insert_per_second_{where}", each, "1/s")
             stage.note(f"receive_insert_p50_ms_{where}", median(took) * 1000, "ms")
             stage.note(f"receive_insert_p99_ms_{where}", percentile(took, 0.99) * 1000, "ms")
+    beside(stage)

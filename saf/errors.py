@@ -30,6 +30,7 @@
     ├── SparkGone                 Spark itself has ended: the next run goes on
     ├── UnknownService            a destination does not know services that are addressed
     ├── AnotherBroker             a destination is not the broker that messages are addressed to
+    ├── NoDialogs                 a destination takes no messages of dialogs
     ├── Unroutable                no route and no default destination for a service
     ├── Rejected                  a destination does not accept a message
     ├── UnreadableBody            a received body is not what its content type says
@@ -406,6 +407,21 @@ class AnotherBroker(SafError):
         )
         self.others = others
         self.rows = rows
+
+
+class NoDialogs(SafError):
+    """A destination takes no messages of dialogs: no other end could live there."""
+
+    exit_code = 75
+
+    def __init__(self, destination: str, services: Sequence[str]) -> None:
+        super().__init__(
+            f"{destination} takes no messages of dialogs, because no answer could ever come from "
+            f"there: route {', '.join(map(repr, services[:NAMED]))} to a broker; they are parked "
+            "until then"
+        )
+        self.destination = destination
+        self.services = services
 
 
 class Unroutable(SafError):

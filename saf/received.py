@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from saf.dialogs.dialog import Dialog
 
 # Each column in the form that is cheapest to fetch. A value that is too large is fetched as NULL,
-# and so is the body of its row.
+# and so is the body of its row. Whether a row is ``readable`` is worked out once.
 _CHEAP = {
     "message_id": "uuid_send(message_id)",
-    "headers": f"CASE WHEN {HEADERS_READABLE} THEN headers::text END",
-    "body": f"CASE WHEN {READABLE} THEN body END",
+    "headers": f"CASE WHEN readable OR {HEADERS_READABLE} THEN headers::text END",
+    "body": "CASE WHEN readable THEN body END",
     **{
-        name: f"CASE WHEN octet_length({name}) <= {LONG_NAMES} THEN {name} END AS {name}"
+        name: f"CASE WHEN readable OR octet_length({name}) <= {LONG_NAMES} THEN {name} END"
         for name in ("from_service", "to_service", "key", "message_type")
     },
 }
@@ -33,8 +33,12 @@ READ = ("id", "shard", *COLUMNS)
 """What each row holds, in this order, and after it what the reader adds."""
 
 
+WITH_READABLE = f"*, {READABLE} AS readable"
+"""SQL: the columns of saf.inbox or saf.parked, and whether a row can be fetched."""
+
+
 def expressions(**others: str) -> str:
-    """The columns for a SELECT from the inbox or saf.parked; ``others`` replaces some of them."""
+    """The columns for a SELECT from `WITH_READABLE`; ``others`` replaces some of them."""
     return ", ".join({**_CHEAP, **others}.get(column, column) for column in READ)
 
 

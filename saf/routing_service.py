@@ -46,9 +46,10 @@ from saf.errors import ConfigurationError, DialogEnded, Unavailable, UnreadableH
 from saf.message import DEFAULT_MAX_BYTES, SIGNATURE, Row
 from saf.received import Received
 from saf.receiving.delivery import Delivery
-from saf.receiving.loop import Loop, Savepoints
-from saf.receiving.receive import connected
+from saf.receiving.link import connected
+from saf.receiving.loop import Loop
 from saf.receiving.retries import Policy
+from saf.receiving.savepoints import Savepoints
 from saf.receiving.stopping import STOP_SECONDS
 from saf.routing.resolved import Resolved, keep, resolved
 from saf.routing.routers import load
@@ -58,7 +59,7 @@ from saf.setaside.parking import ADDRESS
 from saf.transaction import enter
 
 if TYPE_CHECKING:
-    from saf.receiving.receive import Engine
+    from saf.receiving.link import Engine
     from saf.signing.keys import Key
     from saf.signing.signer import Signer
 

@@ -36,12 +36,14 @@ from hypothesis import settings
 from saf.broker.embedded import DEFAULT_VERSION, EmbeddedServer, programs
 from saf.broker.migrate import migrate
 from saf.database import Dsn
+from saf.destinations.redis import Redis
 from saf.errors import UsageError
 from saf.failpoints import arm
 from saf.testing.databases import Copies, Database, Databases, embedded_server
 from tests import memory
 from tests.needed import absent
 from tests.receivers import prepare
+from tests.redis_server import RedisServer, redis_server
 
 VERSIONS = (15, 16, 18)
 SPARK = Path(__file__).parent / "spark"
@@ -232,6 +234,26 @@ def source(app: Dsn) -> Iterator[psycopg.Connection[Any]]:
     """A connection to the application database, in autocommit."""
     with app.connect(role="test", autocommit=True) as connection:
         yield connection
+
+
+@pytest.fixture(scope="session")
+def running_queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A Redis server for all tests; without one, they are skipped, or fail in CI."""
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def queue(running_queue: RedisServer) -> RedisServer:
+    """A Redis server that is empty and durable."""
+    running_queue.empty()
+    return running_queue
+
+
+@pytest.fixture
+def events(queue: RedisServer) -> Redis:
+    """It as a destination."""
+    return Redis(server=queue.address)
 
 
 @pytest.fixture

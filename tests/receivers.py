@@ -16,7 +16,10 @@ import psycopg
 import saf
 from saf.broker import services
 from saf.database import Dsn, fetch
+from saf.failpoints import fail_point
+from saf.receiving.link import connected
 from saf.receiving.loop import Loop
+from saf.receiving.receive import Receiver
 from tests.pipeline import connect, let_time_pass
 
 SUBSCRIPTION = "billing"
@@ -171,30 +174,21 @@ def consume(
     subscription: str,
     handle: Callable[[psycopg.Connection[Any], saf.Received], object],
 ) -> None:
-    """The same, for any subscription and handler."""
+    """The same, for any subscription and handler, by a receiver that stays and reads ahead."""
     chance = random.Random(seed)
-    while _receive(mom, chance, subscription, handle):
-        pass
+    policy = saf.Policy(max_attempts=1000, first_wait_seconds=0.01, longest_wait_seconds=0.05)
+    with connected(mom) as link:
+        receiver = Receiver(link, subscription, policy, chance.choice((1, 3, 20)))
+        while _receive(receiver, chance, handle):
+            fail_point("receive_committed")
 
 
 def _receive(
-    mom: Dsn,
+    receiver: Receiver,
     chance: random.Random,
-    subscription: str,
     handle: Callable[[psycopg.Connection[Any], saf.Received], object],
 ) -> bool:
-    with (
-        suppress(ZeroDivisionError),
-        saf.receive(
-            mom,
-            subscription,
-            max_messages=chance.choice((1, 3, 20)),
-            wait_seconds=0.3,
-            policy=saf.Policy(
-                max_attempts=1000, first_wait_seconds=0.01, longest_wait_seconds=0.05
-            ),
-        ) as delivery,
-    ):
+    with suppress(ZeroDivisionError), receiver.delivery(wait_seconds=0.3) as delivery:
         if not delivery:
             return False
         for message in delivery:

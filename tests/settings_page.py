@@ -77,6 +77,22 @@ max_connections = 4
 max_line_bytes = 1048576
 lock_seconds = 30.0
 
+[destinations.events]
+kind = "redis"
+server = "rediss://redis.example.com:6379/0"
+username = "saf"
+password = "${REDIS_PASSWORD}"
+ca_file = "/etc/ssl/redis-ca.pem"
+certificate_file = "/etc/ssl/saf.pem"
+key_file = "/etc/ssl/saf.key"
+hash_tag = "saf"
+topic = "orders.{service}"
+format = "saf"
+replicas = 1
+step_rows = 2000
+quality = "exactly_once"
+max_connections = 4
+
 [[routes]]
 service = "billing"
 broker = "6f1e7f3c-3a58-4a7e-9a52-3f1f0a4a9a11"

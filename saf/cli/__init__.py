@@ -22,6 +22,7 @@ from saf.cli import (
     contract,
     dead,
     demo,
+    destination,
     dialog,
     dispatch,
     doctor,
@@ -99,6 +100,7 @@ app.add_typer(dialog.app, name="dialog")
 app.add_typer(contract.app, name="contract")
 app.add_typer(parked.app, name="parked")
 app.add_typer(dead.app, name="dead")
+app.add_typer(destination.app, name="destination")
 app.command("purge")(purge.command)
 app.command("reconcile")(reconcile.command)
 app.command("replay")(replay.command)

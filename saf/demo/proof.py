@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import psycopg
 from psycopg import sql
@@ -47,10 +48,23 @@ CREATE TEMP TABLE sent (message_id uuid, id bigint, key text COLLATE "C", digest
 ON COMMIT DROP
 """
 
+Received = tuple[int, str | None, str | None, str | None, str | None, str | None, str | None, bytes]
+"""A message as a queue has it: its place in the order of arrival, message_id, from_service,
+to_service, key, message_type, headers and body."""
+
+RECEIVED = """
+CREATE TEMP TABLE received (id bigint, message_id uuid, from_service text, to_service text,
+                            key text, message_type text, headers jsonb, body bytea)
+ON COMMIT DROP
+"""
+FILL = "COPY received FROM STDIN"
+
+INBOX = sql.Identifier("saf", "inbox")
+
 # A message is out of order if one of its key that was sent after it is stored before it.
 COMPARISON = f"""
 WITH stored AS (
-    SELECT message_id, id, {STORED} AS digest FROM saf.inbox
+    SELECT message_id, id, {STORED} AS digest FROM {{held}}
 ),
 pairs AS (
     SELECT message_id, sent.id AS sent_id, stored.id AS stored_id, here,
@@ -117,19 +131,41 @@ def prove(application: Dsn, mom: Dsn, airport: str | None = None) -> Proof:
     """
     outbox = sql.SQL(OUTBOX if airport is None else ROUTED).format(store=sql.Literal(airport))
     with application.connect(role="proof") as sender, mom.connect(role="proof") as receiver:
-        row = sender.execute(SENDER).fetchone()
-        assert row is not None  # noqa: S101 - two scalar subqueries give a row
-        receiver.execute(SENT)
-        with (
-            sender.cursor().copy(outbox) as messages,
-            receiver.cursor().copy("COPY sent FROM STDIN (FORMAT binary)") as sent,
-        ):
-            for data in messages:
-                sent.write(data)
-        receiver.execute("ANALYZE sent")
-        with psycopg.Cursor(receiver, row_factory=class_row(Proof)) as comparison:
-            comparison.execute(COMPARISON, {"rolled_back": row[0], "not_atomic": row[1]})
-            proof = comparison.fetchone()
+        return _compared(sender, receiver, outbox, INBOX)
+
+
+def prove_received(application: Dsn, messages: Iterable[Received]) -> Proof:
+    """Compare an application's outbox with what a queue holds, in a database of the application."""
+    outbox = sql.SQL(OUTBOX).format()
+    with application.connect(role="proof") as sender, application.connect(role="proof") as receiver:
+        receiver.execute(RECEIVED)
+        with receiver.cursor().copy(FILL) as filled:
+            for message in messages:
+                filled.write_row(message)
+        return _compared(sender, receiver, outbox, sql.Identifier("received"))
+
+
+def _compared(
+    sender: psycopg.Connection[Any],
+    receiver: psycopg.Connection[Any],
+    outbox: sql.Composed,
+    held: sql.Identifier,
+) -> Proof:
+    row = sender.execute(SENDER).fetchone()
+    assert row is not None  # noqa: S101 - two scalar subqueries give a row
+    receiver.execute(SENT)
+    with (
+        sender.cursor().copy(outbox) as messages,
+        receiver.cursor().copy("COPY sent FROM STDIN (FORMAT binary)") as sent,
+    ):
+        for data in messages:
+            sent.write(data)
+    receiver.execute("ANALYZE sent")
+    with psycopg.Cursor(receiver, row_factory=class_row(Proof)) as comparison:
+        comparison.execute(
+            sql.SQL(COMPARISON).format(held=held), {"rolled_back": row[0], "not_atomic": row[1]}
+        )
+        proof = comparison.fetchone()
     assert proof is not None  # noqa: S101 - an aggregate gives a row
     return proof
 

@@ -13,6 +13,7 @@ from saf.config import Broker, Forwarder, Route, Router, Settings
 from saf.database import Dsn
 from saf.demo.flights import SERVICE
 from saf.destinations.postgresql import Postgresql
+from saf.destinations.settings import DestinationSettings
 from saf.errors import SafError
 
 if TYPE_CHECKING:
@@ -72,24 +73,30 @@ def write(dsn: Dsn, limit: int | None, report: Callable[[Written], None]) -> Wri
     return written
 
 
-def settings(application: Dsn, stores: Mapping[str, Dsn], *, routing: bool) -> Settings:
+def inboxes(stores: Mapping[str, Dsn]) -> dict[str, DestinationSettings]:
+    """Return MOM stores as destinations."""
+    return {name: Postgresql(dsn=dsn) for name, dsn in stores.items()}
+
+
+def settings(
+    application: Dsn, destinations: dict[str, DestinationSettings], *, routing: bool
+) -> Settings:
     """Return the forwarder's configuration, as a saf.toml would say it.
 
     The environment is left out, because it may name brokers that a demo has nothing to do with.
     With routing, a classifier sends each flight to the store that has the name of its origin;
     without, all flights go to one store.
     """
-    destinations = {name: Postgresql(dsn=dsn) for name, dsn in stores.items()}
     brokers = {"flights": Broker(dsn=application)}
     if not routing:
-        default = Forwarder(default_destination=next(iter(stores)))
+        default = Forwarder(default_destination=next(iter(destinations)))
         return Settings.model_construct(
             brokers=brokers, destinations=destinations, forwarder=default
         )
     return Settings.model_construct(
         brokers=brokers,
         destinations=destinations,
-        routes=tuple(Route(service=name, destination=name) for name in stores),
+        routes=tuple(Route(service=name, destination=name) for name in destinations),
         routers={SERVICE: Router(kind="arrow", expression=CLASSIFIER)},
     )
 

@@ -45,6 +45,9 @@ class Capabilities:
     """It can be told which services live there, and refuses others (`UnknownService`)."""
     reads_back: bool = False
     """What it holds can be read, so it is reconciled, and what it has lost is sent again."""
+    takes_dialogs: bool = True
+    """It takes messages of dialogs. Otherwise they wait for a route to a broker: an answer could
+    never come from there."""
     largest_body: int | None = None
     """The largest body that it takes, in bytes; larger ones are dead letters. None: saf's limit."""
 
@@ -94,7 +97,12 @@ class Destination(Protocol):
         """Connect. If this fails, nothing has been sent."""
 
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
-        """Store a chunk durably, the whole or nothing, and commit."""
+        """Store a chunk durably, the whole or nothing, and commit.
+
+        A kind that cannot store so much at once stores it in steps, in its order, each one with the
+        marks after it. If it raises in between, what is stored is what the marks say. It refuses
+        and rejects before the first step.
+        """
 
     def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:
         """Return how far the lanes and shards of a chunk are stored; store nothing.

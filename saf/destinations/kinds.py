@@ -26,6 +26,7 @@ DEFAULT = "postgresql"
 OURS = {
     "postgresql": "saf.destinations.postgresql:Postgresql",
     "jsonl": "saf.destinations.jsonl:Jsonl",
+    "redis": "saf.destinations.redis:Redis",
 }
 
 

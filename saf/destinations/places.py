@@ -7,7 +7,7 @@ marks.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from uuid import UUID
 
 import numpy as np
@@ -101,6 +101,40 @@ def not_for(
         return AnotherBroker(where, str(identity), others, rows)
     waiting = sorted({*behind} & {*pc.unique(rows["to_service"]).to_pylist()}) if behind else []
     return UnknownService(where, waiting, rows) if waiting else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What becomes of a chunk at a destination that is told of no services."""
+
+    rows: pa.Table
+    """The messages that are not stored yet."""
+    wrong: AnotherBroker | UnknownService | None
+    """Why they must not be stored. The epochs rise nevertheless."""
+    moved: Mapping[Place, Mark]
+    """The marks after it, for the places of the chunk's messages; none if it is wrong."""
+
+
+def judged(
+    where: str,
+    identity: UUID,
+    chunk: Chunk,
+    epochs: Mapping[Place, int],
+    marks: Mapping[Place, Mark],
+    *,
+    exactly_once: bool,
+) -> Verdict:
+    """Return what becomes of a chunk, by the epochs and marks of its `guarded` places.
+
+    Raises what `refuse` raises.
+    """
+    refuse(where, chunk, epochs, marks)
+    rows = chunk.rows
+    if exactly_once:
+        stored = {place: mark.number for place, mark in marks.items()}
+        rows = beyond(rows, chunk.batch.number, stored, chunk.prefix)
+    wrong = not_for(where, identity, rows, chunk.behind)
+    return Verdict(rows=rows, wrong=wrong, moved={} if wrong else last_of(chunk, marks))
 
 
 def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:

@@ -13,8 +13,9 @@ quote a secret: `DestinationSettings.redact` takes it out.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from uuid import UUID
 
@@ -51,6 +52,18 @@ Connections = Annotated[int, within(1, 100_000)]
 DsnField = Annotated[Dsn, BeforeValidator(_dsn), PlainSerializer(str)]
 
 MAY_HOLD_A_SECRET = re.compile(r"pass|secret|token|credential|dsn|ur[il]\b|ur[il]_", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guarantee:
+    """What a destination really promises, as it is set up now."""
+
+    server: str
+    """What it is, with its version."""
+    promise: str
+    """What becomes of a message, and what may take it back after all."""
+    more: Sequence[tuple[str, str]] = ()
+    """What it does not give, each with the setting that would give it."""
 
 
 class DestinationSettings(BaseModel):
@@ -148,6 +161,14 @@ class DestinationSettings(BaseModel):
         finally:
             destination.close()
         yield from ()
+
+    def guarantee(self, name: str) -> Guarantee:  # noqa: ARG002 - for those that ask there
+        """Return what the destination promises, for `saf destination check` and `saf doctor`.
+
+        A kind asks its server for the settings on which that depends. It raises what opening the
+        destination raises.
+        """
+        return Guarantee(server=f"kind {self.kind!r}", promise=self.quality.replace("_", " "))
 
     # Secrets
 

@@ -55,7 +55,7 @@ from saf.message import DEFAULT_MAX_BYTES
 from saf.received import Received
 from saf.receiving import retries
 from saf.receiving.arrival import Arrival, Hook
-from saf.receiving.claim import Reader
+from saf.receiving.hand import Reader
 from saf.setaside.dropped import Reason
 from saf.setaside.isolation import of_messages
 from saf.setaside.lane import Kind

@@ -23,7 +23,8 @@ from saf.database import fetch
 from saf.errors import UsageError
 from saf.message import DEFAULT_MAX_BYTES, FRAGMENT, WHOLE
 from saf.received import Received
-from saf.receiving.claim import IN_HAND, SINCE, Reader
+from saf.receiving.hand import Reader
+from saf.receiving.reading import IN_HAND, SINCE
 
 # A fragment that has come before is there already
 SET_ASIDE = f"""

@@ -35,8 +35,8 @@ from saf.dispatch.session import Session
 from saf.dispatch.settings import Endpoint
 from saf.errors import Fenced, Refused, SafError, Unavailable, UsageError
 from saf.logger import Log
-from saf.receiving.claim import Reader
 from saf.receiving.failures import exception
+from saf.receiving.hand import Reader
 from saf.receiving.membership import Membership
 from saf.receiving.stopping import STOP_SECONDS
 from saf.receiving.summary import Summary

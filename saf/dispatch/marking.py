@@ -18,7 +18,7 @@ from saf.dispatch.window import Marks
 from saf.errors import Fenced
 from saf.received import Received
 from saf.receiving import retries
-from saf.receiving.claim import Reader
+from saf.receiving.hand import Reader
 from saf.setaside import backoff, dead, parking
 from saf.setaside.dead import AsStored
 from saf.setaside.isolation import said

@@ -28,7 +28,7 @@ from saf.errors import Fenced
 from saf.failpoints import fail_point
 from saf.log.shards import Member
 from saf.logger import Log
-from saf.receiving.claim import Reader
+from saf.receiving.hand import Reader
 from saf.receiving.membership import Membership
 from saf.receiving.summary import Summary
 

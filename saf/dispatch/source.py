@@ -18,8 +18,10 @@ from saf.database import fetch
 from saf.dispatch.progress import NONE, InHand
 from saf.dispatch.window import Window
 from saf.log.shards import NEWEST, THIS_ROW
-from saf.received import EXPRESSIONS, ID, READ, SHARD, Received
-from saf.receiving.claim import EXPIRED, FATE, IN_BATCH, LATE, NEW, SINCE, UNREAD, Reader
+from saf.received import EXPRESSIONS, ID, READ, SHARD, WITH_READABLE, Received
+from saf.receiving.claim import NEW
+from saf.receiving.hand import EXPIRED, LATE, UNREAD, Reader
+from saf.receiving.reading import FATE, IN_BATCH, SINCE
 from saf.setaside.lane import Kind
 
 LANE_MESSAGES = 20
@@ -66,9 +68,10 @@ SELECT * FROM (
         CROSS JOIN LATERAL (
             SELECT {EXPRESSIONS}, {FATE} AS fate, {BEHIND} AS behind,
                    octet_length(body) AS bytes
-            FROM ({SINCE}) AS since
-            WHERE {IN_BATCH.format(open="c.open")} AND id > c.position AND NOT id <@ c.ids
-            ORDER BY id LIMIT %(each)s
+            FROM (SELECT {WITH_READABLE} FROM ({SINCE}) AS since
+                  WHERE {IN_BATCH.format(open="c.open")} AND id > c.position AND NOT id <@ c.ids
+                  ORDER BY id LIMIT %(each)s) AS since
+            ORDER BY id
         ) AS m
         LIMIT %(limit)s
     ) AS found_rows
@@ -89,10 +92,11 @@ SELECT * FROM (
     FROM unnest(%(lanes)s::text[]) WITH ORDINALITY AS l (subject, place)
     LEFT JOIN LATERAL (
         SELECT {EXPRESSIONS}, {FATE} AS fate, parked_id, octet_length(body) AS bytes
-        FROM saf.parked
-        WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.KEY}'
-          AND subject = l.subject
-        ORDER BY id LIMIT {LANE_MESSAGES}
+        FROM (SELECT {WITH_READABLE} FROM saf.parked
+              WHERE subscription_id = %(subscription_id)s AND destination = ''
+                AND kind = '{Kind.KEY}' AND subject = l.subject
+              ORDER BY id LIMIT {LANE_MESSAGES}) AS lane
+        ORDER BY id
     ) AS m ON true
 ) AS counted
 WHERE coalesce(before, 0) < %(bytes)s
@@ -104,16 +108,17 @@ SELECT * FROM (
     FROM (
         SELECT {EXPRESSIONS}, {FATE} AS fate, {BEHIND} AS behind, parked_id,
                octet_length(body) AS bytes
-        FROM saf.parked AS since
-        WHERE subscription_id = %(subscription_id)s AND destination = ''
-          AND kind = '{Kind.LATER}'
-          AND subject = ANY (ARRAY(
-              SELECT subject FROM saf.backoff
+        FROM (SELECT {WITH_READABLE} FROM saf.parked
               WHERE subscription_id = %(subscription_id)s AND destination = ''
-                AND kind = '{Kind.LATER}' AND next_attempt_at <= now()
-                AND subject = ANY (%(subjects)s)))
-          AND deliver_at <= now() AND parked_id <> ALL (%(in_memory)s)
-        ORDER BY deliver_at, id LIMIT %(limit)s
+                AND kind = '{Kind.LATER}'
+                AND subject = ANY (ARRAY(
+                    SELECT subject FROM saf.backoff
+                    WHERE subscription_id = %(subscription_id)s AND destination = ''
+                      AND kind = '{Kind.LATER}' AND next_attempt_at <= now()
+                      AND subject = ANY (%(subjects)s)))
+                AND deliver_at <= now() AND parked_id <> ALL (%(in_memory)s)
+              ORDER BY deliver_at, id LIMIT %(limit)s) AS since
+        ORDER BY deliver_at, id
     ) AS few
 ) AS counted
 WHERE before < %(bytes)s

@@ -29,6 +29,7 @@ from saf.errors import (
     Behind,
     ConfigurationError,
     Fenced,
+    NoDialogs,
     Refused,
     Rejected,
     SafError,
@@ -71,7 +72,7 @@ class Storing:
         """Store a part; messages that cannot be stored are in ``set_aside``."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         name = part.destination
-        part = self._bury_too_large(part, set_aside)
+        part = self._without_dialogs(self._bury_too_large(part, set_aside), set_aside)
         set_aside.write_ahead(self.source_session)
         behind = self.lanes.services(name) if part.main else frozenset()
         chunk = replace(self._chunk(part), behind=behind)
@@ -111,7 +112,7 @@ class Storing:
         """Store a part at most once: what may have left becomes dead letters, not sent again."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         name = part.destination
-        part = self._bury_too_large(part, set_aside)
+        part = self._without_dialogs(self._bury_too_large(part, set_aside), set_aside)
         if not part.rows.num_rows:
             return
         chunk = self._chunk(part)
@@ -153,6 +154,27 @@ class Storing:
         set_aside.bury(rows, part.destination, "rejected", str(error))
         return replace(part, rows=part.rows.filter(fits))
 
+    def _without_dialogs(self, part: Part, set_aside: SetAside) -> Part:
+        """A part without messages of dialogs, which wait for a route to where an end can live.
+
+        Those of a monolog stay: they are for a topic, and nobody answers.
+        """
+        assert part.destination is not None  # noqa: S101 - the caller's to see to
+        if self.rules.destinations[part.destination].capabilities.takes_dialogs:
+            return part
+        spoken = pc.is_valid(part.rows["conversation_id"])
+        if not pc.any(spoken).as_py():
+            return part
+        topics = pa.array([*self.work.routes.topics], pa.string())
+        spoken = pc.and_not(spoken, pc.is_in(part.rows["to_service"], topics))
+        rows = part.rows.filter(spoken)
+        if rows.num_rows:
+            services = sorted(pc.unique(rows["to_service"]).to_pylist())
+            self._let_wait(
+                rows, set_aside, NoDialogs(f"destination {part.destination!r}", services)
+            )
+        return replace(part, rows=part.rows.filter(pc.invert(spoken)))
+
     def _store_halves(self, part: Part, set_aside: SetAside, error: Rejected) -> None:
         """Store what can be stored of a part in which the destination rejects something."""
         if part.rows.num_rows == 1:
@@ -174,7 +196,7 @@ class Storing:
         self._let_wait(others, set_aside, error)
         self._store_rest(part, mine, set_aside, error.rows)
 
-    def _let_wait(self, rows: pa.Table, set_aside: SetAside, error: AnotherBroker) -> None:
+    def _let_wait(self, rows: pa.Table, set_aside: SetAside, error: SafError) -> None:
         """Let messages wait for a route, as messages without a route do."""
         waiting = unroutable(rows)
         for lane in waiting.lanes:

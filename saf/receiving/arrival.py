@@ -17,7 +17,7 @@ from saf.received import Received
 from saf.setaside.dropped import Reason
 
 if TYPE_CHECKING:
-    from saf.receiving.claim import Reader
+    from saf.receiving.hand import Reader
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,7 @@ import psycopg
 from saf.received import Received
 from saf.receiving import claim
 from saf.receiving.arrival import hook
-from saf.receiving.claim import Hand
+from saf.receiving.hand import Hand
 from saf.setaside import dead, parking
 from saf.setaside.isolation import said
 

@@ -21,39 +21,21 @@ transaction ends.
 cursor can be locked, and its xmax did not commit, the last delivery from its shard was rolled back
 or died. This costs nothing, needs no second transaction, and survives any kill. The shard is then
 handed out more carefully (``allowance``; see `saf.receiving.retries`).
-
-*Deep backlogs.* Rows are ordered by id, but only (shard, txid) is indexed, so a read sorts what is
-left of a shard's batch. A batch need not reach up to now: it may end at a transaction id X if every
-message of the shard from X on has a higher id than every message before X (a clean cut). That is
-as if the snapshot had been taken earlier, and the order by id is kept. A deep shard is searched
-once for such cuts (``cuts``). Its batches are then opened from one cut to the next, up to the
-snapshot for which the cuts were found (``until``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-from uuid import UUID
+from collections.abc import Sequence
+from typing import Any
 
 import psycopg
-from psycopg.rows import tuple_row
 
 from saf.database import fetch
 from saf.errors import UsageError
-from saf.limits import READABLE
 from saf.log.shards import NEWEST, THIS_ROW, failed, newest
-from saf.message import FRAGMENT
-from saf.received import EXPRESSIONS, ID, READ, SHARD, Received, expressions
+from saf.receiving.hand import Hand, Reader, Shard, without
+from saf.receiving.reading import IN_HAND, find_cuts
 from saf.setaside.lane import Kind
-
-if TYPE_CHECKING:
-    from saf.signing.signer import Signer
-
-CUT_ROWS, CUTS = 250, 64
-"""A batch of a deep backlog holds at least the first number of messages; the second is how many
-cuts are found ahead."""
 
 ALL_CLEAR = 256
 """From this allowance on, a shard that had failed is handed out like any other."""
@@ -61,6 +43,14 @@ ALL_CLEAR = 256
 # Each statement must see what was committed before it, because the cursors' snapshots do. JIT is
 # off because the estimates for a ring's slots are rough, and compiling takes longer than running.
 BEGIN = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; SET LOCAL jit = off"
+
+# For transactions that hold nothing of the application's. A statement that is asked again and again
+# is planned once, because to plan it takes longer than to ask it. By the indexes, because a slot
+# that is empty when it is planned may be large a moment later.
+PLAN_ONCE = """
+SET LOCAL jit = off; SET LOCAL plan_cache_mode = force_generic_plan;
+SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off
+"""
 
 # Waits here, within a bound, for whoever has locked a table. Whoever asks for such a lock later
 # waits for this transaction. The rest of the transaction is the application's, with its own bounds;
@@ -91,25 +81,30 @@ FAILED = failed("touched")
 # rows one by one until enough messages are counted; the other rows stay for other receivers. A
 # shard that has no message for this service counts as one message, and is passed by. The owner of
 # a shard, and whether it is handed out with care, are checked again as its row is locked.
+LOCK = f"""
+SELECT f.shard, f.done, f.open, f.position, f.xmax AS touched, random() AS turn
+FROM (
+    SELECT subscription_id, shard, batch FROM {NEWEST} AS c
+    WHERE allowance IS NULL AND owner IS NOT DISTINCT FROM %(owner)s
+      AND (%(only)s::smallint IS NULL OR c.shard = %(only)s)
+      AND (open IS NOT NULL OR {NEW} OR EXISTS (
+          SELECT FROM saf.backoff b
+          WHERE b.subscription_id = c.subscription_id AND b.destination = ''
+            AND b.kind = '{Kind.LATER}' AND b.subject = c.shard::text
+            AND b.next_attempt_at <= now()))
+) AS c
+JOIN saf.cursor f USING (subscription_id, shard, batch)
+WHERE f.allowance IS NULL AND f.owner IS NOT DISTINCT FROM %(owner)s
+ORDER BY turn
+FOR UPDATE OF f SKIP LOCKED
+"""
+CLAIM_SOME = f"""
+SELECT shard, {FAILED}, 1, turn FROM ({LOCK} LIMIT %(shards)s) AS c
+"""
 CLAIM = f"""
-SELECT shard, bool_or(failed), count(*) FROM (
-    SELECT c.shard, {FAILED} AS failed
-    FROM (
-        SELECT f.shard, f.done, f.open, f.position, f.xmax AS touched
-        FROM (
-            SELECT subscription_id, shard, batch FROM {NEWEST} AS c
-            WHERE allowance IS NULL AND owner IS NOT DISTINCT FROM %(owner)s
-              AND (open IS NOT NULL OR {NEW} OR EXISTS (
-                  SELECT FROM saf.backoff b
-                  WHERE b.subscription_id = c.subscription_id AND b.destination = ''
-                    AND b.kind = '{Kind.LATER}' AND b.subject = c.shard::text
-                    AND b.next_attempt_at <= now()))
-        ) AS c
-        JOIN saf.cursor f USING (subscription_id, shard, batch)
-        WHERE f.allowance IS NULL AND f.owner IS NOT DISTINCT FROM %(owner)s
-        ORDER BY random()
-        FOR UPDATE OF f SKIP LOCKED
-    ) AS c
+SELECT shard, bool_or(failed), count(*), max(turn) FROM (
+    SELECT c.shard, {FAILED} AS failed, turn
+    FROM ({LOCK}) AS c
     LEFT JOIN LATERAL (
         SELECT FROM saf.inbox i
         WHERE i.shard = c.shard AND i.txid >= pg_snapshot_xmax(c.done) AND i.id > c.position
@@ -123,7 +118,7 @@ GROUP BY shard
 """
 
 CLAIM_SHARD = f"""
-SELECT shard, {FAILED}, 0 FROM (
+SELECT shard, {FAILED}, 0, 0.0 FROM (
     SELECT f.shard, f.xmax AS touched
     FROM {newest("(VALUES (%(shard)s::smallint))")} AS c
     JOIN saf.cursor f USING (subscription_id, shard, batch)
@@ -131,6 +126,17 @@ SELECT shard, {FAILED}, 0 FROM (
     FOR UPDATE OF f SKIP LOCKED
 ) AS c
 """
+
+
+def waits_in(shard: str) -> str:
+    """SQL: whether keys of a shard, or delayed messages in it, wait for a receiver."""
+    return f"""(
+    EXISTS (SELECT FROM saf.backoff b
+            WHERE b.subscription_id = %(subscription_id)s AND b.shard = {shard})
+ OR EXISTS (SELECT FROM saf.backoff b
+            WHERE b.subscription_id = %(subscription_id)s AND b.destination = ''
+              AND b.kind = '{Kind.LATER}' AND b.subject = {shard}::text))"""
+
 
 # Runs after the locks are taken, so that no cursor has a later snapshot than this one
 STATE = f"""
@@ -140,73 +146,14 @@ SELECT pg_current_snapshot()::text, pg_current_xact_id()::text,
        ARRAY(SELECT s.shard FROM unnest(%(shards)s::smallint[]) AS s (shard)
              JOIN saf.backoff b ON b.subject = s.shard::text
              WHERE subscription_id = %(subscription_id)s AND destination = ''
-               AND kind = '{Kind.LATER}' AND next_attempt_at <= now())
+               AND kind = '{Kind.LATER}' AND next_attempt_at <= now()),
+       ARRAY(SELECT shard FROM unnest(%(shards)s::smallint[]) AS s (shard)
+             WHERE {waits_in("s.shard")})
 """
-IN_HAND = newest("unnest(%(shards)s::smallint[])")
 CURSORS = f"""
 SELECT shard, batch, done::text, open::text, position, allowance, until::text,
        coalesce(cuts::text[], '{{}}'), epoch
 FROM {IN_HAND} AS c
-"""
-
-# Fates of a message. NOW: it can be handed out; a message of a dialog only if it is its turn
-NOW, LATE, EXPIRED, SPOKEN, UNREAD = 0, 1, 2, 3, 4
-FATE = f"""
-CASE WHEN NOT ({READABLE}) THEN {UNREAD}
-     WHEN expires_at <= now() THEN {EXPIRED} WHEN deliver_at > now() THEN {LATE}
-     WHEN from_initiator IS NOT NULL THEN {SPOKEN} ELSE {NOW} END
-"""
-
-# UNION ALL, as in saf.log.cursor: what was in progress at ``done``, and what began after it
-SINCE = """
-    SELECT * FROM saf.inbox i WHERE i.shard = c.shard AND i.txid >= pg_snapshot_xmax(c.done)
-    UNION ALL
-    SELECT * FROM saf.inbox i
-    WHERE i.shard = c.shard AND i.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done)))
-"""
-IN_BATCH = """
-txid < pg_snapshot_xmax({open}) AND pg_visible_in_snapshot(txid, {open})
-AND (%(service)s::text IS NULL OR to_service = %(service)s)
-"""
-# The database copies a fragment's body to where it waits: see saf.dialogs.assembly
-BODY = f"""
-CASE WHEN from_initiator IS NOT NULL AND sequence IS NOT NULL AND %(converses)s
-          AND headers -> '{FRAGMENT}' IS NOT NULL
-     THEN ''::bytea WHEN {READABLE} THEN body END
-"""
-READ_LOG = f"""
-SELECT m.* FROM unnest(%(shards)s::smallint[], %(open)s::pg_snapshot[]) AS h (shard, open)
-JOIN {IN_HAND} AS c USING (shard)
-CROSS JOIN LATERAL (
-    SELECT {expressions(body=BODY)}, {FATE} AS fate FROM ({SINCE}) AS since
-    WHERE {IN_BATCH.format(open="h.open")} AND id > c.position ORDER BY id LIMIT %(limit)s
-) AS m
-LIMIT %(limit)s
-"""
-READ_LATE = f"""
-SELECT {EXPRESSIONS}, {FATE} AS fate, parked_id FROM saf.parked
-WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.LATER}'
-  AND subject = ANY (%(late)s) AND deliver_at <= now()
-ORDER BY deliver_at, id LIMIT %(limit)s
-"""
-
-# For each transaction: does every message before it have a lower id than all messages from it on,
-# and how many messages are before it?
-FIND_CUTS = f"""
-SELECT shard, array_agg(txid::text ORDER BY txid) FROM (
-    SELECT shard, min(txid) AS txid FROM (
-        SELECT c.shard, txid, max(max(id)) OVER before < min(min(id)) OVER after AS clean,
-               sum(count(*)) OVER before / %(rows)s AS part
-        FROM (SELECT *, %(now)s::pg_snapshot AS now FROM {IN_HAND} AS c) AS c
-        CROSS JOIN LATERAL ({SINCE}) AS since
-        WHERE {IN_BATCH.format(open="c.now")}
-        GROUP BY c.shard, txid
-        WINDOW before AS (PARTITION BY c.shard ORDER BY txid
-                          ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING),
-               after AS (PARTITION BY c.shard ORDER BY txid
-                         ROWS BETWEEN CURRENT ROW AND UNBOUNDED FOLLOWING)
-    ) AS one WHERE clean AND part >= 1 GROUP BY shard, part
-) AS cut GROUP BY shard
 """
 
 MOVE_CURSORS = f"""
@@ -222,106 +169,16 @@ JOIN {newest("unnest(%(shard)s::smallint[])")} AS n USING (shard)
 WHERE {THIS_ROW} AND pg_current_xact_id() = %(transaction)s::xid8
 """
 
+TRANSACTION = "SELECT pg_current_xact_id_if_assigned()::text"
+
+MARK = "default_transaction_read_only"
+"""A setting that the server reports to its client whenever it changes.
+
+Set until the end of a transaction, it tells without asking that the transaction has not ended. It
+has no effect on the transaction in which it is set.
+"""
 
 FIELDS = ("shard", "batch", "done", "open", "position", "allowance", "until", "cuts")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reader:
-    """Who reads: a subscription of the inbox, and the member that reads for it, if there is one."""
-
-    subscription_id: int
-    name: str
-    service: str | None
-    owner: UUID | None = None
-    """The member that reads: it claims its own shards only. None: claims those that nobody owns."""
-    types: Collection[str | None] | None = None
-    """The types of messages that it has handlers for; None: it takes all."""
-    signer: Signer | None = None
-    """Signs what is said on the dialogs of its messages."""
-
-    @property
-    def converses(self) -> bool:
-        """Whether it is an end of dialogs. A service's own subscription is; others listen in."""
-        return self.name == self.service
-
-
-@dataclass(kw_only=True)
-class Shard:
-    """The cursor of a shard in hand; `move` writes it. Snapshots are held as text."""
-
-    shard: int
-    batch: int
-    done: str
-    open: str | None
-    position: int
-    allowance: int | None
-    until: str | None
-    """The snapshot for which ``cuts`` were found."""
-    cuts: list[str]
-    """Transaction ids at which the next batches may end, in order."""
-    epoch: int
-    closed: tuple[int, str, str, str | None, list[str]] | None = None
-    """The batch that was closed last, with what `reopen` needs to know of it."""
-
-    def open_at(self, snapshot: str) -> None:
-        """Open a batch: up to the next cut, or up to the snapshot if there is no cut."""
-        self.batch += 1
-        if self.cuts:
-            self.until = self.until or snapshot
-            self.open = cut(self.until, int(self.cuts.pop(0)))
-        else:
-            self.until, self.open = None, snapshot
-
-    def close(self) -> None:
-        """Close the batch, which is complete."""
-        assert self.open is not None  # noqa: S101 - only what is open is closed
-        self.closed = self.batch, self.done, self.open, self.until, [*self.cuts]
-        self.done, self.open, self.position = self.open, None, 0
-        if self.until is not None and self.cuts:
-            self.open_at(self.until)
-        else:
-            self.until = None
-
-    def reopen(self, position: int) -> None:
-        """Go back in the batch that was read: only what is up to the position is complete."""
-        if self.closed is not None:
-            self.batch, self.done, self.open, self.until, self.cuts = self.closed
-        self.position = position
-
-
-@dataclass(kw_only=True)
-class Hand:
-    """The shards that this transaction has locked, and what was read of them."""
-
-    reader: Reader
-    transaction: str
-    """The id of the transaction that has locked them."""
-    shards: dict[int, Shard]
-    failed: frozenset[int]
-    """The shards whose last delivery did not come to its end."""
-    waiting: frozenset[str]
-    """The lanes of keys in these shards that wait."""
-    late: list[int]
-    """The shards with delayed messages whose time has come."""
-    messages: list[Received] = field(default_factory=list)
-    """The messages to hand out, in order."""
-    aside: dict[int, list[Received]] = field(
-        default_factory=lambda: {LATE: [], EXPIRED: [], UNREAD: []}
-    )
-    """The messages not to hand out now, by their fate."""
-    spoken: bool = False
-    """Whether any of the messages belongs to a dialog."""
-
-    @property
-    def all(self) -> list[Received]:
-        """Every message that was read."""
-        return [*self.messages, *(one for some in self.aside.values() for one in some)]
-
-    def take(self, message: Received, fate: int) -> None:
-        """Add a message to the others that have the same fate."""
-        self.spoken = self.spoken or fate == SPOKEN
-        self.aside.get(fate, self.messages).append(message)
 
 
 def begin(lock_seconds: float) -> str:
@@ -329,8 +186,17 @@ def begin(lock_seconds: float) -> str:
     return f"{BEGIN};{MEET.format(milliseconds=max(1, round(lock_seconds * 1000)))}"
 
 
-def claim(connection: psycopg.Connection[Any], reader: Reader, limit: int) -> Hand | None:
+def claim(
+    connection: psycopg.Connection[Any],
+    reader: Reader,
+    limit: int,
+    only: int | None = None,
+    batch: int = 0,
+) -> Hand | None:
     """Lock free shards until they have about ``limit`` messages; None if none has any.
+
+    With ``only``, lock this shard or none. Batches of a deep backlog are opened with at least
+    ``batch`` messages.
 
     Call it in a transaction begun with `begin`, and pass the result to `move` in the same
     transaction.
@@ -340,8 +206,26 @@ def claim(connection: psycopg.Connection[Any], reader: Reader, limit: int) -> Ha
         "owner": reader.owner,
         "service": reader.service,
         "limit": limit,
+        "only": only,
     }
-    return _hand(connection, reader, fetch(connection, CLAIM, params), limit)
+    return _hand(connection, reader, fetch(connection, CLAIM, params), limit, batch)
+
+
+def claim_some(
+    connection: psycopg.Connection[Any],
+    reader: Reader,
+    shards: int,
+    only: int | None = None,
+    batch: int = 0,
+) -> Hand | None:
+    """Lock up to so many free shards that have messages; otherwise as `claim`."""
+    params = {
+        "subscription_id": reader.subscription_id,
+        "owner": reader.owner,
+        "shards": shards,
+        "only": only,
+    }
+    return _hand(connection, reader, fetch(connection, CLAIM_SOME, params), 0, batch)
 
 
 def claim_shard(
@@ -361,15 +245,15 @@ def _hand(
     reader: Reader,
     locked: list[tuple[Any, ...]],
     limit: int,
+    batch: int = 0,
 ) -> Hand | None:
     if not locked:
         return None
     params = {
         "subscription_id": reader.subscription_id,
-        "service": reader.service,
         "shards": [shard for shard, *_ in locked],
     }
-    ((now, transaction, waiting, late),) = fetch(connection, STATE, params)
+    ((now, transaction, waiting, late, crowded),) = fetch(connection, STATE, params)
     # PostgreSQL counts the asking transaction as complete, but the block may yet write messages
     now = without(now, int(transaction))
     shards = {
@@ -377,105 +261,60 @@ def _hand(
         for row in fetch(connection, CURSORS, params)
     }
     closed = [shard for shard in shards.values() if shard.open is None]
-    if closed and sum(count for *_, count in locked) >= limit:
-        params |= {"shards": [shard.shard for shard in closed], "now": now}
-        params["rows"] = max(limit, CUT_ROWS)
-        for number, cuts in fetch(connection, FIND_CUTS, params):
-            shards[number].cuts = cuts[:CUTS]
+    deep = _deep(locked, limit)
+    if some := [shard for shard in closed if shard.shard in deep]:
+        find_cuts(connection, reader, some, now, max(limit, batch))
     for shard in closed:
         shard.open_at(now)
     return Hand(
         reader=reader,
         transaction=transaction,
         shards=shards,
-        failed=frozenset(shard for shard, failed, _ in locked if failed),
+        failed=frozenset(shard for shard, failed, *_ in locked if failed),
         waiting=frozenset(waiting),
         late=late,
+        crowded=frozenset(crowded),
     )
 
 
-def read(
-    connection: psycopg.Connection[Any], hand: Hand, shards: Iterable[int], limit: int
-) -> None:
-    """Read the next messages of the shards, up to ``limit``, and move the shards past them."""
-    numbers = list(shards)
-    params = {
-        "subscription_id": hand.reader.subscription_id,
-        "service": hand.reader.service,
-        "converses": hand.reader.converses,
-        "shards": numbers,
-        "open": [hand.shards[number].open for number in numbers],
-        "late": [str(shard) for shard in hand.late if shard in numbers],
-    }
-    with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
-        if params["late"]:
-            cursor.execute(READ_LATE, {**params, "limit": limit}, binary=True)
-            for row in cursor.fetchall():
-                hand.take(Received(row, row[-1]), row[len(READ)])
-                limit -= 1
-        cursor.execute(READ_LOG, {**params, "limit": limit}, binary=True)
-        rows = cursor.fetchall()
-    # rows come shard by shard, each in order
-    last = {row[SHARD]: row[ID] for row in rows}
-    complete = set(numbers)
-    if len(rows) == limit:
-        # the last shard read may have more messages, and those after it were not looked at
-        complete = set(list(last)[:-1])
-        for partly in list(last)[-1:]:
-            hand.shards[partly].position = last[partly]
-    for number in complete:
-        hand.shards[number].close()
-    if any(row[-1] for row in rows):
-        for row in rows:
-            hand.take(Received(row), row[-1])
-    else:
-        hand.messages += map(Received, rows)
-    hand.messages.sort(key=_order)
+def is_marked(connection: psycopg.Connection[Any]) -> bool:
+    """Whether a transaction that has set `MARK` is still open, as far as the client was told."""
+    return connection.info.parameter_status(MARK) == "on"
+
+
+def _deep(locked: Sequence[tuple[Any, ...]], limit: int) -> set[int]:
+    """The shards that may have more than ``limit`` messages, by what `CLAIM` has said.
+
+    If it found so many messages in all, it stopped counting in the shard that it locked last.
+    """
+    deep = {shard for shard, _, messages, _ in locked if messages >= limit}
+    if sum(messages for _, _, messages, _ in locked) >= limit:
+        deep.add(max(locked, key=lambda row: row[-1])[0])
+    return deep
 
 
 def move(connection: psycopg.Connection[Any], hand: Hand) -> None:
-    """Write the position of each shard in hand.
+    """Write the position of each shard in hand, unless it is written.
 
     Raises:
         UsageError: the transaction that locked the shards is over.
     """
-    columns: dict[str, Any] = {
-        name: [getattr(shard, name) for shard in hand.shards.values()] for name in FIELDS
-    }
-    columns["cuts"] = [f"{{{','.join(cuts)}}}" for cuts in columns["cuts"]]
-    columns["subscription_id"] = hand.reader.subscription_id
-    columns["transaction"] = hand.transaction
-    if psycopg.Cursor(connection).execute(MOVE_CURSORS, columns).rowcount < len(hand.shards):
+    shards = hand.unwritten
+    if not shards and hand.marked and is_marked(connection):
+        return
+    if not shards:
+        same = fetch(connection, TRANSACTION) == [(hand.transaction,)]
+    else:
+        columns: dict[str, Any] = {
+            name: [getattr(shard, name) for shard in shards] for name in FIELDS
+        }
+        columns["cuts"] = [f"{{{','.join(cuts)}}}" for cuts in columns["cuts"]]
+        columns["subscription_id"] = hand.reader.subscription_id
+        columns["transaction"] = hand.transaction
+        moved = psycopg.Cursor(connection).execute(MOVE_CURSORS, columns)
+        same = moved.rowcount == len(shards)
+    if not same:
         raise UsageError(
             "the transaction of this delivery was committed or rolled back inside of its block: "
             "leave that to saf.receive"
         )
-
-
-def _order(message: Received) -> tuple[bool, int]:
-    """A sort key: delayed messages come first, as they were read; the others come by id."""
-    return (True, message.id) if message.parked_id is None else (False, 0)
-
-
-def cut(snapshot: str, txid: int) -> str:
-    """Return the part of a snapshot that lies before a transaction.
-
-    >>> cut("10:20:10,15", 12), cut("10:20:10,15", 17), cut("18:20:18", 17)
-    ('10:12:10', '10:17:10,15', '17:17:')
-    """
-    running = [number for number in snapshot.split(":")[2].split(",") if number]
-    before = [number for number in running if int(number) < txid]
-    return f"{before[0] if before else txid}:{txid}:{','.join(before)}"
-
-
-def without(snapshot: str, txid: int) -> str:
-    """Return a snapshot in which one transaction counts as still in progress.
-
-    >>> without("10:20:10,15", 12), without("20:20:", 19), without("20:20:", 25)
-    ('10:20:10,12,15', '19:20:19', '20:20:')
-    """
-    first, end, running = snapshot.split(":")
-    if txid >= int(end):
-        return snapshot
-    numbers = sorted({int(number) for number in running.split(",") if number} | {txid})
-    return f"{min(int(first), txid)}:{end}:{','.join(map(str, numbers))}"

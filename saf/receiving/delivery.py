@@ -23,7 +23,7 @@ from saf.received import Received
 from saf.receiving import claim, retries
 from saf.receiving.arrival import Arrival, hook
 from saf.receiving.burying import bury_as_stored
-from saf.receiving.claim import EXPIRED, LATE, UNREAD, Hand
+from saf.receiving.hand import EXPIRED, LATE, UNREAD, Hand
 from saf.receiving.putting_back import WHY, PutBack
 from saf.receiving.retries import Policy, Suspect, Waiting
 from saf.receiving.verifying import Refused, bury_refused, refused
@@ -123,6 +123,10 @@ class Delivery(Sequence[Received], Generic[C]):
             if one not in self._back
         )
 
+    def is_set_aside(self, message: Received) -> bool:
+        """Whether this message, or another one of its key, has been set aside."""
+        return message.lane in self._stopped
+
     def park(self, message: Received, error: BaseException | str) -> None:
         """Try this message again later; its key waits. After the last attempt, a dead letter."""
         policy = self._policy
@@ -176,6 +180,9 @@ class Delivery(Sequence[Received], Generic[C]):
         hand = self._hand
         if hand is None:
             return
+        if self._is_plain(hand):
+            claim.move(self._raw, hand)
+            return
         reader = hand.reader
         if self._back:
             self._put_back(hand)
@@ -217,6 +224,20 @@ class Delivery(Sequence[Received], Generic[C]):
             for one, lane in keep
         )
         self.buried = len(bury) + len(self._arrival.refused) + len(unread) + len(not_taken)
+
+    def _is_plain(self, hand: Hand) -> bool:
+        """Whether every message that was read has been handled, and none is more than a message."""
+        return not (
+            self._stopped
+            or self._dead
+            or self._back
+            or self._behind
+            or self._refused
+            or self._tried
+            or hand.spoken
+            or hand.late
+            or any(hand.aside.values())
+        )
 
     def _part(self, keep: list[tuple[Received, Lane]], gone: list[int | None]) -> list[Received]:
         """Add the messages that were given to those to ``keep`` and to what is ``gone``.

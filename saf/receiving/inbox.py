@@ -13,7 +13,7 @@ from psycopg.rows import class_row
 from saf.broker import services
 from saf.broker.restored import refuse
 from saf.received import Received
-from saf.receiving.claim import SINCE
+from saf.receiving.reading import SINCE
 from saf.setaside.dead import SHOWN
 
 # Each shard's rows that are not complete, found by the index; as in saf.status for the outbox

@@ -1,10 +1,10 @@
 """The loop that feeds handlers: deliveries, one after the other, until it is told to stop.
 
 A `Loop` handles them: a `saf.Worker`, `saf.Processors` or a `saf.routing_service`. A handler works
-on the delivery's connection, inside a savepoint. If it raises, its own work is undone, the message
-is set aside with the error, and the rest of the delivery goes on (`saf.receiving.retries` says
-what happens to the message). The failure is logged as a warning, and as an error once the message
-is a dead letter (`saf.receiving.failures`).
+on the delivery's connection (`saf.receiving.savepoints`). If it raises, its own work is undone, the
+message is set aside with the error, and the rest of the delivery goes on (`saf.receiving.retries`
+says what happens to the message). The failure is logged as a warning, and as an error once the
+message is a dead letter (`saf.receiving.failures`).
 
 A message whose type has no handler waits, in the lane of its key, until a worker comes that has one
 (`saf.setaside.unhandled`); the log says so once for each type. With ``unhandled="dead"`` it becomes
@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import psycopg
@@ -36,14 +37,16 @@ from saf.receiving.arrival import hook
 from saf.receiving.delivery import Delivery
 from saf.receiving.failures import exception, failure
 from saf.receiving.handlers import no_handler
-from saf.receiving.receive import Link, Receiver, connected
+from saf.receiving.link import Link, connected
+from saf.receiving.receive import Receiver
 from saf.receiving.retries import Policy
+from saf.receiving.savepoints import Piece, Savepoints
 from saf.receiving.stopping import STOP_SECONDS, Stopping
 from saf.receiving.summary import Summary
 from saf.signing.verifier import Trust
 
 if TYPE_CHECKING:
-    from saf.receiving.receive import Engine
+    from saf.receiving.link import Engine
     from saf.signing.keys import Key
     from saf.signing.signer import Signer
 
@@ -54,11 +57,6 @@ OfUnhandled = Literal["wait", "dead"]
 """What becomes of a message without a handler."""
 
 log = Log("saf.worker")
-
-SAVEPOINT = "SAVEPOINT saf"
-NEXT = "RELEASE SAVEPOINT saf; SAVEPOINT saf"
-UNDO = "ROLLBACK TO SAVEPOINT saf"
-RELEASE = "RELEASE SAVEPOINT saf"
 
 
 class Loop(ABC):
@@ -271,53 +269,40 @@ class Loop(ABC):
         message: Received,
         call: Callable[[], object],
     ) -> bool:
-        """Handle a message by a call; if that fails, set it aside and return False."""
+        """Handle a message by a call; if that fails, set it aside and return False.
+
+        The call may be made again, because another one failed: see `saf.receiving.savepoints`.
+        """
         self._stopping.in_hand[threading.get_ident()] = message
-        try:
-            with work.piece():
-                call()
-        except Exception as error:
-            if work.raw.broken:
-                raise
-            last = self.policy.gives_up(message.attempt, error)
-            (log.error if last else log.warning)(
-                "dead_letter" if last else "message_failed",
-                subscription=self.subscription,
-                **failure(error, message, self.policy, work.raw),
+        return work.do(
+            Piece(
+                do=call,
+                failed=partial(self._set_aside, delivery, work.raw, message),
+                undone=partial(self._undone, message),
             )
-            delivery.park(message, error)
-            return False
-        return True
+        )
 
+    def _set_aside(
+        self,
+        delivery: Delivery[Any],
+        raw: psycopg.Connection[Any],
+        message: Received,
+        error: Exception,
+    ) -> None:
+        """Set a message aside whose handling has raised; but not before an earlier one of its key.
 
-class Savepoints:
-    """Pieces of work in one transaction, each of which is undone if it raises.
+        That one may have failed as it was handled again: then this message waits behind it.
+        """
+        if delivery.is_set_aside(message):
+            return
+        last = self.policy.gives_up(message.attempt, error)
+        (log.error if last else log.warning)(
+            "dead_letter" if last else "message_failed",
+            subscription=self.subscription,
+            **failure(error, message, self.policy, raw),
+        )
+        delivery.park(message, error)
 
-    The statement that releases a savepoint sets the next one, so a piece costs one round trip to
-    the database. For a handler that does little, that is nearly all it costs.
-    """
-
-    def __init__(self, raw: psycopg.Connection[Any]) -> None:
-        self.raw = raw
-
-    def __enter__(self) -> Savepoints:
-        self.raw.execute(SAVEPOINT)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            # released here and not by the commit, because what is written next is outside of the
-            # pieces
-            self.raw.execute(RELEASE)
-
-    @contextmanager
-    def piece(self) -> Iterator[None]:
-        """Run the block; if it raises, undo its work. The transaction goes on."""
-        try:
-            yield
-            # raises if a statement of the block has failed and the block has swallowed the error
-            self.raw.execute(NEXT)
-        except BaseException:
-            if not self.raw.broken:
-                self.raw.execute(UNDO)
-            raise
+    def _undone(self, message: Received) -> None:
+        """Note that what was done for a message is undone; it is handled again, or set aside."""
+        del message  # nothing is remembered of it

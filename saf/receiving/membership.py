@@ -19,10 +19,10 @@ from saf.database.poolers import refuse_pooler
 from saf.log.shards import Member
 from saf.logger import Log
 from saf.receiving.claim import BEGIN
-from saf.receiving.receive import connected
+from saf.receiving.link import connected
 
 if TYPE_CHECKING:
-    from saf.receiving.receive import Engine
+    from saf.receiving.link import Engine
 
 log = Log("saf.membership")
 
@@ -42,10 +42,10 @@ class Membership:
         self._leaving = threading.Event()
         # only our own transactions run on it, and they are in vain once the lease is over
         milliseconds = max(1, round(lease_seconds * 1000))
-        first = f"{BEGIN}; SET LOCAL statement_timeout = {milliseconds}"
+        always = f"{BEGIN}; SET LOCAL statement_timeout = {milliseconds}"
         with ExitStack() as stack:
-            self._link = replace(stack.enter_context(connected(engine)), first=first)
-            with self._link.transaction():
+            self._link = replace(stack.enter_context(connected(engine)), always=always)
+            with self._link.transaction(claims=False):
                 refuse_pooler(self._link.raw)
                 self.member.join(self._link.raw)
             self._open = stack.pop_all()
@@ -62,14 +62,14 @@ class Membership:
         """Free the shards. If the server is gone, they become free by themselves."""
         self._leaving.set()
         self._thread.join(self.member.lease_seconds)
-        with suppress(Exception), self._open, self._link.transaction():
+        with suppress(Exception), self._open, self._link.transaction(claims=False):
             self.member.leave(self._link.raw)
 
     def _keep(self) -> None:
         # every third of the lease, so that two renewals may fail before it is over
         while not self._leaving.wait(self.member.lease_seconds / 3):
             try:
-                with self._link.transaction():
+                with self._link.transaction(claims=False):
                     self.member.renew(self._link.raw)
             except Exception as error:
                 self.lost = True

@@ -16,9 +16,10 @@ What is promised:
   its instances are thrown away, and nothing is called on them.
 - *In order, exactly once.* What an instance writes on ``connection`` commits together with the
   position, as with any receiver.
-- *Memory is never ahead of the database.* When a call raises, its instance is thrown away. When a
-  transaction does not commit, all instances that were called in it are thrown away. The next
-  message of the key activates a new instance, from what was committed.
+- *Memory is never ahead of the database.* When a call raises, its instance is thrown away, and so
+  are those whose work is undone with it (`saf.receiving.savepoints`). When a transaction does not
+  commit, all instances that were called in it are thrown away. The next message of the key
+  activates a new instance, from what was committed.
 
 Not promised is that an instance is told before it goes. `Processor.passivate` is called when an
 instance goes in order, but a process that is killed or taken over calls nothing. So a handler must
@@ -44,15 +45,17 @@ from saf.received import Received
 from saf.receiving.delivery import Delivery
 from saf.receiving.failures import exception
 from saf.receiving.instances import Instance, Instances
-from saf.receiving.loop import Loop, OfUnhandled, Savepoints, log
+from saf.receiving.link import Link
+from saf.receiving.loop import Loop, OfUnhandled, log
 from saf.receiving.membership import Membership
 from saf.receiving.processor import Handler, Processor
-from saf.receiving.receive import Link, Receiver
+from saf.receiving.receive import Receiver
 from saf.receiving.retries import Policy
+from saf.receiving.savepoints import Savepoints
 from saf.receiving.stopping import STOP_SECONDS
 
 if TYPE_CHECKING:
-    from saf.receiving.receive import Engine
+    from saf.receiving.link import Engine
     from saf.signing.keys import Key
     from saf.signing.signer import Signer
 
@@ -170,7 +173,7 @@ class Processors(Loop):
     def _receiving(self, link: Link) -> Iterator[Receiver]:
         milliseconds = max(1, round(self.lease_seconds * 1000))
         bound = NO_LONGER.format(milliseconds=milliseconds)
-        link = replace(link, first=f"{link.first}; {bound}")
+        link = replace(link, always=bound)
         receiver = Receiver(
             link,
             self.subscription,
@@ -211,8 +214,7 @@ class Processors(Loop):
             call = partial(
                 self._call, handler, message, delivery.epoch(message), delivery.connection
             )
-            if not self._one(delivery, work, message, call) or message.key is None:
-                self._live.forget(message.lane)
+            self._one(delivery, work, message, call)
 
     def _call(self, handler: Handler, message: Received, epoch: int, connection: Any) -> None:
         one = self._live.use(message, epoch, self.processor)
@@ -222,6 +224,10 @@ class Processors(Loop):
         handler(one.processor, message, connection)
         if message.key is None:
             one.processor.passivate(connection)
+            self._live.forget(message.lane)
+
+    def _undone(self, message: Received) -> None:
+        self._live.forget(message.lane)
 
     # Between deliveries
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from saf.received import Received
-from saf.receiving.claim import Hand
+from saf.receiving.hand import Hand
 
 WHY = "its receiver was told to stop"
 """Why such a message waits in a lane."""

@@ -13,42 +13,34 @@ Any number of receivers, in any number of processes, share the work: a key is in
 time, and in order. Work in the block runs in READ COMMITTED. Other databases, files and calls to
 other systems are not part of the transaction, so what is done there is done at least once.
 
-``engine`` is one of
-
-    a SQLAlchemy Engine on psycopg     ``delivery.connection`` is a SQLAlchemy Connection
-    a dsn                              a psycopg Connection, opened for this block
-    a callable                         a psycopg Connection, from ``with engine() as connection``:
-                                       ``pool.connection`` of psycopg_pool, a partial of connect
+`saf.receiving.link` says what ``engine`` may be.
 """
 
 from __future__ import annotations
 
 import random
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-import psycopg
-from psycopg.pq import TransactionStatus
-
 from saf.broker import restored, services
-from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
-from saf.database.bounds import Bounds
+from saf.database import check_schema, fetch, unavailable_if_lost
 from saf.database.poolers import is_pooled
-from saf.errors import Unavailable, UsageError
+from saf.errors import UsageError
 from saf.failpoints import fail_point
 from saf.log import shards
 from saf.logger import Log
 from saf.received import READ, Received
-from saf.receiving import claim, notify, retries
+from saf.receiving import claim, notify, reading, retries
 from saf.receiving.burying import bury_alone
-from saf.receiving.claim import Hand, Reader
 from saf.receiving.delivery import Delivery
 from saf.receiving.failures import LAST, about
+from saf.receiving.hand import Hand, Reader
+from saf.receiving.link import Link, connected
+from saf.receiving.prefetch import Prefetch
+from saf.receiving.quiet import Quiet
 from saf.receiving.retries import Policy, Suspect
 from saf.setaside.isolation import of_messages
 from saf.signing.keys import Key
@@ -56,14 +48,15 @@ from saf.signing.signer import Signer
 from saf.signing.verifier import Trust, Verifier
 
 if TYPE_CHECKING:
-    import sqlalchemy as sa
-
-    Engine = sa.Engine | Dsn | str | Callable[[], AbstractContextManager[psycopg.Connection[Any]]]
+    from saf.receiving.link import Engine
 
 log = Log("saf.receive")
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.5
 """Pause between polls that find nothing; it doubles each time until a poll finds something."""
+
+LOOK_SECONDS = 0.1
+"""How often a receiver that has messages looks for what is to be tried alone, in seconds."""
 
 BROKER = "SELECT broker_id FROM saf.broker"
 
@@ -86,7 +79,7 @@ def receive(
     """Receive messages of a subscription, as many as there are up to ``max_messages``.
 
     Args:
-        engine: where the inbox and the consumer's tables are; see the top of this module.
+        engine: where the inbox and the consumer's tables are; see `saf.receiving.link`.
         subscription: whose messages to receive; each service has a subscription of its own name.
         max_messages: the most messages in one delivery, which is one transaction.
         wait_seconds: how long to wait for the first message; after that, the delivery is empty.
@@ -106,100 +99,17 @@ def receive(
     trust = Trust.of(keys, required=require_signed)
     with connected(engine) as link:
         receiver = Receiver(
-            link, subscription, policy or Policy(), max_messages, trust=trust, signer=signer
+            link,
+            subscription,
+            policy or Policy(),
+            max_messages,
+            stays=False,
+            trust=trust,
+            signer=signer,
         )
         with receiver.delivery(wait_seconds) as delivery:
             yield delivery
         fail_point("receive_committed")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """A connection as the application's library has it, and the psycopg connection below it."""
-
-    connection: Any
-    raw: psycopg.Connection[Any]
-    begin: Callable[[], AbstractContextManager[Any]]
-    first: str = claim.begin(Bounds().lock_seconds)
-    """The statements with which each transaction begins."""
-
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Run the block in a transaction, which commits at its end or is rolled back.
-
-        Raises:
-            UsageError: it would not be a transaction of its own.
-            Unavailable: something that it needs was locked for too long.
-        """
-        if self._status() != TransactionStatus.IDLE:
-            raise UsageError("a transaction is open on this connection: receive begins its own")
-        with self.begin():
-            try:
-                self.raw.execute(self.first)
-            except psycopg.errors.LockNotAvailable as error:
-                what, reason = f"database {self.raw.info.dbname!r}", str(error).splitlines()[0]
-                raise Unavailable(what, reason, hangs=True) from error
-            if self._status() != TransactionStatus.INTRANS:
-                raise UsageError(
-                    "this engine is in AUTOCOMMIT: each statement would be committed by itself, "
-                    "and nothing rolled back. Receive with another isolation level"
-                )
-            yield
-
-    def _status(self) -> TransactionStatus:
-        return TransactionStatus(self.raw.info.transaction_status)
-
-
-@contextmanager
-def connected(engine: Engine) -> Iterator[Link]:
-    """Open a connection to receive on.
-
-    Raises:
-        UsageError: ``engine`` is none of the things that give a connection.
-        Unavailable: the database does not answer.
-    """
-    if isinstance(engine, (str, Dsn)):
-        dsn = Dsn(engine) if isinstance(engine, str) else engine
-        first = claim.begin(dsn.bounds.lock_seconds)
-        with dsn.connect(role="receive", autocommit=True) as raw:
-            yield Link(connection=raw, raw=raw, begin=raw.transaction, first=first)
-        return
-    if "sqlalchemy" in sys.modules:
-        import sqlalchemy as sa
-
-        if isinstance(engine, sa.Engine):
-            with engine.connect() as connection:
-                below = _psycopg(connection.connection.driver_connection)
-                with _as_it_was(below):
-                    yield Link(connection=connection, raw=below, begin=connection.begin)
-                return
-    if not callable(engine):
-        raise UsageError(
-            f"cannot receive from a {type(engine).__module__}.{type(engine).__qualname__}: "
-            "expected a SQLAlchemy Engine, a dsn, or a callable that gives psycopg connections"
-        )
-    with engine() as raw, _as_it_was(_psycopg(raw)):
-        yield Link(connection=raw, raw=raw, begin=raw.transaction)
-
-
-@contextmanager
-def _as_it_was(raw: psycopg.Connection[Any]) -> Iterator[None]:
-    """Restore at the end how the connection prepares statements, because it is given back."""
-    before = raw.prepare_threshold
-    try:
-        yield
-    finally:
-        raw.prepare_threshold = before
-
-
-def _psycopg(connection: object) -> psycopg.Connection[Any]:
-    if not isinstance(connection, psycopg.Connection):
-        raise UsageError(
-            f"receiving needs psycopg 3, and this connection is a "
-            f"{type(connection).__module__}.{type(connection).__qualname__}: "
-            "create the engine with postgresql+psycopg://"
-        )
-    return connection
 
 
 class Receiver:
@@ -217,6 +127,7 @@ class Receiver:
         *,
         beside_members: bool = False,
         listen: bool = False,
+        stays: bool = True,
         trust: Trust | None = None,
         signer: Signer | None = None,
     ) -> None:
@@ -226,9 +137,16 @@ class Receiver:
         self.max_messages = max_messages
         self._pause = FIRST_PAUSE_SECONDS
         self._buried = 0
+        self._prefetch = Prefetch(max_messages)
+        if not stays:
+            self._prefetch.stop()
+        self._quiet = Quiet()
+        self._look_at = 0.0
+        """When to look next whether there is anything to be tried alone."""
         with unavailable_if_lost(f"database {link.raw.info.dbname!r}"), link.transaction():
             if is_pooled(link.raw):
                 link.raw.prepare_threshold = None
+                self._prefetch.stop()
             check_schema(link.raw)
             restored.refuse(link.raw)
             found = services.subscription(link.raw, subscription)
@@ -261,38 +179,35 @@ class Receiver:
         # half of the time, first what has failed before: so neither kind holds the other up
         careful_first, vain = _toss(), False
         while True:
-            found = None
+            found, troubled = None, False
+            self._prefetch.age()
+            looks = not self._prefetch.goes_on or time.monotonic() >= self._look_at
             try:
-                with self.link.transaction():
-                    troubled = retries.troubled(self.link.raw, self.reader)
+                with self.link.transaction(claims=looks or not self._prefetch.is_ready):
+                    if looks:
+                        troubled = self._look()
                     careful = troubled and careful_first and not vain
+                    again = not careful and self._prefetch.goes_on
                     if not careful:
-                        found = self._claim()
+                        found = self._next()
                     if found is not None:
-                        if found:
-                            fail_point("receive_read")
-                            yield found
-                            fail_point("receive_handled")
-                        found.settle()
-                        if not found:
-                            self._buried += found.buried
-                        fail_point("receive_settled")
+                        with self._settled(found):
+                            if found:
+                                yield found
+                if not careful:
+                    self._prefetch.committed(len(found or ()))
                 if found:
                     self._pause = FIRST_PAUSE_SECONDS
                     return
+                if again:
+                    continue
                 if careful:
                     suspect = self._count()
                     if suspect is not None:
                         fail_point("attempt_counted")
-                        with self._tried(suspect) as delivery:
+                        with self._tried(suspect) as delivery, self._settled(delivery):
                             if delivery:
-                                fail_point("receive_read")
                                 yield delivery
-                                fail_point("receive_handled")
-                            delivery.settle()
-                            if not delivery:
-                                self._buried += delivery.buried
-                            fail_point("receive_settled")
                         if delivery:
                             self._pause = FIRST_PAUSE_SECONDS
                             return
@@ -300,27 +215,58 @@ class Receiver:
                 elif found is None and troubled and not vain:
                     careful_first = True
                 elif found is None:
+                    if not troubled:
+                        self._quiet.nothing()
                     if not self._wait(until, stopping):
                         with self.link.transaction():
                             yield self._delivery(None)
                         return
                     vain = False
-            except _NotReceived:
+            except BaseException as error:
                 # rolled back: what was in hand comes again, more carefully
-                careful_first = True
+                careful_first, self._look_at = True, 0.0
+                self._prefetch.rolled_back()
+                if not isinstance(error, _NotReceived):
+                    raise
+
+    @contextmanager
+    def _settled(self, delivery: Delivery[Any]) -> Iterator[None]:
+        """Run the block in which a delivery is handled, unless it is empty; then settle it."""
+        if delivery:
+            fail_point("receive_read")
+        yield
+        if delivery:
+            fail_point("receive_handled")
+        delivery.settle()
+        if not delivery:
+            self._buried += delivery.buried
+        fail_point("receive_settled")
+
+    def _look(self) -> bool:
+        """Look whether there is anything to be tried alone; if not, not again for a while."""
+        troubled = retries.troubled(self.link.raw, self.reader)
+        self._look_at = 0.0 if troubled else time.monotonic() + LOOK_SECONDS
+        return troubled
 
     def _wait(self, until: float, stopping: Event) -> bool:
-        """Pause before the next poll, and make the next pause longer; False if the time is over."""
-        left = until - time.monotonic()
-        if left <= 0:
-            return False
-        if self.listens:
-            notify.wait(self.link.raw, min(self._pause, left), stopping)
-        else:
-            stopping.wait(min(self._pause, left))
-        longest = LISTENING_PAUSE_SECONDS if self.listens else LONGEST_PAUSE_SECONDS
-        self._pause = min(self._pause * 2, longest)
-        return not stopping.is_set()
+        """Pause until there may be something, each time longer; False if the time is over."""
+        while (left := until - time.monotonic()) > 0:
+            if self.listens:
+                notify.wait(self.link.raw, min(self._pause, left), stopping)
+            else:
+                stopping.wait(min(self._pause, left))
+            longest = LISTENING_PAUSE_SECONDS if self.listens else LONGEST_PAUSE_SECONDS
+            self._pause = min(self._pause * 2, longest)
+            if stopping.is_set():
+                return False
+            if not self._still_quiet():
+                return True
+        return False
+
+    def _still_quiet(self) -> bool:
+        link = self.link
+        with link.transaction(claims=False), link.locking(link.lock_seconds):
+            return self._quiet.lasts(link.raw, self.reader)
 
     def buried(self) -> int:
         """How many messages that it did not hand out it has buried since it was asked last."""
@@ -333,15 +279,39 @@ class Receiver:
             with self.link.transaction():
                 self.link.raw.execute(notify.UNLISTEN)
 
+    def _read_ahead(self) -> None:
+        """Prefetch messages; what fails because of one of them is for `_claim` to deal with."""
+        if not self.link.reads_committed():
+            self._prefetch.stop()
+            return
+        with _receiving():
+            self._prefetch.read(self.link.raw, self.reader)
+
+    def _next(self) -> Delivery[Any] | None:
+        """Take the next messages in hand, as they were prefetched or from the inbox."""
+        if self._prefetch.is_used_up:
+            self._read_ahead()
+            return None
+        if not self._prefetch.is_ready:
+            return self._claim()
+        with self.link.locking(self.link.lock_seconds):
+            hand = self._prefetch.take(self.link.raw, self.reader)
+        if hand is None:
+            return None
+        with _receiving():
+            return self._delivery(hand)
+
     def _claim(self) -> Delivery[Any] | None:
         """Take the next messages of shards that nobody has in hand."""
         raw = self.link.raw
-        hand = claim.claim(raw, self.reader, self.max_messages)
+        only, batch = self._prefetch.turn(), self._prefetch.batch
+        hand = claim.claim(raw, self.reader, self.max_messages, only, batch)
         if hand is None:
             return None
         for shard in hand.failed:
             hand.shards[shard].allowance = 1
-        claim.read(raw, hand, set(hand.shards) - hand.failed, self.max_messages)
+        reading.read(raw, hand, set(hand.shards) - hand.failed, self.max_messages)
+        self._prefetch.stay_with(hand)
         with _receiving():
             return self._delivery(hand)
 
@@ -395,7 +365,7 @@ class Receiver:
             claim.move(self.link.raw, hand)
             return suspect
         shard.allowance = 1
-        claim.read(self.link.raw, hand, [suspect.shard], 1)
+        reading.read(self.link.raw, hand, [suspect.shard], 1)
         with self._alone(hand):
             first = self._delivery(hand)
             if not first:
@@ -442,7 +412,7 @@ class Receiver:
                 shard = hand.shards[suspect.shard]
                 if suspect.lane is None:
                     allowance = min(shard.allowance or self.max_messages, self.max_messages)
-                    claim.read(raw, hand, [suspect.shard], allowance)
+                    reading.read(raw, hand, [suspect.shard], allowance)
                     with _receiving():
                         delivery = self._delivery(hand, suspect)
                 else:

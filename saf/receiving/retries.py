@@ -31,8 +31,9 @@ from psycopg.rows import tuple_row
 
 from saf.database import fetch
 from saf.log.shards import NEWEST
-from saf.received import EXPRESSIONS
-from saf.receiving.claim import FATE, Reader
+from saf.received import EXPRESSIONS, WITH_READABLE
+from saf.receiving.hand import Reader
+from saf.receiving.reading import FATE
 from saf.setaside.lane import THE_LANE, Kind, Lane, given
 from saf.setaside.parking import (
     BLOCKED,
@@ -93,12 +94,11 @@ HANDLED = awaited(shards=MINE)
 
 # Only of shards that this reader may claim
 TROUBLED = f"""
-SELECT EXISTS (SELECT FROM {NEWEST} AS c
-               WHERE owner IS NOT DISTINCT FROM %(owner)s
-                 AND (allowance IS NOT NULL OR EXISTS (
-                     SELECT FROM saf.backoff b
-                     WHERE b.subscription_id = c.subscription_id AND b.shard = c.shard
-                       AND b.next_attempt_at <= now())))
+SELECT EXISTS (SELECT FROM saf.backoff b
+               WHERE b.subscription_id = %(subscription_id)s AND b.next_attempt_at <= now()
+                 AND b.shard = ANY ({MINE}))
+    OR EXISTS (SELECT FROM {NEWEST} AS c
+               WHERE allowance IS NOT NULL AND owner IS NOT DISTINCT FROM %(owner)s)
     OR EXISTS ({HANDLED})
 """
 
@@ -128,8 +128,10 @@ UPDATE saf.backoff SET attempts = %(attempts)s,
 WHERE {THIS_LANE}
 """
 READ_LANE = f"""
-SELECT {EXPRESSIONS}, {FATE} AS fate, parked_id FROM saf.parked
-WHERE {THIS_LANE} ORDER BY id LIMIT %(limit)s
+SELECT {EXPRESSIONS}, {FATE} AS fate, parked_id FROM (
+    SELECT {WITH_READABLE} FROM saf.parked
+    WHERE {THIS_LANE} ORDER BY id LIMIT %(limit)s) AS lane
+ORDER BY id
 """
 
 WAIT = f"""
@@ -196,17 +198,18 @@ class Waiting:
 
 def troubled(connection: psycopg.Connection[Any], reader: Reader) -> bool:
     """Whether there may be anything to try alone now."""
-    ((there,),) = fetch(connection, TROUBLED, _of(reader))
+    ((there,),) = fetch(connection, TROUBLED, params_of(reader))
     return bool(there)
 
 
 def choose(connection: psycopg.Connection[Any], reader: Reader) -> Suspect | None:
     """Choose something that is due to be tried alone, if there is any. Locks nothing."""
-    found = fetch(connection, CHOOSE, _of(reader))
+    found = fetch(connection, CHOOSE, params_of(reader))
     return Suspect(shard=found[0][0], lane=found[0][1]) if found else None
 
 
-def _of(reader: Reader) -> dict[str, Any]:
+def params_of(reader: Reader) -> dict[str, Any]:
+    """The parameters for the statements that say which lanes a reader may try."""
     return {
         "subscription_id": reader.subscription_id,
         "owner": reader.owner,

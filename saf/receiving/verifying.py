@@ -20,8 +20,8 @@ from saf.logger import Log
 from saf.received import Received
 from saf.receiving.arrival import hook
 from saf.receiving.burying import bury_as_stored
-from saf.receiving.claim import Hand
 from saf.receiving.failures import about
+from saf.receiving.hand import Hand
 from saf.signing.verifier import Refusal, Verifier
 
 log = Log("saf.receive")

@@ -14,7 +14,7 @@ messages again one by one. The messages of a key stay in order across types: a b
 message for another handler follows for one of its keys.
 
 Each thread has a connection, and takes deliveries of its own. An idle thread asks twice a second,
-by two queries that write nothing.
+by a query that writes nothing.
 
 A message without a handler waits for a worker that has one, and the later ones of its key wait
 behind it. So old and new workers may run side by side while a new type is introduced.
@@ -33,12 +33,13 @@ from saf.received import Received
 from saf.receiving.delivery import Delivery
 from saf.receiving.failures import exception
 from saf.receiving.handlers import check_handler, described
-from saf.receiving.loop import Loop, OfUnhandled, Savepoints, log
+from saf.receiving.loop import Loop, OfUnhandled, log
 from saf.receiving.retries import Policy
+from saf.receiving.savepoints import Savepoints
 from saf.receiving.stopping import STOP_SECONDS
 
 if TYPE_CHECKING:
-    from saf.receiving.receive import Engine
+    from saf.receiving.link import Engine
     from saf.signing.keys import Key
     from saf.signing.signer import Signer
 

@@ -56,7 +56,7 @@ from saf.errors import (
 )
 from saf.message import DEFAULT_MAX_BYTES
 from saf.setaside.lane import Kind
-from saf.testing.forwarder import CREATED_AT, HARD, SERVICE, SHARDS, Forwarder, Row
+from saf.testing.forwarder import CREATED_AT, DIALOG, HARD, SERVICE, SHARDS, Forwarder, Row
 from saf.testing.victim import READY, start
 
 __all__ = ["DestinationConformance", "Forwarder", "Read", "Row", "WhileUnavailable"]
@@ -345,8 +345,9 @@ class DestinationConformance:
         forwarder: Forwarder,
         stored: Read,
     ) -> None:
-        own = destination.identity()
-        sent = [forwarder.message(**columns) for columns in HARD.values()]
+        own, can = destination.identity(), settings.capabilities
+        hard = [one for name, one in HARD.items() if can.takes_dialogs or name != DIALOG]
+        sent = [forwarder.message(**columns) for columns in hard]
         sent.append(forwarder.message(to_broker=own))
         _store(settings, forwarder.chunk(sent))
         for row, there in zip(sent, stored(), strict=True):

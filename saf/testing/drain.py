@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from saf.database import fetch
 from saf.errors import MissingExtra, UsageError
-from saf.receiving.receive import connected
+from saf.receiving.link import connected
 from saf.setaside.lane import THE_LANE, Kind
 from saf.testing.databases import Database
 

@@ -23,6 +23,9 @@ CREATED_AT = datetime(2026, 1, 31, 11, 59, 59, 1, tzinfo=UTC)
 
 Row = dict[str, Any]
 
+DIALOG = "of a dialog"
+"""What is hard only for those that take messages of dialogs."""
+
 HARD: Mapping[str, Row] = {
     "as little as there can be": {"key": None, "body": b"", "headers": None},
     "unicode": {"key": "schlüssel ☃ 𝄞 \u2028", "body": "grüezi ☃ 𝄞 \u2028".encode()},
@@ -41,7 +44,7 @@ HARD: Mapping[str, Row] = {
         "deliver_at": datetime(2026, 2, 1, 0, 0, 0, 1, tzinfo=UTC),
         "expires_at": datetime(2199, 2, 1, tzinfo=UTC),
     },
-    "of a dialog": {
+    DIALOG: {
         "from_service": "shop",
         "conversation_id": UUID(int=7),
         "from_initiator": False,

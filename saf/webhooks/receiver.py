@@ -34,12 +34,12 @@ import psycopg
 from saf.errors import InvalidMessage, NotVerified, SafError
 from saf.logger import Log
 from saf.message import CONTENT_TYPE, Message, encode
-from saf.receiving.receive import connected
+from saf.receiving.link import connected
 from saf.webhooks.event import Event, NoEvent, event
 from saf.webhooks.signature import key_of, verify
 
 if TYPE_CHECKING:
-    from saf.receiving.receive import Engine
+    from saf.receiving.link import Engine
 
     Scope = MutableMapping[str, Any]
     Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -170,7 +170,7 @@ def _store(engine: Engine, service: str, one: Event, seconds: float) -> bool:
         "created_at": _moment(one.headers.get("time")),
         "seconds": seconds,
     }
-    with connected(engine) as link, link.begin():
+    with connected(engine) as link, link.transaction(claims=False):
         ((lives,),) = link.raw.execute(STORE, params).fetchall()
         link.raw.execute(FORGET, params)
     return bool(lives)

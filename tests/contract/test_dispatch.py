@@ -27,7 +27,7 @@ from saf.dispatch.window import Window
 from saf.errors import Fenced
 from saf.log.shards import Member
 from saf.operating.decide import retry
-from saf.receiving.claim import Reader
+from saf.receiving.hand import Reader
 from saf.setaside.dead import Filter
 from tests.endpoints import (
     Got,

@@ -20,9 +20,9 @@ from saf.forwarding.broker import SourceBroker
 from saf.log import cursor
 from saf.log.cursor import Batch
 from saf.log.shards import TAKE_TURN, Member, living
-from saf.receiving import claim
+from saf.receiving import claim, hand
+from saf.receiving.link import connected
 from saf.receiving.membership import Membership
-from saf.receiving.receive import connected
 from tests.pipeline import connect, new_member, send
 from tests.receivers import put
 
@@ -292,9 +292,7 @@ def test_that_a_delivery_failed_is_not_forgotten_when_its_shard_changes_hands(
         if how != "takes them":
             members[0].balance(connection)
         owner = None if how == "takes them" else members[0].member_id
-        reader = claim.Reader(
-            subscription_id=number, name="billing", service="billing", owner=owner
-        )
+        reader = hand.Reader(subscription_id=number, name="billing", service="billing", owner=owner)
         with link.transaction():
             assert claim.claim_shard(link.raw, reader, shard, 1) is not None
             raise psycopg.Rollback
@@ -334,7 +332,7 @@ def test_a_delivery_that_failed_is_told_by_its_transaction_also_after_ids_have_w
     with connect(inbox) as connection:
         services.create_service(connection, "billing")
         assert fetch(connection, "SELECT pg_current_xact_id()::text::bigint >> 32") == [(3,)]
-        reader = claim.Reader(
+        reader = hand.Reader(
             subscription_id=services.subscription(connection, "billing").subscription_id,
             name="billing",
             service="billing",

@@ -179,7 +179,8 @@ def test_what_an_instance_remembers_of_a_handler_that_failed_is_thrown_away(inbo
         let_keys_be_due(inbox)
         until(lambda: not waiting(inbox))
     assert by_key(inbox) == {"k": [1, 2, 3], "other": [1, 2, 3]}
-    assert len(lives(inbox, "activate", "k")) == 2
+    # what handled 1 may have been undone with 2, and done again by the instance that goes on
+    assert len(lives(inbox, "activate", "k")) in (1, 2)
     assert len(lives(inbox, "activate", "other")) == 1
     assert stale(inbox) == []
 

@@ -23,9 +23,10 @@ from saf.database import Dsn, fetch
 from saf.errors import Unavailable, UnreadableBody, UsageError
 from saf.log.shards import Member
 from saf.operating.maintenance import purge_broker
-from saf.receiving import claim
+from saf.receiving import claim, hand, reading
 from saf.receiving.inbox import inbox_status, peek
-from saf.receiving.receive import Receiver, connected
+from saf.receiving.link import connected
+from saf.receiving.receive import Receiver
 from saf.testing.clock import let_time_pass
 from tests.pipeline import connect
 from tests.processes import run, start, wait
@@ -204,8 +205,8 @@ def test_a_deep_backlog_of_transactions_that_overlap_is_read_in_the_order_of_ids
     inbox: Dsn, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches end at cuts, none of which may part two messages the wrong way round."""
-    monkeypatch.setattr(claim, "CUT_ROWS", 3)
-    monkeypatch.setattr(claim, "CUTS", 4)
+    monkeypatch.setattr(reading, "CUT_ROWS", 3)
+    monkeypatch.setattr(reading, "CUTS", 4)
     chance = random.Random(seed)
     with ExitStack() as stack:
         writers = [stack.enter_context(inbox.connect(role="test")) for _ in range(4)]
@@ -274,7 +275,7 @@ def test_a_shard_that_a_member_owns_is_nobody_elses_to_try(inbox: Dsn) -> None:
         member = Member(subscription_id=number, lease_seconds=30)
         member.join(connection)
         member.balance(connection)
-        reader = claim.Reader(subscription_id=number, name=SUBSCRIPTION, service=SUBSCRIPTION)
+        reader = hand.Reader(subscription_id=number, name=SUBSCRIPTION, service=SUBSCRIPTION)
         with link.transaction():
             assert claim.claim_shard(link.raw, reader, shard, 1) is None
             assert claim.claim_shard(link.raw, replace(reader, owner=member.member_id), shard, 1)

@@ -371,6 +371,40 @@ def test_a_message_that_was_refused_for_its_key_is_taken_when_the_key_is_known(
     assert dead(inbox) == []
 
 
+@pytest.mark.parametrize("max_messages", [1, 7])
+def test_what_was_read_ahead_is_verified_as_it_is_delivered(
+    app: Dsn, inbox: Dsn, max_messages: int
+) -> None:
+    outbox = Outbox(from_service="shop", signer=signer())
+    with app.connect(role="test") as connection:
+        outbox.send_many(
+            connection, [Message(service="billing", body=str(n), key="A-1") for n in range(90)]
+        )
+    run(app, mom=inbox)
+    # each thirtieth, in the middle of what is read ahead; and two deliveries of nothing else
+    with connect(inbox) as connection:
+        connection.execute(
+            "UPDATE saf.inbox SET body = body || '!' "
+            "WHERE convert_from(body, 'UTF8')::int % 30 = 29 "
+            "   OR convert_from(body, 'UTF8')::int BETWEEN 40 AND 55"
+        )
+    worker = saf.Worker(
+        inbox, SUBSCRIPTION, max_messages=max_messages, require_signed=True, keys=KEYS
+    )
+
+    @worker.handler()
+    def handle(message: saf.Received, connection: psycopg.Connection[Any]) -> None:
+        effect(connection, message)
+
+    with capture_logs() as logs:
+        assert worker.drain() == 90 - 19
+    altered = [n for n in range(90) if n % 30 == 29 or 40 <= n <= 55]
+    assert effects(inbox) == [str(n) for n in range(90) if n not in altered]
+    assert dead(inbox) == [(f"{n}!", "altered") for n in altered]
+    assert worker.summary.buried == len(altered)
+    assert len([one for one in logs if one["event"] == "message_refused"]) == len(altered)
+
+
 # What is not required
 
 

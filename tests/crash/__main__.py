@@ -11,6 +11,7 @@ import sys
 import time
 
 from tests.crash.plan import FAULTS, SPARK_FAULTS, plan
+from tests.crash.queues import QUEUES, plan_to
 from tests.crash.rounds import Outcome, Round
 from tests.crash.site import Site
 
@@ -22,6 +23,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first round's number")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--seconds", type=float, help="start no round after so long")
+    parser.add_argument("--to", choices=("mom", *QUEUES), default="mom")
     kinds = sorted({*FAULTS, *SPARK_FAULTS})
     parser.add_argument("--only", nargs="*", choices=kinds, help="these faults")
     given = parser.parse_args()
@@ -29,12 +31,16 @@ def main() -> int:
     print(f"seed {given.seed}", flush=True)
     began = time.monotonic()
     outcomes: list[Outcome] = []
-    with contextlib.suppress(KeyboardInterrupt), Site() as site:
+    queue = QUEUES.get(given.to)
+    with contextlib.suppress(KeyboardInterrupt), (queue or Site)() as site:
         number = given.first
         while number < given.first + given.rounds or given.seconds:
             if given.seconds and time.monotonic() - began > given.seconds:
                 break
-            outcome = Round(site, plan(given.seed, number, tuple(given.only or FAULTS))).run()
+            what = plan(given.seed, number, tuple(given.only or FAULTS))
+            if queue:
+                what = plan_to(number, given.seed)
+            outcome = Round(site, what).run()
             outcomes.append(outcome)
             show(outcome)
             number += 1

@@ -71,13 +71,18 @@ def left(source: str) -> int:
     return int(count)
 
 
-def check(source: str, stores: Iterable[str], qualities: Mapping[str, str]) -> Verdict:
-    """Compare what was sent with what is there, in databases that nobody writes to any more."""
+def check(
+    source: str, stores: Iterable[str], qualities: Mapping[str, str], queued: Iterable[str] = ()
+) -> Verdict:
+    """Compare what was sent with what is there, in databases that nobody writes to any more.
+
+    ``queued`` are bodies that a queue has, in their order.
+    """
     with psycopg.connect(source) as connection:
         sent = connection.execute(SENT).fetchall()
         counted = connection.execute(COUNTED).fetchall()
         dead = [(_message(b), reason) for b, reason in connection.execute(DEAD).fetchall()]
-    arrived: list[Message] = []
+    arrived = [_message(body) for body in queued]
     for store in stores:
         with psycopg.connect(store) as connection:
             arrived += [_message(body) for (body,) in connection.execute(ARRIVED).fetchall()]

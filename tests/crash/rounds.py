@@ -14,7 +14,7 @@ import psycopg
 from psycopg import sql
 
 from saf.database import Dsn
-from tests.crash import faults, stall
+from tests.crash import stall
 from tests.crash.checker import Verdict, check, left, listen, unheard
 from tests.crash.forwarders import forwarder, purger, spark_forwarder
 from tests.crash.plan import QUALITIES, Plan
@@ -87,7 +87,7 @@ class Round:
                 self._wait_for_the_first()
             for fault in self.plan.faults:
                 time.sleep(fault.after)
-                getattr(faults, fault.kind)(self, fault)
+                self.site.fault(fault.kind)(self, fault)
             ended = time.monotonic()
             time.sleep(0.1)
             self._end_writers()
@@ -98,7 +98,7 @@ class Round:
             for process in [process for process, _ in started] + self.purgers:
                 self._end(process)
         stores = [store.conninfo for store in self.stores.values()]
-        verdict = check(self.app.conninfo, stores, QUALITIES)
+        verdict = check(self.app.conninfo, stores, QUALITIES, self.site.arrived())
         if self.plan.dialogs:
             listen(self.app.conninfo, self.stores["mom"].conninfo, verdict)
         return Outcome(

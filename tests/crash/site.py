@@ -6,16 +6,19 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from psycopg import sql
 
 from saf.broker.embedded import EmbeddedServer
 from saf.broker.migrate import migrate
 from saf.database import Dsn
-from tests.crash.plan import QUALITIES, Plan
+from saf.destinations.settings import DestinationSettings
+from tests.crash import faults
+from tests.crash.plan import QUALITIES, Fault, Plan
 from tests.crash.proxy import Proxy
 from tests.crash.talks import introduce
 from tests.crash.writers import ACCOUNTS, TABLES
@@ -47,7 +50,7 @@ class Site:
             server.start()
             migrate(server.create_database("saf_template"))
         self._mount()
-        self.proxy = Proxy(str(self.mom.dsn("mom").parts["host"]))
+        self.proxy: Any = Proxy(str(self.mom.dsn("mom").parts["host"]))
         return self
 
     def __exit__(
@@ -67,12 +70,21 @@ class Site:
         """The MOM stores of a round, directly."""
         return {name: self.mom.dsn(name) for name in STORES[: plan.destinations]}
 
-    def by_proxy(self, plan: Plan) -> dict[str, Dsn]:
+    def by_proxy(self, plan: Plan) -> Mapping[str, Dsn | DestinationSettings]:
         """The same for the forwarders."""
         where = f"host=127.0.0.1 port={self.proxy.port} user=postgres sslmode=disable"
         return {
             name: Dsn(f"{where} gssencmode=disable dbname={name}") for name in self.stores(plan)
         }
+
+    def fault(self, kind: str) -> Callable[[Any, Fault], None]:
+        """What does a fault of this kind to a round."""
+        found: Callable[[Any, Fault], None] = getattr(faults, kind)
+        return found
+
+    def arrived(self) -> Sequence[str]:
+        """The bodies that have arrived elsewhere than in MOM stores."""
+        return []
 
     def prepare(self, plan: Plan) -> Dsn:
         """Fresh databases for a round; return the source's."""

@@ -24,6 +24,7 @@ from saf.demo.proof import prove
 from saf.demo.run import WRITERS
 from saf.errors import Unavailable
 from tests import programs
+from tests.needed import needed
 from tests.programs import BIN, environment
 from tests.waits import until
 
@@ -60,6 +61,16 @@ def is_right(result: dict[str, Any]) -> bool:
     wrong = ("lost", "misrouted", "duplicated", "out_of_order", "changed", "not_sent", "not_atomic")
     counts = [result["sent"], result["forwarded"], *(result[name] for name in wrong)]
     return counts == [FLIGHTS, FLIGHTS, *[0] * len(wrong)]
+
+
+def test_to_redis_it_is_proven_by_what_the_streams_hold(folder: Path) -> None:
+    needed("redis-server", "redis-server")
+    first = run(folder, "--to", "redis")
+    assert is_right(first), first
+    assert first["stores"] == {"redis": FLIGHTS}
+    second = run(folder, "--to", "redis")  # its server has kept its data
+    assert is_right(second), second
+    assert second["forwarded_now"] == 0
 
 
 def test_every_flight_arrives_once_in_order_and_a_second_run_forwards_nothing(

@@ -14,9 +14,11 @@ import pytest
 from saf.database import Dsn
 from saf.destinations import Capabilities
 from saf.destinations.kinds import GROUP, OURS, settings_of
+from saf.destinations.mapping import HEADERS
 from saf.destinations.settings import DestinationSettings
 from tests.pipeline import connect
 from tests.programs import BIN, ROOT, run, saf, send
+from tests.redis_server import redis_server
 
 PAGE = (ROOT / "docs" / "destinations.md").read_text()
 
@@ -31,13 +33,18 @@ def section(title: str) -> str:
     return PAGE.partition(f"# {title}\n")[2].partition("\n#")[0]
 
 
+def named(title: str) -> set[str]:
+    """The names in the first column of a section's tables."""
+    cells = re.findall(r"^\|([^|]*)\|", section(title), re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+
+
 def test_each_kind_and_each_setting_has_its_line() -> None:
-    common = set(re.findall(r"^\| `(\w+)`", section("Settings"), re.MULTILINE))
+    common = named("Settings")
     assert common == set(DestinationSettings.model_fields)
-    assert set(re.findall(r"^\| `(\w+)`", section("Kinds"), re.MULTILINE)) == set(OURS)
+    assert named("Kinds") == set(OURS)
     for kind in OURS:
-        own = set(re.findall(r"^\| `(\w+)`", section(kind), re.MULTILINE))
-        assert own == set(settings_of(kind).model_fields) - common
+        assert named(kind) == set(settings_of(kind).model_fields) - common
 
 
 def test_each_capability_is_told_and_each_kinds_are_true() -> None:
@@ -48,6 +55,48 @@ def test_each_capability_is_told_and_each_kinds_are_true() -> None:
         (row,) = re.findall(rf"^\| `{kind}` \|[^|]*\|(.*)\|$", section("Kinds"), re.MULTILINE)
         said = [cell.strip().startswith("yes") for cell in row.split("|")]
         assert said == [can.exactly_once, can.fences, can.knows_services, can.reads_back]
+
+
+def test_each_field_of_an_entry_has_its_line() -> None:
+    rows = re.findall(
+        r"^\| `(saf-[\w-]+)` \| `ce_(\w+)`", section("Streams of a Redis server"), re.MULTILINE
+    )
+    assert rows == [(one.saf, one.event) for one in HEADERS]
+
+
+def test_its_commands_forward_to_streams_that_a_consumer_group_reads(
+    app: Dsn, tmp_path: Path
+) -> None:
+    bodies = send(app, 60)
+    (tmp_path / "saf.toml").write_text(block("redis.toml"))
+    (tmp_path / "consumer.py").write_text(block("consumer.py"))
+    with redis_server(tmp_path / "redis") as server:
+        env = {"SHOP_DSN": app.conninfo, "REDIS": server.address}
+        path = f"{BIN}:/usr/local/bin:/usr/bin:/bin"
+        done = run(["bash", "-euxc", block("redis.sh")], env={**env, "PATH": path}, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "promise: exactly once; a crash of the process or of the machine loses nothing" in (
+            done.stdout
+        )
+        read = run([sys.executable, "consumer.py", server.address], env=env, cwd=tmp_path)
+        assert read.returncode == 0, read.stderr
+        lines = [line.split(" ", 1) for line in read.stdout.splitlines()]
+        assert sorted(body for _, body in lines) == sorted(bodies)
+        again = run([sys.executable, "consumer.py", server.address], env=env, cwd=tmp_path)
+        assert (again.returncode, again.stdout) == (0, "")
+
+        # the rights that it lists are enough for each command
+        client = server.client()
+        client.execute_command(*block("acl").split(), "+config|get", "+smembers")
+        client.execute_command("ACL", "SETUSER", "saf", "+xrange", "+xinfo|stream", "+scan")
+        text = (tmp_path / "saf.toml").read_text()
+        (tmp_path / "saf.toml").write_text(
+            text.replace("topic =", 'username = "saf"\npassword = "secret"\ntopic =')
+        )
+        send(app, 5)
+        for command in (["destination", "check", "events"], ["forward"], ["reconcile"]):
+            said = saf(*command, env=env, cwd=tmp_path)
+            assert said.returncode == 0, said.stdout + said.stderr
 
 
 def test_its_commands_forward_to_a_folder(app: Dsn, tmp_path: Path) -> None:

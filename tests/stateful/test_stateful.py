@@ -14,7 +14,7 @@ import pytest
 
 from saf.broker.embedded import DEFAULT_VERSION
 from saf.receiving import claim
-from saf.receiving.claim import Hand
+from saf.receiving.hand import Hand
 from saf.repair import rebase, send_again
 from tests.conftest import Servers
 from tests.crash import bugs

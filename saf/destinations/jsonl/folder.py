@@ -43,7 +43,7 @@ from saf.destinations.jsonl.state import (
     write,
 )
 from saf.destinations.marks import NOTHING, Mark, Place
-from saf.destinations.places import beyond, guarded, last_of, not_for, refuse
+from saf.destinations.places import guarded, judged, refuse
 from saf.errors import Rejected, Unavailable
 from saf.failpoints import fail_point
 
@@ -83,36 +83,34 @@ class Folder:
         """Store a chunk; see `saf.destinations.Destination`."""
         identity = self.identity()
         with unavailable_if_lost(self.what), self._locked(chunk.source) as state:
-            marks = self._marks(state, chunk)
-            rows = chunk.rows
-            if exactly_once:
-                stored = {place: mark.number for place, mark in marks.items()}
-                rows = beyond(rows, chunk.batch.number, stored, chunk.prefix)
-            wrong = not_for(self.what, identity, rows, chunk.behind)
-            moved = {} if wrong else last_of(chunk, marks)
+            epochs, marks = self._places(state, chunk)
+            verdict = judged(self.what, identity, chunk, epochs, marks, exactly_once=exactly_once)
             mine = dict(chunk.batch.epochs)
             new = State(
                 number=state.number,
-                marks=state.marks | marks | moved,
+                marks={**state.marks, **marks, **verdict.moved},
                 epochs=state.epochs | {(lane, shard): mine[shard] for lane, shard in marks},
             )
-            self._commit(chunk.source, new, rows if wrong is None else None, state)
-        if wrong:
-            raise wrong
-        dropped = chunk.rows.num_rows - rows.num_rows
-        return Stored(messages=rows.num_rows, dropped=dropped, marks=moved)
+            self._commit(chunk.source, new, verdict.rows if verdict.wrong is None else None, state)
+        if verdict.wrong:
+            raise verdict.wrong
+        dropped = chunk.rows.num_rows - verdict.rows.num_rows
+        return Stored(messages=verdict.rows.num_rows, dropped=dropped, marks=verdict.moved)
 
     def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:
         """Return how far the lanes and shards of a chunk are stored; see `Destination.marks`."""
         self.identity()
         with unavailable_if_lost(self.what), self._locked(chunk.source) as state:
-            return self._marks(state, chunk)
+            epochs, marks = self._places(state, chunk)
+            refuse(self.what, chunk, epochs, marks)
+            return marks
 
-    def _marks(self, state: State, chunk: Chunk) -> dict[Place, Mark]:
+    def _places(self, state: State, chunk: Chunk) -> tuple[dict[Place, int], dict[Place, Mark]]:
         places = guarded(chunk)
-        marks = {place: state.marks.get(place, NOTHING) for place in places}
-        refuse(self.what, chunk, {place: state.epochs.get(place, 0) for place in places}, marks)
-        return marks
+        return (
+            {place: state.epochs.get(place, 0) for place in places},
+            {place: state.marks.get(place, NOTHING) for place in places},
+        )
 
     def _commit(self, source: UUID, new: State, rows: pa.Table | None, before: State) -> None:
         """Store the marks of a source and, in the same step, the messages that they speak of."""

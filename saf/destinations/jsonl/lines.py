@@ -21,10 +21,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.columns import MESSAGE
+from saf.destinations.texts import TEXT, moments, uuids, whole
 
-TEXT = pa.large_string()
-HEX = np.frombuffer(b"".join(b"%02x" % byte for byte in range(256)), np.uint8).reshape(256, 2)
-DASHES = (8, 13, 18, 23)
 CONTROLS = [chr(number) for number in range(32)]
 SHORT = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r"}
 
@@ -34,14 +32,14 @@ def lines(rows: pa.Table, source: UUID) -> pa.Array:
     rows = rows.combine_chunks()
     parts = [_text(f'{{"source":"{source}","shard":'), rows["shard"].cast(TEXT)]
     for column in MESSAGE:
-        values = _whole(rows[column.name])
+        values = whole(rows[column.name])
         if values.null_count == len(values):
             continue
         if column.name == "body":
             parts += _body(values)
         else:
             parts.append(_field(column.name, WRITTEN[column.type](values)))
-    return _whole(_join(*parts, _text("}\n")))
+    return whole(_join(*parts, _text("}\n")))
 
 
 def content(written: pa.Array) -> memoryview:
@@ -91,29 +89,19 @@ def _quoted(texts: pa.Array) -> pa.Array:
         for control in CONTROLS:
             written = SHORT.get(control, f"\\u{ord(control):04x}")
             texts = pc.replace_substring(texts, control, written)
-    return pc.binary_join_element_wise(_text('"'), texts, _text('"'), _text(""))
+    return _in_quotes(texts)
 
 
 def _uuids(values: pa.Array) -> pa.Array:
-    """Return UUIDs as quoted texts, by a table of the two digits of each byte."""
-    given = values.drop_null().cast(pa.binary(16))
-    raw = np.frombuffer(given.buffers()[1], np.uint8)[given.offset * 16 :][: len(given) * 16]
-    digits = HEX[raw].reshape(len(given), 32)
-    text = np.full((len(given), 36), ord("-"), np.uint8)
-    text[:, [place for place in range(36) if place not in DASHES]] = digits
-    whole = pa.FixedSizeBinaryArray.from_buffers(
-        pa.binary(36), len(given), [None, pa.py_buffer(text.tobytes())]
-    )
-    written = pc.cast(pc.cast(whole, pa.large_binary()), TEXT)
-    if len(given) < len(values):
-        place = pc.cumulative_sum(pc.cast(values.is_valid(), pa.int64()))
-        written = written.take(pc.if_else(values.is_valid(), pc.subtract(place, 1), None))
-    return pc.binary_join_element_wise(_text('"'), written, _text('"'), _text(""))
+    return _in_quotes(uuids(values))
 
 
 def _moments(values: pa.Array) -> pa.Array:
-    written = pc.strftime(values.cast(pa.timestamp("us")), '"%Y-%m-%dT%H:%M:%SZ"')
-    return written.cast(TEXT)
+    return _in_quotes(moments(values))
+
+
+def _in_quotes(plain: pa.Array) -> pa.Array:
+    return pc.binary_join_element_wise(_text('"'), plain, _text('"'), _text(""))
 
 
 def _plain(values: pa.Array) -> pa.Array:
@@ -139,7 +127,3 @@ def _join(*parts: pa.Array) -> pa.Array:
 
 def _text(text: str) -> pa.Scalar:
     return pa.scalar(text, TEXT)
-
-
-def _whole(column: pa.Array | pa.ChunkedArray) -> pa.Array:
-    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column

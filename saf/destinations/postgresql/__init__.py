@@ -20,7 +20,12 @@ from saf.destinations import Capabilities, Destination
 from saf.destinations.marks import Known
 from saf.destinations.postgresql.reading import IDENTITY, known_at, read
 from saf.destinations.reading import Reading
-from saf.destinations.settings import DestinationSettings, DsnField
+from saf.destinations.settings import DestinationSettings, DsnField, Guarantee
+
+SERVER = """
+SELECT current_setting('server_version'), current_setting('synchronous_standby_names') <> '',
+       (SELECT count(*) FROM pg_stat_replication)
+"""
 
 
 class Postgresql(DestinationSettings):
@@ -70,6 +75,27 @@ class Postgresql(DestinationSettings):
     def broker(self) -> Dsn:
         """Return the dsn: an inbox belongs to a broker."""
         return self.dsn
+
+    def guarantee(self, name: str) -> Guarantee:
+        """Return what the server's settings give; see `DestinationSettings.guarantee`."""
+        with (
+            unavailable_if_lost(f"destination {name!r}"),
+            self.dsn.connect(role="doctor", autocommit=True) as connection,
+        ):
+            ((version, synchronous, standbys),) = fetch(connection, SERVER)
+        more = []
+        if standbys and not synchronous:
+            more.append((
+                f"a failover to one of its {standbys} standbys may lose what was acknowledged, "
+                "because nobody waits for them",
+                "synchronous_standby_names at the server",
+            ))  # fmt: skip
+        return Guarantee(
+            server=f"PostgreSQL {version}, database {self.dsn.database!r}",
+            promise=f"{self.quality.replace('_', ' ')}; a crash of the process or of the machine "
+            "loses nothing that was acknowledged",
+            more=more,
+        )
 
     def bounded(self, bounds: Bounds) -> Self:
         """Return these settings with saf.toml's ``[bounds]``."""

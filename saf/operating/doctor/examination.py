@@ -32,7 +32,7 @@ from saf.operating.doctor.broker import (
 )
 from saf.operating.doctor.locks import locks
 from saf.operating.doctor.patient import LOGIN, REACHABLE, Check, Finding, Limits, Patient
-from saf.operating.doctor.routing import routes_by
+from saf.operating.doctor.routing import dialogs_by, routes_by
 from saf.operating.doctor.server import (
     clock_skew,
     connections,
@@ -87,7 +87,7 @@ def examine(
     A database that does not answer is a finding, check `REACHABLE`; one that refuses the login,
     check `LOGIN`.
     """
-    of_source = (*BROKER, routes_by(config), set_back_by(config))
+    of_source = _of_source(config)
     databases = [(f"broker {name!r}", one.dsn, of_source) for name, one in config.brokers.items()]
     databases += [
         (f"destination {name!r}", dsn, BROKER)
@@ -113,6 +113,11 @@ def examine(
     return [*found, *_elsewhere(config), *_fleets(config, limits, clock)]
 
 
+def _of_source(config: Settings) -> tuple[Check, ...]:
+    """The checks of a database whose outbox is forwarded."""
+    return (*BROKER, routes_by(config), dialogs_by(config), set_back_by(config))
+
+
 def _elsewhere(config: Settings) -> Iterator[Finding]:
     """Find what the kinds say about destinations that are no brokers."""
     for name, there in config.destinations.items():
@@ -121,6 +126,11 @@ def _elsewhere(config: Settings) -> Iterator[Finding]:
         where = f"destination {name!r}"
         try:
             problems = [*there.problems(name)]
+            more = there.guarantee(name).more
+        except Refused as error:
+            said = there.redact(error.reason)
+            yield Finding(check=LOGIN, where=where, severity="error", what=said, cure=error.cure)
+            continue
         except Unavailable as error:
             yield _unreachable(where, there.redact(error.reason))
             continue
@@ -132,6 +142,8 @@ def _elsewhere(config: Settings) -> Iterator[Finding]:
         yield Finding(check=REACHABLE, where=where, severity="ok")
         for what, to_do in problems:
             yield Finding(check="destination", where=where, severity="error", what=what, cure=to_do)
+        for what, to_do in more:
+            yield Finding(check="promise", where=where, severity="warning", what=what, cure=to_do)
 
 
 def _fleets(config: Settings, limits: Limits, clock: Callable[[], float]) -> Iterator[Finding]:
@@ -152,8 +164,7 @@ def _fleets(config: Settings, limits: Limits, clock: Callable[[], float]) -> Ite
                 if isinstance(broker, Candidate) and patient.ask(HAS_SCHEMA) == [(False,)]:
                     continue
                 yield Finding(check=REACHABLE, where=where, severity="ok")
-                checks = (*BROKER, routes_by(config), set_back_by(config))
-                yield from _examined(patient, broker.dsn, checks)
+                yield from _examined(patient, broker.dsn, _of_source(config))
         except Unavailable as error:
             yield _not_let_in(where, error, broker.dsn)
         except ConfigurationError as error:

@@ -7,6 +7,35 @@ from saf.operating.doctor.patient import Check, Found, Patient
 from saf.routing.routers import with_problems
 from saf.routing.routes import configuration, describe
 
+# An end that has ended says nothing more
+DIALOGS = """
+SELECT DISTINCT far_service, far_broker::text FROM saf.conversation
+WHERE NOT monolog AND state NOT IN ('closed', 'error') ORDER BY 1, 2
+"""
+
+
+def dialogs_by(config: Settings) -> Check:
+    """The check for one saf.toml."""
+
+    def dialogs(patient: Patient) -> Found:
+        """Whether the routes of open dialogs lead to where their other ends can live."""
+        default = config.forwarder.default_destination
+        in_force = configuration(patient.connection, default, config.declared).in_force
+        for service, broker in patient.ask(DIALOGS):
+            match = in_force.match(service, broker)
+            for name in match.destinations if match else ():
+                there = config.destinations.get(name)
+                if there is not None and not there.capabilities.takes_dialogs:
+                    yield (
+                        "error",
+                        f"dialogs with service {service!r} go to destination {name!r} of kind "
+                        f"{there.kind!r}, which takes no messages of dialogs: they are parked",
+                        f"saf route add BROKER --service {service}, where BROKER is a destination "
+                        "of kind 'postgresql'",
+                    )
+
+    return dialogs
+
 
 def routes_by(config: Settings) -> Check:
     """The check for one saf.toml."""

@@ -13,6 +13,8 @@ WATERMARKS, ISOLATED, CRASH = (
     "contract/test_set_aside_crash.py",
 )
 HONEST = "contract/test_10_honest.py"
+SCRIPT, STREAMS = "saf/destinations/redis/script.py", "saf/destinations/redis/streams.py"
+REDIS, ROUTED = "contract/test_redis.py", "contract/test_redis_routed.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
@@ -160,7 +162,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a folder's marks are moved before its messages are there",
         FOLDER,
-        "rows if wrong is None else None",
+        "verdict.rows if verdict.wrong is None else None",
         "None",
         "contract/test_jsonl.py::test_messages_are_lines_in_their_order_and_each_is_there_once",
     ),
@@ -170,5 +172,68 @@ MUTANTS: list[Mutant] = [
         '"not_compared" if unread.may_have(one) else "lost"',
         '"lost"',
         "contract/test_jsonl.py::test_what_readers_have_deleted_is_not_taken_for_lost",
+    ),
+    mutant(
+        "a script stores whatever the marks are",
+        SCRIPT,
+        "~= expected then return 0 end",
+        "~= expected then at = at end",
+        f"{REDIS}::test_of_steps_in_flight_none_is_stored_after_one_that_was_not",
+    ),
+    mutant(
+        "a script does not move the marks",
+        SCRIPT,
+        "call('HSET', KEYS[1], one[1], one[2])",
+        "call('HSET', KEYS[1], one[1], '')",
+        f"{REDIS}::test_of_steps_in_flight_none_is_stored_after_one_that_was_not",
+    ),
+    mutant(
+        "a key that is no stream is met in the middle",
+        SCRIPT,
+        "if type ~= 'stream' and type ~= 'none' then",
+        "if false then",
+        f"{ROUTED}::test_a_key_that_is_no_stream_is_named_and_nothing_stored",
+    ),
+    mutant(
+        "each step has the marks of the whole chunk",
+        STREAMS,
+        "moved = verdict.moved if last else",
+        "moved = verdict.moved if True else",
+        f"{REDIS}::test_of_steps_in_flight_none_is_stored_after_one_that_was_not",
+    ),
+    mutant(
+        "replicas are not waited for",
+        STREAMS,
+        "        if have < wanted:",
+        "        if have < 0:",
+        f"{REDIS}::test_what_is_not_on_enough_replicas_does_not_count_as_stored",
+    ),
+    mutant(
+        "a server without its data is another one",
+        "saf/destinations/redis/server.py",
+        'return uuid5(NAMESPACE_URL, f"{self.settings.server}#{self.settings.hash_tag}")',
+        "import uuid; return uuid.uuid4()",
+        REDIS,
+    ),
+    mutant(
+        "entries that were removed are taken for lost",
+        "saf/destinations/redis/reading.py",
+        'if gone := info["entries-added"] - info["length"]:',
+        "if gone := 0:",
+        f"{REDIS}::test_what_was_trimmed_is_not_taken_for_lost",
+    ),
+    mutant(
+        "messages of dialogs go to queues",
+        "saf/engine/storing.py",
+        "capabilities.takes_dialogs:",
+        "capabilities.takes_dialogs or True:",
+        REDIS,
+    ),
+    mutant(
+        "a sender's header stands for saf's",
+        "saf/destinations/mapping.py",
+        "taken = {*of.values(), *headers, *reserved}",
+        "taken = {*reserved}",
+        f"{ROUTED}::test_headers_of_the_sender_are_fields_and_what_cannot_be_one_is_a_dead_letter",
     ),
 ]

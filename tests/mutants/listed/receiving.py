@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, harmless, mutant
 
-CLAIM, RECEIVE, DELIVERY, LANES = (
+PREFETCH, SAVEPOINTS = "saf/receiving/prefetch.py", "saf/receiving/savepoints.py"
+PREFETCHED, SHARED = "contract/test_prefetch.py", "contract/test_savepoints.py"
+QUIET, IDLE = "saf/receiving/quiet.py", "contract/test_quiet.py"
+CLAIM, READING, LINK, RECEIVE, DELIVERY, LANES = (
     "saf/receiving/claim.py",
+    "saf/receiving/reading.py",
+    "saf/receiving/link.py",
     "saf/receiving/receive.py",
     "saf/receiving/delivery.py",
     "saf/receiving/retries.py",
@@ -35,15 +40,22 @@ KILLS = (
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "what was read ahead and refused is gone without a dead letter",
+        DELIVERY,
+        "            or self._refused\n",
+        "",
+        "contract/test_signing.py::test_what_was_read_ahead_is_verified_as_it_is_delivered",
+    ),
+    mutant(
         "what was delayed comes in the order of its ids",
-        CLAIM,
+        READING,
         "ORDER BY deliver_at, id LIMIT",
         "ORDER BY id LIMIT",
         f"{RECEIVED}::test_what_was_delayed_comes_in_the_order_of_its_times_and_before_the_rest",
     ),
     mutant(
         "a delivery is not in the order of its ids",
-        CLAIM,
+        READING,
         "    hand.messages.sort(key=_order)\n",
         "",
         f"{RECEIVED}::test_a_delivery_of_many_keys_is_in_the_order_of_their_ids",
@@ -51,8 +63,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "two receivers have a shard in hand",
         CLAIM,
-        "        ORDER BY random()\n        FOR UPDATE OF f SKIP LOCKED",
-        "        ORDER BY random()",
+        "ORDER BY turn\nFOR UPDATE OF f SKIP LOCKED",
+        "ORDER BY turn",
         f"{RECEIVED}::test_a_key_is_never_in_two_hands_and_other_shards_stay_free",
     ),
     mutant(
@@ -64,7 +76,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a cut that is not clean is taken",
-        CLAIM,
+        READING,
         "WHERE clean AND part >= 1",
         "WHERE part >= 1",
         f"{RECEIVED}::test_a_deep_backlog_of_transactions_that_overlap_is_read_in_the_order_of_ids",
@@ -77,15 +89,92 @@ MUTANTS: list[Mutant] = [
         f"{RECEIVED}::test_a_block_that_commits_by_itself_is_refused_and_its_messages_come_again",
     ),
     mutant(
-        "what has expired is handed out",
+        "what another receiver has delivered is delivered again",
+        PREFETCH,
+        "WHERE f.position = m.was AND",
+        "WHERE",
+        f"{PREFETCHED}::test_what_another_receiver_has_delivered_meanwhile_is_not_delivered_again",
+    ),
+    mutant(
+        "what was read ahead overtakes a dead letter that is retried",
+        PREFETCH,
+        " AND NOT {waits}",
+        "",
+        f"{PREFETCHED}::test_a_dead_letter_that_is_retried_goes_before_what_was_read_ahead",
+    ),
+    mutant(
+        "who died with what somebody else had read ahead goes unnoticed",
+        PREFETCH,
+        "{failed} IS NOT TRUE AND ",
+        "",
+        f"{PREFETCHED}::test_who_died_with_what_another_has_read_ahead_is_noticed_and_counted",
+    ),
+    mutant(
+        "what was read ahead and has expired since is handed out",
+        PREFETCH,
+        " AND (now() < m.expires_at) IS NOT FALSE",
+        "",
+        f"{PREFETCHED}::test_what_has_expired_since_it_was_read_is_a_dead_letter",
+    ),
+    mutant(
+        "what is behind a delayed message is read ahead as if it were next to the one before",
+        PREFETCH,
+        "rows=mine[:plain],",
+        "rows=mine,",
+        f"{PREFETCHED}::test_what_is_delayed_among_what_is_read_ahead_comes_in_its_time",
+    ),
+    mutant(
+        "a block that commits what was read ahead goes unnoticed",
         CLAIM,
+        "hand.marked and is_marked(connection)",
+        "hand.marked",
+        f"{PREFETCHED}::test_a_block_that_commits_what_was_read_ahead_by_itself_is_refused",
+    ),
+    mutant(
+        "a receiver stays with its shards for ever",
+        PREFETCH,
+        "time.monotonic() > self._until",
+        "time.monotonic() > self._until + 3600",
+        f"{PREFETCHED}::test_a_receiver_gives_a_shard_up_after_a_while",
+    ),
+    mutant(
+        "who is idle does not ask for what committed late",
+        QUIET,
+        "AND i.txid = ANY (ARRAY(SELECT pg_snapshot_xip(%(seen)s::pg_snapshot))))",
+        "AND false)",
+        f"{IDLE}::test_a_message_of_a_transaction_that_was_open_all_the_time_is_found",
+    ),
+    mutant(
+        "who is idle does not ask who has died with a shard in hand",
+        QUIET,
+        """OR {failed("touched")}),""",
+        "),",
+        f"{IDLE}::test_what_another_had_in_hand_all_the_time_is_found",
+    ),
+    mutant(
+        "who is idle does not ask whether shards have become free",
+        QUIET,
+        "now == free and ",
+        "",
+        f"{IDLE}::test_shards_that_a_member_has_left_are_found",
+    ),
+    mutant(
+        "what shares a savepoint with a failed handler is not done again",
+        SAVEPOINTS,
+        "            for one in others:\n                self.do(one, alone=True)\n",
+        "",
+        f"{SHARED}::test_when_one_of_many_fails_the_work_of_the_others_is_there_once",
+    ),
+    mutant(
+        "what has expired is handed out",
+        READING,
         "WHEN expires_at <= now() THEN {EXPIRED} WHEN",
         "WHEN expires_at < 'epoch' THEN {EXPIRED} WHEN",
         f"{RECEIVED}::test_an_expired_message_is_a_dead_letter",
     ),
     mutant(
         "what is delayed is handed out",
-        CLAIM,
+        READING,
         "WHEN deliver_at > now() THEN {LATE}",
         "WHEN deliver_at < 'epoch' THEN {LATE}",
         f"{RECEIVED}::test_deliver_at_is_honoured_and_nobody_waits_for_it",
@@ -107,7 +196,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a shard whose delivery failed is handed out as any other",
         CLAIM,
-        "failed=frozenset(shard for shard, failed, _ in locked if failed)",
+        "failed=frozenset(shard for shard, failed, *_ in locked if failed)",
         "failed=frozenset()",
         f"{RECEIVED}::"
         "test_what_rolls_back_once_comes_again_in_order_and_is_soon_handed_out_in_full",
@@ -135,8 +224,8 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "autocommit is let in",
-        RECEIVE,
-        "if self._status() != TransactionStatus.INTRANS:",
+        LINK,
+        "if claims and self._status() != TransactionStatus.INTRANS:",
         "if self._status() == TransactionStatus.UNKNOWN:",
         f"{RECEIVED}::test_an_engine_that_commits_each_statement_is_refused",
     ),
@@ -304,16 +393,16 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a failed handler's work stays",
-        LOOP,
-        "                self.raw.execute(UNDO)\n",
-        "                pass\n",
+        SAVEPOINTS,
+        "        self.raw.execute(UNDO)\n",
+        "",
         f"{WORKER}::test_a_message_that_fails_waits_with_its_key_and_others_go_on",
     ),
     mutant(
         "what an instance remembers of a handler that failed stays",
         PROCESSORS,
-        "if not self._one(delivery, work, message, call) or message.key is None:",
-        "if self._one(delivery, work, message, call) and message.key is None:",
+        "_undone(self, message: Received) -> None:\n        self._live.forget(message.lane)",
+        "_undone(self, message: Received) -> None:\n        del message",
         f"{OF_PROCESSORS}::test_what_an_instance_remembers_of_a_handler_that_failed_is_thrown_away",
     ),
     mutant(
@@ -327,8 +416,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a message without a key leaves its instance behind",
         PROCESSORS,
-        "(delivery, work, message, call) or message.key is None:",
-        "(delivery, work, message, call):",
+        "passivate(connection)\n            self._live.forget(message.lane)\n",
+        "passivate(connection)\n",
         f"{OF_PROCESSORS}::test_an_instance_of_a_message_without_key_is_passivated_once",
     ),
     mutant(

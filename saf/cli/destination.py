@@ -1,0 +1,61 @@
+"""``saf destination``: the destinations of saf.toml, and what each really gives."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from saf.cli.brokers import AsJson, Config
+from saf.cli.console import echo, plain_console
+from saf.cli.doctor import FOUND
+from saf.config import did_you_mean, load
+from saf.errors import ConfigurationError
+
+app = typer.Typer(no_args_is_help=True, help="Destinations: where messages are delivered.")
+
+Name = Annotated[str, typer.Argument(help="Of the destination, in saf.toml.")]
+
+
+@app.command()
+def check(name: Name, config: Config = None, as_json: AsJson = False) -> None:
+    """Connect to a destination, and say what it promises.
+
+    It asks the server what it is and how it is set up, says which setting would give more, and
+    writes nothing.
+
+    Exit code 0: messages can be stored there; 1: something is wrong with it; 2: it refuses the
+    login or the forwarder; 75: it does not answer.
+    """
+    destinations = load(config).destinations
+    if name not in destinations:
+        raise ConfigurationError(
+            f"there is no [destinations.{name}] in saf.toml{did_you_mean(name, destinations)}"
+        )
+    there = destinations[name]
+    problems = [*there.problems(name)]
+    given = there.guarantee(name)
+    if as_json:
+        echo(json.dumps({"destination": name, **_said(given, problems), "quality": there.quality}))
+    else:
+        console = plain_console()
+        console.paragraph(f"destination {name!r}: {given.server}", others="    ")
+        console.paragraph(f"  promise: {given.promise}", others="    ")
+        for what, cure in problems:
+            console.paragraph(f"error: {what}", style="red", others="    ")
+            console.paragraph(f"  cure: {cure}", others="    ")
+        for what, cure in given.more:
+            console.paragraph(f"not given: {what}", style="yellow", others="    ")
+            console.paragraph(f"  to have it: {cure}", others="    ")
+    if problems:
+        raise typer.Exit(FOUND)
+
+
+def _said(given: Any, problems: list[tuple[str, str]]) -> dict[str, Any]:
+    return {
+        "server": given.server,
+        "promise": given.promise,
+        "problems": [{"what": what, "cure": cure} for what, cure in problems],
+        "more": [{"what": what, "cure": cure} for what, cure in given.more],
+    }

@@ -1,0 +1,115 @@
+"""The demo's Redis server, started where it is installed, and what is in its streams."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from saf.demo.proof import Received
+from saf.destinations.redis import Redis
+from saf.errors import MissingExtra, UsageError
+
+PROGRAM = "redis-server"
+DURABLE = {"appendonly": "yes", "appendfsync": "always", "save": "", "bind": "127.0.0.1"}
+START_SECONDS = 30.0
+AT_ONCE = 5_000
+
+OURS = ("saf-id", "saf-from", "saf-service", "saf-key", "saf-type")
+"""The fields that are columns of a message, in the order of `Received`."""
+
+
+@contextmanager
+def serve(folder: Path) -> Iterator[Redis]:
+    """Give a server as a destination; what it holds is in the folder.
+
+    Raises:
+        UsageError: there is no redis-server on this machine.
+    """
+    program = shutil.which(PROGRAM)
+    if program is None:
+        raise UsageError(f"there is no {PROGRAM} on this machine: apt install redis-server")
+    try:
+        import redis
+    except ImportError:
+        raise MissingExtra("redis", "a demo to Redis") from None
+    folder = folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    noted = folder / "port"
+    if noted.exists():
+        _stop(redis.Redis(port=int(noted.read_text())), folder)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = int(free.getsockname()[1])
+    noted.write_text(str(port))
+    given = {**DURABLE, "port": str(port), "dir": str(folder)}
+    with (folder / "log").open("ab") as log:
+        process = subprocess.Popen(  # noqa: S603 - found on this machine
+            [program, *(part for name, value in given.items() for part in (f"--{name}", value))],
+            stdout=log,
+            stderr=log,
+            process_group=0,  # Ctrl-C is for this process, which then ends the server
+        )
+    try:
+        _wait_for(redis.Redis(port=port), process)
+        yield Redis(server=f"redis://127.0.0.1:{port}/0")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def received(settings: Redis) -> Iterator[Received]:
+    """Give all messages of all streams, each stream in its order; by the usual client."""
+    import redis
+
+    ((host, port),) = settings.address.hosts
+    with redis.Redis(host=host, port=port) as client:
+        number = 0
+        for key in client.scan_iter(match=f"{{{settings.hash_tag}}}:*"):
+            first = "-"
+            while entries := client.xrange(key, first, count=AT_ONCE):
+                for _, fields in entries:
+                    number += 1
+                    yield _received(number, fields)
+                first = f"({entries[-1][0].decode()}"
+
+
+def _received(number: int, fields: dict[bytes, bytes]) -> Received:
+    said = {name.decode(): value for name, value in fields.items()}
+    body = said.pop("body")
+    texts: dict[str, Any] = {name: value.decode() for name, value in said.items()}
+    headers = {name: value for name, value in texts.items() if not name.startswith("saf-")}
+    message_id, from_service, to_service, key, message_type = (texts.get(name) for name in OURS)
+    return (
+        *(number, message_id, from_service, to_service, key, message_type),
+        *(json.dumps(headers), body),
+    )
+
+
+def _wait_for(client: Any, process: subprocess.Popen[bytes]) -> None:
+    import redis
+    from redis.backoff import ConstantBackoff
+    from redis.retry import Retry
+
+    errors = (redis.ConnectionError, redis.BusyLoadingError)
+    patient = Retry(ConstantBackoff(0.05), int(START_SECONDS / 0.05), supported_errors=errors)
+
+    def ask() -> None:
+        if process.poll() is not None:
+            raise UsageError(f"{PROGRAM} does not start: its log is in the demo's folder")
+        client.ping()
+
+    patient.call_with_retry(ask, lambda _: None)
+
+
+def _stop(client: Any, folder: Path) -> None:
+    """Stop a server of this folder that a killed demo has left."""
+    import redis
+
+    with suppress(redis.RedisError):
+        if client.config_get("dir")["dir"] == str(folder):
+            client.shutdown(nosave=True)

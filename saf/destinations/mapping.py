@@ -1,0 +1,224 @@
+"""Mapping: what a broker of another make gets of a message: its topic, key, headers and body.
+
+    topic     a template, such as "orders.{service}"; `PLACEHOLDERS` may stand in it
+    key       the message's key
+    headers   what saf says (`HEADERS`), and the sender's own as they are
+    body      the message's body, to the last byte
+
+Each header of saf's own has two names. In the format ``saf`` it is ``saf-id`` and so on. In the
+format ``cloudevents`` it is an attribute of CloudEvents 1.0 in its binary mode, with the prefix
+that the protocol's binding gives attributes, such as ``ce_id``; the body's content type is a header
+in both.
+
+The sender's own headers are JSON: a text is given as it is, any other value as JSON text. A sender
+cannot give a header that saf gives: such a message is rejected.
+
+It works on columns. Python looks at each distinct text of the sender's headers once per chunk: if
+all messages have the same ones, once; if each has a trace of its own, at each message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any, TypeAlias
+from uuid import UUID
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from saf.destinations.queues import Format
+from saf.destinations.texts import TEXT, moments, uuids, whole
+from saf.errors import Rejected
+
+NO_TYPE = "untyped"
+"""What stands in a topic for the type of a message that has none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """A header of saf's own: a column of messages, and the names that it has."""
+
+    column: str
+    saf: str
+    """Its name in the format ``saf``."""
+    event: str
+    """The attribute's name in the format ``cloudevents``, without the protocol's prefix."""
+
+
+HEADERS = (
+    Header(column="message_id", saf="saf-id", event="id"),
+    Header(column="source", saf="saf-source", event="source"),
+    Header(column="shard", saf="saf-shard", event="safshard"),
+    Header(column="to_service", saf="saf-service", event="safservice"),
+    Header(column="to_broker", saf="saf-to-broker", event="safbroker"),
+    Header(column="from_service", saf="saf-from", event="saffrom"),
+    Header(column="key", saf="saf-key", event="partitionkey"),
+    Header(column="message_type", saf="saf-type", event="type"),
+    Header(column="conversation_id", saf="saf-conversation", event="safconversation"),
+    Header(column="sequence", saf="saf-sequence", event="safsequence"),
+    Header(column="created_at", saf="saf-created-at", event="time"),
+    Header(column="deliver_at", saf="saf-deliver-at", event="safdeliverat"),
+    Header(column="expires_at", saf="saf-expires-at", event="safexpiresat"),
+)
+"""The headers of saf's own. A message lacks those whose column is NULL. In CloudEvents, the type of
+a message that has none is its service, and the source is a URN of its broker_id."""
+EVENT_SOURCE = "urn:uuid:"
+
+Column: TypeAlias = pa.Array | str
+"""The values of a header, one for each message, or one for all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mapped:
+    """What a broker gets of some messages."""
+
+    topics: Sequence[str]
+    """The topics that there are."""
+    topic: npt.NDArray[np.int64]
+    """The topic of each message, by its place in ``topics``."""
+    headers: Mapping[str, Column]
+    """saf's own headers by their names; null where a message lacks one."""
+    own: Sequence[Mapping[str, str]]
+    """The senders' own headers, each of the forms that there are."""
+    which: npt.NDArray[np.int64]
+    """The form of each message, by its place in ``own``."""
+    body: pa.Array
+
+    @property
+    def count(self) -> int:
+        """How many messages there are."""
+        return len(self.body)
+
+    def slice(self, first: int, count: int) -> Mapped:
+        """Return some of the messages, with the topics and headers that these have."""
+        topics, topic = np.unique(self.topic[first : first + count], return_inverse=True)
+        own, which = np.unique(self.which[first : first + count], return_inverse=True)
+        return Mapped(
+            topics=[self.topics[place] for place in topics],
+            topic=topic,
+            headers={
+                name: values if isinstance(values, str) else values.slice(first, count)
+                for name, values in self.headers.items()
+            },
+            own=[self.own[place] for place in own],
+            which=which,
+            body=self.body.slice(first, count),
+        )
+
+
+def names(form: Format, prefix: str) -> dict[str, str]:
+    """Return the names of saf's own headers by their columns.
+
+    ``prefix`` is what the protocol's binding puts before an attribute of CloudEvents.
+    """
+    if form == "saf":
+        return {header.column: header.saf for header in HEADERS}
+    return {header.column: prefix + header.event for header in HEADERS}
+
+
+def mapped(
+    where: str,
+    rows: pa.Table,
+    source: UUID,
+    *,
+    topic: str,
+    form: Format,
+    prefix: str,
+    reserved: Collection[str] = (),
+) -> Mapped:
+    """Return what a broker gets of messages.
+
+    Args:
+        where: the destination, for errors.
+        rows: the messages.
+        source: the broker_id of their source.
+        topic: the template of their topics.
+        form: how headers are named.
+        prefix: what stands before an attribute of CloudEvents.
+        reserved: more names that a sender's own header must not have.
+
+    Raises:
+        Rejected: headers of a sender cannot be given.
+    """
+    rows = rows.combine_chunks()
+    of = names(form, prefix)
+    headers: dict[str, Column] = {}
+    for column, name in of.items():
+        values = _said(rows, column, source, form)
+        if isinstance(values, str) or values.null_count < len(values):
+            headers[name] = values
+    if form == "cloudevents":
+        headers[f"{prefix}specversion"] = "1.0"
+    taken = {*of.values(), *headers, *reserved}
+    topics = whole(_topics(rows, source, topic)).dictionary_encode()
+    texts = whole(rows["headers"]).dictionary_encode(null_encoding="encode")
+    return Mapped(
+        topics=topics.dictionary.to_pylist(),
+        topic=topics.indices.to_numpy().astype(np.int64),
+        headers=headers,
+        own=[_own(where, text, taken) for text in texts.dictionary.to_pylist()],
+        which=texts.indices.to_numpy().astype(np.int64),
+        body=whole(rows["body"]),
+    )
+
+
+def _said(rows: pa.Table, column: str, source: UUID, form: Format) -> Column:
+    if column == "source":
+        return f"{EVENT_SOURCE if form == 'cloudevents' else ''}{source}"
+    values = whole(rows[column])
+    if column in ("message_id", "to_broker", "conversation_id"):
+        return uuids(values)
+    if column in ("created_at", "deliver_at", "expires_at"):
+        return moments(values)
+    if column == "message_type" and form == "cloudevents":
+        values = pc.coalesce(values, whole(rows["to_service"]))
+    return values.cast(TEXT)
+
+
+def _topics(rows: pa.Table, source: UUID, template: str) -> pa.Array:
+    values: dict[str, Any] = {
+        "service": lambda: whole(rows["to_service"]).cast(TEXT),
+        "message_type": lambda: pc.fill_null(whole(rows["message_type"]).cast(TEXT), NO_TYPE),
+        "source": lambda: pa.scalar(str(source), TEXT),
+        "shard": lambda: whole(rows["shard"]).cast(TEXT),
+    }
+    nothing = pa.repeat(pa.scalar("", TEXT), rows.num_rows)
+    parts = [nothing]
+    for literal, name, _, _ in Formatter().parse(template):
+        parts.append(pa.scalar(literal, TEXT))
+        if name is not None:
+            parts.append(values[name]())
+    return pc.binary_join_element_wise(*parts, pa.scalar("", TEXT))
+
+
+def _own(where: str, text: str | None, taken: set[str]) -> dict[str, str]:
+    """Return the sender's own headers as texts."""
+    if text is None:
+        return {}
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Rejected(where, f"the headers cannot be read: {error}") from None
+    if said is None:
+        return {}
+    if not isinstance(said, dict):
+        raise Rejected(where, "the headers are no JSON object")
+    if wrong := sorted(taken & said.keys()):
+        raise Rejected(where, f"the sender has given a header {wrong[0]!r}, which saf gives")
+    return {name: _text(value) for name, value in said.items()}
+
+
+def _text(value: object) -> str:
+    """Return a header's value as text.
+
+    >>> _text("grüezi"), _text(1.5), _text({"a": [None, "ü"]})
+    ('grüezi', '1.5', '{"a":[null,"ü"]}')
+    """
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,155 @@
+"""The kind ``redis``: Streams of a Redis or Valkey server, exactly once.
+
+    [destinations.events]
+    kind = "redis"
+    server = "rediss://redis.example.com:6379/0"
+    username = "saf"
+    password = "${REDIS_PASSWORD}"
+    topic = "orders.{service}"              # stream {saf}:orders.billing
+
+`saf.destinations.redis.streams` tells how a chunk is stored, `saf.destinations.redis.keys` what
+keys there are. The client is the extra ``redis``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from uuid import UUID
+
+import pydantic
+from pydantic import AfterValidator, PrivateAttr, SecretStr
+
+from saf.database.bounds import Bounds
+from saf.destinations import Capabilities, Destination
+from saf.destinations.marks import Known
+from saf.destinations.queues import QueueSettings, client_needed
+from saf.destinations.reading import Reading
+from saf.destinations.redis.address import Address, parse
+from saf.destinations.settings import Guarantee, within
+
+if TYPE_CHECKING:
+    from saf.destinations.redis.server import Link
+
+
+def _address(text: str) -> str:
+    parse(text)
+    return text
+
+
+def _tag(text: str) -> str:
+    if not text or set(text) & set("{}") or not text.isprintable():
+        raise ValueError("a hash tag is some printable characters, without { and }")
+    return text
+
+
+class Redis(QueueSettings):
+    """Streams of a Redis server."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        exactly_once=True, fences=True, reads_back=True, takes_dialogs=False
+    )
+
+    kind: Literal["redis"] = "redis"
+    server: Annotated[str, AfterValidator(_address)]
+    """`redis://host:6379/0`; `rediss://…` with TLS; `unix:///path?db=0`;
+    `redis+sentinel://host,host/name/0` or `redis+cluster://host,host`, both also with `rediss`."""
+    username: str | None = None
+    """The user of the server's ACL; by default, its user `default`."""
+    password: SecretStr | None = None
+    """The user's password."""
+    ca_file: Path | None = None
+    """With TLS: certificates that the server's is checked with; by default, the system's."""
+    certificate_file: Path | None = None
+    """With TLS: the client's certificate."""
+    key_file: Path | None = None
+    """With TLS: the key of the client's certificate."""
+    hash_tag: Annotated[str, AfterValidator(_tag)] = "saf"
+    """What all of its keys have in braces, so that a cluster keeps them together."""
+    replicas: Annotated[int, within(0, 100)] = 0
+    """How many replicas must have a chunk before it counts as stored."""
+    step_rows: Annotated[int, within(1, 100_000)] = 2_000
+    """Messages that are stored at a time; meanwhile, the server does nothing else."""
+
+    _bounds: Bounds = PrivateAttr(default_factory=Bounds)
+
+    @pydantic.model_validator(mode="after")
+    def _has_what_tls_needs(self) -> Self:
+        if (self.certificate_file is None) != (self.key_file is None):
+            raise ValueError("certificate_file and key_file are given together")
+        if (self.ca_file or self.certificate_file) and not self.address.tls:
+            raise ValueError("certificates need TLS: say rediss:// instead of redis://")
+        return self
+
+    @property
+    def address(self) -> Address:
+        """Where the server is."""
+        return parse(self.server)
+
+    @property
+    def bounds(self) -> Bounds:
+        """How long anything is waited for."""
+        return self._bounds
+
+    def bounded(self, bounds: Bounds) -> Self:
+        """Return these settings with saf.toml's ``[bounds]``."""
+        mine = self.model_copy()
+        mine._bounds = bounds
+        return mine
+
+    def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
+        """Return the streams as a destination; see `DestinationSettings.open`."""
+        with client_needed(name, "redis"):
+            from saf.destinations.redis.streams import Streams  # needs Arrow; a driver has none
+        return Streams(name, self)
+
+    @classmethod
+    def preload(cls) -> None:
+        """Import what `open` imports; without the client, nobody uses this kind."""
+        try:
+            import redis  # noqa: F401 - to have it imported
+        except ImportError:
+            return
+        import saf.destinations.redis.streams  # noqa: F401 - to have it imported
+
+    @contextmanager
+    def _connected(self, name: str) -> Iterator[Link]:
+        with client_needed(name, "redis"):
+            from saf.destinations.redis.server import connected
+        with connected(name, self) as link:
+            yield link
+
+    def identity(self, name: str) -> UUID:
+        """Return what the server says, or will say; see `DestinationSettings.identity`."""
+        with self._connected(name) as link:
+            return link.identity()
+
+    def known(self, name: str, source: UUID, *, role: str) -> Known:  # noqa: ARG002 - nobody asks
+        """Return the marks of a source; see `DestinationSettings.known`."""
+        with self._connected(name) as link:
+            return link.known(source)
+
+    def reading(self, name: str) -> AbstractContextManager[Reading]:
+        """Open the streams for reading; see `DestinationSettings.reading`.
+
+        Raises:
+            CannotReadBack: some entries are not there any more.
+        """
+        with client_needed(name, "redis"):
+            from saf.destinations.redis.reading import read
+        return read(name, self)
+
+    def problems(self, name: str) -> Iterator[tuple[str, str]]:
+        """Raise what the server would be refused for; see `DestinationSettings.problems`."""
+        with self._connected(name) as link:
+            link.look()
+        yield from ()
+
+    def guarantee(self, name: str) -> Guarantee:
+        """Return what the server's settings really give; see `DestinationSettings.guarantee`."""
+        with self._connected(name) as link:
+            from saf.destinations.redis.guarantee import guarantee
+
+            return guarantee(link)

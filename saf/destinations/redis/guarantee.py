@@ -1,0 +1,66 @@
+"""What the settings of a Redis server give: what a crash or a failover may take back.
+
+Whatever is taken back is taken back with its marks. So a loss is noticed at the next contact, and
+`saf rebase` sends again what was lost; but a consumer may have read it before.
+"""
+
+from __future__ import annotations
+
+from saf.destinations.redis.server import Link
+from saf.destinations.settings import Guarantee
+
+KEPT = {
+    "always": "a crash of the process or of the machine loses nothing that was acknowledged",
+    "everysec": "a crash loses what was acknowledged in the last second or two",
+    "no": "a crash of the machine loses what was acknowledged since the system last wrote, often "
+    "half a minute",
+    None: "what a crash of the machine loses is not known, because this user may not ask",
+}
+NOT_KEPT = "a crash, or any restart, loses what was acknowledged since the last snapshot"
+
+
+def guarantee(link: Link) -> Guarantee:
+    """Return what a server promises, by its settings as they are now."""
+    info = link.info()
+    file = bool(info["aof_enabled"])
+    sync = link.config("appendfsync") if file else None
+    replicas = int(info["connected_slaves"])
+    wanted = link.settings.replicas
+    more: list[tuple[str, str]] = []
+    if not file:
+        more.append((NOT_KEPT, "appendonly yes and appendfsync always in redis.conf"))
+    elif sync is None:
+        more.append((KEPT[sync], "ACL SETUSER with +config|get, for appendfsync"))
+    elif sync != "always":
+        more.append((KEPT[sync], "appendfsync always in redis.conf"))
+    if replicas and not wanted:
+        more.append(
+            (
+                f"a failover to one of {_replicas(replicas)} may lose what was acknowledged, "
+                "because nobody waits for them",
+                f"replicas = {replicas} in this destination of saf.toml, and min-replicas-to-write",
+            )
+        )
+    if wanted > replicas:
+        more.append(
+            (
+                f"it has {replicas} of {_replicas(wanted)} that saf waits for: messages wait",
+                "start them, or lower replicas in saf.toml",
+            )
+        )
+    failover = "no replica is waited for"
+    if wanted:
+        failover = f"a chunk counts as stored when {_replicas(wanted)} have it"
+    kept = KEPT.get(sync, KEPT[None]) if file else NOT_KEPT
+    name = "Valkey" if "valkey_version" in info else "Redis"
+    version = info.get("valkey_version") or info["redis_version"]
+    return Guarantee(
+        server=f"{name} {version}, {info['redis_mode']}, {link.settings.server}",
+        promise=f"{link.settings.quality.replace('_', ' ')}; {kept}; {failover}; what is lost is "
+        "noticed, and saf rebase sends it again",
+        more=tuple(more),
+    )
+
+
+def _replicas(count: int) -> str:
+    return f"{count} replica{'' if count == 1 else 's'}"

@@ -1,0 +1,122 @@
+"""Reading back: all entries of the streams of a source, as long as none of them was removed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from functools import cache
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+import pyarrow as pa
+
+from saf.destinations.mapping import EVENT_SOURCE, names
+from saf.destinations.reading import Reading
+from saf.destinations.redis import keys
+from saf.destinations.redis.server import Link, connected, known_of
+from saf.destinations.tables import HELD, TableReading
+from saf.errors import CannotReadBack
+
+if TYPE_CHECKING:
+    from saf.destinations.redis import Redis
+
+AT_ONCE = 5_000
+"""Entries that are asked for at a time."""
+
+OURS, EVENTS = (
+    {column: name.encode() for column, name in names(form, "ce_").items()}
+    for form in ("saf", "cloudevents")
+)
+
+
+@contextmanager
+def read(name: str, settings: Redis) -> Iterator[Reading]:
+    """Open all streams of all sources for reading.
+
+    Raises:
+        CannotReadBack: entries were removed.
+    """
+    with connected(name, settings) as link:
+        moment = cache(lambda source: Moment(name, link, source))
+        tag = settings.hash_tag
+        for key in [*link.client.scan_iter(match=_literally(keys.streams(tag, "")) + "*")]:
+            moment(UUID(key.decode().removeprefix(keys.streams(tag, ""))))
+        yield TableReading(
+            name=name,
+            is_=link.identity(),
+            read=cache(lambda source: moment(source).held()),
+            knows=lambda source: moment(source).known,
+        )
+
+
+class Moment:
+    """What there is of one source at one moment: its marks, and the ends of its streams."""
+
+    def __init__(self, name: str, link: Link, source: UUID) -> None:
+        self._link = link
+        self._source = source
+        marks, streams = (of(link.settings.hash_tag, source) for of in (keys.marks, keys.streams))
+        there: set[bytes] | None = None
+        found: list[Any] = []
+        while not found or found[1] != there:  # a stream has come meanwhile
+            there = link.client.smembers(streams)
+            with link.client.pipeline(transaction=True) as asked:
+                asked.hgetall(marks)
+                asked.smembers(streams)
+                for key in sorted(there or ()):
+                    asked.xinfo_stream(key)
+                found = asked.execute(raise_on_error=False)
+        self.known = known_of(link.identity(), found[0])
+        self._ends: dict[bytes, bytes] = {}
+        for key, info in zip(sorted(there or ()), found[2:], strict=True):
+            if isinstance(info, Exception):
+                raise CannotReadBack(name, f"its stream {key.decode()} is gone")
+            if gone := info["entries-added"] - info["length"]:
+                raise CannotReadBack(
+                    name, f"{gone:,} entries of its stream {key.decode()} were removed"
+                )
+            self._ends[key] = info["last-generated-id"]
+
+    def held(self) -> pa.Table:
+        """Return the columns that are needed of each message. Python reads them one by one."""
+        columns: dict[str, list[Any]] = {name: [] for name in HELD.names}
+        for key, end in self._ends.items():
+            for fields in self._entries(key, end):
+                message = _message(fields, self._source)
+                if message is not None:
+                    for name, values in columns.items():
+                        values.append(message[name])
+        return pa.table(columns, schema=HELD)
+
+    def _entries(self, key: bytes, end: bytes) -> Iterator[dict[bytes, bytes]]:
+        first = "-"
+        while entries := self._link.client.xrange(key, first, end, count=AT_ONCE):
+            yield from (fields for _, fields in entries)
+            first = f"({entries[-1][0].decode()}"
+
+
+def _message(fields: dict[bytes, bytes], source: UUID) -> dict[str, Any] | None:
+    """Return what is held of an entry; None if it is no message of the source."""
+    for of in (OURS, EVENTS):
+        said = {column: fields[name].decode() for column, name in of.items() if name in fields}
+        if said.get("source", "").removeprefix(EVENT_SOURCE) == str(source):
+            to_broker = said.get("to_broker")
+            return {
+                "message_id": UUID(said["message_id"]).bytes,
+                "shard": int(said["shard"]),
+                "to_service": said["to_service"],
+                "to_broker": to_broker and UUID(to_broker).bytes,
+                "key": said.get("key"),
+                "created_at": datetime.fromisoformat(said["created_at"]),
+            }
+    return None
+
+
+def _literally(text: str) -> str:
+    r"""Return a pattern for a text.
+
+    >>> _literally("{a*}")
+    '{a\\*}'
+    """
+    return "".join(f"\\{one}" if one in "*?[]\\^" else one for one in text)

@@ -1,0 +1,97 @@
+"""The script that stores a step at a Redis server, whole or not at all.
+
+It changes something only if the marks are still what the caller has read: a comparison of texts,
+so the rules of marks stand in Python only (`saf.destinations.places`). The server runs nothing
+else meanwhile, and writes what the script does to its append-only file, and to its replicas, as
+one transaction: after a crash, a restart or a failover, all of it is there, or nothing.
+
+What could fail in the middle is looked at first: a key that is no stream. The right to write marks
+is used before the first message: one mark is written as it was. So a step that fails has moved no
+mark, and stored nothing.
+
+KEYS    the marks of the source, the set of its streams, and then the streams
+ARGV    PLACES, and for each place its field and what it must be
+        MOVED, and for each place that moves its field and what it becomes
+        SHAPES, and for each shape of messages: FIELDS, and for each field its name, and ``?`` if
+        each message has a value of its own, or ``=`` and the value of all
+        and then for each message: its stream, its shape, and its values
+"""
+
+from __future__ import annotations
+
+STORED, MOVED = 1, 0
+"""What it answers: the step is stored; or another one has moved the marks meanwhile."""
+
+NO_STREAM = "SAFNOSTREAM"
+"""The code of the error for a key that is no stream; the key follows."""
+
+DENIED = "SAFDENIED"
+"""The code of the error for a command that this user may not give; the command follows."""
+
+MOST_FIELDS = 2_000
+"""Fields that one message may have: Lua hands on some 8,000 values at a time."""
+
+STORE = """
+local at, doing = 1, ''
+local function following()
+  at = at + 1
+  return ARGV[at - 1]
+end
+local function call(command, ...)
+  doing = command
+  return redis.call(command, ...)
+end
+
+local function store()
+  for _ = 1, tonumber(following()) do
+    local field, expected = following(), following()
+    if (call('HGET', KEYS[1], field) or '') ~= expected then return 0 end
+  end
+  for number = 3, #KEYS do
+    local type = call('TYPE', KEYS[number]).ok
+    if type ~= 'stream' and type ~= 'none' then
+      return redis.error_reply('SAFNOSTREAM ' .. KEYS[number] .. ' is a ' .. type)
+    end
+  end
+  for number = 3, #KEYS do call('SADD', KEYS[2], KEYS[number]) end
+  local moved = {}
+  for number = 1, tonumber(following()) do
+    moved[number] = {following(), following()}
+  end
+  if moved[1] then
+    call('HSET', KEYS[1], moved[1][1], call('HGET', KEYS[1], moved[1][1]) or '')
+  end
+
+  local shapes = {}
+  for number = 1, tonumber(following()) do
+    local entry, own = {'XADD', '', '*'}, {}
+    for _ = 1, tonumber(following()) do
+      entry[#entry + 1] = following()
+      local said = following()
+      entry[#entry + 1] = string.sub(said, 2)
+      if said == '?' then own[#own + 1] = #entry end
+    end
+    shapes[number] = {entry, own}
+  end
+  doing = 'XADD'
+  local last, xadd, unpack = #ARGV, redis.call, unpack
+  while at <= last do
+    local key, shape = KEYS[ARGV[at] + 2], shapes[tonumber(ARGV[at + 1])]
+    at = at + 2
+    local entry, own = shape[1], shape[2]
+    entry[2] = key
+    for number = 1, #own do entry[own[number]] = ARGV[at + number - 1] end
+    at = at + #own
+    xadd(unpack(entry))
+  end
+
+  for _, one in ipairs(moved) do call('HSET', KEYS[1], one[1], one[2]) end
+  return 1
+end
+
+local fine, answer = pcall(store)
+if fine then return answer end
+local said = type(answer) == 'table' and answer.err or tostring(answer)
+if string.sub(said, 1, 4) == 'ERR ' then said = 'SAFDENIED ' .. doing .. ': ' .. said end
+return redis.error_reply(said)
+"""

@@ -1,0 +1,237 @@
+"""A connection to a Redis server, for one destination, and what the server says of itself.
+
+An error of the server is recognised by its code, the first word of its answer. What a later attempt
+may find mended is `Unavailable`: no answer, no memory, no disk, a failover. What a person has to
+mend is `Refused`: the login, a right, a replica, a policy that throws keys away.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+from uuid import NAMESPACE_URL, UUID, uuid5
+
+import redis
+from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode, RedisCluster
+from redis.exceptions import RedisError
+from redis.retry import Retry
+from redis.sentinel import Sentinel
+
+from saf.destinations.marks import Known, Mark, Place
+from saf.destinations.queues import unusable
+from saf.destinations.redis import keys
+from saf.destinations.redis.script import DENIED, NO_STREAM
+from saf.errors import Refused, SafError, Unavailable
+
+if TYPE_CHECKING:
+    from saf.destinations.redis import Redis
+
+OLDEST = (7, 0)
+"""The oldest version: from it on, a stream says how many entries it has lost."""
+
+TO_MEND = {
+    "NOAUTH": "name its user and password in saf.toml",
+    "WRONGPASS": "mend username and password in saf.toml",
+    "NOPERM": "let its user do what docs/destinations.md lists, by ACL SETUSER",
+    "MOVED": "say redis+cluster:// in saf.toml: the server is a node of a cluster",
+    "CROSSSLOT": "say redis+cluster:// in saf.toml: the server is a node of a cluster",
+    DENIED: "let its user do what docs/destinations.md lists, by ACL SETUSER",
+    NO_STREAM: "rename that key, or choose another topic or hash_tag in saf.toml",
+}
+"""What a person does about an error, by its code."""
+
+
+class Link:
+    """One destination's client, connected."""
+
+    def __init__(self, what: str, settings: Redis, client: Any) -> None:
+        self.what = what
+        self.settings = settings
+        self.client = client
+
+    def identity(self) -> UUID:
+        """Return the identity that the server has, or that it would get; write nothing.
+
+        The identity of a server without one follows from its address. So a server that has lost
+        everything is not taken for a new one: it is the same one, without what it had acknowledged.
+        """
+        said = self.client.get(keys.identity(self.settings.hash_tag))
+        if said is not None:
+            return UUID(said.decode())
+        return uuid5(NAMESPACE_URL, f"{self.settings.server}#{self.settings.hash_tag}")
+
+    def make_identity(self) -> UUID:
+        """Return the identity, which stays when the server's data is moved."""
+        identity = self.identity()
+        self.client.set(keys.identity(self.settings.hash_tag), str(identity), nx=True)
+        return self.identity()
+
+    def read(self, source: UUID, places: Sequence[Place]) -> list[str]:
+        """Return the values of places' fields."""
+        found = self.client.hmget(
+            keys.marks(self.settings.hash_tag, source), [keys.field(place) for place in places]
+        )
+        return [keys.ABSENT if value is None else value.decode() for value in found]
+
+    def known(self, source: UUID) -> Known:
+        """Return all marks of a source."""
+        identity = self.identity()
+        return known_of(identity, self.client.hgetall(keys.marks(self.settings.hash_tag, source)))
+
+    def info(self) -> dict[str, Any]:
+        """Return what the server says of itself."""
+        return dict(self.client.info())
+
+    def config(self, name: str) -> str | None:
+        """Return a setting of the server; None if it has none, or this user may not ask."""
+        try:
+            said = self.client.config_get(name)
+        except redis.ResponseError:
+            return None
+        return next((_text(value) for value in said.values()), None)
+
+    def look(self) -> Mapping[str, Any]:
+        """Raise if nothing may be stored here; return what the server says of itself.
+
+        Raises:
+            Refused: it is too old, a replica, or throws keys away.
+        """
+        info = self.info()
+        version = str(info["redis_version"])
+        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+            raise unusable(self.what, f"its version is {version}", "let it be 7.0 or newer")
+        if info["role"] != "master":
+            raise unusable(
+                self.what, "it is a replica", "name the master, or sentinels, in saf.toml"
+            )
+        if (policy := info.get("maxmemory_policy")) != "noeviction":
+            raise unusable(
+                self.what,
+                f"maxmemory-policy is {policy}, so it may throw away messages and marks",
+                "CONFIG SET maxmemory-policy noeviction, and the same in redis.conf",
+            )
+        return info
+
+    def close(self) -> None:
+        """Give up the connections."""
+        with suppress(RedisError, OSError):
+            self.client.close()
+
+
+@contextmanager
+def connected(name: str, settings: Redis) -> Iterator[Link]:
+    """Give a connection, and translate its errors."""
+    link = open_link(name, settings)
+    try:
+        with errors(link.what, settings):
+            yield link
+    finally:
+        link.close()
+
+
+def open_link(name: str, settings: Redis) -> Link:
+    """Return a connection, which has answered."""
+    what = f"destination {name!r}"
+    with errors(what, settings):
+        client = _client(settings)
+        client.ping()
+    return Link(what, settings, client)
+
+
+@contextmanager
+def errors(what: str, settings: Redis) -> Iterator[None]:
+    """Translate the errors of a client."""
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        raise translated(what, settings, error) from None
+
+
+def translated(what: str, settings: Redis, error: Exception) -> SafError:
+    """Return the error that a client's error means."""
+    said = settings.redact(str(error)) or type(error).__name__
+    code = said.split(" ")[0]
+    if isinstance(error, redis.AuthenticationError):
+        code = code if code in TO_MEND else "WRONGPASS"
+    elif isinstance(error, redis.exceptions.NoPermissionError):
+        code = "NOPERM"
+    if code in ("NOAUTH", "WRONGPASS", "NOPERM"):
+        return Refused(what, said, TO_MEND[code])
+    if code in TO_MEND:
+        reason = said.removeprefix(f"{NO_STREAM} ").removeprefix(f"{DENIED} ")
+        return unusable(what, reason, TO_MEND[code])
+    unavailable = Unavailable(what, f"{settings.server}: {said}")
+    unavailable.hangs = isinstance(error, redis.TimeoutError)
+    return unavailable
+
+
+def known_of(identity: UUID, fields: Mapping[bytes, bytes]) -> Known:
+    """Return what the fields of a source's marks say."""
+    found: dict[Place, tuple[int, Mark]] = {
+        keys.place(name.decode()): keys.read(value.decode()) for name, value in fields.items()
+    }
+    return Known(
+        destination=identity,
+        marks={place: mark for place, (_, mark) in found.items()},
+        epochs=keys.epochs_of(found),
+    )
+
+
+def _client(settings: Redis) -> Any:
+    """Return a client of the server that stores, whoever knows which one it is."""
+    address, bounds = settings.address, settings.bounds
+    given: dict[str, Any] = {
+        "username": settings.username,
+        "password": settings.password and settings.password.get_secret_value(),
+        "socket_connect_timeout": bounds.network_seconds,
+        "socket_timeout": bounds.statement_seconds,
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+    }
+    if not address.path:
+        vanished = int(bounds.network_seconds * 1000)
+        given |= {
+            "socket_keepalive": True,
+            "socket_keepalive_options": {socket.TCP_USER_TIMEOUT: vanished},
+        }
+    if address.tls:
+        given |= {
+            "ssl": True,
+            "ssl_ca_certs": _path(settings.ca_file),
+            "ssl_certfile": _path(settings.certificate_file),
+            "ssl_keyfile": _path(settings.key_file),
+        }
+    if address.path:
+        return redis.Redis(unix_socket_path=address.path, db=address.database, **given)
+    if address.found_by == "sentinel":
+        # sentinels have logins of their own, if they have any
+        asked = {
+            name: value for name, value in given.items() if name not in ("username", "password")
+        }
+        sentinel: Any = Sentinel(  # type: ignore[no-untyped-call] # it has none
+            address.hosts, sentinel_kwargs=asked, db=address.database, **given
+        )
+        return sentinel.master_for(address.master)
+    if address.found_by == "cluster":
+        nodes = [ClusterNode(host, port) for host, port in address.hosts]  # type: ignore[no-untyped-call]
+        cluster: Any = RedisCluster(startup_nodes=nodes, **given)
+        try:
+            node = cluster.get_node_from_key(keys.identity(settings.hash_tag))
+        finally:
+            cluster.close()
+        if node is None:
+            raise redis.ConnectionError("no node of the cluster has the slot of its keys")
+        return redis.Redis(host=node.host, port=node.port, **given)
+    ((host, port),) = address.hosts
+    return redis.Redis(host=host, port=port, db=address.database, **given)
+
+
+def _path(file: object) -> str | None:
+    return None if file is None else str(file)
+
+
+def _text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

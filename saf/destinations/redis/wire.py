@@ -1,0 +1,136 @@
+"""The command that stores a step, as the bytes that a server reads: made by Arrow.
+
+A client would write each value of each message by itself, in Python. Here, a column becomes the
+bytes of its values, ``$4`` and ``body`` with the ends of their lines, and a message is these
+joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from saf.destinations.mapping import Mapped
+
+BODY = "body"
+"""The field of an entry that has the message's body."""
+
+BYTES = pa.large_binary()
+
+
+def command(
+    sha: str,
+    keys: Sequence[str],
+    expected: Mapping[str, str],
+    moved: Mapping[str, str],
+    what: Mapped | None,
+) -> list[Any]:
+    """Return the command for `saf.destinations.redis.script.STORE`, in parts.
+
+    Args:
+        sha: the script's name at the server.
+        keys: the keys of the marks and of the set of streams, and then those of the topics.
+        expected: what the fields of marks must be.
+        moved: what fields of marks become.
+        what: the messages, if there are any.
+    """
+    before = [len(expected), *_flat(expected), len(moved), *_flat(moved)]
+    if what is None or not what.count:
+        words = ["EVALSHA", sha, len(keys), *keys, *before, 0]
+        return [b"*%d\r\n" % len(words) + _bulks(words)]
+    shapes, shape, fields, values = _shaped(what)
+    before.append(len(shapes))
+    for one in shapes:
+        before += [len(one), *(part for pair in one for part in pair)]
+    words = ["EVALSHA", sha, len(keys), *keys, *before]
+    count = len(words) + int((2 + fields)[shape].sum())
+    joined = pc.binary_join_element_wise(
+        _words(len(what.topics)).take(pa.array(what.topic)),
+        _words(len(shapes)).take(pa.array(shape)),
+        *values,
+        pa.scalar(b"", BYTES),
+        null_handling="replace",
+        null_replacement=b"",
+    )
+    return [b"*%d\r\n" % count + _bulks(words), _content(joined)]
+
+
+def _shaped(
+    what: Mapped,
+) -> tuple[list[list[tuple[str, str]]], npt.NDArray[np.int64], npt.NDArray[np.int64], list[Any]]:
+    """Return shapes, the shape of each message, how many values each has, and columns of these."""
+    constant: list[tuple[str, str]] = []
+    own: list[tuple[str, pa.Array]] = []
+    for name, values in what.headers.items():
+        if isinstance(values, str):
+            constant.append((name, f"={values}"))
+        elif (one := _one(values)) is not None:
+            constant.append((name, f"={one}"))
+        else:
+            own.append((name, values))
+    forms: dict[tuple[str, ...], int] = {}
+    form = np.array([forms.setdefault(tuple(one), len(forms)) for one in what.own], np.int64)
+    code = form[what.which] if len(what.which) else what.which
+    for _, values in own:
+        code = code * 2 + np.asarray(values.is_valid(), np.int64)
+    codes, shape = np.unique(code, return_inverse=True)
+    named = [*forms]
+    shapes, fields = [], []
+    for one in codes.tolist():
+        there = [name for place, (name, _) in enumerate(reversed(own)) if one >> place & 1][::-1]
+        of_sender = named[one >> len(own)]
+        each = [*of_sender, *there, BODY]
+        shapes.append([*constant, *((name, "?") for name in each)])
+        fields.append(len(each))
+    given = pa.array([_bulks(one.values()) for one in what.own], BYTES)
+    columns = [given.take(pa.array(what.which)), *(_bulk(values) for _, values in own)]
+    return shapes, shape, np.array(fields, np.int64), [*columns, _bulk(what.body)]
+
+
+def _one(values: pa.Array) -> str | None:
+    """Return the value that all messages have; None if they have several, or some have none."""
+    if values.null_count or not len(values) or not pc.all(pc.equal(values, values[0])).as_py():
+        return None
+    return str(values[0].as_py())
+
+
+def _flat(pairs: Mapping[str, str]) -> Iterable[str]:
+    return (part for pair in pairs.items() for part in pair)
+
+
+def _bulks(words: Iterable[object]) -> bytes:
+    r"""Return words as a server reads them.
+
+    >>> _bulks(["grüezi", 7])
+    b'$7\r\ngr\xc3\xbcezi\r\n$1\r\n7\r\n'
+    """
+    encoded = [str(word).encode() for word in words]
+    return b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in encoded)
+
+
+def _words(count: int) -> pa.Array:
+    """Return the numbers from 1 on as a server reads them."""
+    return pa.array([_bulks([number + 1]) for number in range(count)], BYTES)
+
+
+def _bulk(values: pa.Array) -> pa.Array:
+    """Return the values of a column as a server reads them; null where there is none."""
+    values = values.cast(BYTES)
+    sizes = pc.binary_length(values).cast(pa.large_string()).cast(BYTES)
+    end = pa.scalar(b"\r\n", BYTES)
+    return pc.binary_join_element_wise(
+        pa.scalar(b"$", BYTES), sizes, end, values, end, pa.scalar(b"", BYTES)
+    )
+
+
+def _content(joined: pa.Array) -> memoryview:
+    """Return the bytes of all values, one after the other, without copying them."""
+    joined = joined.combine_chunks() if isinstance(joined, pa.ChunkedArray) else joined
+    offsets = np.frombuffer(joined.buffers()[1], np.int64)
+    first, last = offsets[joined.offset], offsets[joined.offset + len(joined)]
+    return memoryview(joined.buffers()[2])[first:last]

@@ -1,0 +1,333 @@
+"""Prefetching: messages of a shard are read ahead of their deliveries.
+
+To claim shards, to look what is new in them and to read costs the same for one message as for a
+thousand. So while there is a backlog, a receiver reads ahead, as kernels do with files: after each
+delivery that was full, more. It opens the batches of some shards, reads them, and lets them go.
+Nothing is locked, and nobody is kept from anything.
+
+What was read stays true, because a batch never changes. What may change is how far the shard is. So
+a delivery of prefetched messages begins with one statement, `TAKE`, which compares and sets: it
+moves the cursor past the messages if it is still where they begin, in the same batch, of the same
+owner, and nobody has it locked. Otherwise it does nothing, and what was prefetched of this shard is
+forgotten. Of two receivers that have prefetched the same messages, one delivers them.
+
+    take       move the position past the messages, if it is where it was
+    …          the consumer's work
+    settle     what was set aside, and the batch if it is complete
+    commit
+
+The position is written first and not last, so the transaction's id is in the row's xmax while the
+messages are handled: a receiver that dies is noticed, as `saf.receiving.claim` says.
+
+*What is not prefetched.* Messages that are delayed, expired or too large to read end what is
+prefetched of a shard; `TAKE` looks at the clock again for those that expire. A shard in which keys
+or delayed messages wait, or whose last delivery failed, is claimed instead, for as many messages as
+would have been prefetched; `TAKE` looks again whether any wait. Lanes are made by whoever has the
+shard in hand, from messages that move the position or from lanes that are there; or by a person,
+who retries a dead letter.
+
+A receiver goes on with a shard that it has begun, because to open the first batch of a deep one
+means to look through it; after `STAY_SECONDS` it gives the shard up, so that others have a turn.
+Memory is bounded by a number of messages and of bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import psycopg
+from psycopg.rows import tuple_row
+
+from saf.log.shards import failed
+from saf.received import ID, READ, SHARD, Received
+from saf.receiving import claim, reading
+from saf.receiving.claim import MARK, waits_in
+from saf.receiving.hand import NOW, SPOKEN, Hand, Reader, Shard
+from saf.receiving.reading import FATE_AT
+
+EXPIRES_AT = READ.index("expires_at")
+
+FEWEST, MOST = 512, 4096
+"""How many messages are prefetched at most, if deliveries are of one message, or of many."""
+MOST_BYTES = 8 << 20
+"""The bodies of what is prefetched have at most so many bytes, and one more body."""
+STAY_SECONDS = 1.0
+"""How long a receiver stays with the shards that it has prefetched of."""
+DELIVERIES = 16
+"""For how many deliveries of any size messages are prefetched, between these two numbers."""
+GROWTH = 4
+"""How many times as many messages are prefetched as before, if there were as many."""
+
+# All that a delivery needs, so it must be quick: found by its key, then by its place. It locks
+# before it writes, to pass by what others have in hand. That the last delivery failed is seen only
+# before the lock.
+TAKE = """
+WITH n AS MATERIALIZED (
+    SELECT f.ctid AS place, m.position
+    FROM {prefetched} AS m (shard, batch, epoch, was, position, expires_at)
+    JOIN saf.cursor f ON f.subscription_id = %(subscription_id)s
+                     AND f.shard = m.shard AND f.batch = m.batch
+    WHERE f.position = m.was AND f.epoch = m.epoch AND f.open IS NOT NULL AND f.allowance IS NULL
+      AND f.owner IS NOT DISTINCT FROM %(owner)s::uuid
+      AND {failed} IS NOT TRUE AND (now() < m.expires_at) IS NOT FALSE AND NOT {waits}
+    FOR UPDATE OF f SKIP LOCKED
+)
+UPDATE saf.cursor c SET position = n.position FROM n WHERE c.ctid = n.place
+RETURNING c.shard, pg_current_xact_id()::text, set_config('{mark}', 'on', true)
+"""
+_PARTS = {"mark": MARK, "failed": failed("f.xmax"), "waits": waits_in("f.shard")}
+TAKE_ONE = TAKE.format(
+    prefetched="""(VALUES (%(shard)s::smallint, %(batch)s::bigint, %(epoch)s::bigint,
+                  %(was)s::bigint, %(position)s::bigint, %(expires_at)s::timestamptz))""",
+    **_PARTS,
+)
+TAKE_SOME = TAKE.format(
+    prefetched="""unnest(%(shard)s::smallint[], %(batch)s::bigint[], %(epoch)s::bigint[],
+                %(was)s::bigint[], %(position)s::bigint[], %(expires_at)s::timestamptz[])""",
+    **_PARTS,
+)
+
+
+@dataclass(kw_only=True)
+class Prefetched:
+    """What was read of one shard, and not delivered yet."""
+
+    shard: Shard
+    """Its cursor before the first of the messages."""
+    rows: list[tuple[Any, ...]]
+    """The messages, as they were read. None at all, if the shard is claimed instead."""
+    whole: bool
+    """Whether the batch ends with them."""
+    messages: int
+    """How many messages may still be delivered before another shard has its turn."""
+
+    def next(self, limit: int) -> Next:
+        """Move the cursor past the first messages, up to a number, and return them."""
+        shard, rows = self.shard, self.rows[:limit]
+        before = shard.shard, shard.batch, shard.epoch, shard.position
+        shard.position = rows[-1][ID]
+        self.rows = self.rows[limit:]
+        if self.whole and not self.rows:
+            shard.close()
+        return Next(self, rows, before, rows[-1][ID])
+
+
+class Next(NamedTuple):
+    """The next messages of a shard, about to be delivered."""
+
+    prefetched: Prefetched
+    rows: list[tuple[Any, ...]]
+    before: tuple[int, int, int, int]
+    """Shard, batch, epoch, and the position before the messages."""
+    position: int
+    """The position after them."""
+
+    @property
+    def params(self) -> tuple[Any, ...]:
+        """What `TAKE` compares, and what it sets."""
+        expires = [row[EXPIRES_AT] for row in self.rows if row[EXPIRES_AT] is not None]
+        return *self.before, self.position, min(expires) if expires else None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether more was prefetched of the shard, and all came about as it was meant."""
+        return bool(self.prefetched.rows) and self.prefetched.shard.position == self.position
+
+
+class Prefetch:
+    """What a receiver has prefetched."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        """The most messages in one delivery."""
+        self._most = max(limit, min(max(FEWEST, DELIVERIES * limit), MOST))
+        self._ahead = 0
+        """How many messages to read ahead next."""
+        self._stay: int | None = None
+        """The shard to read more of, which has a batch open."""
+        self._shards: deque[Prefetched] = deque()
+        """In the order in which they have their turns."""
+        self._per_shard = MOST
+        """About how many messages a shard has, by what was read last."""
+        self._delivered = 0
+        """How many messages were delivered since they were read."""
+        self._until = 0.0
+        # of the transaction that is open
+        self._read: list[Prefetched] = []
+        self._taken: list[Next] = []
+        self._claimed: Prefetched | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it has shards, or reads again now."""
+        return bool(self._shards) or self._ahead > 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next messages are known, so that they can be taken."""
+        return bool(self._shards and self._shards[0].rows)
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether to `read` now, because the messages that were prefetched have all been taken."""
+        return not self._shards and self._ahead > 0
+
+    @property
+    def batch(self) -> int:
+        """How many messages a batch should have, so that it can be prefetched at once."""
+        return self._most
+
+    def stop(self) -> None:
+        """Prefetch nothing any more."""
+        self._ahead = self._most = 0
+
+    def stay_with(self, hand: Hand) -> None:
+        """Go on with what a claim has left of its shards."""
+        more = [number for number, shard in hand.shards.items() if shard.open is not None]
+        self._begin_to_stay(more[0] if more else None)
+
+    def _begin_to_stay(self, shard: int | None) -> None:
+        self._stay, self._until = shard, time.monotonic() + STAY_SECONDS
+
+    def age(self) -> None:
+        """Give up the shards after a while, so that the others have a turn."""
+        if self._shards and time.monotonic() > self._until:
+            self._shards.clear()
+            self._stay, self._ahead = None, min(self._delivered, self._most)
+
+    def read(self, raw: psycopg.Connection[Any], reader: Reader) -> None:
+        """Open the batches of some shards, and read them. Call it in a transaction of its own."""
+        asked, self._ahead = self._ahead, 0
+        # nothing has been done with what it opens, so there is no need to wait for the disk
+        raw.execute(f"SET LOCAL synchronous_commit = off; {claim.PLAN_ONCE}")
+        hand, wanted = None, 1
+        if self._stay is not None and time.monotonic() < self._until:
+            hand = claim.claim_some(raw, reader, wanted, self._stay, self._most)
+        if hand is None:
+            self._begin_to_stay(None)
+            wanted = -(-asked // self._per_shard)
+            hand = claim.claim_some(raw, reader, wanted, None, self._most)
+        if hand is None:
+            return
+        for number in hand.failed:
+            hand.shards[number].allowance = 1
+        clear = [number for number in hand.shards if number not in hand.failed | hand.crowded]
+        rows, complete = reading.read_log(raw, hand, clear, asked, MOST_BYTES)
+        for number in complete.difference(row[SHARD] for row in rows):
+            hand.shards[number].close()
+        claim.move(raw, hand)
+        self._per_shard = max(1, len(rows) // max(1, len(clear)))
+        self._stay = None
+        by_shard: dict[int, list[tuple[Any, ...]]] = {}
+        for row in rows:
+            by_shard.setdefault(row[SHARD], []).append(row)
+        for number, mine in by_shard.items():
+            plain = next(
+                (at for at, row in enumerate(mine) if row[FATE_AT] not in (NOW, SPOKEN)), None
+            )
+            whole = plain is None and number in complete
+            if number not in complete or hand.shards[number].cuts:
+                self._stay = number
+            self._read.append(
+                Prefetched(
+                    shard=hand.shards[number],
+                    rows=mine[:plain],
+                    whole=whole,
+                    messages=len(mine),
+                )
+            )
+        usable = sum(len(one.rows) for one in self._read)
+        if usable >= asked:
+            self._ahead = min(GROWTH * asked, self._most)
+        elif usable < len(rows):
+            self._ahead = usable
+        elif len(hand.shards) >= wanted:  # there may be more
+            self._ahead = asked
+        for number in hand.crowded - hand.failed:
+            self._read.append(
+                Prefetched(shard=hand.shards[number], rows=[], whole=False, messages=asked)
+            )
+
+    def take(self, raw: psycopg.Connection[Any], reader: Reader) -> Hand | None:
+        """Take the next messages in hand, as far as nobody else has; None if there are none.
+
+        Call it in a transaction, and `committed` after that.
+        """
+        self._taken.clear()
+        chosen: list[Next] = []
+        room = self.limit
+        while room and self._shards and self._shards[0].rows:
+            one = self._shards.popleft().next(room)
+            room -= len(one.rows)
+            chosen.append(one)
+        marked = claim.is_marked(raw)
+        found = _take(raw, reader, chosen)
+        if len(found) < len(chosen):
+            # who reads less ahead meets others less often
+            self._ahead //= GROWTH
+            self._stay = None
+        if not found:
+            return None
+        self._taken = [one for one in chosen if one.prefetched.shard.shard in found]
+        hand = Hand(
+            reader=reader,
+            transaction=next(iter(found.values())),
+            marked=not marked and claim.is_marked(raw),
+            shards={one.prefetched.shard.shard: one.prefetched.shard for one in self._taken},
+            written={one.prefetched.shard.shard: one.position for one in self._taken},
+        )
+        for one in self._taken:
+            hand.messages += map(Received, one.rows)
+            hand.spoken = hand.spoken or any(row[FATE_AT] == SPOKEN for row in one.rows)
+        if len(self._taken) > 1:
+            hand.messages.sort(key=lambda message: message.id)
+        return hand
+
+    def turn(self) -> int | None:
+        """The shard that has its turn and is claimed, because its messages are not known."""
+        self._claimed = self._shards.popleft() if self._shards else None
+        return self._claimed.shard.shard if self._claimed else None
+
+    def rolled_back(self) -> None:
+        """Forget what was read, taken or claimed in a transaction that is gone."""
+        self._read.clear()
+        self._taken.clear()
+        self._claimed = None
+
+    def committed(self, messages: int) -> None:
+        """Go on after a commit, with which so many messages were delivered."""
+        self._delivered += messages
+        if self._read:
+            self._shards.extend(self._read)
+            self._read.clear()
+            self._delivered = 0
+        elif self._taken:
+            rest = [one.prefetched for one in self._taken if one.goes_on]
+            self._shards.extendleft(reversed(rest))
+            self._taken.clear()
+        elif self._claimed:
+            self._claimed.messages -= messages
+            if messages and self._claimed.messages > 0:
+                self._shards.appendleft(self._claimed)
+            self._claimed = None
+        elif messages >= self.limit:
+            self._ahead = self._ahead or min(GROWTH * self.limit, self._most)
+            self._delivered = 0
+
+
+def _take(raw: psycopg.Connection[Any], reader: Reader, some: list[Next]) -> dict[int, str]:
+    """Move the cursors past messages; return the shards of which that was done."""
+    names = ("shard", "batch", "epoch", "was", "position", "expires_at")
+    params: dict[str, Any] = {"subscription_id": reader.subscription_id, "owner": reader.owner}
+    if len(some) == 1:
+        params |= zip(names, some[0].params, strict=True)
+    else:
+        columns = zip(*(one.params for one in some), strict=True)
+        params |= {name: list(column) for name, column in zip(names, columns, strict=True)}
+    with psycopg.Cursor(raw, row_factory=tuple_row) as cursor:
+        query = TAKE_ONE if len(some) == 1 else TAKE_SOME
+        found = cursor.execute(query, params, prepare=True).fetchall()
+    return {shard: transaction for shard, transaction, _ in found}

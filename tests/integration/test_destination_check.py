@@ -1,0 +1,60 @@
+"""`saf destination check`: what it says of each kind, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from saf.database import Dsn
+from tests.programs import saf
+from tests.redis_server import redis_server
+
+
+def configuration(folder: Path, app: Dsn, destination: str) -> None:
+    (folder / "saf.toml").write_text(
+        f"[brokers.app]\ndsn = {json.dumps(app.conninfo)}\n[destinations.there]\n{destination}\n"
+    )
+
+
+def test_it_says_what_a_redis_server_gives_and_whether_it_can_be_used(
+    app: Dsn, tmp_path: Path
+) -> None:
+    with redis_server(tmp_path / "redis", appendfsync="everysec") as server:
+        configuration(tmp_path, app, f'kind = "redis"\nserver = "{server.address}"')
+        said = saf("destination", "check", "there", cwd=tmp_path)
+        assert said.returncode == 0, said.stderr
+        assert "destination 'there': Redis 7" in said.stdout
+        assert (
+            "not given: a crash loses what was acknowledged in the last second or two"
+            in said.stdout
+        )
+        assert "to have it: appendfsync always in redis.conf" in said.stdout
+        as_json = json.loads(saf("destination", "check", "there", "--json", cwd=tmp_path).stdout)
+        assert (as_json["problems"], len(as_json["more"])) == ([], 1)
+        doctor = json.loads(saf("doctor", "--json", cwd=tmp_path).stdout)["findings"]
+        there = [(one["check"], one["severity"]) for one in doctor if "there" in one["where"]]
+        assert there == [("reachable", "ok"), ("promise", "warning")]
+
+        server.client().config_set("maxmemory-policy", "allkeys-lru")
+        refused = saf("destination", "check", "there", cwd=tmp_path)
+        assert refused.returncode == 2
+        assert "maxmemory-policy is allkeys-lru" in refused.stderr
+    gone = saf("destination", "check", "there", cwd=tmp_path)
+    assert gone.returncode == 75
+    assert "destination 'there' is unavailable" in gone.stderr
+    unknown = saf("destination", "check", "thee", cwd=tmp_path)
+    assert unknown.returncode == 2
+    assert "did you mean 'there'" in unknown.stderr
+
+
+def test_it_says_what_a_broker_and_a_folder_give(app: Dsn, mom: Dsn, tmp_path: Path) -> None:
+    configuration(tmp_path, app, f"dsn = {json.dumps(mom.conninfo)}")
+    said = saf("destination", "check", "there", cwd=tmp_path)
+    assert said.returncode == 0, said.stderr
+    assert f"database '{mom.database}'" in said.stdout
+    assert "promise: exactly once; a crash" in said.stdout
+    (tmp_path / "lake").mkdir()
+    configuration(tmp_path, app, 'kind = "jsonl"\nfolder = "lake"\nquality = "at_least_once"')
+    said = saf("destination", "check", "there", cwd=tmp_path)
+    assert said.returncode == 0, said.stderr
+    assert "promise: at least once" in said.stdout

@@ -1,0 +1,131 @@
+"""A Redis server for a test: on a port and in a folder of its own, killed for real."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from tests.needed import needed
+from tests.waits import until
+
+SETTINGS = {
+    "appendonly": "yes",
+    "appendfsync": "always",
+    "save": "",
+    "bind": "127.0.0.1",
+    "auto-aof-rewrite-percentage": "0",
+    "repl-diskless-sync-delay": "0",
+}
+
+
+@dataclass(kw_only=True)
+class RedisServer:
+    """One server. What it holds is in its folder, so that it can be started again."""
+
+    folder: Path
+    settings: dict[str, str] = field(default_factory=dict)
+    port: int = 0
+    options: tuple[str, ...] = ()
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        """Where it is, as saf.toml says it."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self, **settings: str) -> None:
+        """Start it, and wait until it answers."""
+        program = needed("redis-server", "redis-server")
+        self.port = self.port or free_port()
+        self.settings |= settings
+        given = {**SETTINGS, "port": str(self.port), "dir": str(self.folder), **self.settings}
+        arguments = [part for name, value in given.items() for part in (f"--{name}", value)]
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [program, *self.options, *arguments], stdout=log, stderr=log
+            )
+        until(self.answers, seconds=30)
+
+    def answers(self) -> bool:
+        """Whether it answers, and has read its data."""
+        assert self.process is not None
+        assert self.process.poll() is None, (self.folder / "log").read_text()
+        try:
+            with closing(self.client(socket_timeout=5)) as client:
+                return bool(client.ping())
+        except redis.ConnectionError:
+            return False
+        except redis.AuthenticationError:
+            return True
+
+    def client(self, **given: Any) -> Any:
+        """A client of it; the types of its answers are those of no single version."""
+        return redis.Redis(port=self.port, **given)
+
+    def empty(self) -> None:
+        """Let it lose everything."""
+        with closing(self.client()) as client:
+            client.flushall()
+
+    def entries(self, topic: str = "billing", tag: str = "saf") -> list[Mapping[str, str]]:
+        """The fields of a stream's entries, in their order."""
+        with closing(self.client(decode_responses=True)) as client:
+            return [fields for _, fields in client.xrange(f"{{{tag}}}:{topic}")]
+
+    def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
+        """Kill it."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.send_signal(how)
+            self.process.wait(timeout=30)
+            self.process = None
+
+    def freeze(self) -> None:
+        """Stop it where it is: it keeps its connections, and does nothing."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+    @contextmanager
+    def down(self) -> Iterator[None]:
+        """Killed, and started again with its data."""
+        self.kill()
+        try:
+            yield
+        finally:
+            self.start()
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@contextmanager
+def redis_server(folder: Path, *options: str, **settings: str) -> Iterator[RedisServer]:
+    """A server with these settings, besides `SETTINGS`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    server = RedisServer(
+        folder=folder,
+        settings={name.replace("_", "-"): value for name, value in settings.items()},
+        options=options,
+    )
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()

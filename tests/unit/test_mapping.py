@@ -1,0 +1,166 @@
+"""What a queue gets of messages: topics, headers, bodies; as columns."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from saf.destinations.mapping import Mapped, mapped
+from saf.destinations.redis import Redis
+from saf.destinations.redis.address import parse
+from saf.errors import Refused, Rejected
+from saf.testing.forwarder import HARD, Forwarder, Row
+
+SOURCE = UUID(int=5)
+
+
+def given(*rows: Row, topic: str = "{service}", **more: Any) -> Mapped:
+    made = {"form": "saf", "prefix": "ce_", "reserved": ["body"]} | more
+    return mapped("here", Forwarder().chunk(rows).rows, SOURCE, topic=topic, **made)
+
+
+def row(**columns: Any) -> Row:
+    return Forwarder().message(**columns)
+
+
+def said(what: Mapped, number: int) -> dict[str, str | None]:
+    """All headers of a message."""
+    ours = {
+        name: values if isinstance(values, str) else values[number].as_py()
+        for name, values in what.headers.items()
+    }
+    return {**what.own[what.which[number]], **ours}
+
+
+def topics(what: Mapped) -> list[str]:
+    return [what.topics[place] for place in what.topic]
+
+
+@pytest.mark.parametrize(
+    ("template", "topic"),
+    [
+        ("fixed", "fixed"),
+        ("orders.{service}", "orders.billing"),
+        ("{message_type}", "paid"),
+        ("{source}/{shard}", f"{SOURCE}/3"),
+        ("{{{service}}}", "{billing}"),
+    ],
+)
+def test_a_template_gives_the_topic(template: str, topic: str) -> None:
+    assert topics(given(row(message_type="paid", shard=3), topic=template)) == [topic]
+
+
+def test_a_message_without_a_type_has_a_word_for_it_in_its_topic() -> None:
+    assert topics(given(row(), row(message_type="x"), topic="a.{message_type}")) == [
+        "a.untyped",
+        "a.x",
+    ]
+
+
+@pytest.mark.parametrize("topic", ["{key}", "{service:3}", "{service!r}", "{", "", "{}"])
+def test_a_template_with_anything_else_is_refused_when_settings_are_read(topic: str) -> None:
+    with pytest.raises(ValueError, match="topic"):
+        Redis(server="redis://h", topic=topic)
+
+
+def test_what_a_message_lacks_it_has_no_header_for() -> None:
+    what = given(row(key=None, headers=None), row(key="k", headers="null", from_service="shop"))
+    assert said(what, 0)["saf-key"] is None
+    assert (said(what, 1)["saf-key"], said(what, 1)["saf-from"]) == ("k", "shop")
+    assert "saf-type" not in what.headers
+    assert what.own == [{}, {}]
+
+
+def test_hard_messages_are_mapped_to_the_last_byte() -> None:
+    rows = [row(**columns) for columns in HARD.values()]
+    what = given(*rows)
+    assert [body.as_py() for body in what.body] == [one["body"] for one in rows]
+    assert [said(what, number)["saf-id"] for number in range(len(rows))] == [
+        str(one["message_id"]) for one in rows
+    ]
+    dialog = [*HARD].index("of a dialog")
+    assert said(what, dialog)["saf-sequence"] == str(2**62)
+    assert said(what, dialog)["saf-conversation"] == str(UUID(int=7))
+
+
+def test_of_several_messages_some_have_what_these_have() -> None:
+    rows = [
+        row(to_service=f"s{number % 3}", headers=f'{{"n": "{number % 4}"}}', body=b"%d" % number)
+        for number in range(12)
+    ]
+    what = given(*rows)
+    some = what.slice(5, 2)
+    assert (some.count, topics(some)) == (2, ["s2", "s0"])
+    assert [said(some, number)["n"] for number in range(2)] == ["1", "2"]
+    assert [said(some, number)["saf-id"] for number in range(2)] == [
+        str(one["message_id"]) for one in rows[5:7]
+    ]
+    assert [body.as_py() for body in some.body] == [b"5", b"6"]
+    assert len(some.own) == 2
+    assert what.slice(11, 5).count == 1
+
+
+def test_a_cloud_event_has_the_attributes_that_are_required() -> None:
+    one = row(message_type=None, key="k")
+    headers = said(given(one, form="cloudevents"), 0)
+    assert {name: headers[f"ce_{name}"] for name in ("id", "source", "specversion", "type")} == {
+        "id": str(one["message_id"]),
+        "source": f"urn:uuid:{SOURCE}",
+        "specversion": "1.0",
+        "type": "billing",
+    }
+    assert headers["ce_partitionkey"] == "k"
+
+
+@pytest.mark.parametrize(
+    ("headers", "form", "said"),
+    [
+        ('{"saf-id": "x"}', "saf", "a header 'saf-id', which saf gives"),
+        ('{"body": "x"}', "saf", "a header 'body', which saf gives"),
+        ('{"ce_type": "x"}', "cloudevents", "a header 'ce_type', which saf gives"),
+        ("[]", "saf", "the headers are no JSON object"),
+        ('{"n": ' + "9" * 5000 + "}", "saf", "the headers cannot be read"),
+        ("[" * 100_000, "saf", "the headers cannot be read"),
+    ],
+)
+def test_headers_that_cannot_be_given_are_rejected(headers: str, form: str, said: str) -> None:
+    with pytest.raises(Rejected, match=said):
+        given(row(headers=headers), form=form)
+
+
+def test_without_its_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("saf.destinations.redis.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "redis", None)
+    there = Redis(server="redis://h")
+    for ask in (there.open, there.identity, there.guarantee, there.reading):
+        with pytest.raises(Refused, match=r"pip install 'saf-outbox\[redis\]'") as caught:
+            ask("events")
+        assert "destination 'events' cannot be used" in str(caught.value)
+    Redis.preload()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("host:6379", "is no address of a Redis server"),
+        ("http://host", "is no address of a Redis server"),
+        ("redis+other://host", "is no address of a Redis server"),
+        ("redis+://host", "is no address of a Redis server"),
+        ("redis://user:hunter2@host", "give a login by username"),
+        ("redis://", "lacks a host"),
+        ("redis://host:x", "Port could not be cast"),
+        ("redis://host/x", "database 'x' is no number"),
+        ("redis://a,b", "says neither sentinel nor cluster"),
+        ("redis+sentinel://a", "lacks the name of its master"),
+        ("redis+cluster://a/1", "has too much after its host"),
+        ("redis://a/1/2", "has too much after its host"),
+    ],
+)
+def test_an_address_that_is_none_is_refused_with_what_is_wrong(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        parse(text)
+    assert "hunter2" not in str(caught.value)
