@@ -178,14 +178,14 @@ MUTANTS: list[Mutant] = [
         SCRIPT,
         "~= expected then return 0 end",
         "~= expected then at = at end",
-        f"{REDIS}::test_of_steps_in_flight_none_is_stored_after_one_that_was_not",
+        f"{REDIS}::TestRedis::test_of_steps_in_flight_none_is_stored_after_one_that_was_not",
     ),
     mutant(
         "a script does not move the marks",
         SCRIPT,
         "call('HSET', KEYS[1], one[1], one[2])",
         "call('HSET', KEYS[1], one[1], '')",
-        f"{REDIS}::test_of_steps_in_flight_none_is_stored_after_one_that_was_not",
+        f"{REDIS}::TestRedis::test_of_steps_in_flight_none_is_stored_after_one_that_was_not",
     ),
     mutant(
         "a key that is no stream is met in the middle",
@@ -196,10 +196,10 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "each step has the marks of the whole chunk",
-        STREAMS,
-        "moved = verdict.moved if last else",
-        "moved = verdict.moved if True else",
-        f"{REDIS}::test_of_steps_in_flight_none_is_stored_after_one_that_was_not",
+        "saf/destinations/stepwise.py",
+        "(verdict.moved if last else",
+        "(verdict.moved if True else",
+        f"{REDIS}::TestRedis::test_of_steps_in_flight_none_is_stored_after_one_that_was_not",
     ),
     mutant(
         "replicas are not waited for",
