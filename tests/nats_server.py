@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from saf.database.bounds import Bounds
 from saf.destinations.nats import Nats
 from saf.destinations.nats.connection import Connection, NatsError, NoResponders, Received
 from saf.destinations.nats.server import answered
@@ -23,6 +25,7 @@ from tests.redis_server import free_port
 from tests.waits import until
 
 MAX_PAYLOAD = 32 << 20
+BOUNDS = Bounds(statement_seconds=5)
 
 
 def program() -> str:
@@ -48,7 +51,7 @@ class NatsServer:
         """Where it is, as saf.toml says it."""
         return f"nats://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
+    def start(self, *, wait: bool = True) -> None:
         """Start it, and wait until it answers."""
         self.port = self.port or free_port()
         given = {
@@ -61,7 +64,8 @@ class NatsServer:
         file.write_text("\n".join(f"{name}: {value}" for name, value in given.items()))
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen([program(), "-c", file], stdout=log, stderr=log)
-        until(self.answers, seconds=30)
+        if wait:
+            until(self.answers, seconds=30)
 
     def answers(self) -> bool:
         """Whether it answers, and has read its data."""
@@ -69,16 +73,16 @@ class NatsServer:
         assert self.process.poll() is None, (self.folder / "log").read_text()
         try:
             self.ask("$JS.API.INFO")
+        except (NatsError, ssl.SSLError):
+            return True
         except (OSError, NoResponders):
             return False
-        except NatsError:
-            return True
         return True
 
     @contextmanager
     def connected(self) -> Iterator[Connection]:
         """A connection to it."""
-        with closing(Connection("test", Nats(server=self.address))) as one:
+        with closing(Connection("test", Nats(server=self.address).bounded(BOUNDS))) as one:
             yield one
 
     def ask(self, subject: str, **said: Any) -> dict[str, Any]:

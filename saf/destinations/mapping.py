@@ -169,24 +169,27 @@ def mapped(
     )
 
 
-def held_of(said: Mapping[str, str], source: UUID, prefix: str) -> dict[str, Any] | None:
-    """Return what is compared of a message, from its headers; see `saf.destinations.tables`.
-
-    None if it is no message of the source.
-    """
+def source_of(said: Mapping[str, str], prefix: str) -> str | None:
+    """Return the broker_id of a message's source, from its headers; None if it is not saf's."""
     for form in FORMATS:
-        of = names(form, prefix)
-        if said.get(of["source"], "").removeprefix(EVENT_SOURCE) == str(source):
-            to_broker = said.get(of["to_broker"])
-            return {
-                "message_id": UUID(said[of["message_id"]]).bytes,
-                "shard": int(said[of["shard"]]),
-                "to_service": said[of["to_service"]],
-                "to_broker": to_broker and UUID(to_broker).bytes,
-                "key": said.get(of["key"]),
-                "created_at": datetime.fromisoformat(said[of["created_at"]]),
-            }
+        if (source := said.get(names(form, prefix)["source"])) is not None:
+            return source.removeprefix(EVENT_SOURCE)
     return None
+
+
+def held_of(said: Mapping[str, str], prefix: str) -> dict[str, Any]:
+    """Return what is compared of a message of saf's; see `saf.destinations.tables`."""
+    forms = (names(form, prefix) for form in FORMATS)
+    of = next(one for one in forms if one["source"] in said)
+    to_broker = said.get(of["to_broker"])
+    return {
+        "message_id": UUID(said[of["message_id"]]).bytes,
+        "shard": int(said[of["shard"]]),
+        "to_service": said[of["to_service"]],
+        "to_broker": to_broker and UUID(to_broker).bytes,
+        "key": said.get(of["key"]),
+        "created_at": datetime.fromisoformat(said[of["created_at"]]),
+    }
 
 
 def _said(rows: pa.Table, column: str, source: UUID, form: Format) -> Column:

@@ -1,18 +1,18 @@
-"""Reading back: all messages of a stream, as long as none of them was removed."""
+"""Reading back: all messages of a stream, in one pass, as long as none of them was removed."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 from uuid import UUID
 
 import pyarrow as pa
 
-from saf.destinations.mapping import held_of
+from saf.destinations.mapping import held_of, source_of
 from saf.destinations.marks import MAIN, Place
 from saf.destinations.nats import subjects
 from saf.destinations.nats.connection import Received
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 AT_ONCE = 1_000
 """Messages that are asked for at a time."""
-END, NOTHING, TOO_MANY = "204", "404", "413"
-"""The codes of the server's own answers: that was all; there is nothing; there are too many."""
+TOO_MANY = "413"
+"""The code of the server's answer to a question that has too many answers."""
 
 
 @contextmanager
@@ -43,71 +43,88 @@ def read(name: str, settings: Nats) -> Iterator[Reading]:
         config = link.look()
         if config is not None and not config.get("allow_direct"):
             raise CannotReadBack(name, f"its stream {settings.stream} lacks allow_direct")
-        moment = cache(lambda source: Moment(name, link, source, empty=config is None))
+        questions = Questions(name, link)
+        moments = defaultdict[UUID, Moment](Moment)
         for source in link.sources() if config is not None else ():
-            moment(source)
+            moments[source].learn(questions, source)
+        for said in questions.messages(max((one.until for one in moments.values()), default=0)):
+            if (of := source_of(said, EVENTS)) is not None:
+                moments[UUID(of)].add(said)
+        for moment in moments.values():
+            if (gone := moment.stored - moment.found) > 0:
+                raise CannotReadBack(name, f"{gone:,} messages were removed from its stream")
+        identity = link.identity()
         yield TableReading(
             name=name,
-            is_=link.identity(),
-            read=cache(lambda source: moment(source).held()),
-            knows=lambda source: moment(source).known,
+            is_=identity,
+            read=lambda source: moments[source].held(),
+            knows=lambda source: known_of(identity, moments[source].marks),
         )
 
 
 class Moment:
-    """What there is of one source at one moment: its marks, and where the stream ended then."""
+    """What there is of one source at one moment: its marks, and the messages up to then."""
 
-    def __init__(self, name: str, link: Link, source: UUID, *, empty: bool) -> None:
-        self._name = name
-        self._link = link
-        self._source = source
-        self._until = 0
-        self._stored = 0
-        texts: dict[Place, str] = {}
-        if not empty:
-            for one in self._ask(multi_last=[subjects.marks(link.settings.stream, source)]):
-                headers = one.headers()
-                place = subjects.place_of(headers["Nats-Subject"])
-                texts[place] = one.body.decode()
-                self._stored += int(headers.get(STORED, 0)) if place[0] == MAIN else 0
-        self.known = known_of(link.identity(), texts)
+    def __init__(self) -> None:
+        self.until = 0
+        """Where the stream ended."""
+        self.stored = 0
+        """How many messages were ever stored."""
+        self.found = 0
+        self.marks: dict[Place, str] = {}
+        self._columns: dict[str, list[Any]] = {name: [] for name in HELD.names}
+
+    def learn(self, questions: Questions, source: UUID) -> None:
+        """Ask for the marks of a source."""
+        for one in questions.ask(multi_last=[subjects.marks(questions.stream, source)]):
+            headers = one.headers()
+            place = subjects.place_of(headers["Nats-Subject"])
+            self.marks[place] = one.body.decode()
+            self.stored += int(headers.get(STORED, 0)) if place[0] == MAIN else 0
+        self.until = questions.until
+
+    def add(self, said: Mapping[str, str]) -> None:
+        """Add a message, if it was there at that moment."""
+        if int(said["Nats-Sequence"]) <= self.until:
+            self.found += 1
+            for name, value in held_of(said, EVENTS).items():
+                self._columns[name].append(value)
 
     def held(self) -> pa.Table:
-        """Return the columns that are needed of each message. Python reads them one by one."""
-        columns: dict[str, list[Any]] = {name: [] for name in HELD.names}
-        for said in self._messages():
-            message = held_of(said, self._source, EVENTS)
-            if message is not None:
-                for name, values in columns.items():
-                    values.append(message[name])
-        found = len(columns["message_id"])
-        if found < self._stored:
-            raise CannotReadBack(
-                self._name,
-                f"{self._stored - found:,} of its messages were removed from the stream",
-            )
-        return pa.table(columns, schema=HELD)
+        """Return the columns that are needed of each message."""
+        return pa.table(self._columns, schema=HELD)
 
-    def _messages(self) -> Iterator[dict[str, str]]:
-        """Give the headers of the stream's messages."""
+
+class Questions:
+    """Questions to the stream, each with many answers."""
+
+    def __init__(self, name: str, link: Link) -> None:
+        self.stream = link.settings.stream
+        self.until = 0
+        """Where the stream ended at the last question about last messages."""
+        self._name = name
+        self._connection = link.connection
+        self._more = False
+
+    def messages(self, until: int) -> Iterator[dict[str, str]]:
+        """Give the headers of messages up to a number, one message after the other."""
         first = 1
-        while first <= self._until:
-            sequence = first
-            for one in self._ask(seq=first, batch=AT_ONCE):
-                said = one.headers()
+        while first <= until:
+            sequence = until
+            for one in self.ask(seq=first, batch=AT_ONCE):
+                said = {name: unquote(value) for name, value in one.headers().items()}
                 sequence = int(said["Nats-Sequence"])
-                if sequence > self._until:
-                    return
-                yield {name: unquote(value) for name, value in said.items()}
-            if sequence < first or not self._more:
+                yield said
+            if not self._more:
                 return
             first = sequence + 1
 
-    def _ask(self, **said: Any) -> Iterator[Received]:
-        """Give messages; then, what is known is where the stream ended."""
-        subject = f"$JS.API.DIRECT.GET.{self._link.settings.stream}"
-        self._more = False
-        for answer in self._link.connection.answers(subject, json.dumps(said).encode()):
+    def ask(self, **said: Any) -> Iterator[Received]:
+        """Give messages; then it is known whether there are more, and where the stream ended."""
+        answers = self._connection.answers(
+            f"$JS.API.DIRECT.GET.{self.stream}", json.dumps(said).encode()
+        )
+        for answer in answers:
             if not answer.status:
                 yield answer
                 continue
@@ -115,6 +132,5 @@ class Moment:
                 raise CannotReadBack(self._name, "a source has more marks than can be read at once")
             headers = answer.headers()
             self._more = int(headers.get("Nats-Num-Pending", 0)) > 0
-            if "multi_last" in said:
-                self._until = int(headers.get("Nats-UpTo-Sequence", 0))
+            self.until = int(headers.get("Nats-UpTo-Sequence", 0))
             return

@@ -30,9 +30,9 @@ OLDEST = (2, 12)
 WRONG_SEQUENCE = frozenset({10071, 10164})
 """The codes for a mark that another process has moved."""
 NO_MESSAGE, NO_STREAM, STREAM_THERE = 10037, 10059, 10058
-NO_BATCHES = 10174
 TO_MEND = {
-    NO_BATCHES: "set its allow_atomic",
+    10174: "set its allow_atomic",
+    10199: "let the server take batches of 1,000 messages, by jetstream.limits.batch.max_msgs",
     10039: "let JetStream be on for this account",
     10076: "let JetStream be on at this server",
 }

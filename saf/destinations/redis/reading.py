@@ -10,7 +10,7 @@ from uuid import UUID
 
 import pyarrow as pa
 
-from saf.destinations.mapping import held_of
+from saf.destinations.mapping import held_of, source_of
 from saf.destinations.reading import Reading
 from saf.destinations.redis import keys
 from saf.destinations.redis.server import Link, connected
@@ -79,8 +79,8 @@ class Moment:
         columns: dict[str, list[Any]] = {name: [] for name in HELD.names}
         for key, end in self._ends.items():
             for fields in self._entries(key, end):
-                message = held_of(fields, self._source, EVENTS)
-                if message is not None:
+                if source_of(fields, EVENTS) == str(self._source):
+                    message = held_of(fields, EVENTS)
                     for name, values in columns.items():
                         values.append(message[name])
         return pa.table(columns, schema=HELD)
