@@ -47,6 +47,12 @@ class Server(Protocol):
     def kill(self) -> None:
         """Kill it with SIGKILL."""
 
+    def freeze(self) -> None:
+        """Stop it where it is: it keeps its connections, and does nothing."""
+
+    def thaw(self) -> None:
+        """Let it go on."""
+
     def down(self) -> AbstractContextManager[None]:
         """Killed, and started again with its data."""
 

@@ -47,7 +47,9 @@ def read(name: str, settings: Nats) -> Iterator[Reading]:
         moments = defaultdict[UUID, Moment](Moment)
         for source in link.sources() if config is not None else ():
             moments[source].learn(questions, source)
-        for said in questions.messages(max((one.until for one in moments.values()), default=0)):
+        until = max((one.until for one in moments.values()), default=0)
+        for one in questions.messages(until):
+            said = {name: unquote(value) for name, value in one.headers().items()}
             if (of := source_of(said, EVENTS)) is not None:
                 moments[UUID(of)].add(said)
         for moment in moments.values():
@@ -106,15 +108,14 @@ class Questions:
         self._connection = link.connection
         self._more = False
 
-    def messages(self, until: int) -> Iterator[dict[str, str]]:
-        """Give the headers of messages up to a number, one message after the other."""
+    def messages(self, until: int) -> Iterator[Received]:
+        """Give the messages up to a number, one after the other."""
         first = 1
         while first <= until:
             sequence = until
             for one in self.ask(seq=first, batch=AT_ONCE):
-                said = {name: unquote(value) for name, value in one.headers().items()}
-                sequence = int(said["Nats-Sequence"])
-                yield said
+                sequence = int(one.headers()["Nats-Sequence"])
+                yield one
             if not self._more:
                 return
             first = sequence + 1

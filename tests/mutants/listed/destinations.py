@@ -14,6 +14,7 @@ WATERMARKS, ISOLATED, CRASH = (
 )
 HONEST = "contract/test_10_honest.py"
 SCRIPT, STREAMS = "saf/destinations/redis/script.py", "saf/destinations/redis/streams.py"
+NATS = "contract/test_nats.py"
 REDIS, ROUTED = "contract/test_redis.py", "contract/test_redis_routed.py"
 
 MUTANTS: list[Mutant] = [
@@ -200,6 +201,34 @@ MUTANTS: list[Mutant] = [
         "(verdict.moved if last else",
         "(verdict.moved if True else",
         f"{REDIS}::TestRedis::test_of_steps_in_flight_none_is_stored_after_one_that_was_not",
+    ),
+    mutant(
+        "a mark is set whatever it was",
+        "saf/destinations/nats/batches.py",
+        "headers = {wire.EXPECTED: was.sequence, STORED: stored, **link.kept()}",
+        "headers = {STORED: stored, **link.kept()}",
+        f"{NATS}::TestNats::test_a_process_that_was_stopped_stores_nothing_after_the_new_owner_did",
+    ),
+    mutant(
+        "marks are forgotten by age",
+        "saf/destinations/nats/server.py",
+        'kept = {TTL: "never"} if config.get("allow_msg_ttl") else {}',
+        "kept: dict[str, str] = {}",
+        f"{NATS}::test_marks_outlive_the_messages_that_the_stream_forgets_by_age",
+    ),
+    mutant(
+        "messages that were removed from a stream are taken for lost",
+        "saf/destinations/nats/reading.py",
+        "if (gone := moment.stored - moment.found) > 0:",
+        "if (gone := 0) > 0:",
+        f"{NATS}::test_marks_outlive_the_messages_that_the_stream_forgets_by_age",
+    ),
+    mutant(
+        "a batch has marks of all lanes, however many",
+        "saf/destinations/nats/batches.py",
+        "few = len(all_places) <= MANY_PLACES",
+        "few = len(all_places) <= MANY_PLACES * 9",
+        f"{NATS}::test_there_may_be_more_lanes_than_a_batch_has_room_for",
     ),
     mutant(
         "replicas are not waited for",
