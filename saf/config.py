@@ -13,6 +13,9 @@
     [forwarder]
     default_destination = "mom"
 
+    [endpoints.billing]                  # where `saf dispatch` sends what services have received
+    url = "https://billing.example.com/hooks"
+
 Many sources of a kind need not be written down; see `saf.fleets`:
 
     [fleets.tenants]                     # brokers tenants/tenant_1, tenants/tenant_2, …
@@ -52,10 +55,11 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from saf.database import refuse_unescaped
+from saf.database import Dsn, refuse_unescaped
 from saf.database.bounds import Bounds
 from saf.destinations.kinds import DEFAULT, AnyDestination, settings_of
 from saf.destinations.settings import Connections, DestinationSettings, DsnField, Quality, within
+from saf.dispatch.settings import Endpoint, Network
 from saf.errors import ConfigurationError, MissingExtra, UsageError
 from saf.message import DEFAULT_MAX_BYTES, MAX_NAME, fits
 from saf.routing.matching import Route as Leads
@@ -236,6 +240,13 @@ class Purge(_Table):
     """A folder where the messages of each slot are kept as Parquet before they are deleted."""
 
 
+class Dispatch(_Table):
+    """How endpoints that are stored in brokers are dispatched; see `saf.dispatch.stored`."""
+
+    networks: tuple[Network, ...] = ()
+    """Networks that such an endpoint may be in, besides the public internet."""
+
+
 class Waits(_Table):
     """The bounds: how long anything is waited for; see `saf.database.bounds`."""
 
@@ -278,6 +289,8 @@ class Settings(_Sources):
     routers: dict[Name, Router] = Field(default_factory=dict)
     forwarder: Forwarder = Forwarder()
     purge: Purge = Purge()
+    endpoints: dict[Name, Endpoint] = Field(default_factory=dict)
+    dispatch: Dispatch = Dispatch()
     signing: Signing = Signing()
 
     @pydantic.field_validator("brokers", "fleets")
@@ -350,6 +363,29 @@ class Settings(_Sources):
             except UsageError as error:
                 raise ValueError(f"routers.{name}: {error}") from None
         return self
+
+    @pydantic.model_validator(mode="after")
+    def _endpoints_have_an_inbox(self) -> Settings:
+        brokers = [name for name, one in self.destinations.items() if one.broker() is not None]
+        for name, endpoint in self.endpoints.items():
+            if endpoint.broker is None and len(brokers) != 1:
+                raise ValueError(
+                    f"endpoints.{name}: whose inbox has its messages? Say broker = "
+                    f"{' or '.join(map(repr, brokers)) or 'a destination that is a broker'}"
+                )
+            if endpoint.broker is not None and endpoint.broker not in brokers:
+                raise ValueError(
+                    f"endpoints.{name}.broker is {endpoint.broker!r}, which is no destination with "
+                    f"an inbox{did_you_mean(endpoint.broker, brokers)}"
+                )
+        return self
+
+    def inbox_of(self, endpoint: Endpoint) -> Dsn:
+        """The database whose inbox has the messages of an endpoint."""
+        places = (
+            (self.destinations[endpoint.broker],) if endpoint.broker else self.destinations.values()
+        )
+        return next(dsn for one in places if (dsn := one.broker()) is not None)
 
     @property
     def declared(self) -> Declared:
@@ -543,6 +579,8 @@ def _known(table: list[str], tables: Mapping[str, Any]) -> list[str]:
         "routers": Router,
         "forwarder": Forwarder,
         "purge": Purge,
+        "endpoints": Endpoint,
+        "dispatch": Dispatch,
         "signing": Signing,
     }
     if table[:2] == ["signing", "keys"]:

@@ -35,6 +35,7 @@
     ├── Rejected                  a destination does not accept a message
     ├── UnreadableBody            a received body is not what its content type says
     ├── UnreadableHeaders         Python cannot read the received headers
+    ├── NotVerified               a webhook was not signed as it should be
     ├── Ahead                     a destination knows more of a source than the source itself
     ├── Behind                    a destination knows less of a source than it has acknowledged
     └── Fenced                    another owner has taken over: stop writing
@@ -480,6 +481,14 @@ class UnreadableHeaders(SafError, ValueError):
     def __init__(self, message_id: UUID, problem: str) -> None:
         super().__init__(f"the headers of message {message_id} cannot be read: {problem}")
         self.message_id = message_id
+
+
+class NotVerified(SafError):
+    """A webhook is not from who it should be from, or is too old."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"the webhook is not accepted: {why}")
+        self.why = why
 
 
 class Ahead(SafError):

@@ -10,7 +10,8 @@ those of routers, of routes that share, and of messages that wait for a route: r
 unrouted_expired, routed
 
 and those of a receiver: receive_read, receive_handled, receive_settled, receive_committed, and
-attempt_counted, which comes before a failed message is tried alone.
+attempt_counted, which comes before a failed message is tried alone. A dispatcher has
+dispatch_answered, after each answer, and dispatch_marked, after it has marked some.
 
 ``SAF_FAILPOINT=mom_commit`` kills the process group there with SIGKILL; ``mom_commit:3`` does so
 the third time that this process comes by. If it is not set, a point costs one comparison per chunk.

@@ -15,13 +15,15 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql as pg
 
 from saf.columns import MESSAGE
-from saf.dialogs.schema import add_tables
+from saf.dialogs import schema as of_dialogs
+from saf.dispatch import schema as of_dispatchers
 from saf.limits import BOUNDED
 from saf.log.ring import SLOT_ROWS, SLOTS
 from saf.log.shards import DEFAULT_SHARDS, MAX_SHARDS, shard_expression
 from saf.setaside.lane import COLUMNS as LANE_COLUMNS
 from saf.setaside.lane import NO_BROKER, Kind
 from saf.setaside.parking import BLOCKED
+from saf.webhooks import schema as of_webhooks
 
 SCHEMA = "saf"
 QUALITIES = ("at_most_once", "at_least_once", "exactly_once")
@@ -642,7 +644,9 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         sa.Column("why", sa.Text, nullable=False),
         comment="what people did to messages that were set aside",
     )
-    add_tables(metadata)
+    of_dialogs.add_tables(metadata)
+    of_dispatchers.add_tables(metadata)
+    of_webhooks.add_tables(metadata)
     return metadata
 
 

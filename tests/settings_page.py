@@ -151,6 +151,38 @@ retention_seconds = 604800.0
 rotate_after_seconds = 86400.0
 archive = "/srv/saf-archive"
 
+[endpoints.billing]
+url = "https://billing.example.com/hooks"
+broker = "mom"
+subscription = "billing"
+mode = "structured"
+source = "/shop"
+secrets = ["${BILLING_SECRET}"]
+bearer = "${BILLING_TOKEN}"
+ca_file = "/etc/ssl/saf/ca.pem"
+client_certificate = "/etc/ssl/saf/us.pem"
+client_key = "/etc/ssl/saf/us.key"
+public_only = true
+networks = ["10.1.0.0/16"]
+max_in_flight = 50
+rate = "100/s"
+timeout_seconds = 15.0
+connect_seconds = 5.0
+attempts = 10
+schedule = "webhook"
+client_errors = "wait"
+breaker_failures = 5
+disable_after_seconds = 432000.0
+
+[dispatch]
+networks = ["10.1.0.0/16"]
+
+[endpoints.ledger]
+url = "https://ledger.example.com/RPC2"
+mode = "xmlrpc"
+method = "order.paid"
+user = "saf"
+password = "${LEDGER_PASSWORD}"
 [signing]
 key_id = "billing-2026"
 algorithm = "hmac-sha256"
@@ -275,7 +307,7 @@ def kind_of(annotation: Any, metadata: Any = ()) -> str:
     if origin is dict:
         return "table of texts"
     if origin is tuple:
-        return "list of texts"
+        return f"list: {kind_of(arguments[0])}"
     return " ".join([NAMES[annotation], *filter(None, map(_limit, metadata))])
 
 
@@ -299,6 +331,8 @@ def _default(field: Any) -> str:
     value = field.default if field.default is not PydanticUndefined else None
     if value in (None, ()):
         return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
     return f'`"{value}"`' if isinstance(value, str) else f"`{value:,}`".replace(",", "_")
 
 

@@ -8,7 +8,8 @@ keeps nothing of the old one. `RIGHTS` is the complete list of what each kind ma
     writer      sends: inserts messages, and reads none, not even its own
     forwarder   at a source, reads the outbox and moves its cursors; at a destination, fills the
                 inbox. A broker is both, so one kind serves both
-    receiver    reads the inbox and moves its cursors. One that replies is a writer as well
+    receiver    reads the inbox and moves its cursors; so does a dispatcher. One that replies is a
+                writer as well
     dialog      begins, speaks and ends dialogs; one that is spoken to is a receiver as well. Unlike
                 a writer, it puts messages into the inbox: those to itself
     router      serves routers that forward; it is a receiver and a dialog as well
@@ -125,6 +126,27 @@ COUNTING: Rights = {
     },
 }
 
+# What a dispatcher, which is a receiver, remembers of its endpoint
+DISPATCHING: Rights = {
+    "endpoint": {"SELECT": WHOLE},
+    "dispatched": {"SELECT": WHOLE, "INSERT": WHOLE, "UPDATE": ("batch", "ids"), "DELETE": WHOLE},
+    "breaker": {
+        "SELECT": WHOLE,
+        "INSERT": WHOLE,
+        "UPDATE": (
+            *("endpoint", "state", "failures", "failing_since", "next_probe_at", "error"),
+            *("paused_at", "paused_by", "changed_at"),
+        ),
+    },
+    "attempt": {
+        "SELECT": WHOLE,
+        "INSERT": (
+            *("subscription_id", "message_id", "key", "status", "seconds", "outcome", "error"),
+        ),
+        "DELETE": WHOLE,
+    },
+}
+
 # TRUNCATE, and the lock before it, is of a slot itself. Ids are drawn to leave a slot, and not set:
 # whoever may set a sequence may have ids given twice.
 PURGING: Rights = {
@@ -230,6 +252,15 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             },
             "service": {"SELECT": WHOLE},
             "conversation": {"SELECT": TOLD},
+            # for the doctor
+            "breaker": {"SELECT": WHOLE},
+            # an inbox behind a URL
+            "webhook": {
+                "SELECT": WHOLE,
+                "INSERT": ("digest",),
+                "UPDATE": ("stored_at",),
+                "DELETE": WHOLE,
+            },
             # what an expression has raised is found out after its dead letter is written
             "dead_letter": {"UPDATE": ("error",)},
         },
@@ -239,6 +270,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
         MEMBERSHIP,
         SETTING_ASIDE,
         COUNTING,
+        DISPATCHING,
         {"inbox": {"SELECT": WHOLE}},
     ),
     Kind.DIALOG: (VERSION, CONVERSING),
@@ -262,6 +294,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
         VERSION,
         PURGING,
         COUNTING,
+        DISPATCHING,
         SETTING_ASIDE,
         CHOOSING,
         CONVERSING,
@@ -291,6 +324,10 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
                 "DELETE": WHOLE,
             },
             "cursor": {"SELECT": WHOLE, "INSERT": ("subscription_id", "shard", "done")},
+            "endpoint": {
+                "INSERT": ("name", "subscription_id", "url", "settings"),
+                "DELETE": WHOLE,
+            },
             "audit": {"SELECT": WHOLE, "INSERT": ("action", "message_ids", "why")},
         },
     ),

@@ -24,7 +24,9 @@ from saf.cli import (
     demo,
     destination,
     dialog,
+    dispatch,
     doctor,
+    endpoint,
     forward,
     grant,
     inbox,
@@ -86,6 +88,8 @@ app.add_typer(sender.app, name="sender")
 app.command("forward", epilog=in_words())(forward.command)
 app.command("status")(status.command)
 app.command("worker")(worker.command)
+app.command("dispatch")(dispatch.command)
+app.add_typer(endpoint.app, name="endpoint")
 app.add_typer(route.app, name="route")
 app.add_typer(topic.app, name="topic")
 app.add_typer(router.app, name="router")

@@ -229,7 +229,8 @@ SHARDS = f"SELECT count(*) FROM {NEWEST} AS c"
 # Shards with no batch in hand go first: the next owner of an open one has to read it again.
 RELEASE = f"""
 UPDATE saf.cursor c SET owner = NULL, {NOTE_FAILURE}
-FROM (SELECT shard, batch FROM {NEWEST} AS c WHERE owner = %(member_id)s
+FROM (SELECT shard, batch FROM {NEWEST} AS c
+      WHERE owner = %(member_id)s AND shard <> ALL (%(keep)s::smallint[])
       ORDER BY open IS NULL DESC, shard DESC LIMIT %(surplus)s) AS n
 WHERE {THIS_ROW} AND c.owner = %(member_id)s
 RETURNING c.shard
@@ -320,18 +321,20 @@ class Member:
         self,
         connection: psycopg.Connection[Any],
         releasing: Callable[[list[int]], None] | None = None,
+        keep: Iterable[int] = (),
     ) -> int:
         """Release or acquire shards up to the fair share; return how many are owned now.
 
-        Call it only while no work on the member's shards is under way. ``releasing`` is called with
-        the shards that go, in the transaction that lets them go.
+        Shards with work under way must be among those to ``keep``, which are not released now.
+        ``releasing`` is called with the shards that go, in the transaction that lets them go.
         """
         params = self._params
         with connection.transaction():
             _forget_dead(connection, params)
-            change = self._lacks(connection)
+            change = self.lacks(connection)
             if change < 0:
-                released = fetch(connection, RELEASE, {**params, "surplus": -change})
+                surplus = {**params, "surplus": -change, "keep": list(keep)}
+                released = fetch(connection, RELEASE, surplus)
                 if releasing is not None:
                     releasing([shard for (shard,) in released])
             elif change > 0:
@@ -345,10 +348,14 @@ class Member:
             Fenced: the others have forgotten this member.
         """
         ((dead,),) = fetch(connection, ANY_DEAD, self._params)
-        return not dead and self._lacks(connection) == 0
+        return not dead and self.lacks(connection) == 0
 
-    def _lacks(self, connection: psycopg.Connection[Any]) -> int:
-        """How many more shards the fair share has than this member holds."""
+    def lacks(self, connection: psycopg.Connection[Any]) -> int:
+        """How many more shards the fair share has than this member holds; below 0: too many.
+
+        Raises:
+            Fenced: the others have forgotten this member.
+        """
         held = dict(fetch(connection, HOLDINGS, self._params))
         me = str(self.member_id)
         if me not in held:

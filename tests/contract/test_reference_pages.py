@@ -104,6 +104,9 @@ def test_the_file_with_everything_has_every_key_and_loads(
         monkeypatch.setenv(f"{name}_PASSWORD", "p@ss/word")
     for name in ("REGIONS", "MOM"):
         monkeypatch.setenv(f"{name}_DSN", "postgresql://saf@db/x")
+    monkeypatch.setenv("BILLING_SECRET", "whsec_" + "c2Vj" * 8)
+    for name in ("BILLING_TOKEN", "LEDGER_PASSWORD"):
+        monkeypatch.setenv(name, "p@ss/word")
     (tmp_path / "saf.toml").write_text(settings_page.EXAMPLE)
     settings = load(tmp_path / "saf.toml")
     assert settings.brokers["shop"].dsn.parts["password"] == "p@ss/word"

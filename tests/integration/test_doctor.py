@@ -20,9 +20,11 @@ from saf import Worker, create_service
 from saf.broker.embedded import EmbeddedServer
 from saf.broker.grants import Kind, grant
 from saf.broker.migrate import migrate
+from saf.broker.services import subscription
 from saf.config import Broker, Settings, Waits
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql import Postgresql
+from saf.dispatch.condition import Book
 from saf.operating.doctor import Finding, Limits, examine
 from saf.operating.doctor.examination import BROKER
 from tests.needed import absent
@@ -394,6 +396,30 @@ def test_what_waits_for_a_handler_is_found(mom: Dsn) -> None:
     assert severity == "warning"
     assert "subscription 'billing': 1 message of type 'New' waits for a handler" in what
     assert "deploy a worker that handles the type" in cure
+
+
+def test_endpoints_that_nothing_is_sent_to_are_found(mom: Dsn) -> None:
+    with connect(mom) as connection:
+        for name in ("billing", "orders", "stock"):
+            create_service(connection, name, refuse_others=True)
+        for name in ("billing", "orders", "stock"):
+            number = subscription(connection, name).subscription_id
+            book = Book(subscription_id=number, endpoint=f"to-{name}")
+            if name == "billing":
+                book.disable(connection, "HTTP 410: moved away")
+            elif name == "orders":
+                book.down(connection, "no answer within 15 s", wait=4)
+            else:
+                book.pause(connection)
+    found = diagnosis("endpoints", mom)
+    assert [one.severity for one in found] == ["error", "warning", "warning"]
+    disabled, down, paused = found
+    assert "endpoint 'to-billing' of subscription 'billing' is disabled" in disabled.what
+    assert "HTTP 410: moved away" in disabled.what
+    assert disabled.cure.endswith("saf endpoint resume to-billing")
+    assert "is down since" in down.what
+    assert "no answer within 15 s" in down.what
+    assert "was paused by postgres at" in paused.what
 
 
 def test_lanes_that_fail_and_dead_letters_are_found_with_their_errors(app: Dsn, mom: Dsn) -> None:

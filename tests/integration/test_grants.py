@@ -21,6 +21,10 @@ from saf.broker import services
 from saf.broker.embedded import EmbeddedServer
 from saf.broker.grants import Kind, grant
 from saf.database import Dsn, fetch
+from saf.dispatch import history, stored
+from saf.dispatch.condition import Book
+from saf.dispatch.dispatcher import Dispatcher
+from saf.dispatch.dispatcher import run as run_dispatchers
 from saf.errors import ConfigurationError
 from saf.log import cursor
 from saf.log.shards import Member
@@ -31,7 +35,10 @@ from saf.routing.routers import add_router
 from saf.routing.routes import add_route, add_topic, enable_route, remove_route, remove_topic
 from saf.routing_service import RoutingService
 from saf.setaside import dead
+from saf.webhooks.event import Event
+from saf.webhooks.receiver import _store
 from tests import dialogs
+from tests.endpoints import Got, Partner, Reply, serving
 from tests.hub import DEPARTURES, Hub
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, send
 from tests.programs import configuration
@@ -73,6 +80,11 @@ MATRIX = {
     "service        ": "-      S         -         S         -       -       SiD",
     "dropped        ": "-      -         Siu       -         -       Siu     Siu",
     "audit          ": "-      -         -         -         -       -       Si",
+    "endpoint       ": "-      -         S         -         -       -       SiD",
+    "dispatched     ": "-      -         SIuD      -         -       -       SIuD",
+    "breaker        ": "-      S         SIu       -         -       -       SIu",
+    "attempt        ": "-      -         SiD       -         -       -       SiD",
+    "webhook        ": "-      SiuD      -         -         -       -       -",
     "message_type   ": "-      -         -         S         -       -       SI",
     "contract       ": "-      -         -         S         -       -       SI",
     "contract_message": "-      -         -         S         -       -       SI",
@@ -88,6 +100,7 @@ MATRIX = {
     "parked_parked_id_seq": "- - - - - - -",
     "dead_letter_dead_letter_id_seq": "- - - - - - -",
     "audit_audit_id_seq": "- - - - - - -",
+    "attempt_attempt_id_seq": "- - - - - - -",
 }
 # Of an operator, who repairs what was set back
 REPAIRING = {
@@ -133,6 +146,13 @@ SOME = {
     ("dead_letter", "u"): "error",
     ("service", "i"): "name",
     ("audit", "i"): "action message_ids why",
+    ("endpoint", "i"): "name subscription_id url settings",
+    ("dispatched", "u"): "batch ids",
+    ("breaker", "u"): "endpoint state failures failing_since next_probe_at error paused_at "
+    "paused_by changed_at",
+    ("attempt", "i"): "subscription_id message_id key status seconds outcome error",
+    ("webhook", "i"): "digest",
+    ("webhook", "u"): "stored_at",
     ("conversation", "i"): "handle conversation_id is_initiator monolog service far_service "
     "far_broker contract contract_version group_id expires_at lineage",
     (
@@ -300,7 +320,7 @@ def test_each_statement_on_each_table_is_allowed_or_refused_as_listed(
             "JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 "
             "WHERE c.relnamespace = 'saf'::regnamespace AND c.relkind IN ('r', 'p') GROUP BY 1",
         )
-    assert len(columns) == 48
+    assert len(columns) == 53
     listed = expected(kind)
     with connect(granted(app, kind)) as connection:
         for table, names in columns:
@@ -468,6 +488,52 @@ def test_a_receiver_runs_processors_and_takes_over_from_one_that_is_gone(
 
 
 @every_postgresql
+def test_a_receiver_dispatches_and_an_operator_looks_after_endpoints(
+    mom: Dsn, granted: Callable[..., Dsn]
+) -> None:
+    operator, login = granted(mom, "operator"), granted(mom, "receiver")
+    with serving(Partner()) as partner, connect(operator) as connection:
+        services.create_service(connection, "billing")
+        stored.add(connection, "partner", partner.url, subscription="billing", settings={})
+        number = services.subscription(connection, "billing").subscription_id
+        book = Book(subscription_id=number, endpoint="partner")
+        book.pause(connection)
+        book.resume(connection)
+
+        async def answer(got: Got) -> Reply:
+            return {b"1": 204, b"2": 422, b"3": 500}[got.body], {}, b""
+
+        partner.answer = answer
+        with connect(mom) as owner:
+            for body in ("1", "2", "3"):
+                owner.execute(
+                    "INSERT INTO saf.inbox (to_service, key, body) VALUES ('billing', %s, %s)",
+                    [body, body.encode()],
+                )
+        with connect(login) as there:
+            networks = ["127.0.0.0/8"]
+            (endpoint,) = stored.stored(there, "mom", networks).values()
+        dispatched = Dispatcher("partner", endpoint, login)
+        run_dispatchers([dispatched], drain=True)
+        assert dispatched.summary.handled == 1
+        assert len(history.attempts(connection, number, 10)) == 2
+        partner.always(410)
+        let_time_pass(mom)
+        run_dispatchers([dispatched], drain=True)
+        assert history.state(connection, number).state == "disabled"
+        assert stored.remove(connection, "partner")
+
+
+@every_postgresql
+def test_an_inbox_behind_a_url_is_a_forwarder(mom: Dsn, granted: Callable[..., Dsn]) -> None:
+    event = Event(id="1", source="/", type="t", body=b"", content_type=None, key=None)
+    for _ in range(2):
+        assert _store(granted(mom, "forwarder"), "billing", event, 60)
+    with connect(mom) as connection:
+        assert fetch(connection, "SELECT count(*) FROM saf.inbox") == [(1,)]
+
+
+@every_postgresql
 def test_a_receiver_reads_the_inbox_as_a_member_of_its_subscription(
     mom: Dsn, granted: Callable[..., Dsn]
 ) -> None:
@@ -487,7 +553,7 @@ def test_a_receiver_reads_the_inbox_as_a_member_of_its_subscription(
         member.join(connection)
         assert member.balance(connection) == 64
         assert cursor.anything_new(connection, "inbox", member)
-        cursor.open_batch(connection, member)
+        cursor.open_batch(connection, "inbox", member)
         (batch,) = cursor.in_hand(connection, "inbox", member)
         ((number, body),) = fetch(connection, batch.select(["id", "body"]))
         with connection.transaction():

@@ -22,6 +22,7 @@ from saf import config
 from saf.config import load
 from saf.database import Dsn
 from saf.destinations.postgresql import Postgresql
+from saf.dispatch.settings import Endpoint
 from tests.needed import needed
 from tests.pipeline import connect
 from tests.programs import BIN, ROOT, configuration, received, run, saf, send
@@ -363,6 +364,8 @@ def test_the_example_explains_every_setting_and_each_default_is_the_real_one(
     assert set(more["routes"][0]) == set(config.Route.model_fields)
     assert set(more["topics"]["prices"]) == set(config.Topic.model_fields)
     assert set(more["routers"]["departures"]) == set(config.Router.model_fields)
+    shown = {*more["endpoints"]["billing"], "method", "user", "password"}
+    assert shown == set(Endpoint.model_fields)
     assert {*tables, *more} == set(config.Settings.model_fields)
 
 

@@ -14,6 +14,7 @@ from saf.broker.services import create_service, create_subscription
 from saf.cli import app as app_of_saf
 from saf.database import Dsn
 from saf.dialogs.contracts import create_contract, create_message_type
+from saf.dispatch.stored import add
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route, add_topic
 from tests.pipeline import connect, forward, send
@@ -28,6 +29,8 @@ SUBSCRIPTION = "everything-for-the-warehouse/goods-issue/with-serial-numbers"
 DESTINATIONS = [f"warehouse-of-the-north-{number}" for number in range(6)]
 ROLE = "https://roles.example.com/warehouse/goods-issue"
 KEY = "customer/4711/order/2031-000000815"
+ENDPOINT = "the-warehouse-of-a-partner"
+URL = "https://partner.example.com/warehouse/goods-issue"
 ERROR = (
     "mom rejects messages: the value of the third column violates what its table says of it, "
     "which a person in the warehouse has to decide about before it is sent again"
@@ -86,6 +89,7 @@ def config(app: Dsn, mom: Dsn, tmp_path: Path) -> Path:
     forward(app, mom=mom)
     with connect(mom) as connection:
         create_subscription(connection, SUBSCRIPTION, service=SERVICE)
+        add(connection, ENDPOINT, URL, subscription=SUBSCRIPTION, settings={})
         connection.execute("DELETE FROM saf.inbox WHERE id = 1")
     return configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
 
@@ -111,6 +115,7 @@ WHOLE = {
     ("status",): ["dead letters", "nobody: 64 (0-63)", "631,544", HANDLE],
     ("status", "--shards"): ["lag", "nobody: 64 (0-63)"],
     ("inbox", "status"): [SERVICE],
+    ("endpoint", "list"): [ENDPOINT, SUBSCRIPTION, URL, "closed"],
     ("inbox", "peek", SERVICE): [SERVICE, KEY],
     ("purge", "--dry-run"): ["outbox", "ids are drawn from it"],
     ("reconcile",): ["lost", SERVICE, KEY],

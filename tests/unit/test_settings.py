@@ -37,6 +37,13 @@ def file(tmp_path: Path) -> Path:
             "either databases = or query =",
         ),
         ('[fleets.f]\ndsn = "dbname=x"', "either databases = or query ="),
+        ('[endpoints.x]\nurl = "ftp://x"', "endpoints.x.url: it is not a URL such as https://"),
+        ('[endpoints.x]\nurl = "http://a:b@x"', "a URL holds no user and password"),
+        ('[endpoints.x]\nurl = "http://x"\nbroker = "nom"', "did you mean 'mom'"),
+        ('[endpoints.x]\nurl = "http://x"\nrate = "0/s"', "'0/s' is no rate such as"),
+        ('[endpoints.x]\nurl = "http://x"\nmethod = "f"', "and method belong together"),
+        ('[endpoints.x]\nurl = "http://x"\nuser = "me"', "user and password belong together"),
+        ('[endpoints.x]\nurl = "http://x"\nsecret = "me"', "did you mean 'secrets'"),
         (
             '[fleets.f]\ndsn = "dbname=x"\ndatabases = "*"\n[brokers."f/one"]\ndsn = "dbname=one"',
             "brokers.f/one: names like this belong to the fleet",

@@ -244,6 +244,33 @@ def no_handler(patient: Patient) -> Found:
         )
 
 
+ENDPOINTS = """
+SELECT b.endpoint, s.name, b.state, b.failing_since::text, b.error, b.paused_at::text, b.paused_by
+FROM saf.breaker b JOIN saf.subscription s USING (subscription_id)
+WHERE b.state <> 'closed' OR b.paused_at IS NOT NULL
+ORDER BY b.endpoint
+"""
+
+
+def endpoints(patient: Patient) -> Found:
+    """Endpoints of dispatchers that nothing is sent to."""
+    for name, subscription, state, since, error, paused_at, who in patient.ask(ENDPOINTS):
+        what = f"endpoint {name!r} of subscription {subscription!r}"
+        waits = "its messages wait, and the slots that they are in cannot be purged"
+        if state == "disabled":
+            yield (
+                "error",
+                f"{what} is disabled, and failing since {since}: {error}; {waits}",
+                f"when it works again, saf endpoint resume {name}",
+            )
+        elif state == "open":
+            cure = "mend the endpoint; it is tried by itself"
+            yield "warning", f"{what} is down since {since}: {error}; {waits}", cure
+        if paused_at is not None:
+            cure = f"saf endpoint resume {name}"
+            yield "warning", f"{what} was paused by {who} at {paused_at}; {waits}", cure
+
+
 DEAD = "SELECT reason, count(*), min(error) FROM saf.dead_letter GROUP BY 1 ORDER BY 1"
 
 

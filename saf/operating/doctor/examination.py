@@ -19,6 +19,7 @@ from saf.operating.doctor.broker import (
     constraints,
     dead_letters,
     dialogs_set_back,
+    endpoints,
     forged,
     inbox_left_lying,
     no_handler,
@@ -68,6 +69,7 @@ BROKER: tuple[Check, ...] = (
     unheard,
     parked,
     no_handler,
+    endpoints,
     dead_letters,
     dialogs_set_back,
 )

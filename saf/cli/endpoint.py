@@ -1,0 +1,244 @@
+"""``saf endpoint``: the endpoints of saf.toml and of brokers, how they are, letting them rest."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Annotated, Any
+from uuid import uuid4
+
+import psycopg
+import typer
+
+from saf.broker import services
+from saf.cli.brokers import AsJson, Config, Round, Store, store
+from saf.cli.console import echo
+from saf.cli.dispatch import chosen, endpoints
+from saf.cli.listing import Listing
+from saf.config import Settings, load
+from saf.database import check_schema, unavailable_if_lost
+from saf.dispatch import history, stored
+from saf.dispatch.answers import Answer, Meaning
+from saf.dispatch.condition import Book
+from saf.dispatch.envelope import Request
+from saf.dispatch.http import Client
+from saf.dispatch.settings import Endpoint
+from saf.errors import SafError
+
+app = typer.Typer(no_args_is_help=True, help="Endpoints: where `saf dispatch` sends messages.")
+
+Name = Annotated[str, typer.Argument(metavar="ENDPOINT", help="Its name.")]
+
+
+@app.command()
+def add(
+    name: Annotated[str, typer.Argument(metavar="ENDPOINT", help="Its name.")],
+    *,
+    url: Annotated[str, typer.Option(help="Where messages are sent, by POST.")],
+    subscription: Annotated[
+        str | None, typer.Option(help="Whose messages. Default: that of the endpoint's name.")
+    ] = None,
+    secret_from: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="VARIABLE",
+            help="The dispatcher's environment variable that holds a secret to sign with.",
+        ),
+    ] = None,
+    bearer_from: Annotated[
+        str | None, typer.Option(metavar="VARIABLE", help="The same, of a token.")
+    ] = None,
+    mode: Annotated[
+        str | None, typer.Option(help="binary (the default), structured, plain or xmlrpc.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="With xmlrpc: what is called.")] = None,
+    max_in_flight: Annotated[
+        int | None, typer.Option(help="How many requests of one process. Default: 100.")
+    ] = None,
+    rate: Annotated[str | None, typer.Option(help="Such as 100/s. Default: any.")] = None,
+    config: Config = None,
+    broker: Store = None,
+) -> None:
+    """Store an endpoint in the broker that has the subscription.
+
+    It may be on the public internet, or in a network that [dispatch] of saf.toml names. Secrets are
+    not stored, only the names of variables, which begin with SAF_ENDPOINT_.
+    """
+    settings = {
+        "secrets": secret_from or None,
+        "bearer": bearer_from,
+        "mode": mode,
+        "method": method,
+        "max_in_flight": max_in_flight,
+        "rate": rate,
+    }
+    round_ = Round(store(load(config), broker))
+    for where in round_.visit(
+        "endpoint",
+        lambda connection, _: stored.add(
+            connection, name, url, subscription=subscription, settings=settings
+        ),
+    ):
+        echo(f"{where}: endpoint {name} added; saf dispatch {name} sends to it")
+    round_.finish(say=True)
+
+
+@app.command()
+def remove(name: Name, config: Config = None, broker: Store = None) -> None:
+    """Remove an endpoint that was added; its messages wait."""
+    round_ = Round(store(load(config), broker))
+    found = round_.visit("endpoint", lambda connection, _: stored.remove(connection, name))
+    for where, was_there in found.items():
+        echo(f"{where}: {f'endpoint {name} removed' if was_there else f'no endpoint {name}'}")
+    round_.finish(say=True, found=0 if any(found.values()) or round_.failed else 1)
+
+
+@app.command("list")
+def list_(config: Config = None, as_json: AsJson = False) -> None:
+    """Show the endpoints, and how each is."""
+    settings = load(config)
+    rows = [_row(settings, name, one) for name, one in endpoints(settings).items()]
+    if as_json:
+        echo(json.dumps({"endpoints": rows}, default=str))
+        return
+    listing = Listing("endpoint", "subscription", "url", "state", "next probe", below="error")
+    for row in rows:
+        probe = row["next_probe_at"]
+        listing.add(
+            row["endpoint"],
+            row["subscription"],
+            row["url"],
+            row["state"] if row["paused_at"] is None else f"{row['state']}, paused",
+            f"{probe:%Y-%m-%d %H:%M:%S %Z}" if probe else "",
+            below=row["error"] or "",
+        )
+    listing.show()
+
+
+@app.command()
+def show(name: Name, config: Config = None, as_json: AsJson = False) -> None:
+    """Show an endpoint: its settings, and how it is.
+
+    No secret is shown.
+    """
+    settings = load(config)
+    (one,) = chosen(settings, [name]).values()
+    row = {**one.model_dump(mode="json"), **_row(settings, name, one)}
+    if as_json:
+        echo(json.dumps(row, default=str))
+        return
+    for key, value in row.items():
+        if value is not None:
+            echo(f"{key}: {value}")
+
+
+@app.command("history")
+def history_(
+    name: Name,
+    config: Config = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Show the last attempts that failed.
+
+    The newest come first, with what the endpoint said.
+    """
+    settings = load(config)
+    (one,) = chosen(settings, [name]).values()
+    with _inbox(settings, name, one) as connection:
+        subscription_id = _subscription(connection, name, one)
+        found = history.attempts(connection, subscription_id, limit)
+    if as_json:
+        echo(json.dumps({"attempts": [asdict(one) for one in found]}, default=str))
+        return
+    listing = Listing("at", "message", "key", "status", "seconds", "outcome", below="error")
+    for attempt in found:
+        listing.add(
+            f"{attempt.at:%Y-%m-%d %H:%M:%S %Z}",
+            str(attempt.message_id),
+            attempt.key or "",
+            str(attempt.status or ""),
+            f"{attempt.seconds:.3f}",
+            attempt.outcome,
+            below=attempt.error,
+        )
+    listing.show()
+
+
+@app.command("test")
+def send_test(name: Name, config: Config = None) -> None:
+    """Send one event of the type saf.test.
+
+    No message stands for it. What came of it is said.
+    """
+    (one,) = chosen(load(config), [name]).values()
+    answer = asyncio.run(_test(one))
+    if answer.meaning is not Meaning.DONE:
+        raise SafError(f"endpoint {name!r}: {answer.error}, after {answer.seconds:.3f} s")
+    echo(f"{name}: HTTP {answer.status} after {answer.seconds:.3f} s")
+
+
+@app.command()
+def pause(name: Name, config: Config = None) -> None:
+    """Send nothing to an endpoint until it is resumed.
+
+    Its messages wait, in order.
+    """
+    settings = load(config)
+    (one,) = chosen(settings, [name]).values()
+    with _inbox(settings, name, one) as connection:
+        Book(subscription_id=_subscription(connection, name, one), endpoint=name).pause(connection)
+    echo(f"{name}: paused; `saf endpoint resume {name}` lets it go on")
+
+
+@app.command()
+def resume(name: Name, config: Config = None) -> None:
+    """Send to an endpoint again.
+
+    It was paused, is disabled, or is taken to be down.
+    """
+    settings = load(config)
+    (one,) = chosen(settings, [name]).values()
+    with _inbox(settings, name, one) as connection:
+        Book(subscription_id=_subscription(connection, name, one), endpoint=name).resume(connection)
+    echo(f"{name}: resumed")
+
+
+def _row(settings: Settings, name: str, endpoint: Endpoint) -> dict[str, Any]:
+    with _inbox(settings, name, endpoint) as connection:
+        subscription_id = _subscription(connection, name, endpoint)
+        state = history.state(connection, subscription_id)
+    return {
+        "endpoint": name,
+        "url": endpoint.shown,
+        "subscription": endpoint.subscription or name,
+        **asdict(state),
+    }
+
+
+def _inbox(settings: Settings, name: str, endpoint: Endpoint) -> psycopg.Connection[Any]:
+    with unavailable_if_lost(f"the database of endpoint {name!r}"):
+        connection = settings.inbox_of(endpoint).connect(role="endpoint", autocommit=True)
+        check_schema(connection)
+    return connection
+
+
+def _subscription(connection: psycopg.Connection[Any], name: str, endpoint: Endpoint) -> int:
+    return services.subscription(connection, endpoint.subscription or name).subscription_id
+
+
+async def _test(endpoint: Endpoint) -> Answer:
+    number = str(uuid4())
+    headers = {
+        "ce-specversion": "1.0",
+        "ce-id": number,
+        "ce-source": endpoint.source or "/saf/",
+        "ce-type": "saf.test",
+        "ce-time": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}",
+        "Content-Type": "application/json",
+        "Idempotency-Key": number,
+    }
+    async with Client(endpoint) as client:
+        return await client.post(Request(message_id=number, headers=headers, body=b"{}"))

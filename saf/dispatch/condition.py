@@ -1,0 +1,176 @@
+"""The condition of an endpoint, as all dispatchers of its subscription share it: saf.breaker.
+
+    closed      it is up, as far as anybody knows
+    open        it is down. At its time, one dispatcher sends one message, a probe
+    disabled    it has said that it is gone (410), or was down for too long. A person resumes it
+
+A person may pause an endpoint in any state. While it is not closed, or is paused, nothing but
+probes is sent; messages wait in the log, in order, and no attempt of them is counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+
+from saf.database import fetch
+from saf.setaside.isolation import said
+
+KEPT_ATTEMPTS = 1000
+"""How many attempts that failed are kept for people, of each subscription."""
+
+CONDITION = """
+SELECT state, paused_at IS NOT NULL,
+       extract(epoch FROM next_probe_at - clock_timestamp())::float, failures, error
+FROM saf.breaker WHERE subscription_id = %(subscription_id)s
+"""
+
+# Somebody else may have closed, disabled or opened it meanwhile: one failure is counted once
+DOWN = """
+INSERT INTO saf.breaker AS b
+    (subscription_id, endpoint, state, failures, failing_since, next_probe_at, error)
+VALUES (%(subscription_id)s, %(endpoint)s, 'open', 1, clock_timestamp(),
+        clock_timestamp() + make_interval(secs => %(wait)s), %(error)s)
+ON CONFLICT (subscription_id) DO UPDATE SET
+    endpoint = excluded.endpoint, state = 'open', failures = 1,
+    failing_since = clock_timestamp(), next_probe_at = excluded.next_probe_at,
+    error = excluded.error, changed_at = clock_timestamp()
+WHERE b.state = 'closed'
+"""
+
+# The others wait for this probe as long as it may take; if its process dies, one of them is next
+PROBE = """
+UPDATE saf.breaker SET next_probe_at = clock_timestamp() + make_interval(secs => %(seconds)s)
+WHERE subscription_id = %(subscription_id)s AND state = 'open' AND paused_at IS NULL
+  AND next_probe_at <= clock_timestamp()
+RETURNING failures
+"""
+STILL_DOWN = """
+UPDATE saf.breaker SET
+    failures = failures + 1, error = %(error)s, changed_at = clock_timestamp(),
+    state = CASE WHEN late THEN 'disabled' ELSE 'open' END,
+    next_probe_at = CASE WHEN NOT late
+                         THEN clock_timestamp() + make_interval(secs => %(wait)s) END
+FROM (SELECT clock_timestamp() > failing_since + make_interval(secs => %(longest)s) AS late
+      FROM saf.breaker WHERE subscription_id = %(subscription_id)s) AS l
+WHERE subscription_id = %(subscription_id)s AND state = 'open'
+"""
+UP = """
+UPDATE saf.breaker SET state = 'closed', failures = 0, failing_since = NULL, next_probe_at = NULL,
+    error = NULL, changed_at = clock_timestamp()
+WHERE subscription_id = %(subscription_id)s AND state = 'open'
+"""
+DISABLE = """
+INSERT INTO saf.breaker AS b (subscription_id, endpoint, state, failures, failing_since, error)
+VALUES (%(subscription_id)s, %(endpoint)s, 'disabled', 1, clock_timestamp(), %(error)s)
+ON CONFLICT (subscription_id) DO UPDATE SET
+    endpoint = excluded.endpoint, state = 'disabled', failures = b.failures + 1,
+    failing_since = coalesce(b.failing_since, clock_timestamp()), next_probe_at = NULL,
+    error = excluded.error, changed_at = clock_timestamp()
+"""
+
+PAUSE = """
+INSERT INTO saf.breaker AS b (subscription_id, endpoint, paused_at, paused_by)
+VALUES (%(subscription_id)s, %(endpoint)s, clock_timestamp(), session_user)
+ON CONFLICT (subscription_id) DO UPDATE SET
+    paused_at = coalesce(b.paused_at, clock_timestamp()),
+    paused_by = coalesce(b.paused_by, session_user)
+"""
+RESUME = """
+UPDATE saf.breaker SET state = 'closed', failures = 0, failing_since = NULL, next_probe_at = NULL,
+    error = NULL, paused_at = NULL, paused_by = NULL, changed_at = clock_timestamp()
+WHERE subscription_id = %(subscription_id)s
+"""
+
+TRIM = """
+DELETE FROM saf.attempt WHERE subscription_id = %(subscription_id)s AND attempt_id < (
+    SELECT attempt_id FROM saf.attempt WHERE subscription_id = %(subscription_id)s
+    ORDER BY attempt_id DESC OFFSET %(kept)s LIMIT 1)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """How an endpoint is."""
+
+    state: str = "closed"
+    paused: bool = False
+    probe_in: float | None = None
+    """In how many seconds the next probe is due, where the state is open."""
+    failures: int = 0
+    error: str | None = None
+
+    @property
+    def sends(self) -> bool:
+        """Whether messages are sent."""
+        return self.state == "closed" and not self.paused
+
+    @property
+    def probe_due(self) -> bool:
+        """Whether somebody is to send a probe."""
+        return self.probe_in is not None and self.probe_in <= 0 and not self.paused
+
+
+def condition(connection: psycopg.Connection[Any], subscription_id: int) -> Condition:
+    """How the endpoint of a subscription is."""
+    found = fetch(connection, CONDITION, {"subscription_id": subscription_id})
+    if not found:
+        return Condition()
+    state, paused, probe_in, failures, error = found[0]
+    return Condition(state=state, paused=paused, probe_in=probe_in, failures=failures, error=error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Book:
+    """Writes the condition of one endpoint."""
+
+    subscription_id: int
+    endpoint: str
+
+    def down(self, connection: psycopg.Connection[Any], error: str, wait: float) -> None:
+        """The endpoint was found down; the first probe comes after ``wait`` seconds."""
+        connection.execute(DOWN, self._params(error=said(error), wait=wait))
+
+    def probe(self, connection: psycopg.Connection[Any], seconds: float) -> int | None:
+        """Take the probe that is due, for so long; return how often it was found down.
+
+        None if there is none to take.
+        """
+        found = fetch(connection, PROBE, self._params(seconds=seconds))
+        return found[0][0] if found else None
+
+    def still_down(
+        self, connection: psycopg.Connection[Any], error: str, wait: float, longest: float
+    ) -> None:
+        """The probe has failed; the endpoint is disabled if it was down for too long."""
+        params = self._params(error=said(error), wait=wait, longest=longest)
+        connection.execute(STILL_DOWN, params)
+
+    def up(self, connection: psycopg.Connection[Any]) -> None:
+        """The probe has succeeded."""
+        connection.execute(UP, self._params())
+
+    def disable(self, connection: psycopg.Connection[Any], error: str) -> None:
+        """The endpoint has said that it is gone."""
+        connection.execute(DISABLE, self._params(error=said(error)))
+
+    def pause(self, connection: psycopg.Connection[Any]) -> None:
+        """A person wants nothing to be sent."""
+        connection.execute(PAUSE, self._params())
+
+    def resume(self, connection: psycopg.Connection[Any]) -> None:
+        """A person wants messages to be sent, whatever the endpoint was."""
+        connection.execute(RESUME, self._params())
+
+    def trim(self, connection: psycopg.Connection[Any]) -> None:
+        """Forget attempts, but the last ones."""
+        connection.execute(TRIM, self._params(kept=KEPT_ATTEMPTS))
+
+    def _params(self, **more: Any) -> dict[str, Any]:
+        return {
+            "subscription_id": self.subscription_id,
+            "endpoint": self.endpoint,
+            **more,
+        }

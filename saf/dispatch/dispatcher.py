@@ -1,0 +1,189 @@
+"""A dispatcher: sends the messages of a subscription to its endpoint, session after session.
+
+    dispatcher = Dispatcher("billing", endpoint, dsn)
+    run([dispatcher])                       # until SIGTERM; or from a shell: saf dispatch --loop
+
+What is promised:
+
+- *At least once.* A message is marked after its endpoint has answered. A dispatcher that is killed
+  at any point leaves in doubt only what was in flight, or answered and not marked; it is sent
+  again, with the same id.
+- *One at a time, in order.* Of each key, one message is in flight, and the next one follows when it
+  is done. Any number of processes share the shards, so no two of them send for the same key. One
+  that was stopped for longer than its lease and wakes up may still have a request in flight.
+- *No transaction waits for an endpoint.*
+
+It needs two sessions of the database, which must not be a pooler's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import psycopg
+
+from saf.broker import restored, services
+from saf.database import Dsn, check_schema, unavailable_if_lost
+from saf.dispatch.http import Client
+from saf.dispatch.session import Session
+from saf.dispatch.settings import Endpoint
+from saf.errors import Fenced, Refused, SafError, Unavailable, UsageError
+from saf.logger import Log
+from saf.receiving.failures import exception
+from saf.receiving.hand import Reader
+from saf.receiving.membership import Membership
+from saf.receiving.stopping import STOP_SECONDS
+from saf.receiving.summary import Summary
+from saf.signals import stop_on_signals
+
+RECONNECT_SECONDS = 2.0
+
+LEASE_SECONDS = 30.0
+
+# What the session may do otherwise is for its user to say, but not how this program reads
+SETTLE = """
+SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL READ COMMITTED;
+SET jit = off
+"""
+
+log = Log("saf.dispatch")
+
+
+class Dispatcher:
+    """See the top of this module."""
+
+    def __init__(
+        self,
+        name: str,
+        endpoint: Endpoint,
+        dsn: Dsn,
+        *,
+        lease_seconds: float = LEASE_SECONDS,
+        stop_seconds: float = STOP_SECONDS,
+    ) -> None:
+        self.name = name
+        self.endpoint = endpoint
+        self.dsn = dsn
+        self.lease_seconds = lease_seconds
+        self.stop_seconds = stop_seconds
+        self.summary = Summary()
+        """What it has done so far."""
+        self._held_up = False
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a run that has sent what was there and due."""
+        return self.summary.exit_code or (Unavailable.exit_code if self._held_up else 0)
+
+    async def run(self, stopping: asyncio.Event, *, drain: bool = False) -> None:
+        """Dispatch until told to stop; with ``drain``, until nothing is there and due.
+
+        Raises:
+            ConfigurationError: there is no such subscription.
+            UsageError: what is there cannot be dispatched.
+            Refused: the database does not let this login in.
+            Unavailable: a drain's database does not answer.
+        """
+        while not stopping.is_set():
+            try:
+                await self._session(stopping, drain=drain)
+            except (UsageError, Refused):
+                raise
+            except Fenced as error:
+                log.warning("taken_over", endpoint=self.name, detail=str(error))
+            except Exception as error:
+                # whatever went wrong, what was not marked comes again
+                if drain:
+                    raise
+                told = exception(error)
+                if isinstance(error, (SafError, psycopg.Error)):
+                    del told["stack"]
+                log.warning("session_failed", endpoint=self.name, **told)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(RECONNECT_SECONDS):
+                        await stopping.wait()
+            else:
+                return
+
+    async def _session(self, stopping: asyncio.Event, *, drain: bool) -> None:
+        loop = asyncio.get_running_loop()
+        thread = ThreadPoolExecutor(1, thread_name_prefix=f"saf dispatch {self.name}")
+        try:
+            async with AsyncExitStack() as stack:
+                connection = await loop.run_in_executor(thread, self._connect)
+                stack.push_async_callback(loop.run_in_executor, thread, connection.close)
+                reader = await loop.run_in_executor(thread, self._reader, connection)
+                join = partial(Membership, self.dsn, reader.subscription_id, self.lease_seconds)
+                membership = await loop.run_in_executor(thread, join)
+                stack.push_async_callback(loop.run_in_executor, thread, membership.leave)
+                client = await stack.enter_async_context(Client(self.endpoint))
+                session = Session(
+                    name=self.name,
+                    endpoint=self.endpoint,
+                    reader=replace(reader, owner=membership.member.member_id),
+                    connection=connection,
+                    membership=membership,
+                    client=client,
+                    thread=thread,
+                    summary=self.summary,
+                )
+                try:
+                    await session.run(stopping, drain=drain, stop_seconds=self.stop_seconds)
+                    self._held_up = not session.sender.condition.sends
+                except psycopg.OperationalError as error:
+                    if connection.closed:
+                        raise Unavailable(self._what, str(error).splitlines()[0]) from error
+                    raise
+        finally:
+            thread.shutdown(wait=False)
+
+    @property
+    def _what(self) -> str:
+        return f"the database of endpoint {self.name!r}"
+
+    def _connect(self) -> psycopg.Connection[Any]:
+        connection = self.dsn.connect(role="receive", autocommit=True)
+        connection.execute(SETTLE)
+        return connection
+
+    def _reader(self, connection: psycopg.Connection[Any]) -> Reader:
+        with unavailable_if_lost(self._what):
+            check_schema(connection)
+            restored.refuse(connection)
+            found = services.subscription(connection, self.endpoint.subscription or self.name)
+        return Reader(subscription_id=found.subscription_id, name=found.name, service=found.service)
+
+
+def run(dispatchers: Sequence[Dispatcher], *, drain: bool = False) -> None:
+    """Run dispatchers side by side until SIGTERM or SIGINT; with ``drain``, until all have drained.
+
+    Raises:
+        SafError: one of them cannot go on; the others were stopped.
+    """
+    asyncio.run(_run(dispatchers, drain=drain))
+
+
+async def _run(dispatchers: Sequence[Dispatcher], *, drain: bool) -> None:
+    stopping, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    async def one(dispatcher: Dispatcher) -> None:
+        try:
+            await dispatcher.run(stopping, drain=drain)
+        except BaseException:
+            stopping.set()
+            raise
+
+    def stop() -> None:
+        loop.call_soon_threadsafe(stopping.set)
+
+    with stop_on_signals(stop):
+        ended = await asyncio.gather(*map(one, dispatchers), return_exceptions=True)
+    for error in ended:
+        if isinstance(error, BaseException):
+            raise error

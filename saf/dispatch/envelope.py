@@ -1,0 +1,172 @@
+r"""How a message becomes a request: headers and a body.
+
+    binary       CloudEvents 1.0, binary content mode: the body as it is, attributes as headers ce-…
+    structured   CloudEvents 1.0 as one JSON object, with the body in it
+    plain        the body as it is, the message's headers as headers of HTTP
+
+In a header, an attribute's value may be any text: what HTTP does not allow is percent-encoded, as
+CloudEvents demands. So no value can begin a new line. A header of the message whose name HTTP does
+not allow, that belongs to HTTP or to saf, or whose value is a list or an object, is not sent.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC
+from typing import Any
+from urllib.parse import quote
+
+from saf.dispatch.settings import Endpoint
+from saf.message import CONTENT_TYPE, RESERVED_HEADER
+from saf.received import Received
+
+SAFE = "".join(chr(one) for one in range(0x21, 0x7F) if chr(one) not in '"%')
+"""What CloudEvents leaves as it is in a header."""
+
+ATTRIBUTE = re.compile(r"[a-z0-9]{1,20}")
+"""A name that an extension attribute of CloudEvents may have."""
+
+STRUCTURED = "application/cloudevents+json; charset=utf-8"
+
+CORE = frozenset(
+    {"id", "source", "specversion", "type", "subject", "time", "datacontenttype", "dataschema"}
+    | {"data", "partitionkey"}
+)
+"""Attributes that saf writes, and names that CloudEvents reserves."""
+
+TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
+"""A name that a header of HTTP may have."""
+
+OF_HTTP = frozenset(
+    {"accept", "accept-encoding", "authorization", "connection", "content-encoding"}
+    | {"content-length", "content-type", "cookie", "date", "expect", "forwarded", "host"}
+    | {"idempotency-key", "keep-alive", "origin", "referer", "te", "trailer", "transfer-encoding"}
+    | {"upgrade", "user-agent", "via"}
+)
+"""Headers that mean something to HTTP, or that saf writes."""
+
+BEGINNINGS = ("proxy-", "sec-", "webhook-", "x-forwarded-", "ce-", RESERVED_HEADER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is sent."""
+
+    message_id: str
+    headers: Mapping[str, str]
+    body: bytes
+
+
+def request(message: Received, endpoint: Endpoint) -> Request:
+    """The request that a message becomes.
+
+    Raises:
+        UnreadableHeaders: Python cannot decode the message's headers.
+    """
+    carried = message.headers
+    if not isinstance(carried, Mapping):
+        carried = {}
+    said = carried.get(CONTENT_TYPE)
+    content_type = said if isinstance(said, str) and said else None
+    body = message.body
+    if endpoint.mode == "plain":
+        headers = plain(carried)
+    else:
+        event = attributes(message, endpoint, carried)
+        if endpoint.mode == "structured":
+            body, headers = structured(event, content_type, body), {}
+            content_type = STRUCTURED
+        else:
+            headers = {f"ce-{name}": encoded(value) for name, value in event.items()}
+    if content_type is not None:
+        headers["Content-Type"] = encoded(content_type, safe=SAFE + ' "')
+    number = str(message.message_id)
+    headers["Idempotency-Key"] = number
+    return Request(message_id=number, headers=headers, body=body)
+
+
+def attributes(message: Received, endpoint: Endpoint, carried: Mapping[str, Any]) -> dict[str, str]:
+    """The attributes of the event, with the message's headers that can be such."""
+    created = message.created_at.astimezone(UTC)
+    event = {
+        "specversion": "1.0",
+        "id": str(message.message_id),
+        "source": endpoint.source or source(message),
+        "type": message.message_type or "saf.message",
+        "time": f"{created:%Y-%m-%dT%H:%M:%S.%fZ}",
+    }
+    if message.key:
+        event["subject"] = event["partitionkey"] = message.key
+    for name, value in carried.items():
+        if ATTRIBUTE.fullmatch(name) and name not in CORE and scalar(value):
+            event[name] = text(value)
+    return event
+
+
+def structured(event: Mapping[str, str], content_type: str | None, body: bytes) -> bytes:
+    """The event as JSON: a body that is JSON or text as it is, and any other in base64.
+
+    >>> structured({"id": "1"}, "application/json", b'{"a": 1}')
+    b'{"id": "1", "datacontenttype": "application/json", "data": {"a": 1}}'
+    >>> structured({"id": "1"}, "application/json", b"no JSON")
+    b'{"id": "1", "datacontenttype": "application/json", "data_base64": "bm8gSlNPTg=="}'
+    >>> structured({"id": "1"}, "text/plain", b"hello")
+    b'{"id": "1", "datacontenttype": "text/plain", "data": "hello"}'
+    """
+    given = content_type or "application/octet-stream"
+    whole: dict[str, object] = {**event, "datacontenttype": given}
+    kind = given.partition(";")[0].strip().lower()
+    # a body that is not what it says goes as it is
+    with suppress(ValueError, RecursionError):
+        if kind.endswith(("/json", "+json")):
+            whole["data"] = json.loads(body)
+        elif kind.startswith("text/"):
+            whole["data"] = body.decode()
+    if "data" not in whole:
+        whole["data_base64"] = base64.b64encode(body).decode()
+    return json.dumps(whole).encode()
+
+
+def plain(carried: Mapping[str, Any]) -> dict[str, str]:
+    """The message's headers that can be headers of HTTP."""
+    return {
+        name: encoded(text(value), safe=SAFE + ' "')
+        for name, value in carried.items()
+        if TOKEN.fullmatch(name)
+        and name.lower() not in OF_HTTP
+        and not name.lower().startswith(BEGINNINGS)
+        and scalar(value)
+    }
+
+
+def source(message: Received) -> str:
+    """Where an event comes from, as a reference: the sender's service."""
+    return f"/saf/{quote(message.from_service or '', safe='')}"
+
+
+def encoded(value: str, safe: str = SAFE) -> str:
+    r"""A text as the value of a header, percent-encoded where HTTP does not allow it.
+
+    >>> encoded("Zürich 100%\r\nHost: evil")
+    'Z%C3%BCrich%20100%25%0D%0AHost:%20evil'
+    """
+    return quote(value, safe=safe, errors="replace")
+
+
+def scalar(value: object) -> bool:
+    """Whether a header of a message can be written as one text; null says nothing."""
+    return isinstance(value, (str, int, float)) and value != ""
+
+
+def text(value: object) -> str:
+    """A scalar as text, as JSON has it.
+
+    >>> text(True), text(7), text("x")
+    ('true', '7', 'x')
+    """
+    return str(value).lower() if isinstance(value, bool) else str(value)

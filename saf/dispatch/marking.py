@@ -1,0 +1,161 @@
+"""Marking: what came of messages, written for many of them in one transaction.
+
+The cursors come first. The statement finds them by owner, epoch and batch; it locks them, so that
+nobody can take the shards over before the rest is written. If another member has, nothing is
+written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import psycopg
+
+from saf.dispatch.answers import Answer
+from saf.dispatch.progress import Mark
+from saf.dispatch.window import Marks
+from saf.errors import Fenced
+from saf.received import Received
+from saf.receiving import retries
+from saf.receiving.hand import Reader
+from saf.setaside import backoff, dead, parking
+from saf.setaside.dead import AsStored
+from saf.setaside.isolation import said
+from saf.setaside.lane import NO_BROKER, Kind, Lane
+
+MOVE = """
+UPDATE saf.cursor c SET
+    done = CASE WHEN m.closed THEN c.open ELSE c.done END,
+    open = CASE WHEN m.closed THEN NULL ELSE c.open END,
+    position = m.position
+FROM unnest(%(shard)s::smallint[], %(epoch)s::bigint[], %(batch)s::bigint[],
+            %(position)s::bigint[], %(closed)s::boolean[])
+     AS m (shard, epoch, batch, position, closed)
+WHERE c.subscription_id = %(subscription_id)s AND c.shard = m.shard AND c.batch = m.batch
+  AND c.owner = %(owner)s AND c.epoch = m.epoch
+RETURNING c.shard
+"""
+
+# What was written before for the same batch stays true: it may be of ids that were not read yet
+REMEMBER = """
+INSERT INTO saf.dispatched AS d (subscription_id, shard, batch, ids)
+SELECT %(subscription_id)s, shard, batch, ids
+FROM unnest(%(shard)s::smallint[], %(batch)s::bigint[], %(position)s::bigint[],
+            %(ids)s::int8multirange[]) AS m (shard, batch, position, ids)
+ON CONFLICT (subscription_id, shard) DO UPDATE SET
+    batch = excluded.batch,
+    ids = CASE WHEN d.batch = excluded.batch THEN d.ids + excluded.ids ELSE excluded.ids END
+          * (SELECT int8multirange(int8range(c.position, NULL, '()')) FROM saf.cursor c
+             WHERE c.subscription_id = excluded.subscription_id AND c.shard = excluded.shard
+               AND c.batch = excluded.batch)
+"""
+
+
+NOTE = """
+INSERT INTO saf.attempt (subscription_id, message_id, key, status, seconds, outcome, error)
+SELECT %(subscription_id)s, n.*
+FROM unnest(%(message_id)s::uuid[], %(key)s::text[], %(status)s::smallint[],
+            %(seconds)s::real[], %(outcome)s::text[], %(error)s::text[]) AS n
+"""
+
+
+def mark(connection: psycopg.Connection[Any], reader: Reader, marks: Marks) -> None:
+    """Write marks in a transaction of its own.
+
+    Raises:
+        Fenced: another member has taken over some of the shards; nothing is written.
+    """
+    with connection.transaction():
+        _move(connection, reader, marks.cursors)
+        # in the order of lanes, as others lock them too
+        retries.wait(connection, reader, dict(sorted(marks.waiting.items())))
+        _set_aside(connection, reader, marks)
+        lanes = [Lane(kind=Kind.KEY, subject=one) for one in marks.succeeded]
+        if lanes:
+            backoff.succeeded(connection, reader.subscription_id, lanes)
+        retries.time_late(connection, reader, sorted(marks.timed))
+        if marks.attempts:
+            connection.execute(NOTE, _noted(reader, marks.attempts))
+
+
+def _move(connection: psycopg.Connection[Any], reader: Reader, cursors: Iterable[Mark]) -> None:
+    moved = sorted(cursors, key=lambda one: one.shard)
+    params = _columns(reader, moved)
+    found = connection.execute(MOVE, params).fetchall()
+    if len(found) < len(moved):
+        lost = {one.shard for one in moved} - {row[0] for row in found}
+        raise Fenced(f"subscription {reader.name!r}", sorted(lost))
+    new = [one for one in moved if one.new]
+    if new:
+        connection.execute(REMEMBER, _columns(reader, new))
+
+
+def _columns(reader: Reader, cursors: list[Mark]) -> dict[str, Any]:
+    columns: dict[str, Any] = {
+        name: [getattr(one, name) for one in cursors]
+        for name in ("shard", "epoch", "batch", "position", "closed", "ids")
+    }
+    return columns | {"subscription_id": reader.subscription_id, "owner": reader.owner}
+
+
+def _set_aside(connection: psycopg.Connection[Any], reader: Reader, marks: Marks) -> None:
+    batches = {one.shard: one.batch for one in marks.cursors}
+    fresh = [
+        {
+            **one.stored(),
+            "subscription_id": reader.subscription_id,
+            "destination": "",
+            "kind": kind,
+            "subject": subject,
+            "broker": NO_BROKER,
+            "quality": None,
+            "batch": batches[one.shard],
+            "position": one.id,
+            "opened_at": None,
+        }
+        for kind, subject, one in _asides(marks)
+    ]
+    if fresh:
+        parking.copy_in(connection, fresh)
+    if marks.bury:
+        common = {"subscription_id": reader.subscription_id, "destination": ""}
+        dead.bury(
+            connection,
+            [
+                {**one.stored(), **common, "reason": reason, "error": said(error)}
+                for one, reason, error in marks.bury
+            ],
+        )
+    for table, some in (
+        ("inbox", [one for one in marks.unreadable if one.parked_id is None]),
+        ("parked", [one for one in marks.unreadable if one.parked_id is not None]),
+    ):
+        rows = [AsStored(shard=one.shard, id=one.parked_id or one.id) for one in some]
+        dead.bury_as_stored(connection, reader.subscription_id, table, rows)
+    if marks.move:
+        retries.move(
+            connection, [(one, Lane(kind=Kind.KEY, subject=lane)) for one, lane in marks.move]
+        )
+    if marks.unpark:
+        parking.unpark(connection, marks.unpark)
+
+
+def _asides(marks: Marks) -> Iterable[tuple[Kind, str, Received]]:
+    for one in marks.park:
+        yield Kind.KEY, one.lane, one
+    for one in marks.late:
+        yield Kind.LATER, str(one.shard), one
+
+
+def _noted(reader: Reader, attempts: Iterable[tuple[Received, Answer]]) -> dict[str, Any]:
+    rows = list(attempts)
+    return {
+        "subscription_id": reader.subscription_id,
+        "message_id": [message.message_id for message, _ in rows],
+        "key": [message.key for message, _ in rows],
+        "status": [answer.status for _, answer in rows],
+        "seconds": [answer.seconds for _, answer in rows],
+        "outcome": [str(answer.meaning) for _, answer in rows],
+        "error": [said(answer.error) for _, answer in rows],
+    }

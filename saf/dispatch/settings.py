@@ -1,0 +1,172 @@
+"""Settings of an endpoint: a table ``[endpoints.NAME]`` of saf.toml.
+
+    [endpoints.billing]
+    url = "https://billing.example.com/hooks"
+    subscription = "billing"             # by default, the endpoint's name
+
+What may hold a secret is a `pydantic.SecretStr`. A URL is shown without its query.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+import pydantic
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from saf.destinations.settings import within
+from saf.dispatch.rate import per_second
+from saf.errors import UsageError
+from saf.setaside.parking import wait_seconds
+from saf.webhooks.signature import key_of
+
+DAY = 86400
+
+WEBHOOK_SECONDS = (5, 300, 1800, 7200, 18_000, 36_000, 36_000)
+"""The schedule of webhooks: how long to wait after each attempt that failed, in seconds."""
+
+
+def _is_url(text: str) -> str:
+    """such as `https://example.com/hooks`"""
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"it is not a URL: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise ValueError("it is not a URL such as https://billing.example.com/hooks")
+    if parts.username or parts.password:
+        raise ValueError("a URL holds no user and password: say them apart from it")
+    if not text.isascii() or not text.isprintable() or " " in text:
+        raise ValueError("a URL has printable ASCII characters only: encode the others")
+    return text
+
+
+Url = Annotated[str, AfterValidator(_is_url)]
+Seconds = Annotated[float, within(0.01, 3600)]
+
+
+def _is_rate(text: str) -> str:
+    """such as `100/s`"""
+    per_second(text)
+    return text
+
+
+def _is_network(text: str) -> str:
+    """such as `10.1.0.0/16`"""
+    ipaddress.ip_network(text)
+    return text
+
+
+Network = Annotated[str, AfterValidator(_is_network)]
+Rate = Annotated[str, AfterValidator(_is_rate)]
+
+
+class Endpoint(BaseModel):
+    """Where the messages of a subscription are sent, and how."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    url: Url = Field(repr=False)
+    """Where they are sent, by POST."""
+    broker: str | None = None
+    """The destination whose inbox has the messages; by default, the one of kind postgresql."""
+    subscription: str | None = None
+    """Whose messages are sent; by default, the subscription of the endpoint's name."""
+    mode: Literal["binary", "structured", "plain", "xmlrpc"] = "binary"
+    """The form of a request: CloudEvents in headers or as JSON, the body as it is, or a call."""
+    method: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.:/]{1,200}$")
+    """With mode "xmlrpc": the method that is called."""
+    source: str | None = Field(default=None, min_length=1)
+    """The attribute ``source`` of CloudEvents; by default, /saf/ and the sender's service."""
+    secrets: tuple[pydantic.SecretStr, ...] = ()
+    """Secrets of Standard Webhooks (whsec_…), by each of which requests are signed."""
+    bearer: pydantic.SecretStr | None = None
+    """A token for the header Authorization."""
+    user: str | None = None
+    """With password: for the header Authorization, as HTTP's basic scheme has it."""
+    password: pydantic.SecretStr | None = None
+    """See user."""
+    ca_file: Path | None = None
+    """Certificates (PEM) of those who may have signed the endpoint's; by default, the system's."""
+    client_certificate: Path | None = None
+    """A certificate (PEM) by which the endpoint knows us, with its key unless client_key has it."""
+    client_key: Path | None = None
+    """The key (PEM) of the client certificate."""
+    public_only: bool = False
+    """Whether addresses that are not on the public internet are refused."""
+    networks: tuple[Network, ...] = ()
+    """With public_only: networks that are not refused, such as "10.1.0.0/16"."""
+    max_in_flight: Annotated[int, within(1, 10_000)] = 100
+    """How many requests one process has in flight; of each key, it is one."""
+    rate: Rate | None = None
+    """The most messages in a time, of all processes together: "100/s", "30/min" or "500/h"."""
+    timeout_seconds: Seconds = 15.0
+    """How long a request may take, from connecting to the last byte of the answer, in seconds."""
+    connect_seconds: Seconds = 5.0
+    """How long connecting may take, in seconds."""
+    attempts: Annotated[int, within(1, 1000)] = 10
+    """After so many attempts that an endpoint answers badly, a message becomes a dead letter."""
+    schedule: Literal["doubling", "webhook"] = "doubling"
+    """How long to wait after a failure: 4, 8, … 64 s, or 5 s, 5 min, 30 min, 2 h, 5 h, 10 h."""
+    client_errors: Literal["reject", "wait"] = "reject"
+    """What 4xx means for a message, apart from 408, 410, 425 and 429."""
+    breaker_failures: Annotated[int, within(1, 1000)] = 5
+    """After so many failures in a row, the endpoint is taken to be down."""
+    disable_after_seconds: Annotated[float, within(1, 366 * DAY)] = 5.0 * DAY
+    """An endpoint that is down for so long is disabled, until a person resumes it."""
+
+    @pydantic.field_validator("secrets")
+    @classmethod
+    def _are_secrets(cls, some: tuple[pydantic.SecretStr, ...]) -> tuple[pydantic.SecretStr, ...]:
+        for one in some:
+            try:
+                key_of(one.get_secret_value())
+            except UsageError as error:
+                raise ValueError(str(error)) from None
+        return some
+
+    @pydantic.model_validator(mode="after")
+    def _belongs_together(self) -> Endpoint:
+        if (self.user is None) != (self.password is None):
+            raise ValueError("user and password belong together")
+        if self.user is not None and self.bearer is not None:
+            raise ValueError("either user and password or bearer, and not both")
+        if (self.mode == "xmlrpc") != (self.method is not None):
+            raise ValueError('mode = "xmlrpc" and method belong together')
+        if self.client_key is not None and self.client_certificate is None:
+            raise ValueError("client_key without client_certificate")
+        return self
+
+    @property
+    def keys(self) -> list[bytes]:
+        """The keys that requests are signed with."""
+        return [key_of(one.get_secret_value()) for one in self.secrets]
+
+    @property
+    def shown(self) -> str:
+        """The URL without its query, which may hold a secret."""
+        return urlsplit(self.url)._replace(query="", fragment="").geturl()
+
+    def wait_seconds(self, failures: int) -> float:
+        """How long to wait after so many failures in a row.
+
+        >>> one = Endpoint(url="http://billing.example.com")
+        >>> [one.wait_seconds(failures) for failures in (0, 1, 2, 9)]
+        [4, 4, 8, 64]
+        >>> one = Endpoint(url="http://billing.example.com", schedule="webhook")
+        >>> [one.wait_seconds(failures) for failures in (0, 1, 2, 9)]
+        [5, 5, 300, 36000]
+        """
+        nth = max(1, failures)
+        if self.schedule == "webhook":
+            return WEBHOOK_SECONDS[min(nth, len(WEBHOOK_SECONDS)) - 1]
+        return wait_seconds(nth)
+
+
+Endpoints = Mapping[str, Endpoint]
+"""Endpoints by name."""

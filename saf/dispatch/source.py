@@ -1,0 +1,312 @@
+"""The inbox as a dispatcher reads it: as a member that owns shards, ahead of their positions.
+
+No transaction is open while an endpoint is waited for. So each statement here stands alone, and
+names the owner and the epoch that it is for; what is written together is `saf.dispatch.marking`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+from psycopg.rows import tuple_row
+
+from saf.database import fetch
+from saf.dispatch.progress import NONE, InHand
+from saf.dispatch.window import Window
+from saf.log.shards import NEWEST, THIS_ROW
+from saf.received import EXPRESSIONS, ID, READ, SHARD, WITH_READABLE, Received
+from saf.receiving.claim import NEW
+from saf.receiving.hand import EXPIRED, LATE, UNREAD, Reader
+from saf.receiving.reading import FATE, IN_BATCH, SINCE
+from saf.setaside.lane import Kind
+
+LANE_MESSAGES = 20
+"""How many messages of a lane that is due are read at once."""
+
+ALL_SHARDS = "SELECT shards FROM saf.broker"
+
+OWNED = f"""
+SELECT c.shard, c.epoch, c.batch, c.done::text, c.open::text, c.position,
+       coalesce(d.ids::text, '{NONE}')
+FROM {NEWEST} AS c
+LEFT JOIN saf.dispatched d ON d.subscription_id = c.subscription_id AND d.shard = c.shard
+    AND d.batch = c.batch AND c.open IS NOT NULL
+WHERE c.owner = %(owner)s
+"""
+
+# A poll that finds nothing writes nothing. What receivers have noted on a cursor, cuts of a deep
+# backlog and their care after a failure, is not true of the batch that begins here.
+OPEN = f"""
+UPDATE saf.cursor c
+SET open = pg_current_snapshot(), batch = c.batch + 1, opened_at = now(), until = NULL,
+    cuts = NULL, allowance = NULL
+FROM (SELECT shard, batch FROM {NEWEST} AS c
+      WHERE c.owner = %(owner)s AND c.open IS NULL AND ({NEW})) AS n
+WHERE {THIS_ROW} AND c.owner = %(owner)s AND c.open IS NULL
+RETURNING c.shard, c.epoch, c.batch, c.done::text, c.open::text
+"""
+
+# Bodies are summed up where they are stored, and only those that fit are fetched
+BEHIND = f"""
+EXISTS (SELECT FROM saf.backoff b
+        WHERE b.subscription_id = %(subscription_id)s AND b.destination = ''
+          AND b.kind = '{Kind.KEY}' AND b.subject = coalesce(since.key, since.message_id::text))
+"""
+READ_AHEAD = f"""
+SELECT * FROM (
+    SELECT *, (sum(bytes) OVER (ORDER BY place, id) - bytes)::bigint AS before,
+           count(*) OVER () AS found
+    FROM (
+        SELECT m.*, c.place
+        FROM unnest(%(shards)s::smallint[], %(done)s::pg_snapshot[], %(open)s::pg_snapshot[],
+                    %(read)s::bigint[], %(ids)s::int8multirange[])
+            WITH ORDINALITY AS c (shard, done, open, position, ids, place)
+        CROSS JOIN LATERAL (
+            SELECT {EXPRESSIONS}, {FATE} AS fate, {BEHIND} AS behind,
+                   octet_length(body) AS bytes
+            FROM (SELECT {WITH_READABLE} FROM ({SINCE}) AS since
+                  WHERE {IN_BATCH.format(open="c.open")} AND id > c.position AND NOT id <@ c.ids
+                  ORDER BY id LIMIT %(each)s) AS since
+            ORDER BY id
+        ) AS m
+        LIMIT %(limit)s
+    ) AS found_rows
+) AS counted
+WHERE before < %(bytes)s
+ORDER BY place, id
+"""
+
+DUE = f"""
+SELECT subject, shard, attempts, error FROM saf.backoff
+WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.KEY}'
+  AND shard = ANY (%(shards)s) AND next_attempt_at <= now() AND subject <> ALL (%(in_memory)s)
+ORDER BY next_attempt_at LIMIT %(limit)s
+"""
+READ_LANES = f"""
+SELECT * FROM (
+    SELECT m.*, l.place, (sum(bytes) OVER (ORDER BY l.place, m.id) - bytes)::bigint AS before
+    FROM unnest(%(lanes)s::text[]) WITH ORDINALITY AS l (subject, place)
+    LEFT JOIN LATERAL (
+        SELECT {EXPRESSIONS}, {FATE} AS fate, parked_id, octet_length(body) AS bytes
+        FROM (SELECT {WITH_READABLE} FROM saf.parked
+              WHERE subscription_id = %(subscription_id)s AND destination = ''
+                AND kind = '{Kind.KEY}' AND subject = l.subject
+              ORDER BY id LIMIT {LANE_MESSAGES}) AS lane
+        ORDER BY id
+    ) AS m ON true
+) AS counted
+WHERE coalesce(before, 0) < %(bytes)s
+ORDER BY place, id
+"""
+READ_LATE = f"""
+SELECT * FROM (
+    SELECT *, (sum(bytes) OVER (ORDER BY deliver_at, id) - bytes)::bigint AS before
+    FROM (
+        SELECT {EXPRESSIONS}, {FATE} AS fate, {BEHIND} AS behind, parked_id,
+               octet_length(body) AS bytes
+        FROM (SELECT {WITH_READABLE} FROM saf.parked
+              WHERE subscription_id = %(subscription_id)s AND destination = ''
+                AND kind = '{Kind.LATER}'
+                AND subject = ANY (ARRAY(
+                    SELECT subject FROM saf.backoff
+                    WHERE subscription_id = %(subscription_id)s AND destination = ''
+                      AND kind = '{Kind.LATER}' AND next_attempt_at <= now()
+                      AND subject = ANY (%(subjects)s)))
+                AND deliver_at <= now() AND parked_id <> ALL (%(in_memory)s)
+              ORDER BY deliver_at, id LIMIT %(limit)s) AS since
+        ORDER BY deliver_at, id
+    ) AS few
+) AS counted
+WHERE before < %(bytes)s
+ORDER BY deliver_at, id
+"""
+
+
+def all_shards(connection: psycopg.Connection[Any]) -> int:
+    """How many shards the broker has."""
+    return int(fetch(connection, ALL_SHARDS)[0][0])
+
+
+def owned(connection: psycopg.Connection[Any], reader: Reader) -> list[InHand]:
+    """The shards that the member owns now, and how far they are."""
+    rows = fetch(connection, OWNED, _of(reader))
+    fields = ("shard", "epoch", "batch", "done", "open", "position", "known")
+    return [InHand(**dict(zip(fields, row, strict=True))) for row in rows]
+
+
+def open_batches(connection: psycopg.Connection[Any], reader: Reader) -> list[InHand]:
+    """Open a batch of what is new in each owned shard that has none; return these shards."""
+    return [
+        InHand(shard=shard, epoch=epoch, batch=batch, done=done, open=opened, position=0)
+        for shard, epoch, batch, done, opened in fetch(connection, OPEN, _of(reader))
+    ]
+
+
+def read(
+    connection: psycopg.Connection[Any],
+    reader: Reader,
+    shards: Sequence[InHand],
+    *,
+    each: int,
+    limit: int,
+    max_bytes: int,
+) -> tuple[list[tuple[Any, ...]], set[int]]:
+    """Read the next messages of some shards, in this order of them, so many of ``each`` at most.
+
+    Return rows for `take`, and the shards of which everything was read.
+    """
+    params = {
+        **_of(reader),
+        "shards": [one.shard for one in shards],
+        "done": [one.done for one in shards],
+        "open": [one.open for one in shards],
+        "read": [one.read for one in shards],
+        "ids": [one.known for one in shards],
+        "each": each,
+        "limit": limit,
+        "bytes": max_bytes,
+    }
+    rows = _rows(connection, READ_AHEAD, params)
+    last = len(shards) + 1
+    if rows:
+        *_, place, _, found = rows[-1]
+        if found == limit or len(rows) < found:
+            # this shard may have more messages, and those after it were not looked at
+            last = place
+    counts = Counter(row[SHARD] for row in rows)
+    return rows, {
+        one.shard
+        for place, one in enumerate(shards, start=1)
+        if place < last and counts[one.shard] < each
+    }
+
+
+def take(window: Window, rows: Iterable[tuple[Any, ...]]) -> None:
+    """Put rows that were read into the window, each by its fate."""
+    width = len(READ)
+    for row in rows:
+        message, fate = Received(row), row[width]
+        if fate == LATE:
+            window.postpone(message)
+        elif fate == EXPIRED:
+            window.bury(message, "expired", "expires_at has passed")
+        elif fate == UNREAD:
+            window.bury(message, "over_size", None)
+        else:
+            window.add(message, behind=row[width + 1])
+
+
+def take_lane(window: Window, lane: DueLane, max_attempts: int) -> None:
+    """Put the first messages of a lane that is due into the window.
+
+    If the last attempt at the first one was the last of all, it is a dead letter.
+    """
+    if lane.name in window.lanes or lane.shard not in window.shards:
+        return
+    width, some = len(READ), []
+    for number, row in enumerate(lane.rows):
+        attempts = lane.attempts if number == 0 else 0
+        message, fate = Received(row, row[width + 1], attempts + 1), row[width]
+        if fate == EXPIRED:
+            window.bury(message, "expired", "expires_at has passed")
+        elif fate == UNREAD:
+            window.bury(message, "over_size", None)
+        elif attempts >= max_attempts:
+            window.bury(message, "failed", lane.error)
+        else:
+            some.append(message)
+    window.add_parked(lane.name, lane.shard, some)
+
+
+def take_late(window: Window, rows: Iterable[tuple[Any, ...]]) -> None:
+    """Put messages whose deliver_at has come into the window."""
+    width = len(READ)
+    for row in rows:
+        message, fate = Received(row, row[width + 2]), row[width]
+        if fate == EXPIRED:
+            window.bury(message, "expired", "expires_at has passed")
+        else:
+            window.add_late(message, behind=row[width + 1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class DueLane:
+    """A lane whose time has come."""
+
+    name: str
+    shard: int
+    attempts: int
+    """So often its first message was tried."""
+    error: str
+    rows: list[tuple[Any, ...]]
+    """Its first messages."""
+
+
+def due_lanes(
+    connection: psycopg.Connection[Any],
+    reader: Reader,
+    shards: Collection[int],
+    in_memory: Collection[str],
+    *,
+    limit: int,
+    max_bytes: int,
+) -> list[DueLane]:
+    """Return lanes whose time has come, and that are not in memory."""
+    params = {
+        **_of(reader),
+        "shards": list(shards),
+        "in_memory": list(in_memory),
+        "limit": limit,
+    }
+    found = fetch(connection, DUE, params)
+    if not found:
+        return []
+    params |= {"lanes": [subject for subject, *_ in found], "bytes": max_bytes}
+    # a lane without messages has a row without one; a lane that was not looked at has none
+    rows: dict[int, list[tuple[Any, ...]]] = defaultdict(list)
+    for row in _rows(connection, READ_LANES, params):
+        rows[row[-2]] += [row] if row[ID] is not None else []
+    return [
+        DueLane(name=subject, shard=shard, attempts=attempts, error=error, rows=rows[place])
+        for place, (subject, shard, attempts, error) in enumerate(found, start=1)
+        if place in rows
+    ]
+
+
+def due_late(
+    connection: psycopg.Connection[Any],
+    reader: Reader,
+    shards: Collection[int],
+    in_memory: Collection[int],
+    *,
+    limit: int,
+    max_bytes: int,
+) -> list[tuple[Any, ...]]:
+    """Rows of messages whose deliver_at has come; ``in_memory`` are the parked ones, by id."""
+    params = {
+        **_of(reader),
+        "subjects": [str(shard) for shard in shards],
+        "in_memory": list(in_memory),
+        "limit": limit,
+        "bytes": max_bytes,
+    }
+    return _rows(connection, READ_LATE, params)
+
+
+def _of(reader: Reader) -> dict[str, Any]:
+    return {
+        "subscription_id": reader.subscription_id,
+        "owner": reader.owner,
+        "service": reader.service,
+    }
+
+
+def _rows(
+    connection: psycopg.Connection[Any], query: str, params: dict[str, Any]
+) -> list[tuple[Any, ...]]:
+    with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
+        return cursor.execute(query, params, binary=True).fetchall()

@@ -1,0 +1,151 @@
+"""Endpoints that are stored in a broker: `saf endpoint add`.
+
+Whoever may write the table chooses a URL, and this process sends to it. So such an endpoint can do
+less than one of saf.toml:
+
+- It reaches addresses on the public internet only, and the networks that saf.toml names in
+  ``[dispatch]``.
+- It names no file of this machine.
+- A secret is never stored: only the name of an environment variable of the dispatcher is, and that
+  begins with `PREFIX`. So it cannot have other variables sent to its URL.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import psycopg
+import pydantic
+from psycopg.types.json import Jsonb
+
+from saf.broker import services
+from saf.database import fetch
+from saf.dispatch.settings import Endpoint
+from saf.errors import ConfigurationError, UsageError
+
+PREFIX = "SAF_ENDPOINT_"
+
+OF_FILE = frozenset(
+    {"url", "broker", "subscription", "public_only", "networks"}
+    | {"ca_file", "client_certificate", "client_key"}
+)
+"""Settings that are columns of the table, or for saf.toml alone."""
+
+SECRETS = frozenset({"secrets", "bearer", "password"})
+"""Settings that hold names of environment variables here."""
+
+ADD = """
+INSERT INTO saf.endpoint (name, subscription_id, url, settings)
+VALUES (%(name)s, %(subscription_id)s, %(url)s, %(settings)s)
+ON CONFLICT DO NOTHING RETURNING name
+"""
+OTHER = """
+SELECT name FROM saf.endpoint WHERE name = %(name)s OR subscription_id = %(subscription_id)s
+"""
+LIST = """
+SELECT e.name, s.name, e.url, e.settings
+FROM saf.endpoint e JOIN saf.subscription s USING (subscription_id) ORDER BY e.name
+"""
+REMOVE = "DELETE FROM saf.endpoint WHERE name = %(name)s RETURNING name"
+
+
+def add(
+    connection: psycopg.Connection[Any],
+    name: str,
+    url: str,
+    *,
+    subscription: str | None = None,
+    settings: Mapping[str, Any],
+) -> None:
+    """Store an endpoint; secrets are given as names of environment variables.
+
+    Raises:
+        ConfigurationError: a setting is wrong, or there is no such subscription.
+        UsageError: there is an endpoint of that name, or one for that subscription.
+    """
+    given = {key: value for key, value in settings.items() if value not in (None, ())}
+    check(name, url, given)
+    found = services.subscription(connection, subscription or name)
+    params = {"name": name, "url": url, "subscription_id": found.subscription_id}
+    if not fetch(connection, ADD, params | {"settings": Jsonb(given)}):
+        ((other,), *_) = fetch(connection, OTHER, params)
+        raise UsageError(
+            f"there is an endpoint {other!r} already, for this subscription or of this name: "
+            f"saf endpoint remove {other}"
+        )
+
+
+def check(name: str, url: str, settings: Mapping[str, Any]) -> None:
+    """Whether settings are ones that a stored endpoint may have.
+
+    Raises:
+        ConfigurationError: they are not; it says which.
+    """
+    wrong = OF_FILE & set(settings)
+    if wrong:
+        raise ConfigurationError(f"endpoint {name!r}: {', '.join(sorted(wrong))} in saf.toml only")
+    for variable in _variables(settings):
+        if not isinstance(variable, str) or not variable.startswith(PREFIX):
+            raise ConfigurationError(
+                f"endpoint {name!r}: a secret is given as the name of an environment variable "
+                f"that begins with {PREFIX}"
+            )
+    plain = {key: value for key, value in settings.items() if key not in SECRETS}
+    if "password" in settings:
+        plain["password"] = "-"  # noqa: S105 - stands for one
+    _made(name, url, plain)
+
+
+def stored(
+    connection: psycopg.Connection[Any], broker: str, networks: Iterable[str] = ()
+) -> dict[str, Endpoint]:
+    """The endpoints of a broker, by name; ``broker`` is its name in saf.toml.
+
+    Raises:
+        ConfigurationError: one of them is wrong, or an environment variable is missing.
+    """
+    found = {}
+    for name, subscription, url, settings in fetch(connection, LIST):
+        check(name, url, settings)
+        for variable in _variables(settings):
+            if variable not in os.environ:
+                raise ConfigurationError(
+                    f"endpoint {name!r} of broker {broker!r} needs the environment variable "
+                    f"{variable}, which is not set"
+                )
+        known = {key: value for key, value in settings.items() if key not in SECRETS}
+        for key in SECRETS & set(settings):
+            value = settings[key]
+            known[key] = (
+                [os.environ[one] for one in value] if key == "secrets" else os.environ[value]
+            )
+        known |= {"broker": broker, "subscription": subscription}
+        known |= {"public_only": True, "networks": tuple(networks)}
+        found[name] = _made(name, url, known)
+    return found
+
+
+def remove(connection: psycopg.Connection[Any], name: str) -> bool:
+    """Remove an endpoint; its messages wait. Return whether there was one."""
+    return bool(fetch(connection, REMOVE, {"name": name}))
+
+
+def _variables(settings: Mapping[str, Any]) -> list[Any]:
+    secrets = settings.get("secrets", [])
+    several = secrets if isinstance(secrets, (list, tuple)) else [secrets]
+    return [*several, *(settings[key] for key in ("bearer", "password") if key in settings)]
+
+
+def _made(name: str, url: str, settings: Mapping[str, Any]) -> Endpoint:
+    try:
+        return Endpoint.model_validate({"url": url, **settings})
+    except pydantic.ValidationError as error:
+        said = "; ".join(
+            ".".join([name, *map(str, one["loc"])])
+            + ": "
+            + one["msg"].removeprefix("Value error, ")
+            for one in error.errors(include_input=False)
+        )
+        raise ConfigurationError(f"endpoint {said}") from None

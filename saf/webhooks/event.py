@@ -1,0 +1,112 @@
+"""An event of CloudEvents 1.0, as it comes by HTTP: in headers, or as one JSON object."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+from saf.message import RESERVED_HEADER
+
+PREFIX = "ce-"
+STRUCTURED = "application/cloudevents+json"
+NEEDED = ("id", "source", "type")
+NOT_CARRIED = (
+    "id",
+    "type",
+    "specversion",
+    "datacontenttype",
+    "partitionkey",
+    "data",
+    "data_base64",
+)
+"""Attributes that a message has a column for, or that say nothing more."""
+
+
+class NoEvent(ValueError):
+    """A request is no event."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """What a message is made of."""
+
+    id: str
+    source: str
+    type: str
+    body: bytes
+    content_type: str | None
+    key: str | None
+    headers: Mapping[str, Any] = field(default_factory=dict)
+
+
+def event(headers: Mapping[str, str], body: bytes) -> Event:
+    """The event that a request holds; names of headers are in lower case.
+
+    >>> one = event({"ce-id": "1", "ce-source": "/shop", "ce-type": "Paid",
+    ...              "ce-specversion": "1.0", "ce-subject": "A-1"}, b"7")
+    >>> one.id, one.key, one.headers
+    ('1', 'A-1', {'source': '/shop', 'subject': 'A-1'})
+
+    Raises:
+        NoEvent: it says why.
+    """
+    given = headers.get("content-type")
+    kind = (given or "").partition(";")[0].strip().lower()
+    if kind == STRUCTURED:
+        attributes, body, content_type = _structured(body)
+    elif kind.startswith("application/cloudevents"):
+        raise NoEvent(f"{kind} is not understood: send one event, in headers or as JSON")
+    else:
+        attributes = {
+            name.removeprefix(PREFIX): unquote(value)
+            for name, value in headers.items()
+            if name.startswith(PREFIX)
+        }
+        content_type = given
+    if attributes.get("specversion") != "1.0":
+        raise NoEvent("it is no event of CloudEvents 1.0: there is no specversion 1.0")
+    for name in NEEDED:
+        if not isinstance(attributes.get(name), str) or not attributes[name]:
+            raise NoEvent(f"the event has no {name}")
+    key = attributes.get("partitionkey") or attributes.get("subject")
+    return Event(
+        id=attributes["id"],
+        source=attributes["source"],
+        type=attributes["type"],
+        body=body,
+        content_type=content_type,
+        key=key if isinstance(key, str) else None,
+        headers={
+            name: value
+            for name, value in attributes.items()
+            if name not in NOT_CARRIED and not name.startswith(RESERVED_HEADER)
+        },
+    )
+
+
+def _structured(body: bytes) -> tuple[dict[str, Any], bytes, str | None]:
+    try:
+        whole = json.loads(body)
+    except (ValueError, RecursionError):
+        raise NoEvent("the event is no JSON") from None
+    if not isinstance(whole, dict):
+        raise NoEvent("the event is no JSON object")
+    content_type = whole.get("datacontenttype")
+    content_type = content_type if isinstance(content_type, str) else None
+    if "data_base64" in whole:
+        try:
+            return whole, base64.b64decode(whole["data_base64"], validate=True), content_type
+        except (binascii.Error, TypeError, ValueError):
+            raise NoEvent("data_base64 is no base64") from None
+    data = whole.get("data")
+    text = (content_type or "application/json").partition(";")[0].strip().lower()
+    if isinstance(data, str) and not text.endswith(("/json", "+json")):
+        return whole, data.encode(errors="replace"), content_type
+    if "data" not in whole:
+        return whole, b"", content_type
+    return whole, json.dumps(data).encode(), content_type or "application/json"

@@ -1,0 +1,657 @@
+"""Dispatch: each message reaches its endpoint, in the order of its key, at least once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+from xmlrpc.server import SimpleXMLRPCServer
+
+import psutil
+import pytest
+from cloudevents.core.bindings.http import HTTPMessage, from_http_event
+
+from saf.broker.services import subscription
+from saf.database import Dsn, fetch
+from saf.dispatch import marking, source
+from saf.dispatch.condition import Book
+from saf.dispatch.window import Window
+from saf.errors import Fenced
+from saf.log.shards import Member
+from saf.operating.decide import retry
+from saf.receiving.hand import Reader
+from saf.setaside.dead import Filter
+from tests.endpoints import (
+    Got,
+    Partner,
+    Reply,
+    dispatch,
+    dispatcher,
+    dispatching,
+    program,
+    serving,
+)
+from tests.pipeline import connect, outlive_lease
+from tests.processes import start
+from tests.receivers import SUBSCRIPTION, dead, prepare, put, store, waiting
+from tests.sizes import sized
+from tests.waits import until
+
+every_postgresql = pytest.mark.every_postgresql
+
+
+@pytest.fixture
+def inbox(mom: Dsn) -> Dsn:
+    prepare(mom)
+    return mom
+
+
+@pytest.fixture
+def partner() -> Iterator[Partner]:
+    with serving(Partner()) as one:
+        yield one
+
+
+def unfinished(inbox: Dsn) -> int:
+    """How many shards have an open batch."""
+    with connect(inbox) as connection:
+        ((count,),) = fetch(connection, "SELECT count(*) FROM saf.cursor WHERE open IS NOT NULL")
+    return int(count)
+
+
+def attempts(inbox: Dsn) -> list[tuple[Any, ...]]:
+    with connect(inbox) as connection:
+        return fetch(connection, "SELECT subject, attempts, error FROM saf.backoff ORDER BY 1")
+
+
+@every_postgresql
+def test_each_message_is_sent_once_in_the_order_of_its_key(inbox: Dsn, partner: Partner) -> None:
+    store(inbox, keys=20, each=10, transactions=5)
+    partner.after(0.005)
+    done = dispatch(inbox, partner)
+    assert partner.by_key() == {f"k{k}": list(range(1, 11)) for k in range(1, 21)}
+    assert (done.summary.handled, done.summary.exit_code) == (200, 0)
+    assert partner.most_in_flight > 1
+    assert partner.overlaps == 0
+    assert unfinished(inbox) == 0
+    dispatch(inbox, partner)
+    assert len(partner.begun) == 200
+
+
+def test_a_slow_key_delays_no_other(inbox: Dsn, partner: Partner) -> None:
+    release = asyncio.Event()
+
+    async def answer(got: Got) -> Reply:
+        if got.key == "k1":
+            await asyncio.wait_for(release.wait(), 30)
+        return 204, {}, b""
+
+    partner.answer = answer
+    store(inbox, keys=70, each=5)
+    with dispatching(dispatcher(inbox, partner, timeout_seconds=30)):
+        until(lambda: len(partner.accepted) == 69 * 5)
+        store(inbox, keys=70, each=5)
+        until(lambda: len(partner.accepted) >= 69 * 5 + 60)
+        assert [got.key for got in partner.begun].count("k1") == 1
+        release._loop.call_soon_threadsafe(release.set)  # type: ignore[attr-defined]
+        until(lambda: len(partner.accepted) == 70 * 10)
+
+
+def test_the_sdk_of_cloudevents_reads_what_is_sent(inbox: Dsn, partner: Partner) -> None:
+    put(
+        inbox,
+        '{"total": 7}',
+        key='Zürich "1"\r\n%',
+        message_type="OrderPlaced",
+        from_service="shop/1",
+        headers='{"content-type": "application/json", "traceid": "a\\u00fc"}',
+    )
+    dispatch(inbox, partner)
+    (got,) = partner.accepted
+    event = from_http_event(HTTPMessage(headers=got.headers, body=got.body))
+    assert event.get_type() == "OrderPlaced"
+    assert event.get_source() == "/saf/shop%2F1"
+    assert event.get_subject() == 'Zürich "1"\r\n%'
+    assert event.get_id() == got.id
+    assert event.get_data() == {"total": 7}
+    assert event.get_attributes()["traceid"] == "aü"
+
+
+def test_a_message_that_the_endpoint_rejects_is_a_dead_letter_with_its_answer(
+    inbox: Dsn, partner: Partner
+) -> None:
+    async def answer(got: Got) -> Reply:
+        return (422, {}, b"no such\norder") if got.body == b"2" else (200, {}, b"ok")
+
+    partner.answer = answer
+    put(inbox, "1", "2", "3", key="a")
+    done = dispatch(inbox, partner)
+    assert partner.by_key() == {"a": [1, 3]}
+    assert dead(inbox) == [("2", "rejected")]
+    assert done.summary.exit_code == 1
+    with connect(inbox) as connection:
+        ((error,),) = fetch(connection, "SELECT error FROM saf.dead_letter")
+        ((status, kept),) = fetch(connection, "SELECT status, error FROM saf.attempt")
+    assert error == kept == "HTTP 422: no such order"
+    assert status == 422
+
+
+def test_a_message_that_fails_waits_and_only_its_key_behind_it(
+    inbox: Dsn, partner: Partner
+) -> None:
+    failing = True
+
+    async def answer(got: Got) -> Reply:
+        return (500, {}, b"oops") if failing and got.key == "a" else (200, {}, b"ok")
+
+    partner.answer = answer
+    put(inbox, "1", "2", key="a")
+    put(inbox, "1", "2", key="b")
+    assert dispatch(inbox, partner).summary.exit_code == 75
+    assert partner.by_key() == {"b": [1, 2]}
+    put(inbox, "3", key="a")
+    dispatch(inbox, partner)
+    assert waiting(inbox) == ["a"]
+    assert unfinished(inbox) == 0
+    failing = False
+    let_lanes_be_due(inbox)
+    dispatch(inbox, partner)
+    assert partner.by_key() == {"b": [1, 2], "a": [1, 2, 3]}
+    assert waiting(inbox) == []
+
+
+def test_after_its_last_attempt_a_message_is_a_dead_letter(inbox: Dsn, partner: Partner) -> None:
+    async def answer(got: Got) -> Reply:
+        return (500, {}, b"oops") if got.key == "a" else (200, {}, b"ok")
+
+    partner.answer = answer
+    put(inbox, "1", key="a")
+    with dispatching(dispatcher(inbox, partner, attempts=3)):
+
+        def tried() -> bool:
+            put(inbox, "0", key="b")  # the endpoint is up
+            let_lanes_be_due(inbox)
+            return bool(dead(inbox))
+
+        until(tried)
+    assert dead(inbox) == [("1", "failed")]
+    assert len([got for got in partner.begun if got.key == "a"]) >= 3
+    assert waiting(inbox) == []
+
+
+def test_an_endpoint_that_is_down_uses_up_no_attempts(inbox: Dsn, partner: Partner) -> None:
+    partner.always(503, b"maintenance")
+    store(inbox, keys=10, each=3)
+    with dispatching(dispatcher(inbox, partner, attempts=1, breaker_failures=3)):
+        until(lambda: state(inbox) == "open")
+        for _ in range(3):
+            sent = len(partner.begun)
+            let_probes_be_due(inbox)
+            until(lambda before=sent: len(partner.begun) > before)  # type: ignore[misc]
+        partner.answer = None
+        let_probes_be_due(inbox)
+        until(lambda: state(inbox) == "closed")
+
+        def all_there() -> bool:
+            let_lanes_be_due(inbox)
+            return len(partner.accepted) == 30
+
+        until(all_there)
+    assert partner.by_key() == {f"k{k}": [1, 2, 3] for k in range(1, 11)}
+    assert dead(inbox) == []
+
+
+def state(inbox: Dsn) -> str:
+    with connect(inbox) as connection:
+        found = fetch(connection, "SELECT state FROM saf.breaker")
+    return str(found[0][0]) if found else "closed"
+
+
+def let_probes_be_due(inbox: Dsn) -> None:
+    with connect(inbox) as connection:
+        connection.execute("UPDATE saf.breaker SET next_probe_at = now() WHERE state = 'open'")
+
+
+def test_after_a_kill_only_what_was_in_flight_is_sent_again(inbox: Dsn, partner: Partner) -> None:
+    chance = random.Random(7)
+
+    async def answer(_: Got) -> Reply:
+        await asyncio.sleep(2 if chance.random() < 0.05 else 0.02)
+        return 204, {}, b""
+
+    partner.answer = answer
+    store(inbox, keys=300, each=10)
+    more = {"max_in_flight": 200}
+    victim = start(program, inbox, partner.url, more)
+    until(lambda: len(partner.accepted) > 1000)
+    victim.kill()
+    victim.join()
+    before = len(partner.begun)
+    assert out_of_order(inbox) > 0
+    until(lambda: partner.in_flight == 0)
+    one = dispatcher(inbox, partner, **more)
+    with dispatching(one):
+        until(lambda: len({got.id for got in partner.accepted}) == 3000)
+        until(lambda: unfinished(inbox) == 0)
+    assert partner.overlaps == 0
+    times = Counter(got.id for got in partner.begun)
+    again = [id_ for id_, count in times.items() if count > 1]
+    assert before < 3000
+    assert len(again) <= 2 * 200
+    for numbers in partner.by_key().values():
+        first = list(dict.fromkeys(numbers))
+        assert first == list(range(1, 11))
+        assert all(later - number <= 1 for number, later in pairwise(numbers))
+
+
+def test_dispatchers_that_come_and_go_share_the_keys_and_repeat_nothing(
+    inbox: Dsn, partner: Partner
+) -> None:
+    partner.after(0.005)
+    store(inbox, keys=100, each=20)
+    with dispatching(dispatcher(inbox, partner, max_in_flight=20)):
+        until(lambda: len(partner.accepted) > 100)
+        with dispatching(dispatcher(inbox, partner, max_in_flight=20)):
+            until(lambda: members(inbox) == [32, 32])
+            sent = len(partner.accepted)
+            assert sent < 2000
+            until(lambda: len(partner.accepted) > min(sent + 200, 1900))
+        until(lambda: len(partner.accepted) == 2000)
+        until(lambda: unfinished(inbox) == 0)
+    assert partner.by_key() == {f"k{k}": list(range(1, 21)) for k in range(1, 101)}
+    assert partner.overlaps == 0
+
+
+def let_lanes_be_due(inbox: Dsn) -> None:
+    """But for those that a dispatcher is writing: it locks many, and so does this."""
+    with connect(inbox) as connection:
+        connection.execute(
+            "UPDATE saf.backoff SET next_attempt_at = now() WHERE ctid = ANY (ARRAY("
+            "SELECT ctid FROM saf.backoff WHERE NOT awaits_handler FOR UPDATE SKIP LOCKED))"
+        )
+
+
+def out_of_order(inbox: Dsn) -> int:
+    """How many messages beyond the positions are known to be complete."""
+    with connect(inbox) as connection:
+        ((count,),) = fetch(
+            connection,
+            "SELECT count(*) FROM saf.cursor JOIN saf.dispatched d USING "
+            "(subscription_id, shard, batch) JOIN saf.inbox i USING (shard) WHERE i.id <@ d.ids",
+        )
+    return int(count)
+
+
+def members(inbox: Dsn) -> list[int]:
+    """How many shards each member owns."""
+    with connect(inbox) as connection:
+        rows = fetch(
+            connection, "SELECT count(*) FROM saf.cursor WHERE owner IS NOT NULL GROUP BY owner"
+        )
+    return sorted(count for (count,) in rows)
+
+
+def test_a_dispatcher_whose_connections_are_cut_goes_on(inbox: Dsn, partner: Partner) -> None:
+    partner.after(0.01)
+    store(inbox, keys=50, each=20)
+    with dispatching(dispatcher(inbox, partner)):
+        for share in (100, 400):
+            until(lambda least=share: len(partner.accepted) > least)  # type: ignore[misc]
+            with connect(inbox) as connection:
+                connection.execute(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE "
+                    "datname = current_database() AND application_name = 'saf receive'"
+                )
+        until(lambda: len({got.id for got in partner.accepted}) == 1000)
+        until(lambda: unfinished(inbox) == 0)
+    for numbers in partner.by_key().values():
+        assert list(dict.fromkeys(numbers)) == list(range(1, 21))
+    assert len(partner.begun) <= 1000 + 2 * 200
+
+
+def test_no_transaction_is_open_while_an_endpoint_is_waited_for(
+    inbox: Dsn, partner: Partner
+) -> None:
+    partner.after(1.5)
+    store(inbox, keys=10, each=1)
+    with dispatching(dispatcher(inbox, partner)):
+        until(lambda: partner.in_flight == 10)
+        with connect(inbox) as connection:
+            while partner.in_flight:
+                ((oldest,),) = fetch(
+                    connection,
+                    "SELECT coalesce(max(extract(epoch FROM clock_timestamp() - xact_start)), 0) "
+                    "FROM pg_stat_activity WHERE application_name = 'saf receive'",
+                )
+                assert oldest < 1
+    assert len(partner.accepted) == 10
+
+
+def test_a_delayed_message_waits_for_its_time_and_an_expired_one_is_a_dead_letter(
+    inbox: Dsn, partner: Partner
+) -> None:
+    put(inbox, "1", key="a", deliver_at="2999-01-01")
+    put(inbox, "2", key="a", expires_at="2001-01-01")
+    put(inbox, "3", key="a")
+    dispatch(inbox, partner)
+    assert partner.by_key() == {"a": [3]}
+    assert dead(inbox) == [("2", "expired")]
+    assert unfinished(inbox) == 0
+    with connect(inbox) as connection:
+        connection.execute("UPDATE saf.parked SET deliver_at = now()")
+        connection.execute("UPDATE saf.backoff SET next_attempt_at = now()")
+    dispatch(inbox, partner)
+    assert partner.by_key() == {"a": [3, 1]}
+    with connect(inbox) as connection:
+        assert fetch(connection, "SELECT count(*) FROM saf.parked") == [(0,)]
+        assert fetch(connection, "SELECT count(*) FROM saf.backoff") == [(0,)]
+
+
+def test_a_dead_letter_that_a_person_retries_is_sent_before_what_waits_behind_it(
+    inbox: Dsn, partner: Partner
+) -> None:
+    partner.always(400, b"no")
+    put(inbox, "1", key="a")
+    dispatch(inbox, partner)
+    partner.answer = None
+    with connect(inbox) as connection:
+        retry(connection, Filter(), "mended")
+    put(inbox, "2", key="a")
+    dispatch(inbox, partner)
+    assert partner.by_key() == {"a": [1, 2]}
+
+
+def test_a_message_of_a_dialog_waits_and_says_for_whom(inbox: Dsn, partner: Partner) -> None:
+    put(
+        inbox,
+        "1",
+        key="a",
+        conversation_id="5e3b2d53-f5a5-4a46-9a32-7f0bd2c8a1f0",
+        from_initiator=True,
+        sequence=0,
+    )
+    put(inbox, "2", key="b")
+    dispatch(inbox, partner)
+    assert partner.by_key() == {"b": [2]}
+    with connect(inbox) as connection:
+        rows = fetch(connection, "SELECT subject, awaits_handler, error FROM saf.backoff")
+    assert rows == [
+        ("a", True, "saf dispatch sends no messages of dialogs: let a worker handle them")
+    ]
+    assert unfinished(inbox) == 0
+
+
+def test_a_stopped_dispatcher_that_wakes_up_after_its_lease_marks_nothing(
+    inbox: Dsn, partner: Partner
+) -> None:
+    partner.after(0.2)
+    store(inbox, keys=20, each=5)
+    victim = start(program, inbox, partner.url, {})
+    until(lambda: len(partner.accepted) >= 10)
+    assert victim.pid is not None
+    os.kill(victim.pid, signal.SIGSTOP)
+    outlive_lease(inbox)
+    with dispatching(dispatcher(inbox, partner)):
+        until(lambda: members(inbox) == [64])
+        os.kill(victim.pid, signal.SIGCONT)
+        until(lambda: len({got.id for got in partner.accepted}) == 100)
+        until(lambda: unfinished(inbox) == 0)
+    victim.terminate()
+    victim.join()
+    for numbers in partner.by_key().values():
+        assert list(dict.fromkeys(numbers)) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("seed", range(sized(2, 20)))
+def test_whatever_fails_and_wherever_dispatchers_die_each_key_is_sent_in_order(
+    inbox: Dsn, partner: Partner, seed: int
+) -> None:
+    chance = random.Random(seed)
+
+    async def answer(_: Got) -> Reply:
+        await asyncio.sleep(chance.random() / 50)
+        lucky = chance.random() > 0.1
+        return (204, {}, b"") if lucky else (500, {}, b"oops")
+
+    partner.answer = answer
+    store(inbox, keys=30, each=10)
+    more = {"breaker_failures": 1000, "attempts": 1000, "max_in_flight": 20}
+    victims = []
+    for _ in range(4):
+        point = f"{chance.choice(('dispatch_answered', 'dispatch_marked'))}:{chance.randint(1, 30)}"
+        victims.append(start(program, inbox, partner.url, more, failpoint=point))
+        victims[-1].join(30)
+        let_lanes_be_due(inbox)
+    with dispatching(dispatcher(inbox, partner, **more)):
+
+        def all_there() -> bool:
+            let_lanes_be_due(inbox)
+            return len({got.id for got in partner.accepted}) == 300
+
+        until(all_there)
+        until(lambda: unfinished(inbox) == 0 and not waiting(inbox))
+    assert any(victim.exitcode == -signal.SIGKILL for victim in victims)
+    for victim in victims:
+        victim.kill()
+        victim.join()
+    for numbers in partner.by_key().values():
+        assert list(dict.fromkeys(numbers)) == list(range(1, 11))
+    assert dead(inbox) == []
+
+
+def test_the_sdk_of_cloudevents_reads_an_event_as_json(inbox: Dsn, partner: Partner) -> None:
+    json_type = '{"content-type": "application/json; charset=utf-8"}'
+    put(inbox, '{"total": 7}', key='a "ü"', message_type="OrderPlaced", headers=json_type)
+    put(inbox, "hello", key='a "ü"', headers='{"content-type": "text/plain"}')
+    put(inbox, "\x01", key='a "ü"')
+    dispatch(inbox, partner, mode="structured")
+    events = [
+        from_http_event(HTTPMessage(headers=got.headers, body=got.body)) for got in partner.accepted
+    ]
+    assert [one.get_data() for one in events] == [{"total": 7}, "hello", b"\x01"]
+    assert {one.get_subject() for one in events} == {'a "ü"'}
+    assert [one.get_id() for one in events] == [got.id for got in partner.accepted]
+
+
+def test_plain_sends_the_headers_of_a_message_that_http_allows(
+    inbox: Dsn, partner: Partner
+) -> None:
+    headers = {
+        "content-type": "application/json",
+        "X-Order": "A-1\r\nHost: evil",
+        "attempt": 3,
+        "host": "evil",
+        "webhook-id": "evil",
+        "not a name": "x",
+        "list": [1],
+    }
+    put(inbox, "{}", key="a", headers=json.dumps(headers))
+    dispatch(inbox, partner, mode="plain")
+    (got,) = partner.accepted
+    assert got.headers["x-order"] == "A-1%0D%0AHost: evil"
+    assert got.headers["attempt"] == "3"
+    assert got.headers["content-type"] == "application/json"
+    assert got.headers["host"].startswith("127.0.0.1:")
+    assert not {"webhook-id", "not a name", "list", "ce-id"} & set(got.headers)
+    assert got.body == b"{}"
+
+
+def test_xml_rpc_calls_a_method_and_a_fault_is_a_failure_with_its_text(inbox: Dsn) -> None:
+    called: list[object] = []
+
+    def order(number: object, total: object = None) -> bool:
+        called.append((number, total))
+        if number == "A-2":
+            raise LookupError("no such order")
+        return True
+
+    with SimpleXMLRPCServer(("127.0.0.1", 0), logRequests=False) as server:
+        server.register_function(order)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        partner = Partner(url=f"http://127.0.0.1:{server.server_address[1]}/RPC2")
+        put(inbox, '["A-1", 7.5]', '"A-3"', key="a")
+        put(inbox, '["A-2", 1]', key="b")
+        put(inbox, "no JSON", key="c")
+        try:
+            done = dispatch(inbox, partner, mode="xmlrpc", method="order", attempts=2)
+            assert sorted(map(str, called)) == [
+                "('A-1', 7.5)",
+                "('A-2', 1)",
+                "('A-3', None)",
+            ]
+            ((lane, count, error),) = attempts(inbox)
+            assert (lane, count) == ("b", 1)
+            assert error.endswith(":no such order")
+            assert [reason for _, reason in dead(inbox)] == ["rejected"]
+            assert done.summary.handled == 2
+            let_lanes_be_due(inbox)
+            dispatch(inbox, partner, mode="xmlrpc", method="order", attempts=2)
+            assert dead(inbox)[1:] == [('["A-2", 1]', "failed")]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_rate_is_kept(inbox: Dsn, partner: Partner) -> None:
+    store(inbox, keys=20, each=3)
+    began = time.monotonic()
+    dispatch(inbox, partner, rate="20/s")
+    # the first second's are there at once
+    assert time.monotonic() - began > 1.8
+    assert len(partner.accepted) == 60
+
+
+def test_one_key_with_many_messages_keeps_no_other_shard_waiting(
+    inbox: Dsn, partner: Partner
+) -> None:
+    partner.after(0.005)
+    store(inbox, keys=1, each=2000)
+    with dispatching(dispatcher(inbox, partner)):
+        until(lambda: len(partner.accepted) > 10)
+        store(inbox, keys=40, each=1)
+        # those in its shard wait for its batch, as they do for receivers
+        with connect(inbox) as connection:
+            rows = fetch(
+                connection,
+                "SELECT DISTINCT key FROM saf.inbox WHERE shard NOT IN "
+                "(SELECT shard FROM saf.inbox WHERE key = 'k1')",
+            )
+        others = {key for (key,) in rows}
+        assert len(others) > 30
+        until(lambda: others <= {got.key for got in partner.accepted}, 20)
+        assert len(partner.accepted) < 2000
+
+
+def test_large_bodies_are_read_a_few_at_a_time(inbox: Dsn, partner: Partner) -> None:
+    with connect(inbox) as connection:
+        connection.execute(
+            "INSERT INTO saf.inbox (to_service, key, body) SELECT 'billing', 'k' || n, "
+            "convert_to(repeat('x', 20 * 1024 * 1024), 'UTF8') FROM generate_series(1, 40) n"
+        )
+    before = psutil.Process().memory_info().rss
+    most = 0
+
+    async def answer(_: Got) -> Reply:
+        nonlocal most
+        partner.begun.clear()
+        most = max(most, psutil.Process().memory_info().rss - before)
+        return 204, {}, b""
+
+    partner.answer, partner.keeps = answer, False
+    with dispatching(dispatcher(inbox, partner, max_in_flight=2)):
+        until(lambda: partner.answered == 40, 60)
+        until(lambda: unfinished(inbox) == 0)
+        # with what the partner holds of two requests
+        assert most < 450 << 20
+
+
+def test_of_all_dispatchers_one_sends_a_probe_and_an_endpoint_down_for_long_is_disabled(
+    inbox: Dsn, partner: Partner
+) -> None:
+    partner.always(503)
+    store(inbox, keys=200, each=1)
+    more = {"breaker_failures": 2, "disable_after_seconds": 60.0, "max_in_flight": 1}
+    with dispatching(*(dispatcher(inbox, partner, **more) for _ in range(2))):
+        until(lambda: members(inbox) == [32, 32])
+        until(lambda: state(inbox) == "open")
+        until(lambda: partner.in_flight == 0)
+        partner.after(3)
+        sent = len(partner.begun)
+        let_probes_be_due(inbox)
+        until(lambda: len(partner.begun) > sent)
+        # while it is under way, it is nobody's turn
+        time.sleep(2)
+        assert len(partner.begun) == sent + 1
+        partner.after(0.1)
+        until(lambda: state(inbox) == "closed")
+        partner.always(503)
+        until(lambda: state(inbox) == "open")
+        with connect(inbox) as connection:
+            connection.execute("UPDATE saf.breaker SET failing_since = now() - interval '2 min'")
+        let_probes_be_due(inbox)
+        until(lambda: state(inbox) == "disabled")
+        sent = len(partner.begun)
+        with connect(inbox) as connection:
+            number = fetch(connection, "SELECT subscription_id FROM saf.breaker")[0][0]
+            Book(subscription_id=number, endpoint="partner").resume(connection)
+        partner.answer = None
+        until(lambda: len(partner.accepted) == 200)
+        assert len(partner.begun) > sent
+
+
+def test_retry_after_is_honoured(inbox: Dsn, partner: Partner) -> None:
+    partner.always(429, b"slowly", retry_after="1000")
+    put(inbox, "1", key="a")
+    put(inbox, "1", key="b")
+    assert dispatch(inbox, partner, max_in_flight=1).exit_code == 75
+    assert len(partner.begun) == 1
+    with connect(inbox) as connection:
+        ((seconds,),) = fetch(
+            connection, "SELECT extract(epoch FROM next_probe_at - now()) FROM saf.breaker"
+        )
+    assert 900 < seconds <= 1000
+
+
+def test_marks_of_a_shard_that_another_member_has_taken_over_write_nothing(inbox: Dsn) -> None:
+    put(inbox, "1", key="a")
+    with connect(inbox) as connection, connect(inbox) as other:
+        found = subscription(connection, SUBSCRIPTION)
+        number = found.subscription_id
+        old = Member(subscription_id=number, lease_seconds=30)
+        old.join(connection)
+        old.balance(connection)
+        reader = Reader(
+            subscription_id=number, name=found.name, service=found.service, owner=old.member_id
+        )
+        window = Window()
+        window.own(source.owned(connection, reader))
+        (batch,) = source.open_batches(connection, reader)
+        window.shards[batch.shard].begin(batch)
+        rows, whole = source.read(
+            connection, reader, [window.shards[batch.shard]],
+            each=10, limit=10, max_bytes=1000,
+        )  # fmt: skip
+        assert whole == {batch.shard}
+        source.take(window, rows)
+        message = window.next()
+        assert message is not None
+        window.reject(message, "rejected", "no")
+        marks = window.marks()
+        assert marks is not None
+        outlive_lease(inbox)
+        new = Member(subscription_id=number, lease_seconds=30)
+        new.join(other)
+        assert new.balance(other) == 64
+        with pytest.raises(Fenced):
+            marking.mark(connection, reader, marks)
+        assert fetch(connection, "SELECT max(position) FROM saf.cursor") == [(0,)]
+    assert dead(inbox) == []

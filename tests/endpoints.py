@@ -1,0 +1,191 @@
+"""Endpoints for tests: an ASGI application under uvicorn, and servers that behave badly."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+
+from saf.database import Dsn
+from saf.dispatch.dispatcher import Dispatcher, run
+from saf.dispatch.settings import Endpoint
+from tests.receivers import SUBSCRIPTION
+from tests.waits import until
+
+Reply = tuple[int, dict[str, str], bytes]
+"""Status, headers and body."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Got:
+    """One request, as an endpoint gets it."""
+
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def key(self) -> str | None:
+        return self.headers.get("ce-subject")
+
+    @property
+    def id(self) -> str:
+        return self.headers["idempotency-key"]
+
+
+@dataclass(kw_only=True)
+class Partner:
+    """An endpoint that remembers what it gets, and answers as it is told."""
+
+    url: str = ""
+    begun: list[Got] = field(default_factory=list)
+    """All requests, in the order in which they came."""
+    accepted: list[Got] = field(default_factory=list)
+    """Those that were answered with 2xx, in the order of the answers."""
+    in_flight: int = 0
+    answered: int = 0
+    keeps: bool = True
+    """Whether it remembers what it has accepted."""
+    most_in_flight: int = 0
+    overlaps: int = 0
+    """How often a key was in flight twice at a time."""
+    answer: Callable[[Got], Awaitable[Reply]] | None = None
+    """How it answers; by default, with 204."""
+    _keys: set[str] = field(default_factory=set)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        assert scope["type"] == "http"
+        body, more = b"", True
+        while more:
+            event = await receive()
+            body += event.get("body", b"")
+            more = event.get("more_body", False)
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        got = Got(headers=headers, body=body)
+        self.begun.append(got)
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        key = got.key or got.id
+        self.overlaps += key in self._keys
+        self._keys.add(key)
+        try:
+            status, more_headers, text = await self.answer(got) if self.answer else (204, {}, b"")
+        finally:
+            self.in_flight -= 1
+            self._keys.discard(key)
+        self.answered += 1
+        if status // 100 == 2 and self.keeps:
+            self.accepted.append(got)
+        raw = [(name.encode(), value.encode()) for name, value in more_headers.items()]
+        if status != 204:
+            raw.append((b"content-length", str(len(text)).encode()))
+        await send({"type": "http.response.start", "status": status, "headers": raw})
+        await send({"type": "http.response.body", "body": text})
+
+    def by_key(self) -> dict[str, list[int]]:
+        """The numbers that were accepted, by key, as they came."""
+        found: dict[str, list[int]] = {}
+        for got in self.accepted:
+            found.setdefault(got.key or "", []).append(int(got.body))
+        return found
+
+    def always(self, status: int, text: bytes = b"", **headers: str) -> None:
+        """Answer each request like this."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+
+        async def answer(_: Got) -> Reply:
+            return status, named, text
+
+        self.answer = answer
+
+    def after(self, seconds: float) -> None:
+        """Accept each request after so long."""
+
+        async def answer(_: Got) -> Reply:
+            await asyncio.sleep(seconds)
+            return 204, {}, b""
+
+        self.answer = answer
+
+
+@contextmanager
+def serving(partner: Partner, application: Any = None, port: int = 0) -> Iterator[Partner]:
+    """The partner's server, or one of another application at its URL, until the block ends."""
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", port))
+        listening.listen(1000)
+        partner.url = f"http://127.0.0.1:{listening.getsockname()[1]}/hook"
+        config = uvicorn.Config(
+            application or partner,
+            log_level="error",
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=60,
+        )
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        until(lambda: server.started)
+        try:
+            yield partner
+        finally:
+            server.should_exit = server.force_exit = True
+            thread.join()
+
+
+def settings(partner: Partner, **more: Any) -> Endpoint:
+    return Endpoint(url=partner.url, subscription=SUBSCRIPTION, **more)
+
+
+def dispatcher(mom: Dsn, partner: Partner, **more: Any) -> Dispatcher:
+    return Dispatcher("partner", settings(partner, **more), mom)
+
+
+def dispatch(mom: Dsn, partner: Partner, **more: Any) -> Dispatcher:
+    """Send what is there and due, and end."""
+    one = dispatcher(mom, partner, **more)
+    run([one], drain=True)
+    return one
+
+
+@contextmanager
+def dispatching(*ones: Dispatcher) -> Iterator[None]:
+    """Dispatchers in this process, until the block ends, however it does."""
+    loop = asyncio.new_event_loop()
+    stopping = asyncio.Event()
+    failed: list[BaseException] = []
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(one.run(stopping) for one in ones))
+
+    def work() -> None:
+        try:
+            loop.run_until_complete(all_of_them())
+        except BaseException as error:  # raised where the test sees it
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(stopping.set)
+        thread.join()
+        loop.close()
+    if failed:
+        raise failed[0]
+
+
+# Programs, for tests.processes
+
+
+def program(mom: Dsn, url: str, more: dict[str, Any]) -> None:
+    """A dispatcher that runs until it is told to stop, or killed."""
+    endpoint = Endpoint(url=url, subscription=SUBSCRIPTION, **more)
+    run([Dispatcher("partner", endpoint, mom)])

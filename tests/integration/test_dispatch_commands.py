@@ -1,0 +1,199 @@
+"""`saf dispatch` and `saf endpoint`: what a person runs, and what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from saf.database import Dsn
+from saf.webhooks import verify
+from tests.endpoints import Partner, serving
+from tests.pipeline import connect
+from tests.programs import BIN, ROOT, configuration, environment, saf
+from tests.receivers import dead, prepare, put
+from tests.waits import until
+
+SECRET = "whsec_" + "c2Vj" * 8
+
+
+@pytest.fixture
+def inbox(mom: Dsn) -> Dsn:
+    prepare(mom)
+    return mom
+
+
+@pytest.fixture
+def partner() -> Iterator[Partner]:
+    with serving(Partner()) as one:
+        yield one
+
+
+@pytest.fixture
+def config(app: Dsn, inbox: Dsn, partner: Partner, tmp_path: Path) -> Path:
+    file = configuration(tmp_path / "saf.toml", {"shop": app}, {"mom": inbox})
+    text = f'[endpoints.billing]\nurl = "{partner.url}?token=verysecret"\n'
+    file.write_text(file.read_text() + text)
+    return file
+
+
+def test_one_shot_sends_what_is_there_and_says_so(
+    config: Path, inbox: Dsn, partner: Partner
+) -> None:
+    put(inbox, "1", "2", "3", key="a")
+    done = saf("dispatch", "--config", config)
+    assert (done.returncode, done.stdout) == (0, "billing: handled 3 messages\n")
+    assert partner.by_key() == {"a": [1, 2, 3]}
+    partner.always(422, b"no such order")
+    put(inbox, "4", key="a")
+    done = saf("dispatch", "billing", "--config", config)
+    assert done.returncode == 1
+    assert dead(inbox) == [("4", "rejected")]
+    history = saf("endpoint", "history", "billing", "--config", config).stdout
+    assert "422" in history
+    assert "no such order" in history
+
+
+def test_an_endpoint_that_is_not_there_is_named_with_the_nearest(config: Path) -> None:
+    done = saf("dispatch", "biling", "--config", config)
+    assert done.returncode == 2
+    assert done.stderr == ("saf: there is no endpoint 'biling' (did you mean 'billing'?)\n")
+
+
+def test_a_paused_endpoint_gets_nothing_until_it_is_resumed(
+    config: Path, inbox: Dsn, partner: Partner
+) -> None:
+    saf("endpoint", "pause", "billing", "--config", config)
+    put(inbox, "1", key="a")
+    assert saf("dispatch", "--config", config).returncode == 75
+    assert partner.begun == []
+    assert "closed, paused" in saf("endpoint", "list", "--config", config).stdout
+    saf("endpoint", "resume", "billing", "--config", config)
+    assert saf("dispatch", "--config", config).returncode == 0
+    assert partner.by_key() == {"a": [1]}
+
+
+def test_an_endpoint_that_is_gone_is_disabled_until_a_person_resumes_it(
+    config: Path, inbox: Dsn, partner: Partner
+) -> None:
+    partner.always(410, b"moved away")
+    put(inbox, "1", key="a")
+    assert saf("dispatch", "--config", config).returncode == 75
+    partner.answer = None
+    assert saf("dispatch", "--config", config).returncode == 75
+    (row,) = json.loads(saf("endpoint", "list", "--json", "--config", config).stdout)["endpoints"]
+    assert (row["state"], row["error"]) == ("disabled", "HTTP 410: moved away")
+    saf("endpoint", "resume", "billing", "--config", config)
+    assert saf("dispatch", "--config", config).returncode == 0
+    assert partner.by_key() == {"a": [1]}
+
+
+def test_a_test_says_what_the_endpoint_answers_and_no_output_has_its_query(
+    config: Path, partner: Partner
+) -> None:
+    done = saf("endpoint", "test", "billing", "--config", config)
+    assert done.returncode == 0
+    assert done.stdout.startswith("billing: HTTP 204 after ")
+    (got,) = partner.accepted
+    assert got.headers["ce-type"] == "saf.test"
+    partner.always(500, b"oops")
+    done = saf("endpoint", "test", "billing", "--config", config)
+    assert done.returncode == 1
+    assert "HTTP 500: oops" in done.stderr
+    for command in (["list"], ["list", "--json"], ["show", "billing"], ["test", "billing"]):
+        done = saf("endpoint", *command, "--config", config)
+        assert "verysecret" not in done.stdout + done.stderr
+
+
+def test_a_loop_that_is_told_to_stop_finishes_what_is_in_flight(
+    config: Path, inbox: Dsn, partner: Partner
+) -> None:
+    partner.after(0.5)
+    put(inbox, "1", "2", "3", key="a")
+    process = subprocess.Popen(
+        [BIN / "saf", "dispatch", "--loop", "--config", config],
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    until(lambda: partner.in_flight == 1)
+    os.kill(process.pid, signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "billing: handled 1 message\n")
+    assert partner.by_key() == {"a": [1]}
+    with connect(inbox) as connection:
+        assert connection.execute("SELECT FROM saf.member").rowcount == 0
+    partner.answer = None
+    assert saf("dispatch", "--config", config).returncode == 0
+    assert partner.by_key() == {"a": [1, 2, 3]}
+
+
+def test_an_endpoint_of_a_broker_reaches_no_address_inside_unless_saf_toml_names_its_network(
+    config: Path, inbox: Dsn, partner: Partner
+) -> None:
+    config.write_text(config.read_text().partition("[endpoints.billing]")[0])
+    assert "nothing found" in saf("endpoint", "list", "--config", config).stdout
+    assert saf("dispatch", "--config", config).returncode == 2
+    variable = "SAF_ENDPOINT_PARTNER"
+    added = saf(
+        *("endpoint", "add", "partner", "--url", partner.url, "--subscription", "billing"),
+        *("--secret-from", variable, "--config", config),
+    )
+    assert (added.returncode, added.stderr) == (0, "")
+    put(inbox, "1", key="a")
+    lacking = saf("dispatch", "--config", config)
+    assert (lacking.returncode, variable in lacking.stderr) == (2, True)
+    env = {variable: SECRET}
+    saf("dispatch", "partner", "--config", config, env=env)
+    assert partner.begun == []
+    history = saf("endpoint", "history", "partner", "--config", config, env=env).stdout
+    assert "its address is not on the public internet" in history
+    config.write_text(config.read_text() + '[dispatch]\nnetworks = ["127.0.0.0/8"]\n')
+    with connect(inbox) as connection:
+        connection.execute("UPDATE saf.backoff SET next_attempt_at = now()")
+    assert saf("dispatch", "--config", config, env=env).returncode == 0
+    (got,) = partner.accepted
+    assert verify(got.headers, got.body, SECRET) == got.id
+    assert saf("endpoint", "remove", "partner", "--config", config).returncode == 0
+    assert saf("endpoint", "remove", "partner", "--config", config).returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--url", "ftp://x"], "endpoint p.url: it is not a URL such as https://"),
+        (["--secret-from", "MOM_DSN"], "an environment variable that begins with SAF_ENDPOINT_"),
+        (["--rate", "0/s"], "endpoint p.rate: '0/s' is no rate such as"),
+        (["--subscription", "biling"], "biling"),
+    ],
+)
+def test_a_wrong_endpoint_is_refused_in_one_sentence(
+    config: Path, inbox: Dsn, options: list[str], says: str
+) -> None:
+    given = ["--url", "https://example.com", "--subscription", "billing", *options]
+    done = saf("endpoint", "add", "p", *given, "--config", config)
+    assert done.returncode == 2
+    assert says in done.stderr
+    with connect(inbox) as connection:
+        assert connection.execute("SELECT FROM saf.endpoint").rowcount == 0
+
+
+def test_who_writes_the_table_cannot_have_other_variables_sent(
+    config: Path, inbox: Dsn, partner: Partner
+) -> None:
+    with connect(inbox) as connection:
+        connection.execute(
+            "INSERT INTO saf.endpoint (name, subscription_id, url, settings) SELECT 'evil', "
+            'subscription_id, %s, \'{"bearer": "HOME"}\' FROM saf.subscription '
+            "WHERE name = 'billing'",
+            [partner.url],
+        )
+    done = saf("dispatch", "evil", "--config", config)
+    assert (done.returncode, "SAF_ENDPOINT_" in done.stderr) == (2, True)
+    assert partner.begun == []
