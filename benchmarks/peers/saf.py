@@ -70,12 +70,8 @@ def mark(connection: psycopg.Connection) -> Callable[[], None]:
     member.balance(connection)
 
     def work() -> None:
-        cursor.open_batch(connection, member)
-        parts = [
-            part
-            for batch in cursor.in_hand(connection, "outbox", member)
-            for part in batch.split(TASKS)
-        ]
+        opened = cursor.open_batch(connection, "outbox", member)
+        parts = [part for batch in opened for part in batch.split(TASKS)]
         for position in positions:
             for part in parts:
                 with connection.transaction():

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import TypeVar
 
 import pyarrow as pa
+
+T = TypeVar("T")
 
 
 def chunks(batches: Iterable[pa.RecordBatch], max_rows: int, max_bytes: int) -> Iterator[pa.Table]:
@@ -27,3 +31,18 @@ def chunks(batches: Iterable[pa.RecordBatch], max_rows: int, max_bytes: int) -> 
                 held, rows, size = [], 0, 0
     if held:
         yield pa.Table.from_batches(held)
+
+
+def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Give each item, and whether it is the last one.
+
+    >>> list(with_last("ab")), list(with_last(""))
+    ([('a', False), ('b', True)], [])
+    """
+    rest = iter(items)
+    held = list(islice(rest, 1))
+    for following in rest:
+        yield held.pop(), False
+        held.append(following)
+    for item in held:
+        yield item, True

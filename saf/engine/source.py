@@ -16,7 +16,7 @@ import adbc_driver_manager.dbapi as adbc
 import pyarrow as pa
 from psycopg import sql
 
-from saf.database import bulk, connections, translated
+from saf.database import Dsn, bulk, connections, translated
 from saf.engine.windows import (
     BATCH_BYTES,
     ISOLATION,
@@ -27,13 +27,14 @@ from saf.engine.windows import (
     survey,
 )
 from saf.engine.work import Work
+from saf.limits import KEPT
 from saf.log.columns import common, completed, plain, selected
 
 # One snapshot for all statements of a reader. Must come before any query of the transaction.
 ONE_SNAPSHOT = f"SET TRANSACTION ISOLATION LEVEL {ISOLATION}, READ ONLY"
 
-# Tasks are the parallelism: parallel workers of PostgreSQL would only pass rows to each other, and
-# compiling the query takes longer than most batches.
+# For the session. Tasks are the parallelism: parallel workers of PostgreSQL would only pass rows to
+# each other, and compiling the query takes longer than most batches.
 ALONE = "SELECT set_config('max_parallel_workers_per_gather', '0', false), \
 set_config('jit', 'off', false)"
 
@@ -43,23 +44,25 @@ def messages(work: Work, max_bytes: int) -> Generator[pa.RecordBatch, None, None
 
     Close it: until then it holds a snapshot at the source. Raises as `read` does.
     """
-    rest, columns = work.batch, selected(max_bytes, work.batch.log)
+    rest = work.batch
     if work.deep:
         try:
-            for rows in _in_windows(work, columns):
+            for rows in _in_windows(work, max_bytes):
                 yield rows
                 rest = replace(rest, position=int(rows["id"][-1].as_py()))
         except NotInWindows:
             pass
         else:
             return
-    yield from read(work, rest.select(columns))
-
-
-def _in_windows(work: Work, columns: list[str | sql.Composable]) -> Iterator[pa.RecordBatch]:
-    batch = work.batch
-    asked = common(columns)
     with _cursor(work) as cursor:
+        yield from _rows(cursor, rest.select(_columns(cursor, rest.log, max_bytes)))
+
+
+def _in_windows(work: Work, max_bytes: int) -> Iterator[pa.RecordBatch]:
+    batch = work.batch
+    with _cursor(work) as cursor:
+        columns = _columns(cursor, batch.log, max_bytes)
+        asked = common(columns)
 
         def within(window: Window) -> Iterable[pa.RecordBatch]:
             nonlocal asked
@@ -84,6 +87,12 @@ def read(work: Work, query: str) -> Iterator[pa.RecordBatch]:
         yield from _rows(cursor, query)
 
 
+def _columns(cursor: bulk.BulkCursor, log: str, max_bytes: int) -> list[str | sql.Composable]:
+    cursor.execute(f"SELECT {KEPT.format(log=log)}")
+    ((kept,),) = cursor.fetchall()
+    return selected(max_bytes, kept=bool(kept))
+
+
 def _rows(cursor: bulk.BulkCursor, query: str) -> Iterator[pa.RecordBatch]:
     cursor.adbc_statement.set_options(**{"adbc.postgresql.batch_size_hint_bytes": str(BATCH_BYTES)})
     cursor.execute(query)
@@ -97,7 +106,7 @@ def _cursor(work: Work) -> Iterator[bulk.BulkCursor]:
     """A cursor; its connection is kept only if the work with it came to its end."""
     dsn, what = work.dsn, f"broker {work.broker!r}"
     try:
-        connection = connections.take("read", dsn, lambda: bulk.connect(dsn, "read", what), _fit)
+        connection = connections.take("read", dsn, lambda: _open(dsn, what), _fit)
         try:
             with connection.cursor() as cursor:
                 yield cursor
@@ -111,7 +120,18 @@ def _cursor(work: Work) -> Iterator[bulk.BulkCursor]:
         raise translated(what, getattr(error, "sqlstate", None), dsn.redact(str(error))) from None
 
 
+def _open(dsn: Dsn, what: str) -> bulk.Connection:
+    connection = bulk.connect(dsn, "read", what)
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute(ALONE)
+        connection.commit()
+    except BaseException:
+        connections.drop(connection)
+        raise
+    return connection
+
+
 def _fit(connection: bulk.Connection) -> None:
     with connection.cursor() as cursor:
         cursor.execute(ONE_SNAPSHOT)
-        cursor.execute(ALONE)

@@ -8,7 +8,8 @@ order of the ids:
    anything is sent.
 1. One transaction per destination; committed and durable before the next step.
 2. at_most_once routes: record the attempt at the source, durably; then send (`saf.engine.sending`).
-3. One transaction at the source: move the position, and set aside what could not go.
+3. One transaction at the source: move the position, or close the batch with its last chunk; and set
+   aside what could not go.
 
 If something is set aside while other messages are still to be stored, it is written at the source
 first. A crash before step 3 would leave it below the watermark, where it looks stored.
@@ -28,12 +29,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import psycopg
 import pyarrow as pa
 
-from saf.engine.chunks import chunks
+from saf.engine.chunks import chunks, with_last
 from saf.engine.destination_sessions import DestinationSessions
 from saf.engine.earlier_task import EarlierTask
 from saf.engine.finding_routes import FindingRoutes
@@ -53,7 +55,7 @@ from saf.engine.storing import Storing
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import Ahead, Behind, Fenced, Rejected, Unavailable, UsageError
 from saf.failpoints import fail_point
-from saf.log.cursor import advance, lock_cursors
+from saf.log.cursor import advance, finish, is_finished, lock_cursors
 from saf.setaside.isolation import isolate
 
 BEATS = 6
@@ -63,10 +65,20 @@ EXPECTED = (Unavailable, Rejected, Fenced, Ahead, Behind, UsageError)
 
 
 class Task:
-    """One task: it forwards the rest of one batch, and the parked messages of its shards."""
+    """One task: it forwards the rest of one batch, and the parked messages of its shards.
+
+    With ``closes``, it closes the batch with the last chunk. Otherwise its driver does, as a task
+    that may run twice has to find the batch open.
+    """
 
     def __init__(
-        self, number: int, work: Work, rules: ForwardingRules, answers: Answers | None = None
+        self,
+        number: int,
+        work: Work,
+        rules: ForwardingRules,
+        answers: Answers | None = None,
+        *,
+        closes: bool = False,
     ) -> None:
         self.work = work
         self.matcher = Matcher(work.routes)
@@ -79,6 +91,9 @@ class Task:
         self.storing = Storing(
             work, rules, self.source_session, self.lanes, self.receipts, self.destinations
         )
+        self.closes = closes
+        self.end: int | None = None
+        """The last id of the batch, if its last chunk is in hand."""
         self.earlier = EarlierTask(work.batch, self.source_session, self.lanes)
         self.sending = Sending(
             work=work,
@@ -98,8 +113,11 @@ class Task:
             with self._pulse():
                 self.earlier.look()
                 releasing.release_all()
-                for rows in chunks(batches, self.rules.chunk_rows, self.rules.chunk_bytes):
-                    if isolate(rows, self._forward, self._bury, self.earlier.look):
+                cut = chunks(batches, self.rules.chunk_rows, self.rules.chunk_bytes)
+                for rows, last in with_last(cut) if self.closes else ((one, False) for one in cut):
+                    self.end = int(rows["id"][-1].as_py()) if last else None
+                    stop = isolate(rows, self._forward, self._bury, self.earlier.look)
+                    if stop and not last:
                         summary.stopped = True
                         break
                 else:
@@ -168,14 +186,19 @@ class Task:
         return self._settle(set_aside, position)
 
     def _settle(self, set_aside: SetAside, position: int) -> bool:
-        """Do step 3: move the position; return whether the task should stop."""
+        """Do step 3: move the position, or close the batch; return whether the task should stop."""
+
+        ends, attempts = position == self.end, count()
 
         def settle(source: psycopg.Connection[Any]) -> bool:
             # done once, also where the answer to the commit before got lost. `SetAside.write` and
             # `advance` see to that too: the first leaves out what is there already, and the second
             # fences
-            new = bool(set_aside) and lock_cursors(source, self.work.batch) < position
-            stop = advance(source, self.work.batch, position)
+            batch = self.work.batch
+            if next(attempts) and ends and is_finished(source, batch):
+                return False
+            new = bool(set_aside) and lock_cursors(source, batch) < position
+            stop = finish(source, batch) if ends else advance(source, batch, position)
             self.destinations.acknowledge(source)
             if new:
                 set_aside.write(source)
@@ -189,6 +212,7 @@ class Task:
         summary = self.receipts.of(None)
         summary.parked += set_aside.parked_messages
         summary.dead += set_aside.dead_letters
+        summary.closed |= ends
         return stop
 
     def _bury(self, message: pa.Table, error: str) -> bool:

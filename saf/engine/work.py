@@ -99,6 +99,8 @@ class Receipt:
     """Whether the destination did not answer, or refused everything."""
     complete: bool = False
     """Whether every message of the batch is delivered."""
+    closed: bool = False
+    """Whether it has closed the batch, too."""
     stopped: bool = False
     """Whether it was asked to stop before the end."""
     error_kind: str | None = None

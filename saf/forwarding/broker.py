@@ -199,24 +199,29 @@ class SourceBroker:
             self._look_at_lanes(connection, member)
             if not self.shards:
                 return []
-            batches = cursor.in_hand(connection, LOG, member)
-            self.resumed = bool(batches)
+            owned = cursor.owned(connection, LOG, member)
+            self.resumed = bool(owned.in_hand)
             due = any(lane.due for lane in self._lanes) and backoff.due_here(
                 connection, member.subscription_id, member.member_id
             )
-            if due or cursor.anything_new(connection, LOG, member):
+            opened: list[cursor.Batch] = []
+            new = cursor.new_rows(connection, LOG, owned.idle, most=LITTLE + 1)
+            if due or new:
                 known = self.identities.known() if self.identities else None
                 routes = current_routes(connection, default_destination, self.declared, known)
                 version = freeze(connection, with_problems(routes))
-                cursor.open_batch(connection, member, version)
-                batches = cursor.in_hand(connection, LOG, member)
-            if not batches:
+                opened = cursor.open_batch(connection, LOG, member, version)
+            if not (owned.in_hand or opened):
                 return []
             # asked after the batch is open: rules that were given up before do not count for it
             since = vouched_since(connection)
-            work = [self._work(connection, batch, since) for batch in batches]
-            work = [item for item in work if not self._in_vain(item)]
-            return [self._sized(connection, item) for item in work]
+            work = [self._work(connection, batch, since) for batch in [*owned.in_hand, *opened]]
+            little = opened if new <= LITTLE else []
+            return [
+                item if item.batch in little else self._sized(connection, item)
+                for item in work
+                if not self._in_vain(item)
+            ]
 
     def _sized(self, connection: psycopg.Connection[Any], work: Work) -> Work:
         if not cursor.has_more_than(connection, work.batch, LITTLE):
@@ -229,8 +234,8 @@ class SourceBroker:
         down = {lane.destination for lane in self._lanes if lane.kind == Kind.MAIN and not lane.due}
         return work.alone in down
 
-    def close(self, complete: Iterable[Work]) -> None:
-        """Close the batches of completed work.
+    def close(self, complete: Iterable[Work], *, waits: bool = True) -> None:
+        """Close the batches of completed work; ``waits`` says whether the cycle set any aside.
 
         Raises:
             Fenced: another member has taken over shards, and closes their batches.
@@ -239,7 +244,8 @@ class SourceBroker:
         if batches:
             with unavailable_if_lost(f"broker {self.name!r}"):
                 cursor.close(self._connect(), batches)
-        self.look_at_waiting()
+        if waits or self.waiting.lanes:
+            self.look_at_waiting()
 
     def look_at_waiting(self) -> None:
         """Read the lanes that wait now. Called after a cycle."""
@@ -255,9 +261,11 @@ class SourceBroker:
         """Read the lanes that the cycle must know. Called before a cycle."""
         if self._began is None:
             ((self._began,),) = fetch(connection, "SELECT now()")
-        self._lanes = backoff.waiting(connection, member.subscription_id, member.member_id)
-        self._of_services = backoff.any_of_services(connection, member.subscription_id)
         self._look_at_waiting(connection, member.subscription_id)
+        self._lanes, self._of_services = (), False
+        if self.waiting.lanes:
+            self._lanes = backoff.waiting(connection, member.subscription_id, member.member_id)
+            self._of_services = backoff.any_of_services(connection, member.subscription_id)
 
     def _look_at_waiting(self, connection: psycopg.Connection[Any], subscription_id: int) -> None:
         self.waiting = backoff.summary(connection, subscription_id)
@@ -304,6 +312,7 @@ class SourceBroker:
             self._member = None
             self._connection = self.dsn.connect(role="forward", autocommit=True)
             check_schema(self._connection)
+            self._connection.execute(cursor.BY_INDEX)
         return self._connection
 
     def _identify(self, connection: psycopg.Connection[Any]) -> int:
@@ -342,10 +351,12 @@ class SourceBroker:
             subscription_id = self._identify(connection)
             found = fetch(connection, PENDING, {"subscription_id": subscription_id})
             self._look_at_waiting(connection, subscription_id)
-            return any(
-                taken or cursor.any_since(connection, LOG, shards, done)
-                for done, shards, taken in found
-            ) or backoff.any_due(connection, subscription_id)
+            idle = [(done, shards) for done, shards, _ in found]
+            return (
+                any(taken for _, _, taken in found)
+                or cursor.new_rows(connection, LOG, idle, most=1) > 0
+                or backoff.any_due(connection, subscription_id)
+            )
 
     def _due(self) -> bool:
         """Whether a third of the lease has passed: two renewals may fail before it is over."""

@@ -34,16 +34,13 @@ from saf.forwarding.roster import Roster
 from saf.forwarding.runner import Runner
 from saf.forwarding.summary import Summary
 from saf.forwarding.vigil import Vigil
+from saf.log.pauses import Pauses
 from saf.logger import Log
 from saf.setaside.backoff import SHOWN
 
 log = Log("saf.forward")
 
 TICK_SECONDS = 0.2
-SHORTEST_PAUSE_SECONDS = 0.005
-PAUSE_SHARE = 0.25
-"""A pause is as long as this share of the time since there was work, so that what comes soon does
-not wait, and a quiet source is asked seldom."""
 CANCEL_SECONDS = 10.0
 """How long a runner may take to end a job that was given up, in seconds."""
 PURGES_IN_A_PAUSE = 50
@@ -138,7 +135,7 @@ class Forwarder:
         each cycle that did something.
         """
         whole = Summary()
-        started = worked_at = time.monotonic()
+        started, pauses = time.monotonic(), Pauses()
         self.roster.once = False
         try:
             while not self._stop:
@@ -154,13 +151,11 @@ class Forwarder:
                 if not worked and not self._stop:
                     self.purging.purge(self.roster.well(), self._renew, most=PURGES_IN_A_PAUSE)
                 if worked:
-                    worked_at = time.monotonic()
+                    pauses.end()
                 if self.summary.problems:
                     self._pause(self.options.interval_seconds)
                 elif not worked:
-                    quiet = time.monotonic() - worked_at
-                    pause = max(SHORTEST_PAUSE_SECONDS, quiet * PAUSE_SHARE)
-                    self._pause(min(pause, self.options.interval_seconds))
+                    self._pause(pauses.next(self.options.interval_seconds))
         finally:
             self._leave()
         whole.stopped = True
@@ -322,14 +317,24 @@ class Forwarder:
         self, work: Sequence[Work], receipts: Sequence[Receipt], whole: Mapping[str, int]
     ) -> None:
         complete: dict[str, list[Work]] = {item.broker: [] for item in work}
+        open_: dict[str, list[Work]] = {item.broker: [] for item in work}
         failed: set[str] = set()
+        waits: set[str] = set()
         for receipt in receipts:
+            name = work[receipt.work].broker
+            if (
+                receipt.parked
+                or receipt.down
+                or (receipt.destination is None and not receipt.complete)
+            ):
+                waits.add(name)
             if receipt.destination is not None:
                 self._count(receipt)
                 continue
-            name = work[receipt.work].broker
             if receipt.complete:
                 complete[name].append(work[receipt.work])
+                if not receipt.closed:
+                    open_[name].append(work[receipt.work])
             self.summary.stopped |= receipt.stopped and self._stop
             self.summary.parked += receipt.parked
             self.summary.dead += receipt.dead
@@ -342,7 +347,10 @@ class Forwarder:
         done = _shards(item for mine in complete.values() for item in mine)
         for name, shards in whole.items():
             self.roster.brokers[name].unfinished = done[name] < shards
-        self.roster.each(lambda broker: broker.close(complete[broker.name]), self._at_work(work))
+        self.roster.each(
+            lambda broker: broker.close(open_[broker.name], waits=broker.name in waits),
+            self._at_work(work),
+        )
         self.summary.batches += sum(
             len({item.batch.number for item in mine}) for mine in complete.values()
         )

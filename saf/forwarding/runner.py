@@ -53,18 +53,25 @@ class Runner(Protocol):
         """Give up what does not answer any more; `run` then raises SparkGone."""
 
 
-def run_item(number: int, item: Work, rules: ForwardingRules) -> list[Receipt]:
-    """Run one item of work in this process; ``number`` is its place in the call."""
+def run_item(
+    number: int, item: Work, rules: ForwardingRules, *, closes: bool = False
+) -> list[Receipt]:
+    """Run one item of work in this process; ``number`` is its place in the call.
+
+    ``closes`` is as in `saf.engine.task.Task`.
+    """
     from saf.engine.source import messages
     from saf.engine.task import Task  # needs Arrow, which a driver of Spark does not
 
     with closing(messages(item, rules.max_bytes)) as rows:
-        return Task(number, item, rules).run(rows)
+        return Task(number, item, rules, closes=closes).run(rows)
 
 
-def item_alone(number: int, item: Work, rules: ForwardingRules) -> list[Receipt]:
+def item_alone(
+    number: int, item: Work, rules: ForwardingRules, *, closes: bool = False
+) -> list[Receipt]:
     """Run one item of work. Raises nothing, because other brokers' items are in the same job."""
-    return bounded(number, item, lambda: run_item(number, item, rules))
+    return bounded(number, item, lambda: run_item(number, item, rules, closes=closes))
 
 
 def bounded(number: int, item: Work, run: Callable[[], list[Receipt]]) -> list[Receipt]:
@@ -98,7 +105,7 @@ class InProcess:
         return [
             receipt
             for number, item in enumerate(work)
-            for receipt in item_alone(number, item, rules)
+            for receipt in item_alone(number, item, rules, closes=not item.much)
         ]
 
     def let_go(self, source: Dsn) -> None:

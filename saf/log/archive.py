@@ -28,6 +28,7 @@ try:
     import pyarrow.parquet as pq
 
     from saf.database import bulk
+    from saf.limits import KEPT
     from saf.log.columns import bounded
 except ImportError:
     raise MissingExtra("forwarder", "an archive in Parquet") from None
@@ -92,7 +93,7 @@ class ParquetArchive:
 
 def _write(cursor: adbc.Cursor, slot: Slot, file: Path) -> int:
     """Copy a slot's rows into a file, durably; return how many there were."""
-    some = [bounded(name, log=slot.log) for name in COLUMNS_OF_LOG[slot.log]]
+    some = [bounded(name, kept=KEPT.format(log=slot.log)) for name in COLUMNS_OF_LOG[slot.log]]
     columns = sql.SQL(", ").join(sql.Identifier(c) if isinstance(c, str) else c for c in some)
     query = sql.SQL(ROWS).format(columns=columns, slot=sql.Identifier("saf", slot.table))
     cursor.adbc_statement.set_options(

@@ -16,7 +16,7 @@ from psycopg import sql
 
 from saf import columns
 from saf.columns import SELDOM
-from saf.limits import HEADERS_READABLE, KEPT, LONG_NAMES, NAMES_READABLE, body_readable
+from saf.limits import HEADERS_READABLE, LONG_NAMES, NAMES_READABLE, body_readable
 from saf.log.arrow import TYPES
 from saf.message import MAX_BODY
 
@@ -32,12 +32,13 @@ MORE_THAN_COMMON = sql.SQL("CASE WHEN {} THEN NULL ELSE true END AS {}").format(
 )
 
 
-def selected(max_bytes: int | None, log: str | None = None) -> list[str | sql.Composable]:
+def selected(max_bytes: int | None, *, kept: bool = False) -> list[str | sql.Composable]:
     """The expressions to select for `COLUMNS`; a body over ``max_bytes`` is NULL.
 
-    They are for a ``log``, or for the parked messages.
+    Of a log, ``kept`` says that its constraint holds for all rows. The conditions that it makes
+    needless take the server longer to plan than a few rows to read.
     """
-    return [bounded(name, max_bytes, log) for name in COLUMNS]
+    return [bounded(name, max_bytes, "true" if kept else "false") for name in COLUMNS]
 
 
 def common(columns: Iterable[str | sql.Composable]) -> list[str | sql.Composable]:
@@ -56,21 +57,23 @@ def completed(rows: pa.RecordBatch) -> pa.RecordBatch | None:
     )
 
 
-def bounded(
-    name: str, max_bytes: int | None = None, log: str | None = None
-) -> str | sql.Composable:
-    """A column, or NULL where it is too large; the body is NULL where anything in the row is."""
-    kept = KEPT.format(log=log) if log else "false"
-    if name in ("to_service", "key"):
-        return _where(f"{kept} OR octet_length({name}) <= {LONG_NAMES}", name)
+def bounded(name: str, max_bytes: int | None = None, kept: str = "false") -> str | sql.Composable:
+    """A column, or NULL where it is too large; the body is NULL where anything in the row is.
+
+    ``kept`` is SQL that says whether a log's constraint holds for all rows, such as `KEPT`.
+    """
     if name in ("from_service", "message_type"):
         return _where(f"octet_length({name}) <= {LONG_NAMES}", name)
-    if name == "headers":
-        return _where(f"{kept} OR {HEADERS_READABLE}", name)
     if name == "body":
-        rest = f"{kept} OR ({HEADERS_READABLE})"
-        fits = f"{body_readable(max_bytes or MAX_BODY)} AND {NAMES_READABLE} AND ({rest})"
+        fits = f"{body_readable(max_bytes or MAX_BODY)} AND {NAMES_READABLE}"
+        if kept != "true":
+            fits += f" AND ({kept} OR ({HEADERS_READABLE}))"
         return _where(fits, name)
+    if kept != "true":
+        if name in ("to_service", "key"):
+            return _where(f"{kept} OR octet_length({name}) <= {LONG_NAMES}", name)
+        if name == "headers":
+            return _where(f"{kept} OR {HEADERS_READABLE}", name)
     return name
 
 

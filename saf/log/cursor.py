@@ -12,7 +12,7 @@ It moves in three steps:
 
     open        open = the snapshot of now, batch = batch + 1
     advance     position = the last id completed, as often as one likes
-    close       done = open, open = NULL
+    close       done = open, open = NULL; with the last advance, or after it
 
 What this gives, where simpler schemes fail (the idea is PgQ's; here it is per shard):
 
@@ -40,7 +40,7 @@ different shards among each other.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -146,50 +146,63 @@ UNION ALL
 SELECT * FROM {log} WHERE shard = ANY ({shards}::smallint[]) AND txid = ANY ({xip}::xid8[])
 """
 
-# Shards with the same two snapshots are one batch, read by one query.
-IN_HAND = f"""
+# The same with parameters, so that the server plans it once
+NEW_ROWS = f"""
+SELECT count(*) FROM (SELECT FROM ({BEGUN_SINCE} {ENDED_SINCE}) AS since LIMIT {{most}}) AS few
+"""
+
+# Shards with the same two snapshots are one batch, read by one query
+BATCHES = """
 SELECT batch, done::text AS done, open::text AS open, position, route_version, opened_at,
        array_agg(shard ORDER BY shard) AS shards, array_agg(epoch ORDER BY shard) AS epochs
-FROM {NEWEST} AS c
-WHERE owner = %(owner)s AND open IS NOT NULL
+FROM {cursors} AS c
 GROUP BY 1, 2, 3, 4, 5, 6
 ORDER BY batch, position
 """
 
-IDLE = f"""
-SELECT done::text, array_agg(shard) FROM {NEWEST} AS c
-WHERE owner = %(owner)s AND open IS NULL
-GROUP BY done::text
-"""
+# Where nothing is in hand, ``open`` is NULL, and what is not in ``done`` may be opened
+OWNED = BATCHES.format(cursors=f"(SELECT * FROM {NEWEST} AS n WHERE owner = %(owner)s)")
 
-# Most polls find nothing, which only the index can say quickly. With stale statistics, the planner
-# may choose to scan the whole table, hoping to meet a row early.
-BY_INDEX = "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off"
+# For a session that looks for new rows: most polls find nothing, which only the index can say
+# quickly. With stale statistics, the planner may choose to scan the whole table, hoping to meet a
+# row early.
+BY_INDEX = "SET enable_seqscan = off; SET enable_bitmapscan = off"
 
 # All shards that are opened together get the same number, above any they had, so that they stay
-# one batch. The number only has to rise per shard.
+# one batch. The number only has to rise per shard. The commit is durable, whatever the default.
 OPEN = f"""
-WITH n AS (SELECT shard, batch FROM {NEWEST} AS c WHERE owner = %(owner)s)
+WITH n AS (SELECT shard, batch FROM {NEWEST} AS c WHERE owner = %(owner)s),
+     durable AS MATERIALIZED (SELECT set_config('synchronous_commit', 'on', true)),
+     opened AS (
 UPDATE saf.cursor c SET
     open = pg_current_snapshot(),
     batch = (SELECT max(batch) + 1 FROM n),
     opened_at = now(),
     route_version = %(route_version)s
-FROM n
+FROM n, durable
 WHERE {THIS_ROW} AND c.owner = %(owner)s AND c.open IS NULL
+RETURNING c.*)
+{BATCHES.format(cursors="opened")}
 """
 
-# The rows of a batch's shards, as long as owner, epoch and batch are still what they were.
-MINE = """
+# The rows of a batch's shards, as long as owner, epoch and batch are still what they were
+SAME = """
 unnest(%(shards)s::smallint[], %(epochs)s::bigint[]) AS mine (shard, epoch)
 WHERE c.subscription_id = %(subscription_id)s AND c.shard = mine.shard
   AND c.owner = %(owner)s AND c.epoch = mine.epoch AND c.batch = %(batch)s
-  AND c.open IS NOT NULL
 """
+MINE = f"{SAME} AND c.open IS NOT NULL"
+
+# The transaction does not wait for the disk. If a crash loses it, the messages are sent again, and
+# the watermark drops them.
+RELAXED = "(SELECT set_config('synchronous_commit', 'off', true)) AS relaxed"
+
+STOPPING = "(SELECT stopping FROM saf.member WHERE member_id = c.owner)"
 
 ADVANCE = f"""
-UPDATE saf.cursor c SET position = greatest(c.position, %(position)s) FROM {MINE}
-RETURNING c.shard, (SELECT stopping FROM saf.member WHERE member_id = c.owner)
+UPDATE saf.cursor c SET position = greatest(c.position, %(position)s)
+FROM {RELAXED}, {MINE}
+RETURNING c.shard, {STOPPING}
 """
 
 # Two statements in one transaction: what was attempted before is read under the row locks that
@@ -205,85 +218,94 @@ RETURNING c.shard
 LOCK_CURSORS = f"SELECT c.shard, c.position FROM saf.cursor c, {MINE} FOR UPDATE OF c"
 
 CLOSE = f"""
-UPDATE saf.cursor c SET done = c.open, open = NULL, position = 0, attempted = 0 FROM {MINE}
-RETURNING c.shard
+UPDATE saf.cursor c SET done = c.open, open = NULL, position = 0, attempted = 0
+FROM {RELAXED}, {MINE}
+RETURNING c.shard, {STOPPING}
 """
+CLOSED = f"SELECT count(*) FROM saf.cursor c, {SAME} AND c.open IS NULL"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owned:
+    """What a member's shards have in hand, and what the others have done."""
+
+    in_hand: list[Batch]
+    """The open batches, the oldest first."""
+    idle: list[tuple[str, list[int]]]
+    """The shards without one, by the snapshot of what they have done."""
+
+
+def owned(connection: psycopg.Connection[Any], log: str, member: Member) -> Owned:
+    """Return how far the shards are that a member owns. Reads only."""
+    params = {"subscription_id": member.subscription_id, "owner": member.member_id}
+    idle: dict[str, list[int]] = defaultdict(list)
+    rows = _fetch(connection, OWNED, params)
+    for row in rows:
+        if row["open"] is None:
+            idle[row["done"]] += row["shards"]
+    return Owned(in_hand=_batches(log, member, rows), idle=[*idle.items()])
 
 
 def in_hand(connection: psycopg.Connection[Any], log: str, member: Member) -> list[Batch]:
     """Return the open batches of the shards that a member owns, the oldest first."""
-    with psycopg.Cursor[Any](connection, row_factory=dict_row) as cursor:
-        rows = cursor.execute(
-            IN_HAND, {"subscription_id": member.subscription_id, "owner": member.member_id}
-        ).fetchall()
-    return [
-        Batch(
-            log=log,
-            subscription_id=member.subscription_id,
-            owner=member.member_id,
-            number=row["batch"],
-            done=row["done"],
-            open=row["open"],
-            position=row["position"],
-            route_version=row["route_version"],
-            opened_at=row["opened_at"],
-            epochs=tuple(zip(row["shards"], row["epochs"], strict=True)),
-        )
-        for row in rows
-    ]
+    return owned(connection, log, member).in_hand
+
+
+def new_rows(
+    connection: psycopg.Connection[Any], log: str, idle: Iterable[tuple[str, list[int]]], most: int
+) -> int:
+    """How many rows opening a batch now would find, but ``most`` at most. Reads no more than that.
+
+    ``idle`` are the shards without a batch, by what they have done; see `Owned`.
+    """
+    given = {name: sql.Placeholder(name) for name in ("shards", "xmax", "xip", "most")}
+    query = sql.SQL(NEW_ROWS).format(log=sql.Identifier("saf", log), **given)
+    count = 0
+    for done, shards in idle:
+        if count < most:
+            xmax, xip = begun_since(done)
+            params = {"shards": shards, "xmax": xmax, "xip": xip, "most": most - count}
+            ((more,),) = fetch(connection, query, params)
+            count += more
+    return count
 
 
 def anything_new(connection: psycopg.Connection[Any], log: str, member: Member) -> bool:
     """Whether opening a batch now would find rows. Reads only."""
-    params = {"subscription_id": member.subscription_id, "owner": member.member_id}
-    idle = fetch(connection, IDLE, params)
-    return any(any_since(connection, log, shards, done) for done, shards in idle)
-
-
-def any_since(connection: psycopg.Connection[Any], log: str, shards: list[int], done: str) -> bool:
-    """Whether shards have rows that are not visible in a snapshot. Reads only."""
-    query = sql.SQL("SELECT EXISTS ({})").format(since(log, shards, done))
-    with connection.transaction():
-        connection.execute(BY_INDEX)
-        ((new,),) = fetch(connection, query)
-    return bool(new)
+    return new_rows(connection, log, owned(connection, log, member).idle, most=1) > 0
 
 
 def has_more_than(connection: psycopg.Connection[Any], batch: Batch, rows: int) -> bool:
     """Whether the batch has more than so many rows left; reads no more rows than that."""
     query = f"SELECT count(*) FROM ({batch.rows(['id'])} LIMIT {int(rows) + 1}) AS few"
-    with connection.transaction():
-        connection.execute(BY_INDEX)
-        ((count,),) = fetch(connection, query)
+    ((count,),) = fetch(connection, query)
     return bool(count > rows)
 
 
 def open_batch(
-    connection: psycopg.Connection[Any], member: Member, route_version: int | None = None
-) -> None:
+    connection: psycopg.Connection[Any],
+    log: str,
+    member: Member,
+    route_version: int | None = None,
+) -> list[Batch]:
     """Open a batch of everything committed so far, for the member's shards without a batch.
 
-    The commit is durable, and so is everything that the batch holds.
+    Return it; it is several if the shards were not all at the same snapshot. The commit is durable,
+    and so is everything that the batch holds.
     """
-    with connection.transaction():
-        connection.execute("SET LOCAL synchronous_commit = on")
-        connection.execute(
-            OPEN,
-            {
-                "subscription_id": member.subscription_id,
-                "owner": member.member_id,
-                "route_version": route_version,
-            },
-        )
+    params = {
+        "subscription_id": member.subscription_id,
+        "owner": member.member_id,
+        "route_version": route_version,
+    }
+    return _batches(log, member, _fetch(connection, OPEN, params))
 
 
 def advance(connection: psycopg.Connection[Any], batch: Batch, position: int) -> bool:
     """Mark the batch's rows up to ``position`` complete; return whether the member should stop.
 
-    It does not wait for the disk. If a crash loses the mark, the messages are sent again, and the
-    watermark drops them. Call it in a transaction.
+    Call it in a transaction, which will not wait for the disk.
     """
-    connection.execute("SET LOCAL synchronous_commit = off")
     rows = _write(connection, ADVANCE, batch, position=position)
     return any(stopping for _, stopping in rows)
 
@@ -308,11 +330,25 @@ def lock_cursors(connection: psycopg.Connection[Any], batch: Batch) -> int:
     return min(int(position) for _, position in _write(connection, LOCK_CURSORS, batch))
 
 
+def finish(connection: psycopg.Connection[Any], batch: Batch) -> bool:
+    """Mark every row of the batch complete; return whether the member should stop.
+
+    Call it in a transaction, which will not wait for the disk.
+    """
+    return any(stopping for _, stopping in _write(connection, CLOSE, batch))
+
+
+def is_finished(connection: psycopg.Connection[Any], batch: Batch) -> bool:
+    """Whether `finish` was committed, for whoever has not heard the answer. Reads only."""
+    ((shards,),) = fetch(connection, CLOSED, batch._params)
+    return bool(shards == len(batch.epochs))
+
+
 def close(connection: psycopg.Connection[Any], batches: Iterable[Batch]) -> None:
     """Mark every row of the batches complete: all batches, or none."""
     with connection.transaction():
         for batch in batches:
-            _write(connection, CLOSE, batch)
+            finish(connection, batch)
 
 
 def join_splits(batches: Iterable[Batch]) -> list[Batch]:
@@ -321,6 +357,32 @@ def join_splits(batches: Iterable[Batch]) -> list[Batch]:
     for batch in batches:
         parts[replace(batch, epochs=())].extend(batch.epochs)
     return [replace(whole, epochs=tuple(sorted(epochs))) for whole, epochs in parts.items()]
+
+
+def _fetch(
+    connection: psycopg.Connection[Any], query: str, params: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    with psycopg.Cursor[Any](connection, row_factory=dict_row) as cursor:
+        return cursor.execute(query, params).fetchall()
+
+
+def _batches(log: str, member: Member, rows: Iterable[dict[str, Any]]) -> list[Batch]:
+    return [
+        Batch(
+            log=log,
+            subscription_id=member.subscription_id,
+            owner=member.member_id,
+            number=row["batch"],
+            done=row["done"],
+            open=row["open"],
+            position=row["position"],
+            route_version=row["route_version"],
+            opened_at=row["opened_at"],
+            epochs=tuple(zip(row["shards"], row["epochs"], strict=True)),
+        )
+        for row in rows
+        if row["open"] is not None
+    ]
 
 
 def _write(

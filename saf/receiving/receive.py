@@ -31,6 +31,7 @@ from saf.database.poolers import is_pooled
 from saf.errors import UsageError
 from saf.failpoints import fail_point
 from saf.log import shards
+from saf.log.pauses import Pauses
 from saf.logger import Log
 from saf.received import READ, Received
 from saf.receiving import claim, notify, reading, retries
@@ -52,8 +53,8 @@ if TYPE_CHECKING:
 
 log = Log("saf.receive")
 
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.5
-"""Pause between polls that find nothing; it doubles each time until a poll finds something."""
+LONGEST_PAUSE_SECONDS = 0.5
+"""Longest pause between polls that find nothing, in seconds; see `saf.log.pauses`."""
 
 LOOK_SECONDS = 0.1
 """How often a receiver that has messages looks for what is to be tried alone, in seconds."""
@@ -135,7 +136,7 @@ class Receiver:
         self.listens = listen
         self.policy = policy
         self.max_messages = max_messages
-        self._pause = FIRST_PAUSE_SECONDS
+        self._pauses = Pauses()
         self._buried = 0
         self._prefetch = Prefetch(max_messages)
         if not stays:
@@ -197,7 +198,7 @@ class Receiver:
                 if not careful:
                     self._prefetch.committed(len(found or ()))
                 if found:
-                    self._pause = FIRST_PAUSE_SECONDS
+                    self._pauses.end()
                     return
                 if again:
                     continue
@@ -209,7 +210,7 @@ class Receiver:
                             if delivery:
                                 yield delivery
                         if delivery:
-                            self._pause = FIRST_PAUSE_SECONDS
+                            self._pauses.end()
                             return
                     vain = suspect is None
                 elif found is None and troubled and not vain:
@@ -250,13 +251,13 @@ class Receiver:
 
     def _wait(self, until: float, stopping: Event) -> bool:
         """Pause until there may be something, each time longer; False if the time is over."""
+        longest = LISTENING_PAUSE_SECONDS if self.listens else LONGEST_PAUSE_SECONDS
         while (left := until - time.monotonic()) > 0:
+            pause = min(self._pauses.next(longest), left)
             if self.listens:
-                notify.wait(self.link.raw, min(self._pause, left), stopping)
+                notify.wait(self.link.raw, pause, stopping)
             else:
-                stopping.wait(min(self._pause, left))
-            longest = LISTENING_PAUSE_SECONDS if self.listens else LONGEST_PAUSE_SECONDS
-            self._pause = min(self._pause * 2, longest)
+                stopping.wait(pause)
             if stopping.is_set():
                 return False
             if not self._still_quiet():

@@ -69,7 +69,7 @@ class Cycle:
 
     def close(self, receipts: list[Receipt]) -> None:
         """Close the batches that are complete."""
-        self.broker.close([self.work[r.work] for r in receipts if r.complete])
+        self.broker.close([self.work[r.work] for r in receipts if r.complete and not r.closed])
 
     def run(self) -> list[Receipt]:
         """Run a whole cycle; errors are in the receipts, not raised."""

@@ -65,7 +65,7 @@ def test_a_zombie_cannot_advance_attempt_hold_or_close_at_the_source(app: Dsn) -
         send(one, "x")
         zombie = new_member(one)
         zombie.balance(one)
-        cursor.open_batch(one, zombie)
+        cursor.open_batch(one, "outbox", zombie)
         (batch,) = cursor.in_hand(one, "outbox", zombie)
         outlive_lease(app)
         new_member(two).balance(two)

@@ -141,7 +141,7 @@ def test_what_has_to_be_known_before_anything_is_sent_is_durable_whatever_the_de
         member = new_member(connection)
         member.balance(connection)
         connection.execute("SET test.step = 'open'")
-        cursor.open_batch(connection, member)
+        cursor.open_batch(connection, "outbox", member)
         (batch,) = cursor.in_hand(connection, "outbox", member)
         steps: dict[str, Callable[[], object]] = {
             "attempt": lambda: cursor.attempt(connection, batch, 1),

@@ -21,6 +21,7 @@ from tests.receivers import SUBSCRIPTION, effect, effects, prepare, put, running
 
 SELDOM = 60.0
 POLLING = importlib.import_module("saf.receiving.receive")
+PAUSES = importlib.import_module("saf.log.pauses")
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def handled(inbox: Dsn, count: int, within: float) -> bool:
 def test_a_listening_worker_handles_what_is_stored_by_any_means_without_polling(
     app: Dsn, inbox: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(POLLING, "FIRST_PAUSE_SECONDS", SELDOM)
+    monkeypatch.setattr(PAUSES, "SHORTEST_SECONDS", SELDOM)
     monkeypatch.setattr(POLLING, "LISTENING_PAUSE_SECONDS", SELDOM)
     with running(listening(inbox)):
         time.sleep(1)

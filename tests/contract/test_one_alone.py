@@ -90,10 +90,10 @@ def test_a_task_that_raises_what_nobody_knows_leaves_its_batch_open_and_others_c
 ) -> None:
     run_item = runner.run_item
 
-    def strange(number: int, item: object, rules: object) -> object:
+    def strange(number: int, item: object, rules: object, **options: object) -> object:
         if item.broker == "bad":  # type: ignore[attr-defined]
             raise ZeroDivisionError("division by zero")
-        return run_item(number, item, rules)  # type: ignore[arg-type]
+        return run_item(number, item, rules, **options)  # type: ignore[arg-type]
 
     settings = load(two(lambda dsn: dsn))
     with monkeypatch.context() as patch:

@@ -40,7 +40,7 @@ def owner(source: psycopg.Connection[Any]) -> Member:
 def batch(source: psycopg.Connection[Any], owner: Member) -> Batch:
     """Of all shards, with a message in one of them."""
     send(source, "x")
-    cursor.open_batch(source, owner)
+    cursor.open_batch(source, "outbox", owner)
     (batch,) = cursor.in_hand(source, "outbox", owner)
     return batch
 
@@ -102,12 +102,12 @@ def test_shards_that_are_opened_together_are_one_batch(
     few = replace(batch, epochs=batch.epochs[:5])
     for _ in range(2):
         cursor.close(source, [few])
-        cursor.open_batch(source, owner)
+        cursor.open_batch(source, "outbox", owner)
         (few, *_) = [b for b in cursor.in_hand(source, "outbox", owner) if len(b.epochs) == 5]
     cursor.close(source, cursor.in_hand(source, "outbox", owner))
     # what they had completed then, they have all completed now
     source.execute("UPDATE saf.cursor SET done = pg_current_snapshot()")
-    cursor.open_batch(source, owner)
+    cursor.open_batch(source, "outbox", owner)
     assert len(cursor.in_hand(source, "outbox", owner)) == 1
 
 
@@ -117,7 +117,7 @@ def test_a_batch_read_again_has_not_what_committed_since(
     with app.connect(role="test") as late:
         send(late, "late")
         send(source, "early")
-        cursor.open_batch(source, owner)
+        cursor.open_batch(source, "outbox", owner)
         late.commit()
     (batch,) = cursor.in_hand(source, "outbox", owner)
     assert fetch(source, batch.select(["body"])) == [(b"early",)]
@@ -126,7 +126,7 @@ def test_a_batch_read_again_has_not_what_committed_since(
 def test_what_is_complete_is_not_read_again(source: psycopg.Connection[Any], owner: Member) -> None:
     for body in ("1", "2", "3"):
         send(source, body, key="k")
-    cursor.open_batch(source, owner)
+    cursor.open_batch(source, "outbox", owner)
     (batch,) = cursor.in_hand(source, "outbox", owner)
     ((_, second, _),) = [[id_ for (id_,) in fetch(source, batch.select(["id"]))]]
     with source.transaction():

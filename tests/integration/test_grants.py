@@ -553,7 +553,7 @@ def test_a_receiver_reads_the_inbox_as_a_member_of_its_subscription(
         member.join(connection)
         assert member.balance(connection) == 64
         assert cursor.anything_new(connection, "inbox", member)
-        cursor.open_batch(connection, member)
+        cursor.open_batch(connection, "inbox", member)
         (batch,) = cursor.in_hand(connection, "inbox", member)
         ((number, body),) = fetch(connection, batch.select(["id", "body"]))
         with connection.transaction():

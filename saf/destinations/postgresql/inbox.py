@@ -48,17 +48,17 @@ from saf.errors import (
 from saf.failpoints import fail_point
 from saf.log.shards import LAST
 
-# A server whose default is off would acknowledge what a crash could still lose. A stricter
-# default (remote_apply) stays.
-DURABLE = """
-SELECT set_config('synchronous_commit', 'on', false)
-WHERE current_setting('synchronous_commit') IN ('off', 'local')
-"""
-
 SERVICES = "SELECT name FROM saf.service"
 
-# In one round trip: whose it is, and whether it is fit to be stored in
-IDENTITY = f"SELECT broker_id::text, ({IS_RESTORED}) FROM saf.broker"
+# In one round trip: whether it is what it should be, whose it is, whether it may be stored in.
+# A server whose default is off would acknowledge what a crash could still lose. A stricter default
+# (remote_apply) stays.
+MEET = f"""
+SELECT (SELECT version_num FROM saf.alembic_version), broker_id::text, ({IS_RESTORED}),
+       CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
+            THEN set_config('synchronous_commit', 'on', false) END
+FROM saf.broker
+"""
 
 # By one delivery at a time: a second watermark of a place is refused, so the other one has to see
 # the first
@@ -120,9 +120,9 @@ class PostgresInbox:
         return self._identity
 
     def connect(self) -> None:
-        """Connect. If this fails, nothing has been sent."""
-        with self._transaction() as cursor:
-            _query(cursor, "SELECT 1")
+        """Connect, and see whose it is. If this fails, nothing has been sent."""
+        with self._transaction():
+            pass
 
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
         """Store a chunk; see `saf.destinations.Destination`."""
@@ -250,15 +250,24 @@ class PostgresInbox:
     def _meet(self, connection: adbc.Connection) -> None:
         """Check the schema, read the broker's identity, and make commits durable."""
         with connection.cursor() as cursor:
-            (exists,) = _query(cursor, HAS_SCHEMA)[0]
-            found = _query(cursor, SCHEMA_REVISION) if exists else []
-            require_revision(self.dsn.database, found[0][0] if found else None)
-            ((identity, restored),) = _query(cursor, IDENTITY)
+            try:
+                ((revision, identity, restored, _),) = _query(cursor, MEET)
+            except adbc.Error as error:
+                if meaning(error.sqlstate) is Meaning.INCOMPLETE:
+                    connection.rollback()
+                    self._refuse_schema(cursor)
+                raise
+            require_revision(self.dsn.database, revision)
             self._identity = UUID(identity)
             if restored:
                 raise Restored(self.dsn.database, f"destination {self.name!r}")
-            _query(cursor, DURABLE)
         connection.commit()
+
+    def _refuse_schema(self, cursor: adbc.Cursor) -> None:
+        """Raise if there is no schema, or another revision's."""
+        (exists,) = _query(cursor, HAS_SCHEMA)[0]
+        found = _query(cursor, SCHEMA_REVISION) if exists else []
+        require_revision(self.dsn.database, found[0][0] if found else None)
 
     def _translate(self, error: adbc.Error) -> Exception:
         reason = self.dsn.redact(str(error))

@@ -99,8 +99,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a batch in hand is not taken up again",
         BROKER,
-        "            batches = cursor.in_hand(connection, LOG, member)\n            self.resumed",
-        "            batches: list[cursor.Batch] = []\n            self.resumed",
+        "batch in [*owned.in_hand, *opened]",
+        "batch in opened",
         f"{FORWARDER}::test_a_brief_visit_finds_what_an_earlier_run_has_left_in_hand",
     ),
     mutant(
@@ -114,15 +114,15 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a brief visit leaves what is in hand",
         BROKER,
-        "taken or cursor.any_since(",
-        "cursor.any_since(",
+        "                any(taken for _, _, taken in found)\n                or ",
+        "                ",
         f"{FORWARDER}::test_a_brief_visit_finds_what_an_earlier_run_has_left_in_hand",
     ),
     mutant(
         "a brief visit leaves lanes whose time has come",
         BROKER,
-        "            ) or backoff.any_due(connection, subscription_id)\n",
-        "            )\n",
+        "                or backoff.any_due(connection, subscription_id)\n",
+        "",
         f"{FORWARDER}::test_a_brief_visit_finds_lanes_whose_time_has_come",
     ),
     mutant(

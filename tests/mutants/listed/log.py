@@ -34,11 +34,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the open is not durable",
         CURSOR,
-        """        connection.execute("SET LOCAL synchronous_commit = on")
-        connection.execute(
-            OPEN,""",
-        """        connection.execute(
-            OPEN,""",
+        "set_config('synchronous_commit', 'on', true)",
+        "current_setting('synchronous_commit')",
         DURABLE,
     ),
     mutant(
@@ -53,8 +50,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a mark waits for the disk",
         CURSOR,
-        "synchronous_commit = off",
-        "synchronous_commit = on",
+        "set_config('synchronous_commit', 'off', true)",
+        "set_config('synchronous_commit', 'on', true)",
         DURABLE,
     ),
     mutant(
@@ -132,9 +129,9 @@ MUTANTS: list[Mutant] = [
         CURSOR,
         """    with connection.transaction():
         for batch in batches:
-            _write(connection, CLOSE, batch)""",
+            finish(connection, batch)""",
         """    for batch in batches:
-        _write(connection, CLOSE, batch)""",
+        finish(connection, batch)""",
         f"{OWNERS}::test_batches_are_closed_all_or_none",
     ),
     mutant(

@@ -150,7 +150,7 @@ MUTANTS: list[Mutant] = [
     harmless(
         "what a chunk sets aside is written without asking for the position",
         "saf/engine/task.py",
-        "new = bool(set_aside) and lock_cursors(source, self.work.batch) < position",
+        "new = bool(set_aside) and lock_cursors(source, batch) < position",
         "new = bool(set_aside)",
         "what is there already is not written again (parking.known, dead.known), and advance() in "
         "the same transaction fences who is not the owner",
