@@ -81,11 +81,13 @@ class Window:
         self._stopped: set[str] = set()
         self._late: set[int] = set()
         self._new = Marks()
+        self._writing = 0
+        """How many messages are complete, and are being marked."""
 
     @property
     def unmarked(self) -> int:
         """How many messages are complete, and not marked yet."""
-        return self._new.messages
+        return self._new.messages + self._writing
 
     @property
     def known_lanes(self) -> list[str]:
@@ -275,16 +277,18 @@ class Window:
     # What is written
 
     def marks(self) -> Marks | None:
-        """What is to be written, if there is anything; from now on, it counts as written."""
+        """What is to be written, if there is anything; say so by `written`."""
         touched = [hand for hand in self.shards.values() if hand.touched or hand.closes]
         if not touched:
             return None
         marks, self._new = self._new, Marks()
+        self._writing += marks.messages
         marks.cursors = [hand.mark() for hand in touched]
         return marks
 
     def written(self, marks: Marks) -> None:
-        """What these marks let wait is known to the database."""
+        """These marks are written: what they let wait is known to the database."""
+        self._writing -= marks.messages
         self._stopped.difference_update(marks.waiting)
 
     # Shards that come and go

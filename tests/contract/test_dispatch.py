@@ -150,15 +150,21 @@ def test_a_message_that_fails_waits_and_only_its_key_behind_it(
     failing = True
 
     async def answer(got: Got) -> Reply:
-        return (500, {}, b"oops") if failing and got.key == "a" else (200, {}, b"ok")
+        if failing and got.key == "a":
+            return 500, {}, b"oops"
+        await asyncio.sleep(0.1)
+        return 200, {}, b"ok"
 
     partner.answer = answer
     put(inbox, "1", "2", key="a")
     put(inbox, "1", "2", key="b")
     assert dispatch(inbox, partner).summary.exit_code == 75
     assert partner.by_key() == {"b": [1, 2]}
+    # the endpoint has accepted others since, so it is this message that has failed
+    assert attempts(inbox) == [("a", 1, "HTTP 500: oops")]
     put(inbox, "3", key="a")
     dispatch(inbox, partner)
+    assert [got.body for got in partner.begun if got.key == "a"] == [b"1"]
     assert waiting(inbox) == ["a"]
     assert unfinished(inbox) == 0
     failing = False
@@ -252,14 +258,36 @@ def test_after_a_kill_only_what_was_in_flight_is_sent_again(inbox: Dsn, partner:
         assert all(later - number <= 1 for number, later in pairwise(numbers))
 
 
+def test_nothing_more_is_sent_while_marks_cannot_be_written(inbox: Dsn, partner: Partner) -> None:
+    release = threading.Event()
+
+    async def answer(_: Got) -> Reply:
+        while not release.is_set():
+            await asyncio.sleep(0.01)
+        return 204, {}, b""
+
+    partner.answer = answer
+    store(inbox, keys=100, each=1)
+    with dispatching(dispatcher(inbox, partner, max_in_flight=10)):
+        until(lambda: len(partner.begun) == 10)
+        with connect(inbox) as connection, connection.transaction():
+            connection.execute("SELECT FROM saf.cursor FOR UPDATE")
+            release.set()
+            until(lambda: len(partner.begun) >= 20)
+            time.sleep(0.5)
+            assert len(partner.begun) == 20
+        until(lambda: len(partner.accepted) == 100)
+
+
 def test_dispatchers_that_come_and_go_share_the_keys_and_repeat_nothing(
     inbox: Dsn, partner: Partner
 ) -> None:
-    partner.after(0.005)
+    # something of nearly every shard is in flight, always
+    partner.after(0.1)
     store(inbox, keys=100, each=20)
-    with dispatching(dispatcher(inbox, partner, max_in_flight=20)):
+    with dispatching(dispatcher(inbox, partner)):
         until(lambda: len(partner.accepted) > 100)
-        with dispatching(dispatcher(inbox, partner, max_in_flight=20)):
+        with dispatching(dispatcher(inbox, partner)):
             until(lambda: members(inbox) == [32, 32])
             sent = len(partner.accepted)
             assert sent < 2000
