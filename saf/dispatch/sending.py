@@ -17,7 +17,7 @@ from typing import Any
 
 import psycopg
 
-from saf.dispatch import envelope, xmlrpc
+from saf.dispatch import envelope, replies, xmlrpc
 from saf.dispatch.answers import Answer, Meaning
 from saf.dispatch.breaker import Breaker
 from saf.dispatch.condition import Book, Condition
@@ -25,7 +25,9 @@ from saf.dispatch.envelope import Request
 from saf.dispatch.http import Client
 from saf.dispatch.rate import Bucket, per_second
 from saf.dispatch.settings import Endpoint
+from saf.dispatch.talking import Outcome
 from saf.dispatch.window import Window
+from saf.errors import InvalidMessage
 from saf.failpoints import fail_point
 from saf.logger import Log
 from saf.received import Received
@@ -35,7 +37,7 @@ from saf.setaside.isolation import of_messages, said
 UP = (Meaning.DONE, Meaning.REJECTED, Meaning.FAILED)
 """The answers of an endpoint that is up."""
 
-TALKS = "saf dispatch sends no messages of dialogs: let a worker handle them"
+TALKS = "messages of dialogs are sent with reply = true only; or let a worker handle them"
 
 log = Log("saf.dispatch")
 
@@ -44,7 +46,7 @@ class Sender:
     """Sends messages of a window to an endpoint.
 
     ``tell`` is called when there is any news. Where the subscription ``converses``, messages of
-    dialogs are not sent.
+    dialogs are sent by the session, by `talk`, because it knows whose turn it is.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class Sender:
         """How the endpoint is, as far as this process knows."""
         self.to_write: list[Callable[[psycopg.Connection[Any]], None]] = []
         self.requests: set[asyncio.Task[None]] = set()
+        self.talks: list[Received] = []
+        """Messages of dialogs that count as in flight, and are not looked at yet."""
         self.probe: Received | None = None
         """The message that is sent to see whether the endpoint is up."""
         self.failure: BaseException | None = None
@@ -108,7 +112,7 @@ class Sender:
             and self._within_rate()
             and (message := window.next()) is not None
         ):
-            self._send(message)
+            self._take(message)
 
     def _within_rate(self) -> bool:
         """Whether the rate allows one more message now; if not, begin again when it does."""
@@ -124,8 +128,32 @@ class Sender:
         self._throttled = None
         self.start()
 
-    def _send(self, message: Received) -> None:
-        task = asyncio.create_task(self._request(message))
+    def _take(self, message: Received) -> None:
+        """Begin with a message that is in flight from now on."""
+        if not self._is_spoken(message):
+            self._send(message)
+        elif self.endpoint.reply:
+            self.talks.append(message)
+            self._tell()
+        else:
+            self._leave_to_worker(message)
+            self._tell()
+
+    def _is_spoken(self, message: Received) -> bool:
+        """Whether a message belongs to a dialog that this subscription is an end of."""
+        return self._converses and message.from_initiator is not None
+
+    def talk(self, message: Received, what: Request | Outcome) -> None:
+        """Send a message of a dialog as this request, or settle it."""
+        if isinstance(what, Outcome):
+            if message is self.probe:
+                self.probe = None
+            self.window.talked(message, what)
+        else:
+            self._send(message, what)
+
+    def _send(self, message: Received, request: Request | None = None) -> None:
+        task = asyncio.create_task(self._request(message, request))
         self.requests.add(task)
         task.add_done_callback(self._ended)
 
@@ -140,11 +168,11 @@ class Sender:
         message = self.window.next()
         if message is not None:
             self.probe = message
-            self._send(message)
+            self._take(message)
 
-    async def _request(self, message: Received) -> None:
+    async def _request(self, message: Received, request: Request | None) -> None:
         """Send one message, and note what came of it."""
-        request = self._prepared(message)
+        request = request or self._prepared(message)
         answer = None if request is None else await self._client.post(request)
         probing = message is self.probe
         if probing:
@@ -157,18 +185,22 @@ class Sender:
 
     def _prepared(self, message: Received) -> Request | None:
         """The request that a message becomes; None if it becomes none, and is settled."""
-        if self._converses and message.from_initiator is not None:
-            self._leave_to_worker(message)
+        if self.endpoint.reply and message.from_service is None:
+            self.window.reject(message, "rejected", replies.TO_NOBODY)
             return None
         try:
-            if self.endpoint.method is not None:
-                return xmlrpc.request(message, self.endpoint.method)
-            return envelope.request(message, self.endpoint)
+            return self.made(message)
         except Exception as error:
             if not of_messages(error):
                 raise
             self.window.reject(message, "rejected", said(error))
             return None
+
+    def made(self, message: Received) -> Request:
+        """The request that a message becomes."""
+        if self.endpoint.method is not None:
+            return xmlrpc.request(message, self.endpoint.method)
+        return envelope.request(message, self.endpoint)
 
     def _leave_to_worker(self, message: Received) -> None:
         """Let a message of a dialog, and its key behind it, wait for somebody who can reply."""
@@ -199,7 +231,7 @@ class Sender:
     def _settle(self, message: Received, answer: Answer) -> None:
         """Do with a message what an endpoint says that is up."""
         if answer.meaning is Meaning.DONE:
-            self.window.done(message)
+            self._done(message, answer)
             return
         self.window.note(message, answer)
         last = message.attempt >= self.endpoint.attempts
@@ -210,7 +242,24 @@ class Sender:
             self._log(log.warning, "message_failed", message, answer, next_attempt=wait)
             return
         reason = "rejected" if answer.meaning is Meaning.REJECTED else "failed"
-        self.window.reject(message, reason, answer.error)
+        self._reject(message, reason, answer)
+
+    def _done(self, message: Received, answer: Answer) -> None:
+        if self._is_spoken(message):
+            self.window.talked(message, Outcome(sent=True, reply=answer.reply))
+        elif answer.reply is None:
+            self.window.done(message)
+        else:
+            try:
+                self.window.done(message, replies.to(message, answer.reply))
+            except InvalidMessage as error:
+                self._reject(message, "failed", replace(answer, error=f"its reply: {error}"))
+
+    def _reject(self, message: Received, reason: str, answer: Answer) -> None:
+        if self._is_spoken(message):
+            self.window.talked(message, Outcome(reason=reason, error=answer.error))
+        else:
+            self.window.reject(message, reason, answer.error)
         self._log(log.error, "dead_letter", message, answer)
 
     def _failed(self, message: Received, answer: Answer) -> None:

@@ -91,6 +91,12 @@ class Endpoint(BaseModel):
     """With password: for the header Authorization, as HTTP's basic scheme has it."""
     password: pydantic.SecretStr | None = None
     """See user."""
+    reply: bool = False
+    """Whether the body of an answer is sent back to the service that the message came from."""
+    reply_type: str | None = Field(default=None, min_length=1)
+    """The type of these messages, where the answer has no header ce-type."""
+    one_reply: tuple[str, ...] = ()
+    """Contracts of dialogs that end with the reply."""
     ca_file: Path | None = None
     """Certificates (PEM) of those who may have signed the endpoint's; by default, the system's."""
     client_certificate: Path | None = None
@@ -138,6 +144,8 @@ class Endpoint(BaseModel):
             raise ValueError("either user and password or bearer, and not both")
         if (self.mode == "xmlrpc") != (self.method is not None):
             raise ValueError('mode = "xmlrpc" and method belong together')
+        if not self.reply and (self.reply_type is not None or self.one_reply):
+            raise ValueError("reply_type and one_reply without reply = true")
         if self.client_key is not None and self.client_certificate is None:
             raise ValueError("client_key without client_certificate")
         return self

@@ -23,6 +23,7 @@ from saf.broker.services import subscription
 from saf.database import Dsn, fetch
 from saf.dispatch import marking, source
 from saf.dispatch.condition import Book
+from saf.dispatch.session import LOOK_SECONDS
 from saf.dispatch.window import Window
 from saf.errors import Fenced
 from saf.log.shards import Member
@@ -412,7 +413,11 @@ def test_a_message_of_a_dialog_waits_and_says_for_whom(inbox: Dsn, partner: Part
     with connect(inbox) as connection:
         rows = fetch(connection, "SELECT subject, awaits_handler, error FROM saf.backoff")
     assert rows == [
-        ("a", True, "saf dispatch sends no messages of dialogs: let a worker handle them")
+        (
+            "a",
+            True,
+            "messages of dialogs are sent with reply = true only; or let a worker handle them",
+        )
     ]
     assert unfinished(inbox) == 0
 
@@ -611,6 +616,7 @@ def test_of_all_dispatchers_one_sends_a_probe_and_an_endpoint_down_for_long_is_d
     with dispatching(*(dispatcher(inbox, partner, **more) for _ in range(2))):
         until(lambda: members(inbox) == [32, 32])
         until(lambda: state(inbox) == "open")
+        time.sleep(LOOK_SECONDS + 0.5)  # by then, the other one has looked
         until(lambda: partner.in_flight == 0)
         partner.after(3)
         sent = len(partner.begun)
