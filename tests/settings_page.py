@@ -161,6 +161,18 @@ disable_after_seconds = 432000.0
 [dispatch]
 networks = ["10.1.0.0/16"]
 
+[endpoints.lake]
+url = "https://lake.example.com/events"
+mode = "batch"
+batch_messages = 100
+batch_of = "keys"
+
+[endpoints.chat]
+url = "https://chat.example.com/hooks"
+mode = "plain"
+template = '{"order": {{key}}}'
+template_type = "application/json"
+
 [endpoints.ledger]
 url = "https://ledger.example.com/RPC2"
 mode = "xmlrpc"

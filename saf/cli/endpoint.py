@@ -51,7 +51,7 @@ def add(
         str | None, typer.Option(metavar="VARIABLE", help="The same, of a token.")
     ] = None,
     mode: Annotated[
-        str | None, typer.Option(help="binary (the default), structured, plain or xmlrpc.")
+        str | None, typer.Option(help="binary (the default), structured, batch, plain, xmlrpc.")
     ] = None,
     method: Annotated[str | None, typer.Option(help="With xmlrpc: what is called.")] = None,
     max_in_flight: Annotated[

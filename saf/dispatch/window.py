@@ -26,14 +26,14 @@ from saf.receiving.retries import Waiting
 
 @dataclass(kw_only=True)
 class Lane:
-    """The messages of a key in memory, in order; the first of them may be in flight."""
+    """The messages of a key in memory, in order; the first of them may be in flight, together."""
 
     name: str
     shard: int
     parked: bool
     """Whether they were read from where they wait, and not from the log."""
     queue: deque[Received] = field(default_factory=deque)
-    in_flight: bool = False
+    in_flight: int = 0
 
 
 @dataclass(kw_only=True)
@@ -192,10 +192,19 @@ class Window:
             if lane.shard in self.leaving:
                 self._ready.append(lane)
                 continue
-            lane.in_flight = True
-            self.in_flight += 1
-            return lane.queue[0]
+            return self._off(lane)
         return None
+
+    def next_of(self, message: Received) -> Received | None:
+        """Give the next message of the key of one that is in flight, to be sent with it."""
+        lane = self.lanes[message.lane]
+        return self._off(lane) if len(lane.queue) > lane.in_flight else None
+
+    def _off(self, lane: Lane) -> Received:
+        message = lane.queue[lane.in_flight]
+        lane.in_flight += 1
+        self.in_flight += 1
+        return message
 
     def done(self, message: Received, reply: Message | None = None) -> None:
         """The endpoint has accepted a message, and perhaps answered."""
@@ -212,7 +221,7 @@ class Window:
 
     def put_back(self, message: Received) -> None:
         """Let a message be sent again, after the other lanes, as if it had not been sent."""
-        self._ready.append(self._landed(message))
+        self._stands(self._landed(message))
 
     def reject(self, message: Received, reason: str, error: str) -> None:
         """The endpoint has rejected a message: a dead letter. Its key goes on."""
@@ -249,16 +258,21 @@ class Window:
 
     def _landed(self, message: Received) -> Lane:
         lane = self.lanes[message.lane]
-        lane.in_flight = False
+        lane.in_flight -= 1
         self.in_flight -= 1
         return lane
+
+    def _stands(self, lane: Lane) -> None:
+        """Let a lane have its turn, unless more of it is in flight."""
+        if not lane.in_flight:
+            self._ready.append(lane)
 
     def _end(self, message: Received) -> None:
         lane = self._landed(message)
         self._let_go([lane.queue.popleft()])
         self._complete(message, self.shards[message.shard])
         if lane.queue:
-            self._ready.append(lane)
+            self._stands(lane)
             return
         del self.lanes[lane.name]
         if lane.parked:

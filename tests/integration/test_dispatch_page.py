@@ -84,7 +84,8 @@ def test_its_settings_are_settings(
 
 def test_its_replies_are_settings(app: Dsn, mom: Dsn, tmp_path: Path) -> None:
     file = configuration(tmp_path / "saf.toml", {"shop": app}, {"mom": mom})
-    file.write_text(file.read_text() + BLOCKS["reply"])
+    file.write_text(file.read_text() + BLOCKS["reply"] + BLOCKS["template"])
+    assert load(file).endpoints["chat"].template is not None
     assert load(file).endpoints["billing"].one_reply == ("asking",)
 
 
