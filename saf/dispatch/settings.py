@@ -85,7 +85,7 @@ class Endpoint(BaseModel):
     batch_of: Literal["keys", "key"] | None = None
     """With mode "batch": one message each of several keys (the default), or several of one key."""
     template: Annotated[str, AfterValidator(check)] | None = None
-    """A body of the endpoint's own form, with {{key}}, {{data.total}} and others; see dispatch.md."""
+    """A body of the endpoint's own form, with {{key}}, {{data.total}} …: see dispatch.md."""
     template_type: str | None = Field(default=None, min_length=1)
     """The content type of such a body; by default, application/json."""
     method: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.:/]{1,200}$")
