@@ -159,6 +159,9 @@ mode = "structured"
 source = "/shop"
 secrets = ["${BILLING_SECRET}"]
 bearer = "${BILLING_TOKEN}"
+reply = true
+reply_type = "OrderBilled"
+one_reply = ["asking"]
 ca_file = "/etc/ssl/saf/ca.pem"
 client_certificate = "/etc/ssl/saf/us.pem"
 client_key = "/etc/ssl/saf/us.key"
@@ -176,6 +179,18 @@ disable_after_seconds = 432000.0
 
 [dispatch]
 networks = ["10.1.0.0/16"]
+
+[endpoints.lake]
+url = "https://lake.example.com/events"
+mode = "batch"
+batch_messages = 100
+batch_of = "keys"
+
+[endpoints.chat]
+url = "https://chat.example.com/hooks"
+mode = "plain"
+template = '{"order": {{key}}}'
+template_type = "application/json"
 
 [endpoints.ledger]
 url = "https://ledger.example.com/RPC2"
