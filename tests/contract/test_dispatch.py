@@ -29,6 +29,7 @@ from saf.errors import Fenced
 from saf.log.shards import Member
 from saf.operating.decide import retry
 from saf.receiving.hand import Reader
+from saf.receiving.inbox import inbox_status
 from saf.setaside.dead import Filter
 from tests.endpoints import (
     Got,
@@ -70,6 +71,12 @@ def unfinished(inbox: Dsn) -> int:
     return int(count)
 
 
+def unread(inbox: Dsn) -> int:
+    with connect(inbox) as connection:
+        (status,) = inbox_status(connection)
+    return status.unread
+
+
 def attempts(inbox: Dsn) -> list[tuple[Any, ...]]:
     with connect(inbox) as connection:
         return fetch(connection, "SELECT subject, attempts, error FROM saf.backoff ORDER BY 1")
@@ -101,6 +108,8 @@ def test_a_slow_key_delays_no_other(inbox: Dsn, partner: Partner) -> None:
     store(inbox, keys=70, each=5)
     with dispatching(dispatcher(inbox, partner, timeout_seconds=30)):
         until(lambda: len(partner.accepted) == 69 * 5)
+        # also where the others of its shard are beyond the position
+        until(lambda: unread(inbox) == 5)
         store(inbox, keys=70, each=5)
         until(lambda: len(partner.accepted) >= 69 * 5 + 60)
         assert [got.key for got in partner.begun].count("k1") == 1

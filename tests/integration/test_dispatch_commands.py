@@ -78,6 +78,21 @@ def test_a_paused_endpoint_gets_nothing_until_it_is_resumed(
     assert partner.by_key() == {"a": [1]}
 
 
+def test_peek_shows_what_the_endpoint_last_said_of_a_message(
+    config: Path, inbox: Dsn, partner: Partner
+) -> None:
+    partner.always(503, b"down for maintenance", retry_after="1000")
+    put(inbox, "1", "2", key="a")
+    assert saf("dispatch", "--config", config).returncode == 75
+    peeked = saf("inbox", "peek", "billing", "--config", config).stdout
+    assert peeked.count("HTTP 503: down for maintenance") == 1
+    done = saf("inbox", "peek", "billing", "--json", "--config", config)
+    first, second = json.loads(done.stdout)["messages"]
+    assert first["last_answer"] == "HTTP 503: down for maintenance"
+    assert first["answered_at"] > first["received_at"]
+    assert second["last_answer"] is None
+
+
 def test_an_endpoint_that_is_gone_is_disabled_until_a_person_resumes_it(
     config: Path, inbox: Dsn, partner: Partner
 ) -> None:
