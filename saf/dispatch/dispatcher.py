@@ -135,7 +135,7 @@ class Dispatcher:
                 )
                 try:
                     await session.run(stopping, drain=drain, stop_seconds=self.stop_seconds)
-                    self._held_up = not session.sender.condition.sends
+                    self._held_up = not session.judge.condition.sends
                 except psycopg.OperationalError as error:
                     if connection.closed:
                         raise Unavailable(self._what, str(error).splitlines()[0]) from error

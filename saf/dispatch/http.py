@@ -23,6 +23,7 @@ from saf.dispatch.envelope import Request
 from saf.dispatch.guard import guarded_sockets
 from saf.dispatch.replies import Reply
 from saf.dispatch.settings import Endpoint
+from saf.dispatch.tokens import NoToken, Tokens
 from saf.errors import ConfigurationError, MissingExtra
 from saf.receiving.failures import HIDDEN, SHORTEST
 from saf.setaside.isolation import kept
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 MOST = 64 * 1024
 """How many bytes of an answer are read that is not sent back."""
+
+UNAUTHORIZED = 401
 
 LARGE = 1 << 20
 """A body of more bytes than these is written in parts, so that other requests go on meanwhile."""
@@ -57,6 +60,7 @@ class Client:
         self.endpoint = endpoint
         self._keys = endpoint.keys
         self._hidden = _hidden(endpoint)
+        self._tokens = Tokens(endpoint) if endpoint.token_url is not None else None
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Client:
@@ -74,6 +78,8 @@ class Client:
                 total=endpoint.timeout_seconds, sock_connect=endpoint.connect_seconds
             ),
             cookie_jar=library.DummyCookieJar(),
+            proxy=endpoint.proxy,
+            proxy_auth=_of_proxy(endpoint),
             headers={
                 "User-Agent": "saf",
                 "Accept-Encoding": "identity",
@@ -95,45 +101,80 @@ class Client:
 
     async def post(self, request: Request) -> Answer:
         """Send a request; whatever comes of it is an answer."""
+        answer = await self._attempt(request)
+        if self._tokens is not None and answer.status == UNAUTHORIZED:
+            # its token may have been withdrawn: once more, with another one
+            answer = await self._attempt(request)
+        return answer
+
+    async def _attempt(self, request: Request) -> Answer:
         assert self._session is not None  # noqa: S101 - it was entered
-        library, began = self._library, time.monotonic()
-        headers = request.headers
-        if self._keys:
-            signed = sign(request.message_id, int(time.time()), request.body, self._keys)
-            headers = {**headers, **signed}
+        began = time.monotonic()
         body = request.body
         data = body if len(body) <= LARGE else io.BytesIO(body)
+        headers = dict(request.headers)
+        if self._keys:
+            headers |= sign(request.message_id, int(time.time()), body, self._keys)
         try:
+            token = await self._token()
+            if token is not None:
+                headers["Authorization"] = f"Bearer {token}"
             async with self._session.post(
                 self.endpoint.url, data=data, headers=headers, allow_redirects=False
             ) as response:
+                if response.status == UNAUTHORIZED and self._tokens is not None:
+                    self._tokens.forget(token)
                 answer = await self._read(response)
-                meaning, said = self._understand(response.status, answer)
+                meaning, error = self._understand(response.status, answer)
                 return Answer(
                     meaning=meaning,
                     seconds=time.monotonic() - began,
                     status=response.status,
-                    error=self._shown(said),
+                    error=self._shown(error),
                     retry_after=retry_after(response.headers),
                     reply=self._reply(answer, response.headers)
                     if meaning is Meaning.DONE
                     else None,
                 )
-        except library.ConnectionTimeoutError:
-            error = f"cannot connect within {self.endpoint.connect_seconds:g} s"
-        except TimeoutError:
-            error = f"no answer within {self.endpoint.timeout_seconds:g} s"
-        except library.ClientConnectorCertificateError as problem:
-            error = f"its certificate is refused: {problem.certificate_error}"
-        except library.ClientConnectorError as problem:
-            error = f"cannot connect: {problem.os_error.strerror or problem.os_error}"
-        except library.ClientResponseError as problem:
-            # its text has the URL
-            error = f"no answer in HTTP: {problem.message}"
-        except (library.ClientError, ssl.SSLError, OSError, ValueError, EOFError) as problem:
-            error = f"no answer: {type(problem).__name__}: {problem}"
+        except Exception as problem:
+            said = self._problem(problem)
+            if said is None:
+                raise
         seconds = time.monotonic() - began
-        return Answer(meaning=Meaning.WAITS, seconds=seconds, error=self._shown(error))
+        return Answer(meaning=Meaning.WAITS, seconds=seconds, error=self._shown(said))
+
+    async def _token(self) -> str | None:
+        """The token to send, if there are any; from now on, nobody may see it."""
+        if self._tokens is None:
+            return None
+        assert self._session is not None  # noqa: S101 - it was entered
+        token = await self._tokens.get(self._session)
+        if (token, HIDDEN) not in self._hidden:
+            # an answer to a request with the token before may still come
+            self._hidden = [*_hidden(self.endpoint), *self._hidden[-1:], (token, HIDDEN)]
+        return token
+
+    def _problem(self, problem: Exception) -> str | None:
+        """What went wrong with a request, in words; None if that is not the network's fault."""
+        library, endpoint = self._library, self.endpoint
+        match problem:
+            case library.ConnectionTimeoutError():
+                said = f"cannot connect within {endpoint.connect_seconds:g} s"
+            case TimeoutError():
+                said = f"no answer within {endpoint.timeout_seconds:g} s"
+            case library.ClientConnectorCertificateError():
+                said = f"its certificate is refused: {problem.certificate_error}"
+            case library.ClientConnectorError():
+                said = f"cannot connect: {problem.os_error.strerror or problem.os_error}"
+            case library.ClientResponseError():
+                said = f"no answer in HTTP: {problem.message}"  # its text has the URL
+            case NoToken():
+                said = str(problem)
+            case library.ClientError() | OSError() | ValueError() | EOFError():
+                said = f"no answer: {type(problem).__name__}: {problem}"
+            case _:
+                return None
+        return said
 
     def _shown(self, text: str) -> str:
         """A text on one line, and without what nobody may see: an endpoint may repeat it."""
@@ -210,11 +251,12 @@ def _tls(endpoint: Endpoint) -> ssl.SSLContext | bool:
 def _hidden(endpoint: Endpoint) -> list[tuple[str, str]]:
     """What nobody may see, and what is shown in its place."""
     secrets = [*endpoint.secrets, endpoint.bearer, endpoint.password]
+    secrets += [endpoint.client_secret, endpoint.proxy_password]
     hidden = [(endpoint.url, endpoint.shown)] if endpoint.url != endpoint.shown else []
     hidden += [(one.get_secret_value(), HIDDEN) for one in secrets if one is not None]
     said = _authorization(endpoint).get("Authorization", "").partition(" ")[2]
-    query = urlsplit(endpoint.url).query
-    hidden += [(one, HIDDEN) for one in (said, query) if one]
+    queries = [urlsplit(one).query for one in (endpoint.url, endpoint.token_url or "")]
+    hidden += [(one, HIDDEN) for one in (said, *queries) if one]
     return [(one, shown) for one, shown in hidden if len(one) >= SHORTEST]
 
 
@@ -225,3 +267,12 @@ def _authorization(endpoint: Endpoint) -> dict[str, str]:
         both = f"{endpoint.user}:{endpoint.password.get_secret_value()}".encode()
         return {"Authorization": f"Basic {base64.b64encode(both).decode()}"}
     return {}
+
+
+def _of_proxy(endpoint: Endpoint) -> aiohttp.BasicAuth | None:
+    if endpoint.proxy_user is None or endpoint.proxy_password is None:
+        return None
+    import aiohttp
+
+    secret = endpoint.proxy_password.get_secret_value()
+    return aiohttp.BasicAuth(endpoint.proxy_user, secret, encoding="utf-8")

@@ -84,6 +84,7 @@ class Window:
         self.leaving: Collection[int] = frozenset()
         """Shards of which no further message is to be sent."""
         self._ready: deque[Lane] = deque()
+        self._resting: set[str] = set()
         self._stopped: set[str] = set()
         self._late: set[int] = set()
         self._new = Marks()
@@ -116,6 +117,11 @@ class Window:
         if not self.leaving:
             return bool(self._ready)
         return any(lane.shard not in self.leaving for lane in self._ready)
+
+    @property
+    def anything_rests(self) -> bool:
+        """Whether a key has to wait until it is woken."""
+        return bool(self._resting)
 
     # What comes in
 
@@ -222,6 +228,16 @@ class Window:
     def put_back(self, message: Received) -> None:
         """Let a message be sent again, after the other lanes, as if it had not been sent."""
         self._stands(self._landed(message))
+
+    def rest(self, message: Received) -> None:
+        """Let the key of a message wait until it is woken, as if the message had not been sent."""
+        self._resting.add(self._landed(message).name)
+
+    def wake(self, name: str) -> None:
+        """Let a lane that rests have its turn again."""
+        if name in self._resting:
+            self._resting.discard(name)
+            self._stands(self.lanes[name])
 
     def reject(self, message: Received, reason: str, error: str) -> None:
         """The endpoint has rejected a message: a dead letter. Its key goes on."""
@@ -361,4 +377,5 @@ class Window:
                 self._let_go(lane.queue)
                 self._late.difference_update(one.parked_id or 0 for one in lane.queue)
                 del self.lanes[lane.name]
+            self._resting.intersection_update(self.lanes)
         return gone

@@ -657,6 +657,25 @@ def test_a_rate_is_kept(inbox: Dsn, partner: Partner) -> None:
     assert len(partner.accepted) == 60
 
 
+def test_a_rate_of_each_key_is_kept_and_no_other_key_waits(inbox: Dsn, partner: Partner) -> None:
+    at: list[tuple[str | None, float]] = []
+
+    async def answer(got: Got) -> Reply:
+        at.append((got.key, time.monotonic()))
+        return 204, {}, b""
+
+    partner.answer = answer
+    store(inbox, keys=20, each=3)
+    began = time.monotonic()
+    dispatch(inbox, partner, rate_per_key="2/s")
+    assert 1.0 < time.monotonic() - began < 10
+    for key in {key for key, _ in at}:
+        mine = [moment for one, moment in at if one == key]
+        assert all(later - moment > 0.45 for moment, later in pairwise(mine))
+    # all keys had their first turn at once
+    assert max(moment for _, moment in at[:20]) - min(moment for _, moment in at[:20]) < 0.5
+
+
 def test_one_key_with_many_messages_keeps_no_other_shard_waiting(
     inbox: Dsn, partner: Partner
 ) -> None:

@@ -11,11 +11,12 @@ PROGRESS, WINDOW, SENDING, SESSION, MARKING = (
     "saf/dispatch/session.py",
     "saf/dispatch/marking.py",
 )
-SOURCE, GUARD, BREAKER, WEBHOOKS = (
+SOURCE, GUARD, BREAKER, WEBHOOKS, JUDGING = (
     "saf/dispatch/source.py",
     "saf/dispatch/guard.py",
     "saf/dispatch/breaker.py",
     "saf/webhooks/receiver.py",
+    "saf/dispatch/judging.py",
 )
 DISPATCH, HOSTILE, INBOX, IN_A_SHARD = (
     "contract/test_dispatch.py",
@@ -63,7 +64,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "an endpoint that is down uses up attempts",
-        SENDING,
+        JUDGING,
         "replace(counted, attempts=message.attempt - 1)",
         "counted",
         f"{DISPATCH}::test_an_endpoint_that_is_down_uses_up_no_attempts",
@@ -98,7 +99,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "Retry-After is not heard",
-        SENDING,
+        JUDGING,
         " or answer.retry_after is not None:",
         ":",
         f"{DISPATCH}::test_retry_after_is_honoured",
