@@ -172,6 +172,12 @@ proxy_user = "saf"
 proxy_password = "${PROXY_PASSWORD}"
 rate_per_key = "1/s"
 
+[endpoints.warehouse]
+url = "https://warehouse.example.com/soap"
+mode = "soap"
+wsdl = "/etc/saf/warehouse.wsdl"
+operation = "BookOrder"
+
 [endpoints.lake]
 url = "https://lake.example.com/events"
 mode = "batch"

@@ -17,13 +17,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from saf.dispatch import replies, xmlrpc
+from saf.dispatch import replies
 from saf.dispatch.answers import KEPT, Answer, Meaning, meaning_of, retry_after
+from saf.dispatch.calls import Call
 from saf.dispatch.envelope import Request
 from saf.dispatch.guard import guarded_sockets
 from saf.dispatch.replies import Reply
 from saf.dispatch.settings import Endpoint
+from saf.dispatch.soap import Soap
 from saf.dispatch.tokens import NoToken, Tokens
+from saf.dispatch.xmlrpc import XmlRpc
 from saf.errors import ConfigurationError, MissingExtra
 from saf.receiving.failures import HIDDEN, SHORTEST
 from saf.setaside.isolation import kept
@@ -58,6 +61,8 @@ class Client:
             raise MissingExtra("dispatch", "calling an endpoint") from None
         self._library = aiohttp
         self.endpoint = endpoint
+        self.call = _call(endpoint)
+        """How its requests are made and its answers read, where these are calls."""
         self._keys = endpoint.keys
         self._hidden = _hidden(endpoint)
         self._tokens = Tokens(endpoint) if endpoint.token_url is not None else None
@@ -184,21 +189,22 @@ class Client:
 
     def _understand(self, status: int, body: bytes) -> tuple[Meaning, str]:
         """What an answer means, and what is wrong with it."""
+        if self.call is not None and (fault := self.call.fault(status, body)) is not None:
+            return Meaning.FAILED, fault
         meaning = meaning_of(status, rejects=self.endpoint.client_errors == "reject")
         if meaning is not Meaning.DONE:
             return meaning, said_by(status, body)
-        problem = xmlrpc.fault(body) if self.endpoint.mode == "xmlrpc" else None
         if self.endpoint.reply and len(body) > replies.MOST:
-            problem = f"its answer is no reply: it has more than {replies.MOST:,} bytes"
-        return (meaning, "") if problem is None else (Meaning.FAILED, problem)
+            return Meaning.FAILED, f"its answer has more than {replies.MOST:,} bytes: no reply"
+        return meaning, ""
 
     def _reply(self, body: bytes, headers: Mapping[str, str]) -> Reply | None:
         """What is to be sent back; None if the answer has no body, or nobody wants one."""
         if not self.endpoint.reply or not body:
             return None
         content_type = headers.get("Content-Type")
-        if self.endpoint.mode == "xmlrpc":
-            body, content_type = xmlrpc.result(body), "application/json"
+        if self.call is not None:
+            body, content_type = self.call.result(body), "application/json"
         said = unquote(headers.get("ce-type", ""))
         return Reply(
             body=body,
@@ -209,7 +215,7 @@ class Client:
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         """Read the answer to its end, so that the connection can be kept; of a long one, a part."""
         body = bytearray()
-        most = replies.MOST + 1 if self.endpoint.reply else MOST
+        most = replies.MOST + 1 if self.endpoint.reply or self.call is not None else MOST
         while len(body) < most:
             some = await response.content.read(most - len(body))
             if not some:
@@ -227,6 +233,14 @@ def said_by(status: int, head: bytes) -> str:
     """
     words = head[:KEPT].decode(errors="replace")
     return f"HTTP {status}: {words}" if words.strip() else f"HTTP {status}"
+
+
+def _call(endpoint: Endpoint) -> Call | None:
+    if endpoint.method is not None:
+        return XmlRpc(endpoint.method)
+    if endpoint.wsdl is not None and endpoint.operation is not None:
+        return Soap(endpoint.wsdl, endpoint.operation)
+    return None
 
 
 def _tls(endpoint: Endpoint) -> ssl.SSLContext | bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from saf.dispatch import envelope, replies, xmlrpc
+from saf.dispatch import envelope, replies
 from saf.dispatch.envelope import Request
 from saf.dispatch.http import Client
 from saf.dispatch.judging import Judge
@@ -245,6 +245,6 @@ class Sender:
 
     def made(self, message: Received) -> Request:
         """The request that a message becomes."""
-        if self.endpoint.method is not None:
-            return xmlrpc.request(message, self.endpoint.method)
+        if self._client.call is not None:
+            return self._client.call.request(message)
         return envelope.request(message, self.endpoint)

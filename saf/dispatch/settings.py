@@ -78,7 +78,7 @@ class Endpoint(BaseModel):
     """The destination whose inbox has the messages; by default, the one of kind postgresql."""
     subscription: str | None = None
     """Whose messages are sent; by default, the subscription of the endpoint's name."""
-    mode: Literal["binary", "structured", "batch", "plain", "xmlrpc"] = "binary"
+    mode: Literal["binary", "structured", "batch", "plain", "xmlrpc", "soap"] = "binary"
     """The form of a request: CloudEvents in headers, as JSON or several, the body, or a call."""
     batch_messages: Annotated[int, within(1, 10_000)] | None = None
     """With mode "batch": the most messages of a request; by default, 100."""
@@ -90,6 +90,10 @@ class Endpoint(BaseModel):
     """The content type of such a body; by default, application/json."""
     method: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.:/]{1,200}$")
     """With mode "xmlrpc": the method that is called."""
+    wsdl: Path | None = None
+    """With mode "soap": the file that describes the service."""
+    operation: str | None = Field(default=None, min_length=1)
+    """With mode "soap": the operation that is called."""
     source: str | None = Field(default=None, min_length=1)
     """The attribute ``source`` of CloudEvents; by default, /saf/ and the sender's service."""
     secrets: tuple[pydantic.SecretStr, ...] = ()
@@ -184,6 +188,9 @@ class Endpoint(BaseModel):
     def _is_one_form(self) -> Endpoint:
         if (self.mode == "xmlrpc") != (self.method is not None):
             raise ValueError('mode = "xmlrpc" and method belong together')
+        soap = (self.wsdl is not None, self.operation is not None)
+        if any(one != (self.mode == "soap") for one in soap):
+            raise ValueError('mode = "soap", wsdl and operation belong together')
         if self.mode != "batch" and (self.batch_messages or self.batch_of):
             raise ValueError('batch_messages and batch_of without mode = "batch"')
         if self.mode == "batch" and self.reply:
