@@ -154,6 +154,7 @@ timeout_seconds = 15.0
 connect_seconds = 5.0
 attempts = 10
 schedule = "webhook"
+follow_redirects = false
 client_errors = "wait"
 breaker_failures = 5
 disable_after_seconds = 432000.0

@@ -1,7 +1,7 @@
 """The client: one request to an endpoint, and what its answer means.
 
 It never raises because of an endpoint, whatever that does. Connections are kept. Redirects are not
-followed, cookies are not kept, and a proxy of the environment is not used. An answer is read up to
+followed unless the endpoint's settings say so, cookies are not kept, and a proxy of the environment is not used. An answer is read up to
 `MOST`; nothing in it is unpacked, and the connection of a longer one is closed. The
 timeout is for the whole request, so an endpoint that sends a byte now and then does not extend it.
 """
@@ -12,10 +12,11 @@ import base64
 import io
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, urljoin, urlsplit
 
 from saf.dispatch import replies
 from saf.dispatch.answers import KEPT, Answer, Meaning, meaning_of, retry_after
@@ -39,6 +40,9 @@ MOST = 64 * 1024
 """How many bytes of an answer are read that is not sent back."""
 
 UNAUTHORIZED = 401
+
+REDIRECTS = 3
+"""How many redirects are followed at most, where they are."""
 
 LARGE = 1 << 20
 """A body of more bytes than these is written in parts, so that other requests go on meanwhile."""
@@ -116,7 +120,6 @@ class Client:
         assert self._session is not None  # noqa: S101 - it was entered
         began = time.monotonic()
         body = request.body
-        data = body if len(body) <= LARGE else io.BytesIO(body)
         headers = dict(request.headers)
         if self._keys:
             headers |= sign(request.message_id, int(time.time()), body, self._keys)
@@ -124,9 +127,7 @@ class Client:
             token = await self._token()
             if token is not None:
                 headers["Authorization"] = f"Bearer {token}"
-            async with self._session.post(
-                self.endpoint.url, data=data, headers=headers, allow_redirects=False
-            ) as response:
+            async with self._response(body, headers) as response:
                 if response.status == UNAUTHORIZED and self._tokens is not None:
                     self._tokens.forget(token)
                 answer = await self._read(response)
@@ -147,6 +148,24 @@ class Client:
                 raise
         seconds = time.monotonic() - began
         return Answer(meaning=Meaning.WAITS, seconds=seconds, error=self._shown(said))
+
+    @asynccontextmanager
+    async def _response(
+        self, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a body; give the answer of the endpoint, or of where it leads to."""
+        assert self._session is not None  # noqa: S101 - it was entered
+        url, left = self.endpoint.url, REDIRECTS if self.endpoint.follow_redirects else 0
+        while True:
+            data = body if len(body) <= LARGE else io.BytesIO(body)
+            async with self._session.post(
+                url, data=data, headers=headers, allow_redirects=False
+            ) as response:
+                further = left and redirected(url, response.status, response.headers)
+                if not further:
+                    yield response
+                    return
+            url, left = further, left - 1
 
     async def _token(self) -> str | None:
         """The token to send, if there are any; from now on, nobody may see it."""
@@ -233,6 +252,26 @@ def said_by(status: int, head: bytes) -> str:
     """
     words = head[:KEPT].decode(errors="replace")
     return f"HTTP {status}: {words}" if words.strip() else f"HTTP {status}"
+
+
+def redirected(url: str, status: int, headers: Mapping[str, str]) -> str | None:
+    """Where an answer leads to, if one may go there with the same request.
+
+    >>> one = "http://a.example.com/hooks"
+    >>> redirected(one, 307, {"Location": "/v2"})
+    'http://a.example.com/v2'
+    >>> redirected(one, 308, {"Location": "https://a.example.com/v2"})
+    'https://a.example.com/v2'
+    >>> redirected(one, 302, {"Location": "/v2"}), redirected(one, 307, {"Location": "//127.0.0.1"})
+    (None, None)
+    """
+    if status not in (307, 308) or "Location" not in headers:
+        return None
+    to = urljoin(url, headers["Location"])
+    before, after = urlsplit(url), urlsplit(to)
+    same = before.netloc == after.netloc and before.scheme == after.scheme
+    now_by_tls = before.hostname == after.hostname and after.scheme == "https"
+    return to if same or now_by_tls else None
 
 
 def _call(endpoint: Endpoint) -> Call | None:

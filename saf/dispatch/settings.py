@@ -148,6 +148,8 @@ class Endpoint(BaseModel):
     """After so many attempts that an endpoint answers badly, a message becomes a dead letter."""
     schedule: Literal["doubling", "webhook"] = "doubling"
     """How long to wait after a failure: 4, 8, … 64 s, or 5 s, 5 min, 30 min, 2 h, 5 h, 10 h."""
+    follow_redirects: bool = False
+    """Whether 307 and 308 are followed: to the same host, and never away from TLS."""
     client_errors: Literal["reject", "wait"] = "reject"
     """What 4xx means for a message, apart from 408, 410, 425 and 429."""
     breaker_failures: Annotated[int, within(1, 1000)] = 5

@@ -26,7 +26,7 @@ from saf.dispatch.http import Client
 from saf.dispatch.settings import Endpoint
 from saf.errors import ConfigurationError, NotVerified
 from saf.webhooks import verify
-from tests.endpoints import Partner, serving
+from tests.endpoints import Got, Partner, Reply, serving
 from tests.needed import needed
 
 SECRET, OLD_SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", "whsec_" + "b2xk" * 8
@@ -167,6 +167,27 @@ def test_a_redirect_is_not_followed() -> None:
         outside.always(307, location=inside.url)
         answer = post(Endpoint(url=outside.url))
     assert (answer.meaning, answer.status) == (Meaning.WAITS, 307)
+    assert inside.begun == []
+
+
+def test_a_redirect_is_followed_to_the_same_host_only_where_one_says_so() -> None:
+    with serving(Partner()) as inside, serving(Partner()) as outside:
+
+        async def answer(_: Got) -> Reply:
+            moved = len(outside.begun) > 1
+            return (204, {}, b"") if moved else (308, {"location": "/v2?key=verysecret"}, b"")
+
+        outside.answer = answer
+        followed = post(Endpoint(url=outside.url, follow_redirects=True))
+        assert (followed.meaning, followed.status) == (Meaning.DONE, 204)
+        assert [got.body for got in outside.begun] == [b"{}", b"{}"]
+        outside.always(307, location=inside.url)
+        elsewhere = post(Endpoint(url=outside.url, follow_redirects=True))
+        assert (elsewhere.meaning, elsewhere.status) == (Meaning.WAITS, 307)
+        outside.begun.clear()
+        outside.always(307, location="/hook")
+        assert post(Endpoint(url=outside.url, follow_redirects=True)).status == 307
+        assert len(outside.begun) == 4
     assert inside.begun == []
 
 
