@@ -1,9 +1,10 @@
 """The client: one request to an endpoint, and what its answer means.
 
 It never raises because of an endpoint, whatever that does. Connections are kept. Redirects are not
-followed unless the endpoint's settings say so, cookies are not kept, and a proxy of the environment is not used. An answer is read up to
-`MOST`; nothing in it is unpacked, and the connection of a longer one is closed. The
-timeout is for the whole request, so an endpoint that sends a byte now and then does not extend it.
+followed unless the endpoint's settings say so, cookies are not kept, and a proxy of the environment
+is not used. An answer is read up to `MOST`; nothing in it is unpacked, and the connection of a
+longer one is closed. The timeout is for the whole request, so an endpoint that sends a byte now and
+then does not extend it.
 """
 
 from __future__ import annotations
