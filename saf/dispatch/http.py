@@ -9,9 +9,7 @@ then does not extend it.
 
 from __future__ import annotations
 
-import base64
 import io
-import ssl
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -22,6 +20,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 from saf.dispatch import replies
 from saf.dispatch.answers import KEPT, Answer, Meaning, meaning_of, retry_after
 from saf.dispatch.calls import Call
+from saf.dispatch.credentials import authorization, hidden, of_proxy, tls
 from saf.dispatch.envelope import Request
 from saf.dispatch.guard import guarded_sockets
 from saf.dispatch.replies import Reply
@@ -29,8 +28,8 @@ from saf.dispatch.settings import Endpoint
 from saf.dispatch.soap import Soap
 from saf.dispatch.tokens import NoToken, Tokens
 from saf.dispatch.xmlrpc import XmlRpc
-from saf.errors import ConfigurationError, MissingExtra
-from saf.receiving.failures import HIDDEN, SHORTEST
+from saf.errors import MissingExtra
+from saf.receiving.failures import HIDDEN
 from saf.setaside.isolation import kept
 from saf.webhooks.signature import sign
 
@@ -69,7 +68,7 @@ class Client:
         self.call = _call(endpoint)
         """How its requests are made and its answers read, where these are calls."""
         self._keys = endpoint.keys
-        self._hidden = _hidden(endpoint)
+        self._hidden = hidden(endpoint)
         self._tokens = Tokens(endpoint) if endpoint.token_url is not None else None
         self._session: aiohttp.ClientSession | None = None
 
@@ -79,7 +78,7 @@ class Client:
             connector=library.TCPConnector(
                 limit=endpoint.max_in_flight,
                 keepalive_timeout=IDLE_SECONDS,
-                ssl=_tls(endpoint),
+                ssl=tls(endpoint),
                 socket_factory=(
                     guarded_sockets(endpoint.networks) if endpoint.public_only else None
                 ),
@@ -89,11 +88,11 @@ class Client:
             ),
             cookie_jar=library.DummyCookieJar(),
             proxy=endpoint.proxy,
-            proxy_auth=_of_proxy(endpoint),
+            proxy_auth=of_proxy(endpoint),
             headers={
                 "User-Agent": "saf",
                 "Accept-Encoding": "identity",
-                **_authorization(endpoint),
+                **authorization(endpoint),
             },
             auto_decompress=False,
             trust_env=False,
@@ -176,7 +175,7 @@ class Client:
         token = await self._tokens.get(self._session)
         if (token, HIDDEN) not in self._hidden:
             # an answer to a request with the token before may still come
-            self._hidden = [*_hidden(self.endpoint), *self._hidden[-1:], (token, HIDDEN)]
+            self._hidden = [*hidden(self.endpoint), *self._hidden[-1:], (token, HIDDEN)]
         return token
 
     def _problem(self, problem: Exception) -> str | None:
@@ -281,52 +280,3 @@ def _call(endpoint: Endpoint) -> Call | None:
     if endpoint.wsdl is not None and endpoint.operation is not None:
         return Soap(endpoint.wsdl, endpoint.operation)
     return None
-
-
-def _tls(endpoint: Endpoint) -> ssl.SSLContext | bool:
-    """How the endpoint's certificate is verified; True: as this system does it.
-
-    Raises:
-        ConfigurationError: a file cannot be read, or holds something else.
-    """
-    if endpoint.ca_file is None and endpoint.client_certificate is None:
-        return True
-    try:
-        context = ssl.create_default_context(cafile=endpoint.ca_file)
-        if endpoint.client_certificate is not None:
-            context.load_cert_chain(endpoint.client_certificate, endpoint.client_key)
-    except (OSError, ssl.SSLError) as error:
-        files = (endpoint.ca_file, endpoint.client_certificate, endpoint.client_key)
-        named = ", ".join(str(one) for one in files if one)
-        raise ConfigurationError(f"cannot use {named}: {error.strerror or error}") from None
-    return context
-
-
-def _hidden(endpoint: Endpoint) -> list[tuple[str, str]]:
-    """What nobody may see, and what is shown in its place."""
-    secrets = [*endpoint.secrets, endpoint.bearer, endpoint.password]
-    secrets += [endpoint.client_secret, endpoint.proxy_password]
-    hidden = [(endpoint.url, endpoint.shown)] if endpoint.url != endpoint.shown else []
-    hidden += [(one.get_secret_value(), HIDDEN) for one in secrets if one is not None]
-    said = _authorization(endpoint).get("Authorization", "").partition(" ")[2]
-    queries = [urlsplit(one).query for one in (endpoint.url, endpoint.token_url or "")]
-    hidden += [(one, HIDDEN) for one in (said, *queries) if one]
-    return [(one, shown) for one, shown in hidden if len(one) >= SHORTEST]
-
-
-def _authorization(endpoint: Endpoint) -> dict[str, str]:
-    if endpoint.bearer is not None:
-        return {"Authorization": f"Bearer {endpoint.bearer.get_secret_value()}"}
-    if endpoint.user is not None and endpoint.password is not None:
-        both = f"{endpoint.user}:{endpoint.password.get_secret_value()}".encode()
-        return {"Authorization": f"Basic {base64.b64encode(both).decode()}"}
-    return {}
-
-
-def _of_proxy(endpoint: Endpoint) -> aiohttp.BasicAuth | None:
-    if endpoint.proxy_user is None or endpoint.proxy_password is None:
-        return None
-    import aiohttp
-
-    secret = endpoint.proxy_password.get_secret_value()
-    return aiohttp.BasicAuth(endpoint.proxy_user, secret, encoding="utf-8")

@@ -15,8 +15,8 @@ import psycopg
 from saf.database import fetch
 from saf.dispatch import replies, talking
 from saf.dispatch.answers import Answer
+from saf.dispatch.marks import Marks
 from saf.dispatch.progress import Mark
-from saf.dispatch.window import Marks
 from saf.errors import Fenced
 from saf.failpoints import fail_point
 from saf.received import Received
