@@ -35,7 +35,7 @@ class Got:
 
     @property
     def id(self) -> str:
-        return self.headers["idempotency-key"]
+        return self.headers.get("idempotency-key", "")
 
 
 @dataclass(kw_only=True)

@@ -180,7 +180,7 @@ def test_a_redirect_is_followed_to_the_same_host_only_where_one_says_so() -> Non
         outside.answer = answer
         followed = post(Endpoint(url=outside.url, follow_redirects=True))
         assert (followed.meaning, followed.status) == (Meaning.DONE, 204)
-        assert [got.body for got in outside.begun] == [b"{}", b"{}"]
+        assert [got.body for got in outside.begun] == [REQUEST.body] * 2
         outside.always(307, location=inside.url)
         elsewhere = post(Endpoint(url=outside.url, follow_redirects=True))
         assert (elsewhere.meaning, elsewhere.status) == (Meaning.WAITS, 307)
@@ -200,7 +200,8 @@ def test_an_answer_that_repeats_a_secret_is_kept_without_it() -> None:
         answer = post(endpoint)
         assert partner.begun[0].headers["authorization"] == "Bearer verysecret"
     assert answer.error == "HTTP 400: bad header Bearer *** for ?***"
-    assert "secret" not in repr(endpoint).replace("secrets", "")
+    assert "verysecret" not in repr(endpoint)
+    assert "othersecret" not in repr(endpoint)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::ffff:127.0.0.1]", "2130706433"])
