@@ -8,7 +8,7 @@ import typer
 
 from saf.cli.brokers import Config, stores
 from saf.cli.console import echo
-from saf.config import Settings, did_you_mean, load
+from saf.config import Settings, did_you_mean, load, load_signer
 from saf.database import check_schema, unavailable_if_lost
 from saf.dispatch.dispatcher import Dispatcher, run
 from saf.dispatch.settings import Endpoint
@@ -45,8 +45,9 @@ def command(
     endpoint is down or paused.
     """
     settings = load(config)
+    signer = load_signer(config) if settings.signing.key_id else None
     dispatchers = [
-        Dispatcher(name, one, settings.inbox_of(one), stop_seconds=stop_timeout)
+        Dispatcher(name, one, settings.inbox_of(one), stop_seconds=stop_timeout, signer=signer)
         for name, one in chosen(settings, names or []).items()
     ]
     run(dispatchers, drain=not loop)

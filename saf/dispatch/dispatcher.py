@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 
@@ -41,6 +41,9 @@ from saf.receiving.membership import Membership
 from saf.receiving.stopping import STOP_SECONDS
 from saf.receiving.summary import Summary
 from saf.signals import stop_on_signals
+
+if TYPE_CHECKING:
+    from saf.signing.signer import Signer
 
 RECONNECT_SECONDS = 2.0
 
@@ -66,12 +69,15 @@ class Dispatcher:
         *,
         lease_seconds: float = LEASE_SECONDS,
         stop_seconds: float = STOP_SECONDS,
+        signer: Signer | None = None,
     ) -> None:
         self.name = name
         self.endpoint = endpoint
         self.dsn = dsn
         self.lease_seconds = lease_seconds
         self.stop_seconds = stop_seconds
+        self.signer = signer
+        """Signs replies."""
         self.summary = Summary()
         """What it has done so far."""
         self._held_up = False
@@ -157,7 +163,12 @@ class Dispatcher:
             check_schema(connection)
             restored.refuse(connection)
             found = services.subscription(connection, self.endpoint.subscription or self.name)
-        return Reader(subscription_id=found.subscription_id, name=found.name, service=found.service)
+        return Reader(
+            subscription_id=found.subscription_id,
+            name=found.name,
+            service=found.service,
+            signer=self.signer,
+        )
 
 
 def run(dispatchers: Sequence[Dispatcher], *, drain: bool = False) -> None:

@@ -167,8 +167,10 @@ class Sender:
             if message is self.probe:
                 self.probe = None
             self.window.talked(message, what)
-        else:
+        elif self._judge.condition.sends or message is self.probe:
             self._send([message], what)
+        else:
+            self.window.put_back(message)
 
     def _send(self, messages: list[Received], request: Request | None = None) -> None:
         task = asyncio.create_task(self._request(messages, request))

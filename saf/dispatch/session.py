@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import psycopg
 
-from saf.dispatch import condition, marking, source, talking
+from saf.dispatch import condition, marking, replies, source, talking
 from saf.dispatch.condition import Book
 from saf.dispatch.http import Client
 from saf.dispatch.judging import Judge
@@ -29,6 +29,7 @@ from saf.errors import Fenced
 from saf.failpoints import fail_point
 from saf.log.shards import Member
 from saf.logger import Log
+from saf.outbox import Outbox
 from saf.received import Received
 from saf.receiving.hand import Reader
 from saf.receiving.membership import Membership
@@ -80,6 +81,7 @@ class Session:
         self.window = Window()
         self.summary = summary
         self._connection = connection
+        self._outbox = Outbox(max_bytes=replies.MOST, signer=reader.signer)
         self._membership = membership
         self._member: Member = membership.member
         self._thread = thread
@@ -168,7 +170,9 @@ class Session:
         if marks is None:
             return
         parked, buried = await self._ask(
-            lambda connection: marking.mark(connection, self.reader, marks, self.endpoint.one_reply)
+            lambda connection: marking.mark(
+                connection, self.reader, marks, self._outbox, self.endpoint.one_reply
+            )
         )
         fail_point("dispatch_marked")
         self.window.written(marks)
