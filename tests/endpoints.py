@@ -13,7 +13,8 @@ from typing import Any
 import uvicorn
 
 from saf.database import Dsn
-from saf.dispatch.dispatcher import Dispatcher, run
+from saf.dispatch.dispatcher import Dispatcher
+from saf.dispatch.running import run
 from saf.dispatch.settings import Endpoint
 from tests.receivers import SUBSCRIPTION
 from tests.waits import until

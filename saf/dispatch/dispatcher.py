@@ -1,7 +1,7 @@
 """A dispatcher: sends the messages of a subscription to its endpoint, session after session.
 
     dispatcher = Dispatcher("billing", endpoint, dsn)
-    run([dispatcher])                       # until SIGTERM; or from a shell: saf dispatch --loop
+    running.run([dispatcher])               # until SIGTERM; or from a shell: saf dispatch --loop
 
 What is promised:
 
@@ -19,7 +19,6 @@ It needs two sessions of the database, which must not be a pooler's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -40,7 +39,6 @@ from saf.receiving.hand import Reader
 from saf.receiving.membership import Membership
 from saf.receiving.stopping import STOP_SECONDS
 from saf.receiving.summary import Summary
-from saf.signals import stop_on_signals
 
 if TYPE_CHECKING:
     from saf.signing.signer import Signer
@@ -169,32 +167,3 @@ class Dispatcher:
             service=found.service,
             signer=self.signer,
         )
-
-
-def run(dispatchers: Sequence[Dispatcher], *, drain: bool = False) -> None:
-    """Run dispatchers side by side until SIGTERM or SIGINT; with ``drain``, until all have drained.
-
-    Raises:
-        SafError: one of them cannot go on; the others were stopped.
-    """
-    asyncio.run(_run(dispatchers, drain=drain))
-
-
-async def _run(dispatchers: Sequence[Dispatcher], *, drain: bool) -> None:
-    stopping, loop = asyncio.Event(), asyncio.get_running_loop()
-
-    async def one(dispatcher: Dispatcher) -> None:
-        try:
-            await dispatcher.run(stopping, drain=drain)
-        except BaseException:
-            stopping.set()
-            raise
-
-    def stop() -> None:
-        loop.call_soon_threadsafe(stopping.set)
-
-    with stop_on_signals(stop):
-        ended = await asyncio.gather(*map(one, dispatchers), return_exceptions=True)
-    for error in ended:
-        if isinstance(error, BaseException):
-            raise error

@@ -11,7 +11,8 @@ import pytest
 
 import saf
 from saf.database import Dsn, fetch
-from saf.dispatch.dispatcher import Dispatcher, run
+from saf.dispatch.dispatcher import Dispatcher
+from saf.dispatch.running import run
 from saf.message import SIGNATURE
 from tests import dialogs
 from tests.dialogs import SHOP, WAREHOUSE

@@ -26,8 +26,10 @@ from saf.broker.services import create_subscription
 from saf.database import Dsn, fetch
 from saf.dispatch import dispatcher as dispatching
 from saf.dispatch import session, settings
-from saf.dispatch.dispatcher import Dispatcher, run
+from saf.dispatch.dispatcher import Dispatcher
+from saf.dispatch.running import run
 from saf.dispatch.settings import Endpoint
+from saf.errors import Unavailable
 from tests.crash.forwarders import FASTER, LEASE_SECONDS
 from tests.crash.plan import Fault, Plan, plan
 from tests.crash.site import Site
@@ -156,7 +158,7 @@ def dispatch(mom: Dsn, url: str) -> None:
         attempts=1000,
     )
     while True:
-        with contextlib.suppress(dispatching.Unavailable):
+        with contextlib.suppress(Unavailable):
             run([Dispatcher("crash", endpoint, mom, lease_seconds=LEASE_SECONDS)])
 
 
