@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import base64
 import ssl
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+
+import pydantic
 
 from saf.dispatch.settings import Endpoint
 from saf.errors import ConfigurationError
 from saf.receiving.failures import HIDDEN, SHORTEST
-
-if TYPE_CHECKING:
-    import aiohttp
 
 
 def tls(endpoint: Endpoint) -> ssl.SSLContext | bool:
@@ -40,9 +38,10 @@ def hidden(endpoint: Endpoint) -> list[tuple[str, str]]:
     secrets += [endpoint.client_secret, endpoint.proxy_password]
     found = [(endpoint.url, endpoint.shown)] if endpoint.url != endpoint.shown else []
     found += [(one.get_secret_value(), HIDDEN) for one in secrets if one is not None]
-    said = authorization(endpoint).get("Authorization", "").partition(" ")[2]
+    of_all = (authorization(endpoint), of_client(endpoint), of_proxy(endpoint))
+    said = [one.partition(" ")[2] for headers in of_all for one in headers.values()]
     queries = [urlsplit(one).query for one in (endpoint.url, endpoint.token_url or "")]
-    found += [(one, HIDDEN) for one in (said, *queries) if one]
+    found += [(one, HIDDEN) for one in (*said, *queries) if one]
     return [(one, shown) for one, shown in found if len(one) >= SHORTEST]
 
 
@@ -51,16 +50,29 @@ def authorization(endpoint: Endpoint) -> dict[str, str]:
     if endpoint.bearer is not None:
         return {"Authorization": f"Bearer {endpoint.bearer.get_secret_value()}"}
     if endpoint.user is not None and endpoint.password is not None:
-        both = f"{endpoint.user}:{endpoint.password.get_secret_value()}".encode()
-        return {"Authorization": f"Basic {base64.b64encode(both).decode()}"}
+        return {"Authorization": basic(endpoint.user, endpoint.password)}
     return {}
 
 
-def of_proxy(endpoint: Endpoint) -> aiohttp.BasicAuth | None:
-    """What the proxy is told of who calls."""
-    if endpoint.proxy_user is None or endpoint.proxy_password is None:
-        return None
-    import aiohttp
+def of_client(endpoint: Endpoint) -> dict[str, str]:
+    """The header that says who asks for a token."""
+    if endpoint.client_id is None or endpoint.client_secret is None:
+        return {}
+    return {"Authorization": basic(endpoint.client_id, endpoint.client_secret)}
 
-    secret = endpoint.proxy_password.get_secret_value()
-    return aiohttp.BasicAuth(endpoint.proxy_user, secret, encoding="utf-8")
+
+def of_proxy(endpoint: Endpoint) -> dict[str, str]:
+    """The header that tells a proxy who calls; aiohttp makes Proxy-Authorization of it."""
+    if endpoint.proxy_user is None or endpoint.proxy_password is None:
+        return {}
+    return {"Authorization": basic(endpoint.proxy_user, endpoint.proxy_password)}
+
+
+def basic(user: str, password: pydantic.SecretStr) -> str:
+    """A user and a password as HTTP's basic scheme has them.
+
+    >>> basic("saf", pydantic.SecretStr("x"))
+    'Basic c2FmOng='
+    """
+    both = f"{user}:{password.get_secret_value()}".encode()
+    return f"Basic {base64.b64encode(both).decode()}"

@@ -69,6 +69,8 @@ class Client:
         """How its requests are made and its answers read, where these are calls."""
         self._keys = endpoint.keys
         self._hidden = hidden(endpoint)
+        self._authorization = authorization(endpoint)
+        self._for_proxy = of_proxy(endpoint) or None
         self._tokens = Tokens(endpoint) if endpoint.token_url is not None else None
         self._session: aiohttp.ClientSession | None = None
 
@@ -88,12 +90,8 @@ class Client:
             ),
             cookie_jar=library.DummyCookieJar(),
             proxy=endpoint.proxy,
-            proxy_auth=of_proxy(endpoint),
-            headers={
-                "User-Agent": "saf",
-                "Accept-Encoding": "identity",
-                **authorization(endpoint),
-            },
+            # these go to a proxy too
+            headers={"User-Agent": "saf", "Accept-Encoding": "identity"},
             auto_decompress=False,
             trust_env=False,
         )
@@ -120,7 +118,7 @@ class Client:
         assert self._session is not None  # noqa: S101 - it was entered
         began = time.monotonic()
         body = request.body
-        headers = dict(request.headers)
+        headers = {**request.headers, **self._authorization}
         if self._keys:
             headers |= sign(request.message_id, int(time.time()), body, self._keys)
         try:
@@ -159,7 +157,11 @@ class Client:
         while True:
             data = body if len(body) <= LARGE else io.BytesIO(body)
             async with self._session.post(
-                url, data=data, headers=headers, allow_redirects=False
+                url,
+                data=data,
+                headers=headers,
+                allow_redirects=False,
+                proxy_headers=self._for_proxy,
             ) as response:
                 further = left and redirected(url, response.status, response.headers)
                 if not further:

@@ -50,7 +50,11 @@ class _Running:
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
-        with stop_on_signals(lambda: loop.call_soon_threadsafe(self._told.set)):
+
+        def stop() -> None:
+            loop.call_soon_threadsafe(self._told.set)
+
+        with stop_on_signals(stop):
             for dispatcher in self._given:
                 self._begin(dispatcher, given=True)
             told = asyncio.create_task(self._told.wait())

@@ -22,7 +22,7 @@ from saf.destinations.settings import within
 from saf.dispatch.rate import per_second
 from saf.dispatch.template import check
 from saf.errors import UsageError
-from saf.setaside.parking import wait_seconds
+from saf.setaside import parking
 from saf.webhooks.signature import key_of
 
 DAY = 86400
@@ -235,7 +235,7 @@ class Endpoint(BaseModel):
         nth = max(1, failures)
         if self.schedule == "webhook":
             return WEBHOOK_SECONDS[min(nth, len(WEBHOOK_SECONDS)) - 1]
-        return wait_seconds(nth)
+        return parking.wait_seconds(nth)
 
 
 Endpoints = Mapping[str, Endpoint]

@@ -37,15 +37,17 @@ class Soap(Call):
         except ImportError:
             raise MissingExtra("soap", "calling by SOAP") from None
 
-        class OnlyFiles(zeep.Transport):  # type: ignore[misc, unused-ignore]
+        library: Any = zeep
+
+        class OnlyFiles(library.Transport):  # type: ignore[misc]
             def _load_remote_data(self, url: str) -> bytes:
                 raise ConfigurationError(f"{wsdl} imports {url}: store that beside it")
 
         self._xml = etree
-        self._faults = zeep.exceptions
-        self._as_json = zeep.helpers.serialize_object
+        self._faults = library.exceptions
+        self._as_json = library.helpers.serialize_object
         try:
-            self._client = zeep.Client(str(wsdl), transport=OnlyFiles())
+            self._client = library.Client(str(wsdl), transport=OnlyFiles())
             self._binding = self._client.service._binding
             self._operation = self._binding.get(operation)
         except ConfigurationError:

@@ -11,6 +11,7 @@ import json
 import time
 from typing import TYPE_CHECKING
 
+from saf.dispatch.credentials import of_client, of_proxy
 from saf.dispatch.settings import Endpoint
 
 if TYPE_CHECKING:
@@ -62,23 +63,17 @@ class Tokens:
             self._token = None
 
     async def _asked(self, session: aiohttp.ClientSession) -> tuple[str, float]:
-        import aiohttp
-
         endpoint = self._endpoint
         assert endpoint.token_url is not None  # noqa: S101 - the settings say so
-        assert endpoint.client_id is not None  # noqa: S101 - the same
-        assert endpoint.client_secret is not None  # noqa: S101 - the same
         form = {"grant_type": "client_credentials"}
         if endpoint.scope is not None:
             form["scope"] = endpoint.scope
-        credentials = aiohttp.BasicAuth(
-            endpoint.client_id, endpoint.client_secret.get_secret_value(), encoding="utf-8"
-        )
         async with session.post(
             endpoint.token_url,
             data=form,
-            headers={"Accept": "application/json", "Authorization": credentials.encode()},
+            headers={"Accept": "application/json", **of_client(endpoint)},
             allow_redirects=False,
+            proxy_headers=of_proxy(endpoint) or None,
         ) as response:
             body = await response.content.read(MOST)
             if response.status != 200:  # noqa: PLR2004 - as the RFC says

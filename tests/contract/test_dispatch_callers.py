@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
+from pydantic import SecretStr
 
 from saf.dispatch.answers import Answer, Meaning
 from saf.dispatch.envelope import Request
 from saf.dispatch.http import Client
 from saf.dispatch.settings import Endpoint
+from tests.contract.test_hostile_endpoints import listening
 from tests.endpoints import Got, Partner, Reply, serving
 
 
@@ -108,7 +111,8 @@ def test_a_proxy_gets_the_request_for_the_endpoint(partner: Partner) -> None:
         url="http://billing.invalid/hook",
         proxy=partner.url,
         proxy_user="saf",
-        proxy_password="verysecret",
+        proxy_password=SecretStr("verysecret"),
+        bearer=SecretStr("a token"),
     )
     (answer,) = post(endpoint)
     assert answer.meaning is Meaning.DONE
@@ -116,6 +120,23 @@ def test_a_proxy_gets_the_request_for_the_endpoint(partner: Partner) -> None:
     assert got.headers["host"] == "billing.invalid"
     said = got.headers["proxy-authorization"].removeprefix("Basic ")
     assert base64.b64decode(said) == b"saf:verysecret"
+    assert got.headers["authorization"] == "Bearer a token"
+
+
+def test_a_proxy_does_not_learn_what_an_endpoint_is_told_by_tls() -> None:
+    heard: list[bytes] = []
+
+    def refuse(connection: socket.socket) -> None:
+        heard.append(connection.recv(65536))
+        connection.sendall(b"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n")
+
+    with listening(refuse) as proxy:
+        (answer,) = post(
+            Endpoint(url="https://billing.invalid", proxy=proxy, bearer=SecretStr("verysecret"))
+        )
+    assert answer.meaning is Meaning.WAITS
+    assert heard[0].startswith(b"CONNECT billing.invalid:443")
+    assert b"verysecret" not in heard[0]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree as Xml
+from xml.sax.saxutils import escape
 
 import pytest
 
@@ -75,7 +76,7 @@ async def warehouse(got: Got) -> Reply:
     order, total = (asked.findtext(f"{{{NS}}}{name}") or "" for name in ("order", "total"))
     if order == "none":
         return 500, {"content-type": "text/xml"}, fault("no such order")
-    told = f"<number>{int(total) * 2}</number><note>{order}</note>"
+    told = f"<number>{int(total) * 2}</number><note>{escape(order)}</note>"
     return (
         200,
         {"content-type": "text/xml"},

@@ -25,12 +25,12 @@ from typing import Any
 from saf.broker.services import create_subscription
 from saf.database import Dsn, fetch
 from saf.dispatch import dispatcher as dispatching
-from saf.dispatch import session, settings
+from saf.dispatch import session
 from saf.dispatch.dispatcher import Dispatcher
 from saf.dispatch.running import run
 from saf.dispatch.settings import Endpoint
 from saf.errors import Unavailable
-from tests.crash.forwarders import FASTER, LEASE_SECONDS
+from tests.crash.forwarders import FASTER, LEASE_SECONDS, hurry
 from tests.crash.plan import Fault, Plan, plan
 from tests.crash.site import Site
 from tests.endpoints import Got, Partner, Reply, serving
@@ -144,9 +144,7 @@ class WebhookSite(Site):
 
 def dispatch(mom: Dsn, url: str) -> None:
     """Dispatch for ever, with everything that waits some times faster."""
-    seconds = settings.wait_seconds
-    sooner: Any = lambda attempts: seconds(attempts) / FASTER  # noqa: E731 - a patch of this process
-    settings.wait_seconds = sooner
+    hurry()
     session.PROBE_SECONDS = TIMEOUT_SECONDS
     session.LOOK_SECONDS /= FASTER
     dispatching.RECONNECT_SECONDS /= FASTER
