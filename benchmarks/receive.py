@@ -146,12 +146,19 @@ def again(dsn: Dsn) -> None:
     execute(dsn, READ_AGAIN, "VACUUM saf.cursor")
 
 
+def begin(dsn: Dsn) -> None:
+    """As `again`, with every shard looked through for where its batches may end."""
+    again(dsn)
+    while not _all_begun(dsn):
+        consume(dsn, 1000, business=False, seconds=1)
+
+
 def beside(stage: Stage) -> None:
     """Notes receive_one_ratio and so on: how many times as many messages as by hand."""
     for batch, receivers in BESIDE:
         ratios = []
         for _ in range(ROUNDS):
-            again(stage.mom)
+            begin(stage.mom)  # of 500 at a time, two rounds take almost the whole backlog
             execute(stage.mom, *JOBS)
             mine, hand = (
                 rate(stage, batch, receivers, business=True, seconds=BESIDE_SECONDS, consumer=one)[
@@ -189,9 +196,7 @@ def run(stage: Stage) -> None:
         suffix = "" if receivers == 2 else f"_{receivers}_receivers"
         stage.note(f"receive_per_second_batch_1000{suffix}", noop, "1/s no-op", reach)
     for batch in BATCHES:
-        again(stage.mom)
-        while not _all_begun(stage.mom):
-            consume(stage.mom, 1000, business=False, seconds=1)
+        begin(stage.mom)
         for receivers in RECEIVERS:  # what these take in all is a part of the backlog
             each, took = rate(stage, batch, receivers, business=True, seconds=SECONDS)
             where = f"batch_{batch}_{receivers}_receivers"

@@ -77,6 +77,25 @@ max_connections = 4
 max_line_bytes = 1048576
 lock_seconds = 30.0
 
+[destinations.orders]
+kind = "nats"
+server = "tls://nats-1.example.com:4222,nats-2.example.com:4222"
+stream = "ORDERS"
+topic = "orders.{service}"
+format = "saf"
+replicas = 3
+step_rows = 1000
+username = "saf"
+password = "${NATS_PASSWORD}"
+# token = "${NATS_TOKEN}"                            # instead of username
+# nkey_file = "/run/secrets/saf.nk"                  # instead of username
+# creds_file = "/run/secrets/saf.creds"              # instead of username
+ca_file = "/etc/ssl/nats-ca.pem"
+certificate_file = "/etc/ssl/saf.pem"
+key_file = "/etc/ssl/saf.key"
+quality = "exactly_once"
+max_connections = 4
+
 [destinations.events]
 kind = "redis"
 server = "rediss://redis.example.com:6379/0"

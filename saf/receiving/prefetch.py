@@ -50,7 +50,7 @@ from saf.receiving.reading import FATE_AT
 
 EXPIRES_AT = READ.index("expires_at")
 
-FEWEST, MOST = 512, 4096
+FEWEST, MOST = 1024, 4096
 """How many messages are prefetched at most, if deliveries are of one message, or of many."""
 MOST_BYTES = 8 << 20
 """The bodies of what is prefetched have at most so many bytes, and one more body."""
@@ -78,15 +78,17 @@ WITH n AS MATERIALIZED (
 UPDATE saf.cursor c SET position = n.position FROM n WHERE c.ctid = n.place
 RETURNING c.shard, pg_current_xact_id()::text, set_config('{mark}', 'on', true)
 """
-_PARTS = {"mark": MARK, "failed": failed("f.xmax"), "waits": waits_in("f.shard")}
+_PARTS = {"mark": MARK, "failed": failed("f.xmax")}
 TAKE_ONE = TAKE.format(
     prefetched="""(VALUES (%(shard)s::smallint, %(batch)s::bigint, %(epoch)s::bigint,
                   %(was)s::bigint, %(position)s::bigint, %(expires_at)s::timestamptz))""",
+    waits=waits_in("%(shard)s::smallint"),
     **_PARTS,
 )
 TAKE_SOME = TAKE.format(
     prefetched="""unnest(%(shard)s::smallint[], %(batch)s::bigint[], %(epoch)s::bigint[],
                 %(was)s::bigint[], %(position)s::bigint[], %(expires_at)s::timestamptz[])""",
+    waits=waits_in("f.shard"),
     **_PARTS,
 )
 
@@ -177,8 +179,8 @@ class Prefetch:
 
     @property
     def batch(self) -> int:
-        """How many messages a batch should have, so that it can be prefetched at once."""
-        return self._most
+        """How many messages a batch should have at least, so that it can be prefetched at once."""
+        return self._most // 2  # a batch ends with a transaction, so it has more
 
     def stop(self) -> None:
         """Prefetch nothing any more."""
@@ -205,11 +207,11 @@ class Prefetch:
         raw.execute(f"SET LOCAL synchronous_commit = off; {claim.PLAN_ONCE}")
         hand, wanted = None, 1
         if self._stay is not None and time.monotonic() < self._until:
-            hand = claim.claim_some(raw, reader, wanted, self._stay, self._most)
+            hand = claim.claim_some(raw, reader, wanted, self._stay, self.batch)
         if hand is None:
             self._begin_to_stay(None)
             wanted = -(-asked // self._per_shard)
-            hand = claim.claim_some(raw, reader, wanted, None, self._most)
+            hand = claim.claim_some(raw, reader, wanted, None, self.batch)
         if hand is None:
             return
         for number in hand.failed:

@@ -56,7 +56,7 @@ log = Log("saf.receive")
 LONGEST_PAUSE_SECONDS = 0.5
 """Longest pause between polls that find nothing, in seconds; see `saf.log.pauses`."""
 
-LOOK_SECONDS = 0.1
+LOOK_SECONDS = 0.25
 """How often a receiver that has messages looks for what is to be tried alone, in seconds."""
 
 BROKER = "SELECT broker_id FROM saf.broker"

@@ -19,6 +19,7 @@ from tests.crash.site import Site
 SITES: Mapping[str, type[Site]] = {
     "mom": Site,
     "redis": queues.RedisSite,
+    "nats": queues.NatsSite,
     "http": webhooks.WebhookSite,
 }
 

@@ -122,8 +122,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a value may begin a new line of the headers",
         "saf/dispatch/envelope.py",
-        "encoded(value) for name, value in event",
-        "value for name, value in event",
+        "encoded(value) for name, value in said",
+        "value for name, value in said",
         f"{DISPATCH}::test_the_sdk_of_cloudevents_reads_what_is_sent",
     ),
     mutant(
