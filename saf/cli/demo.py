@@ -193,7 +193,8 @@ def _to_webhooks(server: EmbeddedServer, folder: Path, *, reset: bool) -> Place:
         with console.status("sending webhooks"):
             sent = webhooks.send(mom, folder)
         said = f"sent {counted(sent.requests, 'webhook')} in {sent.seconds:.1f} s"
-        console.print(f"{said}, {webhooks.PAUSE_SECONDS:g} s of which the receiver paused")
+        paused = f", {webhooks.PAUSE_SECONDS:g} s of which the receiver paused"
+        console.print(said + (paused if sent.paused else ""))
 
     return Place(
         application=application,

@@ -38,7 +38,7 @@ from saf.receiving.inbox import inbox_status
 FLIGHTS = 20_000
 """How many flights are sent, unless one says so."""
 
-SECRET = "whsec_" + "ZGVtbw==" * 8
+SECRET = "whsec_" + "ZGVt" * 8
 """What both sides of this demo know; it protects nothing."""
 
 PAUSE_SECONDS = 3.0
@@ -52,6 +52,8 @@ class Result:
     requests: int
     """How many messages were accepted."""
     seconds: float
+    paused: bool
+    """Whether the receiver has paused."""
 
 
 def prepare(mom: Dsn) -> None:
@@ -68,11 +70,13 @@ def send(mom: Dsn, folder: Path) -> Result:
         SafError: the receiver does not start.
     """
     began = time.monotonic()
-    with _serve(folder, pause_after=max(1, left(mom) // 2)) as url:
+    pause_after = max(1, left(mom) // 2)
+    with _serve(folder, pause_after=pause_after) as url:
         endpoint = Endpoint(url=url, subscription=SERVICE, secrets=(SecretStr(SECRET),))
         dispatcher = Dispatcher(SERVICE, endpoint, mom)
         asyncio.run(_until_nothing_is_left(dispatcher, mom))
-    return Result(requests=dispatcher.summary.handled, seconds=time.monotonic() - began)
+    handled = dispatcher.summary.handled
+    return Result(requests=handled, seconds=time.monotonic() - began, paused=handled >= pause_after)
 
 
 async def _until_nothing_is_left(dispatcher: Dispatcher, mom: Dsn) -> None:
