@@ -17,8 +17,7 @@ from saf.dispatch.answers import Answer, Meaning
 from saf.dispatch.envelope import Request
 from saf.dispatch.http import Client
 from saf.dispatch.settings import Endpoint
-from tests.contract.test_hostile_endpoints import listening
-from tests.endpoints import Got, Partner, Reply, serving
+from tests.endpoints import Got, Partner, Reply, listening, serving
 
 
 @pytest.fixture

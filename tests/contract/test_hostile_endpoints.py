@@ -8,10 +8,8 @@ import socket
 import ssl
 import struct
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from saf.dispatch.http import Client
 from saf.dispatch.settings import Endpoint
 from saf.errors import ConfigurationError, NotVerified
 from saf.webhooks import verify
-from tests.endpoints import Got, Partner, Reply, serving
+from tests.endpoints import Got, Partner, Reply, listening, serving
 from tests.needed import needed
 
 SECRET, OLD_SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", "whsec_" + "b2xk" * 8
@@ -39,26 +37,6 @@ def post(endpoint: Endpoint, request: Request = REQUEST) -> Answer:
             return await client.post(request)
 
     return asyncio.run(once())
-
-
-@contextmanager
-def listening(serve: Callable[[socket.socket], None], host: str = "127.0.0.1") -> Iterator[str]:
-    """A TCP server that does this to each connection; its URL."""
-    with socket.create_server((host, 0)) as server:
-
-        def work() -> None:
-            with suppress(OSError):
-                while True:
-                    connection, _ = server.accept()
-                    threading.Thread(target=one, args=[connection], daemon=True).start()
-
-        def one(connection: socket.socket) -> None:
-            with connection, suppress(OSError):
-                serve(connection)
-
-        threading.Thread(target=work, daemon=True).start()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}/hook"
-        server.shutdown(socket.SHUT_RDWR)
 
 
 def hang(connection: socket.socket) -> None:
