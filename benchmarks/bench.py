@@ -16,6 +16,7 @@ from benchmarks import (
     brokers,
     classifiers,
     cold,
+    dispatch,
     drain,
     end_to_end,
     faults,
@@ -42,6 +43,7 @@ ALONE = {
     "memory": memory.run,
     "receive": receive.run,
     "processors": processors.run,
+    "dispatch": dispatch.run,
     "end_to_end": end_to_end.run,
 }
 PARTS = (
@@ -55,6 +57,7 @@ PARTS = (
     "memory",
     "receive",
     "processors",
+    "dispatch",
     "end_to_end",
     "brokers",
 )

@@ -6,14 +6,15 @@ import asyncio
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
 
 from saf.database import Dsn
-from saf.dispatch.dispatcher import Dispatcher, run
+from saf.dispatch.dispatcher import Dispatcher
+from saf.dispatch.running import run
 from saf.dispatch.settings import Endpoint
 from tests.receivers import SUBSCRIPTION
 from tests.waits import until
@@ -35,7 +36,7 @@ class Got:
 
     @property
     def id(self) -> str:
-        return self.headers["idempotency-key"]
+        return self.headers.get("idempotency-key", "")
 
 
 @dataclass(kw_only=True)
@@ -137,6 +138,26 @@ def serving(partner: Partner, application: Any = None, port: int = 0) -> Iterato
         finally:
             server.should_exit = server.force_exit = True
             thread.join()
+
+
+@contextmanager
+def listening(serve: Callable[[socket.socket], None], host: str = "127.0.0.1") -> Iterator[str]:
+    """A TCP server that does this to each connection; its URL."""
+    with socket.create_server((host, 0)) as server:
+
+        def work() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    threading.Thread(target=one, args=[connection], daemon=True).start()
+
+        def one(connection: socket.socket) -> None:
+            with connection, suppress(OSError):
+                serve(connection)
+
+        threading.Thread(target=work, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/hook"
+        server.shutdown(socket.SHUT_RDWR)
 
 
 def settings(partner: Partner, **more: Any) -> Endpoint:

@@ -173,12 +173,30 @@ timeout_seconds = 15.0
 connect_seconds = 5.0
 attempts = 10
 schedule = "webhook"
+follow_redirects = false
 client_errors = "wait"
 breaker_failures = 5
 disable_after_seconds = 432000.0
 
 [dispatch]
 networks = ["10.1.0.0/16"]
+
+[endpoints.orders]
+url = "https://orders.example.com/hooks"
+token_url = "https://login.example.com/oauth/token"
+client_id = "shop"
+client_secret = "${ORDERS_SECRET}"
+scope = "hooks"
+proxy = "http://proxy.example.com:3128"
+proxy_user = "saf"
+proxy_password = "${PROXY_PASSWORD}"
+rate_per_key = "1/s"
+
+[endpoints.warehouse]
+url = "https://warehouse.example.com/soap"
+mode = "soap"
+wsdl = "/etc/saf/warehouse.wsdl"
+operation = "BookOrder"
 
 [endpoints.lake]
 url = "https://lake.example.com/events"

@@ -70,6 +70,9 @@ def command(
     to: Annotated[
         Kind, typer.Option(help="What the messages go to: a MOM store, or a server of a queue.")
     ] = Kind.POSTGRESQL,
+    http: Annotated[
+        bool, typer.Option("--http", help="On to a receiver, as signed webhooks.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as one line of JSON.")
     ] = False,
@@ -85,6 +88,9 @@ def command(
     of a Redis server, with --to nats to a stream of a NATS server, which is started if it is
     installed.
 
+    With --http, the messages go on from the MOM store to a receiver on this machine, as signed
+    webhooks; it pauses in the middle. Without --limit, these are the first 20,000 flights.
+
     With --dialog, two applications talk instead, each in a database of its own and with a MOM store
     between them: an order that is delivered in parts, one that is refused, one that nobody answers,
     and a drawing of 20 MB.
@@ -93,6 +99,8 @@ def command(
         raise UsageError("--dialog is a demo of its own: without --routing and --limit")
     if to is not Kind.POSTGRESQL and (routing or dialog):
         raise UsageError(f"--to {to} is a demo of its own: without --routing and --dialog")
+    if http and (routing or dialog or to is not Kind.POSTGRESQL):
+        raise UsageError("--http is a demo of its own: without --routing, --dialog and --to")
     for package in PACKAGES:
         if find_spec(package) is None:
             raise MissingExtra("demo", "saf demo")
@@ -107,7 +115,12 @@ def command(
             title = "every talk ended as it should"
             listing, right = demo_dialog.listing(told), told["right"]
             _finish(told, title, listing, right=right, as_json=as_json)
-        with _place(server, data, to, reset=reset, routing=routing) as place:
+        if http:
+            from saf.demo import webhooks
+
+            limit = limit or webhooks.FLIGHTS
+        given = _place(server, data, to, reset=reset, routing=routing, http=http)
+        with given as place:
             result, proof = _run(server, place, limit, routing=routing)
     title = "every message exactly once"
     _finish(result, title, _listing(result), right=proof.holds, as_json=as_json)
@@ -132,15 +145,20 @@ class Place:
     destinations: dict[str, DestinationSettings]
     prove: Callable[[str], Proof]
     """Compares the application with one of the destinations."""
+    send_on: Callable[[Console], None] | None = None
+    """Sends what is forwarded further on."""
 
 
 @contextmanager
 def _place(
-    server: EmbeddedServer, data: Path, to: Kind, *, reset: bool, routing: bool
+    server: EmbeddedServer, data: Path, to: Kind, *, reset: bool, routing: bool, http: bool
 ) -> Iterator[Place]:
     from saf.demo import run
     from saf.demo.proof import prove, prove_received
 
+    if http:
+        yield _to_webhooks(server, data / "webhooks", reset=reset)
+        return
     if to is Kind.POSTGRESQL:
         application, stores = _databases(server, *DATABASES[routing], reset=reset)
         yield Place(
@@ -159,6 +177,31 @@ def _place(
             destinations={to: there},
             prove=lambda _: prove_received(application, queue.received(there)),
         )
+
+
+def _to_webhooks(server: EmbeddedServer, folder: Path, *, reset: bool) -> Place:
+    from saf.demo import run, webhooks
+    from saf.demo.proof import prove_received
+
+    if reset:
+        shutil.rmtree(folder, ignore_errors=True)
+    application, stores = _databases(server, "sent_flights", ("webhooks",), reset=reset)
+    (mom,) = stores.values()
+    webhooks.prepare(mom)
+
+    def send_on(console: Console) -> None:
+        with console.status("sending webhooks"):
+            sent = webhooks.send(mom, folder)
+        said = f"sent {counted(sent.requests, 'webhook')} in {sent.seconds:.1f} s"
+        paused = f", {webhooks.PAUSE_SECONDS:g} s of which the receiver paused"
+        console.print(said + (paused if sent.paused else ""))
+
+    return Place(
+        application=application,
+        destinations=run.inboxes(stores),
+        prove=lambda _: prove_received(application, webhooks.received(folder)),
+        send_on=send_on,
+    )
 
 
 def _run(
@@ -189,6 +232,8 @@ def _run(
     console.print(f"forwarded {counted(summary.forwarded, 'message')} in {summary.seconds:.1f} s")
     for problem in summary.problems:
         console.print(f"saf: {problem['error']}", style="red", soft_wrap=True)
+    if place.send_on is not None:
+        place.send_on(console)
     with console.status("comparing the databases"):
         proofs = {name: place.prove(name) for name in place.destinations}
     proof = together(proofs.values())

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 
 from saf.cli.brokers import Config, stores
 from saf.cli.console import echo
-from saf.config import Settings, did_you_mean, load
+from saf.config import Settings, did_you_mean, load, load_signer
 from saf.database import check_schema, unavailable_if_lost
-from saf.dispatch.dispatcher import Dispatcher, run
+from saf.dispatch.dispatcher import Dispatcher
+from saf.dispatch.running import run
 from saf.dispatch.settings import Endpoint
 from saf.dispatch.stored import stored
 from saf.errors import ConfigurationError
@@ -45,11 +47,17 @@ def command(
     endpoint is down or paused.
     """
     settings = load(config)
-    dispatchers = [
-        Dispatcher(name, one, settings.inbox_of(one), stop_seconds=stop_timeout)
-        for name, one in chosen(settings, names or []).items()
-    ]
-    run(dispatchers, drain=not loop)
+    signer = load_signer(config) if settings.signing.key_id else None
+
+    def made(some: Mapping[str, Endpoint]) -> list[Dispatcher]:
+        return [
+            Dispatcher(name, one, settings.inbox_of(one), stop_seconds=stop_timeout, signer=signer)
+            for name, one in some.items()
+        ]
+
+    dispatchers = made(chosen(settings, names or []))
+    find = (lambda: made(endpoints(settings))) if loop and not names else None
+    run(dispatchers, drain=not loop, find=find)
     codes = set()
     for one in dispatchers:
         echo(f"{one.name}: {one.summary}")

@@ -117,12 +117,15 @@ def peek(
         rows = [{"broker": where, **one.as_dict()} for where, some in found.items() for one in some]
         echo(json.dumps({"messages": rows, "errors": round_.errors()}))
     else:
-        listing = Listing("id", "message id", "service", "key", "type", "bytes", "received")
+        listing = Listing(
+            "id", "message id", "service", "key", "type", "bytes", "received", below="last answer"
+        )
         for some in found.values():
             for one in some:
                 listing.add(
                     str(one.id), str(one.message_id), one.service, one.key or "",
                     one.message_type or "", f"{one.bytes:,}", at(one.received_at),
+                    below=one.last_answer or "",
                 )  # fmt: skip
         listing.show()
     round_.finish(say=not as_json)

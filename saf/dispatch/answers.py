@@ -5,7 +5,7 @@
     408, 425, 429, 5xx      the message waits; so it does where there is no answer
     3xx                     the message waits: a redirect is not followed
     any other 4xx           the message is rejected: a dead letter, or it waits, as configured
-    a fault of XML-RPC      the message has failed, and waits; the endpoint is up
+    a fault of a call       the message has failed, and waits; the endpoint is up
     a reply that is larger  the same
 
 Where a message waits, the endpoint may be down; see `saf.dispatch.breaker`.

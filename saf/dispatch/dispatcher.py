@@ -1,7 +1,7 @@
 """A dispatcher: sends the messages of a subscription to its endpoint, session after session.
 
     dispatcher = Dispatcher("billing", endpoint, dsn)
-    run([dispatcher])                       # until SIGTERM; or from a shell: saf dispatch --loop
+    running.run([dispatcher])               # until SIGTERM; or from a shell: saf dispatch --loop
 
 What is promised:
 
@@ -19,12 +19,11 @@ It needs two sessions of the database, which must not be a pooler's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 
@@ -40,7 +39,9 @@ from saf.receiving.hand import Reader
 from saf.receiving.membership import Membership
 from saf.receiving.stopping import STOP_SECONDS
 from saf.receiving.summary import Summary
-from saf.signals import stop_on_signals
+
+if TYPE_CHECKING:
+    from saf.signing.signer import Signer
 
 RECONNECT_SECONDS = 2.0
 
@@ -66,12 +67,15 @@ class Dispatcher:
         *,
         lease_seconds: float = LEASE_SECONDS,
         stop_seconds: float = STOP_SECONDS,
+        signer: Signer | None = None,
     ) -> None:
         self.name = name
         self.endpoint = endpoint
         self.dsn = dsn
         self.lease_seconds = lease_seconds
         self.stop_seconds = stop_seconds
+        self.signer = signer
+        """Signs replies."""
         self.summary = Summary()
         """What it has done so far."""
         self._held_up = False
@@ -135,7 +139,7 @@ class Dispatcher:
                 )
                 try:
                     await session.run(stopping, drain=drain, stop_seconds=self.stop_seconds)
-                    self._held_up = not session.sender.condition.sends
+                    self._held_up = not session.judge.condition.sends
                 except psycopg.OperationalError as error:
                     if connection.closed:
                         raise Unavailable(self._what, str(error).splitlines()[0]) from error
@@ -157,33 +161,9 @@ class Dispatcher:
             check_schema(connection)
             restored.refuse(connection)
             found = services.subscription(connection, self.endpoint.subscription or self.name)
-        return Reader(subscription_id=found.subscription_id, name=found.name, service=found.service)
-
-
-def run(dispatchers: Sequence[Dispatcher], *, drain: bool = False) -> None:
-    """Run dispatchers side by side until SIGTERM or SIGINT; with ``drain``, until all have drained.
-
-    Raises:
-        SafError: one of them cannot go on; the others were stopped.
-    """
-    asyncio.run(_run(dispatchers, drain=drain))
-
-
-async def _run(dispatchers: Sequence[Dispatcher], *, drain: bool) -> None:
-    stopping, loop = asyncio.Event(), asyncio.get_running_loop()
-
-    async def one(dispatcher: Dispatcher) -> None:
-        try:
-            await dispatcher.run(stopping, drain=drain)
-        except BaseException:
-            stopping.set()
-            raise
-
-    def stop() -> None:
-        loop.call_soon_threadsafe(stopping.set)
-
-    with stop_on_signals(stop):
-        ended = await asyncio.gather(*map(one, dispatchers), return_exceptions=True)
-    for error in ended:
-        if isinstance(error, BaseException):
-            raise error
+        return Reader(
+            subscription_id=found.subscription_id,
+            name=found.name,
+            service=found.service,
+            signer=self.signer,
+        )

@@ -3,7 +3,7 @@
 A URL that somebody has chosen may name, or resolve to, an address inside of our own network. The
 guard looks at each address at the moment of connecting to it. So it does not matter how the URL
 writes the address, what a name resolves to now, or that it resolves to something else a moment
-later. Redirects are not followed.
+later, or where a redirect leads to.
 """
 
 from __future__ import annotations

@@ -15,10 +15,11 @@ import psycopg
 from saf.database import fetch
 from saf.dispatch import replies, talking
 from saf.dispatch.answers import Answer
+from saf.dispatch.marks import Marks
 from saf.dispatch.progress import Mark
-from saf.dispatch.window import Marks
 from saf.errors import Fenced
 from saf.failpoints import fail_point
+from saf.outbox import Outbox
 from saf.received import Received
 from saf.receiving import retries
 from saf.receiving.arrival import hook
@@ -27,6 +28,8 @@ from saf.setaside import backoff, dead, parking
 from saf.setaside.dead import AsStored
 from saf.setaside.isolation import said
 from saf.setaside.lane import NO_BROKER, Kind, Lane
+
+UNSIGNED = Outbox(max_bytes=replies.MOST)
 
 # Before anything that depends on who owns the shards
 LOCK = """
@@ -78,9 +81,12 @@ def mark(
     connection: psycopg.Connection[Any],
     reader: Reader,
     marks: Marks,
+    outbox: Outbox = UNSIGNED,
     one_reply: Collection[str] = (),
 ) -> tuple[int, int]:
-    """Write marks in a transaction of its own; dialogs end by the reply under some contracts.
+    """Write marks in a transaction of its own, and send the replies.
+
+    Under the contracts ``one_reply``, dialogs end with the reply.
 
     Return how many messages it has parked, and how many dead letters it has made.
 
@@ -96,7 +102,7 @@ def mark(
             some = talking.settle(connection, reader, batches, marks.talked, one_reply)
             parked, buried = parked + some[0], buried + some[1]
         _move(connection, reader, marks.cursors)
-        refused = replies.send(connection, marks.replies)
+        refused = replies.send(connection, outbox, marks.replies)
         marks.bury += [(one, "failed", error) for one, error in refused]
         buried += len(refused)
         fail_point("dispatch_marking")

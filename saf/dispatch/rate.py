@@ -1,13 +1,15 @@
 """A rate: how many messages go to an endpoint in a time, however many processes send them.
 
 Each process takes the share of the rate that it has of the shards. A rate is kept on average: what
-is left unused of one second may be used in the next, and no more.
+is left unused of one second may be used in the next, and no more. A key is sent by one process, so
+its messages are simply so far apart.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections import OrderedDict
+from dataclasses import dataclass, field
 
 UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 FORM = re.compile(r"(\d{1,7})/(s|min|h)")
@@ -59,3 +61,29 @@ class Bucket:
             self._tokens -= 1.0
             return 0.0
         return (1.0 - self._tokens) / speed
+
+
+@dataclass(kw_only=True)
+class Apart:
+    """How far apart the messages of each key are.
+
+    >>> apart = Apart(seconds=2.0)
+    >>> apart.sent("a", now=10.0)
+    >>> apart.wait("a", now=10.5), apart.wait("b", now=10.5), apart.wait("a", now=12.0)
+    (1.5, 0.0, 0.0)
+    """
+
+    seconds: float
+    _sent: OrderedDict[str, float] = field(default_factory=OrderedDict)
+    """When each key was sent last, in this order; who may be sent again is forgotten."""
+
+    def wait(self, key: str, now: float) -> float:
+        """In how many seconds the next message of a key may be sent."""
+        return max(0.0, self._sent.get(key, now - self.seconds) + self.seconds - now)
+
+    def sent(self, key: str, now: float) -> None:
+        """Note that a message of a key is sent."""
+        self._sent.pop(key, None)
+        self._sent[key] = now
+        while next(iter(self._sent.values())) <= now - self.seconds:
+            self._sent.popitem(last=False)

@@ -31,8 +31,6 @@ MOST = 1 << 20
 
 TO_NOBODY = "it names no from_service, which its reply would go to"
 
-OUTBOX = Outbox(max_bytes=MOST)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
@@ -69,20 +67,22 @@ def to(message: Received, reply: Reply) -> Message:
 
 
 def send(
-    connection: psycopg.Connection[Any], replies: Sequence[tuple[Received, Message]]
+    connection: psycopg.Connection[Any],
+    outbox: Outbox,
+    replies: Sequence[tuple[Received, Message]],
 ) -> list[tuple[Received, str]]:
     """Send replies in the transaction that is open; return what was refused, with the error."""
     if not replies:
         return []
     try:
         with connection.transaction():
-            OUTBOX.send_many(connection, [reply for _, reply in replies])
+            outbox.send_many(connection, [reply for _, reply in replies])
     except (psycopg.Error, SafError) as error:
         if connection.broken or not is_refusal(error):
             raise
         if len(replies) == 1:
             return [(replies[0][0], f"its reply is refused: {said(error)}")]
-        return [refused for one in replies for refused in send(connection, [one])]
+        return [refused for one in replies for refused in send(connection, outbox, [one])]
     return []
 
 

@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 
 import psycopg
 
-from saf.dispatch import condition, marking, source, talking
+from saf.dispatch import condition, marking, replies, source, talking
 from saf.dispatch.condition import Book
 from saf.dispatch.http import Client
+from saf.dispatch.judging import Judge
 from saf.dispatch.progress import InHand
 from saf.dispatch.sending import Sender
 from saf.dispatch.settings import Endpoint
@@ -28,6 +29,7 @@ from saf.errors import Fenced
 from saf.failpoints import fail_point
 from saf.log.shards import Member
 from saf.logger import Log
+from saf.outbox import Outbox
 from saf.received import Received
 from saf.receiving.hand import Reader
 from saf.receiving.membership import Membership
@@ -79,19 +81,14 @@ class Session:
         self.window = Window()
         self.summary = summary
         self._connection = connection
+        self._outbox = Outbox(max_bytes=replies.MOST, signer=reader.signer)
         self._membership = membership
         self._member: Member = membership.member
         self._thread = thread
         self._news = asyncio.Event()
         self._book = Book(subscription_id=reader.subscription_id, endpoint=name)
-        self.sender = Sender(
-            self.window,
-            self._book,
-            endpoint,
-            client,
-            self._news.set,
-            converses=reader.converses,
-        )
+        self.judge = Judge(self.window, self._book, endpoint, converses=reader.converses)
+        self.sender = Sender(self.window, self.judge, endpoint, client, self._news.set)
         self._capacity = min(MOST, max(AHEAD * endpoint.max_in_flight, AHEAD * PART))
         self._look_at = self._poll_at = self._trim_at = 0.0
         self._pause = FIRST_PAUSE_SECONDS
@@ -124,10 +121,15 @@ class Session:
     @property
     def _drained(self) -> bool:
         window = self.window
-        nothing_moves = not window.in_flight and not window.unmarked and not self.sender.to_write
+        nothing_moves = not window.in_flight and not window.unmarked and not self.judge.to_write
         return nothing_moves and (
-            not self.sender.condition.sends
-            or (not self._found and not window.anything_ready and not self._unread())
+            not self.judge.condition.sends
+            or (
+                not self._found
+                and not window.anything_ready
+                and not window.anything_rests
+                and not self._unread()
+            )
         )
 
     @property
@@ -161,14 +163,16 @@ class Session:
 
     async def _write(self) -> None:
         """Write what came of requests."""
-        writes, self.sender.to_write = self.sender.to_write, []
+        writes, self.judge.to_write = self.judge.to_write, []
         for write in writes:
             await self._ask(write)
         marks = self.window.marks()
         if marks is None:
             return
         parked, buried = await self._ask(
-            lambda connection: marking.mark(connection, self.reader, marks, self.endpoint.one_reply)
+            lambda connection: marking.mark(
+                connection, self.reader, marks, self._outbox, self.endpoint.one_reply
+            )
         )
         fail_point("dispatch_marked")
         self.window.written(marks)
@@ -201,14 +205,14 @@ class Session:
 
     async def _look(self) -> None:
         """Look how the endpoint is, and take up shards or pass them on."""
-        sender, number = self.sender, self.reader.subscription_id
-        sender.hear(await self._ask(lambda connection: condition.condition(connection, number)))
+        sender, judge, number = self.sender, self.judge, self.reader.subscription_id
+        judge.hear(await self._ask(lambda connection: condition.condition(connection, number)))
         if not await self._ask(self._member.settled) or not self.window.shards:
             await self._balance()
         if time.monotonic() >= self._trim_at:
             self._trim_at = time.monotonic() + TRIM_SECONDS
             await self._ask(self._book.trim)
-        if sender.condition.probe_due and sender.probe is None and self.window.anything_ready:
+        if judge.condition.probe_due and sender.probe is None and self.window.anything_ready:
             seconds = self.endpoint.timeout_seconds + PROBE_SECONDS
             taken = await self._ask(lambda connection: self._book.probe(connection, seconds))
             if taken is not None:
@@ -313,7 +317,7 @@ class Session:
 
     async def _wait(self) -> None:
         """Wait until a request has ended, or something is to be done."""
-        if self.window.unmarked or self.sender.to_write or self.sender.talks:
+        if self.window.unmarked or self.judge.to_write or self.sender.talks:
             await asyncio.sleep(0)
             return
         hungry = self._hungry

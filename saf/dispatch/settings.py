@@ -22,7 +22,7 @@ from saf.destinations.settings import within
 from saf.dispatch.rate import per_second
 from saf.dispatch.template import check
 from saf.errors import UsageError
-from saf.setaside.parking import wait_seconds
+from saf.setaside import parking
 from saf.webhooks.signature import key_of
 
 DAY = 86400
@@ -78,7 +78,7 @@ class Endpoint(BaseModel):
     """The destination whose inbox has the messages; by default, the one of kind postgresql."""
     subscription: str | None = None
     """Whose messages are sent; by default, the subscription of the endpoint's name."""
-    mode: Literal["binary", "structured", "batch", "plain", "xmlrpc"] = "binary"
+    mode: Literal["binary", "structured", "batch", "plain", "xmlrpc", "soap"] = "binary"
     """The form of a request: CloudEvents in headers, as JSON or several, the body, or a call."""
     batch_messages: Annotated[int, within(1, 10_000)] | None = None
     """With mode "batch": the most messages of a request; by default, 100."""
@@ -90,6 +90,10 @@ class Endpoint(BaseModel):
     """The content type of such a body; by default, application/json."""
     method: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.:/]{1,200}$")
     """With mode "xmlrpc": the method that is called."""
+    wsdl: Path | None = None
+    """With mode "soap": the file that describes the service."""
+    operation: str | None = Field(default=None, min_length=1)
+    """With mode "soap": the operation that is called."""
     source: str | None = Field(default=None, min_length=1)
     """The attribute ``source`` of CloudEvents; by default, /saf/ and the sender's service."""
     secrets: tuple[pydantic.SecretStr, ...] = ()
@@ -100,6 +104,20 @@ class Endpoint(BaseModel):
     """With password: for the header Authorization, as HTTP's basic scheme has it."""
     password: pydantic.SecretStr | None = None
     """See user."""
+    token_url: Url | None = Field(default=None, repr=False)
+    """Where OAuth 2 gives tokens for client credentials, instead of bearer."""
+    client_id: str | None = None
+    """By OAuth 2: who we are."""
+    client_secret: pydantic.SecretStr | None = None
+    """By OAuth 2: what proves it."""
+    scope: str | None = None
+    """By OAuth 2: what the token is for."""
+    proxy: Url | None = Field(default=None, repr=False)
+    """A proxy, such as http://proxy.example.com:3128; that of the environment is not used."""
+    proxy_user: str | None = None
+    """With proxy_password: for the proxy."""
+    proxy_password: pydantic.SecretStr | None = None
+    """See proxy_user."""
     reply: bool = False
     """Whether the body of an answer is sent back to the service that the message came from."""
     reply_type: str | None = Field(default=None, min_length=1)
@@ -120,6 +138,8 @@ class Endpoint(BaseModel):
     """How many requests one process has in flight; of each key, it is one."""
     rate: Rate | None = None
     """The most messages in a time, of all processes together: "100/s", "30/min" or "500/h"."""
+    rate_per_key: Rate | None = None
+    """The same for each key; its messages are as far apart as that says."""
     timeout_seconds: Seconds = 15.0
     """How long a request may take, from connecting to the last byte of the answer, in seconds."""
     connect_seconds: Seconds = 5.0
@@ -128,6 +148,8 @@ class Endpoint(BaseModel):
     """After so many attempts that an endpoint answers badly, a message becomes a dead letter."""
     schedule: Literal["doubling", "webhook"] = "doubling"
     """How long to wait after a failure: 4, 8, … 64 s, or 5 s, 5 min, 30 min, 2 h, 5 h, 10 h."""
+    follow_redirects: bool = False
+    """Whether 307 and 308 are followed: to the same host, and never away from TLS."""
     client_errors: Literal["reject", "wait"] = "reject"
     """What 4xx means for a message, apart from 408, 410, 425 and 429."""
     breaker_failures: Annotated[int, within(1, 1000)] = 5
@@ -146,25 +168,43 @@ class Endpoint(BaseModel):
         return some
 
     @pydantic.model_validator(mode="after")
-    def _belongs_together(self) -> Endpoint:
+    def _is_one_caller(self) -> Endpoint:
         if (self.user is None) != (self.password is None):
             raise ValueError("user and password belong together")
-        if self.user is not None and self.bearer is not None:
-            raise ValueError("either user and password or bearer, and not both")
+        oauth = (self.token_url, self.client_id, self.client_secret)
+        if None in oauth and any(one is not None for one in (*oauth, self.scope)):
+            raise ValueError("token_url, client_id and client_secret belong together")
+        if sum(one is not None for one in (self.user, self.bearer, self.token_url)) > 1:
+            raise ValueError("either user and password, or bearer, or token_url, and not two")
+        if self.client_key is not None and self.client_certificate is None:
+            raise ValueError("client_key without client_certificate")
+        if (self.proxy_user is None) != (self.proxy_password is None):
+            raise ValueError("proxy_user and proxy_password belong together")
+        if self.proxy_user is not None and self.proxy is None:
+            raise ValueError("proxy_user without proxy")
+        if self.proxy is not None and self.public_only:
+            raise ValueError("public_only with proxy: the proxy decides where it connects to")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _is_one_form(self) -> Endpoint:
         if (self.mode == "xmlrpc") != (self.method is not None):
             raise ValueError('mode = "xmlrpc" and method belong together')
+        soap = (self.wsdl is not None, self.operation is not None)
+        if any(one != (self.mode == "soap") for one in soap):
+            raise ValueError('mode = "soap", wsdl and operation belong together')
         if self.mode != "batch" and (self.batch_messages or self.batch_of):
             raise ValueError('batch_messages and batch_of without mode = "batch"')
         if self.mode == "batch" and self.reply:
             raise ValueError('mode = "batch" and reply: an answer would be to several messages')
+        if self.batch_of == "key" and self.rate_per_key is not None:
+            raise ValueError('batch_of = "key" and rate_per_key: its messages would go together')
         if self.template is not None and self.mode not in ("binary", "plain"):
             raise ValueError('template without mode = "binary" or "plain"')
         if self.template is None and self.template_type is not None:
             raise ValueError("template_type without template")
         if not self.reply and (self.reply_type is not None or self.one_reply):
             raise ValueError("reply_type and one_reply without reply = true")
-        if self.client_key is not None and self.client_certificate is None:
-            raise ValueError("client_key without client_certificate")
         return self
 
     @property
@@ -195,7 +235,7 @@ class Endpoint(BaseModel):
         nth = max(1, failures)
         if self.schedule == "webhook":
             return WEBHOOK_SECONDS[min(nth, len(WEBHOOK_SECONDS)) - 1]
-        return wait_seconds(nth)
+        return parking.wait_seconds(nth)
 
 
 Endpoints = Mapping[str, Endpoint]

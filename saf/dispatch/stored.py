@@ -30,6 +30,8 @@ PREFIX = "SAF_ENDPOINT_"
 OF_FILE = frozenset(
     {"url", "broker", "subscription", "public_only", "networks"}
     | {"ca_file", "client_certificate", "client_key"}
+    | {"token_url", "client_id", "client_secret", "scope"}
+    | {"proxy", "proxy_user", "proxy_password", "wsdl", "operation"}
 )
 """Settings that are columns of the table, or for saf.toml alone."""
 

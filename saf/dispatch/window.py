@@ -16,7 +16,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from saf.dispatch.answers import Answer
-from saf.dispatch.progress import InHand, Mark
+from saf.dispatch.marks import Marks
+from saf.dispatch.progress import InHand
 from saf.dispatch.talking import Outcome
 from saf.errors import Fenced
 from saf.message import Message
@@ -36,40 +37,6 @@ class Lane:
     in_flight: int = 0
 
 
-@dataclass(kw_only=True)
-class Marks:
-    """What is to be written in one transaction."""
-
-    cursors: list[Mark] = field(default_factory=list)
-    park: list[Received] = field(default_factory=list)
-    """Messages that wait in the lanes of their keys."""
-    late: list[Received] = field(default_factory=list)
-    """Messages that wait for their deliver_at."""
-    waiting: dict[str, Waiting] = field(default_factory=dict)
-    """How lanes go on waiting."""
-    bury: list[tuple[Received, str, str]] = field(default_factory=list)
-    """Dead letters: the message, the reason and the error."""
-    unreadable: list[Received] = field(default_factory=list)
-    """Dead letters that the database copies by itself."""
-    unpark: list[int] = field(default_factory=list)
-    move: list[tuple[int, str]] = field(default_factory=list)
-    """Messages that wait already, and go on waiting in the lane of their key; by parked_id."""
-    succeeded: list[str] = field(default_factory=list)
-    """Lanes of which nothing is in memory any more."""
-    timed: set[int] = field(default_factory=set)
-    """Shards whose delayed messages have come or gone."""
-    attempts: list[tuple[Received, Answer]] = field(default_factory=list)
-    """What failed, for people."""
-    replies: list[tuple[Received, Message]] = field(default_factory=list)
-    """What endpoints have answered to messages."""
-    talked: list[tuple[Received, Outcome]] = field(default_factory=list)
-    """Messages of dialogs, which are received by the marks."""
-    messages: int = 0
-    """How many messages are complete by it."""
-    accepted: int = 0
-    """How many of them the endpoint has accepted."""
-
-
 class Window:
     """See the top of this module."""
 
@@ -84,6 +51,7 @@ class Window:
         self.leaving: Collection[int] = frozenset()
         """Shards of which no further message is to be sent."""
         self._ready: deque[Lane] = deque()
+        self._resting: set[str] = set()
         self._stopped: set[str] = set()
         self._late: set[int] = set()
         self._new = Marks()
@@ -116,6 +84,11 @@ class Window:
         if not self.leaving:
             return bool(self._ready)
         return any(lane.shard not in self.leaving for lane in self._ready)
+
+    @property
+    def anything_rests(self) -> bool:
+        """Whether a key has to wait until it is woken."""
+        return bool(self._resting)
 
     # What comes in
 
@@ -222,6 +195,16 @@ class Window:
     def put_back(self, message: Received) -> None:
         """Let a message be sent again, after the other lanes, as if it had not been sent."""
         self._stands(self._landed(message))
+
+    def rest(self, message: Received) -> None:
+        """Let the key of a message wait until it is woken, as if the message had not been sent."""
+        self._resting.add(self._landed(message).name)
+
+    def wake(self, name: str) -> None:
+        """Let a lane that rests have its turn again."""
+        if name in self._resting:
+            self._resting.discard(name)
+            self._stands(self.lanes[name])
 
     def reject(self, message: Received, reason: str, error: str) -> None:
         """The endpoint has rejected a message: a dead letter. Its key goes on."""
@@ -361,4 +344,5 @@ class Window:
                 self._let_go(lane.queue)
                 self._late.difference_update(one.parked_id or 0 for one in lane.queue)
                 del self.lanes[lane.name]
+            self._resting.intersection_update(self.lanes)
         return gone

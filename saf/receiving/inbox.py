@@ -16,10 +16,15 @@ from saf.received import Received
 from saf.receiving.reading import SINCE
 from saf.setaside.dead import SHOWN
 
-# Each shard's rows that are not complete, found by the index; as in saf.status for the outbox
+# Each shard's rows that are not complete, found by the index; as in saf.status for the outbox. What
+# a dispatcher has completed beyond the position is of the open batch.
 UNREAD = f"""
-saf.cursor c CROSS JOIN LATERAL ({SINCE}) AS since
+saf.cursor c
+LEFT JOIN saf.dispatched d ON d.subscription_id = c.subscription_id AND d.shard = c.shard
+    AND d.batch = c.batch AND c.open IS NOT NULL
+CROSS JOIN LATERAL ({SINCE}) AS since
 WHERE c.subscription_id = s.subscription_id AND since.id > c.position
+  AND NOT coalesce(since.id <@ d.ids AND pg_visible_in_snapshot(since.txid, c.open), false)
   AND (s.service IS NULL OR since.to_service = s.service)
 """
 
@@ -40,8 +45,13 @@ WHERE s.log = 'inbox' ORDER BY s.name
 PEEK = f"""
 SELECT since.id, since.message_id, left(since.to_service, {SHOWN}) AS service,
        left(since.key, {SHOWN}) AS key, left(since.message_type, {SHOWN}) AS message_type,
-       octet_length(since.body) AS bytes, since.created_at, since.received_at
+       octet_length(since.body) AS bytes, since.created_at, since.received_at,
+       a.error AS last_answer, a.at AS answered_at
 FROM saf.subscription s CROSS JOIN LATERAL (SELECT since.* FROM {UNREAD}) AS since
+LEFT JOIN LATERAL (
+    SELECT error, at FROM saf.attempt a
+    WHERE a.subscription_id = s.subscription_id AND a.message_id = since.message_id
+    ORDER BY attempt_id DESC LIMIT 1) AS a ON true
 WHERE s.log = 'inbox' AND s.name = %(name)s ORDER BY since.id LIMIT %(limit)s
 """
 
@@ -93,10 +103,18 @@ class Peeked:
     bytes: int
     created_at: datetime
     received_at: datetime
+    last_answer: str | None
+    """What an endpoint has said when it was sent last, and failed; see `saf.dispatch`."""
+    answered_at: datetime | None
 
     def as_dict(self) -> dict[str, Any]:
         """The message as a dict for JSON."""
-        moments = {name: getattr(self, name).isoformat() for name in ("created_at", "received_at")}
+        names = ("created_at", "received_at", "answered_at")
+        moments = {
+            name: moment and moment.isoformat()
+            for name in names
+            for moment in [getattr(self, name)]
+        }
         return asdict(self) | moments | {"message_id": str(self.message_id)}
 
 

@@ -29,6 +29,7 @@ from saf.errors import Fenced
 from saf.log.shards import Member
 from saf.operating.decide import retry
 from saf.receiving.hand import Reader
+from saf.receiving.inbox import inbox_status
 from saf.setaside.dead import Filter
 from tests.endpoints import (
     Got,
@@ -70,6 +71,12 @@ def unfinished(inbox: Dsn) -> int:
     return int(count)
 
 
+def unread(inbox: Dsn) -> int:
+    with connect(inbox) as connection:
+        (status,) = inbox_status(connection)
+    return status.unread
+
+
 def attempts(inbox: Dsn) -> list[tuple[Any, ...]]:
     with connect(inbox) as connection:
         return fetch(connection, "SELECT subject, attempts, error FROM saf.backoff ORDER BY 1")
@@ -101,6 +108,8 @@ def test_a_slow_key_delays_no_other(inbox: Dsn, partner: Partner) -> None:
     store(inbox, keys=70, each=5)
     with dispatching(dispatcher(inbox, partner, timeout_seconds=30)):
         until(lambda: len(partner.accepted) == 69 * 5)
+        # also where the others of its shard are beyond the position
+        until(lambda: unread(inbox) == 5)
         store(inbox, keys=70, each=5)
         until(lambda: len(partner.accepted) >= 69 * 5 + 60)
         assert [got.key for got in partner.begun].count("k1") == 1
@@ -646,6 +655,25 @@ def test_a_rate_is_kept(inbox: Dsn, partner: Partner) -> None:
     # the first second's are there at once
     assert time.monotonic() - began > 1.8
     assert len(partner.accepted) == 60
+
+
+def test_a_rate_of_each_key_is_kept_and_no_other_key_waits(inbox: Dsn, partner: Partner) -> None:
+    at: list[tuple[str | None, float]] = []
+
+    async def answer(got: Got) -> Reply:
+        at.append((got.key, time.monotonic()))
+        return 204, {}, b""
+
+    partner.answer = answer
+    store(inbox, keys=20, each=3)
+    began = time.monotonic()
+    dispatch(inbox, partner, rate_per_key="2/s")
+    assert 1.0 < time.monotonic() - began < 10
+    for key in {key for key, _ in at}:
+        mine = [moment for one, moment in at if one == key]
+        assert all(later - moment > 0.45 for moment, later in pairwise(mine))
+    # all keys had their first turn at once
+    assert max(moment for _, moment in at[:20]) - min(moment for _, moment in at[:20]) < 0.5
 
 
 def test_one_key_with_many_messages_keeps_no_other_shard_waiting(

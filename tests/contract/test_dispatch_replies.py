@@ -11,13 +11,16 @@ import pytest
 
 import saf
 from saf.database import Dsn, fetch
-from saf.dispatch.dispatcher import Dispatcher, run
+from saf.dispatch.dispatcher import Dispatcher
+from saf.dispatch.running import run
+from saf.message import SIGNATURE
 from tests import dialogs
 from tests.dialogs import SHOP, WAREHOUSE
 from tests.endpoints import Got, Partner, Reply, dispatch, program, serving, settings
 from tests.pipeline import connect, outlive_lease
 from tests.processes import run as run_program
 from tests.receivers import dead, prepare, put, waiting
+from tests.signing import signer
 
 JSON = {"content-type": "application/json"}
 
@@ -64,6 +67,14 @@ def test_an_answer_is_sent_to_the_sender_in_the_order_of_its_key(
         )
         for number, id_ in enumerate(ids, start=1)
     ]
+
+
+def test_replies_are_signed(inbox: Dsn, partner: Partner) -> None:
+    echo(partner)
+    put(inbox, "1", key="a", from_service="shop")
+    run([Dispatcher("partner", settings(partner, reply=True), inbox, signer=signer())], drain=True)
+    ((*_, headers),) = sent(inbox)
+    assert headers[SIGNATURE]["key"] == "shop-1"
 
 
 def test_an_answer_says_its_type_and_one_without_a_body_is_no_reply(

@@ -8,10 +8,8 @@ import socket
 import ssl
 import struct
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from saf.dispatch.http import Client
 from saf.dispatch.settings import Endpoint
 from saf.errors import ConfigurationError, NotVerified
 from saf.webhooks import verify
-from tests.endpoints import Partner, serving
+from tests.endpoints import Got, Partner, Reply, listening, serving
 from tests.needed import needed
 
 SECRET, OLD_SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", "whsec_" + "b2xk" * 8
@@ -39,26 +37,6 @@ def post(endpoint: Endpoint, request: Request = REQUEST) -> Answer:
             return await client.post(request)
 
     return asyncio.run(once())
-
-
-@contextmanager
-def listening(serve: Callable[[socket.socket], None], host: str = "127.0.0.1") -> Iterator[str]:
-    """A TCP server that does this to each connection; its URL."""
-    with socket.create_server((host, 0)) as server:
-
-        def work() -> None:
-            with suppress(OSError):
-                while True:
-                    connection, _ = server.accept()
-                    threading.Thread(target=one, args=[connection], daemon=True).start()
-
-        def one(connection: socket.socket) -> None:
-            with connection, suppress(OSError):
-                serve(connection)
-
-        threading.Thread(target=work, daemon=True).start()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}/hook"
-        server.shutdown(socket.SHUT_RDWR)
 
 
 def hang(connection: socket.socket) -> None:
@@ -170,6 +148,27 @@ def test_a_redirect_is_not_followed() -> None:
     assert inside.begun == []
 
 
+def test_a_redirect_is_followed_to_the_same_host_only_where_one_says_so() -> None:
+    with serving(Partner()) as inside, serving(Partner()) as outside:
+
+        async def answer(_: Got) -> Reply:
+            moved = len(outside.begun) > 1
+            return (204, {}, b"") if moved else (308, {"location": "/v2?key=verysecret"}, b"")
+
+        outside.answer = answer
+        followed = post(Endpoint(url=outside.url, follow_redirects=True))
+        assert (followed.meaning, followed.status) == (Meaning.DONE, 204)
+        assert [got.body for got in outside.begun] == [REQUEST.body] * 2
+        outside.always(307, location=inside.url)
+        elsewhere = post(Endpoint(url=outside.url, follow_redirects=True))
+        assert (elsewhere.meaning, elsewhere.status) == (Meaning.WAITS, 307)
+        outside.begun.clear()
+        outside.always(307, location="/hook")
+        assert post(Endpoint(url=outside.url, follow_redirects=True)).status == 307
+        assert len(outside.begun) == 4
+    assert inside.begun == []
+
+
 def test_an_answer_that_repeats_a_secret_is_kept_without_it() -> None:
     with serving(Partner()) as partner:
         partner.always(400, b"bad header Bearer verysecret for\r\n ?key=othersecret")
@@ -179,7 +178,8 @@ def test_an_answer_that_repeats_a_secret_is_kept_without_it() -> None:
         answer = post(endpoint)
         assert partner.begun[0].headers["authorization"] == "Bearer verysecret"
     assert answer.error == "HTTP 400: bad header Bearer *** for ?***"
-    assert "secret" not in repr(endpoint).replace("secrets", "")
+    assert "verysecret" not in repr(endpoint)
+    assert "othersecret" not in repr(endpoint)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::ffff:127.0.0.1]", "2130706433"])

@@ -105,7 +105,7 @@ def test_the_file_with_everything_has_every_key_and_loads(
     for name in ("REGIONS", "MOM"):
         monkeypatch.setenv(f"{name}_DSN", "postgresql://saf@db/x")
     monkeypatch.setenv("BILLING_SECRET", "whsec_" + "c2Vj" * 8)
-    for name in ("BILLING_TOKEN", "LEDGER_PASSWORD"):
+    for name in ("BILLING_TOKEN", "LEDGER_PASSWORD", "ORDERS_SECRET", "PROXY_PASSWORD"):
         monkeypatch.setenv(name, "p@ss/word")
     (tmp_path / "saf.toml").write_text(settings_page.EXAMPLE)
     settings = load(tmp_path / "saf.toml")

@@ -9,11 +9,19 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Mapping
 
-from tests.crash.plan import FAULTS, SPARK_FAULTS, plan
-from tests.crash.queues import QUEUES, plan_to
+from tests.crash import queues, webhooks
+from tests.crash.plan import FAULTS, SPARK_FAULTS
 from tests.crash.rounds import Outcome, Round
 from tests.crash.site import Site
+
+SITES: Mapping[str, type[Site]] = {
+    "mom": Site,
+    "redis": queues.RedisSite,
+    "nats": queues.NatsSite,
+    "http": webhooks.WebhookSite,
+}
 
 
 def main() -> int:
@@ -23,23 +31,20 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first round's number")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--seconds", type=float, help="start no round after so long")
-    parser.add_argument("--to", choices=("mom", *QUEUES), default="mom")
-    kinds = sorted({*FAULTS, *SPARK_FAULTS})
+    parser.add_argument("--to", choices=SITES, default="mom")
+    kinds = sorted({*FAULTS, *SPARK_FAULTS, *queues.FAULTS, *webhooks.FAULTS})
     parser.add_argument("--only", nargs="*", choices=kinds, help="these faults")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # its servers do not stay behind
     print(f"seed {given.seed}", flush=True)
     began = time.monotonic()
     outcomes: list[Outcome] = []
-    queue = QUEUES.get(given.to)
-    with contextlib.suppress(KeyboardInterrupt), (queue or Site)() as site:
+    with contextlib.suppress(KeyboardInterrupt), SITES[given.to]() as site:
         number = given.first
         while number < given.first + given.rounds or given.seconds:
             if given.seconds and time.monotonic() - began > given.seconds:
                 break
-            what = plan(given.seed, number, tuple(given.only or FAULTS))
-            if queue:
-                what = plan_to(number, given.seed)
+            what = site.plan(given.seed, number, tuple(given.only or ()))
             outcome = Round(site, what).run()
             outcomes.append(outcome)
             show(outcome)

@@ -39,9 +39,9 @@ FAULTS = (
 )
 
 
-def plan_to(number: int, seed: int) -> Plan:
+def plan_to(seed: int, number: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
     """The plan of a round to a queue."""
-    made = plan(seed, number, FAULTS)
+    made = plan(seed, number, kinds)
     return replace(made, destinations=1, poison=0.0, spark=False, dialogs=False)
 
 
@@ -92,6 +92,10 @@ class QueueSite(Site):
     ) -> None:
         self.queue.kill()
         super().__exit__(kind, error, at)
+
+    def plan(self, seed: int, number: int, kinds: tuple[str, ...] = ()) -> Plan:
+        """The plan of a round."""
+        return plan_to(seed, number, kinds or FAULTS)
 
     def fault(self, kind: str) -> Callable[[Any, Fault], None]:
         """Those of a queue, and those of any site."""
@@ -157,5 +161,3 @@ OF_QUEUES: Mapping[str, Callable[[Any, Fault], None]] = {
     "crash_queue": crash_queue,
     "freeze_queue": freeze_queue,
 }
-QUEUES: Mapping[str, type[Site]] = {"nats": NatsSite, "redis": RedisSite}
-"""The sites by the names that ``--to`` takes."""

@@ -78,6 +78,7 @@ class Round:
         ]
         if plan.dialogs:
             self.forwarders.append(self.start_returning())
+        self.others = [self.start_other(nth) for nth in range(len(site.others()))]
         self.purgers = [start(purger, self.app)] if plan.purge else []
 
     def run(self) -> Outcome:
@@ -94,10 +95,10 @@ class Round:
             remaining = self._drain()
             recovery = time.monotonic() - ended
         finally:
-            started = self.writers + self.forwarders + self.listeners
+            started = self.writers + self.forwarders + self.listeners + self.others
             for process in [process for process, _ in started] + self.purgers:
                 self._end(process)
-        stores = [store.conninfo for store in self.stores.values()]
+        stores = [store.conninfo for store in self.site.checked(self.plan).values()]
         verdict = check(self.app.conninfo, stores, QUALITIES, self.site.arrived())
         if self.plan.dialogs:
             listen(self.app.conninfo, self.stores["mom"].conninfo, verdict)
@@ -138,6 +139,10 @@ class Round:
         stores = {"app": self.app}
         process = start(forwarder, self.stores["mom"], stores, self.plan.chunk_rows, False)
         return process, self.start_returning
+
+    def start_other(self, nth: int) -> Started:
+        program, arguments = self.site.others()[nth]
+        return start(program, *arguments), lambda: self.start_other(nth)
 
     def again(self, group: list[Started], target: int) -> None:
         """Kill one of a group, and start another."""
@@ -197,5 +202,5 @@ class Round:
             untold = 0
             if self.plan.dialogs:
                 untold = unheard(self.app.conninfo, self.stores["mom"].conninfo)
-            return left(self.app.conninfo) + untold
+            return left(self.app.conninfo) + untold + self.site.left()
         return -1

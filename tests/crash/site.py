@@ -18,7 +18,7 @@ from saf.broker.migrate import migrate
 from saf.database import Dsn
 from saf.destinations.settings import DestinationSettings
 from tests.crash import faults
-from tests.crash.plan import QUALITIES, Fault, Plan
+from tests.crash.plan import FAULTS, QUALITIES, Fault, Plan, plan
 from tests.crash.proxy import Proxy
 from tests.crash.talks import introduce
 from tests.crash.writers import ACCOUNTS, TABLES
@@ -81,6 +81,22 @@ class Site:
         """What does a fault of this kind to a round."""
         found: Callable[[Any, Fault], None] = getattr(faults, kind)
         return found
+
+    def plan(self, seed: int, number: int, kinds: tuple[str, ...] = ()) -> Plan:
+        """The plan of a round."""
+        return plan(seed, number, kinds or FAULTS)
+
+    def others(self) -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
+        """More programs that run in a round, each with its arguments."""
+        return []
+
+    def checked(self, plan: Plan) -> dict[str, Dsn]:
+        """The stores where messages are to arrive."""
+        return self.stores(plan)
+
+    def left(self) -> int:
+        """How many messages of the MOM stores are not where they are to arrive."""
+        return 0
 
     def arrived(self) -> Sequence[str]:
         """The bodies that have arrived elsewhere than in MOM stores."""

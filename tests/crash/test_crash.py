@@ -9,9 +9,10 @@ import pytest
 
 from tests.crash import faults, rounds
 from tests.crash.plan import Fault, plan
-from tests.crash.queues import RedisSite, plan_to
+from tests.crash.queues import RedisSite
 from tests.crash.rounds import Round
 from tests.crash.site import Site
+from tests.crash.webhooks import WebhookSite
 
 SEED = 7
 
@@ -28,6 +29,12 @@ def queue_site() -> Iterator[Site]:
         yield site
 
 
+@pytest.fixture(scope="module")
+def webhook_site() -> Iterator[Site]:
+    with WebhookSite() as site:
+        yield site
+
+
 @pytest.mark.parametrize("number", range(3))
 def test_nothing_is_lost_doubled_or_out_of_order_whatever_fails(site: Site, number: int) -> None:
     outcome = Round(site, plan(SEED, number)).run()
@@ -36,7 +43,15 @@ def test_nothing_is_lost_doubled_or_out_of_order_whatever_fails(site: Site, numb
 
 @pytest.mark.parametrize("number", range(2))
 def test_nor_is_it_with_a_queue_that_is_killed(queue_site: Site, number: int) -> None:
-    outcome = Round(queue_site, plan_to(number, SEED)).run()
+    outcome = Round(queue_site, queue_site.plan(SEED, number)).run()
+    assert outcome.good, outcome
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_nor_is_it_on_the_way_to_an_endpoint_that_fails_at_random(
+    webhook_site: Site, number: int
+) -> None:
+    outcome = Round(webhook_site, webhook_site.plan(SEED, number)).run()
     assert outcome.good, outcome
 
 

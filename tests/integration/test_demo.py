@@ -94,6 +94,16 @@ def test_every_flight_arrives_once_in_order_and_a_second_run_forwards_nothing(
     assert second["rolled_back"] == first["rolled_back"]
 
 
+def test_as_webhooks_it_is_proven_by_what_the_receiver_has(folder: Path) -> None:
+    first = run(folder, "--http")
+    assert is_right(first), first
+    assert first["stores"] == {"webhooks": FLIGHTS}
+    second = run(folder, "--http")  # the receiver has kept what it has taken
+    assert is_right(second), second
+    assert second["forwarded_now"] == 0
+    assert set(first) == set(run(folder))  # the same line as without
+
+
 def test_with_routing_each_flight_arrives_once_at_the_store_of_its_airport(folder: Path) -> None:
     origins = Counter(flight["origin"] for flight in islice(read(), FLIGHTS))
     for written in (FLIGHTS, 0):

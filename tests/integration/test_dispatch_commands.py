@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from saf.database import Dsn
+from saf.broker.services import create_service
+from saf.database import Dsn, fetch
 from saf.webhooks import verify
 from tests.endpoints import Partner, serving
 from tests.pipeline import connect
@@ -76,6 +77,57 @@ def test_a_paused_endpoint_gets_nothing_until_it_is_resumed(
     saf("endpoint", "resume", "billing", "--config", config)
     assert saf("dispatch", "--config", config).returncode == 0
     assert partner.by_key() == {"a": [1]}
+
+
+def test_a_loop_learns_of_endpoints_that_are_added_and_removed(
+    config: Path, inbox: Dsn, partner: Partner
+) -> None:
+    with connect(inbox) as connection:
+        create_service(connection, "partner")
+    with config.open("a") as more:
+        more.write('[dispatch]\nnetworks = ["127.0.0.0/8"]\n')
+    add = ("endpoint", "add", "partner", "--url", partner.url, "--config", config)
+    with subprocess.Popen(
+        [BIN / "saf", "dispatch", "--loop", "--config", config], env=environment(), cwd=ROOT
+    ) as loop:
+        try:
+            put(inbox, "1", key="a")
+            until(lambda: len(partner.accepted) == 1)
+            assert saf(*add).returncode == 0
+            send = "INSERT INTO saf.inbox (to_service, body) VALUES ('partner', %s)"
+            with connect(inbox) as connection:
+                connection.execute(send, [b"2"])
+                until(lambda: len(partner.accepted) == 2)
+                saf("endpoint", "remove", "partner", "--config", config)
+                until(lambda: members(inbox) == 1)
+                connection.execute(send, [b"3"])
+                put(inbox, "4", key="a")
+                until(lambda: len(partner.accepted) == 3)
+        finally:
+            loop.send_signal(signal.SIGTERM)
+    assert loop.returncode == 0
+    assert [got.body for got in partner.accepted] == [b"1", b"2", b"4"]
+
+
+def members(inbox: Dsn) -> int:
+    with connect(inbox) as connection:
+        ((count,),) = fetch(connection, "SELECT count(*) FROM saf.member")
+    return int(count)
+
+
+def test_peek_shows_what_the_endpoint_last_said_of_a_message(
+    config: Path, inbox: Dsn, partner: Partner
+) -> None:
+    partner.always(503, b"down for maintenance", retry_after="1000")
+    put(inbox, "1", "2", key="a")
+    assert saf("dispatch", "--config", config).returncode == 75
+    peeked = saf("inbox", "peek", "billing", "--config", config).stdout
+    assert peeked.count("HTTP 503: down for maintenance") == 1
+    done = saf("inbox", "peek", "billing", "--json", "--config", config)
+    first, second = json.loads(done.stdout)["messages"]
+    assert first["last_answer"] == "HTTP 503: down for maintenance"
+    assert first["answered_at"] > first["received_at"]
+    assert second["last_answer"] is None
 
 
 def test_an_endpoint_that_is_gone_is_disabled_until_a_person_resumes_it(

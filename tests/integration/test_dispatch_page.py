@@ -72,7 +72,8 @@ def test_its_settings_are_settings(
     app: Dsn, mom: Dsn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = configuration(tmp_path / "saf.toml", {"shop": app}, {"mom": mom})
-    file.write_text(file.read_text() + BLOCKS["settings"])
+    file.write_text(file.read_text() + BLOCKS["settings"] + BLOCKS["oauth"])
+    monkeypatch.setenv("ORDERS_SECRET", "verysecret")
     monkeypatch.setenv("BILLING_SECRET", SECRET)
     monkeypatch.setenv("BILLING_TOKEN", "verysecret")
     settings = load(file)

@@ -24,7 +24,7 @@ from saf.database import Dsn, fetch
 from saf.dispatch import history, stored
 from saf.dispatch.condition import Book
 from saf.dispatch.dispatcher import Dispatcher
-from saf.dispatch.dispatcher import run as run_dispatchers
+from saf.dispatch.running import run as run_dispatchers
 from saf.errors import ConfigurationError
 from saf.log import cursor
 from saf.log.shards import Member

@@ -11,14 +11,16 @@ PROGRESS, WINDOW, SENDING, SESSION, MARKING = (
     "saf/dispatch/session.py",
     "saf/dispatch/marking.py",
 )
-SOURCE, GUARD, BREAKER, WEBHOOKS = (
+SOURCE, GUARD, BREAKER, WEBHOOKS, JUDGING = (
     "saf/dispatch/source.py",
     "saf/dispatch/guard.py",
     "saf/dispatch/breaker.py",
     "saf/webhooks/receiver.py",
+    "saf/dispatch/judging.py",
 )
-DISPATCH, HOSTILE, INBOX, IN_A_SHARD = (
+DISPATCH, REPLIES, HOSTILE, INBOX, IN_A_SHARD = (
     "contract/test_dispatch.py",
+    "contract/test_dispatch_replies.py",
     "contract/test_hostile_endpoints.py",
     "contract/test_webhook_inbox.py",
     "unit/test_progress.py",
@@ -63,7 +65,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "an endpoint that is down uses up attempts",
-        SENDING,
+        JUDGING,
         "replace(counted, attempts=message.attempt - 1)",
         "counted",
         f"{DISPATCH}::test_an_endpoint_that_is_down_uses_up_no_attempts",
@@ -98,7 +100,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "Retry-After is not heard",
-        SENDING,
+        JUDGING,
         " or answer.retry_after is not None:",
         ":",
         f"{DISPATCH}::test_retry_after_is_honoured",
@@ -123,5 +125,62 @@ MUTANTS: list[Mutant] = [
         "encoded(value) for name, value in said",
         "value for name, value in said",
         f"{DISPATCH}::test_the_sdk_of_cloudevents_reads_what_is_sent",
+    ),
+    mutant(
+        "a redirect leads anywhere",
+        "saf/dispatch/http.py",
+        "    return to if same or now_by_tls else None",
+        "    return to",
+        f"{HOSTILE}::test_a_redirect_is_followed_to_the_same_host_only_where_one_says_so",
+    ),
+    mutant(
+        "a value breaks out of a template",
+        "saf/dispatch/template.py",
+        "        return json.dumps\n",
+        "        return str\n",
+        f"{DISPATCH}::test_a_template_makes_a_body_of_the_endpoints_own_form",
+    ),
+    mutant(
+        "a reply does not say to what",
+        "saf/dispatch/replies.py",
+        "headers={**reply.headers, IN_REPLY_TO: str(message.message_id)}",
+        "headers=reply.headers",
+        f"{REPLIES}::test_an_answer_is_sent_to_the_sender_in_the_order_of_its_key",
+    ),
+    mutant(
+        "a reply that is refused is forgotten",
+        MARKING,
+        '        marks.bury += [(one, "failed", error) for one, error in refused]\n',
+        "",
+        f"{REPLIES}::test_a_reply_that_the_database_refuses_makes_a_dead_letter_and_others_go_on",
+    ),
+    mutant(
+        "a dialog does not end with the reply",
+        "saf/dispatch/talking.py",
+        "        dialog.end(connection)",
+        "        pass",
+        f"{REPLIES}::test_a_dialog_ends_with_the_reply_where_its_contract_is_for_one",
+    ),
+    mutant(
+        "a message of a dialog is sent before its turn",
+        "saf/dispatch/talking.py",
+        "found: Found = {one.message_id: Outcome() for one in some}",
+        "found: Found = {one.message_id: _made(one, make) for one in some}",
+        f"{REPLIES}::test_a_message_of_a_dialog_waits_for_an_earlier_one_and_a_repeated_one_is_dropped",
+    ),
+    mutant(
+        "all messages of a batch are rejected with one of them",
+        JUDGING,
+        "        for message in reversed(messages):\n            self.window.put_back(message)\n",
+        "        for message in messages:\n"
+        '            self.window.reject(message, "rejected", answer.error)\n',
+        f"{DISPATCH}::test_of_a_batch_that_is_rejected_only_the_message_at_fault_is_a_dead_letter",
+    ),
+    mutant(
+        "what is complete beyond the position counts as unread",
+        "saf/receiving/inbox.py",
+        "since.id <@ d.ids AND pg_visible",
+        "since.id < 0 AND pg_visible",
+        f"{DISPATCH}::test_a_slow_key_delays_no_other",
     ),
 ]

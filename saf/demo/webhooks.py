@@ -1,0 +1,205 @@
+"""The demo's webhooks: a receiver in a process of its own, and the dispatcher that sends to it.
+
+    python -m saf.demo.webhooks FILE PAUSE_AFTER       (with SECRET set; it prints its port)
+
+The receiver verifies each signature, drops what it has received before, and adds a line to the file
+for each message before it answers. In the middle of a run it pauses: for some seconds, it answers
+that it is in maintenance. It ends with the process that has started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from pydantic import SecretStr
+
+import saf.webhooks
+from saf.broker.services import create_service
+from saf.database import Dsn
+from saf.demo.flights import SERVICE
+from saf.demo.proof import Received
+from saf.dispatch.dispatcher import Dispatcher
+from saf.dispatch.settings import Endpoint
+from saf.errors import MissingExtra, NotVerified, SafError
+from saf.message import CONTENT_TYPE
+from saf.receiving.inbox import inbox_status
+
+FLIGHTS = 20_000
+"""How many flights are sent, unless one says so."""
+
+SECRET = "whsec_" + "ZGVt" * 8
+"""What both sides of this demo know; it protects nothing."""
+
+PAUSE_SECONDS = 3.0
+LOOK_SECONDS = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a run has sent."""
+
+    requests: int
+    """How many messages were accepted."""
+    seconds: float
+    paused: bool
+    """Whether the receiver has paused."""
+
+
+def prepare(mom: Dsn) -> None:
+    """Let the service live at the MOM store, so that it has a subscription."""
+    with mom.connect(role="demo", autocommit=True) as connection:
+        create_service(connection, SERVICE)
+
+
+def send(mom: Dsn, folder: Path) -> Result:
+    """Send everything in the inbox to a receiver that writes to a file in the folder.
+
+    Raises:
+        MissingExtra: aiohttp is not installed.
+        SafError: the receiver does not start.
+    """
+    began = time.monotonic()
+    pause_after = max(1, left(mom) // 2)
+    with _serve(folder, pause_after=pause_after) as url:
+        endpoint = Endpoint(url=url, subscription=SERVICE, secrets=(SecretStr(SECRET),))
+        dispatcher = Dispatcher(SERVICE, endpoint, mom)
+        asyncio.run(_until_nothing_is_left(dispatcher, mom))
+    handled = dispatcher.summary.handled
+    return Result(requests=handled, seconds=time.monotonic() - began, paused=handled >= pause_after)
+
+
+async def _until_nothing_is_left(dispatcher: Dispatcher, mom: Dsn) -> None:
+    stopping = asyncio.Event()
+    work = asyncio.create_task(dispatcher.run(stopping))
+    while not work.done() and await asyncio.to_thread(left, mom) > 0:
+        await asyncio.wait([work], timeout=LOOK_SECONDS)
+    stopping.set()
+    await work
+
+
+def left(mom: Dsn) -> int:
+    """How many messages are not received yet."""
+    with mom.connect(role="demo", autocommit=True) as connection:
+        return sum(one.unread + one.parked for one in inbox_status(connection))
+
+
+def received(folder: Path) -> Iterator[Received]:
+    """Give all messages that the receiver has taken, in the order in which they came."""
+    with _file(folder).open() as lines:
+        for number, line in enumerate(lines, start=1):
+            got: dict[str, Any] = json.loads(line)
+            yield (
+                *(number, got["id"], got["from"], SERVICE, got["key"], None),
+                *(json.dumps({CONTENT_TYPE: got["type"]}), got["body"].encode()),
+            )
+
+
+def _file(folder: Path) -> Path:
+    return folder / "received.jsonl"
+
+
+@contextmanager
+def _serve(folder: Path, *, pause_after: int) -> Iterator[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with subprocess.Popen(  # noqa: S603 - our own program
+        [sys.executable, "-P", "-m", "saf.demo.webhooks", _file(folder), str(pause_after)],
+        stdin=subprocess.PIPE,  # it ends when this process does
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "SECRET": SECRET},
+        process_group=0,  # Ctrl-C is for this process, which then ends the receiver
+    ) as process:
+        try:
+            assert process.stdout is not None  # noqa: S101 - it is piped
+            port = process.stdout.readline().strip()
+            if not port:
+                raise SafError("the receiver of webhooks does not start; what it said is above")
+            yield f"http://127.0.0.1:{port}/departures"
+        finally:
+            process.terminate()
+
+
+class Receiver:
+    """Takes webhooks, and remembers which."""
+
+    def __init__(self, file: Path, secret: str, pause_after: int) -> None:
+        self._secret = secret
+        self._pause_after = pause_after
+        self._paused_until: float | None = None
+        file.touch()
+        whole = file.read_bytes().rpartition(b"\n")
+        os.truncate(file, len(whole[0] + whole[1]))  # a killed receiver has left a part of a line
+        self._seen = {json.loads(line)["id"] for line in file.read_text().splitlines()}
+        self._first = len(self._seen)
+        self._lines = file.open("a")
+
+    def take(self, headers: dict[str, str], body: bytes) -> int:
+        """Take a request; return the status of the answer."""
+        if self._pauses():
+            return 503
+        try:
+            number = saf.webhooks.verify(headers, body, self._secret)
+        except NotVerified:
+            return 401
+        if number not in self._seen:
+            got = {
+                "id": number,
+                "from": unquote(headers["ce-source"].rpartition("/")[2]),
+                "key": unquote(headers["ce-subject"]) if "ce-subject" in headers else None,
+                "type": headers["content-type"],
+                "body": body.decode(),
+            }
+            self._lines.write(json.dumps(got) + "\n")
+            self._lines.flush()
+            self._seen.add(number)
+        return 204
+
+    def _pauses(self) -> bool:
+        if self._paused_until is None and len(self._seen) - self._first >= self._pause_after:
+            self._paused_until = time.monotonic() + PAUSE_SECONDS
+        return self._paused_until is not None and time.monotonic() < self._paused_until
+
+
+def main(file: Path, pause_after: int) -> None:
+    """Serve until standard input is closed.
+
+    Raises:
+        MissingExtra: aiohttp is not installed.
+    """
+    try:
+        from aiohttp import web
+    except ImportError:
+        raise MissingExtra("dispatch", "receiving webhooks") from None
+    receiver = Receiver(file, os.environ["SECRET"], pause_after)
+
+    async def answer(request: web.Request) -> web.Response:
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        return web.Response(status=receiver.take(headers, await request.read()))
+
+    async def serve() -> None:
+        app = web.Application()
+        app.router.add_post("/departures", answer)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        print(runner.addresses[0][1], flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+        await runner.cleanup()
+
+    asyncio.run(serve())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

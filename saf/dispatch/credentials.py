@@ -1,0 +1,78 @@
+"""Credentials: who calls an endpoint, how that is proven, and what of it nobody may see."""
+
+from __future__ import annotations
+
+import base64
+import ssl
+from urllib.parse import urlsplit
+
+import pydantic
+
+from saf.dispatch.settings import Endpoint
+from saf.errors import ConfigurationError
+from saf.receiving.failures import HIDDEN, SHORTEST
+
+
+def tls(endpoint: Endpoint) -> ssl.SSLContext | bool:
+    """How the endpoint's certificate is verified; True: as this system does it.
+
+    Raises:
+        ConfigurationError: a file cannot be read, or holds something else.
+    """
+    if endpoint.ca_file is None and endpoint.client_certificate is None:
+        return True
+    try:
+        context = ssl.create_default_context(cafile=endpoint.ca_file)
+        if endpoint.client_certificate is not None:
+            context.load_cert_chain(endpoint.client_certificate, endpoint.client_key)
+    except (OSError, ssl.SSLError) as error:
+        files = (endpoint.ca_file, endpoint.client_certificate, endpoint.client_key)
+        named = ", ".join(str(one) for one in files if one)
+        raise ConfigurationError(f"cannot use {named}: {error.strerror or error}") from None
+    return context
+
+
+def hidden(endpoint: Endpoint) -> list[tuple[str, str]]:
+    """What nobody may see, and what is shown in its place."""
+    secrets = [*endpoint.secrets, endpoint.bearer, endpoint.password]
+    secrets += [endpoint.client_secret, endpoint.proxy_password]
+    found = [(endpoint.url, endpoint.shown)] if endpoint.url != endpoint.shown else []
+    found += [(one.get_secret_value(), HIDDEN) for one in secrets if one is not None]
+    of_all = (authorization(endpoint), of_client(endpoint), of_proxy(endpoint))
+    said = [one.partition(" ")[2] for headers in of_all for one in headers.values()]
+    queries = [urlsplit(one).query for one in (endpoint.url, endpoint.token_url or "")]
+    found += [(one, HIDDEN) for one in (*said, *queries) if one]
+    return [(one, shown) for one, shown in found if len(one) >= SHORTEST]
+
+
+def authorization(endpoint: Endpoint) -> dict[str, str]:
+    """The header that says who calls, where that is always the same."""
+    if endpoint.bearer is not None:
+        return {"Authorization": f"Bearer {endpoint.bearer.get_secret_value()}"}
+    if endpoint.user is not None and endpoint.password is not None:
+        return {"Authorization": basic(endpoint.user, endpoint.password)}
+    return {}
+
+
+def of_client(endpoint: Endpoint) -> dict[str, str]:
+    """The header that says who asks for a token."""
+    if endpoint.client_id is None or endpoint.client_secret is None:
+        return {}
+    return {"Authorization": basic(endpoint.client_id, endpoint.client_secret)}
+
+
+def of_proxy(endpoint: Endpoint) -> dict[str, str]:
+    """The header that tells a proxy who calls; aiohttp makes Proxy-Authorization of it."""
+    if endpoint.proxy_user is None or endpoint.proxy_password is None:
+        return {}
+    return {"Authorization": basic(endpoint.proxy_user, endpoint.proxy_password)}
+
+
+def basic(user: str, password: pydantic.SecretStr) -> str:
+    """A user and a password as HTTP's basic scheme has them.
+
+    >>> basic("saf", pydantic.SecretStr("x"))
+    'Basic c2FmOng='
+    """
+    both = f"{user}:{password.get_secret_value()}".encode()
+    return f"Basic {base64.b64encode(both).decode()}"

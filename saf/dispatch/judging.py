@@ -1,0 +1,231 @@
+"""Judging: what an answer does to a message, and to what is known of the endpoint.
+
+An answer changes the window at once, in memory. What is to be written of the endpoint's condition
+is in `Judge.to_write`; the session writes it, and marks the messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from uuid import UUID
+
+import psycopg
+
+from saf.dispatch import replies
+from saf.dispatch.answers import Answer, Meaning
+from saf.dispatch.breaker import Breaker
+from saf.dispatch.condition import Book, Condition
+from saf.dispatch.settings import Endpoint
+from saf.dispatch.talking import Outcome
+from saf.dispatch.window import Window
+from saf.errors import InvalidMessage
+from saf.logger import Log
+from saf.received import Received
+from saf.receiving.retries import Waiting
+
+UP = (Meaning.DONE, Meaning.REJECTED, Meaning.FAILED)
+"""The answers of an endpoint that is up."""
+
+TALKS = "messages of dialogs are sent with reply = true only; or let a worker handle them"
+
+log = Log("saf.dispatch")
+
+
+class Judge:
+    """Judges the answers of one endpoint to messages of a window.
+
+    Where the subscription ``converses``, messages of dialogs are received as such.
+    """
+
+    def __init__(self, window: Window, book: Book, endpoint: Endpoint, *, converses: bool) -> None:
+        self.name = book.endpoint
+        self.endpoint = endpoint
+        self.window = window
+        self.condition = Condition()
+        """How the endpoint is, as far as this process knows."""
+        self.to_write: list[Callable[[psycopg.Connection[Any]], None]] = []
+        self.alone: set[UUID] = set()
+        """The ids of messages that are to be sent alone, because they have failed together."""
+        self._book = book
+        self._converses = converses
+        self._breaker = Breaker[Waiting](threshold=endpoint.breaker_failures)
+
+    def hear(self, found: Condition) -> None:
+        """Learn how the endpoint is, from what all dispatchers share."""
+        if self.to_write:
+            return  # this process knows better, and is about to say so
+        if found.sends and not self.condition.sends:
+            self._breaker.reset()
+        self.condition = found
+
+    def is_spoken(self, message: Received) -> bool:
+        """Whether a message belongs to a dialog that this subscription is an end of."""
+        return self._converses and message.from_initiator is not None
+
+    def leave_to_worker(self, message: Received) -> None:
+        """Let a message of a dialog, and its key behind it, wait for somebody who can reply."""
+        waiting = Waiting(
+            lane=message.lane,
+            shard=message.shard,
+            attempts=message.attempt - 1,
+            error=TALKS,
+            awaits_handler=True,
+            message_type=message.message_type,
+        )
+        self.window.wait(message, waiting)
+
+    def answered_together(self, messages: list[Received], answer: Answer) -> None:
+        """Note the answer to several messages.
+
+        If it is bad, one of them may be to blame. So each is sent alone next.
+        """
+        if answer.meaning is Meaning.DONE:
+            self.window.count(self._breaker.succeeded())
+            for message in messages:
+                self.window.done(message)
+            return
+        self.window.note(messages[0], answer)
+        for message in reversed(messages):
+            self.window.put_back(message)
+        if self.condition.sends and answer.meaning is Meaning.GONE:
+            self._disable(answer)
+        elif self.condition.sends and answer.retry_after is not None:
+            self._open(answer)
+        elif self.condition.sends:
+            self.alone.update(message.message_id for message in messages)
+
+    def answered(self, message: Received, answer: Answer) -> None:
+        """Note the answer to a message."""
+        if answer.meaning in UP:
+            self.window.count(self._breaker.succeeded())
+            self._settle(message, answer)
+            return
+        self.window.note(message, answer)
+        if not self.condition.sends:
+            # it is known to be down: this says nothing new, and nothing of the message
+            self.window.put_back(message)
+        elif answer.meaning is Meaning.GONE:
+            self.window.put_back(message)
+            self._disable(answer)
+        else:
+            self._failed(message, answer)
+
+    def _settle(self, message: Received, answer: Answer) -> None:
+        """Do with a message what an endpoint says that is up."""
+        if answer.meaning is Meaning.DONE:
+            self._done(message, answer)
+            return
+        self.window.note(message, answer)
+        last = message.attempt >= self.endpoint.attempts
+        if answer.meaning is Meaning.FAILED and not last:
+            counted = self._waiting(message, answer)
+            self.window.wait(message, counted)
+            wait = f"in {counted.wait:g} s"
+            self._log(log.warning, "message_failed", message, answer, next_attempt=wait)
+            return
+        reason = "rejected" if answer.meaning is Meaning.REJECTED else "failed"
+        self._reject(message, reason, answer)
+
+    def _done(self, message: Received, answer: Answer) -> None:
+        if self.is_spoken(message):
+            self.window.talked(message, Outcome(sent=True, reply=answer.reply))
+        elif answer.reply is None:
+            self.window.done(message)
+        else:
+            try:
+                self.window.done(message, replies.to(message, answer.reply))
+            except InvalidMessage as error:
+                self._reject(message, "failed", replace(answer, error=f"its reply: {error}"))
+
+    def _reject(self, message: Received, reason: str, answer: Answer) -> None:
+        if self.is_spoken(message):
+            self.window.talked(message, Outcome(reason=reason, error=answer.error))
+        else:
+            self.window.reject(message, reason, answer.error)
+        self._log(log.error, "dead_letter", message, answer)
+
+    def _failed(self, message: Received, answer: Answer) -> None:
+        """Let the message wait; its attempt counts once the endpoint is known to be up."""
+        counted = self._waiting(message, answer)
+        # a message whose last attempt has failed is looked at again at once
+        last = message.attempt >= self.endpoint.attempts
+        suspect = replace(counted, wait=0.0) if last else counted
+        if self._breaker.failed(suspect) or answer.retry_after is not None:
+            self._breaker.reset()
+            self.window.put_back(message)
+            self._open(answer)
+            return
+        self.window.wait(message, replace(counted, attempts=message.attempt - 1))
+        wait = f"in {counted.wait:g} s"
+        self._log(log.warning, "message_failed", message, answer, next_attempt=wait)
+
+    def _waiting(self, message: Received, answer: Answer) -> Waiting:
+        """How the lane of a message goes on waiting, if this attempt counts."""
+        wait = max(self.endpoint.wait_seconds(message.attempt), answer.retry_after or 0.0)
+        return Waiting(
+            lane=message.lane,
+            shard=message.shard,
+            attempts=message.attempt,
+            error=answer.error,
+            wait=wait,
+        )
+
+    def _open(self, answer: Answer) -> None:
+        """The endpoint is down."""
+        wait = max(self.endpoint.wait_seconds(1), answer.retry_after or 0.0)
+        self.condition = Condition(
+            state="open", paused=self.condition.paused, probe_in=wait, error=answer.error
+        )
+        self.to_write.append(lambda connection: self._book.down(connection, answer.error, wait))
+        log.warning(
+            "endpoint_down", endpoint=self.name, error=answer.error, next_attempt=f"in {wait:g} s"
+        )
+
+    def _disable(self, answer: Answer) -> None:
+        self.condition = Condition(state="disabled", error=answer.error)
+        self.to_write.append(lambda connection: self._book.disable(connection, answer.error))
+        log.error("endpoint_disabled", endpoint=self.name, error=answer.error)
+
+    def probed(self, message: Received, answer: Answer) -> None:
+        """See from a probe whether the endpoint is up again."""
+        if answer.meaning in UP:
+            self._breaker.reset()
+            self.condition = Condition(paused=self.condition.paused)
+            self.to_write.append(self._book.up)
+            log.info("endpoint_up", endpoint=self.name)
+            self._settle(message, answer)
+            return
+        self.window.note(message, answer)
+        if answer.meaning is Meaning.GONE:
+            self.window.put_back(message)
+            self._disable(answer)
+            return
+        self.window.put_back(message)
+        wait = max(
+            self.endpoint.wait_seconds(self.condition.failures + 1), answer.retry_after or 0.0
+        )
+        longest = self.endpoint.disable_after_seconds
+        self.to_write.append(
+            lambda connection: self._book.still_down(connection, answer.error, wait, longest)
+        )
+
+    def _log(
+        self,
+        say: Callable[..., Any],
+        event: str,
+        message: Received,
+        answer: Answer,
+        **more: str,
+    ) -> None:
+        say(
+            event,
+            endpoint=self.name,
+            message_id=str(message.message_id),
+            key=message.key,
+            message_type=message.message_type,
+            attempt=f"{message.attempt} of {self.endpoint.attempts}",
+            error=answer.error,
+            **more,
+        )

@@ -1,0 +1,117 @@
+"""Running: dispatchers side by side in one process, until it is told to stop.
+
+Endpoints come and go meanwhile, where they are stored in brokers: ``find`` says which there are. A
+dispatcher whose endpoint is gone, or is another one, ends in order; a new one begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from saf.dispatch.dispatcher import Dispatcher
+from saf.errors import SafError
+from saf.logger import Log
+from saf.signals import stop_on_signals
+
+FIND_SECONDS = 5.0
+"""How often to look which endpoints there are."""
+
+Find = Callable[[], Sequence[Dispatcher]]
+
+log = Log("saf.dispatch")
+
+
+def run(
+    dispatchers: Sequence[Dispatcher], *, drain: bool = False, find: Find | None = None
+) -> None:
+    """Run dispatchers side by side until SIGTERM or SIGINT; with ``drain``, until all have drained.
+
+    With ``find``, those that it gives run too, from the time when it gives them until it does not.
+
+    Raises:
+        SafError: one of the dispatchers that were given cannot go on; the others were stopped.
+    """
+    asyncio.run(_Running(dispatchers, drain=drain, find=find).run())
+
+
+class _Running:
+    def __init__(
+        self, dispatchers: Sequence[Dispatcher], *, drain: bool, find: Find | None
+    ) -> None:
+        self._given = dispatchers
+        self._drain = drain
+        self._find = find
+        self._told = asyncio.Event()
+        self._at_work: dict[str, tuple[Dispatcher, asyncio.Event, asyncio.Task[None]]] = {}
+        self._ending: list[asyncio.Task[None]] = []
+        self._problem = ""
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            loop.call_soon_threadsafe(self._told.set)
+
+        with stop_on_signals(stop):
+            for dispatcher in self._given:
+                self._begin(dispatcher, given=True)
+            told = asyncio.create_task(self._told.wait())
+            find_at = time.monotonic() + FIND_SECONDS
+            while not self._told.is_set() and (self._find or self._busy()):
+                left = max(0.0, find_at - time.monotonic()) if self._find else None
+                waited = {told, *self._busy()}
+                await asyncio.wait(waited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                if self._find and time.monotonic() >= find_at:
+                    await self._look(self._find)
+                    find_at = time.monotonic() + FIND_SECONDS
+            told.cancel()
+            for name in [*self._at_work]:
+                self._end(name)
+            ended = await asyncio.gather(*self._ending, return_exceptions=True)
+        for error in ended:
+            if isinstance(error, BaseException):
+                raise error
+
+    def _busy(self) -> list[asyncio.Task[None]]:
+        return [task for _, _, task in self._at_work.values() if not task.done()]
+
+    def _begin(self, dispatcher: Dispatcher, *, given: bool) -> None:
+        stopping = asyncio.Event()
+        task = asyncio.create_task(self._work(dispatcher, stopping, given=given))
+        self._at_work[dispatcher.name] = (dispatcher, stopping, task)
+
+    async def _work(self, dispatcher: Dispatcher, stopping: asyncio.Event, *, given: bool) -> None:
+        """Run a dispatcher. Without one that was given, nothing goes on; others may fail."""
+        try:
+            await dispatcher.run(stopping, drain=self._drain)
+        except BaseException as error:
+            if given or not isinstance(error, SafError):
+                self._told.set()
+                raise
+            log.warning("endpoint_not_dispatched", endpoint=dispatcher.name, detail=str(error))
+
+    def _end(self, name: str) -> None:
+        _, stopping, task = self._at_work.pop(name)
+        stopping.set()
+        self._ending.append(task)
+
+    async def _look(self, find: Find) -> None:
+        """Begin what is new, and end what is gone."""
+        try:
+            found = {one.name: one for one in await asyncio.to_thread(find)}
+        except SafError as error:
+            if str(error) != self._problem:
+                log.warning("endpoints_not_read", detail=str(error))
+            self._problem = str(error)
+            return
+        self._problem = ""
+        for name, (dispatcher, _, _) in [*self._at_work.items()]:
+            if name not in found or found[name].endpoint != dispatcher.endpoint:
+                log.info("endpoint_ends", endpoint=name)
+                self._end(name)
+        for name, dispatcher in found.items():
+            if name not in self._at_work:
+                log.info("endpoint_begins", endpoint=name)
+                self._begin(dispatcher, given=False)

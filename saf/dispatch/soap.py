@@ -1,0 +1,103 @@
+"""SOAP: a message calls an operation that a WSDL describes, and a fault is a failure with its text.
+
+The body is JSON: an object has the parameters by name, a list has them in order, anything else is
+the only one. zeep makes the envelope and reads the answer; the request is sent as all others are,
+to the endpoint's URL, whatever address the WSDL has. The WSDL is a file, and so is what it imports:
+nothing is loaded from the network.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from saf.dispatch.calls import Call
+from saf.dispatch.envelope import Request
+from saf.errors import ConfigurationError, MissingExtra, UnreadableBody
+from saf.received import Received
+
+UNKNOWN = "the answer is no SOAP"
+
+
+class Soap(Call):
+    """One operation.
+
+    Raises:
+        MissingExtra: zeep is not installed.
+        ConfigurationError: the WSDL cannot be read, or has no such operation.
+    """
+
+    def __init__(self, wsdl: Path, operation: str) -> None:
+        try:
+            import zeep
+            import zeep.helpers
+            from lxml import etree
+        except ImportError:
+            raise MissingExtra("soap", "calling by SOAP") from None
+
+        library: Any = zeep
+
+        class OnlyFiles(library.Transport):  # type: ignore[misc]
+            def _load_remote_data(self, url: str) -> bytes:
+                raise ConfigurationError(f"{wsdl} imports {url}: store that beside it")
+
+        self._xml = etree
+        self._faults = library.exceptions
+        self._as_json = library.helpers.serialize_object
+        try:
+            self._client = library.Client(str(wsdl), transport=OnlyFiles())
+            self._binding = self._client.service._binding
+            self._operation = self._binding.get(operation)
+        except ConfigurationError:
+            raise
+        except Exception as error:  # whatever a file makes zeep raise
+            said = f"{type(error).__name__}: {error}"
+            raise ConfigurationError(f"cannot read {wsdl} as a WSDL: {said}") from None
+        self._name = operation
+
+    def request(self, message: Received) -> Request:
+        """The call that a message stands for.
+
+        Raises:
+            UnreadableBody: it is not JSON, or has not the operation's parameters.
+        """
+        said = message.json()
+        args = said if isinstance(said, list) else [] if isinstance(said, dict) else [said]
+        named = said if isinstance(said, dict) else {}
+        try:
+            envelope, headers = self._binding._create(self._name, args, named, client=self._client)
+        except (self._faults.Error, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise UnreadableBody(message.message_id, "SOAP", str(error)) from None
+        number = str(message.message_id)
+        body: bytes = self._xml.tostring(envelope, xml_declaration=True, encoding="utf-8")
+        return Request(
+            message_id=number,
+            headers={**{str(k): str(v) for k, v in headers.items()}, "Idempotency-Key": number},
+            body=body,
+        )
+
+    def fault(self, status: int, body: bytes) -> str | None:
+        """What is wrong, by the answer to a call."""
+        try:
+            self._returned(status, body)
+        except self._faults.Fault as problem:
+            return f"fault {problem.code}: {problem.message}"
+        except Exception:  # whatever an answer makes zeep raise
+            return UNKNOWN if status // 100 == 2 else None  # noqa: PLR2004 - as HTTP counts
+        return None
+
+    def result(self, body: bytes) -> bytes:
+        """What the call has returned, as JSON."""
+        returned = self._as_json(self._returned(200, body), dict)
+        return json.dumps(returned, default=str).encode()
+
+    def _returned(self, status: int, body: bytes) -> Any:
+        answer = SimpleNamespace(
+            status_code=200 if status // 100 == 2 else status,  # noqa: PLR2004 - as HTTP counts
+            content=body,
+            headers={"Content-Type": "text/xml"},
+            encoding="utf-8",
+        )
+        return self._binding.process_reply(self._client, self._operation, answer)

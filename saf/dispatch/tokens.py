@@ -1,0 +1,100 @@
+"""Tokens of OAuth 2, by client credentials (RFC 6749, section 4.4).
+
+A token is asked for when it is needed first, kept until shortly before it expires, and asked for
+again once an endpoint has refused it. Requests that need one at the same time wait for one answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import TYPE_CHECKING
+
+from saf.dispatch.credentials import of_client, of_proxy
+from saf.dispatch.settings import Endpoint
+
+if TYPE_CHECKING:
+    import aiohttp
+
+MOST = 64 * 1024
+"""How many bytes of an answer are read."""
+
+LIFETIME_SECONDS = 300.0
+"""How long a token is taken to be good whose answer does not say it."""
+
+EARLY = 0.8
+"""The part of a token's lifetime after which another one is asked for."""
+
+
+class NoToken(Exception):
+    """There is no token: the server that gives them does not answer, or refuses."""
+
+
+class Tokens:
+    """The token of one endpoint."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._lock = asyncio.Lock()
+        self._token: str | None = None
+        self._until = 0.0
+
+    async def get(self, session: aiohttp.ClientSession) -> str:
+        """Return a token that is good for a while.
+
+        Raises:
+            NoToken: there is none.
+        """
+        import aiohttp
+
+        async with self._lock:
+            if self._token is None or time.monotonic() >= self._until:
+                try:
+                    self._token, lifetime = await self._asked(session)
+                except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                    raise NoToken(f"no token: {type(error).__name__}") from None
+                self._until = time.monotonic() + EARLY * lifetime
+            return self._token
+
+    def forget(self, token: str | None) -> None:
+        """Note that an endpoint has refused a token."""
+        if token == self._token:
+            self._token = None
+
+    async def _asked(self, session: aiohttp.ClientSession) -> tuple[str, float]:
+        endpoint = self._endpoint
+        assert endpoint.token_url is not None  # noqa: S101 - the settings say so
+        form = {"grant_type": "client_credentials"}
+        if endpoint.scope is not None:
+            form["scope"] = endpoint.scope
+        async with session.post(
+            endpoint.token_url,
+            data=form,
+            headers={"Accept": "application/json", **of_client(endpoint)},
+            allow_redirects=False,
+            proxy_headers=of_proxy(endpoint) or None,
+        ) as response:
+            body = await response.content.read(MOST)
+            if response.status != 200:  # noqa: PLR2004 - as the RFC says
+                raise NoToken(f"no token: HTTP {response.status}")
+        return parsed(body)
+
+
+def parsed(body: bytes) -> tuple[str, float]:
+    """The token in an answer, and for how many seconds it is good.
+
+    >>> parsed(b'{"access_token": "abc", "token_type": "Bearer", "expires_in": 60}')
+    ('abc', 60.0)
+
+    Raises:
+        NoToken: there is none in it.
+    """
+    try:
+        said = json.loads(body)
+        token, lifetime = said["access_token"], float(said.get("expires_in", LIFETIME_SECONDS))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise NoToken("no token: the answer has no access_token") from None
+    if not isinstance(token, str) or not token.isascii() or not token.isprintable() or not token:
+        raise NoToken("no token: the answer's access_token is none")
+    return token, lifetime
