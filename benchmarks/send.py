@@ -1,7 +1,8 @@
 """What sending costs the application: at the database, and in Python.
 
-The business transaction is one UPDATE and one INSERT, run by pgbench with 8 clients, bare and
-with the very INSERT that `Outbox.send` issues, in turn.
+The business transaction is one UPDATE and one INSERT, run by pgbench, in turn bare, with the very
+INSERT that `Outbox.send` issues, and with an INSERT into a table as one writes it by hand, whose
+consumer would read it by SKIP LOCKED.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from saf.message import Message, encode
 from saf.outbox import INSERT
 
 CLIENTS = 8
-SECONDS = 6
+SECONDS = 5
 ROUNDS = 4
+MANY = 1000
 ACCOUNTS = 100_000
 
 BUSINESS = """\\set account random(1, {accounts})
@@ -31,20 +33,23 @@ INSERT INTO booking (account, amount) VALUES (:account, :amount);
 {send}COMMIT;
 """
 TABLES = (
-    "DROP TABLE IF EXISTS account, booking",
+    "DROP TABLE IF EXISTS account, booking, plain",
     "CREATE TABLE account (id int PRIMARY KEY, balance bigint NOT NULL DEFAULT 0)",
     "CREATE TABLE booking (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, "
     "account int NOT NULL, amount int NOT NULL, booked_at timestamptz NOT NULL DEFAULT now())",
+    "CREATE TABLE plain (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, "
+    "to_service text NOT NULL, key text, message_type text, headers jsonb, body bytea NOT NULL, "
+    "created_at timestamptz NOT NULL DEFAULT now())",
     f"INSERT INTO account (id) SELECT generate_series(1, {ACCOUNTS})",
     "VACUUM ANALYZE account",
     "CHECKPOINT",
 )
 
 
-def send_statement() -> str:
-    """`Outbox.send`'s INSERT with the values that the application would bind, for pgbench."""
+def message() -> dict[str, str]:
+    """A message's values as the application would bind them, for pgbench."""
     row = encode(Message(service="billing", body={"account": 7, "amount": 100}, key="7"))
-    values = {
+    return {
         **dict.fromkeys(row._fields, "NULL"),
         "message_id": "gen_random_uuid()",
         "to_service": "'billing'",
@@ -52,7 +57,19 @@ def send_statement() -> str:
         "headers": f"'{row.headers}'",
         "body": f"'\\x{row.body.hex()}'",
     }
+
+
+def send_statement() -> str:
+    """`Outbox.send`'s INSERT."""
+    values = message()
     return re.sub(r"%\((\w+)\)s", lambda match: values[match[1]], INSERT).strip() + ";\n"
+
+
+def plain_statement() -> str:
+    """The INSERT of the same message into a table made by hand."""
+    columns = ("to_service", "key", "message_type", "headers", "body")
+    values = ", ".join(message()[column] for column in columns)
+    return f"INSERT INTO plain ({', '.join(columns)}) VALUES ({values});\n"
 
 
 class Latency(NamedTuple):
@@ -119,23 +136,51 @@ def python_microseconds(stage: Stage) -> float:
 
 
 def run(stage: Stage) -> None:
-    """Notes send_tps_kept, send_added_p50_ms and send_python_us."""
+    """Notes send_tps_kept, send_ratio_to_plain_table, send_added_p50_ms and so on."""
     execute(stage.app, *TABLES)
     folder = stage.server.data_dir.parent
     scripts = {}
-    for name, send in (("bare", ""), ("send", send_statement())):
+    sends = {"bare": "", "send": send_statement(), "plain": plain_statement()}
+    for name, send in sends.items():
         scripts[name] = folder / f"{name}.sql"
         scripts[name].write_text(BUSINESS.format(accounts=ACCOUNTS, send=send))
-    measured: dict[str, list[Latency]] = {"bare": [], "send": []}
-    for _ in range(ROUNDS):
-        for name, script in scripts.items():
-            execute(stage.app, "CHECKPOINT")
-            measured[name].append(pgbench(stage, script))
-    pairs = list(zip(measured["bare"], measured["send"], strict=True))
-    stage.note("send_bare_tps", median(bare.tps for bare, _ in pairs), "1/s")
-    stage.note("send_tps", median(send.tps for _, send in pairs), "1/s")
-    kept = median(send.tps / bare.tps for bare, send in pairs)
-    stage.note("send_tps_kept", kept, "of the bare tps", ">= 0.80")
-    added = median(send.p50 - bare.p50 for bare, send in pairs)
-    stage.note("send_added_p50_ms", added, "ms")
+    for clients in (1, CLIENTS):
+        measured: dict[str, list[Latency]] = {name: [] for name in scripts}
+        for _ in range(ROUNDS):
+            for name, script in scripts.items():
+                execute(stage.app, "CHECKPOINT")
+                measured[name].append(pgbench(stage, script, clients=clients))
+        _note(stage, measured, "" if clients == CLIENTS else "_1_client")
     stage.note("send_python_us", python_microseconds(stage), "µs", "<= 60")
+    stage.note("send_many_per_second", many_per_second(stage), "1/s", ">= 100,000")
+
+
+def _note(stage: Stage, measured: dict[str, list[Latency]], where: str) -> None:
+    rounds = list(zip(measured["bare"], measured["send"], measured["plain"], strict=True))
+    stage.note(f"send_bare_tps{where}", median(bare.tps for bare, *_ in rounds), "1/s")
+    stage.note(f"send_tps{where}", median(send.tps for _, send, _ in rounds), "1/s")
+    kept = median(send.tps / bare.tps for bare, send, _ in rounds)
+    stage.note(f"send_tps_kept{where}", kept, "of the bare tps", "")
+    ratios = sorted(send.tps / plain.tps for _, send, plain in rounds)
+    of_plain = "of the plain table's tps"
+    stage.note(f"send_ratio_to_plain_table{where}", median(ratios), of_plain, ">= 0.95")
+    stage.note(f"send_ratio_to_plain_table_spread{where}", ratios[-1] - ratios[0], of_plain)
+    for percentile in ("p50", "p99"):
+        for name, number in (("send", 1), ("plain", 2)):
+            added = median(
+                getattr(one[number], percentile) - getattr(one[0], percentile) for one in rounds
+            )
+            stage.note(f"{name}_added_{percentile}_ms{where}", added, "ms")
+
+
+def many_per_second(stage: Stage) -> float:
+    """Messages a second, by `send_many` of a thousand in each transaction."""
+    outbox, rates = Outbox(), []
+    rows = [Message(service="billing", body=b"x" * 200, key=str(n)) for n in range(MANY)]
+    with stage.app.connect(role="bench") as connection:
+        for _ in range(20):
+            started = time.perf_counter()
+            outbox.send_many(connection, rows)
+            connection.commit()
+            rates.append(MANY / (time.perf_counter() - started))
+    return median(rates)

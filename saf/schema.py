@@ -9,6 +9,7 @@ slots by themselves, no DDL happens at run time, and TRUNCATE removes the old ro
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import sqlalchemy as sa
@@ -17,7 +18,7 @@ from sqlalchemy.dialects import postgresql as pg
 from saf.columns import MESSAGE
 from saf.dialogs import schema as of_dialogs
 from saf.dispatch import schema as of_dispatchers
-from saf.limits import BOUNDED
+from saf.log.checks import ACCEPT, ACCEPTED, CHECKS
 from saf.log.ring import SLOT_ROWS, SLOTS
 from saf.log.shards import DEFAULT_SHARDS, MAX_SHARDS, shard_expression
 from saf.setaside.lane import COLUMNS as LANE_COLUMNS
@@ -48,18 +49,6 @@ class Xid8(sa.types.UserDefinedType[int]):
     def get_col_spec(self, **_: object) -> str:
         """The type's name in DDL."""
         return "xid8"
-
-
-# Arrow and Python know the years 1 to 9999; a row with 'infinity' could never be forwarded.
-IN_CALENDAR = " AND ".join(
-    f"{column} >= '0001-01-01 00:00:00+00' AND {column} < '9999-12-31 00:00:00+00'"
-    for column in ("created_at", "deliver_at", "expires_at")
-)
-
-
-# An id above the current one is no transaction's either, but the current one differs between
-# clusters, and a dump must fit into any of them: `saf.operating.doctor` finds such ids.
-POSSIBLE = "txid < '9223372036854775808'::xid8"
 
 
 LANE = f"""
@@ -102,8 +91,16 @@ def message_columns() -> list[sa.Column[Any]]:
     ]
 
 
+COMMENTS = {"bounded": "in bytes: indexes, COPY and memory have limits in bytes; see saf.limits"}
+
+
 def _log(
-    metadata: sa.MetaData, name: str, shards: int, comment: str, *extra: sa.Column[Any]
+    metadata: sa.MetaData,
+    name: str,
+    shards: int,
+    comment: str,
+    checks: Mapping[str, str],
+    *extra: sa.Column[Any],
 ) -> sa.Table:
     table = sa.Table(
         name,
@@ -114,13 +111,9 @@ def _log(
         sa.Column("shard", sa.SmallInteger, sa.Computed(shard_expression(shards), persisted=True)),
         *message_columns(),
         *extra,
-        sa.CheckConstraint("to_service <> ''", name=f"{name}_addressed"),
-        sa.CheckConstraint(POSSIBLE, name=f"{name}_possible"),
-        sa.CheckConstraint(IN_CALENDAR, name=f"{name}_in_calendar"),
-        sa.CheckConstraint(
-            BOUNDED,
-            name=f"{name}_bounded",
-            comment="in bytes: indexes, COPY and memory have limits in bytes; see saf.limits",
+        *(
+            sa.CheckConstraint(check, name=f"{name}_{what}", comment=COMMENTS.get(what))
+            for what, check in checks.items()
         ),
         sa.Index(f"{name}_shard_txid", "shard", "txid"),
         # % is doubled, because SQLAlchemy hands this part to the driver as it is
@@ -181,12 +174,20 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         comment="who this broker is: one row, written by the first migration",
     )
 
-    _log(metadata, "outbox", shards, "messages sent from this broker; append-only, read by cursor")
+    outbox = _log(
+        metadata,
+        "outbox",
+        shards,
+        "messages sent from this broker; append-only, read by cursor",
+        {"bounded": ACCEPTED},
+    )
+    sa.event.listen(outbox, "before_create", sa.DDL(ACCEPT.replace("%", "%%")))  # type: ignore[no-untyped-call]
     _log(
         metadata,
         "inbox",
         shards,
         "messages stored for the services that live here; append-only, read by cursor",
+        CHECKS,
         sa.Column("source", pg.UUID),
         sa.Column("received_at", moment, nullable=False, server_default=now),
     )

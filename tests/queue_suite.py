@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any, Protocol
 from uuid import UUID
 
@@ -18,10 +18,13 @@ import pytest
 from saf import begin_dialog, begin_monolog
 from saf.config import Broker, Settings
 from saf.database import Dsn, fetch
+from saf.destinations.marks import MAIN, ONCE
 from saf.destinations.settings import DestinationSettings
-from saf.errors import Unavailable
+from saf.destinations.stepwise import Stepwise
+from saf.errors import Fenced, Unavailable
 from saf.operating.doctor import examine
 from saf.repair.reconcile import reconcile
+from saf.setaside.lane import Kind
 from saf.testing.forwarder import Forwarder
 from saf.testing.victim import start
 from tests.destinations import know, route, send_to
@@ -43,6 +46,12 @@ class Server(Protocol):
 
     def kill(self) -> None:
         """Kill it with SIGKILL."""
+
+    def freeze(self) -> None:
+        """Stop it where it is: it keeps its connections, and does nothing."""
+
+    def thaw(self) -> None:
+        """Let it go on."""
 
     def down(self) -> AbstractContextManager[None]:
         """Killed, and started again with its data."""
@@ -154,6 +163,47 @@ class QueueSuite:
             assert zombie.wait(timeout=60) != 0 or done == 400
         assert ids(queue) == [row["message_id"] for row in rows]
 
+    def test_of_steps_in_flight_none_is_stored_after_one_that_was_not(self, queue: Server) -> None:
+        """Another owner moves the marks between two steps."""
+        events = self.at(queue.port)
+        forwarder = Forwarder()
+        rows = forwarder.messages(400)
+        zombie = forwarder.chunk(rows)
+
+        def take_over() -> None:
+            forwarder.epoch += 1
+            with closing(events.open("events")) as other:
+                other.store(forwarder.chunk(rows), exactly_once=True)
+
+        with interrupted(events, queue, take_over) as destination, pytest.raises(Fenced):
+            destination.store(zombie, exactly_once=True)
+        assert ids(queue) == [row["message_id"] for row in rows]
+
+    @pytest.mark.parametrize("quality", [MAIN, ONCE])
+    def test_what_is_stored_is_not_stored_again_if_another_lane_is_stored_meanwhile(
+        self, queue: Server, quality: str
+    ) -> None:
+        events = self.at(queue.port)
+        forwarder = Forwarder()
+        rows = forwarder.messages(400)
+        late = forwarder.messages(4)
+        replayed = Kind.REPLAY if quality == MAIN else None
+
+        def store_others() -> None:
+            with closing(events.open("events")) as other:
+                other.store(forwarder.chunk(late, lane=replayed), exactly_once=True)
+
+        with interrupted(events, queue, store_others) as destination:
+            done = destination.store(
+                forwarder.chunk(rows, prefix=quality), exactly_once=quality == MAIN
+            )
+        assert (done.messages, done.dropped) == (400, 0)
+        others = {row["message_id"] for row in late}
+        assert [one for one in ids(queue) if one not in others] == [
+            row["message_id"] for row in rows
+        ]
+        assert len(ids(queue)) == 404
+
     # Honest
 
     def test_a_server_that_has_lost_everything_is_not_taken_for_a_new_one(
@@ -230,6 +280,28 @@ class QueueSuite:
             let_time_pass(app)
             forward(app, chunk_rows=10, events=events, mom=mom)
             assert bodies(mom) == ["order"]
+
+
+@contextmanager
+def interrupted(
+    events: DestinationSettings, queue: Server, meanwhile: Callable[[], object]
+) -> Iterator[Any]:
+    """A destination; once 300 messages of its first chunk are there, something else happens."""
+    with closing(events.open("events")) as destination:
+        assert isinstance(destination, Stepwise)
+        steps: Any = destination._steps
+        happened: list[object] = []
+
+        def slowly(*given: Any) -> Iterator[Any]:
+            for number, one in enumerate(steps(*given)):
+                if number == 3 and not happened:
+                    until(lambda: len(ids(queue)) == 300)
+                    happened.append(meanwhile())
+                yield one
+
+        setattr(destination, "_steps", slowly)  # noqa: B010 - a patch of this one
+        yield destination
+        assert happened
 
 
 def texts(queue: Server, topic: str = "billing") -> list[str]:

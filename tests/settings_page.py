@@ -77,6 +77,25 @@ max_connections = 4
 max_line_bytes = 1048576
 lock_seconds = 30.0
 
+[destinations.orders]
+kind = "nats"
+server = "tls://nats-1.example.com:4222,nats-2.example.com:4222"
+stream = "ORDERS"
+topic = "orders.{service}"
+format = "saf"
+replicas = 3
+step_rows = 1000
+username = "saf"
+password = "${NATS_PASSWORD}"
+# token = "${NATS_TOKEN}"                            # instead of username
+# nkey_file = "/run/secrets/saf.nk"                  # instead of username
+# creds_file = "/run/secrets/saf.creds"              # instead of username
+ca_file = "/etc/ssl/nats-ca.pem"
+certificate_file = "/etc/ssl/saf.pem"
+key_file = "/etc/ssl/saf.key"
+quality = "exactly_once"
+max_connections = 4
+
 [destinations.events]
 kind = "redis"
 server = "rediss://redis.example.com:6379/0"
@@ -140,6 +159,9 @@ mode = "structured"
 source = "/shop"
 secrets = ["${BILLING_SECRET}"]
 bearer = "${BILLING_TOKEN}"
+reply = true
+reply_type = "OrderBilled"
+one_reply = ["asking"]
 ca_file = "/etc/ssl/saf/ca.pem"
 client_certificate = "/etc/ssl/saf/us.pem"
 client_key = "/etc/ssl/saf/us.key"
@@ -157,6 +179,18 @@ disable_after_seconds = 432000.0
 
 [dispatch]
 networks = ["10.1.0.0/16"]
+
+[endpoints.lake]
+url = "https://lake.example.com/events"
+mode = "batch"
+batch_messages = 100
+batch_of = "keys"
+
+[endpoints.chat]
+url = "https://chat.example.com/hooks"
+mode = "plain"
+template = '{"order": {{key}}}'
+template_type = "application/json"
 
 [endpoints.ledger]
 url = "https://ledger.example.com/RPC2"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,6 +44,7 @@ class Kind(StrEnum):
 
     POSTGRESQL = "postgresql"
     REDIS = "redis"
+    NATS = "nats"
 
 
 POSTGRESQL = {"shared_buffers": "128MB", "max_wal_size": "4GB"}
@@ -66,7 +68,7 @@ def command(
         bool, typer.Option("--dialog", help="Instead, a shop and a warehouse hold conversations.")
     ] = False,
     to: Annotated[
-        Kind, typer.Option(help="What the messages go to: a MOM store, or a Redis server.")
+        Kind, typer.Option(help="What the messages go to: a MOM store, or a server of a queue.")
     ] = Kind.POSTGRESQL,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as one line of JSON.")
@@ -80,7 +82,8 @@ def command(
     compared. A run that was stopped is finished by the next one; another run forwards nothing
     twice. With --routing there is a MOM store for each of the three airports, and a classifier that
     looks at each message for one service, departures. With --to redis, the messages go to streams
-    of a Redis server, which is started if it is installed.
+    of a Redis server, with --to nats to a stream of a NATS server, which is started if it is
+    installed.
 
     With --dialog, two applications talk instead, each in a database of its own and with a MOM store
     between them: an order that is delivered in parts, one that is refused, one that nobody answers,
@@ -146,16 +149,15 @@ def _place(
             prove=lambda name: prove(application, stores[name], name if routing else None),
         )
         return
-    from saf.demo import redis
-
+    queue = import_module(f"saf.demo.{to}")
     if reset:
-        shutil.rmtree(data / "redis", ignore_errors=True)
-    application, _ = _databases(server, "redis_flights", (), reset=reset)
-    with redis.serve(data / "redis") as there:
+        shutil.rmtree(data / to, ignore_errors=True)
+    application, _ = _databases(server, f"{to}_flights", (), reset=reset)
+    with queue.serve(data / to) as there:
         yield Place(
             application=application,
-            destinations={"redis": there},
-            prove=lambda _: prove_received(application, redis.received(there)),
+            destinations={to: there},
+            prove=lambda _: prove_received(application, queue.received(there)),
         )
 
 

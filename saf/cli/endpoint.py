@@ -51,13 +51,16 @@ def add(
         str | None, typer.Option(metavar="VARIABLE", help="The same, of a token.")
     ] = None,
     mode: Annotated[
-        str | None, typer.Option(help="binary (the default), structured, plain or xmlrpc.")
+        str | None, typer.Option(help="binary (the default), structured, batch, plain, xmlrpc.")
     ] = None,
     method: Annotated[str | None, typer.Option(help="With xmlrpc: what is called.")] = None,
     max_in_flight: Annotated[
         int | None, typer.Option(help="How many requests of one process. Default: 100.")
     ] = None,
     rate: Annotated[str | None, typer.Option(help="Such as 100/s. Default: any.")] = None,
+    reply: Annotated[
+        bool, typer.Option("--reply", help="Send answers back to the sender's service.")
+    ] = False,
     config: Config = None,
     broker: Store = None,
 ) -> None:
@@ -73,6 +76,7 @@ def add(
         "method": method,
         "max_in_flight": max_in_flight,
         "rate": rate,
+        "reply": reply or None,
     }
     round_ = Round(store(load(config), broker))
     for where in round_.visit(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from saf.demo.proof import Received
+from saf.demo.received import free_port, received_of
 from saf.destinations.redis import Redis
 from saf.errors import MissingExtra, UsageError
 
@@ -19,9 +18,6 @@ PROGRAM = "redis-server"
 DURABLE = {"appendonly": "yes", "appendfsync": "always", "save": "", "bind": "127.0.0.1"}
 START_SECONDS = 30.0
 AT_ONCE = 5_000
-
-OURS = ("saf-id", "saf-from", "saf-service", "saf-key", "saf-type")
-"""The fields that are columns of a message, in the order of `Received`."""
 
 
 @contextmanager
@@ -43,8 +39,7 @@ def serve(folder: Path) -> Iterator[Redis]:
     noted = folder / "port"
     if noted.exists():
         _stop(redis.Redis(port=int(noted.read_text())), folder)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = int(free.getsockname()[1])
+    port = free_port()
     noted.write_text(str(port))
     given = {**DURABLE, "port": str(port), "dir": str(folder)}
     with (folder / "log").open("ab") as log:
@@ -74,20 +69,10 @@ def received(settings: Redis) -> Iterator[Received]:
             while entries := client.xrange(key, first, count=AT_ONCE):
                 for _, fields in entries:
                     number += 1
-                    yield _received(number, fields)
+                    body = fields.pop(b"body")
+                    said = {name.decode(): value.decode() for name, value in fields.items()}
+                    yield received_of(number, said, body)
                 first = f"({entries[-1][0].decode()}"
-
-
-def _received(number: int, fields: dict[bytes, bytes]) -> Received:
-    said = {name.decode(): value for name, value in fields.items()}
-    body = said.pop("body")
-    texts: dict[str, Any] = {name: value.decode() for name, value in said.items()}
-    headers = {name: value for name, value in texts.items() if not name.startswith("saf-")}
-    message_id, from_service, to_service, key, message_type = (texts.get(name) for name in OURS)
-    return (
-        *(number, message_id, from_service, to_service, key, message_type),
-        *(json.dumps(headers), body),
-    )
 
 
 def _wait_for(client: Any, process: subprocess.Popen[bytes]) -> None:

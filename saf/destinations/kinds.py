@@ -26,6 +26,7 @@ DEFAULT = "postgresql"
 OURS = {
     "postgresql": "saf.destinations.postgresql:Postgresql",
     "jsonl": "saf.destinations.jsonl:Jsonl",
+    "nats": "saf.destinations.nats:Nats",
     "redis": "saf.destinations.redis:Redis",
 }
 

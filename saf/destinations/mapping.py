@@ -22,8 +22,9 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from string import Formatter
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 from uuid import UUID
 
 import numpy as np
@@ -68,6 +69,7 @@ HEADERS = (
 """The headers of saf's own. A message lacks those whose column is NULL. In CloudEvents, the type of
 a message that has none is its service, and the source is a URN of its broker_id."""
 EVENT_SOURCE = "urn:uuid:"
+FORMATS: tuple[Format, ...] = get_args(Format)
 
 Column: TypeAlias = pa.Array | str
 """The values of a header, one for each message, or one for all."""
@@ -165,6 +167,29 @@ def mapped(
         which=texts.indices.to_numpy().astype(np.int64),
         body=whole(rows["body"]),
     )
+
+
+def source_of(said: Mapping[str, str], prefix: str) -> str | None:
+    """Return the broker_id of a message's source, from its headers; None if it is not saf's."""
+    for form in FORMATS:
+        if (source := said.get(names(form, prefix)["source"])) is not None:
+            return source.removeprefix(EVENT_SOURCE)
+    return None
+
+
+def held_of(said: Mapping[str, str], prefix: str) -> dict[str, Any]:
+    """Return what is compared of a message of saf's; see `saf.destinations.tables`."""
+    forms = (names(form, prefix) for form in FORMATS)
+    of = next(one for one in forms if one["source"] in said)
+    to_broker = said.get(of["to_broker"])
+    return {
+        "message_id": UUID(said[of["message_id"]]).bytes,
+        "shard": int(said[of["shard"]]),
+        "to_service": said[of["to_service"]],
+        "to_broker": to_broker and UUID(to_broker).bytes,
+        "key": said.get(of["key"]),
+        "created_at": datetime.fromisoformat(said[of["created_at"]]),
+    }
 
 
 def _said(rows: pa.Table, column: str, source: UUID, form: Format) -> Column:

@@ -28,7 +28,7 @@ from saf.setaside.isolation import kept
 
 FIRST_DAY = datetime(1, 1, 2, tzinfo=UTC)
 LAST_DAY = datetime(9999, 12, 31, tzinfo=UTC)
-"""Times before this cannot be stored; see `saf.schema.IN_CALENDAR`."""
+"""Times before this cannot be stored; see `saf.log.checks.IN_CALENDAR`."""
 
 End = tuple[UUID, bool]
 """One end: the id of its conversation, and whether it is the initiator's end."""

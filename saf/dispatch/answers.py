@@ -6,6 +6,7 @@
     3xx                     the message waits: a redirect is not followed
     any other 4xx           the message is rejected: a dead letter, or it waits, as configured
     a fault of XML-RPC      the message has failed, and waits; the endpoint is up
+    a reply that is larger  the same
 
 Where a message waits, the endpoint may be down; see `saf.dispatch.breaker`.
 """
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
+
+from saf.dispatch.replies import Reply
 
 KEPT = 200
 """How many bytes of an answer are kept with the attempt."""
@@ -48,6 +51,8 @@ class Answer:
     """What went wrong, with the first bytes of the answer."""
     retry_after: float | None = None
     """How many seconds the endpoint asks to be left alone."""
+    reply: Reply | None = None
+    """What is to be sent back."""
 
 
 LATER = frozenset({408, 425, 429})

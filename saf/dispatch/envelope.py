@@ -2,6 +2,7 @@ r"""How a message becomes a request: headers and a body.
 
     binary       CloudEvents 1.0, binary content mode: the body as it is, attributes as headers ce-…
     structured   CloudEvents 1.0 as one JSON object, with the body in it
+    batch        CloudEvents 1.0 as a JSON array of such objects
     plain        the body as it is, the message's headers as headers of HTTP
 
 In a header, an attribute's value may be any text: what HTTP does not allow is percent-encoded, as
@@ -20,7 +21,9 @@ from dataclasses import dataclass
 from datetime import UTC
 from typing import Any
 from urllib.parse import quote
+from uuid import UUID, uuid5
 
+from saf.dispatch import template
 from saf.dispatch.settings import Endpoint
 from saf.message import CONTENT_TYPE, RESERVED_HEADER
 from saf.received import Received
@@ -32,6 +35,10 @@ ATTRIBUTE = re.compile(r"[a-z0-9]{1,20}")
 """A name that an extension attribute of CloudEvents may have."""
 
 STRUCTURED = "application/cloudevents+json; charset=utf-8"
+BATCH = "application/cloudevents-batch+json; charset=utf-8"
+
+BATCHES = UUID("1d0c4c5e-6a53-5b9e-8f0e-0b8d4d1c7f55")
+"""The namespace of ids of requests with several messages."""
 
 CORE = frozenset(
     {"id", "source", "specversion", "type", "subject", "time", "datacontenttype", "dataschema"}
@@ -67,27 +74,57 @@ def request(message: Received, endpoint: Endpoint) -> Request:
 
     Raises:
         UnreadableHeaders: Python cannot decode the message's headers.
+        UnreadableBody: the message has not what the template names.
     """
-    carried = message.headers
-    if not isinstance(carried, Mapping):
-        carried = {}
-    said = carried.get(CONTENT_TYPE)
-    content_type = said if isinstance(said, str) and said else None
+    carried, content_type = _carried(message)
     body = message.body
+    if endpoint.template is not None:
+        content_type = endpoint.template_type or template.JSON
+        body = template.filled(endpoint.template, content_type, message)
     if endpoint.mode == "plain":
         headers = plain(carried)
+    elif endpoint.mode == "structured":
+        body, headers, content_type = event(message, endpoint), {}, STRUCTURED
     else:
-        event = attributes(message, endpoint, carried)
-        if endpoint.mode == "structured":
-            body, headers = structured(event, content_type, body), {}
-            content_type = STRUCTURED
-        else:
-            headers = {f"ce-{name}": encoded(value) for name, value in event.items()}
+        said = attributes(message, endpoint, carried)
+        headers = {f"ce-{name}": encoded(value) for name, value in said.items()}
     if content_type is not None:
         headers["Content-Type"] = encoded(content_type, safe=SAFE + ' "')
     number = str(message.message_id)
     headers["Idempotency-Key"] = number
     return Request(message_id=number, headers=headers, body=body)
+
+
+def event(message: Received, endpoint: Endpoint) -> bytes:
+    """The event that a message is, as JSON.
+
+    Raises:
+        UnreadableHeaders: Python cannot decode the message's headers.
+    """
+    carried, content_type = _carried(message)
+    return structured(attributes(message, endpoint, carried), content_type, message.body)
+
+
+def together(events: Mapping[UUID, bytes]) -> Request:
+    """The request with several events, by the ids of their messages.
+
+    Its own id is made of theirs: it is the same if the same messages are sent together again.
+    """
+    number = str(uuid5(BATCHES, " ".join(map(str, events))))
+    return Request(
+        message_id=number,
+        headers={"Content-Type": BATCH, "Idempotency-Key": number},
+        body=b"[" + b",".join(events.values()) + b"]",
+    )
+
+
+def _carried(message: Received) -> tuple[Mapping[str, Any], str | None]:
+    """The headers that a message carries, and its content type."""
+    carried = message.headers
+    if not isinstance(carried, Mapping):
+        carried = {}
+    said = carried.get(CONTENT_TYPE)
+    return carried, said if isinstance(said, str) and said else None
 
 
 def attributes(message: Received, endpoint: Endpoint, carried: Mapping[str, Any]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 It never raises because of an endpoint, whatever that does. Connections are kept. Redirects are not
 followed, cookies are not kept, and a proxy of the environment is not used. An answer is read up to
-`MOST`, as it is sent and without unpacking it; the connection of a longer one is closed. The
+`MOST`; nothing in it is unpacked, and the connection of a longer one is closed. The
 timeout is for the whole request, so an endpoint that sends a byte now and then does not extend it.
 """
 
@@ -12,14 +12,16 @@ import base64
 import io
 import ssl
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
-from saf.dispatch import xmlrpc
+from saf.dispatch import replies, xmlrpc
 from saf.dispatch.answers import KEPT, Answer, Meaning, meaning_of, retry_after
 from saf.dispatch.envelope import Request
 from saf.dispatch.guard import guarded_sockets
+from saf.dispatch.replies import Reply
 from saf.dispatch.settings import Endpoint
 from saf.errors import ConfigurationError, MissingExtra
 from saf.receiving.failures import HIDDEN, SHORTEST
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     import aiohttp
 
 MOST = 64 * 1024
-"""How many bytes of an answer are read."""
+"""How many bytes of an answer are read that is not sent back."""
 
 LARGE = 1 << 20
 """A body of more bytes than these is written in parts, so that other requests go on meanwhile."""
@@ -72,7 +74,11 @@ class Client:
                 total=endpoint.timeout_seconds, sock_connect=endpoint.connect_seconds
             ),
             cookie_jar=library.DummyCookieJar(),
-            headers={"User-Agent": "saf", **_authorization(endpoint)},
+            headers={
+                "User-Agent": "saf",
+                "Accept-Encoding": "identity",
+                **_authorization(endpoint),
+            },
             auto_decompress=False,
             trust_env=False,
         )
@@ -109,6 +115,9 @@ class Client:
                     status=response.status,
                     error=self._shown(said),
                     retry_after=retry_after(response.headers),
+                    reply=self._reply(answer, response.headers)
+                    if meaning is Meaning.DONE
+                    else None,
                 )
         except library.ConnectionTimeoutError:
             error = f"cannot connect within {self.endpoint.connect_seconds:g} s"
@@ -138,13 +147,30 @@ class Client:
         if meaning is not Meaning.DONE:
             return meaning, said_by(status, body)
         problem = xmlrpc.fault(body) if self.endpoint.mode == "xmlrpc" else None
+        if self.endpoint.reply and len(body) > replies.MOST:
+            problem = f"its answer is no reply: it has more than {replies.MOST:,} bytes"
         return (meaning, "") if problem is None else (Meaning.FAILED, problem)
+
+    def _reply(self, body: bytes, headers: Mapping[str, str]) -> Reply | None:
+        """What is to be sent back; None if the answer has no body, or nobody wants one."""
+        if not self.endpoint.reply or not body:
+            return None
+        content_type = headers.get("Content-Type")
+        if self.endpoint.mode == "xmlrpc":
+            body, content_type = xmlrpc.result(body), "application/json"
+        said = unquote(headers.get("ce-type", ""))
+        return Reply(
+            body=body,
+            content_type=content_type,
+            message_type=said or self.endpoint.reply_type,
+        )
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         """Read the answer to its end, so that the connection can be kept; of a long one, a part."""
         body = bytearray()
-        while len(body) < MOST:
-            some = await response.content.read(MOST - len(body))
+        most = replies.MOST + 1 if self.endpoint.reply else MOST
+        while len(body) < most:
+            some = await response.content.read(most - len(body))
             if not some:
                 return bytes(body)
             body += some

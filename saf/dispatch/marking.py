@@ -7,22 +7,36 @@ written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import psycopg
 
+from saf.database import fetch
+from saf.dispatch import replies, talking
 from saf.dispatch.answers import Answer
 from saf.dispatch.progress import Mark
 from saf.dispatch.window import Marks
 from saf.errors import Fenced
+from saf.failpoints import fail_point
 from saf.received import Received
 from saf.receiving import retries
+from saf.receiving.arrival import hook
 from saf.receiving.hand import Reader
 from saf.setaside import backoff, dead, parking
 from saf.setaside.dead import AsStored
 from saf.setaside.isolation import said
 from saf.setaside.lane import NO_BROKER, Kind, Lane
+
+# Before anything that depends on who owns the shards
+LOCK = """
+SELECT c.shard
+FROM unnest(%(shard)s::smallint[], %(epoch)s::bigint[], %(batch)s::bigint[])
+     AS m (shard, epoch, batch)
+JOIN saf.cursor c USING (shard, epoch, batch)
+WHERE c.subscription_id = %(subscription_id)s AND c.owner = %(owner)s
+ORDER BY c.shard FOR UPDATE OF c
+"""
 
 MOVE = """
 UPDATE saf.cursor c SET
@@ -60,14 +74,32 @@ FROM unnest(%(message_id)s::uuid[], %(key)s::text[], %(status)s::smallint[],
 """
 
 
-def mark(connection: psycopg.Connection[Any], reader: Reader, marks: Marks) -> None:
-    """Write marks in a transaction of its own.
+def mark(
+    connection: psycopg.Connection[Any],
+    reader: Reader,
+    marks: Marks,
+    one_reply: Collection[str] = (),
+) -> tuple[int, int]:
+    """Write marks in a transaction of its own; dialogs end by the reply under some contracts.
+
+    Return how many messages it has parked, and how many dead letters it has made.
 
     Raises:
         Fenced: another member has taken over some of the shards; nothing is written.
     """
+    parked, buried = len(marks.park), len(marks.bury) + len(marks.unreadable)
     with connection.transaction():
+        if marks.talked:
+            _lock(connection, reader, marks.cursors)
+            # what has come is read from where the cursors are now
+            batches = {one.shard: one.batch for one in marks.cursors}
+            some = talking.settle(connection, reader, batches, marks.talked, one_reply)
+            parked, buried = parked + some[0], buried + some[1]
         _move(connection, reader, marks.cursors)
+        refused = replies.send(connection, marks.replies)
+        marks.bury += [(one, "failed", error) for one, error in refused]
+        buried += len(refused)
+        fail_point("dispatch_marking")
         # in the order of lanes, as others lock them too
         retries.wait(connection, reader, dict(sorted(marks.waiting.items())))
         _set_aside(connection, reader, marks)
@@ -77,6 +109,14 @@ def mark(connection: psycopg.Connection[Any], reader: Reader, marks: Marks) -> N
         retries.time_late(connection, reader, sorted(marks.timed))
         if marks.attempts:
             connection.execute(NOTE, _noted(reader, marks.attempts))
+    return parked, buried
+
+
+def _lock(connection: psycopg.Connection[Any], reader: Reader, cursors: list[Mark]) -> None:
+    found = {shard for (shard,) in fetch(connection, LOCK, _columns(reader, cursors))}
+    lost = sorted({one.shard for one in cursors} - found)
+    if lost:
+        raise Fenced(f"subscription {reader.name!r}", lost)
 
 
 def _move(connection: psycopg.Connection[Any], reader: Reader, cursors: Iterable[Mark]) -> None:
@@ -133,6 +173,10 @@ def _set_aside(connection: psycopg.Connection[Any], reader: Reader, marks: Marks
     ):
         rows = [AsStored(shard=one.shard, id=one.parked_id or one.id) for one in some]
         dead.bury_as_stored(connection, reader.subscription_id, table, rows)
+    if reader.converses:
+        given_up = [one for one, reason, _ in marks.bury if reason != "expired"]
+        for one in [*given_up, *marks.unreadable]:
+            hook().fail_unseen(connection, one)
     if marks.move:
         retries.move(
             connection, [(one, Lane(kind=Kind.KEY, subject=lane)) for one, lane in marks.move]

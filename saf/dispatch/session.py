@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import psycopg
 
-from saf.dispatch import condition, marking, source
+from saf.dispatch import condition, marking, source, talking
 from saf.dispatch.condition import Book
 from saf.dispatch.http import Client
 from saf.dispatch.progress import InHand
@@ -28,6 +28,7 @@ from saf.errors import Fenced
 from saf.failpoints import fail_point
 from saf.log.shards import Member
 from saf.logger import Log
+from saf.received import Received
 from saf.receiving.hand import Reader
 from saf.receiving.membership import Membership
 from saf.receiving.summary import Summary
@@ -146,7 +147,11 @@ class Session:
             raise self.sender.failure
         if self._membership.lost:
             raise Fenced(f"member {self._member.name}", [])
+        talks, self.sender.talks = self.sender.talks, []
         await self._write()
+        if talks:
+            # what came of their dialogs before is written
+            await self._talk(talks)
         if time.monotonic() >= self._look_at:
             await self._look()
             self._look_at = time.monotonic() + LOOK_SECONDS
@@ -162,16 +167,37 @@ class Session:
         marks = self.window.marks()
         if marks is None:
             return
-        await self._ask(lambda connection: marking.mark(connection, self.reader, marks))
+        parked, buried = await self._ask(
+            lambda connection: marking.mark(connection, self.reader, marks, self.endpoint.one_reply)
+        )
         fail_point("dispatch_marked")
         self.window.written(marks)
-        if marks.succeeded or marks.waiting or any(one.closed for one in marks.cursors):
+        if (
+            marks.succeeded
+            or marks.waiting
+            or marks.talked
+            or any(one.closed for one in marks.cursors)
+        ):
             # there may be more in these lanes, or since the batches were opened
             self._poll_at, self._found = 0.0, True
         self.summary.handled += marks.accepted
-        self.summary.parked += len(marks.park)
-        self.summary.buried += len(marks.bury) + len(marks.unreadable)
+        self.summary.parked += parked
+        self.summary.buried += buried
         self.sender.start()
+
+    async def _talk(self, messages: list[Received]) -> None:
+        """Send those messages of dialogs whose turn it is, and settle the others."""
+        batches = {one.shard: self.window.shards[one.shard].batch for one in messages}
+        found, bad = await self._ask(
+            lambda connection: talking.look(
+                connection, self.reader, batches, messages, self.sender.made
+            )
+        )
+        for message in messages:
+            if (what := found.get(message.message_id)) is not None:
+                self.sender.talk(message, what)
+        for message, error in bad:
+            self.window.reject(message, "rejected", error)
 
     async def _look(self) -> None:
         """Look how the endpoint is, and take up shards or pass them on."""
@@ -247,7 +273,9 @@ class Session:
         }
         lanes, late = window.known_lanes, window.known_late
         due = await self._ask(
-            lambda connection: source.due_lanes(connection, reader, shards, lanes, **limits)
+            lambda connection: source.due_lanes(
+                connection, reader, shards, lanes, awaited=self.endpoint.reply, **limits
+            )
         )
         for lane in due:
             if lane.rows and lane.attempts >= self.endpoint.attempts:
@@ -285,7 +313,7 @@ class Session:
 
     async def _wait(self) -> None:
         """Wait until a request has ended, or something is to be done."""
-        if self.window.unmarked or self.sender.to_write:
+        if self.window.unmarked or self.sender.to_write or self.sender.talks:
             await asyncio.sleep(0)
             return
         hungry = self._hungry

@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from saf.destinations.settings import within
 from saf.dispatch.rate import per_second
+from saf.dispatch.template import check
 from saf.errors import UsageError
 from saf.setaside.parking import wait_seconds
 from saf.webhooks.signature import key_of
@@ -77,8 +78,16 @@ class Endpoint(BaseModel):
     """The destination whose inbox has the messages; by default, the one of kind postgresql."""
     subscription: str | None = None
     """Whose messages are sent; by default, the subscription of the endpoint's name."""
-    mode: Literal["binary", "structured", "plain", "xmlrpc"] = "binary"
-    """The form of a request: CloudEvents in headers or as JSON, the body as it is, or a call."""
+    mode: Literal["binary", "structured", "batch", "plain", "xmlrpc"] = "binary"
+    """The form of a request: CloudEvents in headers, as JSON or several, the body, or a call."""
+    batch_messages: Annotated[int, within(1, 10_000)] | None = None
+    """With mode "batch": the most messages of a request; by default, 100."""
+    batch_of: Literal["keys", "key"] | None = None
+    """With mode "batch": one message each of several keys (the default), or several of one key."""
+    template: Annotated[str, AfterValidator(check)] | None = None
+    """A body of the endpoint's own form, with {{key}}, {{data.total}} …: see dispatch.md."""
+    template_type: str | None = Field(default=None, min_length=1)
+    """The content type of such a body; by default, application/json."""
     method: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.:/]{1,200}$")
     """With mode "xmlrpc": the method that is called."""
     source: str | None = Field(default=None, min_length=1)
@@ -91,6 +100,12 @@ class Endpoint(BaseModel):
     """With password: for the header Authorization, as HTTP's basic scheme has it."""
     password: pydantic.SecretStr | None = None
     """See user."""
+    reply: bool = False
+    """Whether the body of an answer is sent back to the service that the message came from."""
+    reply_type: str | None = Field(default=None, min_length=1)
+    """The type of these messages, where the answer has no header ce-type."""
+    one_reply: tuple[str, ...] = ()
+    """Contracts of dialogs that end with the reply."""
     ca_file: Path | None = None
     """Certificates (PEM) of those who may have signed the endpoint's; by default, the system's."""
     client_certificate: Path | None = None
@@ -138,6 +153,16 @@ class Endpoint(BaseModel):
             raise ValueError("either user and password or bearer, and not both")
         if (self.mode == "xmlrpc") != (self.method is not None):
             raise ValueError('mode = "xmlrpc" and method belong together')
+        if self.mode != "batch" and (self.batch_messages or self.batch_of):
+            raise ValueError('batch_messages and batch_of without mode = "batch"')
+        if self.mode == "batch" and self.reply:
+            raise ValueError('mode = "batch" and reply: an answer would be to several messages')
+        if self.template is not None and self.mode not in ("binary", "plain"):
+            raise ValueError('template without mode = "binary" or "plain"')
+        if self.template is None and self.template_type is not None:
+            raise ValueError("template_type without template")
+        if not self.reply and (self.reply_type is not None or self.one_reply):
+            raise ValueError("reply_type and one_reply without reply = true")
         if self.client_key is not None and self.client_certificate is None:
             raise ValueError("client_key without client_certificate")
         return self
@@ -146,6 +171,11 @@ class Endpoint(BaseModel):
     def keys(self) -> list[bytes]:
         """The keys that requests are signed with."""
         return [key_of(one.get_secret_value()) for one in self.secrets]
+
+    @property
+    def messages(self) -> int:
+        """The most messages of a request."""
+        return (self.batch_messages or 100) if self.mode == "batch" else 1
 
     @property
     def shown(self) -> str:

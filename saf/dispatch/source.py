@@ -83,7 +83,8 @@ ORDER BY place, id
 DUE = f"""
 SELECT subject, shard, attempts, error FROM saf.backoff
 WHERE subscription_id = %(subscription_id)s AND destination = '' AND kind = '{Kind.KEY}'
-  AND shard = ANY (%(shards)s) AND next_attempt_at <= now() AND subject <> ALL (%(in_memory)s)
+  AND shard = ANY (%(shards)s) AND subject <> ALL (%(in_memory)s)
+  AND (next_attempt_at <= now() OR %(awaited)s AND awaits_handler)
 ORDER BY next_attempt_at LIMIT %(limit)s
 """
 READ_LANES = f"""
@@ -252,14 +253,19 @@ def due_lanes(
     shards: Collection[int],
     in_memory: Collection[str],
     *,
+    awaited: bool,
     limit: int,
     max_bytes: int,
 ) -> list[DueLane]:
-    """Return lanes whose time has come, and that are not in memory."""
+    """Return lanes whose time has come, and that are not in memory.
+
+    With ``awaited``, also those that wait for somebody who takes messages of dialogs.
+    """
     params = {
         **_of(reader),
         "shards": list(shards),
         "in_memory": list(in_memory),
+        "awaited": awaited,
         "limit": limit,
     }
     found = fetch(connection, DUE, params)

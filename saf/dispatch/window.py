@@ -17,21 +17,23 @@ from dataclasses import dataclass, field
 
 from saf.dispatch.answers import Answer
 from saf.dispatch.progress import InHand, Mark
+from saf.dispatch.talking import Outcome
 from saf.errors import Fenced
+from saf.message import Message
 from saf.received import Received
 from saf.receiving.retries import Waiting
 
 
 @dataclass(kw_only=True)
 class Lane:
-    """The messages of a key in memory, in order; the first of them may be in flight."""
+    """The messages of a key in memory, in order; the first of them may be in flight, together."""
 
     name: str
     shard: int
     parked: bool
     """Whether they were read from where they wait, and not from the log."""
     queue: deque[Received] = field(default_factory=deque)
-    in_flight: bool = False
+    in_flight: int = 0
 
 
 @dataclass(kw_only=True)
@@ -58,6 +60,10 @@ class Marks:
     """Shards whose delayed messages have come or gone."""
     attempts: list[tuple[Received, Answer]] = field(default_factory=list)
     """What failed, for people."""
+    replies: list[tuple[Received, Message]] = field(default_factory=list)
+    """What endpoints have answered to messages."""
+    talked: list[tuple[Received, Outcome]] = field(default_factory=list)
+    """Messages of dialogs, which are received by the marks."""
     messages: int = 0
     """How many messages are complete by it."""
     accepted: int = 0
@@ -81,11 +87,13 @@ class Window:
         self._stopped: set[str] = set()
         self._late: set[int] = set()
         self._new = Marks()
+        self._writing = 0
+        """How many messages are complete, and are being marked."""
 
     @property
     def unmarked(self) -> int:
         """How many messages are complete, and not marked yet."""
-        return self._new.messages
+        return self._new.messages + self._writing
 
     @property
     def known_lanes(self) -> list[str]:
@@ -95,7 +103,12 @@ class Window:
     @property
     def known_late(self) -> list[int]:
         """The messages whose deliver_at has come, by parked_id, that are not to be read again."""
-        return [*self._late, *self._new.unpark, *(one for one, _ in self._new.move)]
+        return [
+            *self._late,
+            *self._new.unpark,
+            *(one for one, _ in self._new.move),
+            *(one.parked_id for one, _ in self._new.talked if one.parked_id is not None),
+        ]
 
     @property
     def anything_ready(self) -> bool:
@@ -179,19 +192,36 @@ class Window:
             if lane.shard in self.leaving:
                 self._ready.append(lane)
                 continue
-            lane.in_flight = True
-            self.in_flight += 1
-            return lane.queue[0]
+            return self._off(lane)
         return None
 
-    def done(self, message: Received) -> None:
-        """The endpoint has accepted a message."""
+    def next_of(self, message: Received) -> Received | None:
+        """Give the next message of the key of one that is in flight, to be sent with it."""
+        lane = self.lanes[message.lane]
+        return self._off(lane) if len(lane.queue) > lane.in_flight else None
+
+    def _off(self, lane: Lane) -> Received:
+        message = lane.queue[lane.in_flight]
+        lane.in_flight += 1
+        self.in_flight += 1
+        return message
+
+    def done(self, message: Received, reply: Message | None = None) -> None:
+        """The endpoint has accepted a message, and perhaps answered."""
         self._new.accepted += 1
+        if reply is not None:
+            self._new.replies.append((message, reply))
+        self._end(message)
+
+    def talked(self, message: Received, outcome: Outcome) -> None:
+        """Something has come of a message of a dialog: the marks receive it."""
+        self._new.accepted += outcome.sent
+        self._new.talked.append((message, outcome))
         self._end(message)
 
     def put_back(self, message: Received) -> None:
         """Let a message be sent again, after the other lanes, as if it had not been sent."""
-        self._ready.append(self._landed(message))
+        self._stands(self._landed(message))
 
     def reject(self, message: Received, reason: str, error: str) -> None:
         """The endpoint has rejected a message: a dead letter. Its key goes on."""
@@ -228,16 +258,21 @@ class Window:
 
     def _landed(self, message: Received) -> Lane:
         lane = self.lanes[message.lane]
-        lane.in_flight = False
+        lane.in_flight -= 1
         self.in_flight -= 1
         return lane
+
+    def _stands(self, lane: Lane) -> None:
+        """Let a lane have its turn, unless more of it is in flight."""
+        if not lane.in_flight:
+            self._ready.append(lane)
 
     def _end(self, message: Received) -> None:
         lane = self._landed(message)
         self._let_go([lane.queue.popleft()])
         self._complete(message, self.shards[message.shard])
         if lane.queue:
-            self._ready.append(lane)
+            self._stands(lane)
             return
         del self.lanes[lane.name]
         if lane.parked:
@@ -245,13 +280,15 @@ class Window:
 
     def _complete(self, message: Received, hand: InHand | None) -> None:
         self._new.messages += 1
-        if message.parked_id is not None:
-            self._new.unpark.append(message.parked_id)
-            self._forget_late(message)
-            self._touch(message.shard)
-        else:
+        if message.parked_id is None:
             assert hand is not None  # noqa: S101 - it is of the log
             hand.complete(message.id)
+            return
+        self._forget_late(message)
+        self._touch(message.shard)
+        # where a message of a dialog waits, it is received, and perhaps waits on
+        if not (self._new.talked and self._new.talked[-1][0] is message):
+            self._new.unpark.append(message.parked_id)
 
     def _let_go(self, messages: Collection[Received]) -> None:
         self.held -= len(messages)
@@ -275,16 +312,18 @@ class Window:
     # What is written
 
     def marks(self) -> Marks | None:
-        """What is to be written, if there is anything; from now on, it counts as written."""
+        """What is to be written, if there is anything; say so by `written`."""
         touched = [hand for hand in self.shards.values() if hand.touched or hand.closes]
         if not touched:
             return None
         marks, self._new = self._new, Marks()
+        self._writing += marks.messages
         marks.cursors = [hand.mark() for hand in touched]
         return marks
 
     def written(self, marks: Marks) -> None:
-        """What these marks let wait is known to the database."""
+        """These marks are written: what they let wait is known to the database."""
+        self._writing -= marks.messages
         self._stopped.difference_update(marks.waiting)
 
     # Shards that come and go

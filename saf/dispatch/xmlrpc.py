@@ -1,11 +1,13 @@
 """XML-RPC: a message calls a method of a server, and a fault is a failure with its text.
 
 The body is JSON: a list has the parameters, anything else is the only parameter. Python's own
-library writes the call and reads the answer. What it returns is not kept.
+library writes the call and reads the answer. What a call returns is a reply in JSON, where one is
+wanted.
 """
 
 from __future__ import annotations
 
+import json
 import xmlrpc.client
 from typing import Any
 from xml.parsers.expat import ExpatError
@@ -53,3 +55,13 @@ def fault(answer: bytes) -> str | None:
     except (xmlrpc.client.Error, ExpatError, ValueError, TypeError, LookupError, AttributeError):
         return UNKNOWN
     return None if b"methodResponse" in answer else UNKNOWN
+
+
+def result(answer: bytes) -> bytes:
+    """What a call has returned, as JSON; what JSON does not know is a text.
+
+    >>> result(xmlrpc.client.dumps(({"number": 7},), methodresponse=True).encode())
+    b'{"number": 7}'
+    """
+    (returned,), _ = xmlrpc.client.loads(answer)
+    return json.dumps(returned, default=str).encode()

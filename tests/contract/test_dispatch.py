@@ -23,6 +23,7 @@ from saf.broker.services import subscription
 from saf.database import Dsn, fetch
 from saf.dispatch import marking, source
 from saf.dispatch.condition import Book
+from saf.dispatch.session import LOOK_SECONDS
 from saf.dispatch.window import Window
 from saf.errors import Fenced
 from saf.log.shards import Member
@@ -44,6 +45,8 @@ from tests.processes import start
 from tests.receivers import SUBSCRIPTION, dead, prepare, put, store, waiting
 from tests.sizes import sized
 from tests.waits import until
+
+EVENT = {"content-type": "application/cloudevents+json"}
 
 every_postgresql = pytest.mark.every_postgresql
 
@@ -150,15 +153,21 @@ def test_a_message_that_fails_waits_and_only_its_key_behind_it(
     failing = True
 
     async def answer(got: Got) -> Reply:
-        return (500, {}, b"oops") if failing and got.key == "a" else (200, {}, b"ok")
+        if failing and got.key == "a":
+            return 500, {}, b"oops"
+        await asyncio.sleep(0.1)
+        return 200, {}, b"ok"
 
     partner.answer = answer
     put(inbox, "1", "2", key="a")
     put(inbox, "1", "2", key="b")
     assert dispatch(inbox, partner).summary.exit_code == 75
     assert partner.by_key() == {"b": [1, 2]}
+    # the endpoint has accepted others since, so it is this message that has failed
+    assert attempts(inbox) == [("a", 1, "HTTP 500: oops")]
     put(inbox, "3", key="a")
     dispatch(inbox, partner)
+    assert [got.body for got in partner.begun if got.key == "a"] == [b"1"]
     assert waiting(inbox) == ["a"]
     assert unfinished(inbox) == 0
     failing = False
@@ -252,14 +261,36 @@ def test_after_a_kill_only_what_was_in_flight_is_sent_again(inbox: Dsn, partner:
         assert all(later - number <= 1 for number, later in pairwise(numbers))
 
 
+def test_nothing_more_is_sent_while_marks_cannot_be_written(inbox: Dsn, partner: Partner) -> None:
+    release = threading.Event()
+
+    async def answer(_: Got) -> Reply:
+        while not release.is_set():
+            await asyncio.sleep(0.01)
+        return 204, {}, b""
+
+    partner.answer = answer
+    store(inbox, keys=100, each=1)
+    with dispatching(dispatcher(inbox, partner, max_in_flight=10)):
+        until(lambda: len(partner.begun) == 10)
+        with connect(inbox) as connection, connection.transaction():
+            connection.execute("SELECT FROM saf.cursor FOR UPDATE")
+            release.set()
+            until(lambda: len(partner.begun) >= 20)
+            time.sleep(0.5)
+            assert len(partner.begun) == 20
+        until(lambda: len(partner.accepted) == 100)
+
+
 def test_dispatchers_that_come_and_go_share_the_keys_and_repeat_nothing(
     inbox: Dsn, partner: Partner
 ) -> None:
-    partner.after(0.005)
+    # something of nearly every shard is in flight, always
+    partner.after(0.1)
     store(inbox, keys=100, each=20)
-    with dispatching(dispatcher(inbox, partner, max_in_flight=20)):
+    with dispatching(dispatcher(inbox, partner)):
         until(lambda: len(partner.accepted) > 100)
-        with dispatching(dispatcher(inbox, partner, max_in_flight=20)):
+        with dispatching(dispatcher(inbox, partner)):
             until(lambda: members(inbox) == [32, 32])
             sent = len(partner.accepted)
             assert sent < 2000
@@ -384,7 +415,11 @@ def test_a_message_of_a_dialog_waits_and_says_for_whom(inbox: Dsn, partner: Part
     with connect(inbox) as connection:
         rows = fetch(connection, "SELECT subject, awaits_handler, error FROM saf.backoff")
     assert rows == [
-        ("a", True, "saf dispatch sends no messages of dialogs: let a worker handle them")
+        (
+            "a",
+            True,
+            "messages of dialogs are sent with reply = true only; or let a worker handle them",
+        )
     ]
     assert unfinished(inbox) == 0
 
@@ -459,6 +494,89 @@ def test_the_sdk_of_cloudevents_reads_an_event_as_json(inbox: Dsn, partner: Part
     assert [one.get_data() for one in events] == [{"total": 7}, "hello", b"\x01"]
     assert {one.get_subject() for one in events} == {'a "ü"'}
     assert [one.get_id() for one in events] == [got.id for got in partner.accepted]
+
+
+def batch(got: Got) -> list[Any]:
+    """The events of a batch, each read by the SDK, which reads no batches."""
+    return [
+        from_http_event(HTTPMessage(headers=EVENT, body=json.dumps(one).encode()))
+        for one in json.loads(got.body)
+    ]
+
+
+def test_batch_sends_a_message_each_of_many_keys_and_the_sdk_of_cloudevents_reads_it(
+    inbox: Dsn, partner: Partner
+) -> None:
+    partner.after(0.01)
+    store(inbox, keys=30, each=4)
+    done = dispatch(inbox, partner, mode="batch", batch_messages=10, max_in_flight=2)
+    assert done.summary.handled == 120
+    sent: dict[str, list[int]] = {}
+    for got in partner.accepted:
+        assert got.headers["content-type"].startswith("application/cloudevents-batch+json")
+        some = batch(got)
+        assert len({one.get_subject() for one in some}) == len(some) <= 10
+        for one in some:
+            sent.setdefault(one.get_subject(), []).append(int(one.get_data()))
+    assert sent == {f"k{k}": [1, 2, 3, 4] for k in range(1, 31)}
+    assert len(partner.accepted) < 60
+
+
+def test_batch_of_a_key_sends_several_of_its_messages_in_order(
+    inbox: Dsn, partner: Partner
+) -> None:
+    store(inbox, keys=3, each=20)
+    dispatch(inbox, partner, mode="batch", batch_messages=10, batch_of="key")
+    for got in partner.accepted:
+        some = batch(got)
+        assert len({one.get_subject() for one in some}) == 1
+    sent: dict[str, list[int]] = {}
+    for got in partner.accepted:
+        for one in batch(got):
+            sent.setdefault(one.get_subject(), []).append(int(one.get_data()))
+    assert sent == {f"k{k}": list(range(1, 21)) for k in range(1, 4)}
+    assert len(partner.accepted) < 20
+
+
+@pytest.mark.parametrize("batch_of", ["keys", "key"])
+def test_of_a_batch_that_is_rejected_only_the_message_at_fault_is_a_dead_letter(
+    inbox: Dsn, partner: Partner, batch_of: str
+) -> None:
+    taken: dict[str, list[int]] = {}
+
+    async def answer(got: Got) -> Reply:
+        some = [(one.get_subject(), int(one.get_data())) for one in batch(got)]
+        if ("k2", 3) in some:
+            return 422, {}, b"no such order"
+        for key, number in some:
+            taken.setdefault(key, []).append(number)
+        return 204, {}, b""
+
+    partner.answer = answer
+    store(inbox, keys=5, each=6)
+    done = dispatch(inbox, partner, mode="batch", batch_of=batch_of)
+    assert done.summary.handled == 29
+    assert dead(inbox) == [("3", "rejected")]
+    whole = [1, 2, 3, 4, 5, 6]
+    assert taken == {f"k{k}": whole for k in (1, 3, 4, 5)} | {"k2": [1, 2, 4, 5, 6]}
+
+
+def test_a_template_makes_a_body_of_the_endpoints_own_form(inbox: Dsn, partner: Partner) -> None:
+    put(inbox, '{"note": "5\\" & more", "lines": [{"price": 7}]}', key="a&b", from_service="shop")
+    put(inbox, "no json", key="c", from_service="shop")
+    text = '{"text": {{ data.note }}, "order": {{key}}, "price": {{data.lines.0.price}}}'
+    done = dispatch(inbox, partner, mode="plain", template=text)
+    (got,) = partner.accepted
+    assert json.loads(got.body) == {"text": '5" & more', "order": "a&b", "price": 7}
+    assert got.headers["content-type"] == "application/json"
+    # what it has not is said, and nothing is sent
+    assert done.summary.exit_code == 1
+    assert dead(inbox) == [("no json", "rejected")]
+    put(inbox, "x=y", key="a&b")
+    form = "application/x-www-form-urlencoded"
+    dispatch(inbox, partner, template="order={{key}}&text={{data}}", template_type=form)
+    assert partner.accepted[-1].body == b"order=a%26b&text=x%3Dy"
+    assert partner.accepted[-1].headers["ce-subject"] == "a&b"
 
 
 def test_plain_sends_the_headers_of_a_message_that_http_allows(
@@ -583,6 +701,7 @@ def test_of_all_dispatchers_one_sends_a_probe_and_an_endpoint_down_for_long_is_d
     with dispatching(*(dispatcher(inbox, partner, **more) for _ in range(2))):
         until(lambda: members(inbox) == [32, 32])
         until(lambda: state(inbox) == "open")
+        time.sleep(LOOK_SECONDS + 0.5)  # by then, the other one has looked
         until(lambda: partner.in_flight == 0)
         partner.after(3)
         sent = len(partner.begun)

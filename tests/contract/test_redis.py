@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from saf.database import Dsn
 from saf.database.bounds import Bounds
-from saf.destinations.marks import MAIN, ONCE
 from saf.destinations.redis import Redis
-from saf.destinations.redis.streams import Streams
-from saf.errors import Fenced, Unavailable
+from saf.errors import Unavailable
 from saf.repair.reconcile import reconcile
 from saf.repair.send_again import send_again
 from saf.routing.routes import current_routes
-from saf.setaside.lane import Kind
 from saf.testing.forwarder import Forwarder
 from tests.lossy import Lossy
 from tests.pipeline import forward, let_time_pass
@@ -41,70 +37,6 @@ class TestRedis(QueueSuite):
 
     def at(self, port: int) -> Redis:
         return Redis(server=f"redis://127.0.0.1:{port}/0", step_rows=100)
-
-
-@contextmanager
-def interrupted(
-    events: Redis, queue: RedisServer, meanwhile: Callable[[], object]
-) -> Iterator[Any]:
-    """A destination; once 120 messages of its first chunk are there, something else happens."""
-    small = events.model_copy(update={"step_rows": 40})
-    with closing(Streams("events", small)) as destination:
-        steps: Any = destination._steps
-        happened: list[object] = []
-
-        def slowly(*given: Any) -> Iterator[Any]:
-            for number, one in enumerate(steps(*given)):
-                if number == 3 and not happened:
-                    until(lambda: len(ids(queue)) == 120)
-                    happened.append(meanwhile())
-                yield one
-
-        setattr(destination, "_steps", slowly)  # noqa: B010 - a patch of this one
-        yield destination
-        assert happened
-
-
-def test_of_steps_in_flight_none_is_stored_after_one_that_was_not(
-    queue: RedisServer, events: Redis
-) -> None:
-    """Another owner moves the marks between two steps."""
-    forwarder = Forwarder()
-    rows = forwarder.messages(400)
-    zombie = forwarder.chunk(rows)
-
-    def take_over() -> None:
-        forwarder.epoch += 1
-        with closing(events.open("events")) as other:
-            other.store(forwarder.chunk(rows), exactly_once=True)
-
-    with interrupted(events, queue, take_over) as destination, pytest.raises(Fenced):
-        destination.store(zombie, exactly_once=True)
-    assert ids(queue) == [row["message_id"] for row in rows]
-
-
-@pytest.mark.parametrize("quality", [MAIN, ONCE])
-def test_what_is_stored_is_not_stored_again_if_another_lane_is_stored_meanwhile(
-    queue: RedisServer, events: Redis, quality: str
-) -> None:
-    forwarder = Forwarder()
-    rows = forwarder.messages(400)
-    late = forwarder.messages(4)
-    replayed = Kind.REPLAY if quality == MAIN else None
-
-    def store_others() -> None:
-        with closing(events.open("events")) as other:
-            other.store(forwarder.chunk(late, lane=replayed), exactly_once=True)
-
-    with interrupted(events, queue, store_others) as destination:
-        done = destination.store(
-            forwarder.chunk(rows, prefix=quality), exactly_once=quality == MAIN
-        )
-    assert (done.messages, done.dropped) == (400, 0)
-    assert [one for one in ids(queue) if one not in {row["message_id"] for row in late}] == [
-        row["message_id"] for row in rows
-    ]
-    assert len(ids(queue)) == 404
 
 
 def test_a_script_that_the_server_has_forgotten_is_given_again(

@@ -15,6 +15,7 @@ import redis
 from saf.destinations.redis import Redis
 from saf.errors import Unavailable
 from saf.testing.forwarder import Forwarder
+from tests.certificates import certificate
 from tests.needed import needed
 from tests.redis_server import RedisServer, free_port, redis_server
 from tests.waits import until
@@ -70,25 +71,17 @@ def by_socket(stack: ExitStack, folder: Path) -> tuple[Redis, Any]:
 
 
 def by_tls(stack: ExitStack, folder: Path) -> tuple[Redis, Any]:
-    program = needed("openssl", "openssl")
-    files = {name: folder / f"{name}.pem" for name in ("key", "certificate")}
-    subprocess.run(
-        [program, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-         "-nodes", "-days", "2", "-subj", "/CN=localhost",
-         "-addext", "subjectAltName=DNS:localhost", "-keyout", files["key"],
-         "-out", files["certificate"]],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    certificate_file, key_file = certificate(folder)
     tls = free_port()
     server = stack.enter_context(
         redis_server(
-            folder / "redis", tls_port=str(tls), tls_cert_file=str(files["certificate"]),
-            tls_key_file=str(files["key"]), tls_ca_cert_file=str(files["certificate"]),
+            folder / "redis", tls_port=str(tls), tls_cert_file=str(certificate_file),
+            tls_key_file=str(key_file), tls_ca_cert_file=str(certificate_file),
         )
     )  # fmt: skip
     events = Redis(
-        server=f"rediss://localhost:{tls}", ca_file=files["certificate"],
-        certificate_file=files["certificate"], key_file=files["key"],
+        server=f"rediss://localhost:{tls}", ca_file=certificate_file,
+        certificate_file=certificate_file, key_file=key_file,
     )  # fmt: skip
     with pytest.raises(Unavailable, match="certificate"):
         events.model_copy(update={"ca_file": None}).identity("events")

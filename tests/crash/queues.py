@@ -1,4 +1,4 @@
-"""Rounds to a queue instead of a MOM store: `python -m tests.crash --to redis`.
+"""Rounds to a queue instead of a MOM store: `python -m tests.crash --to redis`, or nats.
 
 The queue's server is killed and started again with its data, stopped for a while, and its answers
 are lost. There are no dialogs, which cannot go there, and no poison, because no constraint rejects.
@@ -9,15 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from saf.database import Dsn
+from saf.destinations.nats import Nats
 from saf.destinations.redis import Redis
 from saf.destinations.settings import DestinationSettings
 from tests.crash.plan import QUALITIES, Fault, Plan, plan
 from tests.crash.site import Site
 from tests.lossy import Lossy
+from tests.nats_server import NatsServer
+from tests.queue_suite import Server
 from tests.redis_server import RedisServer
 
 FAULTS = (
@@ -44,27 +48,40 @@ def plan_to(number: int, seed: int) -> Plan:
 class LosesAnswers:
     """The proxy, as faults know it."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, request: bytes) -> None:
         self._lossy = Lossy(port)
+        self._request = request
         self.port = self._lossy.port
 
     def lose_answer(self, armed: bool = True) -> None:
-        self._lossy.lose_answers_to(b"EVALSHA" if armed else b"")
+        self._lossy.lose_answers_to(self._request if armed else b"")
 
     def close(self) -> None:
         self._lossy.close()
 
 
-class RedisSite(Site):
-    """With a Redis server, and a proxy in front of it."""
+class QueueSite(Site):
+    """With a queue's server, and a proxy in front of it. A subclass knows the queue."""
 
-    def __enter__(self) -> RedisSite:
+    request: bytes
+    """What stands in the request that stores."""
+    queue: Server
+
+    def server(self, folder: Path) -> Server:
+        """The server, not started."""
+        raise NotImplementedError
+
+    def at(self, port: int) -> DestinationSettings:
+        """The server at a port as a destination, which stores a few messages at a time."""
+        raise NotImplementedError
+
+    def __enter__(self) -> QueueSite:
         super().__enter__()
         self.proxy.close()
-        (self.folder / "redis").mkdir()
-        self.queue = RedisServer(folder=self.folder / "redis")
+        (self.folder / "queue").mkdir()
+        self.queue = self.server(self.folder / "queue")
         self.queue.start()
-        self.proxy: Any = LosesAnswers(self.queue.port)
+        self.proxy: Any = LosesAnswers(self.queue.port, self.request)
         return self
 
     def __exit__(
@@ -86,21 +103,40 @@ class RedisSite(Site):
 
     def by_proxy(self, plan: Plan) -> Mapping[str, DestinationSettings]:  # noqa: ARG002 - one
         """The queue, under the name that the routes have."""
-        return {"mom": Redis(server=f"redis://127.0.0.1:{self.proxy.port}/0", step_rows=7)}
+        return {"mom": self.at(self.proxy.port)}
 
     def prepare(self, plan: Plan) -> Dsn:
         """A fresh source, and a queue without anything."""
-        self.queue.client().flushall()
+        self.queue.empty()
         return super().prepare(plan)
 
     def arrived(self) -> Sequence[str]:
-        """All bodies, each stream in its order."""
-        client = self.queue.client(decode_responses=True)
-        return [
-            fields["body"]
-            for service in QUALITIES
-            for _, fields in client.xrange(f"{{saf}}:{service}")
-        ]
+        """All bodies, each topic in its order."""
+        return [fields["body"] for service in QUALITIES for fields in self.queue.entries(service)]
+
+
+class RedisSite(QueueSite):
+    """With a Redis server."""
+
+    request = b"EVALSHA"
+
+    def server(self, folder: Path) -> Server:
+        return RedisServer(folder=folder)
+
+    def at(self, port: int) -> DestinationSettings:
+        return Redis(server=f"redis://127.0.0.1:{port}/0", step_rows=7)
+
+
+class NatsSite(QueueSite):
+    """With a NATS server."""
+
+    request = b"Nats-Batch-Commit"
+
+    def server(self, folder: Path) -> Server:
+        return NatsServer(folder=folder)
+
+    def at(self, port: int) -> DestinationSettings:
+        return Nats(server=f"nats://127.0.0.1:{port}", step_rows=7)
 
 
 def crash_queue(round_: Any, fault: Fault) -> None:
@@ -121,5 +157,5 @@ OF_QUEUES: Mapping[str, Callable[[Any, Fault], None]] = {
     "crash_queue": crash_queue,
     "freeze_queue": freeze_queue,
 }
-QUEUES: Mapping[str, type[Site]] = {"redis": RedisSite}
+QUEUES: Mapping[str, type[Site]] = {"nats": NatsSite, "redis": RedisSite}
 """The sites by the names that ``--to`` takes."""

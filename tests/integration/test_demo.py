@@ -23,7 +23,7 @@ from saf.demo.flights import read
 from saf.demo.proof import prove
 from saf.demo.run import WRITERS
 from saf.errors import Unavailable
-from tests import programs
+from tests import nats_server, programs
 from tests.needed import needed
 from tests.programs import BIN, environment
 from tests.waits import until
@@ -63,12 +63,16 @@ def is_right(result: dict[str, Any]) -> bool:
     return counts == [FLIGHTS, FLIGHTS, *[0] * len(wrong)]
 
 
-def test_to_redis_it_is_proven_by_what_the_streams_hold(folder: Path) -> None:
-    needed("redis-server", "redis-server")
-    first = run(folder, "--to", "redis")
+@pytest.mark.parametrize("queue", ["redis", "nats"])
+def test_to_a_queue_it_is_proven_by_what_the_queue_holds(folder: Path, queue: str) -> None:
+    if queue == "redis":
+        needed("redis-server", "redis-server")
+    else:
+        nats_server.program()
+    first = run(folder, "--to", queue)
     assert is_right(first), first
-    assert first["stores"] == {"redis": FLIGHTS}
-    second = run(folder, "--to", "redis")  # its server has kept its data
+    assert first["stores"] == {queue: FLIGHTS}
+    second = run(folder, "--to", queue)  # its server has kept its data
     assert is_right(second), second
     assert second["forwarded_now"] == 0
 

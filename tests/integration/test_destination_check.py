@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from saf.database import Dsn
+from tests.nats_server import nats_server
 from tests.programs import saf
 from tests.redis_server import redis_server
 
@@ -45,6 +46,28 @@ def test_it_says_what_a_redis_server_gives_and_whether_it_can_be_used(
     unknown = saf("destination", "check", "thee", cwd=tmp_path)
     assert unknown.returncode == 2
     assert "did you mean 'there'" in unknown.stderr
+
+
+def test_it_says_what_a_nats_server_gives_and_whether_it_can_be_used(
+    app: Dsn, tmp_path: Path
+) -> None:
+    with nats_server(tmp_path / "nats") as server:
+        configuration(tmp_path, app, f'kind = "nats"\nserver = "{server.address}"')
+        said = saf("destination", "check", "there", cwd=tmp_path)
+        assert said.returncode == 0, said.stderr
+        assert "stream SAF, which is made at the first message" in said.stdout
+        subjects = ["saf.>", "saf-marks.SAF.>"]
+        server.ask("$JS.API.STREAM.CREATE.SAF", name="SAF", subjects=subjects, allow_atomic=True)
+        as_json = json.loads(saf("destination", "check", "there", "--json", cwd=tmp_path).stdout)
+        assert as_json["problems"] == []
+        assert [one["cure"] for one in as_json["more"]][1:] == ["allow_rollup_hdrs", "allow_direct"]
+        server.ask("$JS.API.STREAM.UPDATE.SAF", name="SAF", subjects=subjects, max_msgs=5)
+        refused = saf("destination", "check", "there", cwd=tmp_path)
+        assert refused.returncode == 2
+        assert "takes no batches" in refused.stderr
+    gone = saf("destination", "check", "there", cwd=tmp_path)
+    assert gone.returncode == 75
+    assert "destination 'there' is unavailable" in gone.stderr
 
 
 def test_it_says_what_a_broker_and_a_folder_give(app: Dsn, mom: Dsn, tmp_path: Path) -> None:

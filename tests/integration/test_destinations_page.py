@@ -16,6 +16,7 @@ from saf.destinations import Capabilities
 from saf.destinations.kinds import GROUP, OURS, settings_of
 from saf.destinations.mapping import HEADERS
 from saf.destinations.settings import DestinationSettings
+from tests.nats_server import nats_server
 from tests.pipeline import connect
 from tests.programs import BIN, ROOT, run, saf, send
 from tests.redis_server import redis_server
@@ -57,9 +58,9 @@ def test_each_capability_is_told_and_each_kinds_are_true() -> None:
         assert said == [can.exactly_once, can.fences, can.knows_services, can.reads_back]
 
 
-def test_each_field_of_an_entry_has_its_line() -> None:
+def test_each_header_of_a_message_has_its_line() -> None:
     rows = re.findall(
-        r"^\| `(saf-[\w-]+)` \| `ce_(\w+)`", section("Streams of a Redis server"), re.MULTILINE
+        r"^\| `(saf-[\w-]+)` \| `(\w+)`", section("What a queue gets of a message"), re.MULTILINE
     )
     assert rows == [(one.saf, one.event) for one in HEADERS]
 
@@ -89,6 +90,38 @@ def test_its_commands_forward_to_streams_that_a_consumer_group_reads(
         client = server.client()
         client.execute_command(*block("acl").split(), "+config|get", "+smembers")
         client.execute_command("ACL", "SETUSER", "saf", "+xrange", "+xinfo|stream", "+scan")
+        text = (tmp_path / "saf.toml").read_text()
+        (tmp_path / "saf.toml").write_text(
+            text.replace("topic =", 'username = "saf"\npassword = "secret"\ntopic =')
+        )
+        send(app, 5)
+        for command in (["destination", "check", "events"], ["forward"], ["reconcile"]):
+            said = saf(*command, env=env, cwd=tmp_path)
+            assert said.returncode == 0, said.stdout + said.stderr
+
+
+def test_its_commands_forward_to_a_stream_that_a_consumer_reads(app: Dsn, tmp_path: Path) -> None:
+    bodies = send(app, 60)
+    (tmp_path / "saf.toml").write_text(block("nats.toml"))
+    (tmp_path / "consumer.py").write_text(block("consumer_nats.py"))
+    with nats_server(tmp_path / "nats") as server:
+        env = {"SHOP_DSN": app.conninfo, "NATS": server.address}
+        path = f"{BIN}:/usr/local/bin:/usr/bin:/bin"
+        done = run(["bash", "-euxc", block("nats.sh")], env={**env, "PATH": path}, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "which is made at the first message" in done.stdout
+        assert "promise: exactly once" in done.stdout
+        read = run([sys.executable, "consumer.py", server.address], env=env, cwd=tmp_path)
+        assert read.returncode == 0, read.stderr
+        lines = [line.split(" ", 1) for line in read.stdout.splitlines()]
+        assert sorted(body for _, body in lines) == sorted(bodies)
+        again = run([sys.executable, "consumer.py", server.address], env=env, cwd=tmp_path)
+        assert (again.returncode, again.stdout) == (0, "")
+
+        # the rights that it lists are enough for each command
+        server.kill()
+        server.settings["authorization"] = block("nats.conf")
+        server.start()
         text = (tmp_path / "saf.toml").read_text()
         (tmp_path / "saf.toml").write_text(
             text.replace("topic =", 'username = "saf"\npassword = "secret"\ntopic =')

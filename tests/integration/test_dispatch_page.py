@@ -82,6 +82,13 @@ def test_its_settings_are_settings(
         assert "verysecret" not in text
 
 
+def test_its_replies_are_settings(app: Dsn, mom: Dsn, tmp_path: Path) -> None:
+    file = configuration(tmp_path / "saf.toml", {"shop": app}, {"mom": mom})
+    file.write_text(file.read_text() + BLOCKS["reply"] + BLOCKS["template"])
+    assert load(file).endpoints["chat"].template is not None
+    assert load(file).endpoints["billing"].one_reply == ("asking",)
+
+
 def test_its_receiver_verifies_what_is_signed() -> None:
     headers = sign("one", int(time.time()), b"{}", [key_of(SECRET)])
     names = {"headers": headers, "body": b"{}", "secret": SECRET, "old_secret": SECRET}

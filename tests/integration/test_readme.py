@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+import saf.webhooks
 from saf.broker.embedded import programs
+from saf.broker.services import create_service
 from saf.config import load
 from saf.database import Dsn
 from saf.database.bounds import Bounds
+from tests.endpoints import Partner, serving
 from tests.pipeline import connect
 from tests.programs import BIN, ROOT, configuration, environment, run, url
 
@@ -71,6 +74,35 @@ def test_the_example_of_40_lines_sends_forwards_and_receives_and_prints_what_it_
     promised = re.findall(r"#\s+(.*)", block("whole"))
     pattern = r"\n".join(re.escape(line).replace("…", "(?s:.)*?") for line in promised)
     assert re.fullmatch(pattern, said.strip()), said
+
+
+def test_five_lines_lead_from_an_endpoint_to_its_first_signed_webhook(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    with connect(mom) as connection:
+        create_service(connection, "billing")
+    (tmp_path / "shop.py").write_text(block("shop"))
+    # the README's partner is on the internet, and this one is not
+    near = '\n[dispatch]\nnetworks = ["127.0.0.0/8"]\n'
+    (tmp_path / "saf.toml").write_text(block("toml") + near)
+    assert len(block("webhook").splitlines()) == 5
+    with serving(Partner()) as partner:
+        lines = block("webhook").replace("https://billing.example.com/hooks", partner.url)
+        done = run(
+            ["bash", "-euo", "pipefail", "-c", lines + 'echo "$SAF_ENDPOINT_BILLING"'],
+            env={
+                "PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin",
+                "SHOP_DSN": app.conninfo,
+                "MOM_DSN": mom.conninfo,
+            },
+            cwd=tmp_path,
+        )
+    assert done.returncode == 0, done.stderr
+    *_, handled, secret = done.stdout.splitlines()
+    assert handled == "billing: handled 1 message"
+    (got,) = partner.accepted
+    assert saf.webhooks.verify(got.headers, got.body, secret) == got.id
+    assert got.body == b'{"order":"A-1","total":90}'
 
 
 def test_the_operators_commands_work_in_their_order(new_database: object, tmp_path: Path) -> None:

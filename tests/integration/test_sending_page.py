@@ -41,6 +41,11 @@ def test_the_block_without_asyncio_sends_one_and_many(app: Dsn) -> None:
     assert [key for key, *_ in sent(app, block("sync"))] == ["A-1", "A-2", "A-3"]
 
 
+def test_a_copy_sends_in_bulk(app: Dsn) -> None:
+    total, kind = '{"total":90}', "application/json"
+    assert sent(app, block("bulk")) == [(f"A-{number}", kind, total) for number in (1, 2, 3)]
+
+
 def test_the_encoder_and_the_content_type_are_the_applications(app: Dsn) -> None:
     assert sent(app, block("encoder")) == [
         (None, "application/json", '{"price":1.5}'),

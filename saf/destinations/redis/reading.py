@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import pyarrow as pa
 
-from saf.destinations.mapping import EVENT_SOURCE, names
+from saf.destinations.mapping import held_of, source_of
 from saf.destinations.reading import Reading
 from saf.destinations.redis import keys
-from saf.destinations.redis.server import Link, connected, known_of
+from saf.destinations.redis.server import Link, connected
+from saf.destinations.redis.wire import BODY, EVENTS
 from saf.destinations.tables import HELD, TableReading
+from saf.destinations.written import known_of
 from saf.errors import CannotReadBack
 
 if TYPE_CHECKING:
@@ -23,11 +24,6 @@ if TYPE_CHECKING:
 
 AT_ONCE = 5_000
 """Entries that are asked for at a time."""
-
-OURS, EVENTS = (
-    {column: name.encode() for column, name in names(form, "ce_").items()}
-    for form in ("saf", "cloudevents")
-)
 
 
 @contextmanager
@@ -67,7 +63,7 @@ class Moment:
                 for key in sorted(there or ()):
                     asked.xinfo_stream(key)
                 found = asked.execute(raise_on_error=False)
-        self.known = known_of(link.identity(), found[0])
+        self.known = known_of(link.identity(), keys.texts(found[0]))
         self._ends: dict[bytes, bytes] = {}
         for key, info in zip(sorted(there or ()), found[2:], strict=True):
             if isinstance(info, Exception):
@@ -83,34 +79,20 @@ class Moment:
         columns: dict[str, list[Any]] = {name: [] for name in HELD.names}
         for key, end in self._ends.items():
             for fields in self._entries(key, end):
-                message = _message(fields, self._source)
-                if message is not None:
+                if source_of(fields, EVENTS) == str(self._source):
+                    message = held_of(fields, EVENTS)
                     for name, values in columns.items():
                         values.append(message[name])
         return pa.table(columns, schema=HELD)
 
-    def _entries(self, key: bytes, end: bytes) -> Iterator[dict[bytes, bytes]]:
+    def _entries(self, key: bytes, end: bytes) -> Iterator[dict[str, str]]:
+        """Give the headers of entries; their bodies may be no text."""
         first = "-"
         while entries := self._link.client.xrange(key, first, end, count=AT_ONCE):
-            yield from (fields for _, fields in entries)
+            for _, fields in entries:
+                fields.pop(BODY.encode(), None)
+                yield {name.decode(): value.decode() for name, value in fields.items()}
             first = f"({entries[-1][0].decode()}"
-
-
-def _message(fields: dict[bytes, bytes], source: UUID) -> dict[str, Any] | None:
-    """Return what is held of an entry; None if it is no message of the source."""
-    for of in (OURS, EVENTS):
-        said = {column: fields[name].decode() for column, name in of.items() if name in fields}
-        if said.get("source", "").removeprefix(EVENT_SOURCE) == str(source):
-            to_broker = said.get("to_broker")
-            return {
-                "message_id": UUID(said["message_id"]).bytes,
-                "shard": int(said["shard"]),
-                "to_service": said["to_service"],
-                "to_broker": to_broker and UUID(to_broker).bytes,
-                "key": said.get("key"),
-                "created_at": datetime.fromisoformat(said["created_at"]),
-            }
-    return None
 
 
 def _literally(text: str) -> str:

@@ -20,10 +20,11 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
-from saf.destinations.marks import Known, Mark, Place
+from saf.destinations.marks import Known, Place
 from saf.destinations.queues import unusable
 from saf.destinations.redis import keys
 from saf.destinations.redis.script import DENIED, NO_STREAM
+from saf.destinations.written import ABSENT, known_of
 from saf.errors import Refused, SafError, Unavailable
 
 if TYPE_CHECKING:
@@ -74,12 +75,12 @@ class Link:
         found = self.client.hmget(
             keys.marks(self.settings.hash_tag, source), [keys.field(place) for place in places]
         )
-        return [keys.ABSENT if value is None else value.decode() for value in found]
+        return [ABSENT if value is None else value.decode() for value in found]
 
     def known(self, source: UUID) -> Known:
         """Return all marks of a source."""
-        identity = self.identity()
-        return known_of(identity, self.client.hgetall(keys.marks(self.settings.hash_tag, source)))
+        found = self.client.hgetall(keys.marks(self.settings.hash_tag, source))
+        return known_of(self.identity(), keys.texts(found))
 
     def info(self) -> dict[str, Any]:
         """Return what the server says of itself."""
@@ -166,18 +167,6 @@ def translated(what: str, settings: Redis, error: Exception) -> SafError:
     unavailable = Unavailable(what, f"{settings.server}: {said}")
     unavailable.hangs = isinstance(error, redis.TimeoutError)
     return unavailable
-
-
-def known_of(identity: UUID, fields: Mapping[bytes, bytes]) -> Known:
-    """Return what the fields of a source's marks say."""
-    found: dict[Place, tuple[int, Mark]] = {
-        keys.place(name.decode()): keys.read(value.decode()) for name, value in fields.items()
-    }
-    return Known(
-        destination=identity,
-        marks={place: mark for place, (_, mark) in found.items()},
-        epochs=keys.epochs_of(found),
-    )
 
 
 def _client(settings: Redis) -> Any:

@@ -20,6 +20,9 @@ from saf.destinations.mapping import Mapped
 BODY = "body"
 """The field of an entry that has the message's body."""
 
+EVENTS = "ce_"
+"""What stands before an attribute of CloudEvents: there is no binding for Redis, so Kafka's."""
+
 BYTES = pa.large_binary()
 
 

@@ -14,6 +14,7 @@ WATERMARKS, ISOLATED, CRASH = (
 )
 HONEST = "contract/test_10_honest.py"
 SCRIPT, STREAMS = "saf/destinations/redis/script.py", "saf/destinations/redis/streams.py"
+NATS = "contract/test_nats.py"
 REDIS, ROUTED = "contract/test_redis.py", "contract/test_redis_routed.py"
 
 MUTANTS: list[Mutant] = [
@@ -178,14 +179,14 @@ MUTANTS: list[Mutant] = [
         SCRIPT,
         "~= expected then return 0 end",
         "~= expected then at = at end",
-        f"{REDIS}::test_of_steps_in_flight_none_is_stored_after_one_that_was_not",
+        REDIS,
     ),
     mutant(
         "a script does not move the marks",
         SCRIPT,
         "call('HSET', KEYS[1], one[1], one[2])",
         "call('HSET', KEYS[1], one[1], '')",
-        f"{REDIS}::test_of_steps_in_flight_none_is_stored_after_one_that_was_not",
+        REDIS,
     ),
     mutant(
         "a key that is no stream is met in the middle",
@@ -196,10 +197,38 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "each step has the marks of the whole chunk",
-        STREAMS,
-        "moved = verdict.moved if last else",
-        "moved = verdict.moved if True else",
-        f"{REDIS}::test_of_steps_in_flight_none_is_stored_after_one_that_was_not",
+        "saf/destinations/stepwise.py",
+        "(verdict.moved if last else",
+        "(verdict.moved if True else",
+        REDIS,
+    ),
+    mutant(
+        "a mark is set whatever it was",
+        "saf/destinations/nats/batches.py",
+        "headers = {wire.EXPECTED: was.sequence, STORED: stored, **link.kept()}",
+        "headers = {STORED: stored, **link.kept()}",
+        NATS,
+    ),
+    mutant(
+        "marks are forgotten by age",
+        "saf/destinations/nats/server.py",
+        'kept = {TTL: "never"} if config.get("allow_msg_ttl") else {}',
+        "kept: dict[str, str] = {}",
+        f"{NATS}::test_marks_outlive_the_messages_that_the_stream_forgets_by_age",
+    ),
+    mutant(
+        "messages that were removed from a stream are taken for lost",
+        "saf/destinations/nats/reading.py",
+        "if (gone := moment.stored - moment.found) > 0:",
+        "if (gone := 0) > 0:",
+        f"{NATS}::test_marks_outlive_the_messages_that_the_stream_forgets_by_age",
+    ),
+    mutant(
+        "a batch has marks of all lanes, however many",
+        "saf/destinations/nats/batches.py",
+        "few = len(all_places) <= MANY_PLACES",
+        "few = len(all_places) <= MANY_PLACES * 9",
+        f"{NATS}::test_there_may_be_more_lanes_than_a_batch_has_room_for",
     ),
     mutant(
         "replicas are not waited for",

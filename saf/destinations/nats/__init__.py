@@ -1,0 +1,177 @@
+"""The kind ``nats``: a JetStream stream of a NATS server from 2.12 on, exactly once.
+
+    [destinations.events]
+    kind = "nats"
+    server = "tls://nats-1.example.com:4222,nats-2.example.com:4222"
+    username = "saf"
+    password = "${NATS_PASSWORD}"
+    stream = "ORDERS"
+    topic = "orders.{service}"              # subject orders.billing
+
+`saf.destinations.nats.batches` tells how a chunk is stored, `saf.destinations.nats.subjects` which
+subjects there are. It speaks the client's protocol itself (`saf.destinations.nats.connection`), so
+it needs no client; a login by an nkey or by credentials needs the extra ``nats``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from uuid import UUID
+
+import pydantic
+from pydantic import AfterValidator, PrivateAttr, SecretStr
+
+from saf.database.bounds import Bounds
+from saf.destinations import Capabilities, Destination
+from saf.destinations.marks import Known
+from saf.destinations.nats.address import Address, parse
+from saf.destinations.nats.subjects import pattern
+from saf.destinations.queues import QueueSettings, Topic
+from saf.destinations.reading import Reading
+from saf.destinations.settings import Guarantee, within
+
+if TYPE_CHECKING:
+    from saf.destinations.nats.server import Link
+
+LARGEST = 31 << 20
+"""A stream takes a little less than 32 MiB, headers and all."""
+
+
+def _address(text: str) -> str:
+    parse(text)
+    return text
+
+
+def _stream(text: str) -> str:
+    if not text or not text.isprintable() or set(text) & set(" .*>/\\"):
+        raise ValueError("a stream's name has no spaces, and none of . * > / \\")
+    return text
+
+
+def _topic(text: str) -> str:
+    pattern(text)
+    return text
+
+
+class Nats(QueueSettings):
+    """A JetStream stream of a NATS server."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        exactly_once=True, fences=True, reads_back=True, takes_dialogs=False, largest_body=LARGEST
+    )
+
+    kind: Literal["nats"] = "nats"
+    server: Annotated[str, AfterValidator(_address)]
+    """`nats://host:4222`, or several hosts of a cluster: `nats://host,host`; `tls://…` with TLS."""
+    stream: Annotated[str, AfterValidator(_stream)] = "SAF"
+    """The name of the stream; one that does not exist is made."""
+    topic: Annotated[Topic, AfterValidator(_topic)] = "saf.{service}"
+    """The subject that messages are stored under; it begins with a word of its own.
+    `{service}`, `{message_type}`, `{source}` and `{shard}` may stand in it."""
+    replicas: Annotated[int, within(1, 5)] = 1
+    """How many servers of a cluster keep a stream that is made."""
+    step_rows: Annotated[int, within(1, 1_000)] = 1_000
+    """Messages that are stored at a time; the marks count too, up to 1,000 in all."""
+    username: str | None = None
+    """The user."""
+    password: SecretStr | None = None
+    """The user's password."""
+    token: SecretStr | None = None
+    """Instead of a user: a token."""
+    nkey_file: Path | None = None
+    """Instead of a user: a file with the seed of an nkey."""
+    creds_file: Path | None = None
+    """Instead of a user: a file of credentials, with a JWT and the seed of an nkey."""
+    ca_file: Path | None = None
+    """With TLS: certificates that the server's is checked with; by default, the system's."""
+    certificate_file: Path | None = None
+    """With TLS: the client's certificate."""
+    key_file: Path | None = None
+    """With TLS: the key of the client's certificate."""
+
+    _bounds: Bounds = PrivateAttr(default_factory=Bounds)
+
+    @pydantic.model_validator(mode="after")
+    def _has_one_login(self) -> Self:
+        given = [
+            name
+            for name in ("username", "token", "nkey_file", "creds_file")
+            if getattr(self, name) is not None
+        ]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are several logins: give one")
+        if (self.certificate_file is None) != (self.key_file is None):
+            raise ValueError("certificate_file and key_file are given together")
+        if (self.ca_file or self.certificate_file) and not self.address.tls:
+            raise ValueError("certificates need TLS: say tls:// instead of nats://")
+        return self
+
+    @property
+    def address(self) -> Address:
+        """Where the server is."""
+        return parse(self.server)
+
+    @property
+    def bounds(self) -> Bounds:
+        """How long anything is waited for."""
+        return self._bounds
+
+    def bounded(self, bounds: Bounds) -> Self:
+        """Return these settings with saf.toml's ``[bounds]``."""
+        mine = self.model_copy()
+        mine._bounds = bounds
+        return mine
+
+    def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
+        """Return the stream as a destination; see `DestinationSettings.open`."""
+        from saf.destinations.nats.batches import Batches  # needs Arrow; a driver has none
+
+        return Batches(name, self)
+
+    @classmethod
+    def preload(cls) -> None:
+        """Import what `open` imports."""
+        import saf.destinations.nats.batches  # noqa: F401 - to have it imported
+
+    @contextmanager
+    def _connected(self, name: str) -> Iterator[Link]:
+        from saf.destinations.nats.server import connected
+
+        with connected(name, self) as link:
+            yield link
+
+    def identity(self, name: str) -> UUID:
+        """Return what the stream says, or will say; see `DestinationSettings.identity`."""
+        with self._connected(name) as link:
+            return link.identity()
+
+    def known(self, name: str, source: UUID, *, role: str) -> Known:  # noqa: ARG002 - nobody asks
+        """Return the marks of a source; see `DestinationSettings.known`."""
+        with self._connected(name) as link:
+            return link.known(source)
+
+    def reading(self, name: str) -> AbstractContextManager[Reading]:
+        """Open the stream for reading; see `DestinationSettings.reading`.
+
+        Raises:
+            CannotReadBack: messages were removed, or the stream is not set up for it.
+        """
+        from saf.destinations.nats.reading import read
+
+        return read(name, self)
+
+    def problems(self, name: str) -> Iterator[tuple[str, str]]:
+        """Raise what the stream would be refused for; see `DestinationSettings.problems`."""
+        with self._connected(name) as link:
+            link.look()
+        yield from ()
+
+    def guarantee(self, name: str) -> Guarantee:
+        """Return what the stream's settings really give; see `DestinationSettings.guarantee`."""
+        with self._connected(name) as link:
+            from saf.destinations.nats.guarantee import guarantee
+
+            return guarantee(link)

@@ -1,0 +1,48 @@
+"""Addresses: where a NATS server is, or the servers of a cluster, as a URL without a login.
+
+nats://host:4222            one server
+nats://host,host:4223       a cluster: whichever answers first
+tls://host                  the same, with TLS
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+PORT = 4222
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where servers are."""
+
+    hosts: tuple[tuple[str, int], ...]
+    tls: bool
+
+
+def parse(text: str) -> Address:
+    """Return an address.
+
+    >>> parse("tls://n1,[::1]:7000")
+    Address(hosts=(('n1', 4222), ('::1', 7000)), tls=True)
+
+    Raises:
+        ValueError: it is none.
+    """
+    if "@" in text:
+        raise ValueError("give a login by username = … and password = …, not in the address")
+    scheme, _, places = text.partition("://")
+    if scheme not in ("nats", "tls") or not places:
+        raise ValueError(f"{text!r} is no address of a NATS server, such as nats://host:4222")
+    hosts = []
+    for place in places.split(","):
+        url = urlsplit(f"//{place}")
+        try:
+            host, port = url.hostname, url.port
+        except ValueError as error:
+            raise ValueError(f"{text!r}: {error}") from None
+        if not host or url.query or url.path.strip("/"):
+            raise ValueError(f"{text!r} lacks a host, or has something after it")
+        hosts.append((host, port or PORT))
+    return Address(hosts=tuple(hosts), tls=scheme == "tls")

@@ -1,0 +1,249 @@
+"""Batches of a NATS server: a stream, filled a step at a time, exactly once.
+
+`saf.destinations.stepwise` tells what a step is. Here, it is an atomic batch of at most 1,000
+messages: the server holds them back until the last one comes, and then stores all, or none. The
+messages come first, and the marks of their places last. Each mark names the number of the one
+before it, which the server compares: if it is another, the batch is not stored. The own
+mark of a shard also counts how many messages of it were ever stored, so that what was removed is
+noticed.
+
+While the server stores one batch, the messages of the next are on their way; its marks follow when
+the answer has come, because they name what that has stored.
+
+A server that is killed in the middle of a batch finishes it when it starts again. What a loss of
+power takes back is told by `saf.destinations.nats.guarantee`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+from uuid import UUID, uuid4
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from saf.destinations import Chunk
+from saf.destinations.mapping import Mapped, mapped, names
+from saf.destinations.marks import MAIN, Place
+from saf.destinations.nats import subjects, wire
+from saf.destinations.nats.server import (
+    STORED,
+    WRONG_SEQUENCE,
+    JetStreamError,
+    Link,
+    answered,
+    errors,
+    open_link,
+)
+from saf.destinations.places import guarded
+from saf.destinations.queues import unusable
+from saf.destinations.stepwise import Cut, Step, Stepwise
+from saf.errors import Unavailable
+
+if TYPE_CHECKING:
+    from saf.destinations.nats import Nats
+
+MOST = 1_000
+"""How many messages a batch may have, marks too."""
+MANY_PLACES = 500
+"""Up to so many places, each batch has the marks of all; if there are more, of its own messages."""
+FEW_ROWS = 300
+"""How many messages a batch has then: each may need two marks."""
+ONLY_MARKS = 900
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class There:
+    """What the stream has of a mark."""
+
+    sequence: int = 0
+    stored: int = 0
+    """How many messages of the shard were ever stored; only the own place of a shard counts."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Batch:
+    """A batch that is on its way."""
+
+    step: Step
+    id: str = field(default_factory=lambda: uuid4().hex)
+    begun: str
+    """Where the server says why it does not take the first message."""
+    ended: str
+    """Where it says what has become of the batch."""
+    why: str = ""
+    """What it has said of the first message."""
+
+
+class Batches(Stepwise[Link]):
+    """A stream as a `saf.destinations.Destination`."""
+
+    def __init__(self, name: str, settings: Nats) -> None:
+        super().__init__(name)
+        self.settings = settings
+        self._takes: Sequence[str] = ()
+        self._largest = 0
+        self._there: dict[Place, There] = {}
+
+    def _open(self) -> Link:
+        return open_link(self.name, self.settings)
+
+    def _prepare(self, link: Link) -> UUID:
+        config = link.config()
+        self._takes = config["subjects"]
+        self._largest = int(link.connection.info["max_payload"])
+        if 0 < (limit := int(config.get("max_msg_size", -1))) < self._largest:
+            self._largest = limit
+        return link.make_identity()
+
+    def _shut(self, link: Link) -> None:
+        link.close()
+
+    def _errors(self) -> AbstractContextManager[None]:
+        return errors(self.what, self.settings)
+
+    def _read(self, link: Link, source: UUID, places: Sequence[Place]) -> list[str]:
+        found = link.last([
+            subjects.mark(self.settings.stream, source, place) for place in places
+        ])  # fmt: skip
+        self._there = {
+            place: There(sequence=sequence, stored=stored)
+            for place, (_, sequence, stored) in zip(places, found, strict=True)
+        }
+        return [text for text, _, _ in found]
+
+    def _mapped(self, rows: pa.Table, source: UUID) -> Mapped:
+        what = mapped(
+            self.what,
+            rows,
+            source,
+            topic=self.settings.topic,
+            form=self.settings.format,
+            prefix=wire.EVENTS,
+        )
+        if what.count:
+            wire.check(self.what, what, self._largest)
+        for subject in map(subjects.subject, what.topics):
+            if not any(subjects.takes(one, subject) for one in self._takes):
+                raise unusable(
+                    f"{self.what}, stream {self.settings.stream!r},",
+                    f"takes only {', '.join(self._takes)}, and not {subject}",
+                    "add it to the stream's subjects, or choose another topic in saf.toml",
+                )
+        return what
+
+    def _cuts(self, chunk: Chunk, rows: pa.Table) -> Iterator[Cut]:
+        all_places, count = guarded(chunk), rows.num_rows
+        few = len(all_places) <= MANY_PLACES
+        at_once = min(self.settings.step_rows, MOST - len(all_places) if few else FEW_ROWS)
+        cuts = []
+        for first in range(0, count, at_once):
+            some = min(at_once, count - first)
+            mine = all_places if few else _guarded(chunk, rows.slice(first, some))
+            cuts.append(Cut(first=first, count=some, places=mine))
+        covered = {place for cut in cuts for place in cut.places}
+        rest = [place for place in all_places if place not in covered]
+        for first in range(0, len(rest), ONLY_MARKS):
+            yield Cut(first=0, count=0, places=rest[first : first + ONLY_MARKS])
+        yield from cuts
+
+    def _send(self, link: Link, source: UUID, steps: Iterator[Step]) -> list[tuple[int, bool]]:
+        answers: list[tuple[int, bool]] = []
+        before: Batch | None = None
+        for step in steps:
+            if answers and not answers[-1][1]:
+                answers.append((step.count, False))
+                continue
+            batch = self._begin(link, step)
+            if before is not None:
+                answers.append((before.step.count, self._ended(link, before)))
+                if not answers[-1][1]:
+                    answers.append((step.count, False))
+                    self._abandon(link, batch)
+                    continue
+            self._end(link, source, batch)
+            before = batch
+        if before is not None and (not answers or answers[-1][1]):
+            answers.append((before.step.count, self._ended(link, before)))
+        return answers
+
+    def _begin(self, link: Link, step: Step) -> Batch:
+        """Send the messages of a batch."""
+        connection = link.connection
+        batch = Batch(step=step, begun=connection.inbox(), ended=connection.inbox())
+        if step.what:
+            connection.write(wire.messages(self.what, step.what, batch.id, batch.begun))
+        return batch
+
+    def _end(self, link: Link, source: UUID, batch: Batch) -> None:
+        """Send the marks of a batch, of which the last one ends it."""
+        step, stream = batch.step, self.settings.stream
+        counts = _counts(step.what, self.settings)
+        there: dict[Place, There] = {}
+        parts = []
+        for number, (place, text) in enumerate(step.after.items(), start=1):
+            was = self._there[place]
+            lane, shard = place
+            stored = was.stored + (counts.get(str(shard), 0) if lane == MAIN else 0)
+            there[place] = There(sequence=number, stored=stored)
+            headers = {wire.EXPECTED: was.sequence, STORED: stored, **link.kept()}
+            parts.append(
+                wire.mark(
+                    subjects.mark(stream, source, place),
+                    text,
+                    headers,
+                    batch=batch.id,
+                    sequence=step.count + number,
+                    commit=batch.ended if number == len(step.after) else "",
+                )
+            )
+        link.connection.write(b"".join(parts))
+        self._there |= there
+
+    def _ended(self, link: Link, batch: Batch) -> bool:
+        """Wait for what has become of a batch; return whether it was stored.
+
+        Raises:
+            Unavailable: it was not, for another reason than its marks.
+        """
+        while (answer := link.connection.receive()).subject != batch.ended:
+            if answer.subject == batch.begun and answer.body:
+                batch.why = answer.body.decode()
+        try:
+            last = int(answered(answer)["seq"])
+        except JetStreamError as error:
+            if error.code in WRONG_SEQUENCE:
+                return False
+            if batch.why:
+                raise Unavailable(self.what, f"{error}: {batch.why}") from None
+            raise
+        first = last - len(batch.step.after)
+        for place in batch.step.after:
+            there = self._there[place]
+            self._there[place] = There(sequence=first + there.sequence, stored=there.stored)
+        return True
+
+    def _abandon(self, link: Link, batch: Batch) -> None:
+        """Have the server forget a batch whose marks cannot follow, by a number out of turn."""
+        headers: Mapping[str, object] = {wire.BATCH: batch.id, wire.SEQUENCE: MOST + 1}
+        subject = subjects.identity(self.settings.stream)
+        link.connection.request(subject, b"", headers)
+
+
+def _guarded(chunk: Chunk, rows: pa.Table) -> list[Place]:
+    """Return the places that some rows of a chunk need."""
+    shards = {*pc.unique(rows["shard"]).to_pylist()}
+    return [place for place in guarded(replace(chunk, rows=rows)) if place[1] in shards]
+
+
+def _counts(what: Mapped | None, settings: Nats) -> dict[str, int]:
+    """Return how many messages there are of each shard, by its text."""
+    if what is None:
+        return {}
+    values = what.headers[names(settings.format, wire.EVENTS)["shard"]]
+    if isinstance(values, str):
+        return {values: what.count}
+    return {one["values"]: one["counts"] for one in pc.value_counts(values).to_pylist()}

@@ -1,0 +1,208 @@
+"""A connection to a NATS server: the client's protocol, as much of it as a destination needs.
+
+The protocol is lines of text: INFO, CONNECT, PUB, HPUB, SUB, MSG, HMSG, PING, PONG, -ERR. The usual
+client makes each message by itself, in Python; a destination has the bytes of a thousand messages
+at once, and waits for one answer. All answers come to one inbox of this connection.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+import ssl
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from saf.destinations.nats import login
+
+if TYPE_CHECKING:
+    from saf.destinations.nats import Nats
+
+VERSION_LINE = b"NATS/1.0"
+
+
+class NatsError(Exception):
+    """The server has said -ERR; the text is one of the protocol's."""
+
+
+class NoResponders(Exception):
+    """Nobody listens to a subject, not even a stream."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Received:
+    """A message that the server has given."""
+
+    subject: str
+    head: bytes
+    """Its headers as they came; empty if it has none."""
+    body: bytes
+
+    @property
+    def status(self) -> str:
+        """The code of a message that the server itself gives, such as 503; else empty."""
+        return self.head[len(VERSION_LINE) :].split(b"\r\n", 1)[0].strip().decode()[:3]
+
+    def headers(self) -> dict[str, str]:
+        """The headers, one value each."""
+        lines = self.head.split(b"\r\n")[1:]
+        pairs = (line.decode().partition(":") for line in lines if line)
+        return {name: value.strip() for name, _, value in pairs}
+
+
+class Connection:
+    """One connection; not safe to use from several threads."""
+
+    def __init__(self, name: str, settings: Nats) -> None:
+        self._socket, self.host = _connected(settings)
+        self._file = self._socket.makefile("rb")
+        try:
+            self._greet(name, settings)
+        except BaseException:
+            self.close()
+            raise
+
+    def _greet(self, name: str, settings: Nats) -> None:
+        self.info: dict[str, Any] = json.loads(self._line("INFO"))
+        if settings.address.tls or self.info.get("tls_required"):
+            self._file.close()
+            self._socket = _secured(self._socket, self.host, settings)
+            self._file = self._socket.makefile("rb")
+        said = {
+            "verbose": False,
+            "pedantic": False,
+            "headers": True,
+            "no_responders": True,
+            "protocol": 1,
+            "lang": "python",
+            "version": "saf",
+            "name": "saf",
+            **login.said(name, settings, self.info.get("nonce", "")),
+        }
+        self._inbox = f"_INBOX.{uuid4().hex}"
+        self._numbers = itertools.count()
+        self.write(
+            b"CONNECT %b\r\nSUB %b.* 1\r\nPING\r\n"
+            % (json.dumps(said).encode(), self._inbox.encode())
+        )
+        self._line("PONG")
+        self._socket.settimeout(settings.bounds.statement_seconds)
+
+    def close(self) -> None:
+        """Give it up."""
+        with suppress(OSError):
+            self._file.close()
+        with suppress(OSError):
+            self._socket.close()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Send bytes as they are."""
+        self._socket.sendall(data)
+
+    def inbox(self) -> str:
+        """Return a subject for one answer."""
+        return f"{self._inbox}.{next(self._numbers)}"
+
+    def request(
+        self, subject: str, body: bytes = b"", headers: Mapping[str, object] | None = None
+    ) -> Received:
+        """Send a message, and return its answer."""
+        (answer,) = self.requests([(subject, body, headers)])
+        return answer
+
+    def requests(
+        self, asked: list[tuple[str, bytes, Mapping[str, object] | None]]
+    ) -> list[Received]:
+        """Send messages, and return the answer of each."""
+        inboxes = [self.inbox() for _ in asked]
+        self.write(
+            b"".join(
+                published(subject, body, headers, inbox)
+                for (subject, body, headers), inbox in zip(asked, inboxes, strict=True)
+            )
+        )
+        found: dict[str, Received] = {}
+        while len(found) < len(asked):
+            answer = self.receive()
+            if answer.subject in inboxes:
+                found[answer.subject] = answer
+        for inbox, (subject, _, _) in zip(inboxes, asked, strict=True):
+            if found[inbox].status == "503":
+                raise NoResponders(subject)
+        return [found[inbox] for inbox in inboxes]
+
+    def answers(self, subject: str, body: bytes) -> Iterator[Received]:
+        """Send a message, and give all its answers, without end."""
+        inbox = self.inbox()
+        self.write(published(subject, body, None, inbox))
+        while True:
+            answer = self.receive()
+            if answer.subject == inbox:
+                yield answer
+
+    def receive(self) -> Received:
+        """Wait for the next message that comes."""
+        words = self._line("MSG", "HMSG").split()
+        size = int(words[-1])
+        data = self._file.read(size + 2)
+        if len(data) < size + 2:
+            raise ConnectionResetError("the server has closed the connection")
+        head = int(words[-2]) if self._headed else 0
+        return Received(subject=words[0], head=data[:head], body=data[head:size])
+
+    def _line(self, *wanted: str) -> str:
+        """Return what follows one of some words, answering to others."""
+        while True:
+            line = self._file.readline()
+            if not line.endswith(b"\n"):
+                raise ConnectionResetError("the server has closed the connection")
+            word, _, rest = line.decode().strip().partition(" ")
+            word = word.upper()
+            if word == "-ERR":
+                raise NatsError(rest.strip("'"))
+            if word == "PING":
+                self.write(b"PONG\r\n")
+            if word in wanted:
+                self._headed = word == "HMSG"
+                return rest
+
+
+def published(
+    subject: str, body: bytes, headers: Mapping[str, object] | None = None, reply: str = ""
+) -> bytes:
+    """Return a message as the server reads it."""
+    to = f"{subject} {reply}" if reply else subject
+    if headers is None:
+        return b"PUB %b %d\r\n%b\r\n" % (to.encode(), len(body), body)
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()
+    head = b"%b\r\n%b\r\n" % (VERSION_LINE, lines)
+    size = len(head) + len(body)
+    return b"HPUB %b %d %d\r\n%b%b\r\n" % (to.encode(), len(head), size, head, body)
+
+
+def _connected(settings: Nats) -> tuple[socket.socket, str]:
+    """Connect to the first host that answers."""
+    seconds = settings.bounds.network_seconds
+    for place, (host, port) in enumerate(settings.address.hosts, start=1):
+        try:
+            one = socket.create_connection((host, port), timeout=seconds)
+        except OSError:
+            if place == len(settings.address.hosts):
+                raise
+            continue
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+        return one, host
+    raise AssertionError("an address has hosts")
+
+
+def _secured(one: socket.socket, host: str, settings: Nats) -> socket.socket:
+    context = ssl.create_default_context(cafile=settings.ca_file)
+    if settings.certificate_file is not None:
+        context.load_cert_chain(settings.certificate_file, settings.key_file)
+    return context.wrap_socket(one, server_hostname=host)

@@ -1,0 +1,53 @@
+"""What the settings of a NATS server and its stream give: what a crash may take back.
+
+A batch is stored whole, so what is taken back is taken back with its marks: a loss is noticed at
+the next contact, and `saf rebase` sends again what was lost. There is one exception, the loss of
+power in the middle of a batch at a server that stands alone.
+"""
+
+from __future__ import annotations
+
+from saf.destinations.nats.server import Link
+from saf.destinations.settings import Guarantee
+
+ENOUGH = 3
+"""So many servers that one of them can be away."""
+
+
+def guarantee(link: Link) -> Guarantee:
+    """Return what a server promises, by its settings as they are now."""
+    config = link.look()
+    settings, info = link.settings, link.connection.info
+    server = f"NATS {info['version']}, {settings.server}, stream {settings.stream}"
+    quality = settings.quality.replace("_", " ")
+    if config is None:
+        return Guarantee(server=f"{server}, which is made at the first message", promise=quality)
+    more: list[tuple[str, str]] = []
+    replicas = int(config.get("num_replicas", 1))
+    if config.get("storage") == "memory":
+        more.append(("it keeps messages in memory, so a restart loses them", "storage = file"))
+    if replicas == 1:
+        more.append(
+            (
+                "a loss of power may take back what was acknowledged since the server last synced "
+                "its files, and leave a part of the batch that it was storing, which is then there "
+                "twice",
+                "replicas = 3 in a cluster; or sync_interval: always, for what was acknowledged",
+            )
+        )
+    elif replicas < ENOUGH:
+        more.append(("two servers go on only together", "replicas = 3"))
+    if not config.get("allow_rollup_hdrs"):
+        more.append(("its marks pile up", "allow_rollup_hdrs"))
+    if not config.get("allow_direct"):
+        more.append(("saf reconcile cannot read it back", "allow_direct"))
+    kept = (
+        "one server has each message; a crash of its process loses nothing that was acknowledged"
+        if replicas == 1
+        else f"{replicas} servers have each message, most of them before it is acknowledged"
+    )
+    return Guarantee(
+        server=server,
+        promise=f"{quality}; {kept}; what is lost is noticed, and saf rebase sends it again",
+        more=tuple(more),
+    )

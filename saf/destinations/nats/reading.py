@@ -1,0 +1,137 @@
+"""Reading back: all messages of a stream, in one pass, as long as none of them was removed."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+from uuid import UUID
+
+import pyarrow as pa
+
+from saf.destinations.mapping import held_of, source_of
+from saf.destinations.marks import MAIN, Place
+from saf.destinations.nats import subjects
+from saf.destinations.nats.connection import Received
+from saf.destinations.nats.server import STORED, Link, connected
+from saf.destinations.nats.wire import EVENTS
+from saf.destinations.reading import Reading
+from saf.destinations.tables import HELD, TableReading
+from saf.destinations.written import known_of
+from saf.errors import CannotReadBack
+
+if TYPE_CHECKING:
+    from saf.destinations.nats import Nats
+
+AT_ONCE = 1_000
+"""Messages that are asked for at a time."""
+TOO_MANY = "413"
+"""The code of the server's answer to a question that has too many answers."""
+
+
+@contextmanager
+def read(name: str, settings: Nats) -> Iterator[Reading]:
+    """Open the stream for reading.
+
+    Raises:
+        CannotReadBack: messages were removed, or the stream allows no direct reading.
+    """
+    with connected(name, settings) as link:
+        config = link.look()
+        if config is not None and not config.get("allow_direct"):
+            raise CannotReadBack(name, f"its stream {settings.stream} lacks allow_direct")
+        questions = Questions(name, link)
+        moments = defaultdict[UUID, Moment](Moment)
+        for source in link.sources() if config is not None else ():
+            moments[source].learn(questions, source)
+        until = max((one.until for one in moments.values()), default=0)
+        for one in questions.messages(until):
+            said = {name: unquote(value) for name, value in one.headers().items()}
+            if (of := source_of(said, EVENTS)) is not None:
+                moments[UUID(of)].add(said)
+        for moment in moments.values():
+            if (gone := moment.stored - moment.found) > 0:
+                raise CannotReadBack(name, f"{gone:,} messages were removed from its stream")
+        identity = link.identity()
+        yield TableReading(
+            name=name,
+            is_=identity,
+            read=lambda source: moments[source].held(),
+            knows=lambda source: known_of(identity, moments[source].marks),
+        )
+
+
+class Moment:
+    """What there is of one source at one moment: its marks, and the messages up to then."""
+
+    def __init__(self) -> None:
+        self.until = 0
+        """Where the stream ended."""
+        self.stored = 0
+        """How many messages were ever stored."""
+        self.found = 0
+        self.marks: dict[Place, str] = {}
+        self._columns: dict[str, list[Any]] = {name: [] for name in HELD.names}
+
+    def learn(self, questions: Questions, source: UUID) -> None:
+        """Ask for the marks of a source."""
+        for one in questions.ask(multi_last=[subjects.marks(questions.stream, source)]):
+            headers = one.headers()
+            place = subjects.place_of(headers["Nats-Subject"])
+            self.marks[place] = one.body.decode()
+            self.stored += int(headers.get(STORED, 0)) if place[0] == MAIN else 0
+        self.until = questions.until
+
+    def add(self, said: Mapping[str, str]) -> None:
+        """Add a message, if it was there at that moment."""
+        if int(said["Nats-Sequence"]) <= self.until:
+            self.found += 1
+            for name, value in held_of(said, EVENTS).items():
+                self._columns[name].append(value)
+
+    def held(self) -> pa.Table:
+        """Return the columns that are needed of each message."""
+        return pa.table(self._columns, schema=HELD)
+
+
+class Questions:
+    """Questions to the stream, each with many answers."""
+
+    def __init__(self, name: str, link: Link) -> None:
+        self.stream = link.settings.stream
+        self.until = 0
+        """Where the stream ended at the last question about last messages."""
+        self._name = name
+        self._connection = link.connection
+        self._more = False
+
+    def messages(self, until: int) -> Iterator[Received]:
+        """Give the messages up to a number, one after the other."""
+        first = 1
+        while first <= until:
+            sequence = until
+            for one in self.ask(seq=first, batch=AT_ONCE):
+                sequence = int(one.headers()["Nats-Sequence"])
+                yield one
+            if not self._more:
+                return
+            first = sequence + 1
+
+    def ask(self, **said: Any) -> Iterator[Received]:
+        """Give messages; then it is known whether there are more, and where the stream ended."""
+        answers = self._connection.answers(
+            f"$JS.API.DIRECT.GET.{self.stream}", json.dumps(said).encode()
+        )
+        for answer in answers:
+            if not answer.status:
+                yield answer
+                continue
+            if answer.status == TOO_MANY:
+                raise CannotReadBack(self._name, "a source has more marks than can be read at once")
+            headers = answer.headers()
+            self._more = int(headers.get("Nats-Num-Pending", 0)) > 0
+            self.until = int(headers.get("Nats-UpTo-Sequence", 0))
+            return

@@ -1,0 +1,294 @@
+"""A connection to a NATS server, for one destination, and what its stream says of itself.
+
+An error of JetStream is recognised by its code, and one of the protocol by its words, which are the
+protocol's own. What a later attempt may find mended is `Unavailable`: no answer, no leader, no
+room. What a person has to mend is `Refused`: the login, a right, a stream that cannot keep marks.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from uuid import NAMESPACE_URL, UUID, uuid5
+
+from saf.destinations.marks import Known
+from saf.destinations.nats import subjects
+from saf.destinations.nats.connection import Connection, NatsError, NoResponders, Received
+from saf.destinations.queues import unusable
+from saf.destinations.written import ABSENT, known_of
+from saf.errors import Refused, SafError, Unavailable
+
+if TYPE_CHECKING:
+    from saf.destinations.nats import Nats
+
+OLDEST = (2, 12)
+"""The oldest version: from it on, a stream takes batches whole or not at all."""
+
+WRONG_SEQUENCE = frozenset({10071, 10164})
+"""The codes for a mark that another process has moved."""
+NO_MESSAGE, NO_STREAM, STREAM_THERE = 10037, 10059, 10058
+TO_MEND = {
+    10174: "set its allow_atomic",
+    10199: "let the server take batches of 1,000 messages, by jetstream.limits.batch.max_msgs",
+    10039: "let JetStream be on for this account",
+    10076: "let JetStream be on at this server",
+}
+"""What a person does about an error of JetStream, by its code."""
+LOGINS = ("authorization violation", "authentication", "user authentication", "account authentic")
+RIGHTS = "permissions violation"
+
+STORED, TTL, ROLLUP = "saf-stored", "Nats-TTL", "Nats-Rollup"
+"""Headers of marks: how many messages of a shard were ever stored; and what keeps the last mark,
+and no other."""
+
+
+class JetStreamError(Exception):
+    """JetStream has answered with an error."""
+
+    def __init__(self, error: Mapping[str, Any]) -> None:
+        super().__init__(str(error.get("description", error)))
+        self.code = int(error.get("err_code", 0))
+
+
+class Link:
+    """One destination's connection."""
+
+    def __init__(self, what: str, settings: Nats, connection: Connection) -> None:
+        self.what = what
+        self.settings = settings
+        self.connection = connection
+        self._config: dict[str, Any] | None = None
+
+    # The stream
+
+    def ask(self, what: str, **said: Any) -> dict[str, Any]:
+        """Return JetStream's answer about the stream.
+
+        Raises:
+            JetStreamError: it is an error.
+        """
+        subject = f"$JS.API.{what}.{self.settings.stream}"
+        return answered(
+            self.connection.request(subject, json.dumps(said).encode() if said else b"")
+        )
+
+    def stream(self) -> dict[str, Any] | None:
+        """Return what JetStream says of the stream; None if there is none."""
+        try:
+            return self.ask("STREAM.INFO")
+        except JetStreamError as error:
+            if error.code == NO_STREAM:
+                return None
+            raise
+
+    def make(self) -> None:
+        """Make the stream."""
+        settings = self.settings
+        try:
+            self.ask(
+                "STREAM.CREATE",
+                name=settings.stream,
+                description="messages that saf has forwarded, and its marks",
+                subjects=[subjects.pattern(settings.topic), subjects.all_marks(settings.stream)],
+                retention="limits",
+                storage="file",
+                discard="new",
+                num_replicas=settings.replicas,
+                allow_atomic=True,
+                allow_direct=True,
+                allow_msg_ttl=True,
+                allow_rollup_hdrs=True,
+                max_msgs=-1,
+                max_bytes=-1,
+            )
+        except JetStreamError as error:
+            if error.code != STREAM_THERE:
+                raise
+
+    def look(self) -> dict[str, Any] | None:
+        """Raise if nothing may be stored here; return the stream's settings, if it is there.
+
+        Raises:
+            Refused: the server is too old, or the stream would lose marks.
+        """
+        version = str(self.connection.info["version"])
+        if tuple(int(part) for part in version.split("-", maxsplit=1)[0].split(".")[:2]) < OLDEST:
+            raise unusable(self.what, f"its version is {version}", "let it be 2.12 or newer")
+        said = self.stream()
+        if said is None:
+            return None
+        config: dict[str, Any] = said["config"]
+        for reason, cure in self._wrong(config):
+            raise unusable(f"{self.what}, stream {self.settings.stream!r},", reason, cure)
+        return config
+
+    def _wrong(self, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        marks = subjects.all_marks(self.settings.stream)
+        if config.get("mirror") or config.get("subject_transform") or config.get("sealed"):
+            yield "is a mirror, is sealed, or renames subjects", "choose another stream"
+        if not config.get("allow_atomic"):
+            yield "takes no batches", "set its allow_atomic"
+        if not any(subjects.takes(one, marks) for one in config["subjects"]):
+            yield f"does not take its marks, {marks}", "add that to its subjects"
+        if config.get("retention") == "interest":
+            yield "keeps only what somebody waits for, and no marks", "let its retention be limits"
+        if config.get("max_age") and not config.get("allow_msg_ttl"):
+            yield "forgets its marks by max_age", "set its allow_msg_ttl, so that marks stay"
+        limits = [name for name in ("max_msgs", "max_bytes") if config.get(name, -1) > 0]
+        if limits and config.get("discard") != "new":
+            yield f"forgets the oldest, marks too, by {limits[0]}", "let its discard be new"
+
+    def config(self) -> dict[str, Any]:
+        """Return the stream's settings; a stream that is not there is made."""
+        config = self.look()
+        if config is None:
+            self.make()
+            config = self.look()
+            assert config is not None  # noqa: S101 - it was just made
+        self._config = config
+        return config
+
+    # What is in it
+
+    def last(self, named: Sequence[str]) -> list[tuple[str, int, int]]:
+        """Return the last message of each subject: its body, its sequence, and how many it counts.
+
+        The stream's leader is asked, because others may not have the latest yet.
+        """
+        subject = f"$JS.API.STREAM.MSG.GET.{self.settings.stream}"
+        asked = [(subject, json.dumps({"last_by_subj": one}).encode(), None) for one in named]
+        found = []
+        for answer in self.connection.requests([*asked]):
+            try:
+                message = answered(answer)["message"]
+            except JetStreamError as error:
+                if error.code not in (NO_MESSAGE, NO_STREAM):
+                    raise
+                found.append((ABSENT, 0, 0))
+                continue
+            head = base64.b64decode(message.get("hdrs", ""))
+            headers = Received(subject="", head=head, body=b"").headers()
+            text = base64.b64decode(message.get("data", "")).decode()
+            found.append((text, int(message["seq"]), int(headers.get(STORED, 0))))
+        return found
+
+    def identity(self) -> UUID:
+        """Return the identity that the stream has, or that it would get; write nothing.
+
+        The identity of a stream without one follows from its address. So a server that has lost
+        everything is not taken for a new one: it is the same one, without what it had acknowledged.
+        """
+        ((said, _, _),) = self.last([subjects.identity(self.settings.stream)])
+        if said:
+            return UUID(said)
+        return uuid5(NAMESPACE_URL, f"{self.settings.server}#{self.settings.stream}")
+
+    def make_identity(self) -> UUID:
+        """Return the identity, which stays when the stream's data is moved."""
+        identity = self.identity()
+        headers = {"Nats-Expected-Last-Subject-Sequence": 0, **self.kept()}
+        subject = subjects.identity(self.settings.stream)
+        try:
+            answered(self.connection.request(subject, str(identity).encode(), headers))
+        except JetStreamError as error:
+            if error.code not in WRONG_SEQUENCE:
+                raise
+        return self.identity()
+
+    def kept(self) -> dict[str, str]:
+        """Return the headers that keep a mark, as far as the stream allows them."""
+        config = self._config or {}
+        kept = {TTL: "never"} if config.get("allow_msg_ttl") else {}
+        return kept | ({ROLLUP: "sub"} if config.get("allow_rollup_hdrs") else {})
+
+    def known(self, source: UUID) -> Known:
+        """Return all marks of a source."""
+        named = self._subjects(subjects.marks(self.settings.stream, source))
+        texts = {
+            subjects.place_of(one): text
+            for one, (text, _, _) in zip(named, self.last(named), strict=True)
+        }
+        return known_of(self.identity(), texts)
+
+    def sources(self) -> list[UUID]:
+        """Return the sources that have marks."""
+        named = self._subjects(subjects.all_marks(self.settings.stream))
+        return sorted({one for one in map(subjects.source_of, named) if one is not None})
+
+    def _subjects(self, wanted: str) -> list[str]:
+        """Return the subjects of a pattern that the stream has messages of."""
+        named: list[str] = []
+        while True:
+            try:
+                info = self.ask("STREAM.INFO", subjects_filter=wanted, offset=len(named))
+            except JetStreamError as error:
+                if error.code != NO_STREAM:
+                    raise
+                return named
+            page = info["state"].get("subjects") or {}
+            named += page
+            if not page or len(named) >= int(info.get("total", 0)):
+                return named
+
+    def close(self) -> None:
+        """Give up the connection."""
+        self.connection.close()
+
+
+def answered(answer: Received) -> dict[str, Any]:
+    """Return an answer of JetStream.
+
+    Raises:
+        JetStreamError: it is an error.
+    """
+    said: dict[str, Any] = json.loads(answer.body)
+    if "error" in said:
+        raise JetStreamError(said["error"])
+    return said
+
+
+@contextmanager
+def connected(name: str, settings: Nats) -> Iterator[Link]:
+    """Give a connection, and translate its errors."""
+    link = open_link(name, settings)
+    try:
+        with errors(link.what, settings):
+            yield link
+    finally:
+        link.close()
+
+
+def open_link(name: str, settings: Nats) -> Link:
+    """Return a connection, which has answered."""
+    what = f"destination {name!r}"
+    with errors(what, settings):
+        return Link(what, settings, Connection(name, settings))
+
+
+@contextmanager
+def errors(what: str, settings: Nats) -> Iterator[None]:
+    """Translate the errors of a connection."""
+    try:
+        yield
+    except (NatsError, NoResponders, JetStreamError, OSError) as error:
+        raise translated(what, settings, error) from None
+
+
+def translated(what: str, settings: Nats, error: Exception) -> SafError:
+    """Return the error that a connection's error means."""
+    said = settings.redact(str(error)) or type(error).__name__
+    if isinstance(error, NatsError):
+        if said.lower().startswith(LOGINS):
+            return Refused(what, said, "mend its login in saf.toml")
+        if said.lower().startswith(RIGHTS):
+            return Refused(what, said, "let its user do what docs/destinations.md lists")
+    if isinstance(error, NoResponders):
+        said = f"nobody answers to {said}: JetStream is off there, or has no leader"
+    if isinstance(error, JetStreamError) and error.code in TO_MEND:
+        return unusable(what, said, TO_MEND[error.code])
+    unavailable = Unavailable(what, f"{settings.server}: {said}")
+    unavailable.hangs = isinstance(error, TimeoutError)
+    return unavailable

@@ -1,0 +1,48 @@
+"""Written marks: an epoch and a mark as text, for kinds that keep texts and no columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from uuid import UUID
+
+from saf.destinations.marks import NOTHING, Known, Mark, Place
+
+ABSENT = ""
+"""What a text that is not there counts as."""
+
+
+def written(epoch: int, mark: Mark) -> str:
+    """Return an epoch and a mark as text.
+
+    >>> written(3, Mark(batch=5, position=90, acknowledged=True))
+    '3 5 90 1 -'
+    """
+    moment = mark.opened_at.isoformat() if mark.opened_at else "-"
+    return f"{epoch} {mark.batch} {mark.position} {int(mark.acknowledged)} {moment}"
+
+
+def read(text: str) -> tuple[int, Mark]:
+    """Return the epoch and the mark that a text says.
+
+    >>> read(written(3, NOTHING)) == (3, NOTHING), read(ABSENT)[0]
+    (True, 0)
+    """
+    if text == ABSENT:
+        return 0, NOTHING
+    epoch, batch, position, acknowledged, moment = text.split(" ")
+    opened_at = None if moment == "-" else datetime.fromisoformat(moment)
+    return int(epoch), Mark.of(int(batch), int(position), opened_at, acknowledged == "1")
+
+
+def known_of(identity: UUID, texts: Mapping[Place, str]) -> Known:
+    """Return what the texts of a source's marks say."""
+    found = {place: read(text) for place, text in texts.items()}
+    epochs: dict[int, int] = {}
+    for (_, shard), (epoch, _) in found.items():
+        epochs[shard] = max(epoch, epochs.get(shard, 0))
+    return Known(
+        destination=identity,
+        marks={place: mark for place, (_, mark) in found.items()},
+        epochs=epochs,
+    )

@@ -1,0 +1,183 @@
+"""Talking: messages of dialogs, which an endpoint answers on the dialog.
+
+What a message of a dialog means depends on what its end has received before: it may have to wait
+for an earlier one, be the last part of a large body, or be dropped. `saf.receiving` knows all that,
+by deliveries. But a delivery is a transaction, and none is open while an endpoint is waited for. So
+there are two deliveries of each message:
+
+    look      which of these messages are to be sent, and as what; the transaction is rolled back
+    settle    the same messages arrive again, in the transaction that marks them. There the answer
+              is said on the dialog, and the dialog ends if its contract is one of ``one_reply``
+
+Between the two, nobody else receives from the shard, and of a dialog one message is in hand. If the
+end has changed nevertheless, because somebody has ended it here, the second delivery decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+import psycopg
+
+from saf.database import fetch
+from saf.dispatch.envelope import Request
+from saf.dispatch.replies import Reply, is_refusal
+from saf.errors import SafError
+from saf.received import Received
+from saf.receiving.arrival import hook
+from saf.receiving.delivery import Delivery
+from saf.receiving.hand import Hand, Reader, Shard
+from saf.receiving.retries import Policy
+from saf.setaside.isolation import of_messages, said
+
+TRANSACTION = "SELECT pg_current_xact_id()::text"
+
+NOT_SENT = "it was another message's turn when it was looked at"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of a message of a dialog."""
+
+    sent: bool = False
+    """Whether the endpoint has accepted it; if not, it is saf's own, or has failed."""
+    reply: Reply | None = None
+    reason: str = ""
+    error: str | None = None
+    """Why it is a dead letter."""
+
+
+Make = Callable[[Received], Request]
+
+Found = dict[UUID, Request | Outcome]
+"""By the ids of messages: what is to be sent, or what came of it already."""
+
+
+def look(
+    connection: psycopg.Connection[Any],
+    reader: Reader,
+    batches: Mapping[int, int],
+    messages: Iterable[Received],
+    make: Make,
+) -> tuple[Found, list[tuple[Received, str]]]:
+    """Which of some messages are to be sent, and as what; the others are only to be settled.
+
+    Return them, and the messages that cannot even arrive, with the error.
+    """
+    some = list(messages)
+    found: Found = {one.message_id: Outcome() for one in some}
+    try:
+        with connection.transaction(force_rollback=True):
+            for message in _delivery(connection, reader, batches, some):
+                if hook().by_itself(message) is None:
+                    found[message.message_id] = _made(message, make)
+    except Exception as error:
+        if connection.broken or not of_messages(error):
+            raise
+        if len(some) == 1:
+            return {}, [(some[0], said(error))]
+    else:
+        return found, []
+    alone = [look(connection, reader, batches, [one], make) for one in some]
+    return (
+        {key: value for found, _ in alone for key, value in found.items()},
+        [one for _, bad in alone for one in bad],
+    )
+
+
+def _made(message: Received, make: Make) -> Request | Outcome:
+    try:
+        return make(message)
+    except Exception as error:
+        if not isinstance(error, SafError) and not of_messages(error):
+            raise
+        return Outcome(reason="rejected", error=said(error))
+
+
+def settle(
+    connection: psycopg.Connection[Any],
+    reader: Reader,
+    batches: Mapping[int, int],
+    outcomes: Iterable[tuple[Received, Outcome]],
+    one_reply: Collection[str],
+) -> tuple[int, int]:
+    """Receive messages in the transaction that is open, and say on their dialogs what came of them.
+
+    Return how many it has parked, and how many dead letters it has made.
+    """
+    of = {message.message_id: (message, outcome) for message, outcome in outcomes}
+    delivery = _delivery(connection, reader, batches, [message for message, _ in of.values()])
+    for message in delivery:
+        _, outcome = of[message.message_id]
+        effect = hook().by_itself(message)
+        if outcome.error is not None:
+            delivery.reject(message, outcome.error, reason=outcome.reason)
+        elif not outcome.sent and effect is None:
+            delivery.park(message, NOT_SENT)
+        else:
+            try:
+                with connection.transaction():
+                    if effect is not None:
+                        effect(connection)
+                    else:
+                        _answer(connection, message, outcome, one_reply)
+            except (psycopg.Error, SafError) as error:
+                if connection.broken or not is_refusal(error):
+                    raise
+                delivery.reject(message, f"its reply is refused: {said(error)}")
+    delivery.settle()
+    return delivery.parked, delivery.buried
+
+
+def _answer(
+    connection: psycopg.Connection[Any],
+    message: Received,
+    outcome: Outcome,
+    one_reply: Collection[str],
+) -> None:
+    dialog = message.dialog
+    if dialog is None or dialog.monolog:
+        return
+    if outcome.reply is not None:
+        reply = outcome.reply
+        dialog.send(connection, reply.body, message_type=reply.message_type, headers=reply.headers)
+    if dialog.contract is not None and dialog.contract.name in one_reply:
+        dialog.end(connection)
+
+
+def _delivery(
+    connection: psycopg.Connection[Any],
+    reader: Reader,
+    batches: Mapping[int, int],
+    messages: list[Received],
+) -> Delivery[psycopg.Connection[Any]]:
+    """A delivery of messages that are in memory; the cursors of their shards are not its own."""
+    numbers = {one.shard for one in messages}
+    hand = Hand(
+        reader=reader,
+        transaction=fetch(connection, TRANSACTION)[0][0],
+        shards={number: _shard(number, batches[number]) for number in numbers},
+        written=dict.fromkeys(numbers, 0),
+        # what waits already is given up where it waits
+        late=sorted({one.shard for one in messages if one.parked_id is not None}),
+        messages=messages,
+        spoken=True,
+    )
+    return Delivery(connection, connection, hand, Policy())
+
+
+def _shard(number: int, batch: int) -> Shard:
+    return Shard(
+        shard=number,
+        batch=batch,
+        done="",
+        open=None,
+        position=0,
+        allowance=None,
+        until=None,
+        cuts=[],
+        epoch=0,
+    )

@@ -1,0 +1,58 @@
+"""What a log accepts, in any language: the CHECKs of both logs.
+
+Before a statement inserts into a table, PostgreSQL reads and prepares the table's CHECKs, which
+takes longer than to insert a row. A chunk of thousands pays that once, an application that sends
+pays it for each message. So at an outbox a function checks the same, which the server prepares once
+in a session. It raises with the name of the constraint that it stands for, because whoever is
+refused should be told by which.
+"""
+
+from __future__ import annotations
+
+from saf.limits import BOUNDED
+
+# Arrow and Python know the years 1 to 9999; a row with 'infinity' could never be forwarded.
+IN_CALENDAR = " AND ".join(
+    f"{column} >= '0001-01-01 00:00:00+00' AND {column} < '9999-12-31 00:00:00+00'"
+    for column in ("created_at", "deliver_at", "expires_at")
+)
+
+# An id above the current one is no transaction's either, but the current one differs between
+# clusters, and a dump must fit into any of them: `saf.operating.doctor` finds such ids.
+POSSIBLE = "txid < '9223372036854775808'::xid8"
+
+CHECKS = {
+    "addressed": "to_service <> ''",
+    "possible": POSSIBLE,
+    "in_calendar": IN_CALENDAR,
+    "bounded": BOUNDED,
+}
+"""The checks, by the ends of their constraints' names."""
+
+ACCEPTED = "saf.accept(txid, to_service, key, headers, created_at, deliver_at, expires_at)"
+"""SQL: the check of an outbox, which raises for what it does not accept."""
+
+_REFUSE = "\n".join(
+    f"         WHEN NOT ({check}) THEN 'outbox_{name}'" for name, check in CHECKS.items()
+)
+# A search_path of its own, so that a sender cannot bring operators of his own
+ACCEPT = f"""
+CREATE FUNCTION saf.accept(
+    txid xid8, to_service text, key text, headers jsonb,
+    created_at timestamptz, deliver_at timestamptz, expires_at timestamptz
+) RETURNS boolean LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE
+SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    refused text;
+BEGIN
+    IF ({" AND ".join(f"({check})" for check in CHECKS.values())}) IS NOT FALSE THEN
+        RETURN true;
+    END IF;
+    refused = CASE
+{_REFUSE}
+    END;
+    RAISE EXCEPTION USING
+        ERRCODE = 'check_violation', SCHEMA = 'saf', TABLE = 'outbox', CONSTRAINT = refused,
+        MESSAGE = format('new row for relation "outbox" violates check constraint %I', refused);
+END $$
+"""

