@@ -158,8 +158,8 @@ def beside(stage: Stage) -> None:
     """Notes receive_one_ratio and so on: how many times as many messages as by hand."""
     for batch, receivers in BESIDE:
         ratios = []
-        begin(stage.mom)
         for _ in range(ROUNDS):
+            begin(stage.mom)  # of 500 at a time, two rounds take almost the whole backlog
             execute(stage.mom, *JOBS)
             mine, hand = (
                 rate(stage, batch, receivers, business=True, seconds=BESIDE_SECONDS, consumer=one)[
