@@ -51,9 +51,10 @@ async def aeffect(connection: Connection, message: saf.Received) -> None:
     await connection.execute(EFFECT, [message.key, message.text()])
 
 
-def sqlalchemy(inbox: Dsn) -> AsyncEngine:
+def sqlalchemy(inbox: Dsn, driver: str = "psycopg") -> AsyncEngine:
     # without a pool, which would have to be disposed of in the event loop of its connections
-    return create_async_engine(url(inbox), poolclass=sa.NullPool)
+    address = url(inbox).replace("+psycopg", f"+{driver}")
+    return create_async_engine(address, poolclass=sa.NullPool)
 
 
 def pool(inbox: Dsn) -> Callable[[], Any]:
@@ -257,7 +258,7 @@ def test_what_gives_no_connection_of_asyncio_is_refused_by_name(inbox: Dsn) -> N
     with pytest.raises(UsageError, match="create_async_engine"):
         asyncio.run(enter(plain))
     with pytest.raises(UsageError, match=r"psycopg 3.*asyncpg"):
-        asyncio.run(enter(create_async_engine(url(inbox).replace("+psycopg", "+asyncpg"))))
+        asyncio.run(enter(sqlalchemy(inbox, "asyncpg")))
     with pytest.raises(UsageError, match="AsyncConnection"):
         asyncio.run(enter(lambda: None))
     with pytest.raises(UsageError, match=r"builtins\.int"):
@@ -297,7 +298,7 @@ class Waiter:
         try:
             # of those that are numbered, the first ones take longest
             text = message.text()
-            await asyncio.sleep(self.seconds / (int(text) if text.isdigit() else 1))
+            await asyncio.sleep(self.seconds / (1 + int(text) if text.isdigit() else 1))
             await aeffect(connection, message)
             if message.text() in self.bad:
                 raise ValueError(f"{message.text()} will not do")
