@@ -24,10 +24,12 @@ import saf
 from benchmarks.stage import Stage, execute, median, percentile
 from saf.broker.services import create_service
 from saf.database import Dsn
+from saf.receiving import claim
 from saf.receiving.link import connected
 from saf.receiving.receive import Receiver
 
 BACKLOG, CHUNK = 400_000, 50_000
+SHARDS, BATCH = 64, 2048
 SECONDS = 1.0
 BATCHES = (1, 10, 100, 1000)
 RECEIVERS = (1, 2, 4, 8)
@@ -65,11 +67,6 @@ TAKE_JOBS = """
 SELECT id, key, body, created_at FROM job ORDER BY id LIMIT %s FOR UPDATE SKIP LOCKED
 """
 DELETE_JOBS = "DELETE FROM job WHERE id = ANY (%s)"
-
-UNTOUCHED = """
-SELECT FROM saf.cursor JOIN saf.subscription USING (subscription_id)
-WHERE log = 'inbox' AND open IS NULL AND done::text = '1:1:'
-"""
 
 
 def book(messages: Sequence[saf.Received], connection: psycopg.Connection[Any]) -> None:
@@ -149,8 +146,12 @@ def again(dsn: Dsn) -> None:
 def begin(dsn: Dsn) -> None:
     """As `again`, with every shard looked through for where its batches may end."""
     again(dsn)
-    while not _all_begun(dsn):
-        consume(dsn, 1000, business=False, seconds=1)
+    with connected(dsn) as link:
+        reader = Receiver(link, "billing", saf.Policy(), 1000).reader
+        with link.transaction():
+            hand = claim.claim_some(link.raw, reader, SHARDS, batch=BATCH)
+            assert hand is not None
+            claim.move(link.raw, hand)
 
 
 def beside(stage: Stage) -> None:
@@ -172,12 +173,6 @@ def beside(stage: Stage) -> None:
         stage.note(f"receive_{size}_ratio{where}", median(ratios), "to by hand", ">= 1")
         spread = max(ratios) - min(ratios)
         stage.note(f"receive_{size}_ratio_spread{where}", spread, "to by hand")
-
-
-def _all_begun(dsn: Dsn) -> bool:
-    with dsn.connect(role="bench") as connection:
-        untouched = connection.execute(UNTOUCHED).fetchall()
-    return not untouched
 
 
 def run(stage: Stage) -> None:

@@ -1,8 +1,8 @@
 """Transactional store-and-forward outbox for PostgreSQL.
 
 Sending:   `Outbox`, `Message`
-Receiving: `receive`, `Worker`, `Processor`, `Processors`, `handles`, `Delivery`, `Received`,
-           `VerifiedFrom`, `Policy`, `inbox_once`, `create_service`, `create_services`
+Receiving: `receive`, `areceive`, `Worker`, `Processor`, `Processors`, `handles`, `Delivery`,
+           `Received`, `VerifiedFrom`, `Policy`, `inbox_once`, `create_service`, `create_services`
 Routing:   `add_route`, `Resolved`; `saf.routing_service`, which needs Arrow, serves routers that
            forward
 Signing:   `Signer`, `Key`, `Keys`
@@ -59,6 +59,7 @@ from saf.message import Message
 from saf.outbox import Outbox
 from saf.received import Received, VerifiedFrom
 from saf.receiving.arrival import install
+from saf.receiving.asynchronous import areceive
 from saf.receiving.delivery import Delivery
 from saf.receiving.inbox import inbox_once
 from saf.receiving.processor import Processor, handles
@@ -124,6 +125,7 @@ __all__ = [
     "Worker",
     "WrongDirection",
     "add_route",
+    "areceive",
     "begin_dialog",
     "begin_monolog",
     "conversations",

@@ -31,7 +31,16 @@ page is for developers who look something up; [Receiving](../receiving.md),
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Sending": ("Outbox", "Message"),
     "Receiving": (
-        *("receive", "Delivery", "Received", "Worker", "Processors", "Processor", "handles"),
+        *(
+            "receive",
+            "areceive",
+            "Delivery",
+            "Received",
+            "Worker",
+            "Processors",
+            "Processor",
+            "handles",
+        ),
         *("Policy", "inbox_once", "create_service"),
     ),
     "Routing": ("add_route", "Resolved"),

@@ -4,13 +4,76 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from saf.errors import UsageError
 from saf.received import Received
 
 
-def check_handler(call: Callable[..., object], what: str, *arguments: str) -> None:
-    """Raise a `UsageError` unless a function can be called with these arguments."""
+@dataclass(frozen=True, kw_only=True)
+class Registered:
+    """A handler of a worker."""
+
+    call: Callable[..., Any]
+    batch: bool
+    waits: bool
+    """Whether it is async."""
+
+    def call_for(self, message: Received, connection: object) -> Callable[[], Any]:
+        """Return the call that handles one message."""
+        return partial(self.call, [message] if self.batch else message, connection)
+
+
+class Handlers(dict[str | None, Registered]):
+    """The handlers of a worker by message type; None is for all types without one of their own."""
+
+    @property
+    def are_async(self) -> bool:
+        """Whether they are async; all of them are or none is."""
+        return any(one.waits for one in self.values())
+
+    def of(self, message: Received) -> Registered | None:
+        """Return the handler for a message, if there is any."""
+        return self.get(message.message_type) or self.get(None)
+
+    def add(self, message_type: str | None, call: Callable[..., Any], *, batch: bool) -> None:
+        """Register a handler.
+
+        Raises:
+            UsageError: it does not fit, or not to the other handlers.
+        """
+        what, waits = described(message_type), is_async(call)
+        if message_type in self:
+            raise UsageError(
+                f"{what} has a handler already: {self[message_type].call.__qualname__}"
+            )
+        check_handler(call, what, "messages" if batch else "message", "connection", may_wait=True)
+        for other in self.values():
+            if other.waits != waits:
+                raise UsageError(
+                    "the handlers of a worker are all async or none of them is: "
+                    f"{other.call.__qualname__} is{' not' * waits} async, and "
+                    f"{call.__qualname__} is{' not' * (not waits)}"
+                )
+        self[message_type] = Registered(call=call, batch=batch, waits=waits)
+
+
+def is_async(call: Callable[..., object]) -> bool:
+    """Whether a function is to be awaited."""
+    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
+        getattr(call, "__call__", None)  # noqa: B004 - of an object with such a method
+    )
+
+
+def check_handler(
+    call: Callable[..., object], what: str, *arguments: str, may_wait: bool = False
+) -> None:
+    """Raise a `UsageError` unless a function can be called with these arguments.
+
+    It may be async only if it ``may_wait``.
+    """
     try:
         inspect.signature(call).bind(*arguments)
     except TypeError:
@@ -18,8 +81,10 @@ def check_handler(call: Callable[..., object], what: str, *arguments: str) -> No
             f"the handler {call.__qualname__} for {what} takes "
             f"{inspect.signature(call)}: expected ({', '.join(arguments)})"
         ) from None
-    if inspect.iscoroutinefunction(call):
-        raise UsageError(f"the handler {call.__qualname__} for {what} is async: saf is not")
+    if is_async(call) and not may_wait:
+        raise UsageError(
+            f"the handler {call.__qualname__} for {what} is async: only those of saf.Worker may be"
+        )
 
 
 def described(message_type: str | None) -> str:

@@ -27,10 +27,21 @@ from saf.errors import Unavailable, UsageError
 from saf.receiving import claim
 
 if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
     import sqlalchemy as sa
+    from sqlalchemy.ext.asyncio import AsyncEngine as AsyncSqlAlchemyEngine
 
     Engine = sa.Engine | Dsn | str | Callable[[], AbstractContextManager[psycopg.Connection[Any]]]
+    AsyncEngine = (
+        AsyncSqlAlchemyEngine
+        | Dsn
+        | str
+        | Callable[[], AbstractAsyncContextManager[psycopg.AsyncConnection[Any]]]
+    )
 
+
+FOR_ASYNC = "What is of asyncio is for saf.areceive, and for workers whose handlers are async"
 
 CANCEL_SECONDS = 1.0
 """How long it may take to ask the server to cancel a statement."""
@@ -109,7 +120,7 @@ class Link:
 
 
 @contextmanager
-def connected(engine: Engine) -> Iterator[Link]:
+def connected(engine: Engine | AsyncEngine) -> Iterator[Link]:
     """Open a connection to receive on.
 
     Raises:
@@ -129,20 +140,27 @@ def connected(engine: Engine) -> Iterator[Link]:
         if isinstance(engine, sa.Engine):
             with engine.connect() as connection:
                 below = _psycopg(connection.connection.driver_connection)
-                with _as_it_was(below):
+                with as_it_was(below):
                     yield Link(connection=connection, raw=below, begin=connection.begin)
                 return
     if not callable(engine):
         raise UsageError(
             f"cannot receive from a {type(engine).__module__}.{type(engine).__qualname__}: "
-            "expected a SQLAlchemy Engine, a dsn, or a callable that gives psycopg connections"
+            "expected a SQLAlchemy Engine, a dsn, or a callable that gives psycopg connections. "
+            f"{FOR_ASYNC}"
         )
-    with engine() as raw, _as_it_was(_psycopg(raw)):
+    given: Any = engine()
+    if not hasattr(given, "__enter__") and hasattr(given, "__aenter__"):
+        raise UsageError(
+            f"cannot receive from a {type(given).__module__}.{type(given).__qualname__}. "
+            f"{FOR_ASYNC}"
+        )
+    with given as raw, as_it_was(_psycopg(raw)):
         yield Link(connection=raw, raw=raw, begin=raw.transaction)
 
 
 @contextmanager
-def _as_it_was(raw: psycopg.Connection[Any]) -> Iterator[None]:
+def as_it_was(raw: psycopg.Connection[Any]) -> Iterator[None]:
     """Restore at the end how the connection prepares statements, because it is given back."""
     before = raw.prepare_threshold
     try:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -46,7 +46,7 @@ from saf.receiving.summary import Summary
 from saf.signing.verifier import Trust
 
 if TYPE_CHECKING:
-    from saf.receiving.link import Engine
+    from saf.receiving.link import AsyncEngine, Engine
     from saf.signing.keys import Key
     from saf.signing.signer import Signer
 
@@ -68,7 +68,7 @@ class Loop(ABC):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | AsyncEngine,
         subscription: str,
         *,
         max_messages: int,
@@ -87,7 +87,7 @@ class Loop(ABC):
             raise UsageError(f"stop_timeout: {stop_timeout} s is less than 0")
         if unhandled not in get_args(OfUnhandled):
             raise UsageError(f"unhandled: {unhandled!r} is neither 'wait' nor 'dead'")
-        self.engine = engine
+        self.engine: Any = engine
         self.subscription = subscription
         self.max_messages = max_messages
         self.threads = threads
@@ -127,15 +127,16 @@ class Loop(ABC):
             Unavailable: a drain's database does not answer.
         """
         self._check()
-        # daemon threads, because a second signal must end the process at once, whatever they do
-        self._stopping.run(
-            threading.Thread(
-                target=self._drain if drain else self._work,
-                name=f"saf {self.subscription} {number}",
-                daemon=True,
+        with self._equipped():
+            # daemon threads, because a second signal must end the process at once, whatever they do
+            self._stopping.run(
+                threading.Thread(
+                    target=self._drain if drain else self._work,
+                    name=f"saf {self.subscription} {number}",
+                    daemon=True,
+                )
+                for number in range(1 if drain else self.threads)
             )
-            for number in range(1 if drain else self.threads)
-        )
         if self._failed:
             raise self._failed.pop()
         return self.summary.handled
@@ -152,7 +153,11 @@ class Loop(ABC):
         """Handle what is there and due now, in this thread; give each delivery after its commit."""
         self._check()
         try:
-            with connected(self.engine) as link, self._receiving(link) as receiver:
+            with (
+                self._equipped(),
+                self._connected() as link,
+                self._receiving(link) as receiver,
+            ):
                 while not self._stopping.told.is_set():
                     if not (delivery := self._deliver(receiver, wait_seconds=0)):
                         return
@@ -181,7 +186,7 @@ class Loop(ABC):
         stopping = self._stopping.told
         while not stopping.is_set():
             try:
-                with connected(self.engine) as link, self._receiving(link) as receiver:
+                with self._connected() as link, self._receiving(link) as receiver:
                     while not stopping.is_set():
                         self._deliver(receiver, wait_seconds=WAIT_SECONDS)
             except (UsageError, Refused) as error:
@@ -201,6 +206,14 @@ class Loop(ABC):
             self.drain()
         except Exception as error:
             self._failed.append(error)
+
+    def _equipped(self) -> AbstractContextManager[None]:
+        """Have what handlers need, for as long as a block runs."""
+        return nullcontext()
+
+    def _connected(self) -> AbstractContextManager[Link]:
+        """Open a connection to receive on."""
+        return connected(self.engine)
 
     @contextmanager
     def _receiving(self, link: Link) -> Iterator[Receiver]:
@@ -245,7 +258,7 @@ class Loop(ABC):
         """
         effect = hook().by_itself(message)
         if effect is not None:
-            self._one(delivery, work, message, lambda: effect(delivery.connection))
+            self._one(delivery, work, message, lambda: effect(work.raw))
             return
         waits = self.unhandled == "wait"
         if message.message_type not in self.summary.without_handler:
@@ -273,13 +286,20 @@ class Loop(ABC):
 
         The call may be made again, because another one failed: see `saf.receiving.savepoints`.
         """
-        self._stopping.in_hand[threading.get_ident()] = message
-        return work.do(
-            Piece(
-                do=call,
-                failed=partial(self._set_aside, delivery, work.raw, message),
-                undone=partial(self._undone, message),
-            )
+        self._stopping.in_hand[threading.get_ident()] = [message]
+        return work.do(self._piece(delivery, work, message, call))
+
+    def _piece(
+        self,
+        delivery: Delivery[Any],
+        work: Savepoints,
+        message: Received,
+        call: Callable[[], object],
+    ) -> Piece:
+        return Piece(
+            do=call,
+            failed=partial(self._set_aside, delivery, work.raw, message),
+            undone=partial(self._undone, message),
         )
 
     def _set_aside(

@@ -9,7 +9,7 @@ with a savepoint of its own: what they did is there once, and what the failed pi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +92,21 @@ class Savepoints:
             return False
         self._done.append(piece)
         return True
+
+    def do_together(self, pieces: Sequence[Piece], do: Callable[[], object]) -> None:
+        """Do pieces of work at the same time by one call, which raises if one of them does."""
+        self._begin(alone=True)
+        try:
+            do()
+            self._end()
+        except Exception:
+            if self.raw.broken:
+                raise
+            self._undo()
+            for one in pieces:
+                one.undone()
+            for one in pieces:
+                self.do(one, alone=True)
 
     def _begin(self, *, alone: bool) -> None:
         if self._clean:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -39,8 +39,8 @@ class Stopping:
         self.told = threading.Event()
         self._until: float | None = None
         self._open: set[psycopg.Connection[Any]] = set()
-        self.in_hand: dict[int, Received] = {}
-        """The message in hand by thread, if it has any."""
+        self.in_hand: dict[int, Sequence[Received]] = {}
+        """The messages in hand by thread, if it has any: more than one if handlers wait."""
 
     def tell(self) -> None:
         """Tell it to stop; the first time counts. From any thread, or from a signal's handler."""
@@ -83,7 +83,8 @@ class Stopping:
 
     def _given_up(self) -> StopTimeout:
         """Cut the connections; the server rolls back as soon as it notices."""
-        error = StopTimeout(self.seconds, [str(one) for one in self.in_hand.values()])
+        in_hand = [str(one) for some in self.in_hand.values() for one in some]
+        error = StopTimeout(self.seconds, in_hand)
         cut = list(self._open)
         for connection in cut:
             with suppress(psycopg.Error, OSError):

@@ -19,27 +19,40 @@ by a query that writes nothing.
 A message without a handler waits for a worker that has one, and the later ones of its key wait
 behind it. So old and new workers may run side by side while a new type is introduced.
 ``@worker.handler()`` is for all types that have no handler of their own.
+
+*Handlers that wait.* The handlers of a worker may be ``async def``. They run in one event loop,
+that of `Worker.arun` or else one of the worker's own, and get a connection of asyncio. With
+``concurrency``, so many of them wait at the same time in one delivery, each for a message of
+another key. They share the delivery's transaction, so if one of them raises, what the others did is
+undone as well, and they are called again one by one. Dialogs may be related, so only one of their
+messages is handled at a time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from saf.errors import UsageError
 from saf.received import Received
+from saf.receiving.async_link import aconnected
 from saf.receiving.delivery import Delivery
+from saf.receiving.event_loop import EventLoop, all_of, own_loop
 from saf.receiving.failures import exception
-from saf.receiving.handlers import check_handler, described
+from saf.receiving.grouping import runs, waves
+from saf.receiving.handlers import Handlers, Registered
+from saf.receiving.link import connected
 from saf.receiving.loop import Loop, OfUnhandled, log
 from saf.receiving.retries import Policy
 from saf.receiving.savepoints import Savepoints
 from saf.receiving.stopping import STOP_SECONDS
 
 if TYPE_CHECKING:
-    from saf.receiving.link import Engine
+    from saf.receiving.link import AsyncEngine, Engine, Link
     from saf.signing.keys import Key
     from saf.signing.signer import Signer
 
@@ -48,20 +61,17 @@ BatchHandler = Callable[[Sequence[Received], Any], object]
 H = TypeVar("H", bound=Callable[..., object])
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Registered:
-    call: Callable[..., object]
-    batch: bool
-
-
 class Worker(Loop):
     """Handles the messages of one subscription.
 
     Args:
-        engine: as for `saf.receive`; each thread takes one connection from it.
+        engine: as for `saf.receive`, or for `saf.areceive` if handlers are async; each thread takes
+            one connection from it.
         subscription: whose messages to handle; each service has a subscription of its own name.
         max_messages: the most messages in one transaction.
         threads: how many deliveries this process handles at a time.
+        concurrency: how many async handlers run at the same time in one delivery, for messages of
+            different keys.
         policy: what happens to messages whose handling fails.
         listen: be notified of what arrives; see `saf.receiving.notify`.
         stop_timeout: how many seconds the messages in hand may take after SIGTERM, SIGINT or
@@ -78,11 +88,12 @@ class Worker(Loop):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | AsyncEngine,
         subscription: str,
         *,
         max_messages: int = 100,
         threads: int = 1,
+        concurrency: int = 1,
         policy: Policy | None = None,
         listen: bool = False,
         stop_timeout: float = STOP_SECONDS,
@@ -104,10 +115,40 @@ class Worker(Loop):
             keys=keys,
             signer=signer,
         )
-        self._handlers: dict[str | None, _Registered] = {}
+        if concurrency < 1:
+            raise UsageError(f"concurrency: {concurrency} is less than 1")
+        self.concurrency = concurrency
+        self._handlers = Handlers()
+        self._event_loop: EventLoop | None = None
+        """Where async handlers run, while this worker runs."""
+
+    async def arun(self, *, drain: bool = False) -> int:
+        """Run as `run` does, with handlers in the event loop of this task.
+
+        If the task is cancelled, the worker stops in order, and then this raises CancelledError.
+        Signals are left to the application.
+
+        Raises:
+            ConfigurationError, UsageError, Refused, StopTimeout, Unavailable: as `run`.
+        """
+        loop = EventLoop(asyncio.get_running_loop())
+        self._event_loop = loop if self._handlers.are_async else None
+        running = asyncio.ensure_future(asyncio.to_thread(self.run, drain=drain))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            self.stop()
+            await asyncio.wait([running])
+            running.result()  # raises what went wrong as it stopped
+            raise
+        finally:
+            loop.cancel()
+            self._event_loop = None
 
     def handler(self, message_type: str | None = None) -> Callable[[H], H]:
         """Register a function of (message, connection) for a type; None is for all other types.
+
+        It may be async, if all of the worker's handlers are.
 
         Raises:
             UsageError: the type has a handler, or the function does not take these arguments.
@@ -121,40 +162,60 @@ class Worker(Loop):
     def _check(self) -> None:
         if not self._handlers:
             raise UsageError(f"the worker for {self.subscription!r} has no handler")
+        if self.concurrency > 1 and not self._handlers.are_async:
+            raise UsageError(
+                f"concurrency ({self.concurrency}) is for handlers that are async def: for others, "
+                "say how many threads"
+            )
+
+    @contextmanager
+    def _equipped(self) -> Iterator[None]:
+        if self._event_loop is not None or not self._handlers.are_async:
+            yield
+            return
+        with own_loop() as loop:
+            self._event_loop = loop
+            try:
+                yield
+            finally:
+                self._event_loop = None
+
+    def _connected(self) -> AbstractContextManager[Link]:
+        if self._event_loop is not None:
+            return aconnected(self.engine, self._event_loop)
+        return connected(self.engine)
 
     def _types(self) -> Collection[str | None] | None:
         return None if None in self._handlers else tuple(self._handlers)
 
     def _handle(self, delivery: Delivery[Any], work: Savepoints) -> None:
         if not any(one.batch for one in self._handlers.values()):
-            for message in delivery:
-                self._single(delivery, work, message)
+            self._singles(delivery, work, delivery)
             return
-        for handler, messages in _runs(delivery, self._handler_of):
+        for handler, messages in runs(delivery, self._handlers.of):
             if (
                 handler is not None
                 and handler.batch
                 and self._batch(delivery, work, handler, messages)
             ):
                 continue
-            for message in delivery.still(messages):
-                self._single(delivery, work, message)
+            self._singles(delivery, work, delivery.still(messages))
 
     def _batch(
         self,
         delivery: Delivery[Any],
         work: Savepoints,
-        handler: _Registered,
+        handler: Registered,
         messages: list[Received],
     ) -> bool:
         """Handle a run of messages by one call; False if it has failed and is undone."""
         still = list(delivery.still(messages))
         if not still:
             return True
-        self._stopping.in_hand[threading.get_ident()] = still[0]
+        self._stopping.in_hand[threading.get_ident()] = still[:1]
         try:
             with work.piece():
-                handler.call(still, delivery.connection)
+                self._do(partial(handler.call, still, delivery.connection))
         except Exception as error:
             if work.raw.broken:
                 raise
@@ -169,46 +230,64 @@ class Worker(Loop):
             return False
         return True
 
+    def _singles(
+        self, delivery: Delivery[Any], work: Savepoints, messages: Iterable[Received]
+    ) -> None:
+        """Handle messages by a call each, as many at the same time as there may be."""
+        if self.concurrency == 1:
+            for message in messages:
+                self._single(delivery, work, message)
+            return
+        for wave in waves(messages, self.concurrency):
+            together = []
+            for message in delivery.still(wave):
+                if self._handlers.of(message) is None:
+                    self._single(delivery, work, message)
+                else:
+                    together.append(message)
+            if together[1:]:
+                self._together(delivery, work, together)
+            else:
+                for message in together:
+                    self._single(delivery, work, message)
+
     def _single(self, delivery: Delivery[Any], work: Savepoints, message: Received) -> None:
-        handler = self._handler_of(message)
+        handler = self._handlers.of(message)
         if handler is None:
             self._unhandled(delivery, work, message, self._handlers)
-            return
-        what = [message] if handler.batch else message
-        self._one(delivery, work, message, lambda: handler.call(what, delivery.connection))
+        else:
+            call = handler.call_for(message, delivery.connection)
+            if self._event_loop is not None:
+                call = partial(self._do, call)
+            self._one(delivery, work, message, call)
 
-    def _handler_of(self, message: Received) -> _Registered | None:
-        handlers = self._handlers
-        return handlers.get(message.message_type) or handlers.get(None)
+    def _together(
+        self, delivery: Delivery[Any], work: Savepoints, messages: Sequence[Received]
+    ) -> None:
+        """Handle messages of different keys, which have handlers, at the same time."""
+        calls, pieces = [], []
+        for message in messages:
+            handler = self._handlers.of(message)
+            assert handler is not None  # noqa: S101 - they have handlers
+            call = handler.call_for(message, delivery.connection)
+            calls.append(call)
+            pieces.append(self._piece(delivery, work, message, partial(self._do, call)))
+        self._stopping.in_hand[threading.get_ident()] = messages
+        work.do_together(pieces, lambda: self._do(*calls))
+
+    def _do(self, *calls: Callable[[], Any]) -> None:
+        """Call handlers: in the event loop at the same time, or here."""
+        if self._event_loop is None:
+            for call in calls:
+                call()
+        else:
+            self._event_loop.run(all_of(calls))
 
     def _register(self, message_type: str | None, *, batch: bool) -> Callable[[H], H]:
-        what = described(message_type)
-
         def register(call: H) -> H:
             if callable(message_type):
                 raise UsageError("write @worker.handler(), with parentheses")
-            if message_type in self._handlers:
-                there = self._handlers[message_type].call
-                raise UsageError(f"{what} has a handler already: {there.__qualname__}")
-            check_handler(call, what, "messages" if batch else "message", "connection")
-            self._handlers[message_type] = _Registered(call=call, batch=batch)
+            self._handlers.add(message_type, call, batch=batch)
             return call
 
         return register
-
-
-def _runs(
-    messages: Iterable[Received], handler_of: Callable[[Received], _Registered | None]
-) -> Iterator[tuple[_Registered | None, list[Received]]]:
-    """Group messages by handler, in as few runs as the order of each key allows."""
-    runs: dict[_Registered | None, list[Received]] = {}
-    last: dict[str, _Registered | None] = {}
-    for message in messages:
-        handler = handler_of(message)
-        if message.key is not None:
-            before = last.get(message.key, handler)
-            if before is not handler and before in runs:
-                yield before, runs.pop(before)
-            last[message.key] = handler
-        runs.setdefault(handler, []).append(message)
-    yield from runs.items()

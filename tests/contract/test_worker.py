@@ -238,7 +238,7 @@ def test_two_handlers_for_one_type_and_a_wrong_signature_are_refused_by_name(inb
         worker.batch_handler("Placed")(alone)
     with pytest.raises(UsageError, match=r"alone for any type .* expected \(message, connection\)"):
         worker.handler()(alone)
-    with pytest.raises(UsageError, match="is async"):
+    with pytest.raises(UsageError, match=r"first is not async, and .*later is"):
         worker.handler()(later)
     with pytest.raises(UsageError, match="at least 1"):
         saf.Worker(inbox, SUBSCRIPTION, threads=0)

@@ -73,6 +73,29 @@ def test_the_worker_handles_what_is_there(inbox: Dsn, tmp_path: Path) -> None:
     assert invoices(inbox) == [("A-1", None, True), ("A-2", None, False)]
 
 
+def test_the_worker_whose_handlers_wait_handles_what_is_there(inbox: Dsn, tmp_path: Path) -> None:
+    for number in range(40):
+        put(inbox, json.dumps({"order": str(number)}), message_type="OrderPlaced")
+    (code,) = blocks("async worker")
+    (tmp_path / "consumers.py").write_text(code)
+    done = run(
+        [BIN / "saf", "worker", "consumers:worker", "--drain"],
+        env={"INBOX": inbox.conninfo},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "handled 40 messages\n"
+    assert len(invoices(inbox)) == 40
+
+
+def test_the_block_under_asyncio_handles_what_is_there(inbox: Dsn) -> None:
+    put(inbox, json.dumps({"order": "A-1", "total": 90}), key="A-1")
+    (code,) = blocks("asyncio")
+    done = run([sys.executable, "-c", code], env={"DATABASE_URL": url(inbox)})
+    assert done.returncode == 0, done.stderr
+    assert invoices(inbox) == [("A-1", 90, False)]
+
+
 def test_the_processors_handle_what_is_there_and_go_on_from_there(
     inbox: Dsn, tmp_path: Path
 ) -> None:

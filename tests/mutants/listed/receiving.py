@@ -15,6 +15,8 @@ CLAIM, READING, LINK, RECEIVE, DELIVERY, LANES = (
     "saf/receiving/delivery.py",
     "saf/receiving/retries.py",
 )
+ASYNC, ASYNC_LINK = "contract/test_async_receiving.py", "saf/receiving/async_link.py"
+GROUPING = "saf/receiving/grouping.py"
 PROCESSORS, LOOP, INBOX, AWAITING = (
     "saf/receiving/processors.py",
     "saf/receiving/loop.py",
@@ -39,6 +41,55 @@ KILLS = (
 )
 
 MUTANTS: list[Mutant] = [
+    mutant(
+        "of handlers that ran at the same time, the work of all is there twice after one failed",
+        SAVEPOINTS,
+        "            self._undo()\n            for one in pieces:",
+        "            for one in pieces:",
+        f"{ASYNC}::test_a_message_that_fails_waits_with_its_key_and_others_go_on",
+    ),
+    mutant(
+        "two messages of a key are handled at the same time",
+        GROUPING,
+        " and key not in keys",
+        "",
+        f"{ASYNC}::test_messages_are_handled_in_the_order_of_their_keys_and_once",
+    ),
+    mutant(
+        "dialogs that may be related are handled at the same time",
+        GROUPING,
+        "message.lane if message.conversation_id is None else None",
+        "message.lane",
+        f"{ASYNC}::test_related_dialogs_are_never_handled_at_the_same_time",
+    ),
+    mutant(
+        "a receiver and its handlers give prepared statements the same names",
+        ASYNC_LINK,
+        "    other._prepared = connection._prepared\n",
+        "",
+        f"{ASYNC}::test_a_worker_takes_whatever_gives_connections_of_asyncio",
+    ),
+    mutant(
+        "a connection that is given back has lost the application's notices",
+        ASYNC_LINK,
+        "        pgconn.notice_handler = handlers[0]\n",
+        "        pass\n",
+        f"{ASYNC}::test_a_connection_is_given_back_as_it_was",
+    ),
+    mutant(
+        "a task that is cancelled while it waits for messages waits to the end",
+        "saf/receiving/asynchronous.py",
+        "                    stopping.set()\n",
+        "",
+        f"{ASYNC}::test_while_it_waits_for_messages_other_tasks_go_on_and_it_can_be_cancelled",
+    ),
+    mutant(
+        "handlers go on after the worker has given them up",
+        "saf/receiving/event_loop.py",
+        "        loop.call_soon_threadsafe(loop.stop)\n",
+        "        pass\n",
+        f"{ASYNC}::test_handlers_that_take_too_long_to_stop_are_rolled_back_and_cancelled",
+    ),
     mutant(
         "what was read ahead and refused is gone without a dead letter",
         DELIVERY,
@@ -203,7 +254,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "an attempt more than the policy says is made",
-        RECEIVE,
+        "saf/receiving/trying.py",
         "if number >= self.policy.max_attempts:",
         "if number > self.policy.max_attempts:",
         KILLS,

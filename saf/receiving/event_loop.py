@@ -1,0 +1,86 @@
+"""The event loop in which coroutines run for a thread that waits for them.
+
+A receiver is synchronous, and runs in a thread of its own. Where something has to be awaited, a
+handler or a connection of asyncio, it hands a coroutine to an event loop of another thread, and
+waits for its result. The loop is the application's own if it has one, and otherwise one that a
+worker starts for its handlers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+END_SECONDS = 1.0
+"""How long an event loop that a worker has started may take to end."""
+
+T = TypeVar("T")
+
+
+class EventLoop:
+    """Runs coroutines in an event loop, for other threads."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._running: set[asyncio.Task[Any]] = set()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine, and return what it returns. Not for the thread of the loop itself."""
+        return asyncio.run_coroutine_threadsafe(self._noted(coroutine), self._loop).result()
+
+    def cancel(self) -> None:
+        """Cancel what runs; whoever waits for it does so until it has ended."""
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    async def _noted(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - a coroutine runs in a task
+        self._running.add(task)
+        try:
+            return await coroutine
+        finally:
+            self._running.discard(task)
+
+    def _cancel(self) -> None:
+        for task in self._running:
+            task.cancel()
+
+
+@contextmanager
+def own_loop() -> Iterator[EventLoop]:
+    """Run an event loop in a thread, until the block ends; what runs then is cancelled."""
+    started: Future[asyncio.AbstractEventLoop] = Future()
+
+    def run() -> None:
+        with asyncio.Runner() as runner:  # cancels at its end what is left
+            started.set_result(runner.get_loop())
+            runner.get_loop().run_forever()
+
+    # a daemon, because a handler that blocks it must not keep the process from ending
+    thread = threading.Thread(target=run, name="saf handlers", daemon=True)
+    thread.start()
+    loop = started.result()
+    try:
+        yield EventLoop(loop)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(END_SECONDS)
+
+
+async def all_of(calls: Sequence[Callable[[], Awaitable[object]]]) -> None:
+    """Run calls at the same time, each to its end; then raise the first error, if there is any."""
+
+    async def one(call: Callable[[], Awaitable[object]]) -> None:
+        await call()
+
+    if len(calls) == 1:
+        await calls[0]()
+        return
+    results = await asyncio.gather(*map(one, calls), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result

@@ -1,0 +1,202 @@
+"""Trying alone: what a receiver does about messages whose delivery failed before.
+
+It chooses a lane or a shard that is due, counts the attempt in a transaction of its own, and only
+then hands the messages out: so an attempt that kills its process has been counted. What is wrong
+with a message that cannot even be handed out is that message's fault, and no other's.
+`saf.receiving.retries` says which attempts there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from saf.logger import Log
+from saf.received import READ, Received
+from saf.receiving import claim, reading, retries
+from saf.receiving.burying import bury_alone
+from saf.receiving.delivery import Delivery
+from saf.receiving.failures import LAST, about
+from saf.receiving.hand import Hand, Reader
+from saf.receiving.link import Link
+from saf.receiving.retries import Policy, Suspect
+from saf.setaside.isolation import of_messages
+from saf.signing.verifier import Verifier
+
+log = Log("saf.receive")
+
+
+class NotReceived(Exception):
+    """Messages could not be handed to the application: the failure is not the application's."""
+
+
+@contextmanager
+def receiving() -> Iterator[None]:
+    """Run a block before messages are handed out, and raise `NotReceived` if one is at fault."""
+    try:
+        yield
+    except Exception as error:
+        if not of_messages(error):
+            raise
+        raise NotReceived from error
+
+
+class Trying:
+    """The part of a receiver that tries alone what has failed before."""
+
+    link: Link
+    reader: Reader
+    policy: Policy
+    max_messages: int
+    _verifier: Verifier | None
+    _buried: int
+    """How many messages were buried before they were handed out."""
+
+    def _count(self) -> Suspect | None:
+        """Choose what to try alone, and count the attempt, in a transaction of its own.
+
+        None if there is nothing to try, or somebody else has it in hand.
+        """
+        raw, reader = self.link.raw, self.reader
+        with self.link.transaction():
+            suspect = retries.choose(raw, reader)
+            if suspect is None:
+                return None
+            hand = claim.claim_shard(raw, reader, suspect.shard, 1)
+            if hand is None:
+                return None
+            if suspect.lane is None:
+                return self._count_shard(hand, suspect)
+            known = retries.attempts(raw, reader, suspect.lane)
+            if known is None:
+                claim.move(raw, hand)
+                return suspect
+            number, error = known
+            suspect = Suspect(shard=suspect.shard, lane=suspect.lane, attempts=number + 1)
+            if number >= self.policy.max_attempts:
+                # the last attempt ended its process
+                with self._alone(hand):
+                    last = self._read_lane(hand, suspect, number, limit=1)
+                    for message in last:
+                        last.reject(message, error)
+                        log.error(
+                            "dead_letter",
+                            subscription=self.reader.name,
+                            **about(message),
+                            attempt=f"{number} of {self.policy.max_attempts}",
+                            next_attempt=LAST,
+                            error=error,
+                        )
+                    last.settle()
+                    self._buried += last.buried
+                return suspect
+            retries.count(raw, reader, suspect.lane or "", suspect.attempts, self.policy)
+            claim.move(raw, hand)
+        return suspect
+
+    def _count_shard(self, hand: Hand, suspect: Suspect) -> Suspect:
+        shard = hand.shards[suspect.shard]
+        failed = suspect.shard in hand.failed
+        allowance = shard.allowance or 1
+        if allowance > 1 and not failed:
+            claim.move(self.link.raw, hand)
+            return suspect
+        shard.allowance = 1
+        reading.read(self.link.raw, hand, [suspect.shard], 1)
+        with self._alone(hand):
+            first = self._delivery(hand)
+            if not first:
+                if not hand.all:
+                    shard.allowance = None
+                first.settle()
+                self._buried += first.buried
+                return suspect
+            # if its attempt failed, this message was in it; otherwise another receiver's attempt
+            # failed
+            number = 1 if failed and allowance == 1 else 2
+            (message,) = first
+            message.attempt = number
+            first.presume(message, "the last delivery with this message did not come to its end")
+            first.settle()
+            return Suspect(shard=suspect.shard, lane=message.lane, attempts=number)
+        return suspect
+
+    @contextmanager
+    def _alone(self, hand: Hand) -> Iterator[None]:
+        """Run a block that is about one message, and blame that message for what the block raises.
+
+        The message becomes a dead letter, and its neighbours go on; see `saf.setaside.isolation`.
+        """
+        try:
+            with self.link.raw.transaction():
+                yield
+        except Exception as error:
+            if self.link.raw.broken or not of_messages(error) or not hand.all:
+                raise
+            bury_alone(self.link.raw, hand, error)
+            self._buried += len(hand.all)
+
+    @contextmanager
+    def _tried(self, suspect: Suspect) -> Iterator[Delivery[Any]]:
+        """Give a delivery of a suspect alone. If its block fails, note the error afterwards."""
+        raw = self.link.raw
+        try:
+            with self.link.transaction():
+                hand = claim.claim_shard(raw, self.reader, suspect.shard, self.max_messages)
+                if hand is None:
+                    yield self._delivery(None)
+                    return
+                shard = hand.shards[suspect.shard]
+                if suspect.lane is None:
+                    allowance = min(shard.allowance or self.max_messages, self.max_messages)
+                    reading.read(raw, hand, [suspect.shard], allowance)
+                    with receiving():
+                        delivery = self._delivery(hand, suspect)
+                else:
+                    with receiving():
+                        delivery = self._read_lane(hand, suspect, suspect.attempts)
+                if shard.allowance is not None:
+                    doubled = shard.allowance * 2
+                    shard.allowance = doubled if doubled < claim.ALL_CLEAR else None
+                yield delivery
+        except Exception as error:
+            if suspect.lane is not None and not raw.closed:
+                self._note(suspect, error)
+            raise
+
+    def _note(self, suspect: Suspect, error: Exception) -> None:
+        """Store the error of a failed attempt; after the last one, make a dead letter at once."""
+        with self.link.transaction():
+            hand = claim.claim_shard(self.link.raw, self.reader, suspect.shard, 1)
+            if hand is None:
+                return
+            hand.shards[suspect.shard].allowance = (
+                2 if hand.shards[suspect.shard].allowance is not None else None
+            )
+            cause = error.__cause__ if isinstance(error, NotReceived) and error.__cause__ else error
+            with self._alone(hand):
+                delivery = self._read_lane(hand, suspect, suspect.attempts, limit=1)
+                for message in delivery:
+                    delivery.park(message, cause)
+                delivery.settle()
+
+    def _read_lane(
+        self, hand: Hand, suspect: Suspect, number: int, limit: int | None = None
+    ) -> Delivery[Any]:
+        """Read what waits in a lane tried ``number`` times; if that failed, its first only."""
+        raw, lane = self.link.raw, suspect.lane or ""
+        known = retries.attempts(raw, self.reader, lane)
+        if known is None or known[0] != number:
+            return self._delivery(hand, Suspect(shard=suspect.shard, lane=None))
+        limit = limit or (self.max_messages if number == 1 else 1)
+        for row in retries.read_lane(raw, self.reader, lane, limit):
+            message = Received(row, row[-1], number if not hand.messages else 1)
+            hand.take(message, row[len(READ)])
+        return self._delivery(hand, suspect)
+
+    def _delivery(self, hand: Hand | None, tried: Suspect | None = None) -> Delivery[Any]:
+        link = self.link
+        return Delivery(
+            link.connection, link.raw, hand, self.policy, tried, verifier=self._verifier
+        )
