@@ -7,6 +7,7 @@ to both.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ def run(stage: Stage, spark: SparkContext) -> None:
     """Notes, for each queue, both rates and their ratio."""
     stage.fill(MESSAGES)
     redis_streams(stage, spark)
+    nats_stream(stage, spark)
 
 
 def redis_streams(stage: Stage, spark: SparkContext) -> None:
@@ -43,13 +45,7 @@ def redis_streams(stage: Stage, spark: SparkContext) -> None:
 
         ((host, port),) = there.address.hosts
         client = redis.Redis(host=host, port=port, socket_timeout=300)
-        file = stage.settings_file(folder / "redis.toml")
-        text = file.read_text()
-        first, last = text.index("[destinations.mom]"), text.index("[forwarder]")
-        file.write_text(
-            f'{text[:first]}[destinations.mom]\nkind = "redis"\nserver = "{there.server}"\n'
-            f"{text[last:]}"
-        )
+        settings = _settings(stage, "redis", f'server = "{there.server}"')
         messages = _fields(stage)
 
         def bare() -> float:
@@ -61,7 +57,55 @@ def redis_streams(stage: Stage, spark: SparkContext) -> None:
                     pipeline.execute()
             return time.monotonic() - started
 
-        _compare(stage, spark, load(file), name="redis", bare=bare, forget=client.flushall)
+        _compare(stage, spark, settings, name="redis", bare=bare, forget=client.flushall)
+
+
+def nats_stream(stage: Stage, spark: SparkContext) -> None:
+    """Notes nats_… . The bare client publishes without batches, as it has none."""
+    from saf.demo import nats as server
+    from saf.destinations.nats.server import connected
+
+    folder = Path(stage.server.data_dir).parent
+    with server.serve(folder / "nats") as there:
+        given = f'server = "{there.server}"\nstream = "FLIGHTS"\ntopic = "flights.{{service}}"'
+        settings = _settings(stage, "nats", given)
+        messages = [(fields.pop("saf-body"), _texts(fields)) for fields in _fields(stage)]
+
+        async def publish() -> None:
+            import nats
+
+            client = await nats.connect(there.server)
+            stream = client.jetstream(publish_async_max_pending=AT_ONCE)
+            for body, headers in messages:
+                await stream.publish_async("flights.bare", body, headers=headers)
+            await stream.publish_async_completed()
+            await client.close()
+
+        def bare() -> float:
+            started = time.monotonic()
+            asyncio.run(publish())
+            return time.monotonic() - started
+
+        def forget() -> None:
+            with connected("nats", there) as link:
+                if link.stream() is not None:
+                    link.ask("STREAM.DELETE")
+                link.make()
+
+        _compare(stage, spark, settings, name="nats", bare=bare, forget=forget)
+
+
+def _settings(stage: Stage, kind: str, given: str) -> Settings:
+    """The stage's settings, with a queue instead of its MOM store."""
+    file = stage.settings_file(Path(stage.server.data_dir).parent / f"{kind}.toml")
+    text = file.read_text()
+    first, last = text.index("[destinations.mom]"), text.index("[forwarder]")
+    file.write_text(f'{text[:first]}[destinations.mom]\nkind = "{kind}"\n{given}\n{text[last:]}')
+    return load(file)
+
+
+def _texts(fields: dict[Any, Any]) -> dict[str, str]:
+    return {name: str(value) for name, value in fields.items() if value is not None}
 
 
 def _fields(stage: Stage) -> list[dict[Any, Any]]:

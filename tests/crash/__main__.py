@@ -18,8 +18,7 @@ from tests.crash.site import Site
 
 SITES: Mapping[str, type[Site]] = {
     "mom": Site,
-    "redis": queues.RedisSite,
-    "nats": queues.NatsSite,
+    **queues.QUEUES,
     "http": webhooks.WebhookSite,
 }
 

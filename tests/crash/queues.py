@@ -143,6 +143,9 @@ class NatsSite(QueueSite):
         return Nats(server=f"nats://127.0.0.1:{port}", step_rows=7)
 
 
+QUEUES: Mapping[str, type[Site]] = {"redis": RedisSite, "nats": NatsSite}
+
+
 def crash_queue(round_: Any, fault: Fault) -> None:
     """Killed; it comes back with its data."""
     round_.site.queue.kill()
