@@ -405,6 +405,7 @@ class AnotherBroker(SafError):
             f"{destination} is broker {broker}, and refuses messages for {', '.join(others)}: "
             "add that broker to saf.toml as a destination; they are parked until then"
         )
+        self.broker = broker
         self.others = others
         self.rows = rows
 

@@ -96,6 +96,16 @@ key_file = "/etc/ssl/saf.key"
 quality = "exactly_once"
 max_connections = 4
 
+[destinations.partner]
+kind = "https"
+server = "https://partner.example.com/saf"
+secret = "${PARTNER_SECRET}"
+ca_file = "/etc/ssl/partner-ca.pem"
+certificate_file = "/etc/ssl/saf.pem"
+key_file = "/etc/ssl/saf.key"
+quality = "exactly_once"
+max_connections = 4
+
 [destinations.events]
 kind = "redis"
 server = "rediss://redis.example.com:6379/0"

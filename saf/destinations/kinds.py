@@ -25,6 +25,7 @@ GROUP = "saf.destinations"
 DEFAULT = "postgresql"
 OURS = {
     "postgresql": "saf.destinations.postgresql:Postgresql",
+    "https": "saf.destinations.https:Https",
     "jsonl": "saf.destinations.jsonl:Jsonl",
     "nats": "saf.destinations.nats:Nats",
     "redis": "saf.destinations.redis:Redis",

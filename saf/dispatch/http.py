@@ -31,7 +31,7 @@ from saf.dispatch.xmlrpc import XmlRpc
 from saf.errors import MissingExtra
 from saf.receiving.failures import HIDDEN
 from saf.setaside.isolation import kept
-from saf.webhooks.signature import sign
+from saf.signing.webhook import sign
 
 if TYPE_CHECKING:
     import aiohttp

@@ -23,7 +23,7 @@ from saf.dispatch.rate import per_second
 from saf.dispatch.template import check
 from saf.errors import UsageError
 from saf.setaside import parking
-from saf.webhooks.signature import key_of
+from saf.signing.webhook import key_of
 
 DAY = 86400
 

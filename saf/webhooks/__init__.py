@@ -6,10 +6,15 @@ is for whoever receives what `saf dispatch` sends, or any other sender of signed
 
     app = saf.webhooks.inbox(engine, "billing", secrets=secrets)
 
-is an ASGI application that stores them in an inbox, each once.
+is an ASGI application that stores them in an inbox, each once. And
+
+    app = saf.webhooks.broker(dsn, secrets=secrets)
+
+is one that the forwarders of other installations deliver to, as a destination of kind ``https``.
 """
 
+from saf.signing.webhook import verify
+from saf.webhooks.deliveries import broker
 from saf.webhooks.receiver import inbox
-from saf.webhooks.signature import verify
 
-__all__ = ["inbox", "verify"]
+__all__ = ["broker", "inbox", "verify"]

@@ -2,7 +2,7 @@
 
     app = saf.webhooks.inbox(engine, "billing", secrets=[secret])      # uvicorn consumers:app
 
-It verifies the signature (`saf.webhooks.signature`), and stores the event as a message for the
+It verifies the signature (`saf.signing.webhook`), and stores the event as a message for the
 service. The event's source and id are remembered in the same transaction, so that an event which is
 sent again, because an answer got lost, is stored once. Two installations that see each other by
 HTTPS alone are connected by it: `saf dispatch` at one, this at the other, exactly once in effect
@@ -13,6 +13,7 @@ and in the order of keys.
     401    it is not signed by one of the secrets, or not now
     404    this broker has services, and not this one
     405    it is no POST
+    408    it took more than a minute to come
     413    it is larger than ``max_bytes``
     503    the database does not answer: send it again later
 
@@ -24,9 +25,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from uuid import UUID, uuid5
 
 import psycopg
@@ -35,18 +36,17 @@ from saf.errors import InvalidMessage, NotVerified, SafError
 from saf.logger import Log
 from saf.message import CONTENT_TYPE, Message, encode
 from saf.receiving.link import connected
+from saf.signing.webhook import key_of, verify
+from saf.webhooks import asgi
 from saf.webhooks.event import Event, NoEvent, event
-from saf.webhooks.signature import key_of, verify
 
 if TYPE_CHECKING:
     from saf.receiving.link import Engine
-
-    Scope = MutableMapping[str, Any]
-    Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-    Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-    App = Callable[[Scope, Receive, Send], Awaitable[None]]
+    from saf.webhooks.asgi import App, Receive, Scope, Send
 
 MAX_BYTES = 1 << 20
+BODY_SECONDS = 60.0
+"""How long the body of a request may take to come, in seconds."""
 REMEMBER_DAYS = 14.0
 
 EVENTS = UUID("6f3b3a0e-6d2c-5d0b-9a39-0d7b7a2f3c11")
@@ -108,23 +108,24 @@ def inbox(
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await _live(receive, send)
+            await asgi.live(receive, send)
             return
         status, why = await _answer(scope, receive)
-        headers = [(b"content-type", b"text/plain; charset=utf-8")] if why else []
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": why.encode()})
+        headers = {"content-type": "text/plain; charset=utf-8"} if why else {}
+        await asgi.answer(send, status, headers, why.encode())
 
     async def _answer(scope: Scope, receive: Receive) -> tuple[int, str]:
         if scope["type"] != "http" or scope["method"] != "POST":
             return 405, "send events by POST"
-        body = await _body(receive, max_bytes)
-        if body is None:
+        try:
+            body = await asgi.body_of(scope, receive, most=max_bytes, seconds=BODY_SECONDS)
+        except asgi.TooLarge:
             return 413, f"more than {max_bytes:,} bytes"
-        headers = {
-            name.decode("latin-1").lower(): value.decode("latin-1")
-            for name, value in scope["headers"]
-        }
+        except asgi.Gone:
+            return 408, "it took too long"
+        return await _stored(asgi.headers_of(scope), body)
+
+    async def _stored(headers: Mapping[str, str], body: bytes) -> tuple[int, str]:
         try:
             verify(headers, body, known)
         except NotVerified as error:
@@ -191,25 +192,3 @@ def _moment(said: object) -> datetime:
     except ValueError:
         return datetime.now(UTC)
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-
-
-async def _body(receive: Receive, max_bytes: int) -> bytes | None:
-    """The body of a request; None if it is too large."""
-    body, more = bytearray(), True
-    while more:
-        part = await receive()
-        if part["type"] != "http.request":
-            return None  # the client has gone
-        body += part.get("body", b"")
-        more = part.get("more_body", False)
-        if len(body) > max_bytes:
-            return None
-    return bytes(body)
-
-
-async def _live(receive: Receive, send: Send) -> None:
-    while True:
-        what = (await receive())["type"]
-        await send({"type": f"{what}.complete"})
-        if what == "lifespan.shutdown":
-            return

@@ -18,7 +18,7 @@ import saf.webhooks
 from saf.broker import services
 from saf.database import Dsn, fetch
 from saf.errors import UsageError
-from saf.webhooks.signature import key_of, sign
+from saf.signing.webhook import key_of, sign
 from tests.endpoints import Partner, dispatcher, dispatching, program, serving
 from tests.pipeline import connect
 from tests.processes import start

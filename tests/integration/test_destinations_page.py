@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,8 @@ from saf.destinations import Capabilities
 from saf.destinations.kinds import GROUP, OURS, settings_of
 from saf.destinations.mapping import HEADERS
 from saf.destinations.settings import DestinationSettings
+from tests.broker_server import SECRET
+from tests.endpoints import Partner, serving
 from tests.nats_server import nats_server
 from tests.pipeline import connect
 from tests.programs import BIN, ROOT, run, saf, send
@@ -130,6 +133,46 @@ def test_its_commands_forward_to_a_stream_that_a_consumer_reads(app: Dsn, tmp_pa
         for command in (["destination", "check", "events"], ["forward"], ["reconcile"]):
             said = saf(*command, env=env, cwd=tmp_path)
             assert said.returncode == 0, said.stdout + said.stderr
+
+
+def test_its_commands_forward_to_a_broker_behind_a_url(
+    app: Dsn, mom: Dsn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies = send(app, 60)
+    (tmp_path / "saf.toml").write_text(block("https.toml"))
+    monkeypatch.setenv("MOM_DSN", mom.conninfo)
+    monkeypatch.setenv("SHOP_SECRET", SECRET)
+    names: dict[str, Any] = {}
+    exec(block("partners.py"), names)  # noqa: S102 - the page's own
+    assert "uvicorn partners:app" in block("https_there.sh")
+    with serving(Partner(), names["app"]) as partner:
+        env = {"SHOP_DSN": app.conninfo, "PARTNER": partner.url, "SHOP_SECRET": SECRET}
+        path = f"{BIN}:/usr/local/bin:/usr/bin:/bin"
+        done = run(["bash", "-euxc", block("https.sh")], env={**env, "PATH": path}, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert f"destination 'partner': PostgreSQL {mom_version(mom)}" in done.stdout
+        assert f"at {partner.url}" in done.stdout
+        assert "promise: exactly once; a crash of the process or of the machine loses nothing" in (
+            done.stdout
+        )
+        found = saf("reconcile", env=env, cwd=tmp_path)
+        assert "kind, 'https', cannot be read back" in found.stdout
+    with connect(mom) as connection:
+        there = connection.execute("SELECT body FROM saf.inbox ORDER BY id").fetchall()
+    assert sorted(bytes(body).decode() for (body,) in there) == sorted(bodies)
+    gone = saf("destination", "check", "partner", env=env, cwd=tmp_path)
+    assert gone.returncode == 75
+    assert "Connection refused" in gone.stderr
+    wrong = saf("forward", env={**env, "SHOP_SECRET": "hunter2-canary"}, cwd=tmp_path)
+    assert wrong.returncode == 2
+    assert "destinations.partner.secret: a webhook's secret is whsec_" in wrong.stderr
+    assert "hunter2" not in wrong.stderr
+
+
+def mom_version(mom: Dsn) -> str:
+    with connect(mom) as connection:
+        ((version,),) = connection.execute("SHOW server_version").fetchall()
+    return str(version)
 
 
 def test_its_commands_forward_to_a_folder(app: Dsn, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import saf.webhooks
 from saf.broker.services import create_service
 from saf.config import load
 from saf.database import Dsn, fetch
-from saf.webhooks.signature import key_of, sign
+from saf.signing.webhook import key_of, sign
 from tests.endpoints import Partner, serving
 from tests.pipeline import connect
 from tests.programs import BIN, ROOT, configuration, run

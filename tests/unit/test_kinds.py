@@ -86,7 +86,7 @@ def test_a_destination_is_an_inbox_unless_it_says_its_kind(file: Path, tmp_path:
 def test_a_kind_that_is_not_known_is_refused_with_those_that_are(file: Path) -> None:
     said = refused(file, '[destinations.m]\nkind = "postgres"\ndsn = "dbname=m"')
     assert said == (
-        "destinations.m: there is no kind 'postgres', only jsonl, nats, postgresql, redis; is the "
+        f"destinations.m: there is no kind 'postgres', only {', '.join(sorted(OURS))}; is the "
         "package that has it installed?"
     )
     assert "a kind is a text" in refused(file, "[destinations.m]\nkind = 5")
@@ -113,7 +113,7 @@ def test_each_kind_has_settings_of_its_own(file: Path, text: str, said: str) -> 
 
 @pytest.mark.usefixtures("package")
 def test_another_package_adds_a_kind(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert known() == ["broken", "jsonl", "nats", "odd", "paper", "postgresql", "redis"]
+    assert known() == sorted(["broken", "odd", "paper", *OURS])
     monkeypatch.setenv("PAPER", "hunter2")
     file.write_text(f'{APP}[destinations.m]\nkind = "paper"\npassword = "${{PAPER}}"\n')
     settings = load(file)

@@ -13,7 +13,7 @@ Arrow goes in as it came: the ADBC driver writes it as COPY binary, inside the t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from uuid import UUID
@@ -100,13 +100,22 @@ WHERE w.source = {source}::uuid AND w.shard = mine.shard AND w.lane = mine.lane
 class PostgresInbox:
     """A broker's inbox as a `Destination`, which connects at the first chunk.
 
-    With ``keep``, its connection is kept for the next task; see `saf.database.connections`.
+    With ``keep``, its connection is kept for the next task; see `saf.database.connections`. Of the
+    services that live there, ``services`` are the only ones that are known to whoever uses this.
     """
 
-    def __init__(self, name: str, dsn: Dsn, *, keep: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        dsn: Dsn,
+        *,
+        keep: bool = False,
+        services: Collection[str] | None = None,
+    ) -> None:
         self.name = name
         self.dsn = dsn
         self.keep = keep
+        self.services = services
         self._connection: adbc.Connection | None = None
         self._identity: UUID | None = None
         self._of_rows = False
@@ -213,7 +222,10 @@ class PostgresInbox:
         """Return the addressed services that are not known here, and those ``behind``."""
         addressed = set(pc.unique(rows["to_service"]).to_pylist())
         known = {name for (name,) in _query(cursor, SERVICES)} if addressed else set()
-        return sorted(addressed & behind | (addressed - known if known else set()))
+        unknown = addressed - known if known else set()
+        if self.services is not None:
+            unknown |= addressed - {*self.services}
+        return sorted(addressed & behind | unknown)
 
     @contextmanager
     def _transaction(self) -> Iterator[adbc.Cursor]:

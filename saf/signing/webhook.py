@@ -23,6 +23,7 @@ PREFIX = "whsec_"
 SHORTEST, LONGEST = 24, 64
 """How many bytes a secret has."""
 TOLERANCE_SECONDS = 300.0
+Body = bytes | bytearray | memoryview
 ID, TIMESTAMP, SIGNATURE = "webhook-id", "webhook-timestamp", "webhook-signature"
 
 
@@ -43,7 +44,7 @@ def key_of(secret: str) -> bytes:
     return key
 
 
-def sign(message_id: str, timestamp: int, body: bytes, keys: Iterable[bytes]) -> dict[str, str]:
+def sign(message_id: str, timestamp: int, body: Body, keys: Iterable[bytes]) -> dict[str, str]:
     """The headers that sign a body.
 
     >>> key = key_of("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
@@ -61,7 +62,7 @@ def sign(message_id: str, timestamp: int, body: bytes, keys: Iterable[bytes]) ->
 
 def verify(
     headers: Mapping[str, str],
-    body: bytes,
+    body: Body,
     secrets: str | Iterable[str],
     *,
     tolerance_seconds: float = TOLERANCE_SECONDS,
@@ -107,7 +108,7 @@ def verify(
     raise NotVerified("no signature in it is right")
 
 
-def _signature(message_id: str, timestamp: str, body: bytes, key: bytes) -> bytes:
+def _signature(message_id: str, timestamp: str, body: Body, key: bytes) -> bytes:
     signed = hmac.new(key, f"{message_id}.{timestamp}.".encode(errors="replace"), hashlib.sha256)
     signed.update(body)
     return signed.digest()

@@ -1,0 +1,138 @@
+"""A chunk as the body of a request: a stream of Arrow IPC, with all but its rows in its metadata.
+
+Both sides have columns of the same types (`TYPES`), so that each side may have its own Arrow. What
+comes is not trusted to be what it says: it is checked before any of it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from saf.columns import COLUMNS
+from saf.destinations import Chunk
+from saf.destinations.https.refusals import ROW
+from saf.destinations.https.wire import (
+    NotUnderstood,
+    moment,
+    of_marks,
+    read,
+    to_marks,
+    written,
+)
+from saf.log.arrow import MESSAGES, MOMENT
+from saf.log.cursor import Batch
+from saf.setaside.lane_columns import LANE
+
+METADATA = b"saf"
+
+PARKED = {"batch": pa.int64(), "opened_at": MOMENT}
+"""What parked messages also have."""
+LANES = dict.fromkeys(LANE, pa.string()) | {"broker": pa.binary()}
+TYPES: Mapping[str, pa.DataType] = {
+    **{field.name: field.type for field in MESSAGES},
+    **PARKED,
+    **LANES,
+}
+NEEDED = ("id", "shard")
+NEVER_NULL = (*NEEDED, *PARKED, *LANES, "message_id", "to_service", "body", "created_at")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a forwarder has given."""
+
+    chunk: Chunk
+    store: bool
+    """Whether it is to be stored; otherwise, its marks are asked for."""
+    exactly_once: bool
+
+
+def body_of(chunk: Chunk, *, store: bool, exactly_once: bool = False) -> pa.Buffer:
+    """Return a chunk as the body of a request; the messages themselves only to ``store`` them."""
+    rows = chunk.rows if store else chunk.rows.drop_columns(list(COLUMNS))
+    batch = chunk.batch
+    said = written(
+        store=store,
+        exactly_once=exactly_once,
+        source=str(chunk.source),
+        batch=batch.number,
+        opened_at=batch.opened_at.isoformat(),
+        epochs=batch.epochs,
+        prefix=chunk.prefix,
+        known=of_marks(chunk.known),
+        behind=sorted(chunk.behind),
+    )
+    rows = rows.replace_schema_metadata({METADATA: said})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, rows.schema) as stream:
+        stream.write_table(rows)
+    return sink.getvalue()
+
+
+def chunk_of(body: bytes | bytearray) -> Given:
+    """Return the chunk that a body is; its rows also have a column `ROW`.
+
+    Raises:
+        NotUnderstood: it is no chunk.
+    """
+    try:
+        rows = pa.ipc.open_stream(pa.py_buffer(body)).read_all()
+        rows.validate(full=True)
+        said = read((rows.schema.metadata or {})[METADATA])
+        given = _given(said, _typed(rows, messages=bool(said["store"])))
+    except NotUnderstood:
+        raise
+    except (pa.ArrowException, OSError, LookupError, TypeError, ValueError) as error:
+        raise NotUnderstood(f"it is no chunk: {type(error).__name__}") from None
+    shards = {*pc.unique(given.chunk.rows["shard"]).to_pylist()}
+    if not shards <= {*given.chunk.batch.shards}:
+        raise NotUnderstood("it has messages of shards that are not in its batch")
+    return given
+
+
+def _typed(rows: pa.Table, *, messages: bool) -> pa.Table:
+    """Return rows with the columns that a chunk has, of the right types, and with `ROW`."""
+    columns: dict[str, Any] = {
+        name: rows[name].cast(type_) for name, type_ in TYPES.items() if name in rows.column_names
+    }
+    needed = {*NEEDED, *(COLUMNS if messages else ())}
+    for some in (PARKED, LANES):
+        needed |= {*some} if {*some} & columns.keys() else set()
+    if missing := needed - columns.keys():
+        raise NotUnderstood(f"it has no column {sorted(missing)[0]!r}")
+    for name in NEVER_NULL:
+        if name in columns and columns[name].null_count:
+            raise NotUnderstood(f"a row has no {name}")
+    return pa.table({**columns, ROW: pa.array(range(rows.num_rows), pa.int32())})
+
+
+def _given(said: Mapping[str, Any], rows: pa.Table) -> Given:
+    opened_at = moment(said["opened_at"])
+    if opened_at is None:
+        raise NotUnderstood("it does not say when its batch was opened")
+    chunk = Chunk(
+        source=UUID(said["source"]),
+        batch=Batch(
+            log="outbox",
+            subscription_id=0,
+            owner=UUID(int=0),
+            number=int(said["batch"]),
+            done="",
+            open="",
+            position=0,
+            route_version=None,
+            opened_at=opened_at,
+            epochs=tuple((int(shard), int(epoch)) for shard, epoch in said["epochs"]),
+        ),
+        rows=rows,
+        prefix=str(said["prefix"]),
+        known=to_marks(said["known"]),
+        behind=frozenset(map(str, said["behind"])),
+    )
+    return Given(chunk=chunk, store=bool(said["store"]), exactly_once=bool(said["exactly_once"]))

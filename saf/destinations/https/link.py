@@ -1,0 +1,253 @@
+"""A link to a broker behind a URL: signed requests, one after the other, over one connection.
+
+It is of Python's own `http.client`, so a forwarder needs no further package, and its driver no
+Arrow. No redirect is followed, no proxy of the environment is used, and a certificate is verified.
+
+Whatever an answer takes, it is waited for only so long (`saf.database.patience`), however slowly it
+drips; and only so much of it is read.
+"""
+
+from __future__ import annotations
+
+import http.client
+import select
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+from uuid import UUID, uuid4
+
+from saf.database.patience import Waiting, answer_within, shut
+from saf.destinations.https import wire
+from saf.destinations.https.refusals import raised
+from saf.destinations.https.wire import NotUnderstood, OtherVersion, Said
+from saf.destinations.marks import Known
+from saf.destinations.queues import unusable
+from saf.destinations.settings import Guarantee
+from saf.errors import Refused, Rejected, SafError, Unavailable
+from saf.signing.webhook import key_of, sign
+
+if TYPE_CHECKING:
+    from saf.destinations import Chunk
+    from saf.destinations.https import Https
+
+LARGEST_ANSWER = 64 << 20
+TOO_LARGE, NO_APPLICATION = 413, (404, 405, 411, 501)
+LATER = (408, 425, 429)
+SHOWN = 100
+"""How much of an answer that is not understood is shown."""
+
+
+class _Connection(http.client.HTTPConnection):
+    """A connection whose socket can be cut from the beginning."""
+
+    def __init__(self, settings: Https, context: ssl.SSLContext | None) -> None:
+        at = settings.address
+        super().__init__(at.host, at.port)
+        self.default_port = 443 if at.tls else 80
+        self.descriptor: int | None = None
+        self._network_seconds = settings.bounds.network_seconds
+        self._context = context
+
+    def connect(self) -> None:
+        seconds = self._network_seconds
+        one = socket.create_connection((self.host, self.port), timeout=seconds)
+        try:
+            self.descriptor = one.fileno()
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+            if self._context is not None:
+                one = self._context.wrap_socket(one, server_hostname=self.host)
+            one.settimeout(None)  # the link keeps time
+        except BaseException:
+            one.close()
+            raise
+        self.sock = one
+
+    def close(self) -> None:
+        self.descriptor = None
+        super().close()
+
+    def cut(self) -> None:
+        """End what is waited for; called by another thread."""
+        if self.descriptor is not None:
+            shut([self.descriptor])
+
+    def is_usable(self) -> bool:
+        """Whether it is connected, and the other side has not closed it meanwhile."""
+        if self.sock is None:
+            return False
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        return not poll.poll(0)
+
+
+class Link:
+    """One destination's link; not safe to use from several threads."""
+
+    def __init__(self, name: str, settings: Https) -> None:
+        self.what = f"destination {name!r}"
+        self.settings = settings
+        self._context = self._tls() if settings.address.tls else None
+        self._connection = _Connection(settings, self._context)
+
+    def close(self) -> None:
+        """Give up the connection."""
+        self._connection.close()
+
+    def identity(self) -> UUID:
+        """Ask the broker for its identity."""
+        with self._reading():
+            return UUID(self.ask(wire.IDENTITY)["identity"])
+
+    def known(self, source: UUID) -> Known:
+        """Ask the broker what it knows of a source."""
+        with self._reading():
+            return wire.to_known(self.ask(wire.KNOWN, source=str(source)))
+
+    def guarantee(self) -> Guarantee:
+        """Ask the broker what its database gives."""
+        with self._reading():
+            said = self.ask(wire.GUARANTEE)
+            more = [(str(what), str(cure)) for what, cure in said["more"]]
+            return Guarantee(
+                server=f"{said['server']}, at {self.settings.server}",
+                promise=f"{self.settings.quality.replace('_', ' ')}; {said['promise']}",
+                more=more,
+            )
+
+    def ask(self, question: str, **more: Any) -> Said:
+        """Ask the broker a question.
+
+        Raises what the broker refuses, and `Unavailable`.
+        """
+        body = wire.written(ask=question, **more)
+        return self.post(body, wire.JSON, self.settings.bounds.statement_seconds)
+
+    def post(self, body: Any, kind: str, seconds: float, chunk: Chunk | None = None) -> Said:
+        """Send a signed body, of which a ``chunk`` may be, and return the broker's answer.
+
+        Raises what the broker refuses, and `Unavailable`.
+        """
+        status, reason, answer = self._answered(body, kind, seconds)
+        try:
+            said = wire.read(answer)
+        except OtherVersion as error:
+            raise self._unlike(error.version) from None
+        except NotUnderstood:
+            raise self._of_another(status, reason, answer) from None
+        with self._reading():
+            if status != http.client.OK:
+                if said["error"] == "version":
+                    raise self._unlike(said["speaks"])
+                raise raised(self.what, said, chunk)
+        return said
+
+    def _answered(self, body: Any, kind: str, seconds: float) -> tuple[int, str, bytes]:
+        key = key_of(self.settings.secret.get_secret_value())
+        headers = {
+            "content-type": kind,
+            "accept": wire.JSON,
+            **sign(str(uuid4()), int(time.time()), body, [key]),
+        }
+        connection = self._connection
+        if not connection.is_usable():
+            connection.close()
+        waiting: Waiting | None = None
+        try:
+            with answer_within(seconds, connection.cut) as waiting:
+                assert waiting is not None  # noqa: S101 - seconds are given
+                # who does not want all of it may have said why
+                with suppress(BrokenPipeError, ConnectionResetError):
+                    connection.request("POST", self.settings.address.path, body, headers)
+                answer = connection.getresponse()
+                text = answer.read(LARGEST_ANSWER + 1)
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise self._translated(error, waiting) from None
+        except BaseException:
+            connection.close()
+            raise
+        too_long = len(text) > LARGEST_ANSWER
+        breaks_off = waiting.given_up or (answer.length and not too_long)
+        if too_long or breaks_off or answer.will_close:
+            connection.close()
+        if breaks_off:
+            raise self._translated(ConnectionResetError("its answer breaks off"), waiting)
+        if too_long:
+            raise Unavailable(self.what, f"its answer has more than {LARGEST_ANSWER:,} bytes")
+        return answer.status, answer.reason, text
+
+    def _translated(self, error: Exception, waiting: Waiting | None) -> SafError:
+        at = self.settings.server
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return unusable(
+                self.what,
+                f"the certificate of {at} is not accepted: {error.verify_message}",
+                "name the certificates that have signed it as ca_file in saf.toml",
+            )
+        if waiting is not None and waiting.given_up:
+            return Unavailable(self.what, f"{at}: {waiting}", hangs=True)
+        said = " ".join(str(error).split()) or type(error).__name__
+        return Unavailable(self.what, f"{at}: {said}", hangs=isinstance(error, TimeoutError))
+
+    def _of_another(self, status: int, reason: str, answer: bytes) -> SafError:
+        """The error for an answer that is not a broker's: a proxy's, or some other server's."""
+        at = self.settings.server
+        shown = " ".join(answer[:SHOWN].decode(errors="replace").split())
+        said = self.settings.redact(f"{at} answers {status} {reason}: {shown}")
+        if status == TOO_LARGE:
+            return Rejected(self.what, said)
+        if status in LATER or status >= http.client.INTERNAL_SERVER_ERROR:
+            return Unavailable(self.what, said)
+        return unusable(
+            self.what, said, "let its URL lead to saf.webhooks.broker, and everything be passed on"
+        )
+
+    def _unlike(self, version: object) -> Refused:
+        return unusable(
+            self.what,
+            f"{self.settings.server} speaks version {version!r} of the protocol, and this "
+            f"forwarder version {wire.VERSION}",
+            "install the same version of saf-outbox at both ends",
+        )
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Translate the errors of whoever reads an answer."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError) as error:
+            if isinstance(error, SafError):
+                raise
+            raise Unavailable(
+                self.what,
+                f"{self.settings.server} answers what is not understood ({type(error).__name__})",
+            ) from None
+
+    def _tls(self) -> ssl.SSLContext:
+        mine = self.settings
+        try:
+            context = ssl.create_default_context(cafile=mine.ca_file)
+            if mine.certificate_file is not None:
+                context.load_cert_chain(mine.certificate_file, mine.key_file)
+        except OSError as error:  # so is an error of the format
+            said = error.strerror or str(error)
+            raise unusable(
+                self.what, f"its certificates cannot be read: {said}", "mend saf.toml, or the files"
+            ) from None
+        return context
+
+
+@contextmanager
+def linked(name: str, settings: Https) -> Iterator[Link]:
+    """Give a link for a few questions."""
+    link = Link(name, settings)
+    try:
+        yield link
+    finally:
+        link.close()

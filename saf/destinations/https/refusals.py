@@ -1,0 +1,148 @@
+"""Why a broker behind a URL does not store: what it says, and the error that it becomes again.
+
+    error            status   the forwarder raises
+    fenced           409      Fenced
+    ahead, behind    409      Ahead, Behind
+    unknown_service  409      UnknownService
+    another_broker   409      AnotherBroker
+    rejected         422      Rejected
+    too_large        413      Rejected: a part of the chunk may be small enough
+    unavailable      503      Unavailable
+    not_signed       401      Refused: the secrets differ, or the clocks do
+    not_allowed      403      Refused: it is not for this source
+    unusable         400      Refused: a person has to mend something at one of the two ends
+    version          400      Refused: the ends speak different versions
+
+``rows`` are the numbers of the rows that were not stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from saf.destinations import Chunk
+from saf.destinations.https.wire import Said, moment, of_mark, of_marks, to_mark, to_marks
+from saf.destinations.marks import Lower
+from saf.destinations.queues import unusable
+from saf.errors import (
+    Ahead,
+    AnotherBroker,
+    Behind,
+    Fenced,
+    Refused,
+    Rejected,
+    SafError,
+    SchemaError,
+    Unavailable,
+    UnknownService,
+)
+
+ROW = "row"
+"""The column in which the other end numbers the rows of a chunk."""
+
+SILENT = {"reason": "its database does not answer"}
+LOCKED = {"reason": "its database lets it not in", "cure": "whoever runs it finds why in its log"}
+
+TOLD: Sequence[tuple[type[SafError], int, str, Callable[[Any], dict[str, Any]]]] = [
+    (Fenced, 409, "fenced", lambda error: {"shards": [*error.shards]}),
+    (Ahead, 409, "ahead", lambda e: {"shards": [*e.shards], "marks": of_marks(e.marks)}),
+    (
+        Behind,
+        409,
+        "behind",
+        lambda error: {
+            "shards": [*error.shards],
+            "since": error.since and error.since.isoformat(),
+            "lower": _of_lower(error.lower),
+        },
+    ),
+    (
+        UnknownService,
+        409,
+        "unknown_service",
+        lambda error: {"services": error.services, "rows": error.rows[ROW].to_pylist()},
+    ),
+    (
+        AnotherBroker,
+        409,
+        "another_broker",
+        lambda error: {
+            "broker": error.broker,
+            "others": error.others,
+            "rows": error.rows[ROW].to_pylist(),
+        },
+    ),
+    (Rejected, 422, "rejected", lambda error: {"reason": error.reason}),
+    (
+        SchemaError,
+        400,
+        "unusable",
+        lambda error: {"reason": str(error), "cure": "whoever runs it does what this says"},
+    ),
+    (Refused, 400, "unusable", lambda _: LOCKED),
+    (SafError, 503, "unavailable", lambda _: SILENT),
+]
+"""The status, and what is said, for each error; the first line that fits counts."""
+
+
+def told(error: SafError) -> tuple[int, dict[str, Any]]:
+    """Return the status and what is said for an error."""
+    for kind, status, name, more in TOLD:
+        if isinstance(error, kind):
+            return status, {"error": name, **more(error)}
+    raise AssertionError(error)  # the last line fits
+
+
+def raised(what: str, said: Said, chunk: Chunk | None) -> SafError:
+    """Return the error that a broker has said, about a chunk or a question."""
+    name = said["error"]
+    if name in OF_CHUNKS:
+        if chunk is None:
+            raise ValueError("a question has neither shards nor messages")
+        return OF_CHUNKS[name](what, said, chunk)
+    reason = str(said["reason"])
+    if name == "unavailable":
+        return Unavailable(what, reason)
+    return (Refused if name == "not_signed" else unusable)(what, reason, str(said["cure"]))
+
+
+OF_CHUNKS: Mapping[str, Callable[[str, Said, Chunk], SafError]] = {
+    "fenced": lambda what, said, _: Fenced(what, _shards(said)),
+    "ahead": lambda what, said, _: Ahead(what, _shards(said), to_marks(said["marks"])),
+    "behind": lambda what, said, _: Behind(
+        what, _shards(said), moment(said["since"]), _to_lower(said["lower"])
+    ),
+    "unknown_service": lambda what, said, chunk: UnknownService(
+        what, sorted(map(str, said["services"])), _rows(said, chunk)
+    ),
+    "another_broker": lambda what, said, chunk: AnotherBroker(
+        what, str(said["broker"]), sorted(map(str, said["others"])), _rows(said, chunk)
+    ),
+    "rejected": lambda what, said, _: Rejected(what, str(said["reason"])),
+    "too_large": lambda what, said, _: Rejected(what, str(said["reason"])),
+}
+"""What becomes of an error that is about a chunk."""
+
+
+def _shards(said: Said) -> list[int]:
+    return [int(shard) for shard in said["shards"]]
+
+
+def _rows(said: Said, chunk: Chunk) -> Any:
+    return chunk.rows.take([int(row) for row in said["rows"]])
+
+
+def _of_lower(lower: object) -> list[Any] | None:
+    if not isinstance(lower, Lower):
+        return None
+    return [lower.lane, lower.shard, of_mark(lower.acknowledged), of_mark(lower.found)]
+
+
+def _to_lower(said: Any) -> Lower | None:
+    if said is None:
+        return None
+    lane, shard, acknowledged, found = said
+    return Lower(
+        lane=str(lane), shard=int(shard), acknowledged=to_mark(acknowledged), found=to_mark(found)
+    )

@@ -1,0 +1,97 @@
+"""The inbox of a broker behind a URL, exactly once: what a forwarder does.
+
+A chunk is one request. The other end (`saf.webhooks.deliveries`) gives it to the same code that
+stores at a broker by a dsn: in one transaction, it refuses an older epoch, drops what is stored,
+writes the rest, and moves the marks. So an answer that gets lost, an end that is killed in the
+middle, or a process that wakes up late loses and doubles nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+from uuid import UUID
+
+from saf.destinations import Chunk, Stored
+from saf.destinations.https.chunks import body_of
+from saf.destinations.https.link import Link
+from saf.destinations.https.wire import ARROW, Said, to_marks
+from saf.destinations.marks import Mark, Place
+from saf.errors import Rejected, Unavailable
+from saf.failpoints import fail_point
+
+if TYPE_CHECKING:
+    from saf.destinations.https import Https
+
+
+class RemoteInbox:
+    """An inbox as a `saf.destinations.Destination`, which connects at the first chunk."""
+
+    def __init__(self, name: str, settings: Https) -> None:
+        self.what = f"destination {name!r}"
+        self.settings = settings
+        self._name = name
+        self._link: Link | None = None
+        self._identity: UUID | None = None
+        self._most: int | None = None
+
+    def identity(self) -> UUID:
+        """The broker_id of the inbox."""
+        if self._identity is None:
+            self.connect()
+        assert self._identity is not None  # noqa: S101 - learnt at the first contact
+        return self._identity
+
+    def connect(self) -> None:
+        """Ask whose inbox it is. If this fails, nothing has been sent."""
+        said = self._linked().ask("identity")
+        try:
+            self._identity = UUID(said["identity"])
+            self._most = int(said["max_bytes"])
+        except (LookupError, TypeError, ValueError):
+            raise Unavailable(self.what, "it does not say whose inbox it is") from None
+
+    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+        """Store a chunk; see `saf.destinations.Destination`."""
+        fail_point("mom_insert")
+        said = self._given(chunk, store=True, exactly_once=exactly_once)
+        fail_point("mom_commit")
+        try:
+            return Stored(
+                messages=int(said["messages"]),
+                dropped=int(said["dropped"]),
+                marks=to_marks(said["marks"]),
+            )
+        except (LookupError, TypeError, ValueError):
+            raise Unavailable(self.what, "it does not say what it has stored") from None
+
+    def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:
+        """Return how far the lanes and shards of a chunk are stored; see `Destination.marks`."""
+        said = self._given(chunk, store=False, exactly_once=False)
+        try:
+            return to_marks(said["marks"])
+        except (LookupError, TypeError, ValueError):
+            raise Unavailable(self.what, "it does not say what it has stored") from None
+
+    def close(self) -> None:
+        """Give up the connection, if there is one."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    def _given(self, chunk: Chunk, *, store: bool, exactly_once: bool) -> Said:
+        body = body_of(chunk, store=store, exactly_once=exactly_once)
+        if self._most is None:
+            self.connect()
+        if self._most is not None and body.size > self._most:
+            raise Rejected(
+                self.what,
+                f"{body.size:,} bytes are more than the max_bytes of its application, "
+                f"{self._most:,}",
+            )
+        return self._linked().post(body, ARROW, self.settings.bounds.chunk_seconds, chunk)
+
+    def _linked(self) -> Link:
+        if self._link is None:
+            self._link = Link(self._name, self.settings)
+        return self._link

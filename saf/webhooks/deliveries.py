@@ -1,0 +1,234 @@
+"""A broker behind a URL: an ASGI application that other installations' forwarders deliver to.
+
+    app = saf.webhooks.broker(dsn, secrets=[secret])                  # uvicorn partners:app
+
+At the other installation it is a destination of kind ``https``, exactly once: each chunk of
+messages is given to the code that stores at a broker by a dsn, whose marks drop what is stored and
+refuse an older owner in the transaction that stores. `saf.destinations.https.wire` tells what the
+two say to each other.
+
+A request is believed only if it is signed by one of the ``secrets``, now. Whoever has a secret may
+deliver as the forwarder of any source, for any service; ``sources`` and ``services`` limit that. So
+give each partner an application of its own.
+
+Memory is bounded: at most ``at_once`` requests of ``max_bytes`` are taken at a time; who comes
+beyond that is told to come later.
+
+It needs the extra ``forwarder``, and the rights of `saf grant --role forwarder`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from saf.database import Dsn
+from saf.errors import MissingExtra, NotVerified, SafError, Unavailable, UsageError
+from saf.logger import Log
+from saf.signing.webhook import key_of, verify
+from saf.webhooks import asgi
+
+if TYPE_CHECKING:
+    from saf.destinations.https.chunks import Given
+    from saf.destinations.postgresql.inbox import PostgresInbox
+    from saf.webhooks.asgi import App, Receive, Scope, Send
+
+MAX_BYTES = 128 << 20
+AT_ONCE = 8
+BODY_SECONDS = 300.0
+"""How long the body of a request may take to come, in seconds."""
+
+Answer = tuple[int, bytes]
+"""A status, and what is said."""
+
+log = Log("saf.webhooks")
+
+
+def broker(
+    dsn: str | Dsn,
+    *,
+    secrets: str | Iterable[str],
+    sources: Iterable[UUID | str] | None = None,
+    services: Iterable[str] | None = None,
+    max_bytes: int = MAX_BYTES,
+    at_once: int = AT_ONCE,
+) -> App:
+    """Return an ASGI application that stores what forwarders of other installations deliver.
+
+    Args:
+        dsn: the broker's database.
+        secrets: one or several of Standard Webhooks, any of which may have signed.
+        sources: the broker_ids whose messages are taken; by default, all.
+        services: those of the broker's services that may be addressed; by default, all.
+        max_bytes: the largest request. A forwarder's chunk has 32 MiB, or one message more.
+        at_once: how many requests are taken at a time.
+
+    Raises:
+        UsageError: a secret or a source is none.
+        MissingExtra: Arrow is not installed.
+    """
+    known = [secrets] if isinstance(secrets, str) else list(secrets)
+    for secret in known:
+        key_of(secret)
+    if not known:
+        raise UsageError("without a secret, anybody could deliver: give one")
+    try:
+        store = _Store(
+            dsn if isinstance(dsn, Dsn) else Dsn(dsn),
+            sources=None if sources is None else frozenset(UUID(str(one)) for one in sources),
+            services=None if services is None else frozenset(services),
+            max_bytes=max_bytes,
+        )
+    except ImportError:
+        raise MissingExtra("forwarder", "saf.webhooks.broker") from None
+    except ValueError:
+        raise UsageError("a source is a broker_id, such as `saf status` shows") from None
+    working = 0
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await asgi.live(receive, send)
+            return
+        status, said = await _bounded(scope, receive)
+        length = {"content-type": "application/json", "content-length": str(len(said))}
+        await asgi.answer(send, status, length, said)
+
+    async def _bounded(scope: Scope, receive: Receive) -> Answer:
+        nonlocal working
+        if scope["type"] != "http" or scope["method"] != "POST":
+            return store.refuse(405, "unusable", "it is no POST", "deliver by kind https")
+        if working >= at_once:
+            return store.refuse(503, "unavailable", f"{at_once} requests are in hand already")
+        working += 1
+        try:
+            body = await asgi.body_of(scope, receive, most=max_bytes, seconds=BODY_SECONDS)
+            headers = asgi.headers_of(scope)
+            # away from the loop: others are served while this one is verified and stored
+            return await asyncio.to_thread(_verified, headers, body)
+        except asgi.TooLarge:
+            return store.refuse(413, "too_large", f"more than {max_bytes:,} bytes at a time")
+        except asgi.Gone:
+            return store.refuse(408, "unavailable", "the request took too long to come")
+        finally:
+            working -= 1
+
+    def _verified(headers: Mapping[str, str], body: bytes) -> Answer:
+        try:
+            verify(headers, body, known)
+        except NotVerified as error:
+            log.warning("delivery_refused", why=error.why)
+            cure = "use the secret of the other end, and let both clocks be right"
+            return store.refuse(401, "not_signed", error.why, cure)
+        return store.answer(headers.get("content-type", ""), body)
+
+    return app
+
+
+class _NotAllowed(Exception):
+    """The application is not for this source."""
+
+
+class _Store:
+    """What the application does with a request that is signed; safe to use from many threads."""
+
+    def __init__(
+        self,
+        dsn: Dsn,
+        *,
+        sources: Collection[UUID] | None,
+        services: Collection[str] | None,
+        max_bytes: int,
+    ) -> None:
+        from saf.destinations.https import chunks, refusals, wire
+        from saf.destinations.postgresql import Postgresql, inbox
+
+        self._chunks, self._refusals, self._wire = chunks, refusals, wire
+        self._at, self._inbox = Postgresql(dsn=dsn), inbox
+        self._sources, self._services = sources, services
+        self._max_bytes = max_bytes
+        self._idle: list[PostgresInbox] = []
+        """Inboxes that nobody uses, still connected."""
+
+    def refuse(self, status: int, error: str, reason: str, cure: str = "") -> Answer:
+        """Return an answer that says no."""
+        return status, self._wire.written(error=error, reason=reason, cure=cure)
+
+    def answer(self, kind: str, body: bytes) -> Answer:
+        """Return the answer to a signed request."""
+        wire = self._wire
+        try:
+            said = (
+                self._stored(self._chunks.chunk_of(body))
+                if kind == wire.ARROW
+                else self._asked(wire.read(body))
+            )
+        except wire.OtherVersion:
+            return 400, wire.written(error="version", speaks=wire.VERSION)
+        except _NotAllowed as error:
+            return self.refuse(403, "not_allowed", str(error), "name it there in `sources`")
+        except wire.NotUnderstood as error:
+            return self.refuse(400, "unusable", str(error), "see docs/destinations.md")
+        except SafError as error:
+            if isinstance(error, Unavailable):
+                log.warning("delivery_not_stored", error=str(error))
+            status, why = self._refusals.told(error)
+            return status, wire.written(**why)
+        return 200, wire.written(**said)
+
+    def _asked(self, said: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a question."""
+        wire, question = self._wire, said.get("ask")
+        if question == wire.IDENTITY:
+            with self._an_inbox() as inbox:
+                inbox.connect()
+                return {"identity": str(inbox.identity()), "max_bytes": self._max_bytes}
+        if question == wire.KNOWN:
+            try:
+                source = UUID(said["source"])
+            except (LookupError, TypeError, AttributeError, ValueError):
+                raise wire.NotUnderstood("it does not say of which source") from None
+            self._allow(source)
+            known = self._at.known("here", source, role="deliver")
+            return {"identity": str(known.destination), **wire.of_known(known)}
+        if question == wire.GUARANTEE:
+            given = self._at.guarantee("here")
+            promise = given.promise.partition("; ")[2]
+            return {"server": given.server, "promise": promise, "more": [*given.more]}
+        raise wire.NotUnderstood("it asks nothing that is answered")
+
+    def _stored(self, given: Given) -> dict[str, Any]:
+        """Store a chunk, or return its marks."""
+        self._allow(given.chunk.source)
+        with self._an_inbox() as inbox:
+            if not given.store:
+                return {"marks": self._wire.of_marks(inbox.marks(given.chunk))}
+            done = inbox.store(given.chunk, exactly_once=given.exactly_once)
+        return {
+            "messages": done.messages,
+            "dropped": done.dropped,
+            "marks": self._wire.of_marks(done.marks),
+        }
+
+    def _allow(self, source: UUID) -> None:
+        if self._sources is not None and source not in self._sources:
+            raise _NotAllowed(f"it takes nothing of the source {source}")
+
+    @contextmanager
+    def _an_inbox(self) -> Iterator[PostgresInbox]:
+        """Give an inbox, which one thread uses at a time."""
+        try:
+            one = self._idle.pop()
+        except IndexError:
+            one = self._inbox.PostgresInbox("here", self._at.dsn, services=self._services)
+        try:
+            yield one
+        except Unavailable:
+            with suppress(IndexError):  # lost as well, perhaps: the next ones connect anew
+                while True:
+                    self._idle.pop().close()
+            raise
+        finally:
+            self._idle.append(one)
