@@ -85,6 +85,8 @@ def retry_after(headers: Mapping[str, str], now: datetime | None = None) -> floa
     30.0
     """
     said = headers.get("Retry-After", "").strip()
+    if not said:
+        return None
     if said.isascii() and said.isdigit():
         return min(float(said[:10]), LONGEST_RETRY_AFTER)
     try:

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC
+from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
 from uuid import UUID, uuid5
@@ -26,10 +27,16 @@ from uuid import UUID, uuid5
 from saf.dispatch import template
 from saf.dispatch.settings import Endpoint
 from saf.message import CONTENT_TYPE, RESERVED_HEADER
-from saf.received import Received
+from saf.received import Headers, Received
 
-SAFE = "".join(chr(one) for one in range(0x21, 0x7F) if chr(one) not in '"%')
-"""What CloudEvents leaves as it is in a header."""
+NOT_IN_ATTRIBUTES = re.compile(r"[^!#$&-~]")
+"""What CloudEvents encodes in a header: spaces, quotes, percents, and all but printable ASCII."""
+
+NOT_IN_HEADERS = re.compile(r"[^ -$&-~]")
+"""What is encoded in other headers: percents, and all but printable ASCII."""
+
+SHORT = 200
+"""Headers of so few characters are decoded once for many messages: they are often the same."""
 
 ATTRIBUTE = re.compile(r"[a-z0-9]{1,20}")
 """A name that an extension attribute of CloudEvents may have."""
@@ -89,8 +96,8 @@ def request(message: Received, endpoint: Endpoint) -> Request:
         said = attributes(message, endpoint, carried)
         headers = {f"ce-{name}": encoded(value) for name, value in said.items()}
     if content_type is not None:
-        headers["Content-Type"] = encoded(content_type, safe=SAFE + ' "')
-    number = str(message.message_id)
+        headers["Content-Type"] = encoded(content_type, NOT_IN_HEADERS)
+    number = headers.get("ce-id") or str(message.message_id)
     headers["Idempotency-Key"] = number
     return Request(message_id=number, headers=headers, body=body)
 
@@ -120,22 +127,34 @@ def together(events: Mapping[UUID, bytes]) -> Request:
 
 def _carried(message: Received) -> tuple[Mapping[str, Any], str | None]:
     """The headers that a message carries, and its content type."""
-    carried = message.headers
+    text = message.headers_text
+    if text is not None and len(text) <= SHORT:
+        return _decoded(text)
+    return _with_type(message.headers)
+
+
+@lru_cache(maxsize=256)
+def _decoded(text: str) -> tuple[Mapping[str, Any], str | None]:
+    said = json.loads(text)
+    return _with_type(Headers(said) if isinstance(said, dict) else said)
+
+
+def _with_type(carried: object) -> tuple[Mapping[str, Any], str | None]:
     if not isinstance(carried, Mapping):
-        carried = {}
+        return {}, None
     said = carried.get(CONTENT_TYPE)
     return carried, said if isinstance(said, str) and said else None
 
 
 def attributes(message: Received, endpoint: Endpoint, carried: Mapping[str, Any]) -> dict[str, str]:
     """The attributes of the event, with the message's headers that can be such."""
-    created = message.created_at.astimezone(UTC)
+    created = message.created_at.astimezone(UTC).replace(tzinfo=None)
     event = {
         "specversion": "1.0",
         "id": str(message.message_id),
-        "source": endpoint.source or source(message),
+        "source": endpoint.source or source(message.from_service),
         "type": message.message_type or "saf.message",
-        "time": f"{created:%Y-%m-%dT%H:%M:%S.%fZ}",
+        "time": f"{created.isoformat(timespec='microseconds')}Z",
     }
     if message.key:
         event["subject"] = event["partitionkey"] = message.key
@@ -172,7 +191,7 @@ def structured(event: Mapping[str, str], content_type: str | None, body: bytes) 
 def plain(carried: Mapping[str, Any]) -> dict[str, str]:
     """The message's headers that can be headers of HTTP."""
     return {
-        name: encoded(text(value), safe=SAFE + ' "')
+        name: encoded(text(value), NOT_IN_HEADERS)
         for name, value in carried.items()
         if TOKEN.fullmatch(name)
         and name.lower() not in OF_HTTP
@@ -181,18 +200,25 @@ def plain(carried: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def source(message: Received) -> str:
+@lru_cache(maxsize=256)
+def source(service: str | None) -> str:
     """Where an event comes from, as a reference: the sender's service."""
-    return f"/saf/{quote(message.from_service or '', safe='')}"
+    return f"/saf/{quote(service or '', safe='')}"
 
 
-def encoded(value: str, safe: str = SAFE) -> str:
+def encoded(value: str, what: re.Pattern[str] = NOT_IN_ATTRIBUTES) -> str:
     r"""A text as the value of a header, percent-encoded where HTTP does not allow it.
 
     >>> encoded("Zürich 100%\r\nHost: evil")
     'Z%C3%BCrich%20100%25%0D%0AHost:%20evil'
+    >>> encoded('text/plain; charset="utf-8"\n', NOT_IN_HEADERS)
+    'text/plain; charset="utf-8"%0A'
     """
-    return quote(value, safe=safe, errors="replace")
+    return what.sub(_percent, value)
+
+
+def _percent(found: re.Match[str]) -> str:
+    return "".join(f"%{one:02X}" for one in found[0].encode(errors="replace"))
 
 
 def scalar(value: object) -> bool:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urljoin, urlsplit
@@ -125,7 +124,7 @@ class Client:
             token = await self._token()
             if token is not None:
                 headers["Authorization"] = f"Bearer {token}"
-            async with self._response(body, headers) as response:
+            async with await self._response(body, headers) as response:
                 if response.status == UNAUTHORIZED and self._tokens is not None:
                     self._tokens.forget(token)
                 answer = await self._read(response)
@@ -135,7 +134,7 @@ class Client:
                     seconds=time.monotonic() - began,
                     status=response.status,
                     error=self._shown(error),
-                    retry_after=retry_after(response.headers),
+                    retry_after=None if meaning is Meaning.DONE else retry_after(response.headers),
                     reply=self._reply(answer, response.headers)
                     if meaning is Meaning.DONE
                     else None,
@@ -147,26 +146,23 @@ class Client:
         seconds = time.monotonic() - began
         return Answer(meaning=Meaning.WAITS, seconds=seconds, error=self._shown(said))
 
-    @asynccontextmanager
-    async def _response(
-        self, body: bytes, headers: Mapping[str, str]
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a body; give the answer of the endpoint, or of where it leads to."""
+    async def _response(self, body: bytes, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
+        """Send a body; return the answer of the endpoint, or of where it leads to."""
         assert self._session is not None  # noqa: S101 - it was entered
         url, left = self.endpoint.url, REDIRECTS if self.endpoint.follow_redirects else 0
         while True:
             data = body if len(body) <= LARGE else io.BytesIO(body)
-            async with self._session.post(
+            response = await self._session.post(
                 url,
                 data=data,
                 headers=headers,
                 allow_redirects=False,
                 proxy_headers=self._for_proxy,
-            ) as response:
-                further = left and redirected(url, response.status, response.headers)
-                if not further:
-                    yield response
-                    return
+            )
+            further = left and redirected(url, response.status, response.headers)
+            if not further:
+                return response
+            response.release()
             url, left = further, left - 1
 
     async def _token(self) -> str | None:
@@ -204,6 +200,8 @@ class Client:
 
     def _shown(self, text: str) -> str:
         """A text on one line, and without what nobody may see: an endpoint may repeat it."""
+        if not text:
+            return ""
         for secret, shown in self._hidden:
             text = text.replace(secret, shown)
         return " ".join(kept(text).split())

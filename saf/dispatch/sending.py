@@ -96,9 +96,9 @@ class Sender:
     def _others(self, message: Received) -> list[Received]:
         """More messages, to be sent by one request together with a message."""
         others: list[Received] = []
-        size = message.size
-        if not self._may_be_together(message):
+        if self.endpoint.messages == 1 or not self._may_be_together(message):
             return others
+        size = message.size
         while len(others) + 1 < self.endpoint.messages and size < BATCH_BYTES:
             of_key = self.endpoint.batch_of == "key"
             one = self.window.next_of(message) if of_key else self.window.next()
@@ -192,7 +192,7 @@ class Sender:
 
     async def _request(self, messages: list[Received], request: Request | None) -> None:
         """Send one message, or several together, and note what came of them."""
-        if len(messages) == 1:
+        if len(messages) == 1 and self._judge.alone:
             self._judge.alone.discard(messages[0].message_id)
         if request is None:
             messages, request = self._prepared(messages)

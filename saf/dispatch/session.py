@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import psycopg
@@ -21,7 +21,7 @@ from saf.dispatch import condition, marking, replies, source, talking
 from saf.dispatch.condition import Book
 from saf.dispatch.http import Client
 from saf.dispatch.judging import Judge
-from saf.dispatch.progress import InHand
+from saf.dispatch.read_ahead import ReadAhead
 from saf.dispatch.sending import Sender
 from saf.dispatch.settings import Endpoint
 from saf.dispatch.window import Window
@@ -31,26 +31,15 @@ from saf.log.shards import Member
 from saf.logger import Log
 from saf.outbox import Outbox
 from saf.received import Received
+from saf.receiving import notify
 from saf.receiving.hand import Reader
 from saf.receiving.membership import Membership
 from saf.receiving.summary import Summary
-
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.5
-"""Pause between polls that find nothing; it doubles each time until a poll finds something."""
 
 LOOK_SECONDS = 1.0
 """How often a dispatcher looks whether others have come or gone, and how its endpoint is."""
 
 TRIM_SECONDS = 60.0
-
-AHEAD = 20
-"""How many messages are in memory for each request that may be in flight, at most `MOST`."""
-
-MOST, MAX_BYTES = 5000, 64 << 20
-"""How many messages, and how many bytes of them, are in memory; one of any size always may be."""
-
-PART = 16
-"""A shard has at most this part of the messages in memory, however many a key of it has."""
 
 PROBE_SECONDS = 5.0
 """How much longer than its request a probe may take, before another dispatcher sends one."""
@@ -89,11 +78,9 @@ class Session:
         self._book = Book(subscription_id=reader.subscription_id, endpoint=name)
         self.judge = Judge(self.window, self._book, endpoint, converses=reader.converses)
         self.sender = Sender(self.window, self.judge, endpoint, client, self._news.set)
-        self._capacity = min(MOST, max(AHEAD * endpoint.max_in_flight, AHEAD * PART))
-        self._look_at = self._poll_at = self._trim_at = 0.0
-        self._pause = FIRST_PAUSE_SECONDS
-        self._found = True
-        """Whether there may be more to read than what the last poll has found."""
+        self._ahead = ReadAhead(self.window, reader, endpoint, name, self._ask)
+        connection.add_notify_handler(self._ahead.hear)
+        self._look_at = self._trim_at = 0.0
 
     async def run(self, stopping: asyncio.Event, *, drain: bool, stop_seconds: float) -> None:
         """Dispatch until told to stop; with ``drain``, until nothing is there and due.
@@ -125,21 +112,11 @@ class Session:
         return nothing_moves and (
             not self.judge.condition.sends
             or (
-                not self._found
+                not self._ahead.found
                 and not window.anything_ready
                 and not window.anything_rests
-                and not self._unread()
+                and not self._ahead.unread()
             )
-        )
-
-    @property
-    def _hungry(self) -> bool:
-        """Whether to read more: there are not twice as many keys as may be in flight."""
-        window = self.window
-        return (
-            len(window.lanes) < 2 * self.endpoint.max_in_flight
-            and window.held < self._capacity
-            and window.bytes < MAX_BYTES // 2
         )
 
     # A turn
@@ -157,8 +134,8 @@ class Session:
         if time.monotonic() >= self._look_at:
             await self._look()
             self._look_at = time.monotonic() + LOOK_SECONDS
-        if self._hungry:
-            await self._fill()
+        if self._ahead.hungry:
+            await self._ahead.fill()
         self.sender.start()
 
     async def _write(self) -> None:
@@ -183,7 +160,7 @@ class Session:
             or any(one.closed for one in marks.cursors)
         ):
             # there may be more in these lanes, or since the batches were opened
-            self._poll_at, self._found = 0.0, True
+            self._ahead.look_again()
         self.summary.handled += marks.accepted
         self.summary.parked += parked
         self.summary.buried += buried
@@ -212,6 +189,7 @@ class Session:
         if time.monotonic() >= self._trim_at:
             self._trim_at = time.monotonic() + TRIM_SECONDS
             await self._ask(self._book.trim)
+            self._ahead.listens = await self._ask(notify.listen_if_it_notifies)
         if judge.condition.probe_due and sender.probe is None and self.window.anything_ready:
             seconds = self.endpoint.timeout_seconds + PROBE_SECONDS
             taken = await self._ask(lambda connection: self._book.probe(connection, seconds))
@@ -236,98 +214,43 @@ class Session:
         if surplus == 0:
             window.leaving = frozenset()
 
-    async def _fill(self) -> None:
-        """Read ahead: what is due, and the next messages of the log."""
-        window = self.window
-        if not window.shards:
-            return
-        if time.monotonic() >= self._poll_at:
-            self._found = await self._poll()
-            self._pause = (
-                FIRST_PAUSE_SECONDS if self._found else min(self._pause * 2, LONGEST_PAUSE_SECONDS)
-            )
-            self._poll_at = 0.0 if self._found else time.monotonic() + self._pause
-        unread = self._unread()
-        if not unread or not self._hungry:
-            return
-        # the window may change while the database is asked: what is asked is settled before
-        limit, max_bytes = self._capacity - window.held, MAX_BYTES - window.bytes
-        rows, whole = await self._ask(
-            lambda connection: source.read(
-                connection,
-                self.reader,
-                unread,
-                each=self._capacity // PART,
-                limit=limit,
-                max_bytes=max_bytes,
-            )
-        )
-        for shard in whole:
-            window.shards[shard].whole = True
-        source.take(window, rows)
-        self._found = True
-
-    async def _poll(self) -> bool:
-        """Take what is due, and open batches of what is new; return whether there is anything."""
-        window, reader = self.window, self.reader
-        shards = [one for one in window.shards if one not in window.leaving]
-        limits = {
-            "limit": self.endpoint.max_in_flight,
-            "max_bytes": (MAX_BYTES - window.bytes) // 2,
-        }
-        lanes, late = window.known_lanes, window.known_late
-        due = await self._ask(
-            lambda connection: source.due_lanes(
-                connection, reader, shards, lanes, awaited=self.endpoint.reply, **limits
-            )
-        )
-        for lane in due:
-            if lane.rows and lane.attempts >= self.endpoint.attempts:
-                log.error(
-                    "dead_letter",
-                    endpoint=self.name,
-                    key=lane.name,
-                    attempt=f"{lane.attempts} of {self.endpoint.attempts}",
-                    error=lane.error,
-                )
-            source.take_lane(window, lane, self.endpoint.attempts)
-        delayed = await self._ask(
-            lambda connection: source.due_late(connection, reader, shards, late, **limits)
-        )
-        source.take_late(window, delayed)
-        opened = await self._ask(lambda connection: source.open_batches(connection, reader))
-        for batch in opened:
-            window.shards[batch.shard].begin(batch)
-        return bool(due or delayed or opened)
-
-    def _unread(self) -> list[InHand]:
-        """The shards with messages to read, those with the fewest in memory first."""
-        window, most = self.window, self._capacity // PART
-        return sorted(
-            (
-                hand
-                for hand in window.shards.values()
-                if hand.open is not None
-                and not hand.whole
-                and hand.shard not in window.leaving
-                and len(hand.pending) < most
-            ),
-            key=lambda hand: len(hand.pending),
-        )
-
     async def _wait(self) -> None:
         """Wait until a request has ended, or something is to be done."""
         if self.window.unmarked or self.judge.to_write or self.sender.talks:
             await asyncio.sleep(0)
             return
-        hungry = self._hungry
-        until = min(self._look_at, self._poll_at) if hungry else self._look_at
+        ahead = self._ahead
+        hungry = ahead.hungry
+        until = min(self._look_at, ahead.poll_at) if hungry else self._look_at
         seconds = until - time.monotonic()
-        if seconds > 0 and not (hungry and self._unread()):
+        if seconds > 0 and not (hungry and ahead.unread()):
             self._news.clear()
-            with suppress(TimeoutError):
+            with suppress(TimeoutError), self._listening(hungry):
                 async with asyncio.timeout(seconds):
                     await self._news.wait()
+
+    @contextmanager
+    def _listening(self, hungry: bool) -> Iterator[None]:
+        """Be told of what is stored in the inbox; within it, the database is not asked.
+
+        A notification that comes now is taken off the connection by the poll that follows; one that
+        comes with the answer to a statement, by its handler.
+        """
+        if not (self._ahead.listens and hungry and self.window.shards):
+            yield
+            return
+        loop, connection = asyncio.get_running_loop(), self._connection.fileno()
+
+        def notified() -> None:
+            loop.remove_reader(connection)
+            self._ahead.hear()
+            self._news.set()
+
+        loop.add_reader(connection, notified)
+        try:
+            yield
+        finally:
+            loop.remove_reader(connection)
 
     async def _end(self, stop_seconds: float) -> None:
         """Wait for what is in flight, for so long; mark what has come of it."""

@@ -43,6 +43,12 @@ INSERT INTO saf.endpoint (name, subscription_id, url, settings)
 VALUES (%(name)s, %(subscription_id)s, %(url)s, %(settings)s)
 ON CONFLICT DO NOTHING RETURNING name
 """
+# Its name stays, so dispatchers go on with what it is from then on
+CHANGE = """
+UPDATE saf.endpoint
+SET subscription_id = %(subscription_id)s, url = %(url)s, settings = %(settings)s
+WHERE name = %(name)s RETURNING name
+"""
 OTHER = """
 SELECT name FROM saf.endpoint WHERE name = %(name)s OR subscription_id = %(subscription_id)s
 """
@@ -79,6 +85,31 @@ def add(
         )
 
 
+def put(
+    connection: psycopg.Connection[Any],
+    name: str,
+    url: str,
+    *,
+    subscription: str,
+    settings: Mapping[str, Any],
+) -> None:
+    """Store an endpoint as `add` does, or change the one of that name.
+
+    Raises what `add` raises.
+    """
+    check(name, url, settings)
+    found = services.subscription(connection, subscription)
+    params = {"name": name, "url": url, "subscription_id": found.subscription_id}
+    others = [one for (one,) in fetch(connection, OTHER, params) if one != name]
+    if others or not fetch(connection, CHANGE, params | {"settings": Jsonb(dict(settings))}):
+        add(connection, name, url, subscription=subscription, settings=settings)
+
+
+def listed(connection: psycopg.Connection[Any]) -> list[tuple[str, str, str, dict[str, Any]]]:
+    """The endpoints of a broker: name, subscription, URL and settings, as they are stored."""
+    return fetch(connection, LIST)
+
+
 def check(name: str, url: str, settings: Mapping[str, Any]) -> None:
     """Whether settings are ones that a stored endpoint may have.
 
@@ -109,7 +140,7 @@ def stored(
         ConfigurationError: one of them is wrong, or an environment variable is missing.
     """
     found = {}
-    for name, subscription, url, settings in fetch(connection, LIST):
+    for name, subscription, url, settings in listed(connection):
         check(name, url, settings)
         for variable in _variables(settings):
             if variable not in os.environ:

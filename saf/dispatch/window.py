@@ -252,7 +252,9 @@ class Window:
 
     def _end(self, message: Received) -> None:
         lane = self._landed(message)
-        self._let_go([lane.queue.popleft()])
+        lane.queue.popleft()
+        self.held -= 1
+        self.bytes -= message.size
         self._complete(message, self.shards[message.shard])
         if lane.queue:
             self._stands(lane)

@@ -32,6 +32,7 @@ from saf import config
 from saf.broker.granted import in_kinds, rights_of
 from saf.broker.grants import Kind
 from saf.config import Name, Settings, did_you_mean
+from saf.dispatch import stored
 from saf.errors import ConfigurationError
 from saf.plans.tables import TABLES, Entries
 
@@ -77,6 +78,16 @@ class Subscription(_Table):
     """When it is created: whether it reads only what is stored from then on."""
 
 
+class Endpoint(_Table):
+    """An endpoint that is stored; see `saf.dispatch.stored`."""
+
+    url: str
+    subscription: Name | None = None
+    """Whose messages are sent; None: those of the subscription of the endpoint's name."""
+    settings: dict[str, Any] = {}
+    """As in saf.toml; secrets are names of environment variables."""
+
+
 class Route(config.Route):
     """A row of saf.route."""
 
@@ -105,6 +116,7 @@ class BrokerPlan(_Table):
     contracts: tuple[Contract, ...] = ()
     services: tuple[Name, ...] = ()
     subscriptions: dict[Name, Subscription] = {}
+    endpoints: dict[Name, Endpoint] = {}
     topics: tuple[Name, ...] = ()
     routers: dict[Name, Router] = {}
     routes: tuple[Route, ...] = ()
@@ -121,6 +133,12 @@ class BrokerPlan(_Table):
         found = {
             table.name: table.entries(said[table.name]) for table in TABLES if table.name in said
         }
+        for (name,), values in found.get("endpoints", {}).items():
+            stored.check(name, values["url"], values["settings"])
+            found["endpoints"][name,] = {
+                **values,
+                "subscription": values["subscription"] or name,
+            }
         if "routes" in found:
             found["routes"] = {
                 (service, broker and str(broker), destination): values

@@ -26,6 +26,7 @@ from saf.broker import grants, senders, services
 from saf.broker.granted import granted
 from saf.dialogs import contracts
 from saf.dialogs.message_types import message_types
+from saf.dispatch import stored
 from saf.errors import ConfigurationError
 from saf.routing import routers, routes
 
@@ -117,6 +118,13 @@ def _subscriptions(connection: Connection) -> Entries:
 def _subscribe(connection: Connection, key: Key, values: Values) -> None:
     start: services.Start = "now" if values["from_now"] else "beginning"
     services.create_subscription(connection, *key, service=values["service"], start=start)
+
+
+def _endpoints(connection: Connection) -> Entries:
+    return {
+        (name,): {"url": url, "subscription": subscription, "settings": settings}
+        for name, subscription, url, settings in stored.listed(connection)
+    }
 
 
 def _routers(connection: Connection) -> Entries:
@@ -246,6 +254,14 @@ TABLES = (
         remove=lambda connection, key, discard: services.remove_subscription(
             connection, *key, discard=discard
         ),
+    ),
+    Table(
+        name="endpoints",
+        one="endpoint",
+        listed=_endpoints,
+        create=lambda connection, key, values: stored.put(connection, *key, **values),
+        remove=lambda connection, key, _: stored.remove(connection, *key),
+        changes=True,
     ),
     Table(
         name="topics",

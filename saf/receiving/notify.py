@@ -58,6 +58,13 @@ def listen(connection: psycopg.Connection[Any]) -> None:
     connection.execute(LISTEN)
 
 
+def listen_if_it_notifies(connection: psycopg.Connection[Any]) -> bool:
+    """Let the inbox wake this session, if it notifies anybody; return whether it does."""
+    ((on,),) = fetch(connection, IS_ON)
+    connection.execute(LISTEN if on else UNLISTEN)
+    return bool(on)
+
+
 def wait(connection: psycopg.Connection[Any], seconds: float, stopping: Event) -> None:
     """Wait outside of a transaction for a notification, for so long, or until told to stop."""
     until = time.monotonic() + seconds

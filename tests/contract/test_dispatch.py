@@ -21,13 +21,14 @@ from cloudevents.core.bindings.http import HTTPMessage, from_http_event
 
 from saf.broker.services import subscription
 from saf.database import Dsn, fetch
-from saf.dispatch import marking, source
+from saf.dispatch import marking, read_ahead, source
 from saf.dispatch.condition import Book
 from saf.dispatch.session import LOOK_SECONDS
 from saf.dispatch.window import Window
 from saf.errors import Fenced
 from saf.log.shards import Member
 from saf.operating.decide import retry
+from saf.receiving import notify
 from saf.receiving.hand import Reader
 from saf.receiving.inbox import inbox_status
 from saf.setaside.dead import Filter
@@ -802,3 +803,17 @@ def test_marks_of_a_shard_that_another_member_has_taken_over_write_nothing(inbox
             marking.mark(connection, reader, marks)
         assert fetch(connection, "SELECT max(position) FROM saf.cursor") == [(0,)]
     assert dead(inbox) == []
+
+
+def test_where_the_inbox_notifies_a_message_is_sent_at_once_however_seldom_polls_are(
+    inbox: Dsn, partner: Partner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect(inbox) as connection:
+        notify.switch(connection, True)
+    for name in ("FIRST_PAUSE_SECONDS", "LISTENING_PAUSE_SECONDS"):
+        monkeypatch.setattr(read_ahead, name, 3600.0)
+    with dispatching(dispatcher(inbox, partner)):
+        for number in range(3):
+            time.sleep(1)  # by then, nothing polls
+            put(inbox, str(number))
+            until(lambda sent=number + 1: len(partner.accepted) == sent, seconds=20)

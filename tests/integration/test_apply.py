@@ -92,6 +92,17 @@ service = "billing"
 from_now = true
 
 [brokers.mom.subscriptions.archive]
+
+[brokers.mom.endpoints.orders]
+url = "https://orders.example.com/hooks"
+
+[brokers.mom.endpoints.watch]
+url = "https://watch.example.com/hooks"
+subscription = "audit"
+
+[brokers.mom.endpoints.watch.settings]
+secrets = ["SAF_ENDPOINT_WATCH"]
+max_in_flight = 20
 """
 
 
@@ -139,6 +150,7 @@ def test_a_plan_is_applied_whole_and_the_second_time_there_is_nothing_to_do(
     assert done["mom"] == [
         *("create service billing", "create service orders"),
         *("create subscription audit", "create subscription archive"),
+        *("create endpoint orders", "create endpoint watch"),
     ]
     assert len(done["shop"]) == 13
     with connect(app) as connection:
@@ -209,15 +221,30 @@ def test_a_change_is_shown_with_what_was_there(folder: Path, role: str) -> None:
     applied(folder)
     plan = folder / "plan.toml"
     changed = (
-        plan.read_text().replace("at_least_once", "exactly_once").replace('"json:origin"', '"text"')
+        plan.read_text()
+        .replace("at_least_once", "exactly_once")
+        .replace('"json:origin"', '"text"')
+        .replace("https://orders.example.com/hooks", "https://orders.example.com/v2")
+        .replace("max_in_flight = 20", "max_in_flight = 30")
     )
     plan.write_text(changed.replace(f'{role}_sender = ["writer"]', f'{role}_sender = ["dialog"]'))
     said = run(folder, "apply", "plan.toml", "--dry-run")
     assert "quality exactly_once, was at_least_once" in said
     assert "expression text, was json:origin" in said
     assert "kinds dialog, was writer" in said
-    assert len(applied(folder)["shop"]) == 3
+    assert "url https://orders.example.com/v2, was https://orders.example.com/hooks" in said
+    done = applied(folder)
+    assert done["mom"] == ["change endpoint orders", "change endpoint watch"]
+    assert len(done["shop"]) == 3
     assert applied(folder) == {"shop": [], "mom": []}
+
+
+def test_a_secret_in_a_plan_is_refused_and_not_shown(folder: Path) -> None:
+    plan = folder / "plan.toml"
+    plan.write_text(PLAN.replace("SAF_ENDPOINT_WATCH", "hunter2"))
+    said = run(folder, "apply", "plan.toml", "--dry-run", code=USAGE)
+    assert "a secret is given as the name of an environment variable" in said
+    assert "hunter2" not in said
 
 
 def test_the_first_and_the_last_rule_for_senders_say_what_they_mean_for_others(
