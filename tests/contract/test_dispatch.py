@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from xmlrpc.server import SimpleXMLRPCServer
@@ -816,4 +817,8 @@ def test_where_the_inbox_notifies_a_message_is_sent_at_once_however_seldom_polls
         for number in range(3):
             time.sleep(1)  # by then, nothing polls
             put(inbox, str(number))
-            until(lambda sent=number + 1: len(partner.accepted) == sent, seconds=20)
+            until(partial(accepted, partner, number + 1), seconds=20)
+
+
+def accepted(partner: Partner, count: int) -> bool:
+    return len(partner.accepted) == count
