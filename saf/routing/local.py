@@ -97,7 +97,8 @@ def keep(
 
     Raises:
         UsageError: the service does not live here, stands for others, or has messages that a
-            forwarder has to take first; or transactions that write to the outbox do not end.
+            forwarder has to take first; transactions that write to the outbox do not end; or the
+            connection's user does not own the schema.
     """
     trigger = f"outbox_local_{route_id}"
     there = bool(fetch(connection, EXISTS, {"trigger": trigger}))
@@ -120,6 +121,11 @@ def keep(
             f"database {connection.info.dbname!r}: a transaction that writes to the outbox has not "
             f"ended in {PATIENCE_SECONDS:g} s, and a route becomes local between two of them: "
             "`saf doctor` names those that last long"
+        ) from None
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise UsageError(
+            f"database {connection.info.dbname!r}: a local route has a trigger at the outbox, "
+            f"which only the owner of schema saf makes and removes ({error.diag.message_primary})"
         ) from None
 
 

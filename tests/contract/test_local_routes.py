@@ -171,6 +171,12 @@ def test_rules_of_senders_hold(shop: Dsn) -> None:
                 pytest.raises(psycopg.errors.InsufficientPrivilege, match="store_locally"),
             ):
                 connection.execute(mine)
+            grant(owner, name, [Kind.OPERATOR])
+            with (
+                connect(stranger) as connection,
+                pytest.raises(UsageError, match="only the owner of schema saf"),
+            ):
+                remove_route(connection, "shop", service="feeds")
         finally:
             owner.execute(sql.SQL("DROP OWNED BY {}").format(sql.Identifier(name)))
             owner.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(name)))
