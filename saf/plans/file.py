@@ -91,6 +91,8 @@ class Endpoint(_Table):
 class Route(config.Route):
     """A row of saf.route."""
 
+    local: bool = False
+    """Whether senders store its messages in this broker's inbox themselves."""
     enabled: bool = True
 
 
