@@ -15,6 +15,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 import saf
 from saf.broker import services
@@ -83,6 +84,20 @@ def roll_back(inbox: Dsn, poison: str = "", max_messages: int = 200) -> int:
 
 
 @every_postgresql
+def test_the_settings_of_the_applications_transaction_are_its_own(inbox: Dsn) -> None:
+    names = ("plan_cache_mode", "enable_seqscan", "enable_bitmapscan")
+    shown = ", ".join(f"current_setting('{name}')" for name in names)
+    settings = {"plan_cache_mode": "force_custom_plan", "enable_bitmapscan": "off"}
+    options = " ".join(f"-c {name}={value}" for name, value in settings.items())
+    mine = Dsn(make_conninfo(inbox.conninfo, options=options))
+    store(inbox, 1, 1)
+    for expected in (1, 0):
+        with saf.receive(mine, SUBSCRIPTION) as delivery:
+            assert len(delivery) == expected
+            found = fetch(delivery.connection, f"SELECT {shown}".encode())
+        assert found == [("force_custom_plan", "on", "off")]
+
+
 def test_what_the_block_writes_and_the_position_commit_together(inbox: Dsn) -> None:
     put(inbox, "1", "2", "3", key="k")
     with saf.receive(inbox, SUBSCRIPTION) as delivery:
