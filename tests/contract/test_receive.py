@@ -186,7 +186,7 @@ def test_a_receiver_that_dies_frees_its_shards_at_once(inbox: Dsn) -> None:
     let_the_server_notice(inbox)
     started = time.monotonic()
     assert receive_all(inbox) == ["1"]
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 10
 
 
 # Order
@@ -315,7 +315,7 @@ def test_a_slow_key_does_not_delay_others(inbox: Dsn) -> None:
         store(inbox, 50, 2)
         started = time.monotonic()
         received = receive_all(inbox)
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 10
         with connect(inbox) as connection:
             ((other,),) = fetch(
                 connection,
@@ -331,7 +331,7 @@ def test_waiting_ends_with_the_first_message(inbox: Dsn) -> None:
     started = time.monotonic()
     with saf.receive(inbox, SUBSCRIPTION, wait_seconds=20) as delivery:
         assert [message.text() for message in delivery] == ["at last"]
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10
     timer.join()
 
 
