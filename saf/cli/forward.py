@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from saf.cli import forecast
 from saf.cli.console import echo, plain_console
 from saf.cli.progress import ProgressBar
 from saf.config import Settings, load, with_options
@@ -42,6 +43,10 @@ def command(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON, per cycle with --loop.")
     ] = False,
+    explained: Annotated[
+        bool,
+        typer.Option("--explain", help="Only say what would go where, by which route, and exit."),
+    ] = False,
     remote: Annotated[str | None, typer.Option("--remote", hidden=True)] = None,
 ) -> None:
     """Forward what is pending in all outboxes.
@@ -51,6 +56,9 @@ def command(
     finish the chunk in hand.
     """
     settings = load(config)
+    if explained:
+        forecast.explain(settings, as_json=as_json)
+        return
     if remote:
         os.environ["SPARK_REMOTE"] = remote  # as spark-submit does; it is refused in one place
     options = with_options(
