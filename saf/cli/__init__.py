@@ -33,6 +33,7 @@ from saf.cli import (
     inbox,
     init,
     members,
+    metrics,
     migrate,
     outbox,
     parked,
@@ -91,6 +92,7 @@ app.add_typer(sender.app, name="sender")
 app.command("forward", epilog=in_words())(forward.command)
 app.command("status")(status.command)
 app.command("members")(members.command)
+app.command("metrics")(metrics.command)
 app.command("worker")(worker.command)
 app.command("dispatch")(dispatch.command)
 app.add_typer(endpoint.app, name="endpoint")
