@@ -55,7 +55,10 @@ as those of any process: for runs under cron, the databases' metrics say more.
 - **The databases** are asked about as much for 10 million pending messages as for 10,000. Up to
   1,000 messages of each shard are counted, and what is beyond is estimated; the ages are never
   estimated. Of what is parked or dead, {MOST:,} are counted. A statement may take 5 s. Two
-  scrapes within {FRESH_SECONDS:g} s get the same answers.
+  scrapes within {FRESH_SECONDS:g} s get the same answers. On 2 cores, a scrape of an idle broker
+  took
+  2.4 ms of the server's processor time and 2.3 ms of the exporter's, and one with a million
+  messages pending 58 and 4.3 ms. So 100 idle brokers, scraped every 30 s, take 1.6 % of a core.
 - **A broker that does not answer** has `saf_up` 0 and nothing else. A page waits
   {PATIENCE_SECONDS:g} s for its brokers, and is complete but for those.
 - **Labels** are names that you have given: brokers, destinations, subscriptions, endpoints. There
