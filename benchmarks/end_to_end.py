@@ -11,17 +11,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import saf
 from benchmarks.receive import BOOKED, book
 from benchmarks.stage import Stage, execute, median, percentile
-from saf.broker.services import create_service
+from saf.broker.services import create_service, remove_service
+from saf.database import Dsn
+from saf.routing.routes import add_route, remove_route
 
 RATE, SHARES = 1000, (0.1, 0.5, 0.8)
 REACH = {"p50": "<= 0.015", "p99": "<= 0.05"}
+REACH_LOCAL = {"p50": "<= 0.003"}
 BURST, AT_ONCE, BURSTS = 60_000, 1_000, 3
 WARM_UP_SECONDS, OPEN_LOOP_SECONDS = 1, 10
 EVERY_SECONDS = 0.01
@@ -44,14 +47,59 @@ def run(stage: Stage) -> None:
         rates = {"": RATE} | {f"_at_{share:.0%}": capacity * share for share in SHARES}
         for where, rate in rates.items():
             _empty(stage)
-            waits = _handled(stage, _send(stage, int(rate * OPEN_LOOP_SECONDS), rate))
-            waits = waits[int(rate * WARM_UP_SECONDS) :]
             suffix = where.replace("%", "_percent")
-            for name, share in (("p50", 0.5), ("p99", 0.99), ("p999", 0.999)):
-                reach = "" if where else REACH.get(name, "")
-                stage.note(
-                    f"end_to_end_{name}_seconds{suffix}", percentile(waits, share), "s", reach
-                )
+            waits = _waits(stage, rate, stage.mom)
+            _note(stage, "end_to_end", waits, {} if where else REACH, suffix)
+    with locally(stage):
+        _note(stage, "end_to_end_local", _waits(stage, RATE, stage.app), REACH_LOCAL)
+
+
+def _note(
+    stage: Stage, name: str, waits: list[float], reach: Mapping[str, str], suffix: str = ""
+) -> None:
+    """Notes how long messages have taken."""
+    for which, share in (("p50", 0.5), ("p99", 0.99), ("p999", 0.999)):
+        stage.note(
+            f"{name}_{which}_seconds{suffix}", percentile(waits, share), "s", reach.get(which, "")
+        )
+
+
+def _waits(stage: Stage, rate: float, at: Dsn) -> list[float]:
+    """How long messages take at a rate, once everything is warm."""
+    waits = _handled(at, _send(stage, int(rate * OPEN_LOOP_SECONDS), rate))
+    return waits[int(rate * WARM_UP_SECONDS) :]
+
+
+@contextmanager
+def locally(stage: Stage) -> Iterator[None]:
+    """No forwarder: a local route, and a worker at the senders' own database."""
+    _empty(stage)
+    with stage.app.connect(role="bench", autocommit=True) as connection:
+        create_service(connection, "billing")
+        connection.execute(BOOKED.replace("TABLE", "TABLE IF NOT EXISTS"))
+        add_route(connection, "app", service="billing", local=True)
+    try:
+        with working(stage.app):
+            yield
+    finally:
+        with stage.app.connect(role="bench", autocommit=True) as connection:
+            remove_route(connection, "app", service="billing")
+            remove_service(connection, "billing", discard=True)
+            connection.execute("DROP TABLE booked")
+
+
+@contextmanager
+def working(dsn: Dsn) -> Iterator[None]:
+    """A worker, in a thread of this process."""
+    worker = saf.Worker(dsn, "billing", max_messages=1000)
+    worker.batch_handler()(book)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        worker.stop()
+        thread.join()
 
 
 @contextmanager
@@ -61,17 +109,11 @@ def running(stage: Stage) -> Iterator[None]:
     folder = Path(stage.server.data_dir).parent
     config = stage.settings_file(folder / "loop.toml", interval_seconds=0.05)
     command = [sys.executable, "-m", "saf", "forward", "--config", str(config), "--loop"]
-    worker = saf.Worker(stage.mom, "billing", max_messages=1000)
-    worker.batch_handler()(book)
-    thread = threading.Thread(target=worker.run)
-    thread.start()
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as forwarder:
+    with working(stage.mom), subprocess.Popen(command, stdout=subprocess.DEVNULL) as forwarder:
         try:
             yield
         finally:
             forwarder.terminate()
-            worker.stop()
-            thread.join()
 
 
 def _empty(stage: Stage) -> None:
@@ -83,7 +125,7 @@ def _burst(stage: Stage) -> float:
     """Messages a second from the first commit to the last business row."""
     _empty(stage)
     started = time.monotonic()
-    _handled(stage, _send(stage, BURST, None))
+    _handled(stage.mom, _send(stage, BURST, None))
     return BURST / (time.monotonic() - started)
 
 
@@ -107,9 +149,9 @@ def _send(stage: Stage, messages: int, rate: float | None) -> int:
     return sent
 
 
-def _handled(stage: Stage, sent: int) -> list[float]:
+def _handled(at: Dsn, sent: int) -> list[float]:
     """Once all are handled: how long each took, in the order in which they were sent."""
-    with stage.mom.connect(role="bench", autocommit=True) as connection:
+    with at.connect(role="bench", autocommit=True) as connection:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             ((count,),) = connection.execute("SELECT count(*) FROM booked").fetchall()

@@ -293,6 +293,17 @@ class Settings(_Sources):
     dispatch: Dispatch = Dispatch()
     signing: Signing = Signing()
 
+    @pydantic.field_validator("routes", mode="before")
+    @classmethod
+    def _are_not_local(cls, given: object) -> object:
+        for one in given if isinstance(given, list) else ():
+            if isinstance(one, dict) and "local" in one:
+                raise ValueError(
+                    "a local route is a row of its broker, because senders do not read saf.toml: "
+                    "saf route add DESTINATION --service NAME --local, or saf apply"
+                )
+        return given
+
     @pydantic.field_validator("brokers", "fleets")
     @classmethod
     def _are_bounded(cls, places: dict[str, P], info: pydantic.ValidationInfo) -> dict[str, P]:

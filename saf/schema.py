@@ -236,7 +236,20 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         sa.Column("created_at", moment, nullable=False, server_default=now),
         sa.Column("expires_at", moment, comment="from then on it does not count"),
         sa.Column("comment", sa.Text),
+        sa.Column(
+            "local",
+            sa.Boolean,
+            nullable=False,
+            server_default=sa.false(),
+            comment="its senders store what they send in the inbox of this database themselves",
+        ),
         sa.CheckConstraint(f"quality IN {QUALITIES}", name="route_quality"),
+        sa.CheckConstraint(
+            "NOT local OR service IS NOT NULL AND broker IS NULL AND quality IS NULL AND "
+            "expires_at IS NULL",
+            name="route_local",
+        ),
+        sa.Index("route_local_once", "service", unique=True, postgresql_where=sa.text("local")),
         sa.UniqueConstraint(
             "service",
             "broker",

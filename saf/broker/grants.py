@@ -174,7 +174,7 @@ PURGING: Rights = {
     "conversation_group": {"SELECT": ("group_id",), "DELETE": WHOLE},
 }
 
-ROUTE = ("service", "broker", "destination", "quality", "enabled", "expires_at", "comment")
+ROUTE = ("service", "broker", "destination", "quality", "enabled", "expires_at", "comment", "local")
 ROUTER = ("service", "kind", "expression", "once_per", "mode", "enabled", "comment")
 
 # To let keys choose among the routes that share, and to remember what routers have resolved

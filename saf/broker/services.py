@@ -50,6 +50,7 @@ SELECT to_service, count(*) FROM saf.inbox
 WHERE to_service <> ALL (%(names)s) AND NOT starts_with(to_service, %(own)s)
 GROUP BY to_service ORDER BY count(*) DESC, to_service
 """
+LED_HERE = "SELECT destination FROM saf.route WHERE local AND service = %(name)s"
 REMOVE_SERVICE = "DELETE FROM saf.service WHERE name = %(name)s RETURNING name"
 
 SUBSCRIPTIONS = """
@@ -178,9 +179,15 @@ def remove_service(
 
     Raises:
         ConfigurationError: there is no such service.
-        UsageError: one of its subscriptions has messages left, and ``discard`` is false.
+        UsageError: it has a local route, by which senders store messages for it here; or one of
+            its subscriptions has messages left, and ``discard`` is false.
     """
     with connection.transaction():
+        for (destination,) in fetch(connection, LED_HERE, {"name": name}):
+            raise UsageError(
+                f"service {name!r} has a local route, so its senders store messages for it here: "
+                f"`saf route remove {destination} --service {name}` comes first"
+            )
         for one in subscriptions(connection):
             if one.service == name:
                 remove_subscription(connection, one.name, discard=discard)

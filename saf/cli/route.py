@@ -16,6 +16,7 @@ from saf.cli.brokers import AsJson, Config, Name, Round, chosen, moment
 from saf.cli.console import echo, paragraph
 from saf.cli.listing import Listing
 from saf.config import Settings, did_you_mean, load
+from saf.database import fetch
 from saf.destinations.identities import Identities
 from saf.destinations.settings import Quality
 from saf.errors import ConfigurationError, Unroutable
@@ -28,6 +29,8 @@ from saf.routing.routes import Configuration, Configured, describe
 app = typer.Typer(no_args_is_help=True, help="Routes: which messages go where.")
 
 ANY = "(any)"
+NEXT_BATCH = "from the next batch on"
+BROKER_ID = "SELECT broker_id::text FROM saf.broker"
 
 Destination = Annotated[str, typer.Argument(metavar="DESTINATION", help="By its name in saf.toml.")]
 Service = Annotated[
@@ -53,6 +56,12 @@ def add(
         typer.Option(parser=moment, metavar="TIME", help="Not used from then on. Default: never."),
     ] = None,
     comment: Annotated[str | None, typer.Option(help="For people.")] = None,
+    local: Annotated[
+        bool,
+        typer.Option(
+            "--local", help="DESTINATION is this broker: senders store messages there themselves."
+        ),
+    ] = False,
     config: Config = None,
     broker: Name = None,
 ) -> None:
@@ -68,10 +77,12 @@ def add(
         settings.destinations[destination].check_quality(quality)
     except ValueError as error:
         raise ConfigurationError(f"--quality: {error}") from None
-    round_ = Round(chosen(settings, broker))
-    added = round_.visit(
-        "route",
-        lambda connection, _: routes.add_route(
+    known = Identities({destination: settings.destinations[destination]}).known() if local else {}
+
+    def add_to(connection: psycopg.Connection[Any], _: object) -> bool:
+        if local:
+            _is_here(connection, destination, known[destination])
+        return routes.add_route(
             connection,
             destination,
             service=service,
@@ -79,11 +90,14 @@ def add(
             quality=quality,
             expires_at=expires,
             comment=comment,
-        ),
-    )
+            local=local,
+        )
+
+    round_ = Round(chosen(settings, broker))
+    added = round_.visit("route", add_to)
     what = _named(destination, service, to_broker)
     for where, new in added.items():
-        _say(where, what, "added" if new else "changed")
+        _say(where, what, "added" if new else "changed", "from now on" if local else NEXT_BATCH)
     round_.finish(say=True)
 
 
@@ -255,8 +269,18 @@ def _named(destination: str, service: str | None, to_broker: UUID | None) -> str
     return describe(Route(service=service, broker=there, destination=destination))
 
 
-def _say(where: str, what: str, done: str) -> None:
-    echo(f"{where}: {what} {done}, from the next batch on")
+def _is_here(connection: psycopg.Connection[Any], destination: str, identity: str | None) -> None:
+    ((here,),) = fetch(connection, BROKER_ID)
+    if identity != here:
+        it = f"is broker {identity}" if identity else "does not answer"
+        raise ConfigurationError(
+            f"--local: destination {destination!r} {it}, and database {connection.info.dbname!r} "
+            f"is broker {here}: a local route leads to the database of its senders"
+        )
+
+
+def _say(where: str, what: str, done: str, since: str = NEXT_BATCH) -> None:
+    echo(f"{where}: {what} {done}, {since}")
 
 
 def _listing(found: Mapping[str, Configuration]) -> Listing:
@@ -274,7 +298,7 @@ def _listing(found: Mapping[str, Configuration]) -> Listing:
                 one.route.destination,
                 one.route.quality or "",
                 at(one.expires_at) if one.expires_at else "",
-                state(one, there) + topic,
+                state(one, there) + topic + (", local" if one.local else ""),
                 one.origin,
                 below=one.comment or "",
             )

@@ -80,6 +80,8 @@ class Subscription(_Table):
 class Route(config.Route):
     """A row of saf.route."""
 
+    local: bool = False
+    """Whether senders store its messages in this broker's inbox themselves."""
     enabled: bool = True
 
 

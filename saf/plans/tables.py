@@ -146,6 +146,7 @@ def _routes(connection: Connection) -> Entries:
             "quality": one.route.quality,
             "expires_at": one.expires_at,
             "comment": one.comment,
+            "local": one.local,
             "enabled": one.enabled,
         }
         for one in routes.configuration(connection).routes

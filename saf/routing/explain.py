@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import psycopg
@@ -68,6 +68,7 @@ def as_dict(one: Configured) -> dict[str, Any]:
         "enabled": one.enabled,
         "expires_at": one.expires_at and one.expires_at.isoformat(),
         "comment": one.comment,
+        "local": one.local,
         "origin": one.origin,
     }
 
@@ -94,6 +95,8 @@ def explain(
     match = None if router else in_force.match(service, broker)
     message = (service, broker, key)
     verdicts = [_judged(one, there, match, message, choice) for one in there.routes]
+    if local := next((one for one in there.routes if _is_taken_here(one, service, broker)), None):
+        verdicts = [_beside_local(one, local) for one in verdicts]
     if match is not None and broker is not None and not any(verdict.takes for verdict in verdicts):
         by_itself = Configured(route=match.routes[0], origin="broker_id")
         verdicts.append(Verdict(route=by_itself, takes=True, why="it is that broker"))
@@ -141,6 +144,16 @@ def _judged(
     else:
         why = f"shares, and key {key!r} has chosen {choice!r}"
     return Verdict(route=one, takes=False, why=why)
+
+
+def _is_taken_here(one: Configured, service: str, broker: str | None) -> bool:
+    return one.local and one.enabled and one.route.service == service and broker is None
+
+
+def _beside_local(one: Verdict, local: Configured) -> Verdict:
+    if one.route is local:
+        return replace(one, takes=True, why="local: its sender stores it in this inbox")
+    return replace(one, takes=False, why=f"a local route takes it, {describe(local.route)}")
 
 
 def _out_of_force(one: Configured, there: Configuration) -> str:

@@ -34,6 +34,7 @@ import psycopg
 
 from saf.database import fetch
 from saf.errors import ConfigurationError, UsageError
+from saf.routing.local import refuse_local
 from saf.routing.matching import (
     ARROW,
     FORWARD,
@@ -95,6 +96,7 @@ def add_router(
     params = _params(one)
     if fetch(connection, IS_TOPIC, params):
         raise UsageError(f"{service!r} is a topic: a router may resolve to it, but not be one")
+    refuse_local(connection, service, "a router")
     ((added,),) = fetch(connection, ADD, params)
     return bool(added)
 

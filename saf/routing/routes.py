@@ -26,12 +26,14 @@ import psycopg
 
 from saf.database import fetch
 from saf.errors import ConfigurationError, UsageError
+from saf.routing.local import keep, refuse_local
 from saf.routing.matching import FORWARD, REDIRECT, Route, Router, Routes, by_precedence, check_name
 
 Origin = Literal["saf.route", "saf.router", "saf.toml", "default", "broker_id"]
 
 CONFIGURED = """
-SELECT service, broker::text, destination, quality, enabled, expires_at, comment FROM saf.route
+SELECT service, broker::text, destination, quality, enabled, expires_at, comment, local
+FROM saf.route
 """
 TOPICS = "SELECT name FROM saf.topic ORDER BY name"
 ROUTERS = "SELECT service, kind, expression, once_per, mode, enabled, comment FROM saf.router"
@@ -39,12 +41,13 @@ NOW = "SELECT now()"
 
 # An upsert: removed and added, a route that is said again would be missing for a moment
 ADD = """
-INSERT INTO saf.route AS r (service, broker, destination, quality, expires_at, comment)
-VALUES (%(service)s, %(broker)s, %(destination)s, %(quality)s, %(expires_at)s, %(comment)s)
+INSERT INTO saf.route AS r (service, broker, destination, quality, expires_at, comment, local)
+VALUES (%(service)s, %(broker)s, %(destination)s, %(quality)s, %(expires_at)s, %(comment)s,
+        %(local)s)
 ON CONFLICT ON CONSTRAINT route_once DO UPDATE SET
     quality = excluded.quality, expires_at = excluded.expires_at, comment = excluded.comment,
-    enabled = true
-RETURNING xmax = 0
+    local = excluded.local, enabled = true
+RETURNING route_id, xmax = 0
 """
 STAND_IN = """
 INSERT INTO saf.route (service, broker, destination, quality, expires_at, comment)
@@ -53,10 +56,15 @@ ON CONFLICT DO NOTHING
 """
 THIS = """
 service IS NOT DISTINCT FROM %(service)s AND broker IS NOT DISTINCT FROM %(broker)s::uuid
-AND destination = %(destination)s RETURNING destination
+AND destination = %(destination)s RETURNING route_id, local
 """
 REMOVE = f"DELETE FROM saf.route WHERE {THIS}"
 ENABLE = f"UPDATE saf.route SET enabled = %(enabled)s WHERE {THIS}"
+
+OTHER_LOCAL = """
+SELECT destination FROM saf.route
+WHERE local AND service = %(service)s AND destination <> %(destination)s
+"""
 
 IS_ROUTER = "SELECT service FROM saf.router WHERE service = %(name)s"
 ADD_TOPIC = "INSERT INTO saf.topic (name) VALUES (%(name)s) ON CONFLICT DO NOTHING RETURNING name"
@@ -88,6 +96,8 @@ class Configured:
     enabled: bool = True
     expires_at: datetime | None = None
     comment: str | None = None
+    local: bool = False
+    """Whether its senders store what they send themselves; see `saf.routing.local`."""
 
     def in_force(self, now: datetime) -> bool:
         """Whether the route is enabled and not expired."""
@@ -172,8 +182,9 @@ def configuration(
             enabled=enabled,
             expires_at=expires_at,
             comment=comment,
+            local=local,
         )
-        for service, broker, destination, quality, enabled, expires_at, comment in fetch(
+        for service, broker, destination, quality, enabled, expires_at, comment, local in fetch(
             connection, CONFIGURED
         )
     ]
@@ -239,13 +250,18 @@ def add_route(
     quality: str | None = None,
     expires_at: datetime | None = None,
     comment: str | None = None,
+    local: bool = False,
 ) -> bool:
     """Let messages for a service, for a broker, or for any, go to a destination.
 
     A route that is there already gets these values and is enabled; then the answer is False.
 
+    With ``local``, the destination is this very broker, and senders store the service's messages
+    in its inbox themselves; see `saf.routing.local`.
+
     Raises:
-        UsageError: a name that no message could have, or a time without a time zone.
+        UsageError: a name that no message could have, or a time without a time zone; or the route
+            cannot be local, or not yet.
     """
     for what, name in (("service", service), ("destination", destination)):
         if name is not None:
@@ -259,8 +275,19 @@ def add_route(
         "quality": quality,
         "expires_at": expires_at,
         "comment": comment,
+        "local": local,
     }
-    ((added,),) = fetch(connection, ADD, params)
+    if local and (service is None or (broker, quality, expires_at) != (None, None, None)):
+        raise UsageError(
+            "a local route is for a service, and has no broker, no quality of service and no end: "
+            "its messages are stored by their senders"
+        )
+    with connection.transaction():
+        if local and (others := fetch(connection, OTHER_LOCAL, params)):
+            there = Route(service=service, destination=others[0][0])
+            raise UsageError(f"there is a local route already, of {describe(there)}: remove it")
+        ((route_id, added),) = fetch(connection, ADD, params)
+        keep(connection, route_id, service, wanted=local)
     return bool(added)
 
 
@@ -276,7 +303,9 @@ def remove_route(
     Raises:
         ConfigurationError: there is no route with this service, broker and destination.
     """
-    _change(connection, REMOVE, destination, service, broker)
+    with connection.transaction():
+        route_id, _ = _change(connection, REMOVE, destination, service, broker)
+        keep(connection, route_id, service, wanted=False)
 
 
 def enable_route(
@@ -306,7 +335,8 @@ def enable_route(
                     "comment": one.comment,
                 }
                 connection.execute(STAND_IN, values)
-        _change(connection, ENABLE, destination, service, broker, enabled=enabled)
+        route_id, local = _change(connection, ENABLE, destination, service, broker, enabled=enabled)
+        keep(connection, route_id, service, wanted=local and enabled)
 
 
 def topics(connection: psycopg.Connection[Any]) -> list[str]:
@@ -325,6 +355,7 @@ def add_topic(connection: psycopg.Connection[Any], name: str) -> bool:
     check_name("topic", name)
     if fetch(connection, IS_ROUTER, {"name": name}):
         raise UsageError(f"{name!r} is a router: a topic may be what it resolves to, not itself")
+    refuse_local(connection, name, "a topic")
     return bool(fetch(connection, ADD_TOPIC, {"name": name}))
 
 
@@ -422,14 +453,15 @@ def _change(
     service: str | None,
     broker: UUID | None,
     **more: object,
-) -> None:
+) -> tuple[int, bool]:
+    """Change a route; return its id, and whether it is local."""
     params = {"service": service, "broker": broker, "destination": destination, **more}
-    if not fetch(connection, statement, params):
-        wanted = Route(
-            service=service, broker=str(broker) if broker else None, destination=destination
-        )
-        rows = _rows(configuration(connection).routes)
-        raise ConfigurationError(f"saf.route has no route {describe(wanted)}, only {rows}")
+    if found := fetch(connection, statement, params):
+        ((route_id, local),) = found
+        return route_id, local
+    wanted = Route(service=service, broker=str(broker) if broker else None, destination=destination)
+    rows = _rows(configuration(connection).routes)
+    raise ConfigurationError(f"saf.route has no route {describe(wanted)}, only {rows}")
 
 
 def _rows(routes: Iterable[Configured]) -> str:

@@ -14,10 +14,10 @@ import pytest
 from saf import Outbox, Received, begin_dialog
 from saf.broker.services import create_service
 from saf.config import load
-from saf.database import Dsn
+from saf.database import Dsn, fetch
 from saf.errors import ConfigurationError
 from saf.operating.doctor import Finding, examine
-from saf.routing.routes import configuration
+from saf.routing.routes import add_route, configuration
 from saf.routing_service import RoutingService
 from tests.dialogs import receive
 from tests.pipeline import bodies, connect
@@ -80,6 +80,50 @@ def test_the_commands_work_in_their_order(folder: Path) -> None:
     assert "shop: service 'billing' to 'erp' added, from the next batch on" in done.stdout
     assert "shop: a message for 'departures' is really for 'JFK'" in done.stdout
     assert "shop: a message for 'JFK' without a key goes to 'erp'" in done.stdout
+
+
+def test_a_local_route_is_made_as_the_page_says(folder: Path, app: Dsn, mom: Dsn) -> None:
+    declare(folder, "".join(blocks("local file")))
+    env = {"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin", "SHOP_DSN": app.conninfo}
+    done = run(["bash", "-euxc", "".join(blocks("local"))], env=env, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "shop: service 'feeds' to 'shop' added, from now on" in done.stdout
+    assert "local: its sender stores it in this inbox" in done.stdout
+    with connect(app) as connection, connection.transaction():
+        Outbox().send(connection, "feeds", "1")
+    assert (bodies(app), bodies_sent(app)) == (["1"], [])
+    rows = run(["saf", "route", "list"], env=env, cwd=folder).stdout
+    assert "in force, local" in rows
+    elsewhere = ["saf", "route", "add", "mom", "--service", "feeds", "--local"]
+    there = f"destination 'mom' is broker {broker_id(mom)}, and database"
+    assert there in refused(run(elsewhere, env=env, cwd=folder))
+
+
+def test_a_local_route_of_the_file_is_refused_with_the_way_out(folder: Path) -> None:
+    declare(folder, '[[routes]]\nservice = "feeds"\ndestination = "mom"\nlocal = true\n')
+    assert "saf route add DESTINATION --service NAME --local" in refused(
+        saf("route", "list", cwd=folder)
+    )
+
+
+def test_the_doctor_finds_local_routes_that_are_not(folder: Path, app: Dsn) -> None:
+    with connect(app) as connection:
+        create_service(connection, "feeds")
+        add_route(connection, "mom", service="feeds", local=True)
+        assert local_findings(folder) == []
+        ((route_id,),) = fetch(connection, "SELECT route_id FROM saf.route")
+        connection.execute(f"DROP TRIGGER outbox_local_{route_id} ON saf.outbox".encode())
+    (finding,) = local_findings(folder)
+    assert "has no trigger at the outbox" in finding.what
+    assert finding.cure.startswith("saf route disable mom --service feeds, and saf route enable")
+    for change in ("disable", "enable"):
+        assert saf("route", change, "mom", "--service", "feeds", cwd=folder).returncode == DONE
+    assert local_findings(folder) == []
+
+
+def local_findings(folder: Path) -> list[Finding]:
+    found = examine(load(folder / "saf.toml"))
+    return [one for one in found if one.check == "local" and one.severity != "ok"]
 
 
 def test_the_same_works_from_python(folder: Path, app: Dsn) -> None:

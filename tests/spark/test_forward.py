@@ -122,7 +122,7 @@ def test_a_loop_forwards_what_comes_until_it_is_stopped(app: Dsn, mom: Dsn, tmp_
 def test_of_two_forwarders_one_is_killed_and_the_other_forwards_the_rest_in_order(
     app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:
-    lease_seconds, messages = 5, 40_000
+    lease_seconds, messages = 20, 40_000  # who is killed loses its shards before its lease ends
     config = configuration(tmp_path, app, mom, chunk_rows=50, lease_seconds=lease_seconds)
     running = [start(config, "--loop", "--interval", "0.1") for _ in range(2)]
     try:

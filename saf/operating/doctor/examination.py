@@ -39,7 +39,7 @@ from saf.operating.doctor.broker import (
 )
 from saf.operating.doctor.locks import locks
 from saf.operating.doctor.patient import LOGIN, REACHABLE, Check, Finding, Limits, Patient
-from saf.operating.doctor.routing import dialogs_by, routes_by
+from saf.operating.doctor.routing import dialogs_by, local_by, routes_by
 from saf.operating.doctor.server import (
     clock_skew,
     connections,
@@ -127,7 +127,7 @@ def examine(
 
 def _of_source(config: Settings) -> tuple[Check, ...]:
     """The checks of a database whose outbox is forwarded."""
-    return (*BROKER, routes_by(config), dialogs_by(config), set_back_by(config))
+    return (*BROKER, routes_by(config), local_by(config), dialogs_by(config), set_back_by(config))
 
 
 def _elsewhere(config: Settings) -> Iterator[Finding]:

@@ -37,6 +37,55 @@ def dialogs_by(config: Settings) -> Check:
     return dialogs
 
 
+# A trigger may be missing where a table was dumped without it, or somebody has removed it
+LOCAL = """
+SELECT r.service, r.destination, b.broker_id::text,
+       EXISTS (SELECT FROM pg_trigger t
+               WHERE t.tgrelid = 'saf.outbox'::regclass
+                 AND t.tgname = 'outbox_local_' || r.route_id AND t.tgenabled <> 'D')
+FROM saf.route r, saf.broker b WHERE r.local AND r.enabled ORDER BY 1
+"""
+
+
+def local_by(config: Settings) -> Check:
+    """The check for one saf.toml."""
+
+    def local(patient: Patient) -> Found:
+        """Whether local routes lead to their own broker, and are for one service's messages."""
+        default = config.forwarder.default_destination
+        there = configuration(patient.connection, default, config.declared)
+        routers = {one.router.service for one in there.routers}
+        for service, destination, here, works in patient.ask(LOCAL):
+            again = (
+                f"saf route disable {destination} --service {service}, and saf route enable the "
+                "same"
+            )
+            if not works:
+                yield (
+                    "warning",
+                    f"the local route of service {service!r} has no trigger at the outbox: its "
+                    "messages wait for the forwarder",
+                    again,
+                )
+            elif there.brokers.get(destination, here) != here:
+                yield (
+                    "warning",
+                    f"the route of service {service!r} to {destination!r} is local, and that is "
+                    "another broker: what is not stored by its sender goes there",
+                    f"saf route remove {destination} --service {service}, and add it to the "
+                    "destination that is this broker",
+                )
+            if service in there.topics or service in routers:
+                what = "topic" if service in there.topics else "router"
+                yield (
+                    "error",
+                    f"{what} {service!r} has a local route: its messages stay in this inbox",
+                    f"saf route remove {destination} --service {service}",
+                )
+
+    return local
+
+
 def routes_by(config: Settings) -> Check:
     """The check for one saf.toml."""
 

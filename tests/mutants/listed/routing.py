@@ -23,7 +23,58 @@ ZOMBIE = "contract/test_set_aside_once.py::test_a_zombie_neither_chooses_for_a_k
 EXPLAINED = "contract/test_explained.py"
 OF_SQL = "spark/test_expressions.py"
 
+LOCAL, OF_LOCAL = "saf/routing/local.py", "contract/test_local_routes.py"
+
 MUTANTS: list[Mutant] = [
+    mutant(
+        "a route becomes local while somebody writes",
+        LOCAL,
+        "            connection.execute(BE_ALONE)\n",
+        "",
+        f"{OF_LOCAL}::test_a_sender_that_is_in_the_middle_ends_before_the_route_is_local",
+    ),
+    mutant(
+        "a route becomes local whatever the forwarder has left",
+        LOCAL,
+        "            _overtake_nothing(connection, service)\n",
+        "",
+        OF_LOCAL,
+    ),
+    mutant(
+        "what is parked is overtaken by local messages",
+        LOCAL,
+        "AND p.to_service = %(service)s",
+        "AND false",
+        f"{OF_LOCAL}::test_a_parked_message_is_not_overtaken_either",
+    ),
+    mutant(
+        "a dialog's message is stored by its sender",
+        LOCAL,
+        " AND NEW.conversation_id IS NULL",
+        "",
+        f"{OF_LOCAL}::test_a_dialog_with_the_service_is_held_by_the_forwarder",
+    ),
+    mutant(
+        "a message for a broker is stored by its sender",
+        LOCAL,
+        "AND NEW.to_broker IS NULL ",
+        "",
+        f"{OF_LOCAL}::test_messages_for_other_services_brokers_and_dialogs_go_by_the_forwarder",
+    ),
+    mutant(
+        "rules of senders do not hold for local messages",
+        LOCAL,
+        "OR saf.check_sender(current_user, NEW.from_service, NEW.to_service)",
+        "OR true",
+        f"{OF_LOCAL}::test_rules_of_senders_hold",
+    ),
+    mutant(
+        "anybody may make triggers that store in the inbox",
+        "migrations/versions/0023_local_routes.py",
+        "REVOKE ALL ON FUNCTION saf.store_locally FROM PUBLIC;\n",
+        "",
+        f"{OF_LOCAL}::test_rules_of_senders_hold",
+    ),
     mutant(
         "a choice is not durable",
         CHOICES,

@@ -1,0 +1,152 @@
+"""Local routes: senders store a service's messages in the inbox of their own database.
+
+Where a service lives in the database of its senders, a message need not wait for a forwarder. A
+route that is *local* has a trigger at the outbox, for its service alone: the trigger stores the
+message in the inbox instead, in the sender's transaction, whatever program sends. So the message is
+there for its receivers when that transaction has committed. A message for a certain broker
+(``to_broker``) and the messages of conversations go by the forwarder, as before.
+
+Order per key holds when a route becomes local, and when it is local no longer. The trigger is made
+while nobody else writes to the outbox, and only once the forwarder has nothing left for the
+service. It is removed while nobody writes either, and what is in the inbox by then comes before
+what the forwarder brings.
+
+The trigger's condition asks nothing but the message and its sender: where senders are restricted by
+rules (`saf.broker.senders`), it applies them. Its function runs with the rights of the owner,
+because a sender has none on the inbox, and nobody else may make triggers of it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import psycopg
+from psycopg import sql
+
+from saf.database import fetch
+from saf.errors import UsageError
+
+PATIENCE_SECONDS = 5.0
+"""How long senders are kept waiting until the forwarder has nothing left for a service."""
+PAUSE_SECONDS = 0.05
+
+CREATE = """
+CREATE TRIGGER {trigger} BEFORE INSERT ON saf.outbox FOR EACH ROW WHEN (
+    NEW.to_service = {service} AND NEW.to_broker IS NULL AND NEW.conversation_id IS NULL
+    AND (NOT row_security_active('saf.outbox'::regclass)
+         OR saf.check_sender(current_user, NEW.from_service, NEW.to_service)))
+EXECUTE FUNCTION saf.store_locally()
+"""
+DROP = "DROP TRIGGER {trigger} ON saf.outbox"
+EXISTS = """
+SELECT FROM pg_trigger WHERE tgrelid = 'saf.outbox'::regclass AND tgname = %(trigger)s
+"""
+
+# Nobody who has sent to the service is left when this is granted: their transactions have ended.
+BE_ALONE = "LOCK TABLE saf.outbox IN SHARE ROW EXCLUSIVE MODE"
+LOCK_TIMEOUT = "SELECT set_config('lock_timeout', %(milliseconds)s, true)"
+
+STANDS_FOR_OTHERS = """
+SELECT 'topic' FROM saf.topic WHERE name = %(service)s
+UNION ALL SELECT 'router' FROM saf.router WHERE service = %(service)s
+"""
+LIVES_HERE = "SELECT FROM saf.service WHERE name = %(service)s"
+IS_LOCAL = "SELECT FROM saf.route WHERE local AND service = %(service)s"
+
+# What the forwarder has not taken yet, and what waits somewhere on its way
+LEFT = """
+SELECT EXISTS (
+    SELECT FROM saf.subscription s JOIN saf.cursor c USING (subscription_id)
+    CROSS JOIN LATERAL (
+        SELECT o.id, o.txid, o.to_service FROM saf.outbox o
+        WHERE o.shard = c.shard AND o.txid >= pg_snapshot_xmax(c.done)
+        UNION ALL
+        SELECT o.id, o.txid, o.to_service FROM saf.outbox o
+        WHERE o.shard = c.shard AND o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done)))
+    ) AS after
+    WHERE s.log = 'outbox' AND s.name = 'forwarder' AND after.to_service = %(service)s
+      AND (c.open IS NOT NULL AND pg_visible_in_snapshot(after.txid, c.open)
+           AND after.id <= c.position) IS NOT TRUE
+) OR EXISTS (
+    SELECT FROM saf.subscription s JOIN saf.parked p USING (subscription_id)
+    WHERE s.log = 'outbox' AND p.to_service = %(service)s
+)
+"""
+
+
+def refuse_local(connection: psycopg.Connection[Any], service: str, what: str) -> None:
+    """Raise if a service has a local route, and so cannot become ``what``.
+
+    Raises:
+        UsageError: with the command that removes the route.
+    """
+    if fetch(connection, IS_LOCAL, {"service": service}):
+        raise UsageError(
+            f"service {service!r} has a local route, so it cannot be {what}: "
+            f"saf route remove DESTINATION --service {service}"
+        )
+
+
+def keep(
+    connection: psycopg.Connection[Any], route_id: int, service: str | None, *, wanted: bool
+) -> None:
+    """Make the trigger of a route, or remove it, so that it is there if it is ``wanted``.
+
+    Call it in the transaction that changes the route.
+
+    Raises:
+        UsageError: the service does not live here, stands for others, or has messages that a
+            forwarder has to take first; transactions that write to the outbox do not end; or the
+            connection's user does not own the schema.
+    """
+    trigger = f"outbox_local_{route_id}"
+    there = bool(fetch(connection, EXISTS, {"trigger": trigger}))
+    if there == wanted:
+        return
+    names = {"trigger": sql.Identifier(trigger), "service": sql.Literal(service)}
+    try:
+        milliseconds = str(round(PATIENCE_SECONDS * 1000))
+        connection.execute(LOCK_TIMEOUT, {"milliseconds": milliseconds})
+        if wanted:
+            assert service is not None  # noqa: S101 - the schema says so of each local route
+            _may_be_local(connection, service)
+            connection.execute(BE_ALONE)
+            _overtake_nothing(connection, service)
+            connection.execute(sql.SQL(CREATE).format(**names))
+        else:
+            connection.execute(sql.SQL(DROP).format(**names))
+    except psycopg.errors.LockNotAvailable:
+        raise UsageError(
+            f"database {connection.info.dbname!r}: a transaction that writes to the outbox has not "
+            f"ended in {PATIENCE_SECONDS:g} s, and a route becomes local between two of them: "
+            "`saf doctor` names those that last long"
+        ) from None
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise UsageError(
+            f"database {connection.info.dbname!r}: a local route has a trigger at the outbox, "
+            f"which only the owner of schema saf makes and removes ({error.diag.message_primary})"
+        ) from None
+
+
+def _may_be_local(connection: psycopg.Connection[Any], service: str) -> None:
+    params = {"service": service}
+    for (what,) in fetch(connection, STANDS_FOR_OTHERS, params):
+        raise UsageError(f"{service!r} is a {what}: a local route is for one service's messages")
+    if not fetch(connection, LIVES_HERE, params):
+        raise UsageError(
+            f"service {service!r} does not live in database {connection.info.dbname!r}, and a "
+            f"local route leads nowhere else: `saf service create {service}` comes first"
+        )
+
+
+def _overtake_nothing(connection: psycopg.Connection[Any], service: str) -> None:
+    until = time.monotonic() + PATIENCE_SECONDS
+    while fetch(connection, LEFT, {"service": service})[0][0]:
+        if time.monotonic() > until:
+            raise UsageError(
+                f"messages for service {service!r} wait in the outbox of database "
+                f"{connection.info.dbname!r}, and local ones would overtake them: let `saf "
+                "forward` take them first (`saf status` and `saf parked` show them)"
+            )
+        time.sleep(PAUSE_SECONDS)
