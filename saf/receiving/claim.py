@@ -25,7 +25,8 @@ handed out more carefully (``allowance``; see `saf.receiving.retries`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import psycopg
@@ -51,6 +52,15 @@ PLAN_ONCE = """
 SET LOCAL jit = off; SET LOCAL plan_cache_mode = force_generic_plan;
 SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off
 """
+
+# The same within a transaction of the application's, whose own settings come back
+_SETTINGS = ("plan_cache_mode", "enable_seqscan", "enable_bitmapscan")
+REMEMBER = ", ".join(
+    f"set_config('saf.{name}', current_setting('{name}'), true)" for name in _SETTINGS
+)
+AS_BEFORE = "SELECT " + ", ".join(
+    f"set_config('{name}', current_setting('saf.{name}'), true)" for name in _SETTINGS
+)
 
 # Waits here, within a bound, for whoever has locked a table. Whoever asks for such a lock later
 # waits for this transaction. The rest of the transaction is the application's, with its own bounds;
@@ -181,6 +191,14 @@ has no effect on the transaction in which it is set.
 FIELDS = ("shard", "batch", "done", "open", "position", "allowance", "until", "cuts")
 
 
+@contextmanager
+def planned_once(connection: psycopg.Connection[Any]) -> Iterator[None]:
+    """Run a block whose statements are planned once, in a transaction that is the application's."""
+    connection.execute(f"SELECT {REMEMBER};{PLAN_ONCE}")
+    yield
+    connection.execute(AS_BEFORE)
+
+
 def begin(lock_seconds: float) -> str:
     """The statements that begin a transaction which claims shards; sent in one round trip."""
     return f"{BEGIN};{MEET.format(milliseconds=max(1, round(lock_seconds * 1000)))}"
@@ -208,7 +226,8 @@ def claim(
         "limit": limit,
         "only": only,
     }
-    return _hand(connection, reader, fetch(connection, CLAIM, params), limit, batch)
+    with planned_once(connection):
+        return _hand(connection, reader, fetch(connection, CLAIM, params), limit, batch)
 
 
 def claim_some(

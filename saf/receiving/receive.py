@@ -263,7 +263,8 @@ class Receiver(Trying):
 
     def _look(self) -> bool:
         """Look whether there is anything to be tried alone; if not, not again for a while."""
-        troubled = retries.troubled(self.link.raw, self.reader)
+        with claim.planned_once(self.link.raw):
+            troubled = retries.troubled(self.link.raw, self.reader)
         self._look_at = 0.0 if troubled else time.monotonic() + LOOK_SECONDS
         return troubled
 

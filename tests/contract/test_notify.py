@@ -66,7 +66,7 @@ def test_a_listening_worker_stops_as_soon_as_it_is_told_to(inbox: Dsn) -> None:
     with running(listening(inbox)):
         time.sleep(1)
         started = time.monotonic()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 4
 
 
 def test_to_listen_where_nobody_notifies_is_refused_with_the_command_that_lets_it(

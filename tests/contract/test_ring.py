@@ -323,20 +323,20 @@ def test_a_slot_that_someone_reads_is_skipped_in_time_and_no_writer_waits(
 
         found: list[Slot] = []
         purging = threading.Thread(
-            target=lambda: found.append(purge_now(connection, lock_timeout_seconds=2))
+            target=lambda: found.append(purge_now(connection, lock_timeout_seconds=5))
         )
         purging.start()
         wait_until_it_waits(writer)
         began = time.monotonic()
         send(writer, "meanwhile")
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 4
         assert purging.is_alive()
         purging.join()
         assert found[0].state == "locked"
 
         began = time.monotonic()
         assert purge_now(connection).state == "locked"
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 4
 
 
 def test_an_empty_slot_is_not_locked(app: Dsn) -> None:

@@ -24,7 +24,7 @@ from tests.pipeline import connect
 from tests.programs import BIN, configuration, environment, received, send
 from tests.waits import until
 
-LEASE_SECONDS = 3.0
+LEASE_SECONDS = 6.0
 SHARDS = 100
 OWNERS = """
 SELECT c.shard, m.name, c.epoch FROM saf.cursor c

@@ -194,7 +194,7 @@ def test_threads_share_the_work_and_stop_in_order(inbox: Dsn) -> None:
         while len(effects(inbox)) < 600:
             time.sleep(0.02)
         started = time.monotonic()
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 5
     assert by_key(inbox) == {f"k{key}": list(range(1, 21)) for key in range(1, 31)}
 
 
