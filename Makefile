@@ -46,7 +46,7 @@ docs: $(VENV)/.installed ## the documentation as a site, in build/site; opens fr
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build
 
 pages: $(VENV)/.installed ## the pages of the reference anew, from code, models and catalog
-	for page in cli settings python schema sql; do $(PY) -m tests.$${page}_page; done
+	for page in cli settings python schema sql metrics; do $(PY) -m tests.$${page}_page; done
 
 bench: $(VENV)/.installed ## the benchmarks, under 10 minutes; keep the machine quiet
 	$(PY) -m benchmarks.bench

@@ -19,6 +19,7 @@ import typer
 
 from saf.cli import (
     apply,
+    broker,
     contract,
     dead,
     demo,
@@ -31,7 +32,10 @@ from saf.cli import (
     grant,
     inbox,
     init,
+    members,
+    metrics,
     migrate,
+    outbox,
     parked,
     purge,
     rebase,
@@ -87,14 +91,18 @@ app.command("grant")(grant.command)
 app.add_typer(sender.app, name="sender")
 app.command("forward", epilog=in_words())(forward.command)
 app.command("status")(status.command)
+app.command("members")(members.command)
+app.command("metrics")(metrics.command)
 app.command("worker")(worker.command)
 app.command("dispatch")(dispatch.command)
 app.add_typer(endpoint.app, name="endpoint")
+app.add_typer(broker.app, name="broker")
 app.add_typer(route.app, name="route")
 app.add_typer(topic.app, name="topic")
 app.add_typer(router.app, name="router")
 app.add_typer(service.app, name="service")
 app.add_typer(subscription.app, name="subscription")
+app.add_typer(outbox.app, name="outbox")
 app.add_typer(inbox.app, name="inbox")
 app.add_typer(dialog.app, name="dialog")
 app.add_typer(contract.app, name="contract")

@@ -9,6 +9,7 @@ import typer
 
 from saf.cli.brokers import Config, stores
 from saf.cli.console import echo
+from saf.cli.metrics import Listen, Push, Textfile, published
 from saf.config import Settings, did_you_mean, load, load_signer
 from saf.database import check_schema, unavailable_if_lost
 from saf.dispatch.dispatcher import Dispatcher
@@ -37,6 +38,9 @@ def command(
             help="How long requests in flight may take after SIGTERM.",
         ),
     ] = STOP_SECONDS,
+    metrics: Listen = None,
+    metrics_textfile: Textfile = None,
+    metrics_push: Push = None,
     config: Config = None,
 ) -> None:
     """Send messages to the URLs of their endpoints.
@@ -57,7 +61,10 @@ def command(
 
     dispatchers = made(chosen(settings, names or []))
     find = (lambda: made(endpoints(settings))) if loop and not names else None
-    run(dispatchers, drain=not loop, find=find)
+    with published(
+        listen=metrics, textfile=metrics_textfile, push=metrics_push, job="saf-dispatch"
+    ):
+        run(dispatchers, drain=not loop, find=find)
     codes = set()
     for one in dispatchers:
         echo(f"{one.name}: {one.summary}")

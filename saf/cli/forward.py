@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from saf.cli import forecast
 from saf.cli.console import echo, plain_console
+from saf.cli.metrics import Listen, Push, Textfile, published
 from saf.cli.progress import ProgressBar
 from saf.config import Settings, load, with_options
+from saf.errors import UsageError
 from saf.operating.wording import at, counted
 from saf.signals import stop_on_signals
 
@@ -42,6 +45,13 @@ def command(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON, per cycle with --loop.")
     ] = False,
+    explained: Annotated[
+        bool,
+        typer.Option("--explain", help="Only say what would go where, by which route, and exit."),
+    ] = False,
+    metrics: Listen = None,
+    metrics_textfile: Textfile = None,
+    metrics_push: Push = None,
     remote: Annotated[str | None, typer.Option("--remote", hidden=True)] = None,
 ) -> None:
     """Forward what is pending in all outboxes.
@@ -51,13 +61,23 @@ def command(
     finish the chunk in hand.
     """
     settings = load(config)
+    if explained:
+        forecast.explain(settings, as_json=as_json)
+        return
+    if metrics is not None and not loop:
+        raise UsageError(
+            "--metrics serves those of a program that stays: say --loop too, or "
+            "--metrics-textfile or --metrics-push for a run that ends"
+        )
     if remote:
         os.environ["SPARK_REMOTE"] = remote  # as spark-submit does; it is refused in one place
     options = with_options(
         settings.forwarder, interval_seconds=interval, master=master, use_spark=spark
     )
     settings = settings.model_copy(update={"forwarder": options})
-    raise typer.Exit(run(settings, loop=loop, as_json=as_json))
+    with published(listen=metrics, textfile=metrics_textfile, push=metrics_push, job="saf-forward"):
+        code = run(settings, loop=loop, as_json=as_json)
+    raise typer.Exit(code)
 
 
 def run(settings: Settings, *, loop: bool, as_json: bool) -> int:

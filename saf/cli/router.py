@@ -13,8 +13,9 @@ import typer
 from saf.cli.brokers import AsJson, Config, Name, Round, Store, chosen, store
 from saf.cli.console import echo
 from saf.cli.listing import Listing
+from saf.cli.metrics import published
 from saf.cli.route import show_explanation
-from saf.cli.worker import StopTimeout, supervise
+from saf.cli.worker import StopTimeout, WorkersListen, listening, supervise
 from saf.config import load, load_keys, load_signer
 from saf.errors import ConfigurationError, UsageError
 from saf.message import Message
@@ -149,6 +150,7 @@ def serve(
     require_signed: Annotated[
         bool, typer.Option("--require-signed", help="Refuse what no key of saf.toml has signed.")
     ] = False,
+    metrics: WorkersListen = None,
     config: Config = None,
     broker: Store = None,
 ) -> None:
@@ -183,9 +185,15 @@ def serve(
         again += ["--listen"] if listen else []
         again += ["--require-signed"] if require_signed else []
         again += [] if stop_timeout is None else ["--stop-timeout", str(stop_timeout)]
-        supervise([sys.executable, "-m", "saf", *again], processes)
+        supervise(
+            [
+                [sys.executable, "-m", "saf", *again, *listening(metrics, number)]
+                for number in range(processes)
+            ]
+        )
         return
-    count = serving.run(drain=drain)
+    with published(listen=metrics):
+        count = serving.run(drain=drain)
     echo(f"{where}: router {service!r} has sent on {counted(count, 'message')}")
 
 

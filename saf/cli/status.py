@@ -15,7 +15,7 @@ from saf.cli.listing import Listing
 from saf.config import load
 from saf.errors import ranges
 from saf.operating.status import BrokerStatus, broker_status
-from saf.operating.wording import at
+from saf.operating.wording import age, at
 from saf.setaside.backoff import SHOWN
 from saf.setaside.dropped import Dropped
 
@@ -70,7 +70,7 @@ def _overview(known: dict[str, BrokerStatus]) -> Listing:
         listing.add(
             name,
             f"{status.pending:,}",
-            _age(status.oldest_pending_seconds),
+            age(status.oldest_pending_seconds),
             f"{status.parked:,}",
             f"{status.dead_letters:,}",
             below="; ".join(_map(status)),
@@ -100,23 +100,6 @@ def _by_shard(known: Mapping[str, BrokerStatus]) -> Listing:
                 str(shard.epoch),
                 f"{shard.batch}{' open' if shard.open else ''}",
                 f"{shard.pending:,}",
-                _age(shard.lag_seconds),
+                age(shard.lag_seconds),
             )
     return listing
-
-
-def _age(seconds: float | None) -> str:
-    """Return an age in its two leading units: people compare ages, they do not add them.
-
-    >>> _age(None), _age(7.2), _age(3671), _age(200000)
-    ('-', '7 s', '1 h 1 min', '2 d 7 h')
-    """
-    if seconds is None:
-        return "-"
-    left = round(seconds)
-    parts = []
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
-        count, left = divmod(left, size)
-        if count:
-            parts.append(f"{count} {unit}")
-    return " ".join(parts[:2]) or "0 s"

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from saf.cli.console import echo
+from saf.cli.metrics import Push, Textfile, nth, published
 from saf.errors import StopTimeout as StopTimedOut
 from saf.errors import UsageError
 from saf.receiving.loop import Loop
@@ -30,6 +31,15 @@ StopTimeout = Annotated[
     ),
 ]
 
+WorkersListen = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[HOST]:PORT",
+        help="Serve metrics there, at /metrics. Of several processes, each next one takes the next "
+        "port.",
+    ),
+]
+
 
 def command(
     which: Annotated[
@@ -38,11 +48,15 @@ def command(
             metavar="MODULE:WORKER", help="The saf.Worker or saf.Processors, to be imported."
         ),
     ],
+    *,
     processes: Annotated[int, typer.Option(min=1, help="How many; one that dies is replaced.")] = 1,
     drain: Annotated[
         bool, typer.Option("--drain", help="Handle what is there now, and exit.")
     ] = False,
     stop_timeout: StopTimeout = None,
+    metrics: WorkersListen = None,
+    metrics_textfile: Textfile = None,
+    metrics_push: Push = None,
 ) -> None:
     """Handle messages until SIGTERM or Ctrl-C.
 
@@ -55,9 +69,18 @@ def command(
     worker = find(which)
     if processes > 1 and not drain:
         again = [] if stop_timeout is None else ["--stop-timeout", str(stop_timeout)]
-        supervise([sys.executable, "-m", "saf", "worker", which, *again], processes)
+        if metrics_textfile or metrics_push:
+            raise UsageError("several processes serve metrics each by itself: say --metrics :PORT")
+        commands = [
+            [sys.executable, "-m", "saf", "worker", which, *again, *listening(metrics, number)]
+            for number in range(processes)
+        ]
+        supervise(commands)
         return
-    run(worker, drain=drain, stop_timeout=stop_timeout)
+    with published(
+        listen=metrics, textfile=metrics_textfile, push=metrics_push, job=f"saf-worker-{which}"
+    ):
+        run(worker, drain=drain, stop_timeout=stop_timeout)
 
 
 def run(worker: Loop, *, drain: bool, stop_timeout: float | None) -> None:
@@ -99,27 +122,34 @@ def find(which: str) -> Loop:
     return found
 
 
-def supervise(arguments: list[str], processes: int) -> None:
-    """Keep so many processes running until told to stop; then wait for their ends."""
+def listening(metrics: str | None, number: int) -> list[str]:
+    """The option of one of several processes, where any serves metrics."""
+    where = nth(metrics, number)
+    return [] if where is None else ["--metrics", where]
+
+
+def supervise(commands: list[list[str]]) -> None:
+    """Keep a process of each command running until told to stop; then wait for their ends."""
     stopping = threading.Event()
-    running: list[subprocess.Popen[bytes]] = []
+    running: dict[int, subprocess.Popen[bytes]] = {}
 
     def stop() -> None:
         stopping.set()
-        for process in running:
+        for process in [*running.values()]:
             process.terminate()
 
     with stop_on_signals(stop):
         while not stopping.is_set():
-            ended = [process.poll() for process in running if process.poll() is not None]
+            ended = [code for one in running.values() if (code := one.poll()) is not None]
             if UsageError.exit_code in ended:
                 stop()  # it has said why, and the next one would say the same
                 break
-            running[:] = [process for process in running if process.poll() is None]
-            while len(running) < processes and not stopping.is_set():
-                running.append(subprocess.Popen(arguments))  # noqa: S603 - this command itself
+            for number, command_ in enumerate(commands):
+                alive = number in running and running[number].poll() is None
+                if not alive and not stopping.is_set():
+                    running[number] = subprocess.Popen(command_)  # noqa: S603 - this command itself
             stopping.wait(AGAIN_SECONDS)
-        codes = [process.wait() for process in running]
+        codes = [process.wait() for process in running.values()]
     for code in (UsageError.exit_code, StopTimedOut.exit_code):
         if code in codes:
             raise typer.Exit(code)

@@ -36,6 +36,9 @@ PROBES = 3
 DOCTORS_LOCK_SECONDS = 2.0
 """The doctor's bound for a lock, in seconds: each of its many questions may meet the same lock."""
 
+METRICS_SECONDS = 5.0
+"""The exporter's bound for a statement, in seconds: whoever scrapes it waits for 10 s."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
@@ -60,6 +63,10 @@ class Bounds:
         limits = self._limits(lock, brief, idle=brief)
         if role == "doctor":
             limits = self._limits(min(lock, DOCTORS_LOCK_SECONDS), brief, idle=brief)
+        elif role == "metrics":
+            limits = self._limits(
+                min(lock, DOCTORS_LOCK_SECONDS), min(brief, METRICS_SECONDS), idle=brief
+            )
         elif role in AT_SOURCE:
             limits = self._limits(lock, brief, idle=min(lock, brief))
         elif role == "deliver":

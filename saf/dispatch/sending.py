@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable
 
 from saf.dispatch import envelope, replies
+from saf.dispatch.answers import Answer
 from saf.dispatch.envelope import Request
 from saf.dispatch.http import Client
 from saf.dispatch.judging import Judge
@@ -19,6 +20,8 @@ from saf.dispatch.settings import Endpoint
 from saf.dispatch.talking import Outcome
 from saf.dispatch.window import Window
 from saf.failpoints import fail_point
+from saf.metrics.declared import ANSWERS, DISPATCH_SECONDS, IN_FLIGHT
+from saf.metrics.process import count, observe
 from saf.received import Received
 from saf.setaside.isolation import of_messages, said
 
@@ -196,7 +199,7 @@ class Sender:
             self._judge.alone.discard(messages[0].message_id)
         if request is None:
             messages, request = self._prepared(messages)
-        answer = None if request is None else await self._client.post(request)
+        answer = None if request is None else await self._post(request)
         probing = any(message is self.probe for message in messages)
         if probing:
             self.probe = None
@@ -210,6 +213,17 @@ class Sender:
                 self._judge.answered(messages[0], answer)
         self.start()
         self._tell()
+
+    async def _post(self, request: Request) -> Answer:
+        endpoint = self._judge.name
+        count(IN_FLIGHT, 1, endpoint=endpoint)
+        try:
+            answer = await self._client.post(request)
+        finally:
+            count(IN_FLIGHT, -1, endpoint=endpoint)
+        count(ANSWERS, endpoint=endpoint, outcome=answer.meaning)
+        observe(DISPATCH_SECONDS, answer.seconds, endpoint=endpoint)
+        return answer
 
     def _prepared(self, messages: list[Received]) -> tuple[list[Received], Request | None]:
         """The request that messages become, and those that it holds.

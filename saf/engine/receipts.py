@@ -20,5 +20,11 @@ class Receipts:
             destination, Receipt(work=self._work, destination=destination)
         )
 
+    def stored(self, destination: str, rows: int, seconds: float) -> None:
+        """Note that a chunk of so many rows was stored in one transaction."""
+        receipt = self.of(destination)
+        receipt.chunk_seconds.add(seconds)
+        receipt.chunk_messages.add(rows)
+
     def __iter__(self) -> Iterator[Receipt]:
         return iter(self._by_destination.values())

@@ -7,6 +7,7 @@ rejects, and its neighbours are stored.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from time import perf_counter
 from uuid import UUID
 
 import pyarrow as pa
@@ -76,6 +77,7 @@ class Storing:
         set_aside.write_ahead(self.source_session)
         behind = self.lanes.services(name) if part.main else frozenset()
         chunk = replace(self._chunk(part), behind=behind)
+        began = perf_counter()
         try:
             stored = while_unavailable(
                 self.rules.attempts, lambda: self.destinations.store(part, chunk)
@@ -103,6 +105,7 @@ class Storing:
         else:
             self.receipts.of(name).messages += stored.messages
             self.receipts.of(name).dropped += stored.dropped
+            self._note(part, stored.messages, perf_counter() - began)
             lane = Lane(destination=name)
             if part.main and lane in self.lanes.untried:
                 self.lanes.untried.discard(lane)
@@ -116,6 +119,7 @@ class Storing:
         if not part.rows.num_rows:
             return
         chunk = self._chunk(part)
+        began = perf_counter()
         try:
             stored = self.destinations.store(part, chunk)
         except AnotherBroker as error:
@@ -129,6 +133,14 @@ class Storing:
             set_aside.bury(part.rows, name, "unavailable", str(error))
         else:
             self.receipts.of(name).messages += stored.messages
+            self._note(part, stored.messages, perf_counter() - began)
+
+    def _note(self, part: Part, messages: int, seconds: float) -> None:
+        """Note for the metrics that a part was stored."""
+        assert part.destination is not None  # noqa: S101 - it was stored there
+        self.receipts.stored(part.destination, part.rows.num_rows, seconds)
+        if "parked_id" in part.rows.column_names:
+            self.receipts.of(part.destination).retried += messages
 
     def not_stored(self, part: Part) -> pa.Table:
         """Ask its destination which messages of a part it has not stored before.

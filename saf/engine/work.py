@@ -9,6 +9,8 @@ from uuid import UUID, uuid4
 from saf.database import Dsn
 from saf.destinations.settings import DestinationSettings
 from saf.log.cursor import Batch
+from saf.metrics.declared import CHUNK_MESSAGES, CHUNK_SECONDS
+from saf.metrics.tally import Tally
 from saf.routing.matching import Routes
 from saf.setaside.parking import Backoff
 
@@ -92,6 +94,8 @@ class Receipt:
     work: int
     destination: str | None
     messages: int = 0
+    retried: int = 0
+    """Those of the messages that were parked before."""
     dropped: int = 0
     parked: int = 0
     dead: int = 0
@@ -106,3 +110,7 @@ class Receipt:
     error_kind: str | None = None
     """The class name of the error that ended the task early, or that a person has to mend."""
     error: str | None = None
+    chunk_seconds: Tally = field(default_factory=CHUNK_SECONDS.tally, compare=False)
+    """How long storing each chunk at the destination took."""
+    chunk_messages: Tally = field(default_factory=CHUNK_MESSAGES.tally, compare=False)
+    """How many messages each chunk had."""

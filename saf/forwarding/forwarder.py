@@ -26,6 +26,7 @@ from threading import Thread
 from saf.config import Settings
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import Fenced, JobFailed, SafError, Unavailable
+from saf.forwarding import reporting
 from saf.forwarding.broker import SourceBroker
 from saf.forwarding.meter import Meter, Progress
 from saf.forwarding.plan import plan, tasks_within
@@ -164,6 +165,7 @@ class Forwarder:
 
     def cycle(self) -> bool:
         """Forward what is pending now, once; return whether there was anything to do."""
+        began, before = time.monotonic(), self.summary.forwarded
         self._failed_job = None
         self._failed_at.clear()
         found = self.roster.visit(self.options.default_destination)
@@ -183,6 +185,7 @@ class Forwarder:
         else:
             self._work(found, room, cap=room if limited else None)
         self.roster.rest()
+        reporting.cycle(time.monotonic() - began, self.summary.forwarded - before)
         return True
 
     def _work(
@@ -316,6 +319,7 @@ class Forwarder:
     def _settle(
         self, work: Sequence[Work], receipts: Sequence[Receipt], whole: Mapping[str, int]
     ) -> None:
+        reporting.receipts(work, receipts)
         complete: dict[str, list[Work]] = {item.broker: [] for item in work}
         open_: dict[str, list[Work]] = {item.broker: [] for item in work}
         failed: set[str] = set()
@@ -412,6 +416,7 @@ class Forwarder:
         problem = {"broker": broker, "kind": kind, "error": error}
         if problem not in self.summary.problems:
             self.summary.problems.append(problem)
+            reporting.problem(broker, kind)
 
     def _leave(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from saf.config import Purge
 from saf.database import check_schema, unavailable_if_lost
 from saf.errors import SafError
+from saf.forwarding import reporting
 from saf.forwarding.broker import SourceBroker
 from saf.logger import Log
 from saf.operating.maintenance import purge_by_rules
@@ -53,7 +54,8 @@ class Purging:
                 broker.dsn.connect(role="purge", autocommit=True) as connection,
             ):
                 check_schema(connection)
-                purge_by_rules(connection, broker.dsn, self.rules)
+                outcome = purge_by_rules(connection, broker.dsn, self.rules)
+            reporting.purge(broker.name, outcome)
         except SafError as error:
             # not an error: a forwarder need not have the right to purge, and `saf purge` says why
             log.debug("not_purged", broker=broker.name, error=str(error))

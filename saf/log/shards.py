@@ -31,6 +31,8 @@ import psycopg
 
 from saf.database import fetch
 from saf.errors import Fenced
+from saf.metrics.declared import TAKEOVERS
+from saf.metrics.process import count
 
 DEFAULT_SHARDS = 64
 MAX_SHARDS = 1024
@@ -277,7 +279,9 @@ def living(connection: psycopg.Connection[Any], subscription_id: int) -> list[st
 
 def _forget_dead(connection: psycopg.Connection[Any], params: Mapping[str, Any]) -> None:
     connection.execute(TAKE_TURN, params)
-    connection.execute(FREE_DEAD, params)
+    freed = connection.execute(FREE_DEAD, params).rowcount
+    if freed > 0:
+        count(TAKEOVERS, freed)
     connection.execute(FORGET_DEAD, params)
 
 

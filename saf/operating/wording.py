@@ -23,3 +23,20 @@ def at(moment: datetime) -> str:
     '2026-01-31T12:00:07+00:00'
     """
     return moment.astimezone().isoformat(sep=" ", timespec="seconds")
+
+
+def age(seconds: float | None) -> str:
+    """Return an age in its two leading units: people compare ages, they do not add them.
+
+    >>> age(None), age(7.2), age(3671), age(200000)
+    ('-', '7 s', '1 h 1 min', '2 d 7 h')
+    """
+    if seconds is None:
+        return "-"
+    left = round(seconds)
+    parts = []
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        count, left = divmod(left, size)
+        if count:
+            parts.append(f"{count} {unit}")
+    return " ".join(parts[:2]) or "0 s"

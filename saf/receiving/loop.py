@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import psycopg
@@ -32,6 +33,8 @@ import psycopg
 from saf.errors import Refused, SafError, UsageError
 from saf.failpoints import fail_point
 from saf.logger import Log
+from saf.metrics.declared import FAILED_ATTEMPTS, RECEIVE_SECONDS, RECEIVED
+from saf.metrics.process import count, observe
 from saf.received import Received
 from saf.receiving.arrival import hook
 from saf.receiving.delivery import Delivery
@@ -233,17 +236,33 @@ class Loop(ABC):
     def _deliver(self, receiver: Receiver, wait_seconds: float) -> Delivery[Any]:
         """Handle one delivery and return it; it is empty if there was nothing."""
         raw = receiver.link.raw
+        began = None
         with (
             self._stopping.using(raw),
             receiver.delivery(wait_seconds, self._stopping.told) as delivery,
         ):
             if delivery:
+                began = perf_counter()
                 delivery.until(self._stopping.told)
                 with Savepoints(raw) as work:
                     self._handle(delivery, work)
         fail_point("receive_committed")
-        self.summary.add(delivery, receiver.buried())
+        buried = receiver.buried()
+        self.summary.add(delivery, buried)
+        self._report(delivery, buried, began)
         return delivery
+
+    def _report(self, delivery: Delivery[Any], buried: int, began: float | None) -> None:
+        """Count a delivery that has committed; it had no messages if it has not begun."""
+        if began is not None:
+            observe(RECEIVE_SECONDS, perf_counter() - began, subscription=self.subscription)
+        for outcome, messages in (
+            ("handled", delivery.handled),
+            ("parked", delivery.parked),
+            ("dead", delivery.buried + buried),
+        ):
+            if messages:
+                count(RECEIVED, messages, subscription=self.subscription, outcome=outcome)
 
     def _unhandled(
         self,
@@ -316,6 +335,7 @@ class Loop(ABC):
         if delivery.is_set_aside(message):
             return
         last = self.policy.gives_up(message.attempt, error)
+        count(FAILED_ATTEMPTS, subscription=self.subscription, last=str(last).lower())
         (log.error if last else log.warning)(
             "dead_letter" if last else "message_failed",
             subscription=self.subscription,

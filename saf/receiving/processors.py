@@ -53,6 +53,7 @@ from saf.receiving.receive import Receiver
 from saf.receiving.retries import Policy
 from saf.receiving.savepoints import Savepoints
 from saf.receiving.stopping import STOP_SECONDS
+from saf.receiving.timing import watched
 
 if TYPE_CHECKING:
     from saf.receiving.link import Engine
@@ -214,7 +215,7 @@ class Processors(Loop):
             call = partial(
                 self._call, handler, message, delivery.epoch(message), delivery.connection
             )
-            self._one(delivery, work, message, call)
+            self._one(delivery, work, message, watched(call, self.subscription))
 
     def _call(self, handler: Handler, message: Received, epoch: int, connection: Any) -> None:
         one = self._live.use(message, epoch, self.processor)

@@ -50,6 +50,7 @@ from saf.receiving.loop import Loop, OfUnhandled, log
 from saf.receiving.retries import Policy
 from saf.receiving.savepoints import Savepoints
 from saf.receiving.stopping import STOP_SECONDS
+from saf.receiving.timing import watched
 
 if TYPE_CHECKING:
     from saf.receiving.link import AsyncEngine, Engine, Link
@@ -215,7 +216,8 @@ class Worker(Loop):
         self._stopping.in_hand[threading.get_ident()] = still[:1]
         try:
             with work.piece():
-                self._do(partial(handler.call, still, delivery.connection))
+                call = partial(handler.call, still, delivery.connection)
+                self._do(watched(call, self.subscription, waits=handler.waits))
         except Exception as error:
             if work.raw.broken:
                 raise
@@ -257,6 +259,7 @@ class Worker(Loop):
             self._unhandled(delivery, work, message, self._handlers)
         else:
             call = handler.call_for(message, delivery.connection)
+            call = watched(call, self.subscription, waits=handler.waits)
             if self._event_loop is not None:
                 call = partial(self._do, call)
             self._one(delivery, work, message, call)
@@ -270,6 +273,7 @@ class Worker(Loop):
             handler = self._handlers.of(message)
             assert handler is not None  # noqa: S101 - they have handlers
             call = handler.call_for(message, delivery.connection)
+            call = watched(call, self.subscription, waits=handler.waits)
             calls.append(call)
             pieces.append(self._piece(delivery, work, message, partial(self._do, call)))
         self._stopping.in_hand[threading.get_ident()] = messages

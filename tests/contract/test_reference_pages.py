@@ -15,10 +15,10 @@ import saf
 from saf.cli import app as app_of_saf
 from saf.config import Settings, load
 from saf.database import Dsn
-from tests import cli_page, python_page, schema_page, settings_page
+from tests import cli_page, metrics_page, python_page, schema_page, settings_page
 from tests.programs import ROOT
 
-WRITTEN = [cli_page, settings_page, python_page]
+WRITTEN = [cli_page, settings_page, python_page, metrics_page]
 
 
 @pytest.mark.parametrize("one", WRITTEN, ids=lambda one: one.PAGE.name)

@@ -543,3 +543,82 @@ def test_a_pooler_where_the_server_should_be_is_an_error(app: Dsn, mom: Dsn) -> 
     (one,) = (one for one in found if one.check == "direct")
     assert (one.severity, one.where) == ("error", "broker 'app'")
     assert "connection pooler" in one.what
+
+
+# What grows old
+
+SPEAK = """
+WITH g AS (INSERT INTO saf.conversation_group DEFAULT VALUES RETURNING group_id)
+INSERT INTO saf.conversation (conversation_id, is_initiator, service, far_service, group_id,
+    send_sequence, changed_at, expires_at)
+SELECT gen_random_uuid(), true, 'orders', 'stock', group_id, 1, now() - interval '40 days',
+       %(expires)s::timestamptz FROM g
+"""
+
+
+def test_dialogs_that_nobody_ends_are_found(app: Dsn) -> None:
+    with connect(app) as connection:
+        connection.execute(SPEAK, {"expires": None})
+    severity, what, cure = the(diagnosis("dialogs_open_for_long", app, limits=Limits()))
+    assert severity == "warning"
+    assert "1 dialog of service 'orders' are open and silent, the longest for 40 d" in what
+    assert "saf dialog list --service orders" in cure
+    assert diagnosis("dialogs_expired", app) == []
+    execute(app, "UPDATE saf.conversation SET ended_here = true, ended_there = true")
+    assert diagnosis("dialogs_open_for_long", app, limits=Limits()) == []
+
+
+def test_dialogs_that_have_expired_without_a_receiver_are_found(app: Dsn) -> None:
+    with connect(app) as connection:
+        connection.execute(SPEAK, {"expires": "2026-01-01T00:00:00Z"})
+    severity, what, cure = the(diagnosis("dialogs_expired", app, limits=Limits()))
+    assert severity == "error"
+    assert "the lifetime of 1 dialog of service 'orders' is over" in what
+    assert "start the consumer of 'orders'" in cure
+    assert diagnosis("dialogs_open_for_long", app, limits=Limits()) == []
+
+
+def test_messages_that_wait_for_an_earlier_one_of_their_dialog_are_found(mom: Dsn) -> None:
+    with connect(mom) as connection:
+        create_service(connection, "stock")
+        connection.execute(
+            "INSERT INTO saf.parked (subscription_id, kind, subject, shard, id, to_service, body, "
+            "batch, position, conversation_id, parked_at) SELECT subscription_id, 'ahead', "
+            "c::text, 1, 1, 'stock', '', 1, 1, c, now() - interval '2 h' FROM saf.subscription, "
+            "gen_random_uuid() AS c WHERE name = 'stock'"
+        )
+    severity, what, cure = the(diagnosis("dialogs_blocked", mom, limits=Limits()))
+    assert severity == "error"
+    assert "subscription 'stock' has 1 message of 1 dialog that wait for an earlier one" in what
+    assert "for 2 h" in what
+    assert "saf dialog compare" in cure
+
+
+def test_what_a_broker_has_dropped_lately_is_found_by_reason(mom: Dsn) -> None:
+    with connect(mom) as connection:
+        create_service(connection, "stock")
+        connection.execute(
+            "INSERT INTO saf.dropped (subscription_id, shard, reason, messages, last_message_id, "
+            "last_at) SELECT subscription_id, 1, r, 3, gen_random_uuid(), t FROM saf.subscription, "
+            "(VALUES ('ended', now()), ('repeat', now()), ('expired', now() - interval '3 d')) "
+            "AS v (r, t) WHERE name = 'stock'"
+        )
+    severity, what, _ = the(diagnosis("dropped", mom))
+    assert severity == "warning"
+    assert "subscription 'stock' has dropped 3 messages since counting began, ended" in what
+
+
+def test_messages_for_another_broker_or_a_service_that_lives_elsewhere_are_found(mom: Dsn) -> None:
+    execute(mom, "INSERT INTO saf.inbox (to_service, body) VALUES ('elsewhere', '')")
+    assert diagnosis("misaddressed", mom) == [], "any service lives here"
+    with connect(mom) as connection:
+        create_service(connection, "stock", refuse_others=True)
+        connection.execute(
+            "INSERT INTO saf.inbox (to_service, to_broker, body) "
+            "VALUES ('stock', gen_random_uuid(), ''), ('stock', NULL, '')"
+        )
+    service, broker = diagnosis("misaddressed", mom)
+    assert "1 message in the inbox" in service.what
+    assert "for 'elsewhere', which does not live here" in service.what
+    assert "are for 'stock', at broker" in broker.what
+    assert "saf service create elsewhere" in service.cure

@@ -28,11 +28,21 @@ from saf.dispatch.running import run as run_dispatchers
 from saf.errors import ConfigurationError
 from saf.log import cursor
 from saf.log.shards import Member
-from saf.operating import decide
+from saf.operating import decide, outbox
+from saf.operating.forecast import forecast
+from saf.operating.identity import identity
+from saf.operating.members import memberships
 from saf.operating.status import broker_status
 from saf.receiving.inbox import inbox_status
 from saf.routing.routers import add_router
-from saf.routing.routes import add_route, add_topic, enable_route, remove_route, remove_topic
+from saf.routing.routes import (
+    NOTHING,
+    add_route,
+    add_topic,
+    enable_route,
+    remove_route,
+    remove_topic,
+)
 from saf.routing_service import RoutingService
 from saf.setaside import dead
 from saf.webhooks.event import Event
@@ -700,6 +710,12 @@ def test_an_operator_sees_the_state_of_things_and_mends_routes_and_what_was_set_
     with connect(granted(app, "operator")) as connection:
         status = broker_status(connection)
         assert (status.pending, status.parked, status.dead_letters) == (1, 0, 1)
+        assert [one.state for one in outbox.messages(connection, outbox.Wanted()).messages] == [
+            "pending"
+        ]
+        assert [one.backlog.messages for one in memberships(connection)] == [1]
+        assert forecast(connection, "mom", NOTHING).by_route() == {"the default destination": 1}
+        assert str(identity(connection).broker_id)
         connection.execute("SELECT system_identifier FROM pg_control_system()")
         connection.execute("TABLE saf.outbox_status")
         connection.execute("TABLE saf.watermark")

@@ -87,6 +87,8 @@ def config(app: Dsn, mom: Dsn, tmp_path: Path) -> Path:
             [HANDLE, ERROR],
         )
     forward(app, mom=mom)
+    with connect(app) as connection:
+        connection.execute("INSERT INTO saf.outbox (to_service, body) VALUES (%s, '')", (SERVICE,))
     with connect(mom) as connection:
         create_subscription(connection, SUBSCRIPTION, service=SERVICE)
         add(connection, ENDPOINT, URL, subscription=SUBSCRIPTION, settings={})
@@ -120,8 +122,16 @@ WHOLE = {
     ("purge", "--dry-run"): ["outbox", "ids are drawn from it"],
     ("reconcile",): ["lost", SERVICE, KEY],
     ("doctor",): ["checks:", "cure:"],
+    ("members",): [SUBSCRIPTION, "nobody: 64 (0-63)"],
+    ("broker", "list"): ["mom", "destination", "64"],
+    ("outbox", "list"): [SERVICE, KEY, "forwarded"],
+    ("outbox", "show", "1"): [SERVICE, KEY, "rejected"],
+    ("forward", "--explain"): [SERVICE, "knows no service"],
 }
-SEVERAL_TABLES = {("status",), ("status", "--shards"), ("reconcile",), ("doctor",)}
+SEVERAL_TABLES = {
+    *(("status",), ("status", "--shards"), ("reconcile",), ("doctor",)),
+    *(("outbox", "show", "1"), ("forward", "--explain")),
+}
 """Commands that show more than one table, or none."""
 LISTING = {"list", "status", "audit", "peek", "explain", "reconcile", "doctor", "purge"}
 """The names of commands that list something."""
@@ -195,6 +205,7 @@ def test_in_a_pipe_each_row_is_one_line_and_nothing_is_cut(
             "service list",
         ),
         *("subscription list", "parked list", "dead list", "dead audit", "dialog list"),
+        "outbox list",
     ],
 )
 def test_an_empty_list_says_so_in_one_way(tmp_path: Path, app: Dsn, mom: Dsn, command: str) -> None:

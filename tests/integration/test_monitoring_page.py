@@ -7,12 +7,13 @@ from pathlib import Path
 
 import psycopg
 import pytest
-import yaml
 
 from saf.database import Dsn
+from saf.metrics.declared import METRICS
 from tests.pages import blocks, page, prepared, shell
 from tests.pipeline import connect, forward
 from tests.programs import BIN, ROOT, run, send
+from tests.scraping import value
 
 SOURCE = "\n".join(file.read_text() for file in sorted((ROOT / "saf").rglob("*.py")))
 
@@ -27,27 +28,30 @@ def test_the_figures_to_watch_are_there_and_right(folder: Path, app: Dsn, mom: D
     send(app, 3)
     forward(app, mom=mom)
     send(app, 2)
-    script = "".join(blocks(page("monitoring.md"), "shell"))
+    script = "".join(blocks(page("monitoring.md"), "figures"))
     shell(script, folder, app, mom)
-    sources = (folder / "saf-status.prom").read_text()
-    assert 'saf_pending{broker="shop"} 2\n' in sources
-    assert re.search(r'saf_oldest_pending_seconds\{broker="shop"\} \d', sources)
-    stores = (folder / "saf-inbox.prom").read_text()
-    assert 'saf_unread{broker="mom",subscription="billing"} 3\n' in stores
+    figures = (folder / "saf.prom").read_text()
+    there = {"broker": "shop", "destination": "mom", "service": "billing"}
+    assert value(figures, "saf_pending_messages", **there) == 2
+    assert (value(figures, "saf_oldest_pending_seconds", **there) or 0) > 0
+    assert value(figures, "saf_unread_messages", broker="mom", subscription="billing") == 3
+    shell("".join(blocks(page("monitoring.md"), "shell")), folder, app, mom)
 
 
-def test_the_alerts_are_on_figures_that_the_page_writes() -> None:
-    groups = yaml.safe_load((ROOT / "examples" / "production" / "alerts.yaml").read_text())[
-        "groups"
-    ]
-    rules = [rule for group in groups for rule in group["rules"]]
-    written = set(
-        re.findall(r"print\(\"(saf_\w+)%s", "".join(blocks(page("monitoring.md"), "shell")))
-    )
-    assert len(rules) == len({rule["alert"] for rule in rules})
-    watched = {name for rule in rules for name in re.findall(r"\bsaf_\w+", rule["expr"])}
-    assert watched <= written
-    assert all({"summary", "do"} <= rule["annotations"].keys() for rule in rules)
+def test_the_metrics_that_the_page_names_are_declared() -> None:
+    names = {one.name for one in METRICS}
+    assert {*re.findall(r"`(saf_[a-z_]+)`", page("monitoring.md"))} <= names
+
+
+def test_the_commands_of_the_metrics_page_show_and_write_them(
+    folder: Path, app: Dsn, mom: Dsn
+) -> None:
+    send(app, 2)
+    said = shell("".join(blocks(page("metrics.md"), "shell")), folder, app, mom)
+    assert value(said.split("forwarded ")[0], "saf_up", broker="shop") == 1
+    ran = (folder / "saf-forward.prom").read_text()
+    to = {"broker": "shop", "destination": "mom"}
+    assert value(ran, "saf_forwarded_messages_total", **to) == 2
 
 
 @pytest.mark.slow

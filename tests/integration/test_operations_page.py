@@ -35,6 +35,15 @@ def test_the_commands_of_the_operations_page_make_roles(folder: Path, app: Dsn, 
     assert mine["saf_forward"] in said
 
 
+def test_the_commands_of_the_operations_page_look(folder: Path, app: Dsn, mom: Dsn) -> None:
+    (script,) = blocks(page("operations.md"), "views")
+    send(app, 2)
+    said = shell(script, folder, app, mom)
+    assert "the default destination" in said
+    assert "nobody: 64 (0-63)" in said
+    assert "pending" in said
+
+
 def test_the_commands_of_the_operations_page_purge(folder: Path, app: Dsn, mom: Dsn) -> None:
     (script,) = blocks(page("operations.md"), "purge")
     send(app, 2)

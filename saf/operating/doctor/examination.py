@@ -15,6 +15,13 @@ from saf.database import HAS_SCHEMA, Dsn, refusal
 from saf.database.refusal import SILENT
 from saf.errors import ConfigurationError, Refused, Unavailable
 from saf.fleets import Candidate, ask_all
+from saf.operating.doctor.ageing import (
+    dialogs_blocked,
+    dialogs_expired,
+    dialogs_open_for_long,
+    dropped,
+    misaddressed,
+)
 from saf.operating.doctor.broker import (
     constraints,
     dead_letters,
@@ -72,6 +79,11 @@ BROKER: tuple[Check, ...] = (
     endpoints,
     dead_letters,
     dialogs_set_back,
+    dialogs_open_for_long,
+    dialogs_expired,
+    dialogs_blocked,
+    dropped,
+    misaddressed,
 )
 """Checks that need the schema."""
 

@@ -20,6 +20,8 @@ LONG_SECONDS = 300.0
 """The age in seconds from which on a transaction counts as long."""
 STUCK_SECONDS = 600.0
 """The age in seconds from which on a message that nobody takes up counts as left lying."""
+OLD_SECONDS = 30 * 86400.0
+"""How long, in seconds, nothing is said in a dialog before it is reported as forgotten."""
 HELD_SECONDS = 10.0
 """The age in seconds from which on a lock on our tables is reported, though nobody waits."""
 WAITED_SECONDS = 1.0
@@ -45,6 +47,7 @@ class Limits:
 
     long_seconds: float = LONG_SECONDS
     stuck_seconds: float = STUCK_SECONDS
+    old_seconds: float = OLD_SECONDS
     skew_seconds: float = SKEW_SECONDS
     held_seconds: float = HELD_SECONDS
     waited_seconds: float = WAITED_SECONDS

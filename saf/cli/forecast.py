@@ -1,0 +1,53 @@
+"""``saf forward --explain``: what a run would do now."""
+
+from __future__ import annotations
+
+import json
+
+from saf.cli import parked
+from saf.cli.brokers import Round, chosen
+from saf.cli.console import echo
+from saf.cli.listing import Listing
+from saf.config import Settings
+from saf.operating.forecast import forecast
+from saf.operating.wording import at, counted
+
+
+def explain(settings: Settings, *, as_json: bool) -> None:
+    """Print what a run would do at each source."""
+    default, declared = settings.forwarder.default_destination, settings.declared
+    round_ = Round(chosen(settings, None))
+    found = round_.visit("forecast", lambda connection, _: forecast(connection, default, declared))
+    if as_json:
+        rows = [{"broker": name, **one.as_dict()} for name, one in found.items()]
+        echo(json.dumps({"brokers": rows, "errors": round_.errors()}))
+        round_.finish(say=False)
+        return
+    listing = Listing(
+        "broker", "messages", "service", "to broker", "goes to", "oldest", below="how"
+    )
+    for name, one in found.items():
+        for some in one.going:
+            about = "" if one.exact else "about "
+            since = at(some.oldest) if some.oldest else ""
+            listing.add(
+                name, f"{about}{some.messages:,}", some.service, some.to_broker or "",
+                ", ".join(some.way.destinations) or "nowhere", since, below=some.way.how,
+            )  # fmt: skip
+    listing.show()
+    by_route = Listing("broker", "messages", "route")
+    for name, one in found.items():
+        for route, messages in one.by_route().items():
+            by_route.add(name, f"{messages:,}", route)
+    if any(one.by_route() for one in found.values()):
+        by_route.show()
+    if any(one.lanes for one in found.values()):
+        parked.listing({name: one.waiting for name, one in found.items()}).show()
+    for name, one in found.items():
+        due = sum(lane.due for lane in one.lanes)
+        if one.waiting.lanes:
+            echo(
+                f"{name}: {counted(one.waiting.messages, 'message')} parked in "
+                f"{counted(one.waiting.lanes, 'lane')}, of which {due} would be tried first"
+            )
+    round_.finish(say=True)

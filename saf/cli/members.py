@@ -1,0 +1,98 @@
+"""``saf members``: who has which shards of each subscription, and how far it lags."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated
+
+import typer
+
+from saf.cli.brokers import AsJson, Config, Round, Where, everywhere
+from saf.cli.console import echo
+from saf.cli.listing import Listing
+from saf.config import load
+from saf.errors import UsageError, ranges
+from saf.operating.members import Membership, memberships
+from saf.operating.wording import age, at
+
+
+def command(
+    subscription: Annotated[
+        str | None, typer.Option(help="Only this one, of either log. Default: all.")
+    ] = None,
+    *,
+    config: Config = None,
+    broker: Where = None,
+    shards: Annotated[bool, typer.Option("--shards", help="Also each shard by itself.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show who has which shards of each subscription, and its lag.
+
+    That is for both logs of all brokers and destinations. Forwarders, processors and dispatchers
+    own shards. Workers own none: they lock those of a delivery. How much is left is an estimate
+    where a shard has more than 1,000 messages; the lag is not.
+    """
+    round_ = Round(everywhere(load(config), broker))
+    asked = round_.visit("members", lambda connection, _: memberships(connection))
+    known = {
+        name: [one for one in some if subscription in (None, one.backlog.subscription)]
+        for name, some in asked.items()
+    }
+    if subscription is not None and asked and not any(known.values()):
+        names = sorted({one.backlog.subscription for some in asked.values() for one in some})
+        raise UsageError(f"--subscription {subscription}: there is none, only {', '.join(names)}")
+    if as_json:
+        rows = [
+            {"broker": name, **one.as_dict(shards=shards)}
+            for name, some in known.items()
+            for one in some
+        ]
+        echo(json.dumps({"subscriptions": rows, "errors": round_.errors()}))
+    else:
+        _overview(known).show()
+        if shards:
+            _by_shard(known).show()
+    round_.finish(say=not as_json)
+
+
+def _overview(known: Mapping[str, Sequence[Membership]]) -> Listing:
+    listing = Listing(
+        *("broker", "log", "subscription", "left", "lag"), below="members and their shards"
+    )
+    for name, some in known.items():
+        for one in some:
+            backlog = one.backlog
+            listing.add(
+                name, backlog.log, backlog.subscription,
+                f"{'' if backlog.exact else 'about '}{backlog.messages:,}",
+                age(one.lag_seconds(backlog.oldest)), below="; ".join(_map(one)),
+            )  # fmt: skip
+    return listing
+
+
+def _map(one: Membership) -> Iterator[str]:
+    held = one.held
+    for member in one.members:
+        mine = held.get(member.name, [])
+        which = f" ({ranges(mine)})" if mine else ""
+        lease = f"{member.lease_seconds:.0f} s" if member.lease_seconds > 0 else "over"
+        stopping = ", stopping" if member.stopping else ""
+        since = f"since {at(member.joined_at)}"
+        yield f"{member.name}: {len(mine)}{which}, lease {lease}, {since}{stopping}"
+    if free := held.get(None):
+        yield f"nobody: {len(free)} ({ranges(free)})"
+
+
+def _by_shard(known: Mapping[str, Sequence[Membership]]) -> Listing:
+    listing = Listing("broker", "subscription", "shard", "owner", "epoch", "batch", "left", "lag")
+    for name, some in known.items():
+        for one in some:
+            for row in one.backlog.shards:
+                part = one.backlog.by_shard[row.shard]
+                listing.add(
+                    name, row.subscription, str(row.shard), row.owner or "-", str(row.epoch),
+                    f"{row.batch}{' open' if row.open is not None else ''}",
+                    f"{round(part.messages):,}", age(one.lag_seconds(part.oldest)),
+                )  # fmt: skip
+    return listing

@@ -1,0 +1,196 @@
+"""``saf metrics``: the figures of all brokers for Prometheus; and what other commands publish."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from saf.cli.brokers import Config, Where, everywhere
+from saf.cli.console import echo
+from saf.config import Broker, Settings, load
+from saf.errors import ConfigurationError, SafError, Unavailable, UsageError
+from saf.fleets import Listing
+from saf.logger import Log
+from saf.metrics import process, prometheus
+from saf.operating.figures import asker
+from saf.operating.watch import Watch
+from saf.signals import stop_on_signals
+
+REFRESH_SECONDS = 60.0
+"""How often fleets are asked who belongs to them."""
+WRITE_SECONDS = 15.0
+"""How often a program that stays writes its file."""
+
+log = Log("saf.metrics")
+
+Listen = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[HOST]:PORT", help="Serve metrics there while it runs, at /metrics, such as :9464."
+    ),
+]
+Textfile = Annotated[
+    Path | None,
+    typer.Option(help="Write metrics to this file, for the node exporter: name it ….prom."),
+]
+Push = Annotated[
+    str | None, typer.Option(metavar="URL", help="Push metrics to this pushgateway at the end.")
+]
+
+
+def command(
+    *,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST]:PORT", help="Stay, and serve them at /metrics there, such as :9464."
+        ),
+    ] = None,
+    textfile: Textfile = None,
+    push: Annotated[
+        str | None, typer.Option(metavar="URL", help="Push them to this pushgateway.")
+    ] = None,
+    config: Config = None,
+    broker: Where = None,
+) -> None:
+    """Show figures of all brokers and destinations to Prometheus.
+
+    Without an option they are printed once. A broker that does not answer has saf_up 0, and the
+    others are shown. The cost has a bound, whatever is pending. docs/metrics.md says what each
+    means. Exit codes: 75 if a broker does not answer, unless they are served.
+    """
+    settings = load(config)
+    watch = Watch(_Places(settings, broker), asker(settings))
+    try:
+        if listen is not None:
+            _serve(watch, listen)
+            return
+        taken = watch.take()
+        if textfile is not None:
+            prometheus.write(lambda: taken, textfile)
+        if push is not None:
+            prometheus.push(lambda: taken, push, "saf")
+        if textfile is None and push is None:
+            echo(prometheus.page(lambda: taken).rstrip("\n"), lines=True)
+        for name, why in watch.down.items():
+            echo(f"saf: broker {name!r}: {why}", err=True)
+        if watch.down:
+            raise typer.Exit(Unavailable.exit_code)
+    finally:
+        watch.close()
+
+
+def _serve(watch: Watch, listen: str) -> None:
+    stopping = threading.Event()
+    close = prometheus.serve(watch.take, listen)
+    with stop_on_signals(stopping.set):
+        echo(f"metrics are served at {listen}, until SIGTERM or Ctrl-C", err=True)
+        stopping.wait()
+    close()
+
+
+class _Places:
+    """The brokers of saf.toml; fleets are asked again from time to time."""
+
+    def __init__(self, settings: Settings, name: str | None) -> None:
+        self._settings = settings
+        self._name = name
+        self._known: Mapping[str, Broker] = {}
+        self._asked_at = float("-inf")
+
+    def __call__(self) -> Mapping[str, Broker]:
+        if time.monotonic() - self._asked_at > REFRESH_SECONDS:
+            found = everywhere(self._settings, self._name)
+            if isinstance(found, Listing):
+                for fleet, error in found.problems:
+                    log.warning("fleet_not_listed", fleet=fleet, error=str(error))
+                gone = {fleet for fleet, _ in found.problems}
+                kept = {n: b for n, b in self._known.items() if n.partition("/")[0] in gone}
+                self._known = {**kept, **found.brokers}
+            else:
+                self._known = found
+            self._asked_at = time.monotonic()
+        return self._known
+
+
+@contextmanager
+def published(
+    *,
+    listen: str | None = None,
+    textfile: Path | None = None,
+    push: str | None = None,
+    job: str = "saf",
+) -> Iterator[None]:
+    """Publish what this process does while a block runs; without any of these, count nothing.
+
+    A file is written every `WRITE_SECONDS` and at the end; a push comes at the end. If one of them
+    fails then, that is logged, because what the block has done is done.
+
+    Raises:
+        UsageError: it cannot be served at ``listen``, or packages are missing.
+        ConfigurationError: the file cannot be written.
+    """
+    if listen is None and textfile is None and push is None:
+        yield
+        return
+    store = process.switch_on()
+    ends: list[Callable[[], None]] = []
+    if listen is not None:
+        ends.append(prometheus.serve(store.samples, listen))
+    if textfile is not None:
+        prometheus.write(store.samples, textfile)
+        ends.append(_writing(store, textfile))
+    if push is not None:
+        prometheus.registry(store.samples)
+        ends.append(lambda: prometheus.push(store.samples, push, job))
+    try:
+        yield
+    finally:
+        for end in ends:
+            try:
+                end()
+            except SafError as error:
+                log.warning("metrics_not_published", error=str(error))
+        process.switch_off()
+
+
+def _writing(store: process.Store, file: Path) -> Callable[[], None]:
+    """Write the file now and then, in a thread; return what writes it the last time."""
+    over = threading.Event()
+
+    def write() -> None:
+        while not over.wait(WRITE_SECONDS):
+            try:
+                prometheus.write(store.samples, file)
+            except ConfigurationError as error:
+                log.warning("metrics_not_published", error=str(error))
+
+    thread = threading.Thread(target=write, name="saf-metrics", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        over.set()
+        thread.join()
+        prometheus.write(store.samples, file)
+
+    return end
+
+
+def nth(listen: str | None, number: int) -> str | None:
+    """Return the address of one of several processes of a machine: each has a port of its own.
+
+    >>> nth(":9464", 0), nth("localhost:9464", 2), nth(None, 1)
+    (':9464', 'localhost:9466', None)
+    """
+    if listen is None:
+        return None
+    _, port = prometheus.address(listen)
+    if port == 0 or port + number > 65535:  # noqa: PLR2004 - the last port
+        raise UsageError(f"--metrics {listen}: process {number} has no port after it")
+    return f"{listen.rpartition(':')[0]}:{port + number}"

@@ -1,0 +1,163 @@
+"""``saf outbox``: the messages of an outbox, by state, service, key and age."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+from uuid import UUID
+
+import typer
+
+from saf.cli.brokers import AsJson, Config, Name, Round, Since, Until, chosen
+from saf.cli.console import echo, write
+from saf.cli.listing import Listing
+from saf.config import load
+from saf.errors import UsageError
+from saf.operating import outbox
+from saf.operating.outbox import SECONDS, STATES, Details, Page, Wanted
+from saf.operating.wording import at
+
+app = typer.Typer(no_args_is_help=True, help="The messages that were sent, and how far they are.")
+
+State = Annotated[str | None, typer.Option(help=f"One of {', '.join(STATES)}. Default: all.")]
+Timeout = Annotated[
+    float, typer.Option(min=0.1, metavar="SECONDS", help="How long a statement may take.")
+]
+Key = Annotated[
+    str | None,
+    typer.Option(help="Only those with this key. It says the shard, so it makes this quick."),
+]
+
+
+@app.command("list")
+def list_(
+    *,
+    config: Config = None,
+    broker: Name = None,
+    state: State = None,
+    service: Annotated[str | None, typer.Option(help="Only those for this service.")] = None,
+    key: Key = None,
+    since: Since = None,
+    until: Until = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Per broker, at most.")] = 100,
+    after: Annotated[
+        str | None, typer.Option(metavar="END", help="Go on where the page before has ended.")
+    ] = None,
+    timeout: Timeout = SECONDS,
+    as_json: AsJson = False,
+) -> None:
+    """Show the messages of the outboxes, a page at a time.
+
+    The oldest transactions come first; of what is parked or dead, what was set aside first. Purged
+    messages are gone. Nothing is counted, and a page reads little, however long the log is.
+    """
+    if state is not None and state not in STATES:
+        raise UsageError(f"--state {state}: the states are {', '.join(STATES)}")
+    round_ = Round(chosen(load(config), broker))
+    if after is not None and len(round_.brokers) != 1:
+        raise UsageError("--after goes on in one outbox: which one? Say --broker NAME")
+    wanted = Wanted(state=state, service=service, key=key, since=since, until=until)
+    found = round_.visit(
+        "outbox",
+        lambda connection, _: outbox.messages(
+            connection, wanted, after=after, limit=limit, seconds=timeout
+        ),
+    )
+    if as_json:
+        rows = [
+            {"broker": name, **one.as_dict()}
+            for name, page in found.items()
+            for one in page.messages
+        ]
+        ends = {name: page.next for name, page in found.items()}
+        echo(json.dumps({"messages": rows, "next": ends, "errors": round_.errors()}))
+    else:
+        _listing(found).show()
+        for name, page in found.items():
+            if page.next is not None:
+                echo(f"{name}: go on with --broker {name} --after {page.next}")
+    round_.finish(say=not as_json)
+
+
+@app.command()
+def show(
+    which: Annotated[
+        str, typer.Argument(metavar="ID", help="As `saf outbox list` shows it, or a message id.")
+    ],
+    *,
+    config: Config = None,
+    broker: Name = None,
+    key: Annotated[
+        str | None, typer.Option(help="Of the message: a message id is found sooner with it.")
+    ] = None,
+    body: Annotated[
+        bool, typer.Option("--body", help="Write its body to standard output, and nothing else.")
+    ] = False,
+    timeout: Timeout = SECONDS,
+    as_json: AsJson = False,
+) -> None:
+    """Show one message of an outbox: where it is, and why it waits.
+
+    A message id is looked for in all outboxes; with an id, say --broker.
+    """
+    number = _number(which)
+    round_ = Round(chosen(load(config), broker))
+    if isinstance(number, int) and len(round_.brokers) > 1:
+        raise UsageError("ids are a broker's own: which one? Say --broker NAME")
+    asked = round_.visit(
+        "outbox",
+        lambda connection, _: outbox.details(connection, number, key=key, seconds=timeout),
+    )
+    found = {name: one for name, one in asked.items() if one is not None}
+    if asked and not found and not round_.failed:
+        raise UsageError(f"there is no message {which} in the outbox; purged messages are gone")
+    if body:
+        for name, one in found.items():
+            _write_body(Round({name: round_.brokers[name]}), one.message.id)
+    elif as_json:
+        rows = [{"broker": name, **one.as_dict()} for name, one in found.items()]
+        echo(json.dumps({"messages": rows, "errors": round_.errors()}))
+    else:
+        for name, one in found.items():
+            _show(name, one)
+    round_.finish(say=not (as_json or body))
+
+
+def _number(which: str) -> int | UUID:
+    if which.isascii() and which.isdigit() and len(which) <= 18:  # noqa: PLR2004 - a bigint's digits
+        return int(which)
+    try:
+        return UUID(which)
+    except ValueError:
+        raise UsageError(
+            f"{which!r} is neither an id, as `saf outbox list` shows it, nor a message id"
+        ) from None
+
+
+def _write_body(round_: Round, id_: int) -> None:
+    for body in round_.visit("outbox", lambda connection, _: outbox.body(connection, id_)).values():
+        write(body or b"")
+
+
+def _listing(found: dict[str, Page]) -> Listing:
+    listing = Listing(
+        *("broker", "id", "message id", "state", "service", "key", "type", "bytes", "created"),
+        below="waits for",
+    )
+    for name, page in found.items():
+        for one in page.messages:
+            waits = f"{one.destination}: {one.error or ''}" if one.destination else one.error
+            listing.add(
+                name, str(one.id), str(one.message_id), one.state, one.service, one.key or "",
+                one.message_type or "", f"{one.bytes:,}", at(one.created_at), below=waits or "",
+            )  # fmt: skip
+    return listing
+
+
+def _show(broker: str, one: Details) -> None:
+    listing = Listing("what", "is")
+    for name, value in {"broker": broker, **one.as_dict()}.items():
+        if value not in (None, [], ()) and name not in ("destination", "error"):
+            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            listing.add(name, shown)
+    listing.show()

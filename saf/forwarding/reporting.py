@@ -1,0 +1,54 @@
+"""Reporting: what a forwarder counts for the metrics of its process, from receipts of its tasks.
+
+Tasks may run on other machines, and count nothing there: their receipts say it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from saf.engine.work import Receipt, Work
+from saf.errors import Fenced
+from saf.metrics import declared as m
+from saf.metrics.process import count, counting, observe
+from saf.operating.maintenance import Outcome
+
+
+def receipts(work: Sequence[Work], found: Sequence[Receipt]) -> None:
+    """Count what the tasks of a cycle have done."""
+    if not counting():
+        return
+    for receipt in found:
+        broker = work[receipt.work].broker
+        if receipt.error_kind == Fenced.__name__:
+            count(m.FENCED, broker=broker)
+        for state, messages in (("parked", receipt.parked), ("dead", receipt.dead)):
+            if messages:
+                count(m.SET_ASIDE, messages, broker=broker, state=state)
+        if receipt.destination is None:
+            continue
+        labels = {"broker": broker, "destination": receipt.destination}
+        count(m.FORWARDED, receipt.messages, **labels)
+        count(m.RETRIED, receipt.retried, **labels)
+        count(m.REPEATED, receipt.dropped, **labels)
+        observe(m.CHUNK_SECONDS, receipt.chunk_seconds, destination=receipt.destination)
+        observe(m.CHUNK_MESSAGES, receipt.chunk_messages, destination=receipt.destination)
+
+
+def cycle(seconds: float, messages: int) -> None:
+    """Count a cycle in which there was something to do."""
+    observe(m.CYCLES, seconds)
+    observe(m.CYCLE_MESSAGES, messages)
+
+
+def problem(broker: str, kind: str) -> None:
+    """Count what has gone wrong."""
+    count(m.PROBLEMS, broker=broker, kind=kind)
+
+
+def purge(broker: str, outcome: Outcome) -> None:
+    """Count what a purge of a broker has done."""
+    for slot in outcome.slots:
+        if slot.state == "purged":
+            count(m.PURGED_SLOTS, broker=broker, log=slot.log)
+            count(m.PURGED, slot.messages or 0, broker=broker, log=slot.log)

@@ -1,0 +1,278 @@
+"""Every metric of saf: its name, kind, unit and labels, and what it says.
+
+Names follow Prometheus: a unit at the end, `_total` for what only rises. No label has a key, an id
+or a text that a sender chooses, but for the service, of which only the busiest are named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from saf.metrics.tally import Tally
+
+SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0),
+)
+MESSAGES = (1.0, 10.0, 100.0, 1_000.0, 10_000.0, 50_000.0, 100_000.0, 1_000_000.0)
+
+Origin = Literal["database", "forwarder", "worker", "dispatcher", "purge"]
+"""Who knows it: a broker's database, or a process that counts what it does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """One metric."""
+
+    name: str
+    kind: Literal["gauge", "counter", "histogram"]
+    origin: Origin
+    labels: tuple[str, ...]
+    help: str
+    bounds: tuple[float, ...] = ()
+    """Of a histogram: its steps."""
+
+    @property
+    def unit(self) -> str:
+        """What a value of it counts."""
+        name = self.name.removesuffix("_total")
+        known = ("seconds", "messages", "slots", "shards")
+        return next((unit for unit in known if name.endswith(f"_{unit}")), "")
+
+    def tally(self) -> Tally:
+        """Return an empty tally of this histogram."""
+        return Tally(self.bounds)
+
+
+def _gauge(name: str, labels: str, text: str, origin: Origin = "database") -> Metric:
+    return Metric(name=name, kind="gauge", origin=origin, labels=tuple(labels.split()), help=text)
+
+
+def _counter(name: str, origin: Origin, labels: str, text: str) -> Metric:
+    return Metric(name=name, kind="counter", origin=origin, labels=tuple(labels.split()), help=text)
+
+
+def _histogram(
+    name: str, origin: Origin, labels: str, text: str, bounds: tuple[float, ...] = SECONDS
+) -> Metric:
+    return Metric(
+        name=name,
+        kind="histogram",
+        origin=origin,
+        labels=tuple(labels.split()),
+        help=text,
+        bounds=bounds,
+    )
+
+
+# What the database of a broker says of itself
+
+UP = _gauge("saf_up", "broker", "Whether the broker has answered all questions: 1 or 0.")
+READ_SECONDS = _gauge("saf_read_seconds", "broker", "How long its answers took.")
+PENDING = _gauge(
+    "saf_pending_messages",
+    "broker destination service",
+    "Messages of the outbox that are committed and not forwarded yet, by where the routes lead "
+    "now: `(none)` without a route, `(several)` for a topic or a share, `(router)` for a router. "
+    "Counted up to 1,000 in each shard, estimated beyond.",
+)
+OLDEST_PENDING = _gauge(
+    "saf_oldest_pending_seconds",
+    "broker destination service",
+    "The age of the oldest of them; no value if there is none.",
+)
+UNREAD = _gauge(
+    "saf_unread_messages",
+    "broker subscription",
+    "Messages of the inbox that a subscription has neither handled nor set aside. Counted as those "
+    "of the outbox.",
+)
+LAG = _gauge(
+    "saf_subscription_lag_seconds",
+    "broker log subscription",
+    "How long the oldest message that a subscription of either log has not completed has been in "
+    "the log; 0 if there is none.",
+)
+PARKED = _gauge(
+    "saf_parked_messages",
+    "broker subscription destination kind",
+    "Messages that wait in lanes, by what they wait for. Counted up to 100,000, estimated beyond.",
+)
+OLDEST_PARKED = _gauge(
+    "saf_parked_lane_seconds",
+    "broker subscription destination kind",
+    "For how long the lane that has waited longest has had messages.",
+)
+ATTEMPTS = _gauge(
+    "saf_most_attempts",
+    "broker subscription destination kind",
+    "How often the lane that was tried most was tried in vain.",
+)
+DEAD = _gauge(
+    "saf_dead_letters",
+    "broker subscription reason",
+    "Messages that wait for a person. Counted up to 100,000.",
+)
+DROPPED = _counter(
+    "saf_dropped_messages_total",
+    "database",
+    "broker subscription reason",
+    "Messages of dialogs that a subscription took and handed to nobody, because nobody misses "
+    "them.",
+)
+MEMBERS = _gauge(
+    "saf_members",
+    "broker log subscription",
+    "Live members of a subscription: forwarders, processors, dispatchers. Workers are none.",
+)
+UNOWNED = _gauge(
+    "saf_unowned_shards", "broker log subscription", "Shards of a subscription that no member owns."
+)
+SLOTS = _gauge(
+    "saf_ring_used_slots",
+    "broker log",
+    "Slots of the log's ring that hold messages, of eight. If all do, the ring has come round.",
+)
+OLDEST_TRANSACTION = _gauge(
+    "saf_oldest_transaction_seconds",
+    "broker",
+    "The age of the oldest open or prepared transaction in the broker's database: what it has sent "
+    "is in no batch, and no purge or vacuum passes it.",
+)
+ENDPOINTS = _gauge(
+    "saf_endpoint_state",
+    "broker endpoint state",
+    "1 for the state that an endpoint is in: closed (it is up), open (down), disabled or paused.",
+)
+DESTINATIONS = _gauge(
+    "saf_destination_state",
+    "broker destination state",
+    "1 for the state of a destination as this source has seen it last: up, down, or waiting: "
+    "messages wait for it, and it has not failed since.",
+)
+
+# What a forwarder has done
+
+FORWARDED = _counter(
+    "saf_forwarded_messages_total",
+    "forwarder",
+    "broker destination",
+    "Messages that were stored at a destination.",
+)
+RETRIED = _counter(
+    "saf_retried_messages_total",
+    "forwarder",
+    "broker destination",
+    "Those of them that had been parked before, or that a person has sent again.",
+)
+REPEATED = _counter(
+    "saf_repeated_messages_total",
+    "forwarder",
+    "broker destination",
+    "Messages that were sent again after a crash or a lost answer, and dropped by a watermark.",
+)
+SET_ASIDE = _counter(
+    "saf_set_aside_messages_total",
+    "forwarder",
+    "broker state",
+    "Messages that were set aside: parked, or dead.",
+)
+CYCLES = _histogram(
+    "saf_cycle_seconds", "forwarder", "", "Durations of cycles in which there was something to do."
+)
+CYCLE_MESSAGES = _histogram(
+    "saf_cycle_messages", "forwarder", "", "Messages forwarded by such a cycle.", MESSAGES
+)
+CHUNK_SECONDS = _histogram(
+    "saf_chunk_seconds",
+    "forwarder",
+    "destination",
+    "Durations of storing one chunk at a destination, its transaction included.",
+)
+CHUNK_MESSAGES = _histogram(
+    "saf_chunk_messages",
+    "forwarder",
+    "destination",
+    "Messages in such a chunk.",
+    MESSAGES,
+)
+PROBLEMS = _counter(
+    "saf_problems_total",
+    "forwarder",
+    "broker kind",
+    "What went wrong, by the class of the error: as in `problems` of `saf forward --json`.",
+)
+TAKEOVERS = _counter(
+    "saf_lease_takeovers_total",
+    "forwarder",
+    "",
+    "Shards that this process, a member of any subscription, has freed because their owner had "
+    "died or its lease was over.",
+)
+FENCED = _counter(
+    "saf_fenced_total",
+    "forwarder",
+    "broker",
+    "Times that a task of this forwarder found its shards in the hands of another one, and "
+    "stopped.",
+)
+
+# What a worker or processors have done
+
+RECEIVED = _counter(
+    "saf_received_messages_total",
+    "worker",
+    "subscription outcome",
+    "Messages of deliveries that were committed: handled, parked (to be tried again) or dead.",
+)
+RECEIVE_SECONDS = _histogram(
+    "saf_receive_seconds",
+    "worker",
+    "subscription",
+    "Durations of deliveries, from having messages in hand to the commit.",
+)
+HANDLER_SECONDS = _histogram(
+    "saf_handler_seconds",
+    "worker",
+    "subscription",
+    "Durations of calls of handlers: of one message, or of a batch.",
+)
+FAILED_ATTEMPTS = _counter(
+    "saf_failed_attempts_total",
+    "worker",
+    "subscription last",
+    "Attempts at a message whose handler has raised; `last` is true if it became a dead letter.",
+)
+
+# What a dispatcher has done
+
+IN_FLIGHT = _gauge(
+    "saf_dispatch_in_flight",
+    "endpoint",
+    "Requests that have been sent and not answered yet.",
+    "dispatcher",
+)
+ANSWERS = _counter(
+    "saf_dispatch_answers_total",
+    "dispatcher",
+    "endpoint outcome",
+    "Requests by what their answers came to.",
+)
+DISPATCH_SECONDS = _histogram(
+    "saf_dispatch_seconds", "dispatcher", "endpoint", "Durations of requests."
+)
+
+# What a purge has done
+
+PURGED = _counter(
+    "saf_purged_messages_total", "purge", "broker log", "Messages whose slots were emptied."
+)
+PURGED_SLOTS = _counter(
+    "saf_purged_slots_total", "purge", "broker log", "Slots of a log that were emptied."
+)
+
+METRICS: tuple[Metric, ...] = tuple(
+    value for value in list(globals().values()) if isinstance(value, Metric)
+)
+"""All of them, in the order in which they are declared."""

@@ -1,0 +1,166 @@
+"""Prometheus: samples as a page, a file or a push. The only module that knows prometheus-client.
+
+Samples are taken anew for each page. A page is served by a thread of its own; a file is written
+beside its place and renamed, so nobody ever reads half of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from saf.errors import ConfigurationError, MissingExtra, Unavailable, UsageError
+from saf.metrics.declared import Metric
+from saf.metrics.process import Sample
+from saf.metrics.tally import Tally
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric as Family
+    from prometheus_client.registry import CollectorRegistry
+
+Take = Callable[[], Iterable[Sample]]
+"""Returns what there is to be shown now."""
+
+PUSH_SECONDS = 10.0
+
+
+class _Collector:
+    """What prometheus-client asks for families of samples."""
+
+    def __init__(self, take: Take) -> None:
+        self._take = take
+
+    def describe(self) -> list[Family]:
+        """Return nothing: who registers a collector need not ask the databases."""
+        return []
+
+    def collect(self) -> Iterator[Family]:
+        """Give a family for each metric that has a value."""
+        by_metric: dict[Metric, list[Sample]] = {}
+        for sample in self._take():
+            by_metric.setdefault(sample.metric, []).append(sample)
+        for metric, samples in by_metric.items():
+            yield _family(metric, samples)
+
+
+def registry(take: Take) -> CollectorRegistry:
+    """Return a registry of these samples.
+
+    Raises:
+        MissingExtra: prometheus-client is not installed.
+    """
+    try:
+        from prometheus_client.registry import CollectorRegistry
+    except ImportError:
+        raise MissingExtra("metrics", "showing metrics to Prometheus") from None
+    found = CollectorRegistry(auto_describe=False)
+    found.register(_Collector(take))
+    return found
+
+
+def page(take: Take) -> str:
+    """Return the samples in the text format of Prometheus."""
+    there = registry(take)
+    from prometheus_client import generate_latest
+
+    return generate_latest(there).decode()
+
+
+def serve(take: Take, listen: str) -> Callable[[], None]:
+    """Serve the samples over HTTP until the function that is returned is called.
+
+    ``listen`` is ``:9464``, or ``127.0.0.1:9464``, or ``[::1]:9464``.
+
+    Raises:
+        UsageError: it is no address, or it is taken.
+    """
+    host, port = address(listen)
+    there = registry(take)
+    from prometheus_client import start_http_server
+
+    try:
+        server, thread = start_http_server(port, addr=host, registry=there)
+    except OSError as error:
+        raise UsageError(
+            f"metrics cannot be served at {listen}: {error.strerror or error}; name another port"
+        ) from None
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return close
+
+
+def address(listen: str) -> tuple[str, int]:
+    """Return host and port.
+
+    >>> address(":9464"), address("127.0.0.1:0"), address("[::1]:9464")
+    (('0.0.0.0', 9464), ('127.0.0.1', 0), ('::1', 9464))
+    """
+    host, colon, port = listen.rpartition(":")
+    if not (colon and port.isascii() and port.isdigit() and int(port) <= 65535):  # noqa: PLR2004
+        raise UsageError(f"metrics at {listen!r}: expected HOST:PORT or :PORT, such as :9464")
+    return host.strip("[]") or "0.0.0.0", int(port)  # noqa: S104 - as :PORT says
+
+
+def write(take: Take, file: Path) -> None:
+    """Write the samples to a file, as the node exporter reads it from a folder; all or nothing.
+
+    Raises:
+        ConfigurationError: it cannot be written.
+    """
+    there = registry(take)
+    from prometheus_client import write_to_textfile
+
+    try:
+        write_to_textfile(str(file), there)
+    except OSError as error:
+        raise ConfigurationError(
+            f"metrics cannot be written to {file}: {error.strerror or error}; name a file in a "
+            "folder that is there and may be written to"
+        ) from None
+
+
+def push(take: Take, gateway: str, job: str) -> None:
+    """Push the samples to a pushgateway, in place of those that the job has pushed before.
+
+    Raises:
+        Unavailable: it does not answer.
+    """
+    there = registry(take)
+    from prometheus_client import push_to_gateway
+
+    try:
+        push_to_gateway(gateway, job=job, registry=there, timeout=PUSH_SECONDS)
+    except OSError as error:
+        raise Unavailable(f"pushgateway {gateway}", str(error)) from None
+
+
+def _family(metric: Metric, samples: Iterable[Sample]) -> Family:
+    from prometheus_client import core
+
+    kinds: dict[str, Any] = {
+        "gauge": core.GaugeMetricFamily,
+        "counter": core.CounterMetricFamily,
+        "histogram": core.HistogramMetricFamily,
+    }
+    family: Any = kinds[metric.kind](
+        metric.name.removesuffix("_total"), metric.help, labels=metric.labels
+    )
+    for sample in samples:
+        if isinstance(sample.value, Tally):
+            counts = accumulate(sample.value.counts)
+            names = [*map(_bound, sample.value.bounds), "+Inf"]
+            buckets = [list(one) for one in zip(names, counts, strict=True)]
+            family.add_metric(sample.labels, buckets=buckets, sum_value=sample.value.sum)
+        else:
+            family.add_metric(sample.labels, sample.value)
+    return family  # type: ignore[no-any-return]
+
+
+def _bound(bound: float) -> str:
+    return str(float(bound))

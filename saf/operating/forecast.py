@@ -1,0 +1,161 @@
+"""A forecast: what a run of the forwarder would do now, without doing it.
+
+What is pending is read as `saf.log.backlog` does, and routed as the next batch would be. Nothing is
+sent, written or remembered, and no destination is asked. So a forecast does not know whether a
+destination answers, which service a router will name, and that a message will be rejected.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import psycopg
+
+from saf.broker.restored import refuse
+from saf.log.backlog import Addressed, backlogs
+from saf.routing.matching import Routes
+from saf.routing.routes import Declared, current_routes, describe
+from saf.setaside.lane import Kind
+from saf.setaside.waiting import Parked, Waiting, parked
+
+LANES = 1000
+"""How many lanes of parked messages are looked at."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """Where messages for one address go."""
+
+    destinations: tuple[str, ...]
+    how: str
+    """In words: by which route, or why they wait."""
+    routes: tuple[str, ...] = ()
+    """The routes in words."""
+    to_all: bool = False
+    """Whether each of the destinations gets each message."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Going:
+    """Some pending messages, and the way that they would go."""
+
+    service: str
+    to_broker: str | None
+    messages: int
+    oldest: datetime | None
+    way: Way
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as a dict for JSON."""
+        return {
+            "service": self.service,
+            "to_broker": self.to_broker,
+            "messages": self.messages,
+            "oldest": self.oldest and self.oldest.isoformat(),
+            "destinations": list(self.way.destinations),
+            "to_all": self.way.to_all,
+            "routes": list(self.way.routes),
+            "how": self.way.how,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What a run would do at one source."""
+
+    going: tuple[Going, ...]
+    exact: bool
+    """Whether the numbers of messages are counted; otherwise they are estimates."""
+    waiting: Waiting
+    """What is parked: lanes whose time has come are tried first."""
+
+    @property
+    def lanes(self) -> tuple[Parked, ...]:
+        """The lanes of the forwarder."""
+        return self.waiting.shown
+
+    def by_route(self) -> dict[str, int]:
+        """How many messages each route would lead away; of a share, all that share it."""
+        counts: Counter[str] = Counter()
+        for one in self.going:
+            for route in one.way.routes:
+                counts[route] += one.messages
+        return dict(counts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as a dict for JSON."""
+        return {
+            "pending": sum(one.messages for one in self.going),
+            "exact": self.exact,
+            "going": [one.as_dict() for one in self.going],
+            "by_route": self.by_route(),
+            "lanes": [lane.as_dict() for lane in self.lanes],
+            "lanes_waiting": self.waiting.lanes,
+        }
+
+
+def way(routes: Routes, address: Addressed) -> Way:
+    """Return where messages for an address go, by some routes.
+
+    >>> from saf.routing.matching import Route
+    >>> there = Routes(routes=(Route(service="billing", destination="erp"),))
+    >>> way(there, ("billing", None)).destinations, way(there, ("shipping", None)).how
+    (('erp',), 'no route: they would be parked until there is one')
+    """
+    service, broker = address[0], None if address[1] is None else str(address[1])
+    if any(router.service == service for router in routes.routers):
+        return Way(destinations=(), how="a router: its classifier says for which service each is")
+    match = routes.match(service, broker)
+    if match is None:
+        return Way(destinations=(), how="no route: they would be parked until there is one")
+    named = tuple(
+        "the default destination" if route.fallback else describe(route) for route in match.routes
+    )
+    how = f"by {named[0]}"
+    if match.to_all:
+        how = f"a topic: each to {len(match.routes)} destinations"
+    elif match.shared:
+        how = f"shared by {len(match.routes)} routes: each message takes one"
+    return Way(destinations=match.destinations, how=how, routes=named, to_all=match.to_all)
+
+
+def forecast(
+    connection: psycopg.Connection[Any], default_destination: str | None, declared: Declared
+) -> Forecast:
+    """Return what a run would do at a source. Only reads.
+
+    Raises:
+        Restored: its cursors do not say what is pending.
+    """
+    refuse(connection)
+    routes = current_routes(connection, default_destination, declared)
+    (mine,) = (
+        one
+        for one in backlogs(connection)
+        if (one.log, one.subscription) == ("outbox", "forwarder")
+    )
+    waiting = parked(connection, LANES, "forwarder")
+    held = {lane.destination: lane.messages for lane in waiting.shown if lane.kind == Kind.MAIN}
+    going = []
+    for address, part in mine.by_address.items():
+        its = way(routes, address)
+        behind = [name for name in its.destinations if held.get(name)]
+        if behind:
+            how = "; ".join(
+                f"{its.how}, behind {held[name]:,} parked for {name}" for name in behind
+            )
+            its = Way(destinations=its.destinations, how=how, routes=its.routes, to_all=its.to_all)
+        going.append(
+            Going(
+                service=address[0],
+                to_broker=None if address[1] is None else str(address[1]),
+                messages=round(part.messages),
+                oldest=part.oldest,
+                way=its,
+            )
+        )
+    going.sort(key=lambda one: (-one.messages, one.service, one.to_broker or ""))
+    return Forecast(going=tuple(going), exact=mine.exact, waiting=waiting)

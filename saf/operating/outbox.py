@@ -1,0 +1,363 @@
+"""The outbox as people look at it: messages by state, service, key and age, a page at a time.
+
+A message is *pending* until the forwarder has completed it; then it is *parked* or *dead* while it
+is set aside, for any of its destinations, and otherwise *forwarded*. The view saf.outbox_status
+says the same of all messages at once; what is here reads no more than a page needs:
+
+- The outbox is read shard by shard in the order of transactions, which is its index, and a page
+  ends where the next one begins. Nothing is counted. What one transaction has written to a shard is
+  sorted as a whole, however much that is.
+- Parked messages and dead letters are read from their own tables, in the order in which they were
+  set aside.
+
+A filter that few messages pass may still read a whole log. So a statement has a bound, and what
+does not answer in time says how to ask for less.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any, Literal
+from uuid import UUID
+
+import psycopg
+from psycopg.rows import dict_row
+
+from saf.broker.restored import refuse
+from saf.database import fetch
+from saf.errors import UsageError
+from saf.limits import HEADERS_READABLE
+from saf.log.cursor import BY_INDEX
+from saf.log.ring import SLOT_ROWS, SLOTS
+from saf.log.shards import LAST, shard_of
+from saf.setaside.dead import SHOWN
+from saf.setaside.lane import SAME_LANE
+
+State = Literal["pending", "forwarded", "parked", "dead"]
+STATES: tuple[State, ...] = ("pending", "forwarded", "parked", "dead")
+
+SECONDS = 10.0
+"""How long a statement may take, by default, in seconds."""
+
+FORWARDER = (
+    "SELECT subscription_id FROM saf.subscription WHERE (log, name) = ('outbox', 'forwarder')"
+)
+
+TIMEOUT = "SELECT set_config('statement_timeout', %(milliseconds)s, true)"
+
+# The forwarder's cursors, in their newest versions as in saf.log.shards
+CURSORS = f"""
+SELECT c.* FROM saf.broker b
+CROSS JOIN LATERAL generate_series(0, b.shards - 1) AS n (shard)
+CROSS JOIN LATERAL (
+    SELECT * FROM saf.cursor
+    WHERE (subscription_id, shard, batch) <= (({FORWARDER}), n.shard, {LAST})
+    ORDER BY subscription_id DESC, shard DESC, batch DESC LIMIT 1) AS c
+WHERE c.subscription_id = ({FORWARDER}) AND c.shard = n.shard
+  AND (%(shard)s::smallint IS NULL OR n.shard = %(shard)s)
+"""
+COMPLETE = """
+(pg_visible_in_snapshot(o.txid, c.done)
+ OR c.open IS NOT NULL AND pg_visible_in_snapshot(o.txid, c.open) AND o.id <= c.position)
+"""
+FILTER = """
+    (%(service)s::text IS NULL OR o.to_service = %(service)s)
+AND (%(key)s::text IS NULL OR o.key = %(key)s)
+AND (%(since)s::timestamptz IS NULL OR o.created_at >= %(since)s)
+AND (%(until)s::timestamptz IS NULL OR o.created_at < %(until)s)
+"""
+SHOWN_OF_MESSAGE = f"""
+o.message_id, left(o.to_service, {SHOWN}) AS service, left(o.key, {SHOWN}) AS key,
+left(o.message_type, {SHOWN}) AS message_type, octet_length(o.body) AS bytes, o.created_at
+"""
+
+# From each shard a page by its index; of these, the first page. Of what is pending, nothing older
+# than the oldest transaction that was in progress at ``done`` is looked at.
+PAGE = f"""
+SELECT o.id, o.txid::text || '.' || o.id AS page_end, o.complete, {SHOWN_OF_MESSAGE}
+FROM ({CURSORS}) AS c CROSS JOIN LATERAL (
+    SELECT o.*, {COMPLETE} AS complete FROM saf.outbox o
+    WHERE o.shard = c.shard AND o.txid >= %(txid)s::xid8
+      AND (o.txid, o.id) > (%(txid)s::xid8, %(id)s)
+      AND (%(complete)s::boolean IS NOT FALSE OR o.txid >= pg_snapshot_xmin(c.done))
+      AND (%(complete)s::boolean IS NULL OR %(complete)s::boolean = {COMPLETE})
+      AND {FILTER}
+    ORDER BY o.txid, o.id LIMIT %(limit)s) AS o
+ORDER BY o.txid, o.id LIMIT %(limit)s
+"""
+
+# Of messages that the cursors are past: which are set aside, and where
+SET_ASIDE = f"""
+SELECT p.id, 'parked' AS state, p.destination, b.error
+FROM saf.parked p LEFT JOIN saf.backoff b ON {SAME_LANE}
+WHERE p.subscription_id = ({FORWARDER}) AND p.id = ANY (%(ids)s)
+UNION ALL
+SELECT d.id, 'dead', d.destination, d.reason || ': ' || d.error
+FROM saf.dead_letter d
+WHERE d.subscription_id = ({FORWARDER}) AND d.id = ANY (%(ids)s)
+ORDER BY 1, 2
+"""
+OF_STATE = {
+    "parked": f"""
+SELECT o.id, o.parked_id::text AS page_end, 'parked' AS state, o.destination, b.error,
+       {SHOWN_OF_MESSAGE}
+FROM saf.parked o LEFT JOIN saf.backoff b ON {SAME_LANE.replace("p.", "o.")}
+WHERE o.subscription_id = ({FORWARDER}) AND o.parked_id > %(id)s AND {FILTER}
+ORDER BY o.parked_id LIMIT %(limit)s
+""",
+    "dead": f"""
+SELECT o.id, o.dead_letter_id::text AS page_end, 'dead' AS state, o.destination,
+       o.reason || ': ' || o.error AS error, {SHOWN_OF_MESSAGE}
+FROM saf.dead_letter o
+WHERE o.subscription_id = ({FORWARDER}) AND o.dead_letter_id > %(id)s AND {FILTER}
+ORDER BY o.dead_letter_id LIMIT %(limit)s
+""",
+}
+
+# An id names the slot that it is in. A message without a key is in the shard of its message_id.
+ONE = f"""
+SELECT o.id, o.shard, {COMPLETE} AS complete, o.from_service, o.to_broker::text AS to_broker,
+       o.conversation_id::text AS conversation_id, o.sequence,
+       CASE WHEN {HEADERS_READABLE} THEN o.headers::text END AS headers,
+       o.deliver_at, o.expires_at, c.batch, {SHOWN_OF_MESSAGE}
+FROM saf.outbox o JOIN ({CURSORS}) AS c ON c.shard = o.shard
+WHERE $which ORDER BY o.id LIMIT 1
+"""
+BY_ID = f"o.id / {SLOT_ROWS} %% {SLOTS} = %(slot)s AND o.id = %(id)s"
+BY_MESSAGE_ID = "o.message_id = %(message_id)s"
+IN_SHARD = " AND o.shard = %(shard)s::smallint"
+BODY = f"SELECT body FROM saf.outbox o WHERE {BY_ID}"
+
+SHARDS = "SELECT shards FROM saf.broker"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Which messages of an outbox to list; None means any."""
+
+    state: State | None = None
+    service: str | None = None
+    key: str | None = None
+    since: datetime | None = None
+    """Created from then on."""
+    until: datetime | None = None
+    """Created before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """A message of an outbox, without its body."""
+
+    id: int
+    message_id: UUID
+    state: State
+    service: str
+    key: str | None
+    message_type: str | None
+    bytes: int
+    created_at: datetime
+    destination: str | None = None
+    """Of what is set aside: the destination that it waits for, if it is a destination."""
+    error: str | None = None
+    """Of what is set aside: why."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the message as a dict for JSON."""
+        ids = {"message_id": str(self.message_id), "created_at": self.created_at.isoformat()}
+        return asdict(self) | ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """Some messages, and where the next page begins; None if there is none."""
+
+    messages: tuple[Sent, ...]
+    next: str | None
+
+
+def messages(
+    connection: psycopg.Connection[Any],
+    wanted: Wanted,
+    *,
+    after: str | None = None,
+    limit: int = 100,
+    seconds: float = SECONDS,
+) -> Page:
+    """Return a page of an outbox, the oldest transactions first. Only reads.
+
+    Args:
+        connection: in autocommit.
+        wanted: which messages.
+        after: where the page before has ended; None for the first page.
+        limit: the most messages.
+        seconds: the bound of a statement.
+
+    Raises:
+        UsageError: it takes longer, or ``after`` ends no page of these.
+        Restored: the cursors do not say what is pending.
+    """
+    refuse(connection)
+    txid, number = _page_end(wanted.state, after)
+    params: dict[str, Any] = {
+        **asdict(wanted),
+        "txid": txid,
+        "id": number,
+        "limit": limit,
+        "shard": None,
+        "complete": {"pending": False, "forwarded": True}.get(wanted.state or ""),
+    }
+    with _bounded(connection, seconds):
+        if wanted.key is not None:
+            ((shards,),) = fetch(connection, SHARDS)
+            params["shard"] = shard_of(wanted.key, shards)
+        if wanted.state in OF_STATE:
+            rows = _rows(connection, OF_STATE[wanted.state], params)
+            found = tuple(Sent(**{k: v for k, v in row.items() if k != "page_end"}) for row in rows)
+        else:
+            rows = _rows(connection, PAGE, params)
+            found = tuple(
+                one
+                for one in _with_state(connection, rows)
+                if wanted.state is None or one.state == wanted.state
+            )
+    return Page(messages=found, next=rows[-1]["page_end"] if len(rows) == limit else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Details:
+    """All of one message but its body."""
+
+    message: Sent
+    shard: int
+    from_service: str | None
+    to_broker: str | None
+    conversation_id: str | None
+    sequence: int | None
+    headers: str | None
+    """As JSON text; None also if they are too large to be read."""
+    deliver_at: datetime | None
+    expires_at: datetime | None
+    batch: int
+    """The batch that the forwarder has, or had last, in hand of this shard."""
+    set_aside: tuple[dict[str, Any], ...]
+    """Where it is set aside, with why: a message of a topic may be so for several destinations."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the message as a dict for JSON."""
+        plain = {name: value for name, value in asdict(self).items() if name != "message"}
+        for name in ("deliver_at", "expires_at"):
+            plain[name] = plain[name] and plain[name].isoformat()
+        if self.headers is not None:
+            with suppress(ValueError, RecursionError):  # as text if Python cannot decode them
+                plain["headers"] = json.loads(self.headers)
+        return self.message.as_dict() | plain | {"set_aside": list(self.set_aside)}
+
+
+def details(
+    connection: psycopg.Connection[Any],
+    which: int | UUID,
+    *,
+    key: str | None = None,
+    seconds: float = SECONDS,
+) -> Details | None:
+    """Return one message of an outbox by its id or message_id; None if there is none.
+
+    An id is found in its slot; a message_id in its shard if the message has no key, or ``key`` says
+    which it has. Otherwise the whole log is read.
+
+    Raises:
+        UsageError: it takes longer.
+        Restored: the cursors do not say whether it is pending.
+    """
+    refuse(connection)
+    params: dict[str, Any] = {"shard": None}
+    with _bounded(connection, seconds):
+        if isinstance(which, int):
+            params |= {"slot": which // SLOT_ROWS % SLOTS, "id": which}
+            rows = _rows(connection, ONE.replace("$which", BY_ID), params)
+        else:
+            ((shards,),) = fetch(connection, SHARDS)
+            params |= {"message_id": which, "shard": shard_of(key or str(which), shards)}
+            rows = _rows(connection, ONE.replace("$which", BY_MESSAGE_ID + IN_SHARD), params)
+            if not rows and key is None:
+                params["shard"] = None
+                rows = _rows(connection, ONE.replace("$which", BY_MESSAGE_ID), params)
+        if not rows:
+            return None
+        (row,) = rows
+        (message,) = _with_state(connection, rows)
+        aside = _rows(connection, SET_ASIDE, {"ids": [row["id"]]}) if row["complete"] else []
+    names = (
+        *("shard", "from_service", "to_broker", "conversation_id", "sequence", "headers"),
+        *("deliver_at", "expires_at", "batch"),
+    )
+    return Details(
+        message=message,
+        set_aside=tuple({k: v for k, v in one.items() if k != "id"} for one in aside),
+        **{name: row[name] for name in names},
+    )
+
+
+def body(connection: psycopg.Connection[Any], id_: int) -> bytes | None:
+    """Return the body of a message by its id; None if there is no such message."""
+    found = fetch(connection, BODY, {"slot": id_ // SLOT_ROWS % SLOTS, "id": id_})
+    return bytes(found[0][0]) if found else None
+
+
+def _with_state(
+    connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]]
+) -> Iterator[Sent]:
+    """Give messages of the outbox with their states: the cursors say only what is complete."""
+    ids = [row["id"] for row in rows if row["complete"]]
+    aside: dict[int, dict[str, Any]] = {}
+    for one in _rows(connection, SET_ASIDE, {"ids": ids}) if ids else []:
+        aside.setdefault(one["id"], one)
+    for row in rows:
+        names = ("id", "message_id", "service", "key", "message_type", "bytes", "created_at")
+        known = {name: row[name] for name in names}
+        if row["id"] in aside:
+            yield Sent(**known | aside[row["id"]])
+        else:
+            yield Sent(**known, state="forwarded" if row["complete"] else "pending")
+
+
+def _page_end(state: State | None, after: str | None) -> tuple[str, int]:
+    """Take apart where a page has ended: a transaction and an id, or a number."""
+    if after is None:
+        return "0", 0
+    shape = r"(\d{1,18})" if state in OF_STATE else r"(\d{1,18})\.(\d{1,18})"
+    if (match := re.fullmatch(shape, after)) is None:
+        raise UsageError(
+            f"--after {after!r}: no page of these messages ends there; say what the page before "
+            "has printed, with the same --state"
+        )
+    return (match[1], int(match[2])) if match.lastindex == 2 else ("0", int(match[1]))  # noqa: PLR2004
+
+
+@contextmanager
+def _bounded(connection: psycopg.Connection[Any], seconds: float) -> Iterator[None]:
+    """Run a block in a transaction whose statements may take so long each."""
+    try:
+        with connection.transaction():
+            connection.execute("SET TRANSACTION READ ONLY")
+            connection.execute(BY_INDEX)
+            connection.execute(TIMEOUT, {"milliseconds": str(max(1, round(seconds * 1000)))})
+            yield
+    except psycopg.errors.QueryCanceled:
+        raise UsageError(
+            f"it took longer than {seconds:g} s, because few messages of this outbox are such: "
+            "name the key (--key), from which the shard follows; or a state, or the id; or say "
+            "--timeout with more seconds"
+        ) from None
+
+
+def _rows(
+    connection: psycopg.Connection[Any], query: str, params: dict[str, Any]
+) -> list[dict[str, Any]]:
+    with psycopg.Cursor[Any](connection, row_factory=dict_row) as cursor:
+        return cursor.execute(query, params).fetchall()

@@ -1,0 +1,152 @@
+"""Backlogs: exact while little is left, about right when much is, and cheap in either case."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+import pytest
+
+from saf.broker.services import create_service, create_subscription
+from saf.database import Dsn, fetch
+from saf.log import backlog
+from saf.log.backlog import Backlog, backlogs
+from saf.log.cursor import advance, close, open_batch
+from saf.log.ring import SLOT_ROWS
+from tests.pipeline import connect, forward, new_member, send
+
+every_postgresql = pytest.mark.every_postgresql
+
+SENT = """
+INSERT INTO saf.outbox (to_service, key, body)
+SELECT CASE WHEN n %% 4 = 0 THEN 'shipping' ELSE 'billing' END, n::text, ''
+FROM generate_series(1, %s) AS n
+"""
+
+
+def left(connection: psycopg.Connection[Any], **options: Any) -> Backlog:
+    """That of the forwarder."""
+    (mine,) = (one for one in backlogs(connection, **options) if one.log == "outbox")
+    return mine
+
+
+@every_postgresql
+def test_what_is_pending_is_counted_by_service_with_the_age_of_the_oldest(app: Dsn) -> None:
+    with connect(app) as connection:
+        assert (left(connection).messages, left(connection).oldest) == (0, None)
+        connection.execute(SENT, [40])
+        found = left(connection)
+        ((oldest,),) = fetch(connection, "SELECT min(created_at) FROM saf.outbox")
+    assert (found.messages, found.exact, found.oldest) == (40, True, oldest)
+    counts = {service: part.messages for (service, _), part in found.by_address.items()}
+    assert counts == {"billing": 30, "shipping": 10}
+    assert len(found.shards) == 64
+
+
+def test_what_is_forwarded_or_of_transactions_that_go_on_is_not_left(app: Dsn, mom: Dsn) -> None:
+    with connect(app) as connection, connect(app) as other:
+        send(connection, "before")
+        other.execute("BEGIN")
+        send(other, "long")
+        forward(app, mom=mom)
+        assert left(connection).messages == 0
+        send(connection, "after")
+        other.execute("COMMIT")
+        found = left(connection)
+    assert (found.messages, found.exact) == (2, True)
+
+
+def test_of_a_batch_in_hand_only_what_is_beyond_the_position_is_left(app: Dsn) -> None:
+    with connect(app) as connection:
+        for number in range(100):
+            send(connection, str(number), key=str(number))
+        member = new_member(connection)
+        member.balance(connection)
+        (batch,) = open_batch(connection, "outbox", member)
+        for done in (0, 1, 50, 99, 100):
+            with connection.transaction():
+                advance(connection, batch, done)
+            # read from the middle, and from the beginning with a member that looks far
+            assert left(connection).messages == 100 - done
+        close(connection, [batch])
+        assert left(connection).messages == 0
+
+
+def test_what_is_more_than_is_read_is_estimated_across_slots_that_were_left_early(app: Dsn) -> None:
+    with connect(app) as connection:
+        connection.execute(SENT, [10_000])
+        ((sequence,),) = fetch(connection, "SELECT pg_get_serial_sequence('saf.outbox', 'id')")
+        # ids go on to the next slot, as when a quiet outbox rotates
+        connection.execute("SELECT setval(%s, %s)", [sequence, SLOT_ROWS])
+        connection.execute(SENT, [10_000])
+        found = left(connection, look=50)
+        assert not found.exact
+        assert found.messages == pytest.approx(20_000, rel=0.1)
+        shares = {service: part.messages for (service, _), part in found.by_address.items()}
+        assert shares["shipping"] == pytest.approx(5_000, rel=0.3)
+        assert left(connection, look=1_000).messages == 20_000
+
+
+def test_an_inbox_has_a_backlog_for_each_subscription_of_its_service_alone(mom: Dsn) -> None:
+    with connect(mom) as connection:
+        create_service(connection, "billing")
+        create_subscription(connection, "everything", service=None)
+        connection.execute(
+            "INSERT INTO saf.inbox (to_service, body) SELECT s, '' FROM "
+            "unnest(ARRAY['billing', 'billing', 'shipping']) AS s"
+        )
+        found = {one.subscription: one.messages for one in backlogs(connection)}
+    assert found == {"forwarder": 0, "billing": 2, "everything": 3}
+
+
+def test_what_a_dispatcher_has_completed_beyond_its_position_is_not_left(mom: Dsn) -> None:
+    with connect(mom) as connection:
+        create_service(connection, "billing")
+        connection.execute(
+            "INSERT INTO saf.inbox (to_service, key, body) SELECT 'billing', 'k', '' "
+            "FROM generate_series(1, 10)"
+        )
+        connection.execute(
+            "UPDATE saf.cursor c SET open = pg_current_snapshot(), batch = 1 "
+            "FROM saf.subscription s WHERE s.subscription_id = c.subscription_id "
+            "AND s.name = 'billing'"
+        )
+        connection.execute(
+            "INSERT INTO saf.dispatched (subscription_id, shard, batch, ids) "
+            "SELECT s.subscription_id, i.shard, 1, '{[2,5)}' FROM saf.subscription s, saf.inbox i "
+            "WHERE s.name = 'billing' AND i.id = 1"
+        )
+        (found,) = (one for one in backlogs(connection) if one.subscription == "billing")
+    assert found.messages == 7
+
+
+def test_a_statement_has_a_bound(app: Dsn) -> None:
+    with connect(app) as connection, connect(app) as other:
+        send(connection, "x")
+        other.execute("BEGIN")
+        other.execute("LOCK TABLE saf.outbox IN ACCESS EXCLUSIVE MODE")
+        with pytest.raises(psycopg.errors.QueryCanceled):
+            backlogs(connection, seconds=timedelta(milliseconds=50).total_seconds())
+        other.execute("ROLLBACK")
+        assert left(connection).messages == 1
+
+
+def test_an_idle_log_is_asked_without_reading_a_row_of_it(app: Dsn, mom: Dsn) -> None:
+    with connect(app) as connection:
+        connection.execute(SENT, [1000])
+        forward(app, mom=mom)
+        asked: list[str] = []
+        connection.add_notice_handler(lambda notice: asked.append(notice.message_primary or ""))
+        assert left(connection, look=backlog.LOOK).messages == 0
+        query = (
+            "SELECT coalesce(sum(idx_tup_fetch + seq_tup_read), 0) FROM pg_stat_user_tables "
+            "WHERE relname ~ '^outbox_[0-9]$'"
+        )
+        connection.execute("SELECT pg_stat_force_next_flush()")
+        ((before,),) = fetch(connection, query)
+        assert left(connection).messages == 0
+        connection.execute("SELECT pg_stat_force_next_flush()")
+        connection.execute("SELECT pg_stat_clear_snapshot()")
+        ((after,),) = fetch(connection, query)
+    assert before == after

@@ -1,0 +1,186 @@
+"""ops/: rules that promtool accepts and a real Prometheus fires, runbooks, a dashboard."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from saf.database import Dsn
+from saf.metrics.declared import METRICS
+from tests.needed import needed
+from tests.pages import page
+from tests.pipeline import connect
+from tests.programs import BIN, ROOT, configuration, environment, run
+from tests.scraping import free_port, served
+from tests.waits import until
+
+RULES = ROOT / "ops" / "prometheus" / "rules.yaml"
+DASHBOARD = ROOT / "ops" / "grafana" / "saf.json"
+BY_NAME = {one.name: one for one in METRICS}
+SUFFIXES = ("_bucket", "_sum", "_count")
+
+DEAD = """
+INSERT INTO saf.dead_letter (subscription_id, shard, id, to_service, body, reason, error)
+VALUES (1, 1, 1, 'billing', '', 'rejected', 'no')
+"""
+OLD = """
+INSERT INTO saf.outbox (to_service, body, created_at) VALUES ('billing', '', now() - interval '1 h')
+"""
+
+
+def rules() -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load(RULES.read_text())["groups"]
+    found: list[dict[str, Any]] = group["rules"]
+    return found
+
+
+def metrics_of(expression: str) -> Iterator[tuple[str, str]]:
+    """Each metric that an expression asks for, and what it says of its labels."""
+    for name, labels in re.findall(r"\b(saf_[a-z_]+)(?:\{([^}]*)\})?", expression):
+        yield next((name.removesuffix(s) for s in SUFFIXES if name.endswith(s)), name), labels
+
+
+def check(expression: str) -> None:
+    """Raise unless an expression asks for what there is."""
+    asked = [*metrics_of(expression)]
+    assert asked, expression
+    for name, labels in asked:
+        assert name in BY_NAME, name
+        named = {*re.findall(r"(\w+)\s*[=!]", labels)} - {"instance"}
+        assert named <= {*BY_NAME[name].labels}, expression
+    if grouped := re.search(r"by \(([\w, ]+)\)", expression):
+        all_labels = {label for name, _ in asked for label in BY_NAME[name].labels}
+        assert {*grouped[1].split(", ")} - {"le"} <= all_labels, expression
+
+
+def test_promtool_accepts_the_rules() -> None:
+    done = run([needed("promtool", "prometheus"), "check", "rules", RULES])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(rules())} rules found" in done.stdout
+
+
+def test_each_alert_is_on_metrics_that_there_are_and_has_a_runbook() -> None:
+    names = [rule["alert"] for rule in rules()]
+    assert len({*names}) == len(names)
+    said = page("operations.md")
+    section = said.split("\n## Alerts\n")[1].split("\n## ")[0]
+    assert re.findall(r"^### (\w+)$", section, re.MULTILINE) == names
+    for rule in rules():
+        check(rule["expr"])
+        assert rule["labels"]["severity"] in ("page", "ticket")
+        assert rule["annotations"]["summary"]
+        assert rule["annotations"]["runbook"] == f"operations.md#{rule['alert'].lower()}"
+
+
+def test_each_panel_of_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    assert len({one["id"] for one in panels}) == len(panels)
+    asked: set[str] = set()
+    for panel in panels:
+        for target in panel.get("targets", ()):
+            check(target["expr"])
+            asked |= {name for name, _ in metrics_of(target["expr"])}
+            shown = {*re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])} - {"instance"}
+            known = {one for name, _ in metrics_of(target["expr"]) for one in BY_NAME[name].labels}
+            assert shown <= known, target
+    left_out = {"saf_parked_lane_seconds", "saf_cycle_messages", "saf_purged_slots_total"}
+    assert asked == BY_NAME.keys() - left_out
+
+
+def get(where: str) -> Any:
+    try:
+        with urllib.request.urlopen(f"http://{where}", timeout=10) as answer:
+            return json.loads(answer.read())["data"]
+    except (urllib.error.URLError, ConnectionError):
+        return None
+
+
+@contextmanager
+def prometheus(folder: Path, *targets: int) -> Iterator[str]:
+    """A Prometheus that scrapes ports of this machine every second, with the rules at once."""
+    brief = yaml.safe_load(RULES.read_text())
+    for rule in brief["groups"][0]["rules"]:
+        rule.pop("for", None)
+    brief["groups"][0]["interval"] = "1s"
+    (folder / "rules.yaml").write_text(yaml.safe_dump(brief))
+    (folder / "prometheus.yml").write_text(
+        yaml.safe_dump(
+            {
+                "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
+                "rule_files": ["rules.yaml"],
+                "scrape_configs": [
+                    {
+                        "job_name": "saf",
+                        "static_configs": [{"targets": [f"127.0.0.1:{one}" for one in targets]}],
+                    }
+                ],
+            }
+        )
+    )
+    port = free_port()
+    command = [
+        needed("prometheus", "prometheus"),
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+        "--log.level=error",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        try:
+            until(lambda: served(port))
+            yield f"127.0.0.1:{port}/api/v1"
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
+
+
+@contextmanager
+def started(arguments: Sequence[object]) -> Iterator[None]:
+    """The command ``saf``, until the block ends."""
+    command = [str(one) for one in (BIN / "saf", *arguments)]
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+
+
+@pytest.mark.slow
+def test_a_real_prometheus_scrapes_a_loop_and_the_databases_and_a_rule_fires(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    config = configuration(tmp_path / "saf.toml", {"shop": app}, {"mom": mom})
+    exporter, forwarder = free_port(), free_port()
+    with connect(app) as connection:
+        connection.execute(OLD)
+    serve = ["metrics", "--listen", f"127.0.0.1:{exporter}", "--config", config]
+    loop = ["forward", "--loop", "--metrics", f"127.0.0.1:{forwarder}", "--config", config]
+
+    def firing(at: str) -> dict[str, str]:
+        found = (get(f"{at}/alerts") or {}).get("alerts", [])
+        return {one["labels"]["alertname"]: one["annotations"]["runbook"] for one in found}
+
+    with started(serve), prometheus(tmp_path, exporter, forwarder) as at:
+        until(lambda: {"SafNotForwarding", "SafNoForwarder"} <= firing(at).keys())
+        assert firing(at)["SafNoForwarder"] == "operations.md#safnoforwarder"
+        assert "SafDeadLetters" not in firing(at)
+        with connect(app) as connection:
+            connection.execute(DEAD)
+        until(lambda: "SafDeadLetters" in firing(at), seconds=90)
+        with started(loop):
+            until(lambda: "SafNotForwarding" not in firing(at), seconds=90)
+            wanted = {"saf_up", "saf_ring_used_slots", "saf_forwarded_messages_total"}
+            until(lambda: wanted <= {*get(f"{at}/label/__name__/values")})
