@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,6 +138,20 @@ def serving(partner: Partner, application: Any = None, port: int = 0) -> Iterato
         finally:
             server.should_exit = server.force_exit = True
             thread.join()
+
+
+def end(application: Any) -> None:
+    """What a server says to an application when it stops."""
+    said: list[str] = []
+
+    async def receive() -> dict[str, str]:
+        return {"type": "lifespan.shutdown"}
+
+    async def send(event: Mapping[str, Any]) -> None:
+        said.append(event["type"])
+
+    asyncio.run(application({"type": "lifespan"}, receive, send))
+    assert said == ["lifespan.shutdown.complete"]
 
 
 @contextmanager

@@ -60,10 +60,12 @@ async def answer(send: Send, status: int, headers: Mapping[str, str], body: byte
     await send({"type": "http.response.body", "body": body})
 
 
-async def live(receive: Receive, send: Send) -> None:
-    """Answer to the events of a lifespan: nothing is to be done at its ends."""
+async def live(receive: Receive, send: Send, at_end: Callable[[], None] = lambda: None) -> None:
+    """Answer to the events of a lifespan; nothing is to be done at its beginning."""
     while True:
         what = (await receive())["type"]
+        if what == "lifespan.shutdown":
+            at_end()
         await send({"type": f"{what}.complete"})
         if what == "lifespan.shutdown":
             return

@@ -90,7 +90,7 @@ def broker(
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await asgi.live(receive, send)
+            await asgi.live(receive, send, at_end=store.close)
             return
         status, said = await _bounded(scope, receive)
         length = {"content-type": "application/json", "content-length": str(len(said))}
@@ -216,6 +216,12 @@ class _Store:
         if self._sources is not None and source not in self._sources:
             raise _NotAllowed(f"it takes nothing of the source {source}")
 
+    def close(self) -> None:
+        """Close the connections that nobody uses."""
+        with suppress(IndexError):
+            while True:
+                self._idle.pop().close()
+
     @contextmanager
     def _an_inbox(self) -> Iterator[PostgresInbox]:
         """Give an inbox, which one thread uses at a time."""
@@ -226,9 +232,7 @@ class _Store:
         try:
             yield one
         except Unavailable:
-            with suppress(IndexError):  # lost as well, perhaps: the next ones connect anew
-                while True:
-                    self._idle.pop().close()
+            self.close()  # lost as well, perhaps: the next ones connect anew
             raise
         finally:
             self._idle.append(one)

@@ -18,7 +18,7 @@ from saf.destinations.kinds import GROUP, OURS, settings_of
 from saf.destinations.mapping import HEADERS
 from saf.destinations.settings import DestinationSettings
 from tests.broker_server import SECRET
-from tests.endpoints import Partner, serving
+from tests.endpoints import Partner, end, serving
 from tests.nats_server import nats_server
 from tests.pipeline import connect
 from tests.programs import BIN, ROOT, run, saf, send
@@ -157,6 +157,7 @@ def test_its_commands_forward_to_a_broker_behind_a_url(
         )
         found = saf("reconcile", env=env, cwd=tmp_path)
         assert "kind, 'https', cannot be read back" in found.stdout
+    end(names["app"])
     with connect(mom) as connection:
         there = connection.execute("SELECT body FROM saf.inbox ORDER BY id").fetchall()
     assert sorted(bytes(body).decode() for (body,) in there) == sorted(bodies)
