@@ -28,6 +28,7 @@ from saf import errors
 from saf.database import fetch
 from saf.errors import ConfigurationError, UsageError
 from saf.message import MAX_NAME, fits
+from saf.routing.local import refuse_local
 from saf.setaside.audit import audit
 
 Start = Literal["beginning", "now"]
@@ -50,7 +51,6 @@ SELECT to_service, count(*) FROM saf.inbox
 WHERE to_service <> ALL (%(names)s) AND NOT starts_with(to_service, %(own)s)
 GROUP BY to_service ORDER BY count(*) DESC, to_service
 """
-LED_HERE = "SELECT destination FROM saf.route WHERE local AND service = %(name)s"
 REMOVE_SERVICE = "DELETE FROM saf.service WHERE name = %(name)s RETURNING name"
 
 SUBSCRIPTIONS = """
@@ -183,11 +183,7 @@ def remove_service(
             its subscriptions has messages left, and ``discard`` is false.
     """
     with connection.transaction():
-        for (destination,) in fetch(connection, LED_HERE, {"name": name}):
-            raise UsageError(
-                f"service {name!r} has a local route, so its senders store messages for it here: "
-                f"`saf route remove {destination} --service {name}` comes first"
-            )
+        refuse_local(connection, name, "removed")
         for one in subscriptions(connection):
             if one.service == name:
                 remove_subscription(connection, one.name, discard=discard)

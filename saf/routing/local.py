@@ -31,6 +31,9 @@ PATIENCE_SECONDS = 5.0
 """How long senders are kept waiting until the forwarder has nothing left for a service."""
 PAUSE_SECONDS = 0.05
 
+TRIGGER = "outbox_local_"
+"""Each trigger's name begins so, and ends with its route's route_id."""
+
 CREATE = """
 CREATE TRIGGER {trigger} BEFORE INSERT ON saf.outbox FOR EACH ROW WHEN (
     NEW.to_service = {service} AND NEW.to_broker IS NULL AND NEW.conversation_id IS NULL
@@ -52,7 +55,7 @@ SELECT 'topic' FROM saf.topic WHERE name = %(service)s
 UNION ALL SELECT 'router' FROM saf.router WHERE service = %(service)s
 """
 LIVES_HERE = "SELECT FROM saf.service WHERE name = %(service)s"
-IS_LOCAL = "SELECT FROM saf.route WHERE local AND service = %(service)s"
+LED_HERE = "SELECT destination FROM saf.route WHERE local AND service = %(service)s"
 
 # What the forwarder has not taken yet, and what waits somewhere on its way
 LEFT = """
@@ -76,15 +79,15 @@ SELECT EXISTS (
 
 
 def refuse_local(connection: psycopg.Connection[Any], service: str, what: str) -> None:
-    """Raise if a service has a local route, and so cannot become ``what``.
+    """Raise if a service has a local route, and so cannot be ``what``.
 
     Raises:
         UsageError: with the command that removes the route.
     """
-    if fetch(connection, IS_LOCAL, {"service": service}):
+    for (destination,) in fetch(connection, LED_HERE, {"service": service}):
         raise UsageError(
             f"service {service!r} has a local route, so it cannot be {what}: "
-            f"saf route remove DESTINATION --service {service}"
+            f"`saf route remove {destination} --service {service}` comes first"
         )
 
 
@@ -100,7 +103,7 @@ def keep(
             forwarder has to take first; transactions that write to the outbox do not end; or the
             connection's user does not own the schema.
     """
-    trigger = f"outbox_local_{route_id}"
+    trigger = f"{TRIGGER}{route_id}"
     there = bool(fetch(connection, EXISTS, {"trigger": trigger}))
     if there == wanted:
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from saf.config import Settings, did_you_mean
 from saf.operating.doctor.patient import Check, Found, Patient
+from saf.routing.local import TRIGGER
 from saf.routing.routers import with_problems
 from saf.routing.routes import configuration, describe
 
@@ -38,11 +39,11 @@ def dialogs_by(config: Settings) -> Check:
 
 
 # A trigger may be missing where a table was dumped without it, or somebody has removed it
-LOCAL = """
+LOCAL = f"""
 SELECT r.service, r.destination, b.broker_id::text,
        EXISTS (SELECT FROM pg_trigger t
                WHERE t.tgrelid = 'saf.outbox'::regclass
-                 AND t.tgname = 'outbox_local_' || r.route_id AND t.tgenabled <> 'D')
+                 AND t.tgname = '{TRIGGER}' || r.route_id AND t.tgenabled <> 'D')
 FROM saf.route r, saf.broker b WHERE r.local AND r.enabled ORDER BY 1
 """
 
