@@ -8,6 +8,7 @@ exit, as it does in production.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def site(folder: Path) -> tuple[dict[str, str], Path]:
     file = folder / "spans.jsonl"
     file.touch()
     (folder / "sitecustomize.py").write_text(SITE.format(file=str(file)))
-    return {"PYTHONPATH": str(folder)}, file
+    path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(path)}, file
 
 
 def spans(file: Path) -> list[dict[str, Any]]:

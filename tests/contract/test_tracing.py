@@ -26,7 +26,7 @@ from structlog.testing import capture_logs
 import saf
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
-from saf.message import MAX_HEADERS, Message, encode
+from saf.message import MAX_HEADERS, Message, check_headers, encode
 from saf.tracing.carried import LARGE, LONGEST, carrier_of, context_of, with_context
 from saf.tracing.log_lines import trace_ids
 from saf.tracing.spans import MOST_LINKS, MOST_LOOKED_AT, SCHEMA, forwarding
@@ -184,8 +184,10 @@ def test_no_context_makes_a_message_too_large_or_no_text(spans: Recorded) -> Non
                 headers = {"mine": "x" * size}
                 row = encode(Message(service="billing", body="", headers=headers))
                 assert json.loads(row.headers)["mine"] == headers["mine"]
+                check_headers(row.headers)
             longest = [1e300] * (LARGE // 7)
-            encode(Message(service="billing", body="", headers={"mine": longest}))
+            row = encode(Message(service="billing", body="", headers={"mine": longest}))
+            check_headers(row.headers)
     finally:
         for token in reversed(tokens):
             context.detach(token)
@@ -244,6 +246,11 @@ def test_whatever_headers_hold_nothing_raises(headers: dict[str, Any]) -> None:
 )
 def test_a_malformed_context_is_none(headers: str | None) -> None:
     assert context_of(headers) is None
+
+
+@pytest.mark.parametrize("value", [7, None, ["a"], "a" * (LONGEST + 1), "a\nb", "ü", "a\0"])
+def test_a_header_that_is_no_plain_text_is_not_given_to_opentelemetry(value: object) -> None:
+    assert carrier_of(json.dumps({"baggage": value, "tracestate": "a=1"})) == {"tracestate": "a=1"}
 
 
 # Forwarding

@@ -11,8 +11,8 @@ import pytest
 
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
-from saf.operating import forwarded as asking
-from saf.operating.outbox import Page, Wanted
+from saf.operating.forwarded import forwarded
+from saf.operating.outbox import Page, Wanted, messages
 from tests.pipeline import connect, forward, send
 from tests.programs import configuration, saf
 
@@ -99,21 +99,19 @@ def test_a_source_that_is_down_is_not_forwarded(app: Dsn, mom: Dsn, tmp_path: Pa
 def test_a_dead_letter_that_is_retried_meanwhile_is_not_overlooked(
     app: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = asking.messages
-
     def reading(connection: Any, wanted: Wanted, **options: Any) -> Page:
-        page = read(connection, wanted, **options)
+        page = messages(connection, wanted, **options)
         if wanted.state == "parked":
             with connect(app) as other:
                 other.execute("DELETE FROM saf.dead_letter")
         return page
 
-    monkeypatch.setattr(asking, "messages", reading)
+    monkeypatch.setattr("saf.operating.forwarded.messages", reading)
     with connect(app) as connection:
         connection.execute(
             "INSERT INTO saf.dead_letter (subscription_id, shard, id, to_service, body, reason, "
             "error) SELECT subscription_id, 1, 1, 'x', '', 'rejected', 'no' "
             "FROM saf.subscription WHERE name = 'forwarder'"
         )
-        found = asking.forwarded(connection, Wanted(until=datetime.now(UTC).replace(year=2100)))
+        found = forwarded(connection, Wanted(until=datetime.now(UTC).replace(year=2100)))
     assert [*found.left] == ["dead"]

@@ -32,16 +32,16 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a header that is no text is heeded",
         CARRIED,
-        "        isinstance(value, str)\n        and len(value) <= LONGEST",
-        "        len(value) <= LONGEST",
-        f"{TRACING}::test_a_malformed_context_is_none",
+        "isinstance(value, str) and len(value) <= LONGEST",
+        "len(str(value)) <= LONGEST",
+        f"{TRACING}::test_a_header_that_is_no_plain_text_is_not_given_to_opentelemetry",
     ),
     mutant(
         "a header of any length is heeded",
         CARRIED,
         "and len(value) <= LONGEST",
         "and len(value) >= 0",
-        f"{TRACING}::test_a_malformed_context_is_none",
+        f"{TRACING}::test_a_header_that_is_no_plain_text_is_not_given_to_opentelemetry",
     ),
     mutant(
         "headers are read for spans that nobody records",
