@@ -116,7 +116,7 @@ class SafForwardOperator(BaseOperator):
 
     def _judge(self, done: Done) -> None:
         what = f"saf forward has ended with exit code {done.code}"
-        said = f": {done.errors}" if done.errors else ""
+        said = f": {why}" if (why := reasons(done)) else ""
         if done.code == MEND:
             raise AirflowFailException(f"{what}: a person has to mend something{said}")
         if done.code != 0:
@@ -124,6 +124,8 @@ class SafForwardOperator(BaseOperator):
             raise AirflowException(f"{what}{again and ': ' + again}{said}")
         if not done.said:
             raise AirflowException(f"{what}, and has said nothing in JSON{said}")
+        if waiting := done.said.get("waiting_lanes"):
+            self.log.warning("messages wait in %d lanes%s", waiting, said)
         if done.said.get("idle"):
             raise AirflowSkipException("other forwarders hold all shards: there is nothing to do")
         if self.skip_if_nothing and not done.said.get("forwarded"):
@@ -148,6 +150,12 @@ class SafForwardOperator(BaseOperator):
         if level not in LEVELS:
             level = "info"
         getattr(self.log, level)("%s", line)
+
+
+def reasons(done: Done) -> str:
+    """What went wrong, and what messages wait for, each once; by the JSON, or else by the log."""
+    said = [*done.said.get("problems", ()), *done.said.get("waiting", ())]
+    return "; ".join(dict.fromkeys(str(one["error"]) for one in said)) or done.errors
 
 
 def found(saf: Saf | None, connection_id: str | None) -> Saf:

@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -42,9 +43,17 @@ def saf(*words: object) -> None:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def server() -> Iterator[dict[str, str]]:
     """A PostgreSQL; what the environment of its clients has."""
-    folder = tmp_path_factory.mktemp("postgresql")
+    # not in pytest's folder, which is for one user: as root, the server runs as another
+    with tempfile.TemporaryDirectory(prefix="saf-airflow-") as made:
+        folder = Path(made)
+        folder.chmod(0o755)
+        yield from serving(folder)
+
+
+def serving(folder: Path) -> Iterator[dict[str, str]]:
+    """A PostgreSQL whose data is in a folder, until it is not asked for any more."""
     out = folder / "env"
     with (
         out.open("w") as file,
