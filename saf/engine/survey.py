@@ -31,8 +31,8 @@ WINDOW_BYTES = 8 * 1024 * 1024
 AT_ONCE = 256
 """How many windows one statement surveys."""
 
-# One snapshot for all statements of a reader. Must come before any query of the transaction.
 ISOLATION = "repeatable read"
+# One snapshot for all statements of a reader. Must come before any query of the transaction.
 ONE_SNAPSHOT = f"SET TRANSACTION ISOLATION LEVEL {ISOLATION}, READ ONLY"
 
 # For the session. Tasks are the parallelism: parallel workers of PostgreSQL would only pass rows to
@@ -41,8 +41,8 @@ ALONE = "SELECT set_config('max_parallel_workers_per_gather', '0', false), \
 set_config('jit', 'off', false)"
 
 EXPORT = "SELECT pg_export_snapshot()"
-# Without a query in between, and so before the transaction has a snapshot of its own. The lock
-# comes first: once the snapshot is adopted, its exporter's locks have not ended before these began.
+# The lock comes first: where the snapshot can be adopted after it, its exporter's locks have not
+# ended before. It takes no snapshot of its own, as a query would.
 LOCK = "LOCK TABLE {log} IN ACCESS SHARE MODE"
 ADOPT = "SET TRANSACTION SNAPSHOT {snapshot}"
 

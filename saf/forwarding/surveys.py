@@ -10,8 +10,9 @@ the session. So nothing is raised here. A batch that one task reads is left to t
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+import time
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,8 +28,11 @@ from saf.logger import Log
 
 log = Log("saf.forward")
 
-PATIENCE_SECONDS = 5.0
-"""How long nothing may come back before other sources' tasks begin, in seconds."""
+PATIENCE_SECONDS = 60.0
+"""How long a survey may take before the tasks begin without it, in seconds."""
+OTHERS_SECONDS = 5.0
+"""The same, where tasks of other sources wait for it too."""
+TICK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +45,13 @@ class Surveyed:
 
 
 @contextmanager
-def surveyed(work: Sequence[Work], but: Container[str] = ()) -> Iterator[list[Work]]:
-    """Give the items, with surveys, which are good inside the block; ``but`` some brokers'."""
+def surveyed(
+    work: Sequence[Work], but: Container[str] = (), meanwhile: Callable[[], None] = lambda: None
+) -> Iterator[list[Work]]:
+    """Give the items, with surveys, which are good inside the block; ``but`` some brokers'.
+
+    ``meanwhile`` is called now and then while it waits for them.
+    """
     shared = {name: some for name, some in _shared(work).items() if name not in but}
     if not shared:
         yield list(work)
@@ -53,7 +62,7 @@ def surveyed(work: Sequence[Work], but: Container[str] = ()) -> Iterator[list[Wo
     try:
         found = {
             (jobs[job], replace(batch, epochs=())): survey
-            for job in _answered(jobs)
+            for job in _answered(jobs, meanwhile)
             if (there := job.result())
             for batch, survey in there.surveys.items()
         }
@@ -81,16 +90,15 @@ def _shared(work: Sequence[Work]) -> dict[str, tuple[Dsn, list[Batch]]]:
     return shared
 
 
-def _answered(jobs: Mapping[Future[Surveyed | None], str]) -> set[Future[Surveyed | None]]:
-    """Wait for the surveys, unless one source holds up others; return those that are there."""
-    patience = PATIENCE_SECONDS if len(jobs) > 1 else None
+def _answered(
+    jobs: Collection[Future[Surveyed | None]], meanwhile: Callable[[], None]
+) -> set[Future[Surveyed | None]]:
+    """Wait for the surveys, unless one takes too long; return those that are there."""
+    until = time.monotonic() + (PATIENCE_SECONDS if len(jobs) == 1 else OTHERS_SECONDS)
     done: set[Future[Surveyed | None]] = set()
-    left = set(jobs)
-    while left:
-        more, left = wait(left, timeout=patience, return_when=FIRST_COMPLETED)
-        if not more:
-            break
-        done |= more
+    while len(done) < len(jobs) and (left := until - time.monotonic()) > 0:
+        done, _ = wait(jobs, timeout=min(TICK_SECONDS, left))
+        meanwhile()
     return done
 
 

@@ -236,10 +236,11 @@ def test_where_the_driver_cannot_survey_the_tasks_do(
     assert numbers(mom) == sent(1000)
 
 
+@pytest.mark.slow
 def test_a_source_that_takes_long_to_survey_holds_up_no_other(
     app: Dsn, mom: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(surveys, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(surveys, "OTHERS_SECONDS", 3.0)
     rules = forwarding_rules(mom=mom)
     with connect(app) as here, connect(mom) as there, mom.connect(role="test") as blocking:
         here.execute(FILL.format(1, 1000))
@@ -247,7 +248,9 @@ def test_a_source_that_takes_long_to_survey_holds_up_no_other(
         with Cycle(app, rules) as quick, Cycle(mom, rules) as slow:
             work = quick.open(parts=2) + [replace(one, broker="mom") for one in slow.open(parts=2)]
             blocking.execute("LOCK TABLE saf.outbox IN ACCESS EXCLUSIVE MODE")
-            with surveyed(work) as shared:
+            heard: list[None] = []
+            with surveyed(work, meanwhile=lambda: heard.append(None)) as shared:
+                assert len(heard) >= 3
                 assert [item.survey is None for item in shared] == [False, False, True, True]
                 blocking.rollback()
             until(lambda: not sessions(here) + sessions(there))  # also of what came too late

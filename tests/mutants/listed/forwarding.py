@@ -309,8 +309,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a slow survey holds up other sources",
         "saf/forwarding/surveys.py",
-        "PATIENCE_SECONDS if len(jobs) > 1 else None",
-        "None",
+        "PATIENCE_SECONDS if len(jobs) == 1 else OTHERS_SECONDS",
+        "PATIENCE_SECONDS",
         f"{SURVEYS}::test_a_source_that_takes_long_to_survey_holds_up_no_other",
     ),
     mutant(
