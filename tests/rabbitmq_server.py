@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pika
 from pydantic import SecretStr
 
 from saf.database.bounds import Bounds
@@ -110,6 +112,7 @@ class RabbitmqServer:
                 for stream in one.replicas(self.streams()):
                     one.declare({0: ("test", stream)})
                     one.forget([0])
+            with socket.create_connection(("127.0.0.1", self.queues), timeout=5):
                 return True
         except StreamError as error:
             return error.code != NOT_AVAILABLE
@@ -179,6 +182,79 @@ class RabbitmqServer:
             yield
         finally:
             self.start()
+
+
+@dataclass(kw_only=True)
+class Queues:
+    """A server's queues, of which the topics' are there."""
+
+    server: RabbitmqServer
+    topics: tuple[str, ...] = ("billing", "shipping", "prices", "all")
+
+    @property
+    def port(self) -> int:
+        """Where it takes messages for queues."""
+        return self.server.queues
+
+    @property
+    def address(self) -> str:
+        """Where it is, as saf.toml says it."""
+        return f"amqp://127.0.0.1:{self.port}"
+
+    @contextmanager
+    def channel(self) -> Iterator[Any]:
+        """A channel of the usual client."""
+        login = pika.PlainCredentials(*self.server.login)
+        here = pika.ConnectionParameters("127.0.0.1", self.port, credentials=login, heartbeat=0)
+        with closing(pika.BlockingConnection(here)) as connection:
+            yield connection.channel()
+
+    def empty(self) -> None:
+        """Let it have all queues, and nothing in them."""
+        with self.channel() as channel:
+            for topic in self.topics:
+                channel.queue_delete(topic)
+                channel.queue_declare(topic, durable=True)
+
+    def messages(self, queue: str) -> list[tuple[Any, bytes]]:
+        """The properties and bodies of a queue's messages, which stay there."""
+        found: list[tuple[Any, bytes]] = []
+        with self.channel() as channel:
+            while True:
+                method, properties, body = channel.basic_get(queue)
+                if method is None:
+                    return found
+                found.append((properties, body))
+
+    def entries(self, topic: str = "billing") -> list[Mapping[str, str]]:
+        """The headers of a topic's messages, and the ``body``, in their order."""
+        return [
+            {**properties.headers, "body": body.decode()}
+            for properties, body in self.messages(topic)
+        ]
+
+    def start(self) -> None:
+        """Start it with its data; the first time, with the queues."""
+        new = not (self.server.folder / "data").exists()
+        self.server.start()
+        if new:
+            self.empty()
+
+    def kill(self) -> None:
+        """Kill it with SIGKILL."""
+        self.server.kill()
+
+    def freeze(self) -> None:
+        """Stop it where it is."""
+        self.server.freeze()
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        self.server.thaw()
+
+    def down(self) -> AbstractContextManager[None]:
+        """Killed, and started again with its data."""
+        return self.server.down()
 
 
 @contextmanager
