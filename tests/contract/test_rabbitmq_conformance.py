@@ -10,7 +10,7 @@ from pydantic import SecretStr
 
 from saf.destinations.rabbitmq import Rabbitmq
 from saf.testing.conformance import DestinationConformance, Read, Row, WhileUnavailable
-from tests.contract.test_rabbitmq_stream_conformance import CANARY, COLUMNS, message
+from tests.rabbitmq_rows import CANARY, COLUMNS, message
 from tests.rabbitmq_server import Queues
 
 pytestmark = pytest.mark.slow

@@ -24,17 +24,20 @@ from pydantic import AfterValidator, PrivateAttr, SecretStr
 
 from saf.database.bounds import Bounds
 from saf.destinations import Capabilities, Destination
+from saf.destinations.addresses import Address, parse
 from saf.destinations.queues import QueueSettings, client_needed
-from saf.destinations.rabbitmq.address import parse
-from saf.destinations.rabbitmq_stream.address import Address
 from saf.destinations.settings import Guarantee, within
 
+PORTS = {"amqp": 5672, "amqps": 5671}
+"""The port by default, by the scheme."""
+SECURE = "amqps"
+NAMED = "RabbitMQ server, such as amqp://host:5672 or amqps://host:5671"
 LONGEST = 255
 """The longest name of an exchange, in bytes."""
 
 
 def _address(text: str) -> str:
-    parse(text)
+    parse(text, PORTS, SECURE, NAMED)
     return text
 
 
@@ -82,7 +85,7 @@ class Rabbitmq(QueueSettings):
     @property
     def address(self) -> Address:
         """Where the server is."""
-        return parse(self.server)
+        return parse(self.server, PORTS, SECURE, NAMED)
 
     @property
     def secret(self) -> str:

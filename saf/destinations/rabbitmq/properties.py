@@ -11,20 +11,21 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.destinations.mapping import Mapped, names
+from saf.destinations.packed import BYTES, NONE, joined, sizes
 from saf.destinations.queues import Format
-from saf.destinations.rabbitmq_stream.amqp import BYTES, CONTENT_TYPE, EVENTS, fixed
 from saf.errors import Rejected
 
+EVENTS = "cloudEvents_"
+"""What stands before an attribute of CloudEvents: there is no binding for AMQP 0.9.1, so 1.0's."""
+CONTENT_TYPE = "content-type"
 LONGEST = 255
 """The longest name of a header, routing key or content type, in bytes."""
 HAS_CONTENT_TYPE, HAS_HEADERS, HAS_MODE, HAS_ID = 1 << 15, 1 << 13, 1 << 12, 1 << 7
 PERSISTENT = b"\2"
-NONE = pa.scalar(b"", BYTES)
 
 
 def check(where: str, what: Mapped) -> None:
@@ -52,17 +53,16 @@ def properties(what: Mapped, form: Format) -> list[bytes]:
         if not isinstance(values, str):
             head = pa.scalar(_short(name) + b"S", BYTES)
             said = values.cast(BYTES)
-            sizes = _sizes(said)
-            parts.append(pc.binary_join_element_wise(head, sizes, said, NONE))
+            parts.append(pc.binary_join_element_wise(head, sizes(said), said, NONE))
     own = [b"".join(_pair(name, value) for name, value in one.items()) for one in what.own]
     parts.append(pa.array(own, BYTES).take(pa.array(what.which)))
-    table = _joined(*parts)
+    table = joined(*parts)
     first = [_first(one.get(CONTENT_TYPE)) for one in what.own]
     ids = what.headers[names(form, EVENTS)["message_id"]]
     assert not isinstance(ids, str)  # noqa: S101 - each message has its own
-    made: list[bytes] = _joined(
+    made: list[bytes] = joined(
         pa.array(first, BYTES).take(pa.array(what.which)),
-        _sizes(table),
+        sizes(table),
         table,
         pa.scalar(PERSISTENT + bytes([36]), BYTES),
         ids.cast(BYTES),
@@ -86,12 +86,3 @@ def _short(text: str) -> bytes:
 def _pair(name: str, value: str) -> bytes:
     encoded = value.encode()
     return _short(name) + b"S" + struct.pack(">I", len(encoded)) + encoded
-
-
-def _sizes(values: pa.Array) -> pa.Array:
-    sizes = np.asarray(pc.fill_null(pc.binary_length(values), 0)).astype(">u4")
-    return pc.if_else(values.is_valid(), fixed(sizes), None) if values.null_count else fixed(sizes)
-
-
-def _joined(*parts: Any) -> pa.Array:
-    return pc.binary_join_element_wise(*parts, NONE, null_handling="replace", null_replacement=b"")

@@ -23,9 +23,8 @@ from saf.destinations import Chunk, Stored
 from saf.destinations.mapping import mapped, names
 from saf.destinations.marks import Mark, Place
 from saf.destinations.places import not_for
-from saf.destinations.rabbitmq.properties import check, properties
+from saf.destinations.rabbitmq.properties import EVENTS, check, properties
 from saf.destinations.rabbitmq.server import Channel, NotTaken, errors, open_channel
-from saf.destinations.rabbitmq_stream.amqp import EVENTS
 from saf.errors import Rejected, Unavailable
 from saf.failpoints import fail_point
 
