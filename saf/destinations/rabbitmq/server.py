@@ -277,9 +277,10 @@ def translated(what: str, settings: Rabbitmq, error: Exception) -> SafError:
 
 def _inner(error: BaseException) -> str:
     """Return what an error says, or the one that it has in it: the client wraps some."""
-    inner = getattr(error, "exception", None) or (error.args[0] if error.args else None)
-    if isinstance(inner, BaseException):
-        return _inner(inner)
+    wrapped = [*getattr(error, "exceptions", ()), getattr(error, "exception", None), *error.args]
+    for inner in wrapped:
+        if isinstance(inner, BaseException):
+            return _inner(inner)
     return str(error) or type(error).__name__
 
 
