@@ -27,6 +27,8 @@ from tests.redis_server import free_port
 from tests.sizes import sized
 from tests.waits import until
 
+pytestmark = pytest.mark.slow  # its server takes seconds to start
+
 
 @pytest.fixture
 def queue(rabbitmq_queues: Queues) -> Queues:

@@ -30,6 +30,8 @@ from tests.queue_suite import WEEK, OnceSuite, ids, send_numbers
 from tests.rabbitmq_server import RabbitmqServer
 from tests.waits import until
 
+pytestmark = pytest.mark.slow  # its server takes seconds to start
+
 
 @pytest.fixture
 def queue(rabbitmq: RabbitmqServer) -> RabbitmqServer:
