@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,7 @@ from saf.destinations.rabbitmq_stream import RabbitmqStream, amqp
 from saf.destinations.rabbitmq_stream.connection import Connection
 from saf.destinations.rabbitmq_stream.protocol import (
     NOT_AVAILABLE,
-    Command,
     StreamError,
-    text,
 )
 from saf.destinations.rabbitmq_stream.reading import entries
 from tests.needed import needed
@@ -30,6 +28,7 @@ from tests.redis_server import free_port
 from tests.waits import until
 
 BOUNDS = Bounds(statement_seconds=30)
+TOPICS = ("billing", "shipping", "prices", "all")
 PROGRAM = "/usr/lib/rabbitmq/bin/rabbitmq-server"
 """What Debian's own program becomes root's user rabbitmq for."""
 ERLANG = "+S 1:1 +sbwt none +sbwtdcpu none +sbwtdio none -setcookie saf"
@@ -112,12 +111,15 @@ class RabbitmqServer:
                 for stream in one.replicas(self.streams()):
                     one.declare({0: ("test", stream)})
                     one.forget([0])
-            with socket.create_connection(("127.0.0.1", self.queues), timeout=5):
-                return True
+            for name, where in {**self.settings, "listeners": f":{self.queues}"}.items():
+                if "listeners" in name:
+                    port = int(where.rpartition(":")[2])
+                    socket.create_connection(("127.0.0.1", port), timeout=5).close()
         except StreamError as error:
             return error.code != NOT_AVAILABLE
         except OSError:
             return False
+        return True
 
     @contextmanager
     def connected(self) -> Iterator[Connection]:
@@ -134,12 +136,19 @@ class RabbitmqServer:
         names = [one.name.removeprefix("__").rpartition("_")[0] for one in folders]
         return [name.replace("saf-marks_", "saf-marks.") for name in names]
 
+    @contextmanager
+    def channel(self) -> Iterator[Any]:
+        """A channel for its queues, by the usual client."""
+        login = pika.PlainCredentials(*self.login)
+        here = pika.ConnectionParameters("127.0.0.1", self.queues, credentials=login, heartbeat=0)
+        with closing(pika.BlockingConnection(here)) as connection:
+            yield connection.channel()
+
     def empty(self) -> None:
         """Let it lose everything."""
-        with self.connected() as one:
-            for stream in self.streams():
-                with suppress(StreamError):
-                    one.ask(Command.DELETE, text(stream))
+        with self.channel() as channel:
+            for name in {*self.streams(), *TOPICS}:
+                channel.queue_delete(name)
 
     def messages(self, stream: str) -> list[tuple[dict[str, str], bytes]]:
         """The headers and bodies of a stream's messages, in their order."""
@@ -189,7 +198,7 @@ class Queues:
     """A server's queues, of which the topics' are there."""
 
     server: RabbitmqServer
-    topics: tuple[str, ...] = ("billing", "shipping", "prices", "all")
+    topics: tuple[str, ...] = TOPICS
 
     @property
     def port(self) -> int:
@@ -201,16 +210,13 @@ class Queues:
         """Where it is, as saf.toml says it."""
         return f"amqp://127.0.0.1:{self.port}"
 
-    @contextmanager
-    def channel(self) -> Iterator[Any]:
+    def channel(self) -> AbstractContextManager[Any]:
         """A channel of the usual client."""
-        login = pika.PlainCredentials(*self.server.login)
-        here = pika.ConnectionParameters("127.0.0.1", self.port, credentials=login, heartbeat=0)
-        with closing(pika.BlockingConnection(here)) as connection:
-            yield connection.channel()
+        return self.server.channel()
 
     def empty(self) -> None:
         """Let it have all queues, and nothing in them."""
+        self.server.empty()
         with self.channel() as channel:
             for topic in self.topics:
                 channel.queue_delete(topic)

@@ -77,7 +77,7 @@ def test_each_message_is_persistent_and_has_its_id_and_content_type(
     forward(app, chunk_rows=100, events=events)
     (first, _), (second, _) = queue.messages("billing")
     assert (first.delivery_mode, first.content_type) == (2, "text/plain")
-    assert (second.delivery_mode, second.content_type) == (2, None)
+    assert (second.delivery_mode, second.content_type) == (2, "application/octet-stream")
     assert first.message_id == first.headers["saf-id"] != second.message_id
     assert first.headers["n"] == "1"
 

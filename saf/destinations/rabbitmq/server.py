@@ -118,6 +118,8 @@ class Channel:
         given = iter(zip(topics, properties, bodies, strict=True))
 
         def more() -> None:
+            if self._sending is not sending or self._error is not None:
+                return
             for topic, said, body in islice(given, min(AT_ONCE, most - sending.on_their_way)):
                 self._tag += 1
                 sending.on_their_way += 1
@@ -140,14 +142,19 @@ class Channel:
 
     def close(self) -> None:
         """Give up the connection."""
-        connection, self._connection = self._connection, None
+        connection, self._sending = self._connection, None
         if connection is None:
             return
         with suppress(AMQPError, OSError):
             if connection.is_open:
-                connection.close()
+                connection.close()  # `_failed` ends the loop
                 connection.ioloop.call_later(GOODBYE_SECONDS, connection.ioloop.stop)
                 connection.ioloop.start()
+        if not connection.is_closed and (transport := connection._transport) is not None:
+            transport.abort()
+            connection.ioloop.call_later(0, connection.ioloop.stop)
+            connection.ioloop.start()
+        self._connection = None
         connection.ioloop.close()
 
     # What the client calls
