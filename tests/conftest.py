@@ -42,7 +42,7 @@ from saf.failpoints import arm
 from saf.testing.databases import Copies, Database, Databases, embedded_server
 from tests import memory
 from tests.needed import absent
-from tests.rabbitmq_server import RabbitmqServer, rabbitmq_server
+from tests.rabbitmq_server import Queues, RabbitmqServer, rabbitmq_server
 from tests.receivers import prepare
 from tests.redis_server import RedisServer, redis_server
 
@@ -269,6 +269,14 @@ def rabbitmq(running_rabbitmq: RabbitmqServer) -> RabbitmqServer:
     """A RabbitMQ server that is empty."""
     running_rabbitmq.empty()
     return running_rabbitmq
+
+
+@pytest.fixture
+def rabbitmq_queues(running_rabbitmq: RabbitmqServer) -> Queues:
+    """Its queues, which are empty."""
+    queues = Queues(server=running_rabbitmq)
+    queues.empty()
+    return queues
 
 
 @pytest.fixture

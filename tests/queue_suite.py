@@ -39,7 +39,9 @@ WEEK = 7 * 86400.0
 class Server(Protocol):
     """A queue's server, for one test."""
 
-    port: int
+    @property
+    def port(self) -> int:
+        """Where it listens."""
 
     def start(self) -> None:
         """Start it with its data, and wait until it answers."""

@@ -96,6 +96,21 @@ key_file = "/etc/ssl/saf.key"
 quality = "exactly_once"
 max_connections = 4
 
+[destinations.work]
+kind = "rabbitmq"
+server = "amqps://rabbit-1.example.com:5671,rabbit-2.example.com:5671/shop"
+username = "saf"
+password = "${RABBITMQ_PASSWORD}"
+ca_file = "/etc/ssl/rabbitmq-ca.pem"
+certificate_file = "/etc/ssl/saf.pem"
+key_file = "/etc/ssl/saf.key"
+exchange = "orders"
+topic = "orders.{service}"
+format = "saf"
+step_rows = 5000
+quality = "at_least_once"
+max_connections = 4
+
 [destinations.shipments]
 kind = "rabbitmq_stream"
 server = "rabbitmq-stream+tls://rabbit-1.example.com:5551,rabbit-2.example.com:5551/shop"
