@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import socket
 from importlib.util import find_spec
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from pydantic import SecretStr
@@ -13,6 +14,9 @@ from saf.cli.brokers import Config
 from saf.cli.console import echo
 from saf.config import Settings, load
 from saf.errors import MissingExtra, UsageError
+
+if TYPE_CHECKING:
+    import uvicorn
 
 PACKAGES = ("jinja2", "jsonpath", "starlette", "uvicorn")
 LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -35,48 +39,54 @@ def command(
     it is started with --write. Without any token there, one is made up and printed. docs/ui.md says
     more. It stays until SIGTERM or Ctrl-C.
     """
+    server, listening, said = prepared(load(config), host=host, port=port, write=write)
+    for line in said:
+        echo(line, err=True)
+    server.run(sockets=[listening])
+
+
+def prepared(
+    settings: Settings, *, host: str, port: int, write: bool
+) -> tuple[uvicorn.Server, socket.socket, list[str]]:
+    """Return a server of the dashboard, where it will listen, and what to tell who started it.
+
+    Raises:
+        MissingExtra: packages are missing.
+        UsageError: it cannot be served there.
+    """
     for package in PACKAGES:
         if find_spec(package) is None:
             raise MissingExtra("ui", "saf ui")
-    serve(load(config), host=host, port=port, write=write)
-
-
-def serve(settings: Settings, *, host: str, port: int, write: bool) -> None:
-    """Serve the dashboard until a signal ends it; print where, and the token that was made up."""
     import uvicorn
 
     import saf.ui
 
     settings, made_up = with_token(settings)
-    application = saf.ui.app(settings, write=write)
     # the peer's own address decides which headers are believed: see saf.ui.access
     configured = uvicorn.Config(
-        application,
-        host=host,
-        port=port,
+        saf.ui.app(settings, write=write),
         proxy_headers=False,
         server_header=False,
         log_level="warning",
         timeout_graceful_shutdown=ENDING_SECONDS,
     )
-    try:
-        listening = configured.bind_socket()
-    except (SystemExit, OSError):
-        raise UsageError(
-            f"the dashboard cannot be served at {host}:{port}: somebody else listens there, or "
-            "it is no address of this machine; name another --port, or 0"
-        ) from None
     shown = f"[{host}]" if ":" in host else host
-    echo(f"the dashboard is at http://{shown}:{listening.getsockname()[1]}/", err=True)
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise UsageError(
+            f"the dashboard cannot be served at {shown}:{port}: {error.strerror or error}; name "
+            "another --port, or 0 for any that is free"
+        ) from None
+    said = [f"the dashboard is at http://{shown}:{listening.getsockname()[1]}/"]
     if made_up is not None:
-        echo(f"log in with the token {made_up}", err=True)
+        said.append(f"log in with the token {made_up}")
     if host not in LOCAL:
-        echo(
-            "others reach it without encryption: put a reverse proxy with https before it", err=True
-        )
+        said.append("others reach it unencrypted: put a reverse proxy with https before it")
     if not write:
-        echo("nobody can change anything: it was started without --write", err=True)
-    uvicorn.Server(configured).run(sockets=[listening])
+        said.append("nobody can change anything: it was started without --write")
+    return uvicorn.Server(configured), listening, said
 
 
 def with_token(settings: Settings) -> tuple[Settings, str | None]:

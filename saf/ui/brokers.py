@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from threading import Lock
@@ -50,16 +50,19 @@ class Answers(Generic[T]):
 class Brokers:
     """All brokers of saf.toml; ``places`` says each time which there are."""
 
-    def __init__(self, places: Callable[[], Mapping[str, Broker]]) -> None:
+    def __init__(
+        self, places: Callable[[], Mapping[str, Broker]], last: Collection[str] = ()
+    ) -> None:
         self._places = places
+        self._last = frozenset(last)
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="saf-ui")
         self._lock = Lock()
         self._idle: dict[str, list[tuple[psycopg.Connection[Any], float]]] = defaultdict(list)
         self._down: dict[str, tuple[SafError, float]] = {}
 
     def names(self) -> list[str]:
-        """Return the names of all brokers."""
-        return [*self._places()]
+        """Return the names of all brokers, those that are only destinations last."""
+        return sorted(self._places(), key=lambda name: name in self._last)
 
     def place(self, name: str) -> Broker | None:
         """Return the broker of a name."""

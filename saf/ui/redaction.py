@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,6 +13,8 @@ from saf.errors import ConfigurationError
 from saf.operating.wording import shown
 
 HIDDEN = "••••••"
+QUOTED = re.compile(r"(DETAIL: ).*?(?=$|(?: (?:CONTEXT|HINT|SQLSTATE): [^:]*)+$)", re.S)
+"""Where a database quotes a row, with headers and body, in its error."""
 MOST_BYTES = 64 * 1024
 """How much of a body is shown."""
 
@@ -71,6 +74,11 @@ class Redaction:
             for match in path.finditer(found):
                 found = _without(found, match.parts)
         return _some(shown(json.dumps(found, indent=2, ensure_ascii=False), lines=True))
+
+    def error(self, text: object) -> str:
+        """Return the text of an error, without the row that a database may quote in it."""
+        said = shown("" if text is None else str(text), lines=True)
+        return QUOTED.sub(rf"\1{HIDDEN}", said)
 
     def _is_hidden(self, name: str) -> bool:
         return any(fnmatchcase(name.lower(), pattern) for pattern in self._names)

@@ -12,6 +12,7 @@ from markupsafe import Markup, escape
 
 from saf.errors import ranges
 from saf.operating.wording import age, at, counted, shown
+from saf.ui.redaction import Redaction
 
 HERE = Path(__file__).parent
 TEMPLATES, STATIC = HERE / "templates", HERE / "static"
@@ -19,7 +20,7 @@ WIDTH, HEIGHT = 120, 28
 NONE = Markup("-")
 
 
-def environment() -> Environment:
+def environment(redaction: Redaction) -> Environment:
     """Return the templates, in which everything is escaped."""
     made = Environment(
         loader=FileSystemLoader(TEMPLATES),
@@ -37,6 +38,7 @@ def environment() -> Environment:
         "short": short,
         "name": name,
         "text": text,
+        "error": redaction.error,
         "sparkline": sparkline,
         "ranges": ranges,
     }

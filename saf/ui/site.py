@@ -40,11 +40,11 @@ class Site:
                 "saf.toml; `saf ui` alone makes a token up"
             )
         places = Places(settings, None)
-        self.brokers = Brokers(places)
+        self.brokers = Brokers(places, settings.destinations.keys() - settings.brokers.keys())
         self.pulse = Pulse(settings, places)
         self.jobs = Jobs()
         self.identities = Identities(settings.destinations)
-        self.environment = environment()
+        self.environment = environment(self.redaction)
         self.examination: Any = None
 
     def close(self) -> None:

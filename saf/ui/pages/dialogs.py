@@ -63,8 +63,10 @@ class Arrow:
 def one(visit: Visit) -> Response:
     """Show one conversation: both ends, and what they have said to each other."""
     given = visit.given("id")
+    if given is None:
+        return visit.to("/dialogs")
     try:
-        wanted = UUID(given or "")
+        wanted = UUID(given)
     except ValueError:
         raise UsageError(f"{given!r} is no conversation_id, which is a UUID") from None
     answers = visit.site.brokers.ask(lambda connection: exchange(connection, wanted))

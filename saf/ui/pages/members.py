@@ -30,7 +30,9 @@ def members(visit: Visit) -> Response:
     names = visit.site.brokers.names()
     broker = visit.given("broker") or (names or [""])[0]
     answers = visit.site.brokers.ask(memberships, [broker])
-    found = answers.found.get(broker, [])
+    found = sorted(
+        answers.found.get(broker, []), key=lambda one: not (one.members or one.backlog.messages)
+    )
     return visit.page(
         "members.html",
         title="Members and shards",
