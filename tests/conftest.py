@@ -42,6 +42,7 @@ from saf.failpoints import arm
 from saf.testing.databases import Copies, Database, Databases, embedded_server
 from tests import memory
 from tests.needed import absent
+from tests.rabbitmq_server import RabbitmqServer, rabbitmq_server
 from tests.receivers import prepare
 from tests.redis_server import RedisServer, redis_server
 
@@ -254,6 +255,20 @@ def queue(running_queue: RedisServer) -> RedisServer:
 def events(queue: RedisServer) -> Redis:
     """It as a destination."""
     return Redis(server=queue.address)
+
+
+@pytest.fixture(scope="session")
+def running_rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitmqServer]:
+    """A RabbitMQ server for all tests, because it takes seconds to start."""
+    with rabbitmq_server(tmp_path_factory.mktemp("rabbitmq")) as server:
+        yield server
+
+
+@pytest.fixture
+def rabbitmq(running_rabbitmq: RabbitmqServer) -> RabbitmqServer:
+    """A RabbitMQ server that is empty."""
+    running_rabbitmq.empty()
+    return running_rabbitmq
 
 
 @pytest.fixture

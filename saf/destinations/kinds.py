@@ -28,6 +28,7 @@ OURS = {
     "https": "saf.destinations.https:Https",
     "jsonl": "saf.destinations.jsonl:Jsonl",
     "nats": "saf.destinations.nats:Nats",
+    "rabbitmq_stream": "saf.destinations.rabbitmq_stream:RabbitmqStream",
     "redis": "saf.destinations.redis:Redis",
 }
 
