@@ -245,9 +245,12 @@ def test_a_conversation_is_drawn_as_a_sequence(
     chromium: Browser, there: Dashboard, app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:
     dialogs.prepare(app, mom)
-    dialog = dialogs.begin(app, {"amount": 7}, contract="ordering")
+    dialog = dialogs.begin(app, contract="ordering")
+    with app.connect(role="test") as connection:
+        dialog.send(connection, {"amount": 7}, message_type="order")
     dialogs.forward(app, mom)
-    dialogs.say(app, dialog, {"amount": 8})
+    with app.connect(role="test") as connection:
+        dialog.send(connection, {"amount": 8}, message_type="note")
     with visiting(chromium, there, "/dialogs") as page:
         page.locator("tbody a").first.click()
         page.wait_for_selector(".sequence .arrow")
