@@ -75,7 +75,7 @@ def picture(page: Page, name: str, folder: Path) -> None:
     to = PICTURES if os.environ.get("SAF_TESTS_PICTURES") else folder
     file = to / f"ui-{name}.png"
     page.screenshot(path=file, animations="disabled")
-    assert file.stat().st_size < 150_000, "a picture of the documentation is small"
+    assert file.stat().st_size < 250_000, "a picture of the documentation is small"
 
 
 def accessible(page: Page) -> list[str]:
