@@ -48,8 +48,8 @@ def environment(redaction: Redaction) -> Environment:
 def number(value: float | None) -> str:
     """Return a count; of an estimate, the whole part.
 
-    >>> number(None), number(12345.6)
-    ('-', '12,346')
+    >>> number(12345.6), str(number(None))
+    ('12,346', '-')
     """
     return NONE if value is None else f"{value:,.0f}"
 
