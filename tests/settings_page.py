@@ -6,6 +6,7 @@ python -m tests.settings_page     # writes the page
 from __future__ import annotations
 
 import datetime
+import json
 import re
 import tomllib
 import types
@@ -258,6 +259,18 @@ mode = "xmlrpc"
 method = "order.paid"
 user = "saf"
 password = "${LEDGER_PASSWORD}"
+
+[ui]
+token = "${UI_VIEW_TOKEN}"
+operate_token = "${UI_OPERATE_TOKEN}"
+user_header = "X-Forwarded-User"
+proxies = ["10.1.0.0/16"]
+operators = ["ann", "bob"]
+session_seconds = 28800
+bodies = true
+redact_headers = ["authorization", "cookie", "x-customer-*"]
+redact_paths = ["$.card.number", "$..password"]
+
 [signing]
 key_id = "billing-2026"
 algorithm = "hmac-sha256"
@@ -408,6 +421,8 @@ def _default(field: Any) -> str:
         return ""
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
+    if isinstance(value, tuple):
+        return f"`{json.dumps(value)}`"
     return f'`"{value}"`' if isinstance(value, str) else f"`{value:,}`".replace(",", "_")
 
 
