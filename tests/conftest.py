@@ -41,6 +41,7 @@ from saf.errors import UsageError
 from saf.failpoints import arm
 from saf.testing.databases import Copies, Database, Databases, embedded_server
 from tests import memory
+from tests.kafka_server import KafkaServer, kafka_server
 from tests.needed import absent
 from tests.receivers import prepare
 from tests.redis_server import RedisServer, redis_server
@@ -254,6 +255,13 @@ def queue(running_queue: RedisServer) -> RedisServer:
 def events(queue: RedisServer) -> Redis:
     """It as a destination."""
     return Redis(server=queue.address)
+
+
+@pytest.fixture(scope="session")
+def running_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaServer]:
+    """A Kafka broker for all tests, which some kill and start again."""
+    with kafka_server(tmp_path_factory.mktemp("kafka")) as server:
+        yield server
 
 
 @pytest.fixture
