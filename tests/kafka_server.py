@@ -88,6 +88,9 @@ class KafkaServer:
             "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
             "super.users": "User:ANONYMOUS;User:CN=localhost",
             "message.max.bytes": str(LARGEST),
+            # one that was killed may be back so soon
+            "broker.session.timeout.ms": "2000",
+            "broker.heartbeat.interval.ms": "500",
         }
 
     def settings(self, **given: Any) -> Kafka:
@@ -181,9 +184,10 @@ class KafkaQueue:
 
     def empty(self) -> None:
         """Let it lose everything."""
-        there = self.server.admin().list_topics(timeout=30).topics
+        admin = self.server.admin()
+        there = admin.list_topics(timeout=30).topics
         if mine := [topic for topic in there if topic.startswith(self.prefix)]:
-            for deleted in self.server.admin().delete_topics(mine).values():
+            for deleted in admin.delete_topics(mine).values():
                 deleted.result()
             until(lambda: not self.topics())
 

@@ -39,7 +39,9 @@ WEEK = 7 * 86400.0
 class Server(Protocol):
     """A queue's server, for one test."""
 
-    port: int
+    @property
+    def port(self) -> int:
+        """Where it listens."""
 
     def start(self) -> None:
         """Start it with its data, and wait until it answers."""
@@ -138,7 +140,7 @@ class QueueSuite:
             self.proxy(queue.port) as proxy,
             closing(self.at(proxy.port).open("events")) as destination,
         ):
-            destination.connect()
+            destination.store(forwarder.chunk([]), exactly_once=True)
             proxy.lose_answers_to(self.request)
             with pytest.raises(Unavailable):
                 destination.store(chunk, exactly_once=True)

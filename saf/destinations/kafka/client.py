@@ -28,8 +28,16 @@ if TYPE_CHECKING:
 SLICE_SECONDS = 0.25
 SHORTEST_MS, LONGEST_MS = 1_000, 300_000
 
-NOT_YET = frozenset({KafkaError._TIMED_OUT, KafkaError._TRANSPORT, KafkaError._WAIT_COORD})
-"""Codes after which a call goes on when it is made again."""
+NOT_YET = frozenset({
+    KafkaError._TIMED_OUT, KafkaError._TRANSPORT, KafkaError._WAIT_COORD,
+    KafkaError.REQUEST_TIMED_OUT, KafkaError.NETWORK_EXCEPTION, KafkaError.BROKER_NOT_AVAILABLE,
+    KafkaError.LEADER_NOT_AVAILABLE, KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.REPLICA_NOT_AVAILABLE, KafkaError.FENCED_LEADER_EPOCH,
+    KafkaError.UNKNOWN_LEADER_EPOCH, KafkaError.OFFSET_NOT_AVAILABLE,
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS, KafkaError.COORDINATOR_NOT_AVAILABLE,
+    KafkaError.NOT_COORDINATOR, KafkaError.NOT_CONTROLLER,
+})  # fmt: skip
+"""Codes after which a call goes on when it is made again: a broker has just come, or gone."""
 GONE = frozenset({KafkaError._ALL_BROKERS_DOWN})
 LOGIN = frozenset({KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED})
 RIGHTS = frozenset({

@@ -34,7 +34,7 @@ from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException
 from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined] # it is public
 
 from saf.destinations.kafka import names
-from saf.destinations.kafka.client import SLICE_SECONDS, Voices, settings_of
+from saf.destinations.kafka.client import GONE, NOT_YET, SLICE_SECONDS, Voices, settings_of
 from saf.destinations.marks import MAIN, Place
 from saf.destinations.written import ABSENT
 
@@ -90,7 +90,7 @@ class MarksTopic:
                     "enable.auto.offset.store": False,
                     "enable.partition.eof": True,
                     "isolation.level": "read_committed",
-                    "fetch.wait.max.ms": 100,
+                    "fetch.wait.max.ms": 10,
                 }
             )
             self._consumer.assign([TopicPartition(topic, 0, 0)])
@@ -102,7 +102,7 @@ class MarksTopic:
                     self._reached = int(one.offset() or 0) + 1
                 elif error.code() == KafkaError._PARTITION_EOF:
                     self._reached = max(self._reached, int(one.offset() or 0))
-                elif error.code() not in (KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT):
+                elif error.code() not in NOT_YET | GONE:
                     raise KafkaException(error)
             if self._voices.said is not None:
                 raise KafkaException(self._voices.said)

@@ -14,7 +14,7 @@ WATERMARKS, ISOLATED, CRASH = (
 )
 HONEST = "contract/test_10_honest.py"
 SCRIPT, STREAMS = "saf/destinations/redis/script.py", "saf/destinations/redis/streams.py"
-NATS = "contract/test_nats.py"
+NATS, KAFKA = "contract/test_nats.py", "contract/test_kafka.py"
 REDIS, ROUTED = "contract/test_redis.py", "contract/test_redis_routed.py"
 
 MUTANTS: list[Mutant] = [
@@ -229,6 +229,48 @@ MUTANTS: list[Mutant] = [
         "few = len(all_places) <= MANY_PLACES",
         "few = len(all_places) <= MANY_PLACES * 9",
         f"{NATS}::test_there_may_be_more_lanes_than_a_batch_has_room_for",
+    ),
+    mutant(
+        "an owner before is not fenced",
+        "saf/destinations/kafka/transactions.py",
+        "                    link.producer(self._name(source, other))\n",
+        "",
+        f"{KAFKA}::test_a_transaction_of_the_owner_before_that_is_still_open_is_never_stored",
+    ),
+    mutant(
+        "marks are not read again after an owner was fenced",
+        "saf/destinations/kafka/transactions.py",
+        "                    link.marks.fenced(source, other)\n            else:",
+        "                    link.marks.fenced(source, other)\n                break\n            else:",
+        f"{KAFKA}::test_what_was_stored_by_an_owner_while_it_is_being_fenced_is_not_stored_again",
+    ),
+    mutant(
+        "marks are read up to the first open transaction",
+        "saf/destinations/kafka/marks.py",
+        "isolation_level=IsolationLevel.READ_UNCOMMITTED",
+        "isolation_level=IsolationLevel.READ_COMMITTED",
+        f"{KAFKA}::test_marks_behind_an_open_transaction_of_another_source_are_waited_for",
+    ),
+    mutant(
+        "keys go where librdkafka's own hash says",
+        "saf/destinations/kafka/transactions.py",
+        '"partitioner": "murmur2_random"',
+        '"partitioner": "consistent_random"',
+        f"{KAFKA}::test_the_same_key_goes_to_the_partition_that_java_would_choose",
+    ),
+    mutant(
+        "records that were removed are taken for lost",
+        "saf/destinations/kafka/reading.py",
+        "                if first:",
+        "                if first < 0:",
+        f"{KAFKA}::test_what_was_removed_is_not_taken_for_lost",
+    ),
+    mutant(
+        "batches are larger than a topic takes",
+        "saf/destinations/kafka/transactions.py",
+        "if (least := min([BATCH_BYTES, *limits.values()])) < self._batch_bytes:",
+        "if (least := min([BATCH_BYTES, *limits.values()])) < 0:",
+        f"{KAFKA}::test_what_a_topic_does_not_take_is_rejected_before_anything_is_stored",
     ),
     mutant(
         "replicas are not waited for",
