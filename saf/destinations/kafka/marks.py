@@ -1,25 +1,25 @@
 """The topic of the marks: a log that all who store read to its end, and so agree on who owns what.
 
-A record says the mark of a place, and the shard after whose transactions the owner is named
-(`saf.destinations.kafka.names.transactional_id`): ``SHARD EPOCH BATCH POSITION …``. Kafka compares
-nothing when it stores. It only fences: of two processes that begin transactions of one name, the
-older one can end none any more. So whoever stores for a shard first makes sure of this:
+Kafka compares nothing when it stores. It only fences: of two processes that begin transactions of
+one name, the older one can end none any more. So whoever stores for a shard makes sure of this:
 
 1. It has begun transactions of its own name, that of the lowest shard that it has in hand. Work
    that is done at the same time has other shards in hand, and so another name; the same work, done
    again, has the same.
-2. The last record of each of its shards names it. If not, it writes one that does: a claim.
-3. It has read past that, and fenced everybody whom the log has ever named beside it, by beginning
-   transactions of their names; and then has read the log again.
+2. Of the log's claims on each of its shards, the last is its own. If not, it writes one.
+3. After that, it has fenced everybody else whom a claim has ever named, by beginning transactions
+   of their names. Then it has read the marks, to the end of the log.
 
-Of two who claim a shard, the one whose claim is the later in the log has read the other's, and
-fences it before it reads what counts; the other one either sees that it is fenced when it ends its
-transaction, or ended it before. The order of the log decides, so nobody has to compare and set. Who
-has been fenced though it owns its shards still, because the other one has taken only some of them,
-begins anew, and reads the marks again before it stores.
+Of two who claim a shard, the one whose claim is the later in the log reads the other's, and fences
+it before it reads the marks. The other one ended its transaction before that, so its messages are
+in the marks; or it cannot, begins anew, and reads the later claim. So the order of the log decides,
+and nobody has to compare and set. Who was fenced though it owns its shards still, because the other
+one has taken some only, begins anew, reads the marks again, and goes on.
 
-A reader of committed records does not get past a transaction that is open. So "the end" is the end
-of the log with open transactions, at the moment of asking: what was committed before is read.
+A claim moves no mark: it may be written before the marks are read. That matters, because a reader
+of committed records does not get past a transaction that is open, and fencing is what ends the one
+of an owner that was killed. "The end" is that of the log with open transactions, at the moment of
+asking: so all that was committed before is read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined] # it 
 
 from saf.destinations.kafka import names
 from saf.destinations.kafka.client import GONE, NOT_YET, SLICE_SECONDS, Voices, settings_of
-from saf.destinations.marks import MAIN, Place
+from saf.destinations.marks import Place
 from saf.destinations.written import ABSENT
 
 if TYPE_CHECKING:
@@ -62,54 +62,68 @@ class MarksTopic:
         self._admin = admin
         self._consumer: Consumer | None = None
         self._reached = 0
+        self._heard = False
+        """Whether it has come to the end of what can be read."""
         self.identity: UUID | None = None
         self.texts: dict[UUID, dict[Place, str]] = defaultdict(dict)
         """The written marks, by their sources."""
         self.topics: dict[UUID, set[str]] = defaultdict(set)
         """The topics that messages of a source went to."""
         self.owners: dict[tuple[UUID, int], int] = {}
-        """The owner of a source's shard that was named last."""
+        """Whom the last claim on a source's shard names."""
         self.named: dict[tuple[UUID, int], set[int]] = defaultdict(set)
-        """All owners of it that were named."""
+        """All whom a claim on it has named, and who were not fenced after that."""
 
-    def read(self) -> None:
-        """Read to the end.
+    def begin(self) -> None:
+        """Read what can be read without waiting for a transaction to end, unless that was done."""
+        if self._consumer is None:
+            self.read(0)
+
+    def read(self, patience_seconds: float) -> bool:
+        """Read to the end; return whether it was reached before the patience was.
 
         Raises:
-            KafkaException: there is no such topic, or its end is not reached in time.
+            KafkaException: there is no such topic, or it does not answer.
         """
-        topic, bounds = self.settings.marks_topic, self.settings.bounds
-        until = time.monotonic() + bounds.statement_seconds
+        bounds, began = self.settings.bounds, time.monotonic()
         end = self._end()
-        if self._consumer is None:
-            self._consumer = Consumer(
-                settings_of(self.settings, self._voices)
-                | {
-                    "group.id": "saf",
-                    "enable.auto.commit": False,
-                    "enable.auto.offset.store": False,
-                    "enable.partition.eof": True,
-                    "isolation.level": "read_committed",
-                    "fetch.wait.max.ms": 10,
-                }
-            )
-            self._consumer.assign([TopicPartition(topic, 0, 0)])
+        consumer = self._consumer = self._consumer or self._subscribed()
         self._voices.said = None
         while self._reached < end:
-            for one in self._consumer.consume(AT_ONCE, 0.005 if self._reached else 0.02):
+            for one in consumer.consume(AT_ONCE, 0.005):
                 if (error := one.error()) is None:
                     self._learn((one.key() or b"").decode(), one.value())
                     self._reached = int(one.offset() or 0) + 1
                 elif error.code() == KafkaError._PARTITION_EOF:
+                    self._heard = True
                     self._reached = max(self._reached, int(one.offset() or 0))
                 elif error.code() not in NOT_YET | GONE:
                     raise KafkaException(error)
             if self._voices.said is not None:
                 raise KafkaException(self._voices.said)
-            if time.monotonic() > until:
+            waited = time.monotonic() - began
+            if self._reached < end and waited > patience_seconds and self._heard:
+                return False
+            if waited > bounds.statement_seconds:
                 raise KafkaException(
-                    KafkaError(KafkaError._TIMED_OUT, f"{topic} has a transaction that is open")
+                    KafkaError(
+                        KafkaError._TIMED_OUT, f"{self.settings.marks_topic} does not answer"
+                    )
                 )
+        return True
+
+    def _subscribed(self) -> Consumer:
+        given = settings_of(self.settings, self._voices) | {
+            "group.id": "saf",
+            "enable.auto.commit": False,
+            "enable.auto.offset.store": False,
+            "enable.partition.eof": True,
+            "isolation.level": "read_committed",
+            "fetch.wait.max.ms": 10,
+        }
+        consumer = Consumer(given)
+        consumer.assign([TopicPartition(self.settings.marks_topic, 0, 0)])
+        return consumer
 
     def _end(self) -> int:
         """Return where the topic ends, open transactions and all."""
@@ -135,27 +149,27 @@ class MarksTopic:
         if which == names.TOPIC:
             self.topics[UUID(source)].add(what)
             return
-        owner, _, text = said.partition(" ")
-        of, shard = UUID(source), int(which)
-        self.texts[of][what, shard] = text
-        if what == MAIN and owner:
-            self.owners[of, shard] = int(owner)
-            self.named[of, shard].add(int(owner))
+        of = UUID(source)
+        if which == names.OWNER:
+            self.owners[of, int(what)] = int(said)
+            self.named[of, int(what)].add(int(said))
+        else:
+            self.texts[of][what, int(which)] = said
 
     def text(self, source: UUID, place: Place) -> str:
         """Return the written mark of a place."""
         return self.texts[source].get(place, ABSENT)
 
     def not_owned(self, source: UUID, shards: Iterable[int], owner: int) -> list[int]:
-        """Return those of some shards whose last record names another owner, or none."""
+        """Return those of some shards whose last claim names another owner; or there is none."""
         return [shard for shard in shards if self.owners.get((source, shard)) != owner]
 
     def others(self, source: UUID, shards: Iterable[int], owner: int) -> set[int]:
-        """Return whom the log has named for some shards, beside an owner, and nobody has fenced."""
+        """Return whom claims on some shards have named besides an owner, and nobody has fenced."""
         return {one for shard in shards for one in self.named[source, shard]} - {owner}
 
     def fenced(self, source: UUID, owner: int) -> None:
-        """Note that an owner was fenced, of what was read until now."""
+        """Note that an owner was fenced, after its claims that were read until now."""
         for (of, _), owners in self.named.items():
             if of == source:
                 owners.discard(owner)

@@ -2,7 +2,8 @@
 
 TOPIC                            messages; see `topic_name`
 saf.marks                        one partition, compacted: the last record of a key counts
-    SOURCE/SHARD/LANE            the mark of a place, and who owns its shard
+    SOURCE/SHARD/LANE            the mark of a place
+    SOURCE/owner/SHARD           who owns a shard: the shard that is in the name of its transactions
     SOURCE/topic/TOPIC           a topic that messages of a source went to
     identity                     what the destination is
 saf-IDENTITY-SOURCE-SHARD        the transactions of who has this shard, and none lower, in hand
@@ -17,7 +18,7 @@ from uuid import UUID
 from saf.destinations.marks import Place
 
 IDENTITY = "identity"
-TOPIC = "topic"
+TOPIC, OWNER = "topic", "owner"
 PORT = 9092
 CANNOT = re.compile(r"[^a-zA-Z0-9._-]")
 LONGEST = 249
@@ -82,6 +83,11 @@ def mark(source: UUID | str, place: Place) -> str:
     """
     lane, shard = place
     return f"{source}/{shard}/{lane}"
+
+
+def owner(source: UUID | str, shard: int) -> str:
+    """Return the key of who owns a shard."""
+    return f"{source}/{OWNER}/{shard}"
 
 
 def topic(source: UUID | str, name: str) -> str:

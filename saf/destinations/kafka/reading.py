@@ -39,6 +39,8 @@ def read(name: str, settings: Kafka) -> Iterator[Reading]:
     """
     with connected(name, settings) as link:
         identity = link.identity()
+        if link.look():
+            link.read()
         marks = {source: dict(texts) for source, texts in link.marks.texts.items()}
         held = _held(name, link)
         yield TableReading(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LARGEST = 1_048_588
 """The most bytes that a topic takes at a time, if it says nothing else."""
-NO_TOPIC = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC})
+OPEN = "has a transaction that does not end"
 MAY_NOT_ASK = frozenset({
     KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED,
 })  # fmt: skip
@@ -144,15 +144,15 @@ class Link:
             )
         return True
 
-    def read(self) -> bool:
-        """Read the marks to their end; return whether there is a topic of them."""
-        try:
-            self.marks.read()
-        except KafkaException as error:
-            if error.args[0].code() not in NO_TOPIC:
-                raise
-            return False
-        return True
+    def read(self) -> None:
+        """Read the marks to their end.
+
+        Raises:
+            KafkaException: a transaction is open for too long.
+        """
+        if not self.marks.read(self.settings.bounds.statement_seconds):
+            topic = self.settings.marks_topic
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, f"{topic} {OPEN}"))
 
     def identity(self) -> UUID:
         """Return the identity that the marks say, or that they would get; write nothing.
@@ -161,7 +161,7 @@ class Link:
         not taken for a new one: it is the same one, without what it had acknowledged.
         """
         if self.look():
-            self.read()
+            self.marks.begin()
         return self.marks.identity or uuid5(
             NAMESPACE_URL, f"{self.settings.brokers}#{self.settings.marks_topic}"
         )
@@ -186,6 +186,8 @@ class Link:
     def known(self, source: UUID) -> Known:
         """Return all marks of a source."""
         identity = self.identity()
+        if self.look():
+            self.read()
         return known_of(identity, self.marks.texts[source])
 
     # Transactions

@@ -20,7 +20,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -30,10 +30,10 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 from saf.destinations import Chunk
 from saf.destinations.kafka import names, wire
 from saf.destinations.kafka.client import errors, milliseconds
-from saf.destinations.kafka.server import Link, open_link
+from saf.destinations.kafka.server import OPEN, Link, open_link
 from saf.destinations.mapping import Mapped, mapped
 from saf.destinations.mapping import names as header_names
-from saf.destinations.marks import MAIN, Mark, Place, shards_of
+from saf.destinations.marks import Mark, Place, shards_of
 from saf.destinations.places import guarded
 from saf.destinations.stepwise import Cut, Step, Stepwise
 from saf.errors import Rejected, Unavailable
@@ -55,6 +55,8 @@ LONGEST_SECONDS = 60.0
 """How long a transaction may be open: so long, at most, its readers wait after a crash."""
 BATCH_BYTES = 1_000_000
 LINGER_MS = 20
+PATIENCE_SECONDS = 1.0
+"""How long the end of the marks is waited for until those who may keep it back are fenced."""
 TURNS = 20
 PAUSE_SECONDS = 0.05
 """Who is fenced lets the other one end first, for longer each time."""
@@ -65,10 +67,10 @@ class Transaction:
     """What is stored together."""
 
     source: UUID
-    owner: int
-    """The shard that its name is of."""
-    marks: Mapping[Place, str]
+    marks: Mapping[Place, str] = field(default_factory=dict)
     what: Mapped | None = None
+    claims: Sequence[int] = ()
+    """Shards that are claimed."""
     topics: Sequence[str] = ()
     """Topics that messages of this source have not gone to before."""
 
@@ -105,24 +107,28 @@ class Transactions(Stepwise[Link]):
         """Return the marks of a chunk's places, when nobody else can move them."""
         source, mine = chunk.source, dict(chunk.batch.epochs)
         owner, shards = min(mine), shards_of(guarded(chunk))
-        for turn in range(TURNS):
+        until = time.monotonic() + self.settings.bounds.statement_seconds
+        log, turn, reached = link.marks, 0, False
+        while True:
+            found = super()._marks(link, chunk)
+            if any(epoch > mine[shard] for (_, shard), epoch in found[1].items()):
+                return found  # the caller refuses the chunk
+            missing = log.not_owned(source, shards, owner)
+            if reached and not missing and not log.others(source, shards, owner):
+                return found
+            if time.monotonic() > until:
+                raise Unavailable(
+                    self.what, f"others claim its shards, or {self.settings.marks_topic} {OPEN}"
+                )
+            _pause(turn // 2)
+            turn += 1
             self._begin_as(link, source, owner)
-            link.read()
-            said, epochs, marks = super()._marks(link, chunk)
-            if any(epoch > mine[shard] for (_, shard), epoch in epochs.items()):
-                break  # the caller refuses the chunk
-            if missing := link.marks.not_owned(source, shards, owner):
-                self._claim(link, source, missing, owner)
-            elif others := link.marks.others(source, shards, owner):
-                for other in sorted(others):
-                    link.producer(self._name(source, other))
-                    link.marks.fenced(source, other)
-            else:
-                break
-            _pause(turn // 4)
-        else:
-            raise Unavailable(self.what, "others claim the same shards again and again")
-        return said, epochs, marks
+            if missing and not self._claim(link, source, missing):
+                continue
+            for other in sorted(log.others(source, shards, owner)):
+                link.producer(self._name(source, other))
+                log.fenced(source, other)
+            reached = log.read(PATIENCE_SECONDS)
 
     def _begin_as(self, link: Link, source: UUID, owner: int) -> None:
         """Have a client with transactions of a name, which has fenced whoever had that before."""
@@ -148,10 +154,9 @@ class Transactions(Stepwise[Link]):
     def _name(self, source: UUID, owner: int) -> str:
         return names.transactional_id(self.identity(), source, owner)
 
-    def _claim(self, link: Link, source: UUID, shards: Sequence[int], owner: int) -> None:
-        """Write that shards have this owner; their marks stay. If it is fenced, nothing happens."""
-        texts = {(MAIN, shard): link.marks.text(source, (MAIN, shard)) for shard in shards}
-        self._ended(link, Transaction(source=source, owner=owner, marks=texts))
+    def _claim(self, link: Link, source: UUID, shards: Sequence[int]) -> bool:
+        """Write claims on shards; return whether they are written: not if this was fenced."""
+        return self._ended(link, Transaction(source=source, claims=shards))
 
     def _read(self, link: Link, source: UUID, places: Sequence[Place]) -> list[str]:
         return [link.marks.text(source, place) for place in places]
@@ -186,14 +191,11 @@ class Transactions(Stepwise[Link]):
         for step in steps:
             fine = not answers or answers[-1][1]
             if fine:
-                owner = int(self._id.rpartition("-")[2])
                 moved = {p: text for p, text in step.after.items() if text != step.before[p]}
                 new = [] if step.what is None else self._new_topics(link, source, step.what)
                 fine = self._ended(
                     link,
-                    Transaction(
-                        source=source, owner=owner, marks=moved, what=step.what, topics=new
-                    ),
+                    Transaction(source=source, marks=moved, what=step.what, topics=new),
                 )
             answers.append((step.count, fine))
         if answers[-1][1]:
@@ -213,7 +215,7 @@ class Transactions(Stepwise[Link]):
         Raises:
             KafkaException: nobody knows whether they were.
         """
-        if done.what is None and not done.marks:
+        if done.what is None and not (done.marks or done.claims):
             return True
         producer = self._producer
         if producer is None:
@@ -225,9 +227,11 @@ class Transactions(Stepwise[Link]):
                 self._produce(producer, done.what)
             for name in done.topics:
                 producer.produce(topic, b"1", names.topic(done.source, name), partition=0)
+            for shard in done.claims:
+                owner = self._id.rpartition("-")[2]
+                producer.produce(topic, owner, names.owner(done.source, shard), partition=0)
             for place, text in done.marks.items():
-                value = f"{done.owner} {text}"
-                producer.produce(topic, value, names.mark(done.source, place), partition=0)
+                producer.produce(topic, text, names.mark(done.source, place), partition=0)
             link.commit(producer)
         except KafkaException as error:
             self._producer = None
