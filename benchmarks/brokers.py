@@ -33,6 +33,7 @@ def run(stage: Stage, spark: SparkContext) -> None:
     stage.fill(MESSAGES)
     redis_streams(stage, spark)
     nats_stream(stage, spark)
+    kafka_topics(stage, spark)
 
 
 def redis_streams(stage: Stage, spark: SparkContext) -> None:
@@ -93,6 +94,48 @@ def nats_stream(stage: Stage, spark: SparkContext) -> None:
                 link.make()
 
         _compare(stage, spark, settings, name="nats", bare=bare, forget=forget)
+
+
+def kafka_topics(stage: Stage, spark: SparkContext) -> None:
+    """Notes kafka_… . The bare client gives all messages, and waits for all: no transactions."""
+    from confluent_kafka import Producer
+    from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined] # public
+
+    from saf.demo import kafka as server
+
+    folder = Path(stage.server.data_dir).parent
+    with server.serve(folder / "kafka") as there:
+        given = f'brokers = "{there.brokers}"\ntopic = "flights.{{service}}"'
+        settings = _settings(stage, "kafka", given)
+        messages: list[Any] = [
+            (fields.pop("saf-body"), fields["saf-key"], [*_texts(fields).items()])
+            for fields in _fields(stage)
+        ]
+        admin = AdminClient({"bootstrap.servers": there.brokers})
+        producer = Producer({
+            "bootstrap.servers": there.brokers, "enable.idempotence": True, "linger.ms": 20,
+            "partitioner": "murmur2_random", "queue.buffering.max.messages": 2 * MESSAGES,
+        })  # fmt: skip
+
+        def bare() -> float:
+            started = time.monotonic()
+            for body, key, headers in messages:
+                producer.produce("bare", body, key, headers=headers)
+            producer.flush()
+            return time.monotonic() - started
+
+        def forget() -> None:
+            known = admin.list_topics(timeout=60).topics
+            ours = [topic for topic in known if topic.startswith(("flights.", "saf.", "bare"))]
+            for deleted in admin.delete_topics(ours).values() if ours else ():
+                deleted.result()
+            while {*admin.list_topics(timeout=60).topics} & {*ours}:
+                time.sleep(0.1)
+            for made in admin.create_topics([NewTopic("bare", 1)]).values():
+                made.result()
+            producer.list_topics("bare", timeout=60)
+
+        _compare(stage, spark, settings, name="kafka", bare=bare, forget=forget)
 
 
 def _settings(stage: Stage, kind: str, given: str) -> Settings:

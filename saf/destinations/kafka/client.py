@@ -40,8 +40,10 @@ NOT_YET = frozenset({
 """Codes after which a call goes on when it is made again: a broker has just come, or gone."""
 GONE = frozenset({KafkaError._ALL_BROKERS_DOWN})
 LOGIN = frozenset({KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED})
+HARMLESS = NOT_YET | GONE | {KafkaError.GROUP_AUTHORIZATION_FAILED}
+"""Codes that a consumer tells of and goes on: it is of no group, though the client asks for one."""
 RIGHTS = frozenset({
-    KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.GROUP_AUTHORIZATION_FAILED,
+    KafkaError.TOPIC_AUTHORIZATION_FAILED,
     KafkaError.CLUSTER_AUTHORIZATION_FAILED, KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
 })  # fmt: skip
 TO_MEND = {

@@ -34,7 +34,7 @@ from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException
 from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined] # it is public
 
 from saf.destinations.kafka import names
-from saf.destinations.kafka.client import GONE, NOT_YET, SLICE_SECONDS, Voices, settings_of
+from saf.destinations.kafka.client import HARMLESS, SLICE_SECONDS, Voices, settings_of
 from saf.destinations.marks import Place
 from saf.destinations.written import ABSENT
 
@@ -97,7 +97,7 @@ class MarksTopic:
                 elif error.code() == KafkaError._PARTITION_EOF:
                     self._heard = True
                     self._reached = max(self._reached, int(one.offset() or 0))
-                elif error.code() not in NOT_YET | GONE:
+                elif error.code() not in HARMLESS:
                     raise KafkaException(error)
             if self._voices.said is not None:
                 raise KafkaException(self._voices.said)

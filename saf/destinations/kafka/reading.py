@@ -13,7 +13,7 @@ from uuid import UUID
 import pyarrow as pa
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from saf.destinations.kafka.client import settings_of
+from saf.destinations.kafka.client import HARMLESS, settings_of
 from saf.destinations.kafka.server import Link, connected
 from saf.destinations.kafka.wire import EVENTS, STRUCTURED
 from saf.destinations.mapping import held_of, source_of
@@ -114,6 +114,8 @@ def _messages(
             place, at = (str(one.topic()), int(one.partition() or 0)), int(one.offset() or 0)
             error = one.error()
             if error is not None and error.code() != KafkaError._PARTITION_EOF:
+                if error.code() in HARMLESS:
+                    continue
                 raise KafkaException(error)
             if at >= ends.get(place, 0) - (error is None):
                 last = ends.pop(place, None)

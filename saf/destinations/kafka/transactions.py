@@ -136,11 +136,13 @@ class Transactions(Stepwise[Link]):
         if self._producer is not None and self._id == name:
             return
         self._producer, self._id = None, name
-        longest = min(self.settings.bounds.chunk_seconds, LONGEST_SECONDS)
+        bounds = self.settings.bounds
+        longest = milliseconds(min(bounds.chunk_seconds, LONGEST_SECONDS))
         self._producer = link.producer(
             name,
             **{
-                "transaction.timeout.ms": milliseconds(longest),
+                "transaction.timeout.ms": longest,
+                "socket.timeout.ms": min(longest, milliseconds(bounds.statement_seconds)),
                 "partitioner": "murmur2_random",
                 "compression.type": self.settings.compression,
                 "linger.ms": LINGER_MS,
