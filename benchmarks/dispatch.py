@@ -1,9 +1,10 @@
 """Dispatching: messages a second to an endpoint, beside the bare client, and beside one that hangs.
 
 The endpoint is an application under uvicorn in a process of its own, which accepts everything. The
-bare client is what the dispatcher uses, aiohttp, in a loop that posts with as many requests in
-flight, and neither reads nor marks anything: the same requests, whose headers are made before; and
-the bodies alone. They take turns in each round.
+bare client is what the dispatcher uses, aiohttp on uvloop, in a loop that posts with as many
+requests in flight, and neither reads nor marks anything: the same requests, whose headers are made
+before; and the bodies alone. So does httpx2, the other client that one would take. They take turns
+in each round.
 
 An endpoint that hangs accepts connections and never answers. A dispatcher in the same process has
 as many requests in flight to it as it may.
@@ -20,7 +21,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import aiohttp
+import httpx2
 import uvicorn
+import uvloop
 
 from benchmarks.receive import FILL, READ_AGAIN
 from benchmarks.stage import Stage, execute, median
@@ -103,7 +106,28 @@ def bare(url: str, headers: Mapping[str, str] | None) -> float:
             await asyncio.gather(*(post() for _ in range(IN_FLIGHT)))
             return MESSAGES / (time.monotonic() - began)
 
-    return asyncio.run(work())
+    return uvloop.run(work())
+
+
+def bare_httpx2(url: str) -> float:
+    """Messages a second of httpx2 alone."""
+
+    async def work() -> float:
+        left = MESSAGES
+        limits = httpx2.Limits(max_connections=IN_FLIGHT, max_keepalive_connections=IN_FLIGHT)
+        async with httpx2.AsyncClient(limits=limits, trust_env=False) as client:
+
+            async def post() -> None:
+                nonlocal left
+                while left > 0:
+                    left -= 1
+                    await client.post(url, content=BODY, headers=HEADERS)
+
+            began = time.monotonic()
+            await asyncio.gather(*(post() for _ in range(IN_FLIGHT)))
+            return MESSAGES / (time.monotonic() - began)
+
+    return uvloop.run(work())
 
 
 def dispatched(mom: Dsn, url: str, beside: str | None = None) -> float:
@@ -128,7 +152,7 @@ def dispatched(mom: Dsn, url: str, beside: str | None = None) -> float:
         await hangs
         return one.summary.handled / took
 
-    return asyncio.run(work())
+    return uvloop.run(work())
 
 
 def alone(what: Callable[..., float], *arguments: Any) -> float:
@@ -149,10 +173,11 @@ def run(stage: Stage) -> None:
     def again() -> None:
         execute(stage.mom, READ_AGAIN, "VACUUM saf.cursor", "CHECKPOINT")
 
-    rates, ratios, of_bodies, kept = [], [], [], []
+    rates, ratios, of_bodies, of_httpx2, kept = [], [], [], [], []
     with endpoint() as url, hanging() as silent:
         for _ in range(ROUNDS):
             client, bodies = alone(bare, url, HEADERS), alone(bare, url, None)
+            other = alone(bare_httpx2, url)
             again()
             mine = alone(dispatched, stage.mom, url)
             again()
@@ -160,8 +185,10 @@ def run(stage: Stage) -> None:
             rates.append(mine)
             ratios.append(mine / client)
             of_bodies.append(mine / bodies)
+            of_httpx2.append(mine / other)
             kept.append(beside / mine)
     stage.note("dispatch_per_second", median(rates), "1/s")
     stage.note("dispatch_ratio", median(ratios), "to the bare client", ">= 0.7")
     stage.note("dispatch_ratio_of_bodies", median(of_bodies), "to the bare client")
+    stage.note("dispatch_ratio_to_httpx2", median(of_httpx2), "to the bare client", ">= 0.7")
     stage.note("dispatch_beside_hanging_ratio", median(kept), "to alone", ">= 0.95")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import subprocess
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -16,6 +19,8 @@ from saf.database import Dsn
 from saf.dispatch.dispatcher import Dispatcher
 from saf.dispatch.running import run
 from saf.dispatch.settings import Endpoint
+from tests.certificates import certificate as make_certificate
+from tests.needed import needed
 from tests.receivers import SUBSCRIPTION
 from tests.waits import until
 
@@ -138,6 +143,77 @@ def serving(partner: Partner, application: Any = None, port: int = 0) -> Iterato
         finally:
             server.should_exit = server.force_exit = True
             thread.join()
+
+
+NGINX = """
+{user}
+daemon off;
+error_log {folder}/error.log;
+pid {folder}/nginx.pid;
+worker_processes 1;
+events {{ worker_connections 512; }}
+http {{
+  access_log off;
+  client_body_temp_path {folder};
+  proxy_temp_path {folder};
+  fastcgi_temp_path {folder};
+  uwsgi_temp_path {folder};
+  scgi_temp_path {folder};
+  client_max_body_size 100m;
+  keepalive_requests {requests};
+  server {{
+    listen 127.0.0.1:{port} ssl {offers};
+    ssl_certificate {certificate};
+    ssl_certificate_key {key};
+    location / {{
+      proxy_pass {url};
+      proxy_buffering off;
+      proxy_set_header X-Version $server_protocol;
+      proxy_set_header X-Connection $connection;
+    }}
+  }}
+}}
+"""
+
+
+@contextmanager
+def behind_nginx(
+    partner: Partner, folder: Path, *, http2: bool = True, requests: int = 1000
+) -> Iterator[Path]:
+    """The partner behind nginx, which offers HTTP/2 by TLS, until the block ends; its certificate.
+
+    ``requests``: after so many, nginx ends a connection. The partner's URL becomes nginx's.
+    """
+    program = needed("nginx", "nginx-light")
+    certificate, key = make_certificate(folder)
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    text = NGINX.format(
+        user="user root;" if os.geteuid() == 0 else "",
+        folder=folder,
+        requests=requests,
+        port=port,
+        offers="http2" if http2 else "",
+        certificate=certificate,
+        key=key,
+        url=partner.url.removesuffix("/hook"),
+    )
+    (folder / "nginx.conf").write_text(text)
+    command = [program, "-p", str(folder), "-c", str(folder / "nginx.conf")]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        until(lambda: _accepts(port))
+        partner.url = f"https://localhost:{port}/hook"
+        try:
+            yield certificate
+        finally:
+            process.terminate()
+
+
+def _accepts(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 def end(application: Any) -> None:

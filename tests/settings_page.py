@@ -197,6 +197,7 @@ ca_file = "/etc/ssl/saf/ca.pem"
 client_certificate = "/etc/ssl/saf/us.pem"
 client_key = "/etc/ssl/saf/us.key"
 public_only = true
+http2 = true
 networks = ["10.1.0.0/16"]
 max_in_flight = 50
 rate = "100/s"

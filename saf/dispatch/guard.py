@@ -43,20 +43,26 @@ def is_public(address: str) -> bool:
 AddressInfo = tuple[int | socket.AddressFamily, int | socket.SocketKind, int, str, tuple[Any, ...]]
 
 
-def guarded_sockets(networks: Iterable[str]) -> Callable[[AddressInfo], socket.socket]:
-    """Return what makes a socket to connect to an address, if that is public or in a network.
-
-    It raises a `PermissionError` if it is not.
-    """
+def address_check(networks: Iterable[str]) -> Callable[[str], None]:
+    """Return what raises a `PermissionError` for an address: neither public nor in a network."""
     known = [ipaddress.ip_network(one) for one in networks]
 
-    def make(info: AddressInfo) -> socket.socket:
-        family, kind, protocol, _, address = info
-        host = str(address[0])
+    def check(host: str) -> None:
         ip = ipaddress.ip_address(host.partition("%")[0])
         if not is_public(host) and not any(ip in network for network in known):
             # which address a name inside of our network has is nobody's business
             raise PermissionError(errno.EACCES, "its address is not on the public internet")
+
+    return check
+
+
+def guarded_sockets(networks: Iterable[str]) -> Callable[[AddressInfo], socket.socket]:
+    """Return what makes a socket to connect to an address, once `address_check` has let it pass."""
+    check = address_check(networks)
+
+    def make(info: AddressInfo) -> socket.socket:
+        family, kind, protocol, _, address = info
+        check(str(address[0]))
         return socket.socket(family=family, type=kind, proto=protocol)
 
     return make

@@ -33,7 +33,17 @@ def run(
     Raises:
         SafError: one of the dispatchers that were given cannot go on; the others were stopped.
     """
-    asyncio.run(_Running(dispatchers, drain=drain, find=find).run())
+    with _runner() as runner:
+        runner.run(_Running(dispatchers, drain=drain, find=find).run())
+
+
+def _runner() -> asyncio.Runner:
+    """An event loop by uvloop, which takes less of the processor's time, or else asyncio's own."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.Runner()
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
 
 class _Running:

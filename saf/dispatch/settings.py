@@ -118,6 +118,8 @@ class Endpoint(BaseModel):
     """With proxy_password: for the proxy."""
     proxy_password: pydantic.SecretStr | None = None
     """See proxy_user."""
+    http2: bool = False
+    """Whether HTTP/2 is spoken where the endpoint offers it by TLS."""
     reply: bool = False
     """Whether the body of an answer is sent back to the service that the message came from."""
     reply_type: str | None = Field(default=None, min_length=1)
@@ -182,6 +184,8 @@ class Endpoint(BaseModel):
             raise ValueError("proxy_user and proxy_password belong together")
         if self.proxy_user is not None and self.proxy is None:
             raise ValueError("proxy_user without proxy")
+        if self.http2 and urlsplit(self.url).scheme != "https":
+            raise ValueError("http2 with http: HTTP/2 is agreed on by TLS, so the URL is https://…")
         if self.proxy is not None and self.public_only:
             raise ValueError("public_only with proxy: the proxy decides where it connects to")
         return self

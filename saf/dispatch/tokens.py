@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from typing import TYPE_CHECKING
+from urllib.parse import urlencode
 
-from saf.dispatch.credentials import of_client, of_proxy
+from saf.dispatch.credentials import of_client
 from saf.dispatch.settings import Endpoint
-
-if TYPE_CHECKING:
-    import aiohttp
+from saf.dispatch.transport import NoAnswer, Transport
 
 MOST = 64 * 1024
 """How many bytes of an answer are read."""
@@ -40,20 +38,18 @@ class Tokens:
         self._token: str | None = None
         self._until = 0.0
 
-    async def get(self, session: aiohttp.ClientSession) -> str:
+    async def get(self, transport: Transport) -> str:
         """Return a token that is good for a while.
 
         Raises:
             NoToken: there is none.
         """
-        import aiohttp
-
         async with self._lock:
             if self._token is None or time.monotonic() >= self._until:
                 try:
-                    self._token, lifetime = await self._asked(session)
-                except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                    raise NoToken(f"no token: {type(error).__name__}") from None
+                    self._token, lifetime = await self._asked(transport)
+                except NoAnswer as error:
+                    raise NoToken(f"no token: {error}") from None
                 self._until = time.monotonic() + EARLY * lifetime
             return self._token
 
@@ -62,23 +58,22 @@ class Tokens:
         if token == self._token:
             self._token = None
 
-    async def _asked(self, session: aiohttp.ClientSession) -> tuple[str, float]:
+    async def _asked(self, transport: Transport) -> tuple[str, float]:
         endpoint = self._endpoint
         assert endpoint.token_url is not None  # noqa: S101 - the settings say so
         form = {"grant_type": "client_credentials"}
         if endpoint.scope is not None:
             form["scope"] = endpoint.scope
-        async with session.post(
-            endpoint.token_url,
-            data=form,
-            headers={"Accept": "application/json", **of_client(endpoint)},
-            allow_redirects=False,
-            proxy_headers=of_proxy(endpoint) or None,
-        ) as response:
-            body = await response.content.read(MOST)
-            if response.status != 200:  # noqa: PLR2004 - as the RFC says
-                raise NoToken(f"no token: HTTP {response.status}")
-        return parsed(body)
+        headers = {
+            "Accept": "application/json",
+            "Content-Type": "application/x-www-form-urlencoded",
+            **of_client(endpoint),
+        }
+        body = urlencode(form).encode()
+        got = await transport.post(endpoint.token_url, headers, body, MOST)
+        if got.status != 200:  # noqa: PLR2004 - as the RFC says
+            raise NoToken(f"no token: HTTP {got.status}")
+        return parsed(got.body)
 
 
 def parsed(body: bytes) -> tuple[str, float]:

@@ -27,7 +27,37 @@ DISPATCH, REPLIES, HOSTILE, INBOX, IN_A_SHARD = (
 )
 KILLED = f"{DISPATCH}::test_after_a_kill_only_what_was_in_flight_is_sent_again"
 
+HTTP2 = "contract/test_dispatch_http2.py"
+
 MUTANTS: list[Mutant] = [
+    mutant(
+        "a connection of HTTP/2 that ends in good order costs its requests an attempt",
+        "saf/dispatch/http2.py",
+        "                        if not left:\n",
+        "                        if left:\n",
+        f"{HTTP2}::test_a_connection_that_is_ended_after_some_requests_costs_no_attempt",
+    ),
+    mutant(
+        "the guard does not look at addresses of HTTP/2",
+        "saf/dispatch/pools.py",
+        "                    check(address)\n",
+        "",
+        f"{HTTP2}::test_what_is_no_answer_is_said_in_one_line",
+    ),
+    mutant(
+        "a connection of HTTP/2 goes on with answers on it that nobody reads",
+        "saf/dispatch/pools.py",
+        "            self.retire(pool)\n",
+        "            pass\n",
+        f"{HTTP2}::test_answers_that_come_too_late_hold_nothing_up",
+    ),
+    mutant(
+        "an answer of HTTP/2 is read without end",
+        "saf/dispatch/http2.py",
+        "                if len(read) >= most:\n",
+        "                if len(read) < 0:\n",
+        f"{HTTP2}::test_of_a_long_answer_a_part_is_read",
+    ),
     mutant(
         "a message that is in flight counts as complete once a later one is",
         PROGRESS,
@@ -107,7 +137,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a redirect is followed",
-        "saf/dispatch/http.py",
+        "saf/dispatch/http1.py",
         "allow_redirects=False",
         "allow_redirects=True",
         f"{HOSTILE}::test_a_redirect_is_not_followed",
