@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,7 @@ def kafka_topics(stage: Stage, spark: SparkContext) -> None:
     from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined] # public
 
     from saf.demo import kafka as server
+    from saf.destinations.kafka.server import open_link
 
     folder = Path(stage.server.data_dir).parent
     with server.serve(folder / "kafka") as there:
@@ -134,6 +136,9 @@ def kafka_topics(stage: Stage, spark: SparkContext) -> None:
             for made in admin.create_topics([NewTopic("bare", 1)]).values():
                 made.result()
             producer.list_topics("bare", timeout=60)
+            with closing(open_link("mom", there)) as link:  # the topics of both are there
+                link.make_identity()
+                link.limits({f"flights.{dict(headers)['saf-service']}" for *_, headers in messages})
 
         _compare(stage, spark, settings, name="kafka", bare=bare, forget=forget)
 
