@@ -103,6 +103,7 @@ def kafka_topics(stage: Stage, spark: SparkContext) -> None:
     from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined] # public
 
     from saf.demo import kafka as server
+    from saf.destinations.kafka.client import QUIET
     from saf.destinations.kafka.server import open_link
 
     folder = Path(stage.server.data_dir).parent
@@ -113,9 +114,10 @@ def kafka_topics(stage: Stage, spark: SparkContext) -> None:
             (fields.pop("saf-body"), fields["saf-key"], [*_texts(fields).items()])
             for fields in _fields(stage)
         ]
-        admin = AdminClient({"bootstrap.servers": there.brokers})
+        admin = AdminClient({"bootstrap.servers": there.brokers, "logger": QUIET})
         producer = Producer({
-            "bootstrap.servers": there.brokers, "enable.idempotence": True, "linger.ms": 20,
+            "bootstrap.servers": there.brokers, "logger": QUIET,
+            "enable.idempotence": True, "linger.ms": 20,
             "partitioner": "murmur2_random", "queue.buffering.max.messages": 2 * MESSAGES,
         })  # fmt: skip
 

@@ -1,9 +1,9 @@
 """What a client is given of messages: its arguments, made of columns.
 
 Python does one call for each message, which copies its headers: librdkafka's call for many messages
-takes no headers. On one core, with 200 bytes and eight headers, that is some 3 µs a message, of 2.4
-µs without headers; making the lists of headers adds 1 µs. A header that all messages have alike is
-made once.
+takes no headers. On one core, with 200 bytes and eight headers, the call takes 3.1 µs (2.4 without
+headers, and 5 and more if headers are bytes or a dict); making the lists of headers adds 0.8 µs. A
+header that all messages have alike is made once.
 """
 
 from __future__ import annotations
