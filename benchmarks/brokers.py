@@ -114,9 +114,10 @@ def kafka_topics(stage: Stage, spark: SparkContext) -> None:
             (fields.pop("saf-body"), fields["saf-key"], [*_texts(fields).items()])
             for fields in _fields(stage)
         ]
-        admin = AdminClient({"bootstrap.servers": there.brokers, "logger": QUIET})
+        quiet: dict[str, Any] = {"bootstrap.servers": there.brokers, "logger": QUIET}
+        admin = AdminClient(quiet)
         producer = Producer({
-            "bootstrap.servers": there.brokers, "logger": QUIET,
+            **quiet,
             "enable.idempotence": True, "linger.ms": 20,
             "partitioner": "murmur2_random", "queue.buffering.max.messages": 2 * MESSAGES,
         })  # fmt: skip
