@@ -11,7 +11,7 @@ from uuid import UUID
 import pytest
 from cloudevents.core.bindings.kafka import KafkaMessage, from_structured_event
 from cloudevents.core.formats.json import JSONFormat
-from confluent_kafka import Producer, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import (  # type: ignore[attr-defined] # they are public
     AclBinding,
     AclOperation,
@@ -28,6 +28,7 @@ from pydantic import SecretStr
 from saf.database import Dsn
 from saf.database.bounds import Bounds
 from saf.destinations.kafka import Kafka
+from saf.destinations.marks import MAIN, ONCE
 from saf.errors import Fenced, Refused, Rejected, SafError, Unavailable
 from saf.repair.reconcile import reconcile
 from saf.testing.forwarder import SHARDS, Forwarder
@@ -168,6 +169,25 @@ def test_what_was_stored_by_an_owner_while_it_is_being_fenced_is_not_stored_agai
             before.store(late, exactly_once=True)
     assert [(one.messages, one.dropped) for one in done] == [(15, 15)]
     assert len(ids(queue)) == len({*ids(queue)}) == 35
+
+
+@pytest.mark.parametrize("quality", [MAIN, ONCE])
+def test_what_was_stored_just_before_its_owner_was_fenced_is_not_stored_again(
+    queue: KafkaQueue, events: Kafka, quality: str
+) -> None:
+    """Its transaction has ended, but the answer was that it is fenced."""
+    forwarder = Forwarder()
+    rows = forwarder.messages(20)
+    with before_its_end(events) as (destination, happens):
+        destination.store(forwarder.chunk([]), exactly_once=True)
+
+        def end_and_fence() -> None:
+            destination._producer.commit_transaction(30)
+            raise KafkaException(KafkaError(KafkaError._FENCED))
+
+        happens.append(end_and_fence)
+        destination.store(forwarder.chunk(rows, prefix=quality), exactly_once=quality == MAIN)
+    assert ids(queue) == [row["message_id"] for row in rows]
 
 
 def test_marks_behind_an_open_transaction_of_another_source_are_waited_for(

@@ -16,7 +16,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # they are pub
 )
 
 from saf.destinations.kafka import names
-from saf.destinations.kafka.client import SLICE_SECONDS, Voices, errors, settings_of
+from saf.destinations.kafka.client import SLICE_SECONDS, Voices, errors, milliseconds, settings_of
 from saf.destinations.kafka.marks import SETTINGS, MarksTopic
 from saf.destinations.marks import Known
 from saf.destinations.queues import unusable
@@ -31,6 +31,9 @@ OPEN = "has a transaction that does not end"
 MAY_NOT_ASK = frozenset({
     KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED,
 })  # fmt: skip
+
+LONGEST_SECONDS = 60.0
+"""How long a transaction may be open: so long, at most, its readers wait after a crash."""
 
 T = TypeVar("T")
 
@@ -195,8 +198,15 @@ class Link:
     def producer(self, name: str, **more: Any) -> Producer:
         """Return a client that has begun transactions of a name, and ended all others of it."""
         bounds = self.settings.bounds
+        longest = milliseconds(min(bounds.chunk_seconds, LONGEST_SECONDS))
         producer = Producer(
-            settings_of(self.settings, self.voices) | {"transactional.id": name, **more}
+            settings_of(self.settings, self.voices)
+            | {
+                "transactional.id": name,
+                "transaction.timeout.ms": longest,
+                "socket.timeout.ms": min(longest, milliseconds(bounds.statement_seconds)),
+                **more,
+            }
         )
         self.voices.patiently(producer, producer.init_transactions, bounds.statement_seconds)
         return producer

@@ -29,13 +29,14 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 
 from saf.destinations import Chunk
 from saf.destinations.kafka import names, wire
-from saf.destinations.kafka.client import errors, milliseconds
+from saf.destinations.kafka.client import errors
 from saf.destinations.kafka.server import OPEN, Link, open_link
 from saf.destinations.mapping import Mapped, mapped
 from saf.destinations.mapping import names as header_names
 from saf.destinations.marks import Mark, Place, shards_of
 from saf.destinations.places import guarded
 from saf.destinations.stepwise import Cut, Step, Stepwise
+from saf.destinations.written import read
 from saf.errors import Rejected, Unavailable
 
 if TYPE_CHECKING:
@@ -46,13 +47,11 @@ FENCED = frozenset({
     KafkaError.INVALID_PRODUCER_ID_MAPPING, KafkaError.INVALID_TXN_STATE,
     KafkaError.CONCURRENT_TRANSACTIONS,
 })  # fmt: skip
-"""Codes of who was fenced, or whose transaction took too long: nothing is stored."""
+"""Codes of who was fenced, or whose transaction took too long."""
 NOT_KNOWN_YET = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC})
 """Codes of a topic that was made just now, and that not all brokers know."""
 TOO_LARGE = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE})
 
-LONGEST_SECONDS = 60.0
-"""How long a transaction may be open: so long, at most, its readers wait after a crash."""
 BATCH_BYTES = 1_000_000
 LINGER_MS = 20
 PATIENCE_SECONDS = 1.0
@@ -136,13 +135,9 @@ class Transactions(Stepwise[Link]):
         if self._producer is not None and self._id == name:
             return
         self._producer, self._id = None, name
-        bounds = self.settings.bounds
-        longest = milliseconds(min(bounds.chunk_seconds, LONGEST_SECONDS))
         self._producer = link.producer(
             name,
             **{
-                "transaction.timeout.ms": longest,
-                "socket.timeout.ms": min(longest, milliseconds(bounds.statement_seconds)),
                 "partitioner": "murmur2_random",
                 "compression.type": self.settings.compression,
                 "linger.ms": LINGER_MS,
@@ -190,15 +185,19 @@ class Transactions(Stepwise[Link]):
 
     def _send(self, link: Link, source: UUID, steps: Iterator[Step]) -> list[tuple[int, bool]]:
         answers: list[tuple[int, bool]] = []
+        going = True
         for step in steps:
-            fine = not answers or answers[-1][1]
-            if fine:
+            fine = False
+            if going:
                 moved = {p: text for p, text in step.after.items() if text != step.before[p]}
                 new = [] if step.what is None else self._new_topics(link, source, step.what)
                 fine = self._ended(
                     link,
                     Transaction(source=source, marks=moved, what=step.what, topics=new),
                 )
+                going = fine
+                if not fine:
+                    fine = self._is_there(link, source, step)
             answers.append((step.count, fine))
         if answers[-1][1]:
             self._fenced = 0
@@ -206,6 +205,19 @@ class Transactions(Stepwise[Link]):
             _pause(self._fenced)
             self._fenced += 1
         return answers
+
+    def _is_there(self, link: Link, source: UUID, step: Step) -> bool:
+        """Whether a step is stored after all: who was fenced may have ended its transaction before.
+
+        Otherwise what is sent at most once would be sent again. The marks tell.
+        """
+        goal = {place: read(text)[1].number for place, text in step.after.items()}
+        risen = [p for p, number in goal.items() if number > read(step.before[p])[1].number]
+        if step.what is None or not risen or not self._id:
+            return False
+        self._begin_as(link, source, int(self._id.rpartition("-")[2]))
+        link.read()
+        return all(read(link.marks.text(source, p))[1].number >= goal[p] for p in risen)
 
     def _new_topics(self, link: Link, source: UUID, what: Mapped) -> list[str]:
         used = map(names.topic_name, what.topics)

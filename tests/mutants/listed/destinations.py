@@ -245,6 +245,13 @@ MUTANTS: list[Mutant] = [
         f"{KAFKA}::test_what_was_stored_by_an_owner_while_it_is_being_fenced_is_not_stored_again",
     ),
     mutant(
+        "what was stored before its owner was fenced is stored again",
+        "saf/destinations/kafka/transactions.py",
+        "fine = self._is_there(link, source, step)",
+        "pass",
+        f"{KAFKA}::test_what_was_stored_just_before_its_owner_was_fenced_is_not_stored_again",
+    ),
+    mutant(
         "marks are read up to the first open transaction",
         "saf/destinations/kafka/marks.py",
         "isolation_level=IsolationLevel.READ_UNCOMMITTED",
