@@ -8,6 +8,7 @@ to both.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -35,6 +36,7 @@ def run(stage: Stage, spark: SparkContext) -> None:
     redis_streams(stage, spark)
     nats_stream(stage, spark)
     kafka_topics(stage, spark)
+    rabbitmq_stream(stage, spark)
 
 
 def redis_streams(stage: Stage, spark: SparkContext) -> None:
@@ -144,6 +146,54 @@ def kafka_topics(stage: Stage, spark: SparkContext) -> None:
                 link.limits({f"flights.{dict(headers)['saf-service']}" for *_, headers in messages})
 
         _compare(stage, spark, settings, name="kafka", bare=bare, forget=forget)
+
+
+def rabbitmq_stream(stage: Stage, spark: SparkContext) -> None:
+    """Notes rabbitmq_stream_… . The bare client numbers its messages, as a careful one would."""
+    from saf.demo import rabbitmq_stream as server
+    from saf.destinations.rabbitmq_stream.protocol import Command, text
+    from saf.destinations.rabbitmq_stream.server import connected
+
+    folder = Path(stage.server.data_dir).parent
+    with server.serve(folder / "rabbitmq_stream") as there:
+        given = f'server = "{there.server}"\ntopic = "flights"'
+        settings = _settings(stage, "rabbitmq_stream", given)
+        messages = [(fields.pop("saf-body"), _texts(fields)) for fields in _fields(stage)]
+        streams = ["flights", there.marks, f"{there.marks}.{messages[0][1]['saf-source']}"]
+
+        async def publish() -> None:
+            import rstream
+
+            ((host, port),) = there.address.hosts
+            done, confirmed = asyncio.Event(), itertools.count(1)
+
+            async def on_confirm(_: Any) -> None:
+                if next(confirmed) == MESSAGES:
+                    done.set()
+
+            async with rstream.Producer(host, port, username="guest", password=there.secret) as one:
+                for at in range(0, MESSAGES, AT_ONCE):
+                    batch = [
+                        rstream.AMQPMessage(body=body, application_properties=headers)
+                        for body, headers in messages[at : at + AT_ONCE]
+                    ]
+                    await one.send_batch(
+                        "flights", batch, publisher_name="bare", on_publish_confirm=on_confirm
+                    )
+                await done.wait()
+
+        def bare() -> float:
+            started = time.monotonic()
+            asyncio.run(publish())
+            return time.monotonic() - started
+
+        def forget() -> None:
+            with connected("rabbitmq_stream", there) as link:
+                for stream in link.connection.replicas(streams):
+                    link.connection.ask(Command.DELETE, text(stream))
+                link.connection.create("flights", {})
+
+        _compare(stage, spark, settings, name="rabbitmq_stream", bare=bare, forget=forget)
 
 
 def _settings(stage: Stage, kind: str, given: str) -> Settings:

@@ -28,7 +28,7 @@ try:
     from airflow.providers.standard.operators.bash import BashOperator
     from airflow.sdk import DAG
 except ImportError:  # Airflow 2
-    from airflow import DAG
+    from airflow import DAG  # type: ignore[attr-defined, no-redef, unused-ignore]
     from airflow.operators.bash import BashOperator
 
 if TYPE_CHECKING:

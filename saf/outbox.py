@@ -27,6 +27,7 @@ from saf.columns import SENT
 from saf.errors import InvalidMessage
 from saf.message import DEFAULT_MAX_BYTES, Message, Row, encode
 from saf.sending import asynchronous
+from saf.sending.bulk import copied
 from saf.sending.encoding import Encoder, Form
 from saf.transaction import Entrance
 
@@ -159,16 +160,20 @@ class Outbox:
         return row.message_id
 
     def send_many(self, conn: Conn, messages: Iterable[Message]) -> list[UUID]:
-        """Send messages in one statement and one round trip; return their ids in order.
+        """Send messages at once; return their ids in order.
 
-        All are checked before the first is written. Raises what `send` raises; an `InvalidMessage`
+        They are one statement, and from 100 messages on a COPY, where `saf.sending.bulk` can. All
+        are checked before the first is written. Raises what `send` raises; an `InvalidMessage`
         names the message at fault, as in ``messages[3].key``.
         """
         rows = self._encoded(messages)
-        if rows:
-            self._execute(conn, INSERT_MANY, _columns(rows))
-        else:
-            self._enter(conn, allow_autocommit=self.allow_autocommit)
+        transaction = self._enter(conn, allow_autocommit=self.allow_autocommit)
+        try:
+            if rows and not copied(transaction, rows):
+                transaction.execute(INSERT_MANY, _columns(rows))
+        except Exception as error:
+            self._enter.refuse_without_right(error, transaction)
+            raise
         return [row.message_id for row in rows]
 
     async def asend_many(self, conn: AsyncConn, messages: Iterable[Message]) -> list[UUID]:

@@ -77,6 +77,11 @@ class Known(Protocol):
 class Transaction(Known, Protocol):
     """What saf needs of the caller's connection."""
 
+    @property
+    def below(self) -> psycopg.Connection[Any] | None:
+        """The connection of psycopg that it is, or stands on; None for other drivers."""
+        ...
+
     def execute(self, statement: str, params: Mapping[str, Any] | None = None) -> None:
         """Run a statement that returns no rows."""
         ...
@@ -228,6 +233,10 @@ class OnPsycopg:
 class _Psycopg(OnPsycopg):
     connection: psycopg.Connection[Any]
 
+    @property
+    def below(self) -> psycopg.Connection[Any]:
+        return self.connection
+
     def execute(self, statement: str, params: Mapping[str, Any] | None = None) -> None:
         psycopg.Cursor(self.connection).execute(statement, params, prepare=self.prepare)
 
@@ -264,6 +273,11 @@ class _SQLAlchemy:
     def commits_by_itself(self) -> bool:
         raw = self.connection.connection.dbapi_connection
         return raw is not None and self.connection.dialect.detect_autocommit_setting(raw)
+
+    @property
+    def below(self) -> psycopg.Connection[Any] | None:
+        raw = self._psycopg
+        return raw if isinstance(raw, psycopg.Connection) else None
 
     def execute(self, statement: str, params: Mapping[str, Any] | None = None) -> None:
         with self._unprepared():

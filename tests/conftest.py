@@ -43,6 +43,7 @@ from saf.testing.databases import Copies, Database, Databases, embedded_server
 from tests import memory
 from tests.kafka_server import KafkaServer, kafka_server
 from tests.needed import absent
+from tests.rabbitmq_server import RabbitmqServer, rabbitmq_server
 from tests.receivers import prepare
 from tests.redis_server import RedisServer, redis_server
 
@@ -262,6 +263,19 @@ def running_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaSer
     """A Kafka broker for all tests, which some kill and start again."""
     with kafka_server(tmp_path_factory.mktemp("kafka")) as server:
         yield server
+
+
+def running_rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitmqServer]:
+    """A RabbitMQ server for all tests, because it takes seconds to start."""
+    with rabbitmq_server(tmp_path_factory.mktemp("rabbitmq")) as server:
+        yield server
+
+
+@pytest.fixture
+def rabbitmq(running_rabbitmq: RabbitmqServer) -> RabbitmqServer:
+    """A RabbitMQ server that is empty."""
+    running_rabbitmq.empty()
+    return running_rabbitmq
 
 
 @pytest.fixture

@@ -117,6 +117,22 @@ compression = "lz4"
 quality = "exactly_once"
 max_connections = 4
 
+[destinations.shipments]
+kind = "rabbitmq_stream"
+server = "rabbitmq-stream+tls://rabbit-1.example.com:5551,rabbit-2.example.com:5551/shop"
+username = "saf"
+password = "${RABBITMQ_PASSWORD}"
+ca_file = "/etc/ssl/rabbitmq-ca.pem"
+certificate_file = "/etc/ssl/saf.pem"
+key_file = "/etc/ssl/saf.key"
+marks = "saf-marks"
+topic = "orders.{service}"
+format = "saf"
+replicas = 3
+step_rows = 5000
+quality = "exactly_once"
+max_connections = 4
+
 [destinations.partner]
 kind = "https"
 server = "https://partner.example.com/saf"

@@ -54,6 +54,8 @@ from saf.cli.console import echo, plain_console, shown_event
 from saf.cli.exit_codes import INTERRUPTED, in_words
 from saf.database import REVISION
 from saf.errors import SafError
+from saf.tracing import carried
+from saf.tracing.log_lines import trace_ids
 
 
 def _say_version(wanted: bool) -> None:
@@ -149,8 +151,9 @@ def _end_at_once(ended: Sequence[int]) -> None:
     """Spare Python taking itself apart, object by object: a third of a second after Spark.
 
     Threads have ended and what the command has left for the exit is done. Not after a traceback.
+    Nor where OpenTelemetry was set up before the command: it hands its last spans over afterwards.
     """
-    if not ended:
+    if not ended or carried.on():
         return
     try:
         logging.shutdown()
@@ -167,6 +170,7 @@ def _configure_logging() -> None:
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
+            trace_ids,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             *(
                 (shown_event, structlog.dev.ConsoleRenderer())

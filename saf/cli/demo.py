@@ -46,6 +46,7 @@ class Kind(StrEnum):
     REDIS = "redis"
     NATS = "nats"
     KAFKA = "kafka"
+    RABBITMQ_STREAM = "rabbitmq_stream"
 
 
 POSTGRESQL = {"shared_buffers": "128MB", "max_wal_size": "4GB"}
@@ -86,8 +87,9 @@ def command(
     compared. A run that was stopped is finished by the next one; another run forwards nothing
     twice. With --routing there is a MOM store for each of the three airports, and a classifier that
     looks at each message for one service, departures. With --to redis, the messages go to streams
-    of a Redis server, with --to nats to a stream of a NATS server, with --to kafka to topics of a
-    Kafka broker, which is started if it is installed.
+    of a Redis server, with --to nats to a stream of a NATS server, with --to rabbitmq_stream to one
+    of a RabbitMQ server, with --to kafka to topics of a Kafka broker, which is started if it is
+    installed.
 
     With --http, the messages go on from the MOM store to a receiver on this machine, as signed
     webhooks; it pauses in the middle. Without --limit, these are the first 20,000 flights.

@@ -29,6 +29,7 @@ OURS = {
     "jsonl": "saf.destinations.jsonl:Jsonl",
     "kafka": "saf.destinations.kafka:Kafka",
     "nats": "saf.destinations.nats:Nats",
+    "rabbitmq_stream": "saf.destinations.rabbitmq_stream:RabbitmqStream",
     "redis": "saf.destinations.redis:Redis",
 }
 

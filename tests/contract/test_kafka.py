@@ -27,6 +27,7 @@ from pydantic import SecretStr
 
 from saf.database import Dsn
 from saf.database.bounds import Bounds
+from saf.destinations import Destination
 from saf.destinations.kafka import Kafka
 from saf.destinations.marks import MAIN, ONCE
 from saf.errors import Fenced, Refused, Rejected, SafError, Unavailable
@@ -66,6 +67,9 @@ class TestKafka(QueueSuite):
 
     def proxy(self, port: int) -> LossyKafka:
         return LossyKafka(port)
+
+    def settle(self, destination: Destination, forwarder: Forwarder) -> None:
+        destination.store(forwarder.chunk([]), exactly_once=True)  # it claims its shards
 
 
 # Who owns a shard

@@ -1,4 +1,4 @@
-"""Rounds to a queue instead of a MOM store: `python -m tests.crash --to redis`, nats or kafka.
+"""Rounds to a queue instead of a MOM store: `python -m tests.crash --to redis`, or another one.
 
 The queue's server is killed and started again with its data, stopped for a while, and its answers
 are lost. There are no dialogs, which cannot go there, and no poison, because no constraint rejects.
@@ -15,6 +15,7 @@ from typing import Any
 
 from saf.database import Dsn
 from saf.destinations.nats import Nats
+from saf.destinations.rabbitmq_stream import RabbitmqStream
 from saf.destinations.redis import Redis
 from saf.destinations.settings import DestinationSettings
 from tests.crash.plan import QUALITIES, Fault, Plan, plan
@@ -23,6 +24,7 @@ from tests.kafka_server import ENDS, KafkaQueue, KafkaServer, LossyKafka
 from tests.lossy import Lossy
 from tests.nats_server import NatsServer
 from tests.queue_suite import Server
+from tests.rabbitmq_server import RabbitmqServer
 from tests.redis_server import RedisServer
 
 FAULTS = (
@@ -170,7 +172,24 @@ class KafkaSite(QueueSite):
         return super().prepare(plan)
 
 
-QUEUES: Mapping[str, type[Site]] = {"redis": RedisSite, "nats": NatsSite, "kafka": KafkaSite}
+class RabbitmqStreamSite(QueueSite):
+    """With streams of a RabbitMQ server."""
+
+    request = b"saf-created-at"
+
+    def server(self, folder: Path) -> Server:
+        return RabbitmqServer(folder=folder)
+
+    def at(self, port: int) -> DestinationSettings:
+        return RabbitmqStream(server=f"rabbitmq-stream://127.0.0.1:{port}", step_rows=7)
+
+
+QUEUES: Mapping[str, type[Site]] = {
+    "redis": RedisSite,
+    "nats": NatsSite,
+    "kafka": KafkaSite,
+    "rabbitmq_stream": RabbitmqStreamSite,
+}
 
 
 def crash_queue(round_: Any, fault: Fault) -> None:

@@ -11,6 +11,7 @@ from saf.database import Dsn
 from tests.kafka_server import KafkaQueue, KafkaServer
 from tests.nats_server import nats_server
 from tests.programs import saf
+from tests.rabbitmq_server import RabbitmqServer
 from tests.redis_server import free_port, redis_server
 
 
@@ -96,6 +97,27 @@ def test_it_says_what_a_kafka_cluster_gives_and_whether_it_can_be_used(
     assert "destination 'there' is unavailable" in gone.stderr
     assert "Connection refused" in gone.stderr
     assert "%3|" not in gone.stderr
+
+
+def test_it_says_what_a_rabbitmq_server_gives_and_whether_it_can_be_used(
+    app: Dsn, rabbitmq: RabbitmqServer, tmp_path: Path
+) -> None:
+    server = f'kind = "rabbitmq_stream"\nserver = "{rabbitmq.address}"'
+    configuration(tmp_path, app, server)
+    said = saf("destination", "check", "there", cwd=tmp_path)
+    assert said.returncode == 0, said.stderr
+    assert "destination 'there': RabbitMQ 3." in said.stdout
+    assert "promise: exactly once" in said.stdout
+    login = 'username = "saf"\npassword = "hunter2-canary"'
+    configuration(tmp_path, app, f"{server}\n{login}")
+    refused = saf("destination", "check", "there", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "the login is refused. Mend its login" in refused.stderr
+    assert "hunter2" not in refused.stderr + refused.stdout
+    configuration(tmp_path, app, 'kind = "rabbitmq_stream"\nserver = "rabbitmq-stream://[::1]:1"')
+    gone = saf("destination", "check", "there", cwd=tmp_path)
+    assert gone.returncode == 75
+    assert "destination 'there' is unavailable" in gone.stderr
 
 
 def test_it_says_what_a_broker_and_a_folder_give(app: Dsn, mom: Dsn, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from tests.kafka_server import KafkaQueue, KafkaServer
 from tests.nats_server import nats_server
 from tests.pipeline import connect
 from tests.programs import BIN, ROOT, run, saf, send
+from tests.rabbitmq_server import RabbitmqServer
 from tests.redis_server import redis_server
 
 PAGE = (ROOT / "docs" / "destinations.md").read_text()
@@ -157,6 +158,34 @@ def test_its_commands_forward_to_a_stream_that_a_consumer_reads(app: Dsn, tmp_pa
         for command in (["destination", "check", "events"], ["forward"], ["reconcile"]):
             said = saf(*command, env=env, cwd=tmp_path)
             assert said.returncode == 0, said.stdout + said.stderr
+
+
+def test_its_commands_forward_to_streams_that_a_consumer_reads(
+    app: Dsn, rabbitmq: RabbitmqServer, tmp_path: Path
+) -> None:
+    bodies = send(app, 60)
+    (tmp_path / "saf.toml").write_text(block("rabbitmq_stream.toml"))
+    (tmp_path / "consumer.py").write_text(block("consumer_rabbitmq_stream.py"))
+    env = {"SHOP_DSN": app.conninfo, "RABBITMQ": rabbitmq.address}
+    path = f"{BIN}:/usr/local/bin:/usr/bin:/bin"
+    script = block("rabbitmq_stream.sh")
+    done = run(["bash", "-euxc", script], env={**env, "PATH": path}, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "whose streams are made at the first message" in done.stdout
+    assert "promise: exactly once" in done.stdout
+    consumer = subprocess.Popen(
+        [sys.executable, "consumer.py", "127.0.0.1", str(rabbitmq.port)],
+        cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert consumer.stdout is not None
+        lines = [consumer.stdout.readline().rstrip("\n").split(" ", 1) for _ in bodies]
+    finally:
+        consumer.kill()
+        consumer.communicate()
+    assert sorted(body for _, body in lines) == sorted(bodies)
+    said = saf("destination", "check", "events", env=env, cwd=tmp_path)
+    assert "a crash of its process loses nothing that was acknowledged" in said.stdout
 
 
 def test_its_commands_forward_to_a_broker_behind_a_url(

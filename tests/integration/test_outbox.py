@@ -294,30 +294,78 @@ def statements(server: EmbeddedServer, dsn: Dsn) -> Iterator[list[str]]:
     found += re.findall(r"LOG:  (?:execute [^:]*|statement): (.*)", text)
 
 
-def test_a_thousand_messages_are_one_statement(
-    app: Dsn, outbox: Outbox, server: EmbeddedServer
-) -> None:
+def test_a_thousand_messages_are_one_copy(app: Dsn, outbox: Outbox, server: EmbeddedServer) -> None:
     with statements(server, app) as found, app.connect(role="test") as connection:
         outbox.send(connection, "billing", b"", key="first")
         connection.commit()
         sent = outbox.send_many(connection, many(1000))
     assert [row["message_id"] for row in stored(app)][1:] == sent
-    inserts = [text for text in found if "INSERT" in text.upper()]
-    assert len(inserts) == 2
-    # the first send looks at the schema; from then on it is the one statement in its transaction
+    assert len([text for text in found if "INSERT" in text.upper()]) == 1
+    # the first send looks at the schema; from then on a COPY only asks whether it may
+    assert [text.split()[0] for text in found[-4:]] == ["BEGIN", "SELECT", "COPY", "COMMIT"]
+
+
+def test_a_hundred_messages_but_one_are_one_insert(
+    app: Dsn, outbox: Outbox, server: EmbeddedServer
+) -> None:
+    with statements(server, app) as found, app.connect(role="test") as connection:
+        outbox.send(connection, "billing", b"", key="first")
+        connection.commit()
+        outbox.send_many(connection, many(99))
     assert [text.split()[0] for text in found[-3:]] == ["BEGIN", "INSERT", "COMMIT"]
 
 
-def test_a_thousand_messages_through_a_session_are_one_statement(
+def test_a_thousand_messages_through_sqlalchemy_are_in_its_transaction(
     app: Dsn, outbox: Outbox, server: EmbeddedServer
 ) -> None:
+    engine = app.engine()
     with statements(server, app) as found:
-        engine = app.engine()
         with Session(engine) as session, session.begin():
             sent = outbox.send_many(session, many(1000))
-        engine.dispose()
+        with engine.connect() as connection:  # its first statement of all begins the transaction
+            sent += outbox.send_many(connection, many(1000))
+            connection.commit()
+            outbox.send_many(connection, many(1000))
+            connection.rollback()
+        with engine.connect() as connection:
+            outbox.send_many(connection, many(1000))
+    engine.dispose()
     assert [row["message_id"] for row in stored(app)] == sent
-    assert len([text for text in found if "INSERT" in text.upper()]) == 1
+    assert len([text for text in found if "COPY" in text.upper()]) == 4
+
+
+def test_many_messages_are_sent_in_a_pipeline(app: Dsn, outbox: Outbox) -> None:
+    with app.connect(role="test") as connection, connection.pipeline():
+        sent = outbox.send_many(connection, many(1000))
+    assert [row["message_id"] for row in stored(app)] == sent
+
+
+def test_what_a_copy_stores_is_what_an_insert_stores(app: Dsn, outbox: Outbox) -> None:
+    messages = [
+        Message(
+            service="a\\b\tc\nd",
+            body=bytes(range(256)) * (number % 3),
+            key=[None, "", "\\N", "\\.", "ü\r\n\t"][number % 5] or None,
+            headers=[{}, {"x": "\\N\t\n", "y": {"z": [1, None]}}][number % 2],
+            message_type=[None, "\\x41"][number % 2],
+            deliver_at=[None, SOON][number % 2],
+            to_broker=[None, UUID(int=3)][number % 2],
+        )
+        for number in range(200)
+    ]
+    with app.connect(role="test") as connection:
+        outbox.send_many(connection, messages)
+        for start in range(0, 200, 50):
+            outbox.send_many(connection, messages[start : start + 50])
+    rows = [
+        {
+            name: value
+            for name, value in row.items()
+            if name not in ("id", "message_id", "created_at", "shard")
+        }
+        for row in stored(app)
+    ]
+    assert rows[:200] == rows[200:]
 
 
 def test_ids_rise_in_the_order_of_sending(app: Dsn, outbox: Outbox) -> None:

@@ -15,6 +15,7 @@ WATERMARKS, ISOLATED, CRASH = (
 HONEST = "contract/test_10_honest.py"
 SCRIPT, STREAMS = "saf/destinations/redis/script.py", "saf/destinations/redis/streams.py"
 NATS, KAFKA = "contract/test_nats.py", "contract/test_kafka.py"
+RABBITMQ, RABBITMQ_STREAM = "contract/test_rabbitmq_stream.py", "saf/destinations/rabbitmq_stream"
 REDIS, ROUTED = "contract/test_redis.py", "contract/test_redis_routed.py"
 
 MUTANTS: list[Mutant] = [
@@ -278,6 +279,65 @@ MUTANTS: list[Mutant] = [
         "if (least := min([BATCH_BYTES, *limits.values()])) < self._batch_bytes:",
         "if (least := min([BATCH_BYTES, *limits.values()])) < 0:",
         f"{KAFKA}::test_what_a_topic_does_not_take_is_rejected_before_anything_is_stored",
+    ),
+    mutant(
+        "publishing ids rise with the rows only",
+        f"{RABBITMQ_STREAM}/numbers.py",
+        "<< ROW_BITS) | rows",
+        "<< 0) * 0 + rows",
+        f"{RABBITMQ}::test_later_batches_come_later_whatever_their_rows_and_however_many_there_are",
+    ),
+    mutant(
+        "a publisher has no generations",
+        f"{RABBITMQ_STREAM}/numbers.py",
+        'name = f"{source}/{shard}/{lane}/{generation}"',
+        'name = f"{source}/{shard}/{lane}/0"',
+        f"{RABBITMQ}::test_later_batches_come_later_whatever_their_rows_and_however_many_there_are",
+    ),
+    mutant(
+        "each owner has publishers of its own",
+        f"{RABBITMQ_STREAM}/streams.py",
+        'publisher(chunk.source, places[at], generation) if exactly_once else "",',
+        "publisher(chunk.source, places[at], chunk.batch.epochs[0][1]),",
+        f"{RABBITMQ}::test_of_two_that_come_first_at_the_same_time_both_are_there_once",
+    ),
+    mutant(
+        "a batch is not said to be begun",
+        f"{RABBITMQ_STREAM}/streams.py",
+        "                journal.begin(given.begun)\n",
+        "",
+        f"{RABBITMQ}::"
+        "test_a_batch_of_an_earlier_life_of_its_source_is_noticed_even_without_its_mark",
+    ),
+    mutant(
+        "a batch that was begun counts, though nothing of it is there",
+        f"{RABBITMQ_STREAM}/numbers.py",
+        "return publishing_id >> ROW_BITS >= batch",
+        "return True or publishing_id >> ROW_BITS >= batch",
+        f"{RABBITMQ}::test_a_batch_that_was_begun_and_never_sent_is_no_mark",
+    ),
+    mutant(
+        "a chunk has as many publishers as it has",
+        f"{RABBITMQ_STREAM}/publishers.py",
+        "        for first in range(0, len(publishers), MOST):\n"
+        "            some = publishers[first : first + MOST]",
+        "        for first in range(0, len(publishers), 1 << 20):\n"
+        "            some = publishers[first : first + (1 << 20)]",
+        f"{RABBITMQ}::test_there_may_be_more_lanes_than_a_connection_has_publishers",
+    ),
+    mutant(
+        "messages that a limit has removed from a stream are taken for lost",
+        f"{RABBITMQ_STREAM}/reading.py",
+        "            if gone := _read(link.connection, stream, columns):",
+        "            if (gone := _read(link.connection, stream, columns)) and False:",
+        f"{RABBITMQ}::test_what_the_stream_has_removed_is_not_taken_for_lost",
+    ),
+    mutant(
+        "the journal is always read from its beginning",
+        f"{RABBITMQ_STREAM}/journal.py",
+        "        self.connection.keep_offset(CARRIED, self.stream, first)\n",
+        "",
+        f"{RABBITMQ}::test_the_journal_is_read_from_where_all_was_written_anew",
     ),
     mutant(
         "replicas are not waited for",

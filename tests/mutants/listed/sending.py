@@ -16,6 +16,28 @@ ENTRANCE, SENT = "integration/test_entrance.py", "integration/test_outbox.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "many messages are copied although the rules of senders forbid a COPY",
+        "saf/sending/bulk.py",
+        "    if forbidden:\n",
+        "    if not rows:\n",
+        "integration/test_senders.py::test_a_role_sends_only_as_whom_and_to_whom_its_rules_say",
+    ),
+    mutant(
+        "a pipeline is given a COPY",
+        "saf/sending/bulk.py",
+        "!= PipelineStatus.OFF",
+        "== PipelineStatus.ABORTED",
+        "integration/test_outbox.py::test_many_messages_are_sent_in_a_pipeline",
+    ),
+    mutant(
+        "the caller's library does not learn that a COPY has begun its transaction",
+        "saf/sending/bulk.py",
+        "    ((forbidden,),) = transaction.fetch(FORBIDDEN)\n",
+        "    ((forbidden,),) = connection.execute(FORBIDDEN).fetchall()\n",
+        "integration/test_outbox.py::"
+        "test_a_thousand_messages_through_sqlalchemy_are_in_its_transaction",
+    ),
+    mutant(
         "a moment may have a zone that says nothing",
         MESSAGE,
         "if moment.utcoffset() is None:",
