@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	2>/dev/null && echo "$$python" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-routing demo-dialog test quick check long crash stateful mutants docs pages bench bench-peers airflow wheel clean
+.PHONY: help install demo demo-routing demo-dialog test quick check long crash stateful mutants kafka docs pages bench bench-peers airflow wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,10 @@ check: $(VENV)/.installed ## the gate: format, lint, types, tests two at a time;
 	$(PY) -m mypy
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal --durations 25
 
+kafka: ## the jars of a Kafka broker, by Maven, once: for its tests, and for make demo DEMO="--to kafka"
+	mvn --quiet --batch-mode --file tests/kafka.pom.xml dependency:copy-dependencies \
+	-DincludeScope=runtime -DoutputDirectory="$${SAF_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}/saf}/kafka"
+
 docs: $(VENV)/.installed ## the documentation as a site, in build/site; opens from the file system
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build
 
@@ -58,7 +62,7 @@ long: $(VENV)/.installed ## the tests that the gate runs at a part of their size
 	SAF_TESTS_LONG=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal \
 	$$(grep -rl --include='test_*.py' 'import sized' tests)
 
-crash: $(VENV)/.installed ## rounds of faults, checked: make crash ROUNDS=20 SEED=7, SECONDS=600, TO=redis, nats, rabbitmq, rabbitmq_stream or http
+crash: $(VENV)/.installed ## rounds of faults, checked: make crash ROUNDS=20 SEED=7, SECONDS=600, TO=redis, nats, kafka, rabbitmq, rabbitmq_stream or http
 	@$(PY) -m tests.crash $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(SEED),--seed $(SEED)) \
 	$(if $(SECONDS),--seconds $(SECONDS)) $(if $(TO),--to $(TO))
 

@@ -35,6 +35,7 @@ def run(stage: Stage, spark: SparkContext) -> None:
     stage.fill(MESSAGES)
     redis_streams(stage, spark)
     nats_stream(stage, spark)
+    kafka_topics(stage, spark)
     rabbitmq_queue(stage, spark)
     rabbitmq_stream(stage, spark)
 
@@ -149,6 +150,55 @@ def rabbitmq_queue(stage: Stage, spark: SparkContext) -> None:
                 connection.channel().queue_purge("flights")
 
         _compare(stage, spark, settings, name="rabbitmq", bare=bare, forget=forget)
+
+
+def kafka_topics(stage: Stage, spark: SparkContext) -> None:
+    """Notes kafka_… . The bare client gives all messages, and waits for all: no transactions."""
+    from confluent_kafka import Producer
+    from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined] # public
+
+    from saf.demo import kafka as server
+    from saf.destinations.kafka.client import QUIET
+    from saf.destinations.kafka.server import open_link
+
+    folder = Path(stage.server.data_dir).parent
+    with server.serve(folder / "kafka") as there:
+        given = f'brokers = "{there.brokers}"\ntopic = "flights.{{service}}"'
+        settings = _settings(stage, "kafka", given)
+        messages: list[Any] = [
+            (fields.pop("saf-body"), fields["saf-key"], [*_texts(fields).items()])
+            for fields in _fields(stage)
+        ]
+        quiet: dict[str, Any] = {"bootstrap.servers": there.brokers, "logger": QUIET}
+        admin = AdminClient(quiet)
+        producer = Producer({
+            **quiet,
+            "enable.idempotence": True, "linger.ms": 20,
+            "partitioner": "murmur2_random", "queue.buffering.max.messages": 2 * MESSAGES,
+        })  # fmt: skip
+
+        def bare() -> float:
+            started = time.monotonic()
+            for body, key, headers in messages:
+                producer.produce("bare", body, key, headers=headers)
+            producer.flush()
+            return time.monotonic() - started
+
+        def forget() -> None:
+            known = admin.list_topics(timeout=60).topics
+            ours = [topic for topic in known if topic.startswith(("flights.", "saf.", "bare"))]
+            for deleted in admin.delete_topics(ours).values() if ours else ():
+                deleted.result()
+            while {*admin.list_topics(timeout=60).topics} & {*ours}:
+                time.sleep(0.1)
+            for made in admin.create_topics([NewTopic("bare", 1)]).values():
+                made.result()
+            producer.list_topics("bare", timeout=60)
+            with closing(open_link("mom", there)) as link:  # the topics of both are there
+                link.make_identity()
+                link.limits({f"flights.{dict(headers)['saf-service']}" for *_, headers in messages})
+
+        _compare(stage, spark, settings, name="kafka", bare=bare, forget=forget)
 
 
 def rabbitmq_stream(stage: Stage, spark: SparkContext) -> None:

@@ -41,6 +41,7 @@ from saf.errors import UsageError
 from saf.failpoints import arm
 from saf.testing.databases import Copies, Database, Databases, embedded_server
 from tests import memory
+from tests.kafka_server import KafkaServer, kafka_server
 from tests.needed import absent
 from tests.rabbitmq_server import Queues, RabbitmqServer, rabbitmq_server
 from tests.receivers import prepare
@@ -258,6 +259,12 @@ def events(queue: RedisServer) -> Redis:
 
 
 @pytest.fixture(scope="session")
+def running_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaServer]:
+    """A Kafka broker for all tests, which some kill and start again."""
+    with kafka_server(tmp_path_factory.mktemp("kafka")) as server:
+        yield server
+
+
 def running_rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitmqServer]:
     """A RabbitMQ server for all tests, because it takes seconds to start."""
     with rabbitmq_server(tmp_path_factory.mktemp("rabbitmq")) as server:

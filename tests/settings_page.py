@@ -110,6 +110,26 @@ topic = "orders.{service}"
 format = "saf"
 step_rows = 5000
 quality = "at_least_once"
+
+[destinations.flights]
+kind = "kafka"
+brokers = "kafka-1.example.com:9093,kafka-2.example.com:9093"
+security_protocol = "SASL_SSL"
+sasl_mechanism = "SCRAM-SHA-512"
+username = "saf"
+password = "${KAFKA_PASSWORD}"
+ca_file = "/etc/ssl/kafka-ca.pem"
+certificate_file = "/etc/ssl/saf.pem"
+key_file = "/etc/ssl/saf.key"
+key_password = "${KAFKA_KEY_PASSWORD}"
+topic = "flights.{service}"
+format = "cloudevents"
+marks_topic = "saf.marks"
+partitions = 12
+replicas = 3
+step_rows = 50000
+compression = "lz4"
+quality = "exactly_once"
 max_connections = 4
 
 [destinations.shipments]

@@ -45,6 +45,7 @@ class Kind(StrEnum):
     POSTGRESQL = "postgresql"
     REDIS = "redis"
     NATS = "nats"
+    KAFKA = "kafka"
     RABBITMQ = "rabbitmq"
     RABBITMQ_STREAM = "rabbitmq_stream"
 
@@ -91,7 +92,8 @@ def command(
     twice. With --routing there is a MOM store for each of the three airports, and a classifier that
     looks at each message for one service, departures. With --to redis, the messages go to streams
     of a Redis server, with --to nats to a stream of a NATS server, with --to rabbitmq_stream to one
-    of a RabbitMQ server, with --to rabbitmq to a queue of one, which is started if it is installed.
+    of a RabbitMQ server, with --to rabbitmq to a queue of one, with --to kafka to topics of a Kafka
+    broker, which is started if it is installed.
 
     With --http, the messages go on from the MOM store to a receiver on this machine, as signed
     webhooks; it pauses in the middle. Without --limit, these are the first 20,000 flights.

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined] # it is public
+
 from saf.database import Dsn
+from tests.kafka_server import KafkaQueue, KafkaServer
 from tests.nats_server import nats_server
 from tests.programs import saf
 from tests.rabbitmq_server import RabbitmqServer
-from tests.redis_server import redis_server
+from tests.redis_server import free_port, redis_server
 
 
 def configuration(folder: Path, app: Dsn, destination: str) -> None:
@@ -69,6 +72,31 @@ def test_it_says_what_a_nats_server_gives_and_whether_it_can_be_used(
     gone = saf("destination", "check", "there", cwd=tmp_path)
     assert gone.returncode == 75
     assert "destination 'there' is unavailable" in gone.stderr
+
+
+def test_it_says_what_a_kafka_cluster_gives_and_whether_it_can_be_used(
+    app: Dsn, tmp_path: Path, running_kafka: KafkaServer
+) -> None:
+    queue = KafkaQueue(server=running_kafka)
+    there = f'kind = "kafka"\nbrokers = "{running_kafka.address}"\nmarks_topic = "{queue.marks}"'
+    configuration(tmp_path, app, there)
+    said = saf("destination", "check", "there", cwd=tmp_path)
+    assert said.returncode == 0, said.stderr
+    assert "destination 'there': Kafka cluster" in said.stdout
+    assert "which is made at the first message" in said.stdout
+    marks = NewTopic(queue.marks, 3)
+    for made in running_kafka.admin().create_topics([marks]).values():
+        made.result()
+    refused = saf("destination", "check", "there", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "has 3 partitions. Choose another marks_topic" in refused.stderr
+    nowhere = f'kind = "kafka"\nbrokers = "127.0.0.1:{free_port()}"'
+    configuration(tmp_path, app, nowhere)
+    gone = saf("destination", "check", "there", cwd=tmp_path)
+    assert gone.returncode == 75
+    assert "destination 'there' is unavailable" in gone.stderr
+    assert "Connection refused" in gone.stderr
+    assert "%3|" not in gone.stderr
 
 
 def test_it_says_what_a_rabbitmq_server_gives_and_whether_it_can_be_used(

@@ -19,6 +19,7 @@ from saf.destinations.mapping import HEADERS
 from saf.destinations.settings import DestinationSettings
 from tests.broker_server import SECRET
 from tests.endpoints import Partner, end, serving
+from tests.kafka_server import KafkaQueue, KafkaServer
 from tests.nats_server import nats_server
 from tests.pipeline import connect
 from tests.programs import BIN, ROOT, run, saf, send
@@ -102,6 +103,29 @@ def test_its_commands_forward_to_streams_that_a_consumer_group_reads(
         for command in (["destination", "check", "events"], ["forward"], ["reconcile"]):
             said = saf(*command, env=env, cwd=tmp_path)
             assert said.returncode == 0, said.stdout + said.stderr
+
+
+def test_its_commands_forward_to_topics_that_a_consumer_reads(
+    app: Dsn, tmp_path: Path, running_kafka: KafkaServer
+) -> None:
+    KafkaQueue(server=running_kafka, prefix="orders.").empty()
+    KafkaQueue(server=running_kafka, prefix="saf.marks").empty()
+    bodies = send(app, 60)
+    (tmp_path / "saf.toml").write_text(block("kafka.toml"))
+    (tmp_path / "consumer.py").write_text(block("consumer_kafka.py"))
+    env = {"SHOP_DSN": app.conninfo, "KAFKA": running_kafka.address}
+    path = f"{BIN}:/usr/local/bin:/usr/bin:/bin"
+    done = run(["bash", "-euxc", block("kafka.sh")], env={**env, "PATH": path}, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "topic saf.marks, which is made at the first message" in done.stdout
+    assert "promise: exactly once" in done.stdout
+    assert "librdkafka" not in done.stderr
+    assert "%3|" not in done.stderr
+    read = run([sys.executable, "consumer.py", running_kafka.address], env=env, cwd=tmp_path)
+    assert read.returncode == 0, read.stderr
+    lines = [line.split(" ", 1) for line in read.stdout.splitlines()]
+    assert sorted(body for _, body in lines) == sorted(bodies)
+    assert len({message_id for message_id, _ in lines}) == len(bodies)
 
 
 def test_its_commands_forward_to_a_stream_that_a_consumer_reads(app: Dsn, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ WATERMARKS, ISOLATED, CRASH = (
 )
 HONEST = "contract/test_10_honest.py"
 SCRIPT, STREAMS = "saf/destinations/redis/script.py", "saf/destinations/redis/streams.py"
-NATS = "contract/test_nats.py"
+NATS, KAFKA = "contract/test_nats.py", "contract/test_kafka.py"
 RABBITMQ, RABBITMQ_STREAM = "contract/test_rabbitmq_stream.py", "saf/destinations/rabbitmq_stream"
 QUEUES = "contract/test_rabbitmq.py"
 REDIS, ROUTED = "contract/test_redis.py", "contract/test_redis_routed.py"
@@ -259,6 +259,55 @@ MUTANTS: list[Mutant] = [
         "if said.INDEX == NACK:",
         "if said.INDEX == -NACK:",
         f"{QUEUES}::test_a_queue_that_is_full_lets_messages_wait_and_loses_none",
+    ),
+    mutant(
+        "an owner before is not fenced",
+        "saf/destinations/kafka/transactions.py",
+        "                link.producer(self._name(source, other))\n",
+        "",
+        f"{KAFKA}::test_a_transaction_of_the_owner_before_that_is_still_open_is_never_stored",
+    ),
+    mutant(
+        "marks are not read again after an owner was fenced",
+        "saf/destinations/kafka/transactions.py",
+        "reached = log.read(PATIENCE_SECONDS)",
+        "reached = True",
+        f"{KAFKA}::test_what_was_stored_by_an_owner_while_it_is_being_fenced_is_not_stored_again",
+    ),
+    mutant(
+        "what was stored before its owner was fenced is stored again",
+        "saf/destinations/kafka/transactions.py",
+        "fine = self._is_there(link, source, step)",
+        "pass",
+        f"{KAFKA}::test_what_was_stored_just_before_its_owner_was_fenced_is_not_stored_again",
+    ),
+    mutant(
+        "marks are read up to the first open transaction",
+        "saf/destinations/kafka/marks.py",
+        "isolation_level=IsolationLevel.READ_UNCOMMITTED",
+        "isolation_level=IsolationLevel.READ_COMMITTED",
+        f"{KAFKA}::test_marks_behind_an_open_transaction_of_another_source_are_waited_for",
+    ),
+    mutant(
+        "keys go where librdkafka's own hash says",
+        "saf/destinations/kafka/transactions.py",
+        '"partitioner": "murmur2_random"',
+        '"partitioner": "consistent_random"',
+        f"{KAFKA}::test_the_same_key_goes_to_the_partition_that_java_would_choose",
+    ),
+    mutant(
+        "records that were removed are taken for lost",
+        "saf/destinations/kafka/reading.py",
+        "                if first:",
+        "                if first < 0:",
+        f"{KAFKA}::test_what_was_removed_is_not_taken_for_lost",
+    ),
+    mutant(
+        "batches are larger than a topic takes",
+        "saf/destinations/kafka/transactions.py",
+        "if (least := min([BATCH_BYTES, *limits.values()])) < self._batch_bytes:",
+        "if (least := min([BATCH_BYTES, *limits.values()])) < 0:",
+        f"{KAFKA}::test_what_a_topic_does_not_take_is_rejected_before_anything_is_stored",
     ),
     mutant(
         "publishing ids rise with the rows only",
