@@ -265,6 +265,7 @@ def running_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaSer
         yield server
 
 
+@pytest.fixture(scope="session")
 def running_rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitmqServer]:
     """A RabbitMQ server for all tests, because it takes seconds to start."""
     with rabbitmq_server(tmp_path_factory.mktemp("rabbitmq")) as server:

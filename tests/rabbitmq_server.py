@@ -19,7 +19,6 @@ from saf.database.bounds import Bounds
 from saf.destinations.rabbitmq_stream import RabbitmqStream, amqp
 from saf.destinations.rabbitmq_stream.connection import Connection
 from saf.destinations.rabbitmq_stream.protocol import (
-    NOT_AVAILABLE,
     StreamError,
 )
 from saf.destinations.rabbitmq_stream.reading import entries
@@ -115,9 +114,7 @@ class RabbitmqServer:
                 if "listeners" in name:
                     port = int(where.rpartition(":")[2])
                     socket.create_connection(("127.0.0.1", port), timeout=5).close()
-        except StreamError as error:
-            return error.code != NOT_AVAILABLE
-        except OSError:
+        except (StreamError, OSError):  # also if it has not read its users yet
             return False
         return True
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import pika
+from pika.adapters.utils.connection_workflow import AMQPConnectorException
 from pika.exceptions import (
     AMQPError,
     ChannelClosedByBroker,
@@ -30,6 +31,8 @@ from saf.errors import Refused, SafError, Unavailable
 if TYPE_CHECKING:
     from saf.destinations.rabbitmq import Rabbitmq
 
+ERRORS = (AMQPError, AMQPConnectorException, OSError)
+"""What the client raises; the second is of what it does before a connection."""
 DENIED, NO_EXCHANGE, NOT_MET, NOT_ALLOWED = 403, 404, 406, 530
 AT_ONCE = 200
 """Messages that are given to the client before it may call back."""
@@ -78,7 +81,7 @@ class Channel:
                 self._open(host, port)
             except BaseException as error:
                 self.close()
-                if place == len(hosts) or not isinstance(error, (OSError, AMQPError)):
+                if place == len(hosts) or not isinstance(error, ERRORS):
                     raise
             else:
                 return
@@ -259,7 +262,7 @@ def errors(what: str, settings: Rabbitmq) -> Iterator[None]:
     """Translate the errors of the client."""
     try:
         yield
-    except (AMQPError, OSError) as error:
+    except ERRORS as error:
         raise translated(what, settings, error) from None
 
 
