@@ -209,15 +209,20 @@ class Transactions(Stepwise[Link]):
     def _is_there(self, link: Link, source: UUID, step: Step) -> bool:
         """Whether a step is stored after all: who was fenced may have ended its transaction before.
 
-        Otherwise what is sent at most once would be sent again. The marks tell.
+        Otherwise what is sent at most once would be sent again. The marks tell. Those of a newer
+        owner tell nothing: then this one is refused.
         """
-        goal = {place: read(text)[1].number for place, text in step.after.items()}
-        risen = [p for p, number in goal.items() if number > read(step.before[p])[1].number]
+        after = {place: read(text) for place, text in step.after.items()}
+        risen = [p for p, (_, m) in after.items() if m.number > read(step.before[p])[1].number]
         if step.what is None or not risen or not self._id:
             return False
         self._begin_as(link, source, int(self._id.rpartition("-")[2]))
         link.read()
-        return all(read(link.marks.text(source, p))[1].number >= goal[p] for p in risen)
+        there = {place: read(link.marks.text(source, place)) for place in risen}
+        return all(
+            epoch == after[p][0] and mark.number >= after[p][1].number
+            for p, (epoch, mark) in there.items()
+        )
 
     def _new_topics(self, link: Link, source: UUID, what: Mapped) -> list[str]:
         used = map(names.topic_name, what.topics)
