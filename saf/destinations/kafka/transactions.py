@@ -29,7 +29,7 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 
 from saf.destinations import Chunk
 from saf.destinations.kafka import names, wire
-from saf.destinations.kafka.client import errors
+from saf.destinations.kafka.client import FENCED, errors
 from saf.destinations.kafka.server import OPEN, Link, open_link
 from saf.destinations.mapping import Mapped, mapped
 from saf.destinations.mapping import names as header_names
@@ -42,12 +42,6 @@ from saf.errors import Rejected, Unavailable
 if TYPE_CHECKING:
     from saf.destinations.kafka import Kafka
 
-FENCED = frozenset({
-    KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH,
-    KafkaError.INVALID_PRODUCER_ID_MAPPING, KafkaError.INVALID_TXN_STATE,
-    KafkaError.CONCURRENT_TRANSACTIONS,
-})  # fmt: skip
-"""Codes of who was fenced, or whose transaction took too long."""
 NOT_KNOWN_YET = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC})
 """Codes of a topic that was made just now, and that not all brokers know."""
 TOO_LARGE = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE})
