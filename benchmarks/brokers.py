@@ -36,6 +36,7 @@ def run(stage: Stage, spark: SparkContext) -> None:
     redis_streams(stage, spark)
     nats_stream(stage, spark)
     kafka_topics(stage, spark)
+    rabbitmq_queue(stage, spark)
     rabbitmq_stream(stage, spark)
 
 
@@ -97,6 +98,58 @@ def nats_stream(stage: Stage, spark: SparkContext) -> None:
                 link.make()
 
         _compare(stage, spark, settings, name="nats", bare=bare, forget=forget)
+
+
+def rabbitmq_queue(stage: Stage, spark: SparkContext) -> None:
+    """Notes rabbitmq_… . The bare client confirms asynchronously, as fast as it can."""
+    from saf.demo import rabbitmq as server
+
+    folder = Path(stage.server.data_dir).parent
+    with server.serve(folder / "rabbitmq") as there:
+        settings = _settings(stage, "rabbitmq", f'server = "{there.server}"\ntopic = "flights"')
+        messages = [(fields.pop("saf-body"), _texts(fields)) for fields in _fields(stage)]
+        import pika
+
+        ((host, port),) = there.address.hosts
+        where = pika.ConnectionParameters(host, port)
+
+        def bare() -> float:
+            given, state = iter(messages), {"sent": 0, "confirmed": 0}
+            connection: Any = pika.SelectConnection(
+                where, on_open_callback=lambda it: it.channel(on_open_callback=opened)
+            )
+
+            def opened(channel: Any) -> None:
+                channel.confirm_delivery(confirmed, callback=lambda _: more(channel))
+
+            def more(channel: Any) -> None:
+                for body, headers in itertools.islice(given, AT_ONCE):
+                    said = pika.BasicProperties(
+                        headers=headers, delivery_mode=2, message_id=headers["saf-id"]
+                    )
+                    channel.basic_publish("", "flights", body, said, mandatory=True)
+                    state["sent"] += 1
+                if state["sent"] < MESSAGES:
+                    ahead = state["sent"] - state["confirmed"] > 10 * AT_ONCE
+                    connection.ioloop.call_later(0.001 if ahead else 0, lambda: more(channel))
+
+            def confirmed(frame: Any) -> None:
+                tag, several = frame.method.delivery_tag, frame.method.multiple
+                state["confirmed"] = tag if several else state["confirmed"] + 1
+                if state["confirmed"] >= MESSAGES:
+                    connection.ioloop.stop()
+
+            started = time.monotonic()
+            connection.ioloop.start()
+            took = time.monotonic() - started
+            connection.close()
+            return took
+
+        def forget() -> None:
+            with closing(pika.BlockingConnection(where)) as connection:
+                connection.channel().queue_purge("flights")
+
+        _compare(stage, spark, settings, name="rabbitmq", bare=bare, forget=forget)
 
 
 def kafka_topics(stage: Stage, spark: SparkContext) -> None:

@@ -43,7 +43,7 @@ from saf.testing.databases import Copies, Database, Databases, embedded_server
 from tests import memory
 from tests.kafka_server import KafkaServer, kafka_server
 from tests.needed import absent
-from tests.rabbitmq_server import RabbitmqServer, rabbitmq_server
+from tests.rabbitmq_server import Queues, RabbitmqServer, rabbitmq_server
 from tests.receivers import prepare
 from tests.redis_server import RedisServer, redis_server
 
@@ -276,6 +276,14 @@ def rabbitmq(running_rabbitmq: RabbitmqServer) -> RabbitmqServer:
     """A RabbitMQ server that is empty."""
     running_rabbitmq.empty()
     return running_rabbitmq
+
+
+@pytest.fixture
+def rabbitmq_queues(running_rabbitmq: RabbitmqServer) -> Queues:
+    """Its queues, which are empty."""
+    queues = Queues(server=running_rabbitmq)
+    queues.empty()
+    return queues
 
 
 @pytest.fixture

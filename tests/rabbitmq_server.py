@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pika
 from pydantic import SecretStr
 
 from saf.database.bounds import Bounds
@@ -18,9 +20,7 @@ from saf.destinations.rabbitmq_stream import RabbitmqStream, amqp
 from saf.destinations.rabbitmq_stream.connection import Connection
 from saf.destinations.rabbitmq_stream.protocol import (
     NOT_AVAILABLE,
-    Command,
     StreamError,
-    text,
 )
 from saf.destinations.rabbitmq_stream.reading import entries
 from tests.needed import needed
@@ -28,6 +28,7 @@ from tests.redis_server import free_port
 from tests.waits import until
 
 BOUNDS = Bounds(statement_seconds=30)
+TOPICS = ("billing", "shipping", "prices", "all")
 PROGRAM = "/usr/lib/rabbitmq/bin/rabbitmq-server"
 """What Debian's own program becomes root's user rabbitmq for."""
 ERLANG = "+S 1:1 +sbwt none +sbwtdcpu none +sbwtdio none -setcookie saf"
@@ -110,11 +111,15 @@ class RabbitmqServer:
                 for stream in one.replicas(self.streams()):
                     one.declare({0: ("test", stream)})
                     one.forget([0])
-                return True
+            for name, where in {**self.settings, "listeners": f":{self.queues}"}.items():
+                if "listeners" in name:
+                    port = int(where.rpartition(":")[2])
+                    socket.create_connection(("127.0.0.1", port), timeout=5).close()
         except StreamError as error:
             return error.code != NOT_AVAILABLE
         except OSError:
             return False
+        return True
 
     @contextmanager
     def connected(self) -> Iterator[Connection]:
@@ -131,12 +136,19 @@ class RabbitmqServer:
         names = [one.name.removeprefix("__").rpartition("_")[0] for one in folders]
         return [name.replace("saf-marks_", "saf-marks.") for name in names]
 
+    @contextmanager
+    def channel(self) -> Iterator[Any]:
+        """A channel for its queues, by the usual client."""
+        login = pika.PlainCredentials(*self.login)
+        here = pika.ConnectionParameters("127.0.0.1", self.queues, credentials=login, heartbeat=0)
+        with closing(pika.BlockingConnection(here)) as connection:
+            yield connection.channel()
+
     def empty(self) -> None:
         """Let it lose everything."""
-        with self.connected() as one:
-            for stream in self.streams():
-                with suppress(StreamError):
-                    one.ask(Command.DELETE, text(stream))
+        with self.channel() as channel:
+            for name in {*self.streams(), *TOPICS}:
+                channel.queue_delete(name)
 
     def messages(self, stream: str) -> list[tuple[dict[str, str], bytes]]:
         """The headers and bodies of a stream's messages, in their order."""
@@ -179,6 +191,76 @@ class RabbitmqServer:
             yield
         finally:
             self.start()
+
+
+@dataclass(kw_only=True)
+class Queues:
+    """A server's queues, of which the topics' are there."""
+
+    server: RabbitmqServer
+    topics: tuple[str, ...] = TOPICS
+
+    @property
+    def port(self) -> int:
+        """Where it takes messages for queues."""
+        return self.server.queues
+
+    @property
+    def address(self) -> str:
+        """Where it is, as saf.toml says it."""
+        return f"amqp://127.0.0.1:{self.port}"
+
+    def channel(self) -> AbstractContextManager[Any]:
+        """A channel of the usual client."""
+        return self.server.channel()
+
+    def empty(self) -> None:
+        """Let it have all queues, and nothing in them."""
+        self.server.empty()
+        with self.channel() as channel:
+            for topic in self.topics:
+                channel.queue_delete(topic)
+                channel.queue_declare(topic, durable=True)
+
+    def messages(self, queue: str) -> list[tuple[Any, bytes]]:
+        """The properties and bodies of a queue's messages, which stay there."""
+        found: list[tuple[Any, bytes]] = []
+        with self.channel() as channel:
+            while True:
+                method, properties, body = channel.basic_get(queue)
+                if method is None:
+                    return found
+                found.append((properties, body))
+
+    def entries(self, topic: str = "billing") -> list[Mapping[str, str]]:
+        """The headers of a topic's messages, and the ``body``, in their order."""
+        return [
+            {**properties.headers, "body": body.decode()}
+            for properties, body in self.messages(topic)
+        ]
+
+    def start(self) -> None:
+        """Start it with its data; the first time, with the queues."""
+        new = not (self.server.folder / "data").exists()
+        self.server.start()
+        if new:
+            self.empty()
+
+    def kill(self) -> None:
+        """Kill it with SIGKILL."""
+        self.server.kill()
+
+    def freeze(self) -> None:
+        """Stop it where it is."""
+        self.server.freeze()
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        self.server.thaw()
+
+    def down(self) -> AbstractContextManager[None]:
+        """Killed, and started again with its data."""
+        return self.server.down()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ python -m tests.settings_page     # writes the page
 from __future__ import annotations
 
 import datetime
+import json
 import re
 import tomllib
 import types
@@ -94,6 +95,21 @@ ca_file = "/etc/ssl/nats-ca.pem"
 certificate_file = "/etc/ssl/saf.pem"
 key_file = "/etc/ssl/saf.key"
 quality = "exactly_once"
+max_connections = 4
+
+[destinations.work]
+kind = "rabbitmq"
+server = "amqps://rabbit-1.example.com:5671,rabbit-2.example.com:5671/shop"
+username = "saf"
+password = "${RABBITMQ_PASSWORD}"
+ca_file = "/etc/ssl/rabbitmq-ca.pem"
+certificate_file = "/etc/ssl/saf.pem"
+key_file = "/etc/ssl/saf.key"
+exchange = "orders"
+topic = "orders.{service}"
+format = "saf"
+step_rows = 5000
+quality = "at_least_once"
 max_connections = 4
 
 [destinations.flights]
@@ -264,6 +280,18 @@ mode = "xmlrpc"
 method = "order.paid"
 user = "saf"
 password = "${LEDGER_PASSWORD}"
+
+[ui]
+token = "${UI_VIEW_TOKEN}"
+operate_token = "${UI_OPERATE_TOKEN}"
+user_header = "X-Forwarded-User"
+proxies = ["10.1.0.0/16"]
+operators = ["ann", "bob"]
+session_seconds = 28800
+bodies = true
+redact_headers = ["authorization", "cookie", "x-customer-*"]
+redact_paths = ["$.card.number", "$..password"]
+
 [signing]
 key_id = "billing-2026"
 algorithm = "hmac-sha256"
@@ -414,6 +442,8 @@ def _default(field: Any) -> str:
         return ""
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
+    if isinstance(value, tuple):
+        return f"`{json.dumps(value)}`"
     return f'`"{value}"`' if isinstance(value, str) else f"`{value:,}`".replace(",", "_")
 
 

@@ -33,6 +33,7 @@ from saf.cli import (
     inbox,
     init,
     members,
+    message,
     metrics,
     migrate,
     outbox,
@@ -48,6 +49,7 @@ from saf.cli import (
     status,
     subscription,
     topic,
+    ui,
     worker,
 )
 from saf.cli.console import echo, plain_console, shown_event
@@ -95,6 +97,7 @@ app.command("forward", epilog=in_words())(forward.command)
 app.command("status")(status.command)
 app.command("members")(members.command)
 app.command("metrics")(metrics.command)
+app.command("ui")(ui.command)
 app.command("worker")(worker.command)
 app.command("dispatch")(dispatch.command)
 app.add_typer(endpoint.app, name="endpoint")
@@ -104,6 +107,7 @@ app.add_typer(topic.app, name="topic")
 app.add_typer(router.app, name="router")
 app.add_typer(service.app, name="service")
 app.add_typer(subscription.app, name="subscription")
+app.command("message")(message.command)
 app.add_typer(outbox.app, name="outbox")
 app.add_typer(inbox.app, name="inbox")
 app.add_typer(dialog.app, name="dialog")

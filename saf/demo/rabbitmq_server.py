@@ -82,7 +82,7 @@ def serve(folder: Path) -> Iterator[Ports]:
             [PROGRAM], env=env, stdout=log, stderr=log, process_group=0
         )
     try:
-        _wait_for(ports.streams, process)
+        wait_for(ports.streams, process)
         yield ports
     finally:
         with suppress(ProcessLookupError):
@@ -92,9 +92,14 @@ def serve(folder: Path) -> Iterator[Ports]:
         epmd.wait()
 
 
-def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+def wait_for(port: int, process: subprocess.Popen[bytes] | None = None) -> None:
+    """Wait until a server listens there.
+
+    Raises:
+        UsageError: it does not.
+    """
     until = time.monotonic() + START_SECONDS
-    while process.poll() is None and time.monotonic() < until:
+    while (process is None or process.poll() is None) and time.monotonic() < until:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
         time.sleep(0.1)

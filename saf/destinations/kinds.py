@@ -29,6 +29,7 @@ OURS = {
     "jsonl": "saf.destinations.jsonl:Jsonl",
     "kafka": "saf.destinations.kafka:Kafka",
     "nats": "saf.destinations.nats:Nats",
+    "rabbitmq": "saf.destinations.rabbitmq:Rabbitmq",
     "rabbitmq_stream": "saf.destinations.rabbitmq_stream:RabbitmqStream",
     "redis": "saf.destinations.redis:Redis",
 }

@@ -14,6 +14,7 @@ from cloudevents.core.bindings.amqp import AMQPMessage, from_binary_event
 from cloudevents.core.formats.json import JSONFormat
 
 from saf.database import Dsn, fetch
+from saf.destinations.marks import AGAIN, MAIN, ONCE
 from saf.destinations.rabbitmq_stream import RabbitmqStream, journal
 from saf.destinations.rabbitmq_stream.numbers import BATCH_BITS, publishing_ids
 from saf.destinations.rabbitmq_stream.protocol import Command, pairs, text
@@ -28,6 +29,8 @@ from tests.pipeline import connect, forward
 from tests.queue_suite import WEEK, OnceSuite, ids, send_numbers
 from tests.rabbitmq_server import RabbitmqServer
 from tests.waits import until
+
+pytestmark = pytest.mark.slow  # its server takes seconds to start
 
 
 @pytest.fixture
@@ -179,6 +182,23 @@ def test_there_may_be_more_lanes_than_a_connection_has_publishers(
             assert (done.messages, done.dropped, len(done.marks)) == (count, 700 - count, 700)
     assert sorted(ids(queue)) == sorted(row["message_id"] for row in rows)
     assert len(events.known("events", forwarder.source, role="test").marks) == 704
+
+
+def test_qualities_of_service_take_turns_on_one_connection(
+    events: RabbitmqStream, queue: RabbitmqServer
+) -> None:
+    forwarder = Forwarder()
+    sent = []
+    with closing(events.open("events")) as destination:
+        for number in range(6):
+            rows = forwarder.messages(8)
+            rows += forwarder.messages(8, to_service=f"other{number}")
+            for once, quality in ((True, MAIN), (False, AGAIN), (False, ONCE)):
+                chunk = forwarder.chunk(rows, prefix=quality)
+                forwarder.learn(destination.store(chunk, exactly_once=once))
+                sent += rows[:8]
+            forwarder.next_batch()
+    assert ids(queue) == [row["message_id"] for row in sent]
 
 
 def test_the_journal_is_read_from_where_all_was_written_anew(

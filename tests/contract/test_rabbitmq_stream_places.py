@@ -24,6 +24,8 @@ PAGE = (ROOT / "docs" / "destinations.md").read_text()
     r"^rabbitmqctl set_permissions saf '(.*)' '(.*)' '(.*)'$", PAGE, re.MULTILINE
 )
 
+pytestmark = pytest.mark.slow  # its server takes seconds to start
+
 
 def definitions(folder: Path) -> Path:
     """Users as a server loads them: one may do what the page lists, and one may not write."""

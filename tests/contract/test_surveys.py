@@ -252,6 +252,7 @@ def test_a_source_that_takes_long_to_survey_holds_up_no_other(
             with surveyed(work, meanwhile=lambda: heard.append(None)) as shared:
                 assert len(heard) >= 3
                 assert [item.survey is None for item in shared] == [False, False, True, True]
+                assert sessions(there)  # which still waits
                 blocking.rollback()
             until(lambda: not sessions(here) + sessions(there))  # also of what came too late
 

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from saf.database import Dsn
 from saf.destinations.nats import Nats
+from saf.destinations.rabbitmq import Rabbitmq
 from saf.destinations.rabbitmq_stream import RabbitmqStream
 from saf.destinations.redis import Redis
 from saf.destinations.settings import DestinationSettings
@@ -24,7 +25,7 @@ from tests.kafka_server import ENDS, KafkaQueue, KafkaServer, LossyKafka
 from tests.lossy import Lossy
 from tests.nats_server import NatsServer
 from tests.queue_suite import Server
-from tests.rabbitmq_server import RabbitmqServer
+from tests.rabbitmq_server import Queues, RabbitmqServer
 from tests.redis_server import RedisServer
 
 FAULTS = (
@@ -184,10 +185,27 @@ class RabbitmqStreamSite(QueueSite):
         return RabbitmqStream(server=f"rabbitmq-stream://127.0.0.1:{port}", step_rows=7)
 
 
+class RabbitmqSite(QueueSite):
+    """With queues of a RabbitMQ server, which store at least once."""
+
+    request = b"saf-created-at"
+    qualities: ClassVar[Mapping[str, str]] = {
+        service: "at_least_once" if quality == "exactly_once" else quality
+        for service, quality in QUALITIES.items()
+    }
+
+    def server(self, folder: Path) -> Server:
+        return Queues(server=RabbitmqServer(folder=folder), topics=tuple(QUALITIES))
+
+    def at(self, port: int) -> DestinationSettings:
+        return Rabbitmq(server=f"amqp://127.0.0.1:{port}", step_rows=7)
+
+
 QUEUES: Mapping[str, type[Site]] = {
     "redis": RedisSite,
     "nats": NatsSite,
     "kafka": KafkaSite,
+    "rabbitmq": RabbitmqSite,
     "rabbitmq_stream": RabbitmqStreamSite,
 }
 

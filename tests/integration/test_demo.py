@@ -64,7 +64,7 @@ def is_right(result: dict[str, Any]) -> bool:
     return counts == [FLIGHTS, FLIGHTS, *[0] * len(wrong)]
 
 
-@pytest.mark.parametrize("queue", ["redis", "nats", "kafka", "rabbitmq_stream"])
+@pytest.mark.parametrize("queue", ["redis", "nats", "kafka", "rabbitmq", "rabbitmq_stream"])
 def test_to_a_queue_it_is_proven_by_what_the_queue_holds(folder: Path, queue: str) -> None:
     if queue == "nats":
         nats_server.program()

@@ -23,7 +23,7 @@ from tests.kafka_server import KafkaQueue, KafkaServer
 from tests.nats_server import nats_server
 from tests.pipeline import connect
 from tests.programs import BIN, ROOT, run, saf, send
-from tests.rabbitmq_server import RabbitmqServer
+from tests.rabbitmq_server import Queues, RabbitmqServer
 from tests.redis_server import redis_server
 
 PAGE = (ROOT / "docs" / "destinations.md").read_text()
@@ -186,6 +186,29 @@ def test_its_commands_forward_to_streams_that_a_consumer_reads(
     assert sorted(body for _, body in lines) == sorted(bodies)
     said = saf("destination", "check", "events", env=env, cwd=tmp_path)
     assert "a crash of its process loses nothing that was acknowledged" in said.stdout
+
+
+def test_its_commands_forward_to_a_queue_that_a_consumer_reads(
+    app: Dsn, rabbitmq_queues: Queues, tmp_path: Path
+) -> None:
+    bodies = send(app, 60)
+    (tmp_path / "saf.toml").write_text(block("rabbitmq.toml"))
+    (tmp_path / "consumer.py").write_text(block("consumer_rabbitmq.py"))
+    rabbitmq_queues.topics = ("orders.billing",)
+    rabbitmq_queues.empty()
+    env = {"SHOP_DSN": app.conninfo, "RABBITMQ": rabbitmq_queues.address}
+    path = f"{BIN}:/usr/local/bin:/usr/bin:/bin"
+    script = block("rabbitmq.sh")
+    done = run(["bash", "-euxc", script], env={**env, "PATH": path}, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "promise: at least once; a durable queue confirms" in done.stdout
+    command = [sys.executable, "consumer.py", rabbitmq_queues.address]
+    read = run(command, env=env, cwd=tmp_path)
+    assert read.returncode == 0, read.stderr
+    lines = [line.split(" ", 1) for line in read.stdout.splitlines()]
+    assert sorted(body for _, body in lines) == sorted(bodies)
+    again = run(command, env=env, cwd=tmp_path)
+    assert (again.returncode, again.stdout) == (0, "")
 
 
 def test_its_commands_forward_to_a_broker_behind_a_url(

@@ -25,21 +25,28 @@ from pydantic import AfterValidator, PrivateAttr, SecretStr
 
 from saf.database.bounds import Bounds
 from saf.destinations import Capabilities, Destination
+from saf.destinations.addresses import Address, parse
 from saf.destinations.marks import Known
 from saf.destinations.queues import QueueSettings
-from saf.destinations.rabbitmq_stream.address import Address, parse
 from saf.destinations.reading import Reading
 from saf.destinations.settings import Guarantee, within
 
 if TYPE_CHECKING:
     from saf.destinations.rabbitmq_stream.server import Link
 
+PORTS = {"rabbitmq-stream": 5552, "rabbitmq-stream+tls": 5551}
+"""The port by default, by the scheme."""
+SECURE = "rabbitmq-stream+tls"
+NAMED = (
+    "RabbitMQ server's streams, such as rabbitmq-stream://host:5552 or "
+    "rabbitmq-stream+tls://host:5551"
+)
 LONGEST = 200
 """The longest name that marks may have, because a source's id follows it."""
 
 
 def _address(text: str) -> str:
-    parse(text)
+    parse(text, PORTS, SECURE, NAMED)
     return text
 
 
@@ -92,7 +99,7 @@ class RabbitmqStream(QueueSettings):
     @property
     def address(self) -> Address:
         """Where the server is."""
-        return parse(self.server)
+        return parse(self.server, PORTS, SECURE, NAMED)
 
     @property
     def secret(self) -> str:

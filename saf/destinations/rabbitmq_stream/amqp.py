@@ -8,21 +8,18 @@ data                       the body, to the last byte
 from __future__ import annotations
 
 import struct
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.destinations.mapping import Mapped
+from saf.destinations.packed import BYTES, NONE, joined, numbers, sizes
 
 EVENTS = "cloudEvents_"
 """What stands before an attribute of CloudEvents, as the binding for AMQP says."""
 CONTENT_TYPE = "content-type"
 
-BYTES = pa.large_binary()
-NONE = pa.scalar(b"", BYTES)
 SECTION = b"\0\x53"
 PROPERTIES, APPLICATION_PROPERTIES, DATA = 0x73, 0x74, 0x75
 SMALL_MAP = 0xC1
@@ -45,21 +42,21 @@ def messages(what: Mapped) -> pa.Array:
         if not isinstance(values, str):
             head = pa.scalar(text(name) + b"\xb1", BYTES)
             said = values.cast(BYTES)
-            parts.append(pc.binary_join_element_wise(head, _sizes(said), said, NONE))
+            parts.append(pc.binary_join_element_wise(head, sizes(said), said, NONE))
             pairs = pairs + np.asarray(values.is_valid(), np.int64)
     own = [b"".join(text(k) + text(v) for k, v in one.items()) for one in what.own]
     parts.append(pa.array(own, BYTES).take(pa.array(what.which)))
     pairs = pairs + np.array([len(one) for one in what.own], np.int64)[what.which]
-    inner = _joined(*parts)
+    inner = joined(*parts)
     types = [_properties(one.get(CONTENT_TYPE)) for one in what.own]
-    return _joined(
+    return joined(
         pa.array(types, BYTES).take(pa.array(what.which)),
         pa.scalar(SECTION + bytes([APPLICATION_PROPERTIES, 0xD1]), BYTES),
-        _numbers(np.asarray(pc.binary_length(inner)) + 4),
-        _numbers(pairs * 2),
+        numbers(np.asarray(pc.binary_length(inner)) + 4),
+        numbers(pairs * 2),
         inner,
         pa.scalar(SECTION + bytes([DATA, 0xB0]), BYTES),
-        _sizes(what.body),
+        sizes(what.body),
         what.body.cast(BYTES),
     )
 
@@ -124,27 +121,3 @@ def _properties(content_type: str | None) -> bytes:
     encoded = content_type.encode()
     said = b"\x40" * 6 + struct.pack(">BI", 0xB3, len(encoded)) + encoded
     return SECTION + struct.pack(">BBII", PROPERTIES, 0xD0, len(said) + 4, 7) + said
-
-
-def _joined(*parts: pa.Array | pa.Scalar) -> pa.Array:
-    return pc.binary_join_element_wise(*parts, NONE, null_handling="replace", null_replacement=b"")
-
-
-def _sizes(values: pa.Array) -> pa.Array:
-    """Return the size of each value; of what is null, null."""
-    sizes = pc.binary_length(values)
-    written = _numbers(np.asarray(pc.fill_null(sizes, 0)))
-    return pc.if_else(values.is_valid(), written, None) if values.null_count else written
-
-
-def _numbers(values: npt.NDArray[Any]) -> pa.Array:
-    return fixed(values.astype(">u4"))
-
-
-def fixed(values: npt.NDArray[Any]) -> pa.Array:
-    """Return the bytes of each value of an array."""
-    size = pa.binary(values.dtype.itemsize)
-    made = pa.FixedSizeBinaryArray.from_buffers(
-        size, len(values), [None, pa.py_buffer(values.tobytes())]
-    )
-    return pc.cast(made, BYTES)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from saf.destinations.rabbitmq_stream.amqp import BYTES, fixed
+from saf.destinations.packed import BYTES, fixed
 from saf.destinations.rabbitmq_stream.connection import Connection
 from saf.destinations.rabbitmq_stream.protocol import VERSION, Command
 

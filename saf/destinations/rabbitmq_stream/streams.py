@@ -50,7 +50,7 @@ from saf.destinations.rabbitmq_stream.numbers import (
 )
 from saf.destinations.rabbitmq_stream.publishers import Publishers
 from saf.destinations.rabbitmq_stream.server import Link, errors, open_link
-from saf.errors import Rejected, Unavailable
+from saf.errors import Refused, Rejected, Unavailable
 from saf.failpoints import fail_point
 
 if TYPE_CHECKING:
@@ -172,6 +172,11 @@ class Streams:
         if ids.max() >> ROW_BITS:
             raise unusable(self.what, f"a row's id, {ids.max():,}, has too many bits", "tell us")
         parts = np.stack([place, batches >> BATCH_BITS, what.topic])
+        streams: dict[Place, set[str]] = {one: set() for one in places}
+        for at, topic in np.unique(parts[[0, 2]], axis=1).T.tolist():
+            streams[places[at]].add(what.topics[topic])
+        if not exactly_once:  # one publisher of each topic, without a name
+            parts[:2] = 0
         codes, which = np.unique(parts, axis=1, return_inverse=True)
         publishers = [
             (
@@ -180,9 +185,6 @@ class Streams:
             )
             for at, generation, topic in codes.T.tolist()
         ]
-        streams: dict[Place, set[str]] = {one: set() for one in places}
-        for at, _, topic in codes.T.tolist():
-            streams[places[at]].add(what.topics[topic])
         return Numbered(
             what=what,
             bodies=bodies,
@@ -245,6 +247,6 @@ class Streams:
         try:
             with errors(self.what, self.settings):
                 yield link
-        except Unavailable:
-            self.close()
+        except (Unavailable, Refused):
+            self.close()  # what it has declared is not known
             raise

@@ -19,6 +19,7 @@ from tests.mutants.listed import (
     sending,
     setaside,
     tracing,
+    ui,
 )
 from tests.mutants.mutant import Mutant
 
@@ -36,5 +37,6 @@ PARTS: Mapping[str, Sequence[Mutant]] = {
     "routing": routing.MUTANTS,
     "sending": sending.MUTANTS,
     "setaside": setaside.MUTANTS,
+    "ui": ui.MUTANTS,
     "tracing": tracing.MUTANTS,
 }

@@ -16,6 +16,7 @@ HONEST = "contract/test_10_honest.py"
 SCRIPT, STREAMS = "saf/destinations/redis/script.py", "saf/destinations/redis/streams.py"
 NATS, KAFKA = "contract/test_nats.py", "contract/test_kafka.py"
 RABBITMQ, RABBITMQ_STREAM = "contract/test_rabbitmq_stream.py", "saf/destinations/rabbitmq_stream"
+QUEUES = "contract/test_rabbitmq.py"
 REDIS, ROUTED = "contract/test_redis.py", "contract/test_redis_routed.py"
 
 MUTANTS: list[Mutant] = [
@@ -230,6 +231,34 @@ MUTANTS: list[Mutant] = [
         "few = len(all_places) <= MANY_PLACES",
         "few = len(all_places) <= MANY_PLACES * 9",
         f"{NATS}::test_there_may_be_more_lanes_than_a_batch_has_room_for",
+    ),
+    mutant(
+        "a message that no queue takes is stored, for all that is said",
+        "saf/destinations/rabbitmq/server.py",
+        "        if sending.returned:\n",
+        "        if sending.returned and False:\n",
+        f"{QUEUES}::test_what_no_queue_takes_is_a_dead_letter_and_its_neighbours_are_there_once",
+    ),
+    mutant(
+        "neighbours of a message that no queue takes are sent again",
+        "saf/destinations/rabbitmq/queues.py",
+        "            self._there.update({ids[place] for place in there} - error.returned)\n",
+        "",
+        f"{QUEUES}::test_what_no_queue_takes_is_a_dead_letter_and_its_neighbours_are_there_once",
+    ),
+    mutant(
+        "messages are gone with their server",
+        "saf/destinations/rabbitmq/properties.py",
+        'PERSISTENT = b"\\2"',
+        'PERSISTENT = b"\\1"',
+        f"{QUEUES}::test_what_was_confirmed_outlives_the_server",
+    ),
+    mutant(
+        "a queue that refuses a message has it",
+        "saf/destinations/rabbitmq/server.py",
+        "if said.INDEX == NACK:",
+        "if said.INDEX == -NACK:",
+        f"{QUEUES}::test_a_queue_that_is_full_lets_messages_wait_and_loses_none",
     ),
     mutant(
         "an owner before is not fenced",
