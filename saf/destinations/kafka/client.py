@@ -45,8 +45,8 @@ FENCED = frozenset({
     KafkaError.INVALID_PRODUCER_ID_MAPPING, KafkaError.INVALID_TXN_STATE,
     KafkaError.CONCURRENT_TRANSACTIONS, KafkaError._FATAL,
 })  # fmt: skip
-"""Codes of who was fenced, or whose transaction took too long; a client that has learnt so before it
-is asked to end it says only that there was something fatal."""
+"""Codes of who was fenced, or whose transaction took too long. A client that learns so before it
+ends the transaction says only that something was fatal."""
 HARMLESS = NOT_YET | GONE | {KafkaError.GROUP_AUTHORIZATION_FAILED}
 """Codes that a consumer tells of and goes on: it is of no group, though the client asks for one."""
 RIGHTS = frozenset({
