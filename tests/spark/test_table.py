@@ -19,6 +19,10 @@ from tests.spark.tables import Tables
 
 PLAIN = "INSERT INTO saf.outbox (to_service, key, body) VALUES ('billing', %s, %s)"
 
+TWO_KB = """
+(SELECT convert_to(string_agg(md5(n || '.' || i), ''), 'UTF8') FROM generate_series(1, 60) AS i)
+"""
+
 HOSTILE: tuple[dict[str, Any], ...] = (
     {},
     {"body": b"", "key": ""},
@@ -29,7 +33,7 @@ HOSTILE: tuple[dict[str, Any], ...] = (
     {"headers": ["no", "object"]},
     {"headers": "text"},
     {"from_service": "a" * 500, "message_type": "t\t\n", "to_broker": UUID(int=5)},
-    {"deliver_at": datetime(1, 1, 1, tzinfo=UTC), "expires_at": datetime(9999, 12, 31, tzinfo=UTC)},
+    {"deliver_at": datetime(1, 1, 3, tzinfo=UTC), "expires_at": datetime(9999, 12, 29, tzinfo=UTC)},
     {"message_id": UUID(int=0), "body": b"x" * 3_000_000},
     {"created_at": datetime(2001, 2, 3, 4, 5, 6, 789_012, UTC)},
 )
@@ -69,7 +73,9 @@ def expected_headers(headers: Any) -> dict[str, str | None] | None:
     if not isinstance(headers, dict):
         return None
     return {
-        name: value if isinstance(value, str) or value is None else json.dumps(value)
+        name: value
+        if isinstance(value, str) or value is None
+        else json.dumps(value, ensure_ascii=False)
         for name, value in headers.items()
     }
 
@@ -177,14 +183,13 @@ def test_a_deep_log_is_read_in_windows_with_the_same_rows_in_the_same_order(
     with connect(app) as connection:
         connection.execute(
             "INSERT INTO saf.outbox (to_service, key, body) SELECT 'service ' || n % 3, "
-            "'key ' || n % 100, convert_to(repeat(md5(n::text), 62), 'UTF8') "
-            "FROM generate_series(1, 20000) AS n"
+            f"'key ' || n % 100, {TWO_KB} FROM generate_series(1, 20000) AS n"
         )
         connection.execute("DELETE FROM saf.outbox WHERE id % 7 = 0")
         connection.execute("VACUUM saf.outbox")
         connection.execute(  # into pages that come before those with lower ids
             "INSERT INTO saf.outbox (to_service, key, body) SELECT 'service 1', 'late', "
-            "convert_to(repeat(md5(n::text), 62), 'UTF8') FROM generate_series(1, 2000) AS n"
+            f"{TWO_KB} FROM generate_series(1, 2000) AS n"
         )
         windows = fetch(
             connection,

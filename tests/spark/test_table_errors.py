@@ -11,7 +11,6 @@ from saf.database import Dsn
 from saf.errors import ConfigurationError, Restored, SafError, SchemaMissing, UsageError
 from saf.spark.table import snapshot
 from saf.spark.table.options import options_of
-from saf.testing.databases import Database
 from tests.pipeline import connect
 from tests.spark.tables import Tables
 
@@ -49,6 +48,11 @@ def test_names_of_options_are_of_any_case() -> None:
     assert options_of({"BROKER": "app", "Log": "inbox", "Partitions": "3"}).partitions == 3
 
 
+@pytest.fixture
+def tables(app: Dsn, mom: Dsn, tmp_path: Path) -> Tables:
+    return Tables(tmp_path, mom, app=app)
+
+
 @pytest.mark.parametrize(
     ("options", "schema", "said"),
     [
@@ -63,9 +67,8 @@ def test_names_of_options_are_of_any_case() -> None:
     ],
 )
 def test_spark_lets_the_sentence_through(
-    app: Dsn, mom: Dsn, tmp_path: Path, options: dict[str, str], schema: str | None, said: str
+    tables: Tables, tmp_path: Path, options: dict[str, str], schema: str | None, said: str
 ) -> None:
-    tables = Tables(tmp_path, mom, app=app)
     with tables.config.open("a") as file:
         file.write(f'\n[destinations.files]\nkind = "jsonl"\nfolder = "{tmp_path}"\n')
     with pytest.raises(Exception) as failure:  # noqa: PT011 - Spark has several
@@ -88,8 +91,8 @@ def taking(dsn: Dsn, error: type[SafError], said: str) -> None:
         snapshot.take("broker 'app'", dsn, "outbox")
 
 
-def test_a_database_without_the_schema_is_refused(new_database: Callable[[], Dsn]) -> None:
-    taking(new_database(), SchemaMissing, "run `saf migrate")
+def test_a_database_without_the_schema_is_refused(new_database: Callable[[str], Dsn]) -> None:
+    taking(new_database("bare"), SchemaMissing, "run `saf migrate")
 
 
 def test_a_restored_broker_is_refused(app: Dsn) -> None:

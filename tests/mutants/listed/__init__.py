@@ -18,6 +18,7 @@ from tests.mutants.listed import (
     routing,
     sending,
     setaside,
+    table,
 )
 from tests.mutants.mutant import Mutant
 
@@ -35,4 +36,5 @@ PARTS: Mapping[str, Sequence[Mutant]] = {
     "routing": routing.MUTANTS,
     "sending": sending.MUTANTS,
     "setaside": setaside.MUTANTS,
+    "table": table.MUTANTS,
 }
