@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	2>/dev/null && echo "$$python" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-routing demo-dialog test quick check long crash stateful mutants docs pages bench bench-peers wheel clean
+.PHONY: help install demo demo-routing demo-dialog test quick check long crash stateful mutants kafka docs pages bench bench-peers airflow wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,10 @@ check: $(VENV)/.installed ## the gate: format, lint, types, tests two at a time;
 	$(PY) -m mypy
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal --durations 25
 
+kafka: ## the jars of a Kafka broker, by Maven, once: for its tests, and for make demo DEMO="--to kafka"
+	mvn --quiet --batch-mode --file tests/kafka.pom.xml dependency:copy-dependencies \
+	-DincludeScope=runtime -DoutputDirectory="$${SAF_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}/saf}/kafka"
+
 docs: $(VENV)/.installed ## the documentation as a site, in build/site; opens from the file system
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build
 
@@ -58,7 +62,7 @@ long: $(VENV)/.installed ## the tests that the gate runs at a part of their size
 	SAF_TESTS_LONG=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal \
 	$$(grep -rl --include='test_*.py' 'import sized' tests)
 
-crash: $(VENV)/.installed ## rounds of faults, checked: make crash ROUNDS=20 SEED=7, SECONDS=600, TO=redis, nats or http
+crash: $(VENV)/.installed ## rounds of faults, checked: make crash ROUNDS=20 SEED=7, SECONDS=600, TO=redis, nats, kafka, rabbitmq, rabbitmq_stream or http
 	@$(PY) -m tests.crash $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(SEED),--seed $(SEED)) \
 	$(if $(SECONDS),--seconds $(SECONDS)) $(if $(TO),--to $(TO))
 
@@ -69,6 +73,16 @@ stateful: $(VENV)/.installed ## steps that lose a message, looked for: make stat
 mutants: $(VENV)/.installed ## bugs are planted, tests must notice: make mutants SAMPLE=10 SEED=7, K=cursor
 	@$(PY) -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) \
 	$(if $(K),-k "$(K)")
+
+airflow: $(VENV)/.installed build/airflow/.installed ## saf-airflow, tested with a real Airflow; some 5 minutes; needs the network once
+	cd airflow && AIRFLOW_HOME=$(CURDIR)/build/airflow/home ../build/airflow/bin/python -m pytest $(T)
+
+# an environment of its own: neither of the two is installed where the other one is
+build/airflow/.installed: airflow/pyproject.toml
+	$(PYTHON) -m venv build/airflow
+	build/airflow/bin/python -m pip install --quiet --disable-pip-version-check --editable ./airflow \
+	pytest pytest-timeout
+	@touch $@
 
 wheel: ## dist/saf_outbox-….whl; needs no more than the package "build", in build/venv
 	@[ -n "$(PYTHON)" ] || { echo "saf needs Python 3.11 to 3.13 with venv" >&2; exit 2; }

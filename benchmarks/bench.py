@@ -21,6 +21,7 @@ from benchmarks import (
     end_to_end,
     faults,
     memory,
+    metrics,
     processors,
     receive,
     routing,
@@ -35,6 +36,7 @@ ON_SPARK = {
     "routing": routing.run,
     "classifiers": classifiers.run,
     "brokers": brokers.run,
+    "metrics": metrics.run,
 }
 ALONE = {
     "send": send.run,
@@ -60,6 +62,7 @@ PARTS = (
     "dispatch",
     "end_to_end",
     "brokers",
+    "metrics",
 )
 
 

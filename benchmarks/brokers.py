@@ -8,8 +8,10 @@ to both.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,9 @@ def run(stage: Stage, spark: SparkContext) -> None:
     stage.fill(MESSAGES)
     redis_streams(stage, spark)
     nats_stream(stage, spark)
+    kafka_topics(stage, spark)
+    rabbitmq_queue(stage, spark)
+    rabbitmq_stream(stage, spark)
 
 
 def redis_streams(stage: Stage, spark: SparkContext) -> None:
@@ -93,6 +98,155 @@ def nats_stream(stage: Stage, spark: SparkContext) -> None:
                 link.make()
 
         _compare(stage, spark, settings, name="nats", bare=bare, forget=forget)
+
+
+def rabbitmq_queue(stage: Stage, spark: SparkContext) -> None:
+    """Notes rabbitmq_… . The bare client confirms asynchronously, as fast as it can."""
+    from saf.demo import rabbitmq as server
+
+    folder = Path(stage.server.data_dir).parent
+    with server.serve(folder / "rabbitmq") as there:
+        settings = _settings(stage, "rabbitmq", f'server = "{there.server}"\ntopic = "flights"')
+        messages = [(fields.pop("saf-body"), _texts(fields)) for fields in _fields(stage)]
+        import pika
+
+        ((host, port),) = there.address.hosts
+        where = pika.ConnectionParameters(host, port)
+
+        def bare() -> float:
+            given, state = iter(messages), {"sent": 0, "confirmed": 0}
+            connection: Any = pika.SelectConnection(
+                where, on_open_callback=lambda it: it.channel(on_open_callback=opened)
+            )
+
+            def opened(channel: Any) -> None:
+                channel.confirm_delivery(confirmed, callback=lambda _: more(channel))
+
+            def more(channel: Any) -> None:
+                for body, headers in itertools.islice(given, AT_ONCE):
+                    said = pika.BasicProperties(
+                        headers=headers, delivery_mode=2, message_id=headers["saf-id"]
+                    )
+                    channel.basic_publish("", "flights", body, said, mandatory=True)
+                    state["sent"] += 1
+                if state["sent"] < MESSAGES:
+                    ahead = state["sent"] - state["confirmed"] > 10 * AT_ONCE
+                    connection.ioloop.call_later(0.001 if ahead else 0, lambda: more(channel))
+
+            def confirmed(frame: Any) -> None:
+                tag, several = frame.method.delivery_tag, frame.method.multiple
+                state["confirmed"] = tag if several else state["confirmed"] + 1
+                if state["confirmed"] >= MESSAGES:
+                    connection.ioloop.stop()
+
+            started = time.monotonic()
+            connection.ioloop.start()
+            took = time.monotonic() - started
+            connection.close()
+            return took
+
+        def forget() -> None:
+            with closing(pika.BlockingConnection(where)) as connection:
+                connection.channel().queue_purge("flights")
+
+        _compare(stage, spark, settings, name="rabbitmq", bare=bare, forget=forget)
+
+
+def kafka_topics(stage: Stage, spark: SparkContext) -> None:
+    """Notes kafka_… . The bare client gives all messages, and waits for all: no transactions."""
+    from confluent_kafka import Producer
+    from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined] # public
+
+    from saf.demo import kafka as server
+    from saf.destinations.kafka.client import QUIET
+    from saf.destinations.kafka.server import open_link
+
+    folder = Path(stage.server.data_dir).parent
+    with server.serve(folder / "kafka") as there:
+        given = f'brokers = "{there.brokers}"\ntopic = "flights.{{service}}"'
+        settings = _settings(stage, "kafka", given)
+        messages: list[Any] = [
+            (fields.pop("saf-body"), fields["saf-key"], [*_texts(fields).items()])
+            for fields in _fields(stage)
+        ]
+        quiet: dict[str, Any] = {"bootstrap.servers": there.brokers, "logger": QUIET}
+        admin = AdminClient(quiet)
+        producer = Producer({
+            **quiet,
+            "enable.idempotence": True, "linger.ms": 20,
+            "partitioner": "murmur2_random", "queue.buffering.max.messages": 2 * MESSAGES,
+        })  # fmt: skip
+
+        def bare() -> float:
+            started = time.monotonic()
+            for body, key, headers in messages:
+                producer.produce("bare", body, key, headers=headers)
+            producer.flush()
+            return time.monotonic() - started
+
+        def forget() -> None:
+            known = admin.list_topics(timeout=60).topics
+            ours = [topic for topic in known if topic.startswith(("flights.", "saf.", "bare"))]
+            for deleted in admin.delete_topics(ours).values() if ours else ():
+                deleted.result()
+            while {*admin.list_topics(timeout=60).topics} & {*ours}:
+                time.sleep(0.1)
+            for made in admin.create_topics([NewTopic("bare", 1)]).values():
+                made.result()
+            producer.list_topics("bare", timeout=60)
+            with closing(open_link("mom", there)) as link:  # the topics of both are there
+                link.make_identity()
+                link.limits({f"flights.{dict(headers)['saf-service']}" for *_, headers in messages})
+
+        _compare(stage, spark, settings, name="kafka", bare=bare, forget=forget)
+
+
+def rabbitmq_stream(stage: Stage, spark: SparkContext) -> None:
+    """Notes rabbitmq_stream_… . The bare client numbers its messages, as a careful one would."""
+    from saf.demo import rabbitmq_stream as server
+    from saf.destinations.rabbitmq_stream.protocol import Command, text
+    from saf.destinations.rabbitmq_stream.server import connected
+
+    folder = Path(stage.server.data_dir).parent
+    with server.serve(folder / "rabbitmq_stream") as there:
+        given = f'server = "{there.server}"\ntopic = "flights"'
+        settings = _settings(stage, "rabbitmq_stream", given)
+        messages = [(fields.pop("saf-body"), _texts(fields)) for fields in _fields(stage)]
+        streams = ["flights", there.marks, f"{there.marks}.{messages[0][1]['saf-source']}"]
+
+        async def publish() -> None:
+            import rstream
+
+            ((host, port),) = there.address.hosts
+            done, confirmed = asyncio.Event(), itertools.count(1)
+
+            async def on_confirm(_: Any) -> None:
+                if next(confirmed) == MESSAGES:
+                    done.set()
+
+            async with rstream.Producer(host, port, username="guest", password=there.secret) as one:
+                for at in range(0, MESSAGES, AT_ONCE):
+                    batch = [
+                        rstream.AMQPMessage(body=body, application_properties=headers)
+                        for body, headers in messages[at : at + AT_ONCE]
+                    ]
+                    await one.send_batch(
+                        "flights", batch, publisher_name="bare", on_publish_confirm=on_confirm
+                    )
+                await done.wait()
+
+        def bare() -> float:
+            started = time.monotonic()
+            asyncio.run(publish())
+            return time.monotonic() - started
+
+        def forget() -> None:
+            with connected("rabbitmq_stream", there) as link:
+                for stream in link.connection.replicas(streams):
+                    link.connection.ask(Command.DELETE, text(stream))
+                link.connection.create("flights", {})
+
+        _compare(stage, spark, settings, name="rabbitmq_stream", bare=bare, forget=forget)
 
 
 def _settings(stage: Stage, kind: str, given: str) -> Settings:

@@ -2,7 +2,8 @@
 
 An application commits in an open loop, which does not wait for the consumer; ``saf forward --loop``
 forwards; and a worker inserts a business row for each message. The forwarder is a process of its
-own, as in production; sender and worker are threads of this one.
+own, as in production; sender and worker are threads of this one. With many sources, a few are busy
+and share the rate.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import cycle
 from pathlib import Path
 
 import saf
@@ -28,6 +30,7 @@ REACH_LOCAL = {"p50": "<= 0.003"}
 BURST, AT_ONCE, BURSTS = 60_000, 1_000, 3
 WARM_UP_SECONDS, OPEN_LOOP_SECONDS = 1, 10
 EVERY_SECONDS = 0.01
+SOURCES, BUSY = 50, 5
 
 WAITS = "SELECT extract(epoch FROM at - sent_at)::float FROM booked ORDER BY sent_at"
 
@@ -50,6 +53,12 @@ def run(stage: Stage) -> None:
             suffix = where.replace("%", "_percent")
             waits = _waits(stage, rate, stage.mom)
             _note(stage, "end_to_end", waits, {} if where else REACH, suffix)
+    tenants = stage.tenants(SOURCES)
+    with running(stage, tenants):
+        busy = [*tenants.values()][:BUSY]
+        _handled(stage.mom, _send(busy, RATE, RATE))
+        _empty(stage)
+        _note(stage, f"end_to_end_{SOURCES}_sources", _waits(stage, RATE, stage.mom, busy), REACH)
     with locally(stage):
         _note(stage, "end_to_end_local", _waits(stage, RATE, stage.app), REACH_LOCAL)
 
@@ -64,9 +73,9 @@ def _note(
         )
 
 
-def _waits(stage: Stage, rate: float, at: Dsn) -> list[float]:
+def _waits(stage: Stage, rate: float, at: Dsn, sources: Sequence[Dsn] | None = None) -> list[float]:
     """How long messages take at a rate, once everything is warm."""
-    waits = _handled(at, _send(stage, int(rate * OPEN_LOOP_SECONDS), rate))
+    waits = _handled(at, _send(sources or [stage.app], int(rate * OPEN_LOOP_SECONDS), rate))
     return waits[int(rate * WARM_UP_SECONDS) :]
 
 
@@ -103,11 +112,11 @@ def working(dsn: Dsn) -> Iterator[None]:
 
 
 @contextmanager
-def running(stage: Stage) -> Iterator[None]:
+def running(stage: Stage, tenants: Mapping[str, Dsn] | None = None) -> Iterator[None]:
     """A forwarder in a loop, and a worker, from empty tables on."""
     _empty(stage)
     folder = Path(stage.server.data_dir).parent
-    config = stage.settings_file(folder / "loop.toml", interval_seconds=0.05)
+    config = stage.settings_file(folder / "loop.toml", tenants=tenants, interval_seconds=0.05)
     command = [sys.executable, "-m", "saf", "forward", "--config", str(config), "--loop"]
     with working(stage.mom), subprocess.Popen(command, stdout=subprocess.DEVNULL) as forwarder:
         try:
@@ -125,14 +134,15 @@ def _burst(stage: Stage) -> float:
     """Messages a second from the first commit to the last business row."""
     _empty(stage)
     started = time.monotonic()
-    _handled(stage.mom, _send(stage, BURST, None))
+    _handled(stage.mom, _send([stage.app], BURST, None))
     return BURST / (time.monotonic() - started)
 
 
-def _send(stage: Stage, messages: int, rate: float | None) -> int:
+def _send(sources: Sequence[Dsn], messages: int, rate: float | None) -> int:
     """Commit so many messages, at a rate in messages a second or without a pause."""
     outbox, sent = saf.Outbox(), 0
-    with stage.app.connect(role="bench") as connection:
+    with ExitStack() as stack:
+        connections = cycle([stack.enter_context(one.connect(role="bench")) for one in sources])
         started = time.monotonic()
         while sent < messages:
             due = AT_ONCE if rate is None else int((time.monotonic() - started) * rate) - sent
@@ -141,6 +151,7 @@ def _send(stage: Stage, messages: int, rate: float | None) -> int:
                 for n in range(min(due, messages - sent))
             ]
             if rows:
+                connection = next(connections)
                 outbox.send_many(connection, rows)
                 connection.commit()
                 sent += len(rows)

@@ -48,21 +48,6 @@ SELECT count(*), sum(batch), sum(position) FROM saf.watermark WHERE source <> (
 """
 
 
-def sources(stage: Stage, count: int) -> dict[str, Dsn]:
-    """Copies of ``app``, each a broker of its own."""
-    made = {}
-    for number in range(count):
-        dsn = stage.server.dsn(f"tenant_{number}")
-        with stage.server.dsn("postgres").connect(role="bench", autocommit=True) as connection:
-            query = "SELECT count(*) FROM pg_database WHERE datname = %s"
-            row = connection.execute(query, [dsn.database]).fetchone()
-            if row == (0,):
-                connection.execute(f'CREATE DATABASE "{dsn.database}" TEMPLATE app')
-                execute(dsn, "UPDATE saf.broker SET broker_id = gen_random_uuid()")
-        made[f"t{number}"] = dsn
-    return made
-
-
 def settings(brokers: dict[str, Dsn], mom: Dsn, **options: object) -> Settings:
     return Settings.model_construct(
         brokers={name: Broker(dsn=dsn) for name, dsn in brokers.items()},
@@ -84,7 +69,7 @@ def no_spark(much: bool) -> SparkContext:
 def poll(stage: Stage) -> None:
     """A cycle that finds nothing, per source: connected to all, and in turn."""
     for count in SOURCES:
-        made = sources(stage, count)
+        made = stage.tenants(count)
         for name, sessions in (("connected", 1000), ("in_turn", 10)):
             options = settings(made, stage.mom, max_sessions=sessions)
             forwarder = Forwarder(options, SparkRunner(no_spark))
@@ -98,7 +83,7 @@ def poll(stage: Stage) -> None:
 
 def tasks(stage: Stage, spark: SparkContext) -> None:
     """A cycle in which so many sources have one message each."""
-    made = sources(stage, max(BUSY))
+    made = stage.tenants(max(BUSY))
     for count in BUSY:
         some = dict(list(made.items())[:count])
         forwarder = Forwarder(settings(some, stage.mom), SparkRunner(lambda _: spark))
@@ -151,7 +136,7 @@ def _work(number: int) -> Work:
 def giant(stage: Stage, spark: SparkContext) -> None:
     """The giant's throughput beside tenants, over alone; and how long a tenant's message takes."""
     stage.fill(GIANT)
-    tenants = sources(stage, 9)
+    tenants = stage.tenants(9)
     for dsn in tenants.values():
         execute(dsn, "TRUNCATE saf.outbox", READ_AGAIN)
     both = {"app": stage.app, **tenants}

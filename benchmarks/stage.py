@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -18,7 +18,7 @@ from saf.database import Dsn
 VERSION = 18
 SETTINGS = {
     # durable: fsync and synchronous_commit stay on, as they come
-    "max_connections": 100,
+    "max_connections": 200,
     "shared_buffers": "1GB",
     "max_wal_size": "8GB",
     "checkpoint_timeout": "30min",
@@ -76,11 +76,36 @@ class Stage:
         """One of PostgreSQL's own programs."""
         return programs(VERSION) / name
 
-    def settings_file(self, path: Path, *, mom: Dsn | None = None, **options: object) -> Path:
-        """A saf.toml for the two brokers, or with another MOM store."""
+    def tenants(self, count: int) -> dict[str, Dsn]:
+        """Copies of ``app``, each a broker of its own."""
+        made = {}
+        for number in range(count):
+            dsn = self.server.dsn(f"tenant_{number}")
+            with self.server.dsn("postgres").connect(role="bench", autocommit=True) as connection:
+                query = "SELECT count(*) FROM pg_database WHERE datname = %s"
+                row = connection.execute(query, [dsn.database]).fetchone()
+                if row == (0,):
+                    connection.execute(f'CREATE DATABASE "{dsn.database}" TEMPLATE app')
+                    execute(dsn, "UPDATE saf.broker SET broker_id = gen_random_uuid()")
+            made[f"t{number}"] = dsn
+        return made
+
+    def settings_file(
+        self,
+        path: Path,
+        *,
+        mom: Dsn | None = None,
+        tenants: Mapping[str, Dsn] | None = None,
+        **options: object,
+    ) -> Path:
+        """A saf.toml for the two brokers, or with another MOM store, or with tenants instead."""
         more = "\n".join(f"{name} = {json.dumps(value)}" for name, value in options.items())
+        brokers = "".join(
+            f"[brokers.{name}]\ndsn = {json.dumps(dsn.conninfo)}\n"
+            for name, dsn in (tenants or {"app": self.app}).items()
+        )
         path.write_text(
-            f"[brokers.app]\ndsn = {json.dumps(self.app.conninfo)}\n"
+            f"{brokers}"
             f"[destinations.mom]\ndsn = {json.dumps((mom or self.mom).conninfo)}\n"
             f'[forwarder]\ndefault_destination = "mom"\n{more}\n'
         )

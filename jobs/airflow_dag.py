@@ -1,5 +1,9 @@
 """Forward pending outbox messages once a minute, from Airflow 2.9 or later, or 3.
 
+One file, and nothing to install where Airflow is. With Airflow 3, the package in airflow/ does
+more: results and assets for other DAGs, and a DAG that starts when something is pending;
+docs/airflow.md says which to pick.
+
 Copy this file into the DAGs folder. On the workers, ``saf-outbox[forwarder]`` is installed in
 /opt/saf (or say otherwise in SAF_COMMAND), and the configuration is /etc/saf/saf.toml (SAF_CONFIG),
 whose ``${NAME}`` come from the worker's environment.
@@ -28,7 +32,7 @@ try:
     from airflow.providers.standard.operators.bash import BashOperator
     from airflow.sdk import DAG
 except ImportError:  # Airflow 2
-    from airflow import DAG
+    from airflow import DAG  # type: ignore[attr-defined, no-redef, unused-ignore]
     from airflow.operators.bash import BashOperator
 
 if TYPE_CHECKING:

@@ -2,7 +2,8 @@
 
 Sending:   `Outbox`, `Message`
 Receiving: `receive`, `areceive`, `Worker`, `Processor`, `Processors`, `handles`, `Delivery`,
-           `Received`, `VerifiedFrom`, `Policy`, `inbox_once`, `create_service`, `create_services`
+           `Received`, `VerifiedFrom`, `Policy`, `inbox_once`, `create_service`, `create_services`,
+           `traced`
 Routing:   `add_route`, `Resolved`; `saf.routing_service`, which needs Arrow, serves routers that
            forward
 Signing:   `Signer`, `Key`, `Keys`
@@ -72,6 +73,7 @@ from saf.routing.routes import add_route
 from saf.signing.keys import Key
 from saf.signing.signer import Signer
 from saf.signing.verifier import Keys
+from saf.tracing.spans import traced
 
 install(Dialogs())
 
@@ -140,4 +142,5 @@ __all__ = [
     "open_dialog",
     "receive",
     "set_group_state",
+    "traced",
 ]

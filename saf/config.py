@@ -47,7 +47,7 @@ from uuid import UUID
 import psycopg
 import pydantic
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -74,6 +74,9 @@ DEFAULT_FILE = Path("saf.toml")
 DAY = 86400
 LONGEST = 100
 """How many characters of a wrong value an error quotes."""
+TOKEN_LENGTH = 16
+"""How many characters a token has at least: nobody guesses it."""
+REDACTED = ("authorization", "cookie", "*token*", "*secret*", "*password*", "*api*key*")
 LONGEST_BOUND = 1e6
 """The values of a bound, in seconds; the server's timeouts end at 24 days."""
 
@@ -247,6 +250,38 @@ class Dispatch(_Table):
     """Networks that such an endpoint may be in, besides the public internet."""
 
 
+class Ui(_Table):
+    """How `saf ui` shows brokers, and to whom; see docs/ui.md."""
+
+    token: SecretStr | None = None
+    """Whoever knows it may look at everything; as `${NAME}`."""
+    operate_token: SecretStr | None = None
+    """Whoever knows it may also act; as `${NAME}`."""
+    user_header: str | None = Field(default=None, min_length=1)
+    """The header in which a reverse proxy names the user that it has logged in."""
+    proxies: tuple[Network, ...] = ("127.0.0.0/8", "::1/128")
+    """Networks of the reverse proxies that are believed what they say in headers."""
+    operators: tuple[str, ...] = ()
+    """The users of the reverse proxy who may also act; "*" for all."""
+    session_seconds: Seconds = 8 * 3600.0
+    """How long a login by token lasts, in seconds."""
+    bodies: bool = False
+    """Whether the bodies of messages may be seen."""
+    redact_headers: tuple[str, ...] = REDACTED
+    """Patterns (``*``, ``?``) for the names of headers whose values are hidden."""
+    redact_paths: tuple[str, ...] = ()
+    """JSON paths, such as `$.card.number` or `$..password`, of what is hidden in JSON bodies."""
+
+    @pydantic.field_validator("token", "operate_token")
+    @classmethod
+    def _is_long(cls, token: SecretStr | None) -> SecretStr | None:
+        if token is not None and len(token.get_secret_value()) < TOKEN_LENGTH:
+            raise ValueError(
+                f"a token has at least {TOKEN_LENGTH} characters: openssl rand -hex 24"
+            )
+        return token
+
+
 class Waits(_Table):
     """The bounds: how long anything is waited for; see `saf.database.bounds`."""
 
@@ -291,6 +326,7 @@ class Settings(_Sources):
     purge: Purge = Purge()
     endpoints: dict[Name, Endpoint] = Field(default_factory=dict)
     dispatch: Dispatch = Dispatch()
+    ui: Ui = Ui()
     signing: Signing = Signing()
 
     @pydantic.field_validator("routes", mode="before")
@@ -592,6 +628,7 @@ def _known(table: list[str], tables: Mapping[str, Any]) -> list[str]:
         "purge": Purge,
         "endpoints": Endpoint,
         "dispatch": Dispatch,
+        "ui": Ui,
         "signing": Signing,
     }
     if table[:2] == ["signing", "keys"]:

@@ -16,6 +16,7 @@ from uuid import UUID, uuid4
 
 from saf.errors import InvalidMessage
 from saf.sending.encoding import Encoder
+from saf.tracing.carried import with_context
 
 MAX_NAME = 255
 """Longest service or message type, in bytes of UTF-8."""
@@ -86,6 +87,8 @@ def encode(
 ) -> Row:
     """Check a message and turn it into a row with a new random id.
 
+    The headers get the context in which it is sent, if there is any; see `saf.tracing.carried`.
+
     Raises:
         InvalidMessage: naming the field at fault.
     """
@@ -118,7 +121,7 @@ def encode(
         message.to_broker,
         message.key,
         message.message_type,
-        headers,
+        with_context(headers, message.headers),
         body,
         message.deliver_at,
         message.expires_at,

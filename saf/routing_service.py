@@ -56,6 +56,7 @@ from saf.routing.routers import load
 from saf.routing.routes import NOTHING, Declared, configuration, router_that_forwards
 from saf.setaside.dropped import Reason
 from saf.setaside.parking import ADDRESS
+from saf.tracing.spans import processing
 from saf.transaction import enter
 
 if TYPE_CHECKING:
@@ -150,6 +151,11 @@ class RoutingService(Loop):
             self._resolver(link.raw)
 
     def _handle(self, delivery: Delivery[Any], work: Savepoints) -> None:
+        # what is sent on keeps the context that it has come with
+        with processing(self.subscription, delivery):
+            self._route(delivery, work)
+
+    def _route(self, delivery: Delivery[Any], work: Savepoints) -> None:
         raw, begins = work.raw, [one for one in delivery if _begins(one)]
         errors = {one.id: self._too_far for one in begins if _hops(one) > MAX_HOPS}
         found = self._resolve(raw, [one for one in begins if one.id not in errors], errors)

@@ -656,6 +656,7 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
         sa.Column("action", sa.Text, nullable=False),
         sa.Column("message_ids", pg.ARRAY(pg.UUID), nullable=False),
         sa.Column("why", sa.Text, nullable=False),
+        sa.Column("person", sa.Text, comment="whom a program acted for; NULL: nobody else"),
         comment="what people did to messages that were set aside",
     )
     of_dialogs.add_tables(metadata)

@@ -19,3 +19,18 @@ def certificate(folder: Path) -> tuple[Path, Path]:
         check=True, capture_output=True,
     )  # fmt: skip
     return files
+
+
+def signed(folder: Path) -> tuple[Path, Path, Path]:
+    """The files of an authority, of a certificate that it has signed, and of this one's key."""
+    authority, authority_key = certificate(folder)
+    program = needed("openssl", "openssl")
+    files = folder / "signed.pem", folder / "signed-key.pem"
+    subprocess.run(
+        [program, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+         "-nodes", "-days", "2", "-subj", "/CN=saf", "-addext", "basicConstraints=CA:FALSE",
+         "-addext", "subjectAltName=DNS:localhost", "-CA", authority, "-CAkey", authority_key,
+         "-keyout", files[1], "-out", files[0]],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return authority, *files

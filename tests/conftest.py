@@ -41,7 +41,9 @@ from saf.errors import UsageError
 from saf.failpoints import arm
 from saf.testing.databases import Copies, Database, Databases, embedded_server
 from tests import memory
+from tests.kafka_server import KafkaServer, kafka_server
 from tests.needed import absent
+from tests.rabbitmq_server import Queues, RabbitmqServer, rabbitmq_server
 from tests.receivers import prepare
 from tests.redis_server import RedisServer, redis_server
 
@@ -254,6 +256,34 @@ def queue(running_queue: RedisServer) -> RedisServer:
 def events(queue: RedisServer) -> Redis:
     """It as a destination."""
     return Redis(server=queue.address)
+
+
+@pytest.fixture(scope="session")
+def running_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaServer]:
+    """A Kafka broker for all tests, which some kill and start again."""
+    with kafka_server(tmp_path_factory.mktemp("kafka")) as server:
+        yield server
+
+
+def running_rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitmqServer]:
+    """A RabbitMQ server for all tests, because it takes seconds to start."""
+    with rabbitmq_server(tmp_path_factory.mktemp("rabbitmq")) as server:
+        yield server
+
+
+@pytest.fixture
+def rabbitmq(running_rabbitmq: RabbitmqServer) -> RabbitmqServer:
+    """A RabbitMQ server that is empty."""
+    running_rabbitmq.empty()
+    return running_rabbitmq
+
+
+@pytest.fixture
+def rabbitmq_queues(running_rabbitmq: RabbitmqServer) -> Queues:
+    """Its queues, which are empty."""
+    queues = Queues(server=running_rabbitmq)
+    queues.empty()
+    return queues
 
 
 @pytest.fixture

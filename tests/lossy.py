@@ -41,6 +41,10 @@ class Lossy:
         """From now on, whoever sends a request with these bytes gets no answer; empty: all do."""
         self._request = request
 
+    def _answer(self, data: bytes) -> bytes:
+        """What a client gets of what the server says."""
+        return data
+
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
@@ -60,6 +64,9 @@ class Lossy:
                     if one is server and cut:
                         self.lost += 1
                         return
-                    (server if one is client else client).sendall(data)
+                    if one is client:
+                        server.sendall(data)
+                    else:
+                        client.sendall(self._answer(data))
                     if one is client and self._request and self._request in data:
                         cut = True

@@ -66,7 +66,8 @@ as those of any process: for runs under cron, the databases' metrics say more.
   messages are named, and the others are `{OTHER}`. A process has at most {MOST_SERIES:,} series
   of a metric; what comes later is counted as `{OTHER}`.
 - **A process** counts per chunk, delivery, request or call of a handler: nothing is counted per
-  message on its way. Without `--metrics`, nothing is counted.
+  message on its way. Without `--metrics`, nothing is counted. With them, a drain of the forwarder
+  was not slower (`metrics_drain_ratio` in [benchmarks.md](benchmarks.md)).
 
 [operations.md](operations.md#alerts) has what to do about each alert of
 [ops/prometheus/rules.yaml](../ops/prometheus/rules.yaml), and

@@ -41,7 +41,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
             "Processor",
             "handles",
         ),
-        *("Policy", "inbox_once", "create_service"),
+        *("Policy", "inbox_once", "create_service", "traced"),
     ),
     "Routing": ("add_route", "Resolved"),
     "Dialogs": (

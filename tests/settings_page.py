@@ -6,6 +6,7 @@ python -m tests.settings_page     # writes the page
 from __future__ import annotations
 
 import datetime
+import json
 import re
 import tomllib
 import types
@@ -93,6 +94,57 @@ password = "${NATS_PASSWORD}"
 ca_file = "/etc/ssl/nats-ca.pem"
 certificate_file = "/etc/ssl/saf.pem"
 key_file = "/etc/ssl/saf.key"
+quality = "exactly_once"
+max_connections = 4
+
+[destinations.work]
+kind = "rabbitmq"
+server = "amqps://rabbit-1.example.com:5671,rabbit-2.example.com:5671/shop"
+username = "saf"
+password = "${RABBITMQ_PASSWORD}"
+ca_file = "/etc/ssl/rabbitmq-ca.pem"
+certificate_file = "/etc/ssl/saf.pem"
+key_file = "/etc/ssl/saf.key"
+exchange = "orders"
+topic = "orders.{service}"
+format = "saf"
+step_rows = 5000
+quality = "at_least_once"
+
+[destinations.flights]
+kind = "kafka"
+brokers = "kafka-1.example.com:9093,kafka-2.example.com:9093"
+security_protocol = "SASL_SSL"
+sasl_mechanism = "SCRAM-SHA-512"
+username = "saf"
+password = "${KAFKA_PASSWORD}"
+ca_file = "/etc/ssl/kafka-ca.pem"
+certificate_file = "/etc/ssl/saf.pem"
+key_file = "/etc/ssl/saf.key"
+key_password = "${KAFKA_KEY_PASSWORD}"
+topic = "flights.{service}"
+format = "cloudevents"
+marks_topic = "saf.marks"
+partitions = 12
+replicas = 3
+step_rows = 50000
+compression = "lz4"
+quality = "exactly_once"
+max_connections = 4
+
+[destinations.shipments]
+kind = "rabbitmq_stream"
+server = "rabbitmq-stream+tls://rabbit-1.example.com:5551,rabbit-2.example.com:5551/shop"
+username = "saf"
+password = "${RABBITMQ_PASSWORD}"
+ca_file = "/etc/ssl/rabbitmq-ca.pem"
+certificate_file = "/etc/ssl/saf.pem"
+key_file = "/etc/ssl/saf.key"
+marks = "saf-marks"
+topic = "orders.{service}"
+format = "saf"
+replicas = 3
+step_rows = 5000
 quality = "exactly_once"
 max_connections = 4
 
@@ -227,6 +279,18 @@ mode = "xmlrpc"
 method = "order.paid"
 user = "saf"
 password = "${LEDGER_PASSWORD}"
+
+[ui]
+token = "${UI_VIEW_TOKEN}"
+operate_token = "${UI_OPERATE_TOKEN}"
+user_header = "X-Forwarded-User"
+proxies = ["10.1.0.0/16"]
+operators = ["ann", "bob"]
+session_seconds = 28800
+bodies = true
+redact_headers = ["authorization", "cookie", "x-customer-*"]
+redact_paths = ["$.card.number", "$..password"]
+
 [signing]
 key_id = "billing-2026"
 algorithm = "hmac-sha256"
@@ -377,6 +441,8 @@ def _default(field: Any) -> str:
         return ""
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
+    if isinstance(value, tuple):
+        return f"`{json.dumps(value)}`"
     return f'`"{value}"`' if isinstance(value, str) else f"`{value:,}`".replace(",", "_")
 
 

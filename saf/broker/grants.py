@@ -328,7 +328,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
                 "INSERT": ("name", "subscription_id", "url", "settings"),
                 "DELETE": WHOLE,
             },
-            "audit": {"SELECT": WHOLE, "INSERT": ("action", "message_ids", "why")},
+            "audit": {"SELECT": WHOLE, "INSERT": ("action", "message_ids", "why", "person")},
         },
     ),
 }

@@ -33,6 +33,7 @@ from saf.cli import (
     inbox,
     init,
     members,
+    message,
     metrics,
     migrate,
     outbox,
@@ -48,12 +49,15 @@ from saf.cli import (
     status,
     subscription,
     topic,
+    ui,
     worker,
 )
 from saf.cli.console import echo, plain_console, shown_event
 from saf.cli.exit_codes import INTERRUPTED, in_words
 from saf.database import REVISION
 from saf.errors import SafError
+from saf.tracing import carried
+from saf.tracing.log_lines import trace_ids
 
 
 def _say_version(wanted: bool) -> None:
@@ -93,6 +97,7 @@ app.command("forward", epilog=in_words())(forward.command)
 app.command("status")(status.command)
 app.command("members")(members.command)
 app.command("metrics")(metrics.command)
+app.command("ui")(ui.command)
 app.command("worker")(worker.command)
 app.command("dispatch")(dispatch.command)
 app.add_typer(endpoint.app, name="endpoint")
@@ -102,6 +107,7 @@ app.add_typer(topic.app, name="topic")
 app.add_typer(router.app, name="router")
 app.add_typer(service.app, name="service")
 app.add_typer(subscription.app, name="subscription")
+app.command("message")(message.command)
 app.add_typer(outbox.app, name="outbox")
 app.add_typer(inbox.app, name="inbox")
 app.add_typer(dialog.app, name="dialog")
@@ -149,8 +155,9 @@ def _end_at_once(ended: Sequence[int]) -> None:
     """Spare Python taking itself apart, object by object: a third of a second after Spark.
 
     Threads have ended and what the command has left for the exit is done. Not after a traceback.
+    Nor where OpenTelemetry was set up before the command: it hands its last spans over afterwards.
     """
-    if not ended:
+    if not ended or carried.on():
         return
     try:
         logging.shutdown()
@@ -167,6 +174,7 @@ def _configure_logging() -> None:
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
+            trace_ids,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             *(
                 (shown_event, structlog.dev.ConsoleRenderer())

@@ -14,10 +14,31 @@ import typer
 from saf.cli.console import echo
 from saf.config import Broker, Settings
 from saf.database import check_schema, unavailable_if_lost
-from saf.errors import ConfigurationError, SafError, SchemaMissing
-from saf.fleets import Candidate, Listing, ask, ask_all
+from saf.errors import SafError, SchemaMissing
+from saf.fleets import Candidate, Listing
+from saf.operating.places import chosen, everywhere, store, stores
 from saf.routing.matching import Routes
 from saf.routing.routes import current_routes
+
+__all__ = [
+    "AT_ONCE",
+    "AsJson",
+    "Config",
+    "DryRun",
+    "Name",
+    "Round",
+    "Since",
+    "Store",
+    "Until",
+    "Where",
+    "Why",
+    "chosen",
+    "everywhere",
+    "moment",
+    "routes_of",
+    "store",
+    "stores",
+]
 
 T = TypeVar("T")
 
@@ -75,85 +96,10 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say which they are
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
 
-def chosen(settings: Settings, name: str | None) -> Mapping[str, Broker] | Listing:
-    """Return the brokers that a command is for, with those of fleets.
-
-    A destination is among them only if it is named.
-
-    Raises:
-        ConfigurationError: there is none of that name.
-        Unavailable: a fleet that is named does not say who belongs to it.
-    """
-    if name is None:
-        found = ask_all(settings.fleets)
-        return Listing(brokers=dict(settings.brokers) | found.brokers, problems=found.problems)
-    fleet = name.partition("/")[0]
-    if fleet not in settings.fleets or name in settings.destinations:
-        return {name: _place(settings, name)}
-    found = ask(fleet, settings.fleets[fleet])
-    if name == fleet:
-        return found
-    if name not in found.brokers:
-        raise ConfigurationError(f"--broker {name}: there is none in the fleet {fleet!r}")
-    return {name: found.brokers[name]}
-
-
 def routes_of(settings: Settings) -> Callable[[psycopg.Connection[Any]], Routes]:
     """Return a function that asks a broker where its messages go now, by rows and saf.toml."""
     default, declared = settings.forwarder.default_destination, settings.declared
     return lambda connection: current_routes(connection, default, declared)
-
-
-def everywhere(settings: Settings, name: str | None) -> Mapping[str, Broker] | Listing:
-    """Return the brokers that may have ends of conversations: sources and destinations, or one.
-
-    A broker that is both has the same name as both.
-    """
-    found = chosen(settings, name)
-    if name is not None or not isinstance(found, Listing):
-        return found
-    return Listing(brokers={**_stores(settings), **found.brokers}, problems=found.problems)
-
-
-def stores(settings: Settings, name: str | None) -> Mapping[str, Broker]:
-    """Return the brokers that services live at: destinations that are brokers, or the named one."""
-    return _stores(settings) if name is None else {name: _place(settings, name)}
-
-
-def store(settings: Settings, name: str | None) -> Mapping[str, Broker]:
-    """Return the one broker that a service is to live at.
-
-    Raises:
-        ConfigurationError: none is named, and there are several.
-    """
-    found = stores(settings, name)
-    if not found:
-        raise ConfigurationError("no destination of saf.toml is a broker, where services live")
-    if len(found) > 1:
-        raise ConfigurationError(f"which broker? Say --broker, one of {', '.join(found)}")
-    return found
-
-
-def _stores(settings: Settings) -> dict[str, Broker]:
-    """Return the destinations that are brokers."""
-    return {
-        name: Broker(dsn=dsn)
-        for name, one in settings.destinations.items()
-        if (dsn := one.broker())
-    }
-
-
-def _place(settings: Settings, name: str) -> Broker:
-    places = {**_stores(settings), **settings.brokers}
-    if name not in places and name in settings.destinations:
-        kind = settings.destinations[name].kind
-        raise ConfigurationError(
-            f"--broker {name}: the destination {name!r} is of kind {kind!r}, and no broker"
-        )
-    if name not in places:
-        there = ", ".join(settings.brokers)
-        raise ConfigurationError(f"--broker {name}: there is no [brokers.{name}], only {there}")
-    return places[name]
 
 
 class Round:

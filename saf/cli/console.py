@@ -8,7 +8,6 @@ another way. JSON escapes it in its own way.
 from __future__ import annotations
 
 import sys
-import unicodedata
 from textwrap import wrap
 from typing import Any
 
@@ -16,11 +15,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from saf.operating.wording import shown
+
 STACK = "stack"
 """What structlog prints on lines of its own: where an exception comes from."""
-
-SEPARATOR = "Zs"
-"""The Unicode category of characters that Python does not call printable, but that do no harm."""
 
 
 def plain_console(*, stderr: bool = False) -> PlainConsole:
@@ -44,26 +42,6 @@ def write(body: bytes) -> None:
         echo(body.decode(errors="backslashreplace"), lines=True)
     else:
         sys.stdout.buffer.write(body)
-
-
-def shown(text: str, *, lines: bool = False) -> str:
-    r"""Return a text that commands no terminal.
-
-    What would move the cursor, ring, colour or turn other text around is there as an escape.
-
-    >>> shown("Zürich \x1b[2J\x07 \u202egnp.exe\n")
-    'Zürich \\x1b[2J\\x07 \\u202egnp.exe\\n'
-    >>> shown("two\nlines", lines=True)
-    'two\nlines'
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        one
-        if one.isprintable() or unicodedata.category(one) == SEPARATOR or (lines and one in "\n\t")
-        else one.encode("unicode_escape").decode()
-        for one in text
-    )
 
 
 def shown_event(_: object, __: str, event: dict[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from datetime import datetime
+from functools import partial
+from itertools import chain
 from typing import Annotated, Any
 from uuid import UUID
 
@@ -14,12 +15,16 @@ import typer
 from saf.cli.brokers import AsJson, Config, DryRun, Name, Round, Why, chosen, moment
 from saf.cli.console import echo, write
 from saf.cli.listing import Listing
-from saf.config import load
-from saf.errors import UsageError
+from saf.config import did_you_mean, load
+from saf.errors import ConfigurationError, UsageError
 from saf.operating import decide
-from saf.operating.wording import at
+from saf.operating.bulk import Decision, in_chunks
+from saf.operating.wording import at, counted
 from saf.setaside import audit, dead
 from saf.setaside.dead import REASONS, DeadLetter, Filter
+
+MOST = 1_000_000_000
+"""More than there are: a command may take the time to count all."""
 
 app = typer.Typer(no_args_is_help=True, help="Messages that a person has to decide about.")
 
@@ -33,6 +38,10 @@ Before = Annotated[
     typer.Option(parser=moment, metavar="TIME", help="Only those set aside before."),
 ]
 All = Annotated[bool, typer.Option("--all", help="Really all, where no filter is given.")]
+Subscription = Annotated[
+    str | None, typer.Option(help="Only those of this one: forwarder, or a receivers'.")
+]
+Error = Annotated[str | None, typer.Option(help="Only those whose error has this text in it.")]
 Limit = Annotated[int, typer.Option(min=1, help="How many to show at most.")]
 
 
@@ -47,15 +56,24 @@ def list_(
     destination: Destination = None,
     key: Key = None,
     before: Before = None,
+    subscription: Subscription = None,
+    error: Error = None,
+    after: Annotated[
+        int | None, typer.Option(help="Only those with greater numbers: the next page.")
+    ] = None,
     limit: Limit = 100,
+    count: Annotated[bool, typer.Option("--count", help="Only say how many there are.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show dead letters, oldest first."""
     which = _filter(
         dead_letter_ids=ids or None, reason=reason, service=service, destination=destination,
-        key=key, before=before,
+        key=key, before=before, subscription=subscription, error=error, after=after,
     )  # fmt: skip
     round_ = Round(chosen(load(config), broker))
+    if count:
+        _show_count(round_, which, as_json=as_json)
+        return
     found = round_.visit("dead", lambda connection, _: dead.dead_letters(connection, which, limit))
     _show(round_, found, as_json=as_json)
 
@@ -74,11 +92,11 @@ def audit_(
         rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
         echo(json.dumps({"audit": rows, "errors": round_.errors()}))
     else:
-        listing = Listing("broker", "when", "who", "action", "messages", below="why")
+        listing = Listing("broker", "when", "who", "person", "action", "messages", below="why")
         for name, some in found.items():
             for one in some:
                 listing.add(
-                    name, at(one.audit_at), one.who, one.action,
+                    name, at(one.audit_at), one.who, one.person or "", one.action,
                     f"{one.messages:,}", below=one.why,
                 )  # fmt: skip
         listing.show()
@@ -117,6 +135,8 @@ def retry(
     destination: Destination = None,
     key: Key = None,
     before: Before = None,
+    subscription: Subscription = None,
+    error: Error = None,
     why: Why = "",
     everything: All = False,
     dry_run: DryRun = False,
@@ -128,7 +148,7 @@ def retry(
     """
     which = _filter(
         everything=everything, dead_letter_ids=ids or None, reason=reason, service=service,
-        destination=destination, key=key, before=before,
+        destination=destination, key=key, before=before, subscription=subscription, error=error,
     )  # fmt: skip
     _act(decide.retry, which, config, broker, why, dry_run=dry_run, as_json=as_json)
 
@@ -144,6 +164,8 @@ def discard(
     destination: Destination = None,
     key: Key = None,
     before: Before = None,
+    subscription: Subscription = None,
+    error: Error = None,
     why: Why = "",
     everything: All = False,
     dry_run: DryRun = False,
@@ -152,9 +174,47 @@ def discard(
     """Give dead letters up for good."""
     which = _filter(
         everything=everything, dead_letter_ids=ids or None, reason=reason, service=service,
-        destination=destination, key=key, before=before,
+        destination=destination, key=key, before=before, subscription=subscription, error=error,
     )  # fmt: skip
     _act(decide.discard, which, config, broker, why, dry_run=dry_run, as_json=as_json)
+
+
+@app.command()
+def redirect(
+    ids: Ids = None,
+    *,
+    to: Annotated[str, typer.Option(help="The destination, by its name in saf.toml.")],
+    config: Config = None,
+    broker: Name = None,
+    reason: Reason = None,
+    service: Service = None,
+    destination: Destination = None,
+    key: Key = None,
+    before: Before = None,
+    subscription: Subscription = None,
+    error: Error = None,
+    why: Why = "",
+    everything: All = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Hand dead letters over again, for another destination.
+
+    They go by the forwarder. Those of receivers and of dialogs stay as they are.
+    """
+    which = _filter(
+        everything=everything, dead_letter_ids=ids or None, reason=reason, service=service,
+        destination=destination, key=key, before=before, subscription=subscription, error=error,
+    )  # fmt: skip
+    known = load(config).destinations
+    if to not in known:
+        raise ConfigurationError(
+            f"--to {to}: there is no [destinations.{to}] in saf.toml{did_you_mean(to, known)}"
+        )
+    _act(
+        partial(decide.redirect, to=to), which, config, broker, why,
+        dry_run=dry_run, as_json=as_json,
+    )  # fmt: skip
 
 
 def _filter(*, everything: bool = True, **chosen: Any) -> Filter:
@@ -167,7 +227,7 @@ def _filter(*, everything: bool = True, **chosen: Any) -> Filter:
 
 
 def _act(
-    action: Callable[[psycopg.Connection[Any], Filter, str], list[UUID]],
+    decision: Decision,
     which: Filter,
     config: Config,
     broker: str | None,
@@ -183,13 +243,28 @@ def _act(
         )
         _show(round_, found, as_json=as_json)
         return
-    done = round_.visit("dead", lambda connection, _: action(connection, which, why))
+
+    def act(connection: psycopg.Connection[Any], _: object) -> list[UUID]:
+        return [*chain.from_iterable(in_chunks(connection, decision, which, why))]
+
+    done = round_.visit("dead", act)
     if as_json:
         ids = {name: [str(number) for number in numbers] for name, numbers in done.items()}
         echo(json.dumps({"message_ids": ids, "errors": round_.errors()}))
     else:
         for name, numbers in done.items():
             echo(f"{name}: {len(numbers)} message{'s' * (len(numbers) != 1)}")
+    round_.finish(say=not as_json)
+
+
+def _show_count(round_: Round, which: Filter, *, as_json: bool) -> None:
+    found = round_.visit("dead", lambda connection, _: dead.count(connection, which, MOST))
+    if as_json:
+        counts = {name: one.messages for name, one in found.items()}
+        echo(json.dumps({"dead_letters": counts, "errors": round_.errors()}))
+    else:
+        for name, one in found.items():
+            echo(f"{name}: {counted(one.messages, 'dead letter')}")
     round_.finish(say=not as_json)
 
 

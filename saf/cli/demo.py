@@ -7,7 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib import import_module
@@ -45,6 +45,9 @@ class Kind(StrEnum):
     POSTGRESQL = "postgresql"
     REDIS = "redis"
     NATS = "nats"
+    KAFKA = "kafka"
+    RABBITMQ = "rabbitmq"
+    RABBITMQ_STREAM = "rabbitmq_stream"
 
 
 POSTGRESQL = {"shared_buffers": "128MB", "max_wal_size": "4GB"}
@@ -73,6 +76,9 @@ def command(
     http: Annotated[
         bool, typer.Option("--http", help="On to a receiver, as signed webhooks.")
     ] = False,
+    ui: Annotated[
+        bool, typer.Option("--ui", help="Show it in a browser, by the dashboard, until Ctrl-C.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as one line of JSON.")
     ] = False,
@@ -85,11 +91,14 @@ def command(
     compared. A run that was stopped is finished by the next one; another run forwards nothing
     twice. With --routing there is a MOM store for each of the three airports, and a classifier that
     looks at each message for one service, departures. With --to redis, the messages go to streams
-    of a Redis server, with --to nats to a stream of a NATS server, which is started if it is
-    installed.
+    of a Redis server, with --to nats to a stream of a NATS server, with --to rabbitmq_stream to one
+    of a RabbitMQ server, with --to rabbitmq to a queue of one, with --to kafka to topics of a Kafka
+    broker, which is started if it is installed.
 
     With --http, the messages go on from the MOM store to a receiver on this machine, as signed
     webhooks; it pauses in the middle. Without --limit, these are the first 20,000 flights.
+
+    With --ui, the dashboard shows it meanwhile, and stays until Ctrl-C.
 
     With --dialog, two applications talk instead, each in a database of its own and with a MOM store
     between them: an order that is delivered in parts, one that is refused, one that nobody answers,
@@ -101,6 +110,8 @@ def command(
         raise UsageError(f"--to {to} is a demo of its own: without --routing and --dialog")
     if http and (routing or dialog or to is not Kind.POSTGRESQL):
         raise UsageError("--http is a demo of its own: without --routing, --dialog and --to")
+    if ui and dialog:
+        raise UsageError("--dialog is a demo of its own: without --ui")
     for package in PACKAGES:
         if find_spec(package) is None:
             raise MissingExtra("demo", "saf demo")
@@ -121,12 +132,32 @@ def command(
             limit = limit or webhooks.FLIGHTS
         given = _place(server, data, to, reset=reset, routing=routing, http=http)
         with given as place:
-            result, proof = _run(server, place, limit, routing=routing)
-    title = "every message exactly once"
+            title = "every message exactly once"
+            with _shown(place, routing=routing) if ui else nullcontext():
+                result, proof = _run(server, place, limit, routing=routing)
+                if ui:  # it stays, and the result is wanted before
+                    _show(result, title, _listing(result), right=proof.holds, as_json=as_json)
+    if ui:
+        raise typer.Exit(0 if proof.holds else 1)
     _finish(result, title, _listing(result), right=proof.holds, as_json=as_json)
 
 
+def _shown(place: Place, *, routing: bool) -> AbstractContextManager[None]:
+    from saf.cli.demo_ui import shown
+    from saf.demo import run
+
+    settings = run.settings(place.application, place.destinations, routing=routing)
+    return shown(settings, plain_console(stderr=True))
+
+
 def _finish(
+    result: dict[str, Any], title: str, listing: Listing, *, right: bool, as_json: bool
+) -> None:
+    _show(result, title, listing, right=right, as_json=as_json)
+    raise typer.Exit(0 if right else 1)
+
+
+def _show(
     result: dict[str, Any], title: str, listing: Listing, *, right: bool, as_json: bool
 ) -> None:
     if as_json:
@@ -134,7 +165,6 @@ def _finish(
     else:
         echo(title if right else "something is wrong")
         listing.show()
-    raise typer.Exit(0 if right else 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from psycopg import sql
 from rich.text import Text
 
-from saf.cli.console import plain_console, shown
+from saf.cli.console import plain_console
 from saf.cli.listing import Listing
 from saf.config import Broker, Route, Settings
 from saf.destinations.postgresql import Postgresql
+from saf.operating.wording import shown
 
 if TYPE_CHECKING:
     from uuid import UUID

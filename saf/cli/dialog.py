@@ -16,8 +16,10 @@ from saf.config import load
 from saf.dialogs.comparing import compare
 from saf.dialogs.conversations import Conversation, clean_up, conversations
 from saf.dialogs.dialog import open_dialog
+from saf.dialogs.exchange import exchange
 from saf.dialogs.states import State
 from saf.errors import DialogNotFound, UsageError
+from saf.operating.wording import at
 
 app = typer.Typer(no_args_is_help=True, help="Conversations: dialogs and monologs.")
 
@@ -86,6 +88,38 @@ def show(
     round_.finish(say=not as_json)
 
 
+@app.command("exchange")
+def exchange_(
+    conversation_id: Annotated[UUID, typer.Argument(help="As `saf dialog show` has it.")],
+    *,
+    config: Config = None,
+    broker: Where = None,
+    limit: Limit = 200,
+    as_json: AsJson = False,
+) -> None:
+    """Show what the ends of a conversation have said.
+
+    The logs of all brokers are asked; they have what no purge has taken.
+    """
+    round_ = Round(everywhere(load(config), broker))
+    found = round_.visit(
+        "dialog", lambda connection, _: exchange(connection, conversation_id, limit)
+    )
+    if as_json:
+        rows = [{"broker": name, **one.as_dict()} for name, one in found.items()]
+        echo(json.dumps({"exchange": rows, "errors": round_.errors()}))
+    else:
+        listing = Listing("broker", "log", "when", "number", "from", "type", "bytes")
+        for name, there in found.items():
+            for one in there.messages:
+                listing.add(
+                    name, one.log, at(one.at), "" if one.sequence is None else str(one.sequence),
+                    one.from_service or "", one.message_type or "", f"{one.bytes:,}",
+                )  # fmt: skip
+        listing.show()
+    round_.finish(say=not as_json)
+
+
 @app.command()
 def end(
     handle: Handle,
@@ -145,14 +179,14 @@ def compare_(*, config: Config = None, broker: Where = None, as_json: AsJson = F
 
 
 def _where_it_lives(round_: Round, handle: UUID, act: Any, done: str) -> None:
-    def at(connection: psycopg.Connection[Any], _: object) -> bool:
+    def there(connection: psycopg.Connection[Any], _: object) -> bool:
         try:
             act(connection)
         except DialogNotFound:
             return False
         return True
 
-    found = [name for name, there in round_.visit("dialog", at).items() if there]
+    found = [name for name, is_there in round_.visit("dialog", there).items() if is_there]
     for name in found:
         echo(f"{name}: conversation {handle} {done}")
     if not found and not round_.failed:

@@ -14,7 +14,7 @@ import typer
 from saf.cli import forecast
 from saf.cli.console import echo, plain_console
 from saf.cli.metrics import Listen, Push, Textfile, published
-from saf.cli.progress import ProgressBar
+from saf.cli.progress import ProgressBar, ProgressLog
 from saf.config import Settings, load, with_options
 from saf.errors import UsageError
 from saf.operating.wording import at, counted
@@ -49,6 +49,12 @@ def command(
         bool,
         typer.Option("--explain", help="Only say what would go where, by which route, and exit."),
     ] = False,
+    progress_every: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1, metavar="SECONDS", help="Log how far it is, so often, instead of a bar."
+        ),
+    ] = None,
     metrics: Listen = None,
     metrics_textfile: Textfile = None,
     metrics_push: Push = None,
@@ -76,11 +82,13 @@ def command(
     )
     settings = settings.model_copy(update={"forwarder": options})
     with published(listen=metrics, textfile=metrics_textfile, push=metrics_push, job="saf-forward"):
-        code = run(settings, loop=loop, as_json=as_json)
+        code = run(settings, loop=loop, as_json=as_json, progress_every=progress_every)
     raise typer.Exit(code)
 
 
-def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
+def run(
+    settings: Settings, *, loop: bool, as_json: bool, progress_every: float | None = None
+) -> int:
     """Forward, with a Spark session of its own if there is much work; return the exit code."""
     from saf.forwarding.forwarder import Forwarder
     from saf.forwarding.runner import LittleHere
@@ -108,7 +116,8 @@ def run(settings: Settings, *, loop: bool, as_json: bool) -> int:
 
     spark = SparkRunner(start)
     runner = spark if options.use_spark == "always" else LittleHere(spark)
-    forwarder = Forwarder(settings, runner, progress=bar.watching)
+    watching = bar.watching if progress_every is None else ProgressLog(progress_every).show
+    forwarder = Forwarder(settings, runner, progress=watching)
     try:
         with stop_on_signals(forwarder.stop):
             summary = forwarder.loop(report) if loop else forwarder.drain()

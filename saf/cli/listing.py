@@ -18,7 +18,8 @@ from collections.abc import Iterable, Sequence
 
 from rich.cells import cell_len
 
-from saf.cli.console import echo, folded, plain_console, shown
+from saf.cli.console import echo, folded, plain_console
+from saf.operating.wording import shown
 
 GAP = "  "
 INDENT = "    "

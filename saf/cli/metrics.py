@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from saf.cli.brokers import Config, Where, everywhere
+from saf.cli.brokers import Config, Where
 from saf.cli.console import echo
-from saf.config import Broker, Settings, load
+from saf.config import load
 from saf.errors import ConfigurationError, SafError, Unavailable, UsageError
-from saf.fleets import Listing
 from saf.logger import Log
 from saf.metrics import process, prometheus
 from saf.operating.figures import asker
+from saf.operating.places import Places
 from saf.operating.watch import Watch
 from saf.signals import stop_on_signals
 
-REFRESH_SECONDS = 60.0
-"""How often fleets are asked who belongs to them."""
 WRITE_SECONDS = 15.0
 """How often a program that stays writes its file."""
 
@@ -66,7 +63,7 @@ def command(
     means. Exit codes: 75 if a broker does not answer, unless they are served.
     """
     settings = load(config)
-    watch = Watch(_Places(settings, broker), asker(settings))
+    watch = Watch(Places(settings, broker), asker(settings))
     try:
         if listen is not None:
             _serve(watch, listen)
@@ -93,30 +90,6 @@ def _serve(watch: Watch, listen: str) -> None:
         echo(f"metrics are served at {listen}, until SIGTERM or Ctrl-C", err=True)
         stopping.wait()
     close()
-
-
-class _Places:
-    """The brokers of saf.toml; fleets are asked again from time to time."""
-
-    def __init__(self, settings: Settings, name: str | None) -> None:
-        self._settings = settings
-        self._name = name
-        self._known: Mapping[str, Broker] = {}
-        self._asked_at = float("-inf")
-
-    def __call__(self) -> Mapping[str, Broker]:
-        if time.monotonic() - self._asked_at > REFRESH_SECONDS:
-            found = everywhere(self._settings, self._name)
-            if isinstance(found, Listing):
-                for fleet, error in found.problems:
-                    log.warning("fleet_not_listed", fleet=fleet, error=str(error))
-                gone = {fleet for fleet, _ in found.problems}
-                kept = {n: b for n, b in self._known.items() if n.partition("/")[0] in gone}
-                self._known = {**kept, **found.brokers}
-            else:
-                self._known = found
-            self._asked_at = time.monotonic()
-        return self._known
 
 
 @contextmanager

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from typing import Annotated
 from uuid import UUID
 
 import typer
 
-from saf.cli.brokers import AsJson, Config, Name, Round, Since, Until, chosen
+from saf.cli.brokers import AsJson, Config, Name, Round, Since, Until, chosen, moment
 from saf.cli.console import echo, write
 from saf.cli.listing import Listing
 from saf.config import load
 from saf.errors import UsageError
 from saf.operating import outbox
+from saf.operating.forwarded import forwarded
 from saf.operating.outbox import SECONDS, STATES, Details, Page, Wanted
 from saf.operating.wording import at
 
@@ -121,6 +123,44 @@ def show(
         for name, one in found.items():
             _show(name, one)
     round_.finish(say=not (as_json or body))
+
+
+@app.command("forwarded")
+def forwarded_(
+    *,
+    until: Annotated[
+        datetime, typer.Option(parser=moment, metavar="TIME", help="Messages created before.")
+    ],
+    config: Config = None,
+    broker: Name = None,
+    service: Annotated[str | None, typer.Option(help="Only those for this service.")] = None,
+    since: Since = None,
+    timeout: Timeout = SECONDS,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether everything that was sent before a time has been forwarded.
+
+    Exit code 0 if it has; 1 if a message is still pending or parked, or has become a dead letter.
+    It shows one of each. A schedule waits for it before it works with what has been forwarded.
+    """
+    wanted = Wanted(service=service, since=since, until=until)
+    round_ = Round(chosen(load(config), broker))
+    found = round_.visit(
+        "outbox", lambda connection, _: forwarded(connection, wanted, seconds=timeout)
+    )
+    if as_json:
+        rows = [{"broker": name, **one.as_dict()} for name, one in found.items()]
+        echo(json.dumps({"brokers": rows, "errors": round_.errors()}))
+    else:
+        pages = {
+            name: Page(messages=tuple(one.left.values()), next=None) for name, one in found.items()
+        }
+        if any(page.messages for page in pages.values()):
+            _listing(pages).show()
+        elif not round_.failed:
+            echo(f"everything that was sent before {at(until)} has been forwarded")
+    left = not all(one.everything for one in found.values())
+    round_.finish(say=not as_json, found=int(left and not round_.failed))
 
 
 def _number(which: str) -> int | UUID:

@@ -8,28 +8,37 @@ from typing import Annotated
 
 import typer
 
-from saf.cli.brokers import AsJson, Config, Name, Round, chosen
+from saf.cli.brokers import AsJson, Config, Name, Round, Why, chosen
 from saf.cli.console import echo
 from saf.cli.listing import Listing
 from saf.config import load
 from saf.operating.wording import at, counted
 from saf.setaside.lane import Kind
 from saf.setaside.parking import BLOCKED
-from saf.setaside.waiting import Parked, Waiting, parked, retry_now
+from saf.setaside.waiting import Lanes, Parked, Waiting, parked, retry_now
 
 app = typer.Typer(no_args_is_help=True, help="Messages that wait, and when they are tried next.")
 
 LIMIT = 100
 
 Destination = Annotated[str | None, typer.Option(help="Only what waits for this one.")]
+Subscription = Annotated[str | None, typer.Option(help="Only what this one set aside.")]
+LaneKind = Annotated[Kind | None, typer.Option("--kind", help="Only lanes of this kind.")]
+Subject = Annotated[
+    str | None, typer.Option(help="Only the lane of this service, key, shard or conversation.")
+]
 
 
 @app.command("list")
 def list_(
+    *,
     config: Config = None,
     broker: Name = None,
     limit: Annotated[int, typer.Option(min=1, help="Lanes per broker, at most.")] = LIMIT,
-    subscription: Annotated[str | None, typer.Option(help="Only what this one set aside.")] = None,
+    subscription: Subscription = None,
+    destination: Destination = None,
+    kind: LaneKind = None,
+    subject: Subject = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the lanes of parked messages.
@@ -38,7 +47,8 @@ def list_(
     limit, those that hold up most are shown.
     """
     round_ = Round(chosen(load(config), broker))
-    lanes = round_.visit("parked", lambda connection, _: parked(connection, limit, subscription))
+    which = Lanes(subscription=subscription, destination=destination, lane=kind, subject=subject)
+    lanes = round_.visit("parked", lambda connection, _: parked(connection, limit, lanes=which))
     if as_json:
         rows = [
             {"broker": name, **lane.as_dict()}
@@ -55,9 +65,14 @@ def list_(
 
 @app.command("retry-now")
 def retry_now_(
+    *,
     config: Config = None,
     broker: Name = None,
     destination: Destination = None,
+    subscription: Subscription = None,
+    kind: LaneKind = None,
+    subject: Subject = None,
+    why: Why = "",
     as_json: AsJson = False,
 ) -> None:
     """Let the next run try what waits.
@@ -65,7 +80,8 @@ def retry_now_(
     That is a run of the forwarder, or a receiver; without waiting longer.
     """
     round_ = Round(chosen(load(config), broker))
-    due = round_.visit("parked", lambda connection, _: retry_now(connection, destination))
+    which = Lanes(subscription=subscription, destination=destination, lane=kind, subject=subject)
+    due = round_.visit("parked", lambda connection, _: retry_now(connection, lanes=which, why=why))
     if as_json:
         echo(json.dumps({"lanes": due, "errors": round_.errors()}))
     else:

@@ -1,21 +1,41 @@
-"""The progress bar of a forwarder: on a terminal, while there is work, out of the way of all else.
+"""The progress of a forwarder: a bar on a terminal while there is work, or events in the log.
 
-Whatever else is printed is printed by itself, where it belongs: what goes to standard output goes
-there, also while the bar is on a terminal; so the bar goes before it and comes back with the next
-news. What is logged meanwhile is above the bar.
+The bar is out of the way. Whatever else is printed is printed by itself, where it belongs: what
+goes to standard output goes there, also while the bar is on a terminal; so the bar goes before it
+and comes back with the next news. What is logged meanwhile is above the bar.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from threading import Lock
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import rich.progress
 from rich.console import Console
 
+from saf.logger import Log
+
 if TYPE_CHECKING:
     from saf.forwarding.meter import Progress
+
+
+log = Log("saf.forward")
+
+
+class ProgressLog:
+    """An event in the log every so many seconds, where nobody would see a bar."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._next = monotonic() + seconds
+
+    def show(self, progress: Progress) -> None:
+        """Say how far it is, unless that was said just now."""
+        if monotonic() >= self._next:
+            self._next = monotonic() + self._seconds
+            log.info("progress", done=progress.done, total=progress.total)
 
 
 class ProgressBar:

@@ -40,6 +40,10 @@ METRICS_SECONDS = 5.0
 """The exporter's bound for a statement, in seconds: whoever scrapes it waits for 10 s."""
 
 
+PAGE_SECONDS = 2.0
+"""The dashboard's bound for a statement, in seconds: nobody waits longer for a page."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
     """What the table ``[bounds]`` of saf.toml says, in seconds."""
@@ -67,6 +71,8 @@ class Bounds:
             limits = self._limits(
                 min(lock, DOCTORS_LOCK_SECONDS), min(brief, METRICS_SECONDS), idle=brief
             )
+        elif role == "ui":
+            limits = self._limits(min(lock, PAGE_SECONDS), min(brief, PAGE_SECONDS), idle=brief)
         elif role in AT_SOURCE:
             limits = self._limits(lock, brief, idle=min(lock, brief))
         elif role == "deliver":

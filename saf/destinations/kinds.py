@@ -27,7 +27,10 @@ OURS = {
     "postgresql": "saf.destinations.postgresql:Postgresql",
     "https": "saf.destinations.https:Https",
     "jsonl": "saf.destinations.jsonl:Jsonl",
+    "kafka": "saf.destinations.kafka:Kafka",
     "nats": "saf.destinations.nats:Nats",
+    "rabbitmq": "saf.destinations.rabbitmq:Rabbitmq",
+    "rabbitmq_stream": "saf.destinations.rabbitmq_stream:RabbitmqStream",
     "redis": "saf.destinations.redis:Redis",
 }
 

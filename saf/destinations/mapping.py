@@ -24,7 +24,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from string import Formatter
-from typing import Any, TypeAlias, get_args
+from typing import Any, TypeAlias
 from uuid import UUID
 
 import numpy as np
@@ -69,7 +69,7 @@ HEADERS = (
 """The headers of saf's own. A message lacks those whose column is NULL. In CloudEvents, the type of
 a message that has none is its service, and the source is a URN of its broker_id."""
 EVENT_SOURCE = "urn:uuid:"
-FORMATS: tuple[Format, ...] = get_args(Format)
+FORMATS: tuple[Format, ...] = ("saf", "cloudevents")
 
 Column: TypeAlias = pa.Array | str
 """The values of a header, one for each message, or one for all."""
@@ -154,7 +154,7 @@ def mapped(
         values = _said(rows, column, source, form)
         if isinstance(values, str) or values.null_count < len(values):
             headers[name] = values
-    if form == "cloudevents":
+    if form != "saf":
         headers[f"{prefix}specversion"] = "1.0"
     taken = {*of.values(), *headers, *reserved}
     topics = whole(_topics(rows, source, topic)).dictionary_encode()
@@ -194,13 +194,13 @@ def held_of(said: Mapping[str, str], prefix: str) -> dict[str, Any]:
 
 def _said(rows: pa.Table, column: str, source: UUID, form: Format) -> Column:
     if column == "source":
-        return f"{EVENT_SOURCE if form == 'cloudevents' else ''}{source}"
+        return f"{EVENT_SOURCE if form != 'saf' else ''}{source}"
     values = whole(rows[column])
     if column in ("message_id", "to_broker", "conversation_id"):
         return uuids(values)
     if column in ("created_at", "deliver_at", "expires_at"):
         return moments(values)
-    if column == "message_type" and form == "cloudevents":
+    if column == "message_type" and form != "saf":
         values = pc.coalesce(values, whole(rows["to_service"]))
     return values.cast(TEXT)
 

@@ -39,7 +39,7 @@ def touched(chunk: Chunk) -> list[Place]:
     """
     if not has_lanes(chunk.rows):
         return [(chunk.prefix + MAIN, shard) for shard in sorted(chunk.batch.shards)]
-    return _places(chunk.rows, chunk.prefix)[0]
+    return places_of(chunk.rows, chunk.prefix)[0]
 
 
 def guarded(chunk: Chunk) -> list[Place]:
@@ -142,7 +142,7 @@ def last_of(chunk: Chunk, marks: Mapping[Place, Mark]) -> dict[Place, Mark]:
     rows, answered = chunk.rows, chunk.prefix != ONCE  # nobody waits for the answer to at_most_once
     if not rows.num_rows:
         return {}
-    places, which = _places(rows, chunk.prefix)
+    places, which = places_of(rows, chunk.prefix)
     last = np.zeros(len(places), np.int64)
     last[which] = np.arange(rows.num_rows)  # of several rows of a place, the last one stays
     parked = [name for name in ("batch", "opened_at") if name in rows.column_names]
@@ -171,7 +171,7 @@ def beyond(
     """
     if not stored or not rows.num_rows:
         return rows
-    places, which = _places(rows, prefix)
+    places, which = places_of(rows, prefix)
     ids = rows["id"].to_numpy()
     batches = rows["batch"].to_numpy() if "batch" in rows.column_names else np.int64(number)
     marks = np.array([stored.get(place, (0, 0)) for place in places], dtype=np.int64)
@@ -180,7 +180,7 @@ def beyond(
     return rows if fresh.all() else rows.filter(pa.array(fresh))
 
 
-def _places(rows: pa.Table, prefix: str) -> tuple[list[Place], npt.NDArray[np.int64]]:
+def places_of(rows: pa.Table, prefix: str) -> tuple[list[Place], npt.NDArray[np.int64]]:
     """Return the places of rows, and for each row the number of its place among them."""
     shards = rows["shard"].to_numpy().astype(np.int64)
     names = [prefix + MAIN]

@@ -16,7 +16,8 @@ from pydantic import AfterValidator
 from saf.destinations.settings import DestinationSettings
 from saf.errors import Refused
 
-Format = Literal["saf", "cloudevents"]
+Format = Literal["saf", "cloudevents", "cloudevents-structured"]
+"""How headers are named; structured: the body is the whole event, which only some kinds write."""
 
 PLACEHOLDERS = {
     "service": "the service that the message is addressed to",
@@ -59,7 +60,7 @@ class QueueSettings(DestinationSettings):
     topic: Topic = "{service}"
     """What messages are stored under; `{service}`, `{message_type}`, `{source}` and `{shard}` may
     stand in it."""
-    format: Format = "saf"
+    format: Literal["saf", "cloudevents"] = "saf"
     """How headers are named: `saf-id` and so on, or as CloudEvents in binary mode."""
 
 

@@ -22,6 +22,7 @@ from saf.message import CONTENT_TYPE, Message, encode
 from saf.outbox import Outbox
 from saf.received import Received
 from saf.setaside.isolation import of_messages, said
+from saf.tracing.carried import carrier_of
 
 IN_REPLY_TO = "in-reply-to"
 """The header of a reply that has the id of the message which it answers."""
@@ -40,10 +41,10 @@ class Reply:
     content_type: str | None = None
     message_type: str | None = None
 
-    @property
-    def headers(self) -> dict[str, Any]:
-        """The headers of the message that it becomes."""
-        return {CONTENT_TYPE: self.content_type or "application/octet-stream"}
+    def headers(self, message: Received) -> dict[str, Any]:
+        """The headers of the message that it becomes; it goes on with the trace of the other."""
+        content_type = self.content_type or "application/octet-stream"
+        return {CONTENT_TYPE: content_type, **carrier_of(message.headers_text)}
 
 
 def to(message: Received, reply: Reply) -> Message:
@@ -60,7 +61,7 @@ def to(message: Received, reply: Reply) -> Message:
         body=reply.body,
         key=message.key,
         message_type=reply.message_type,
-        headers={**reply.headers, IN_REPLY_TO: str(message.message_id)},
+        headers={**reply.headers(message), IN_REPLY_TO: str(message.message_id)},
     )
     encode(made, MOST)
     return made

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from saf.dispatch import envelope, replies
-from saf.dispatch.answers import Answer
+from saf.dispatch.answers import Answer, Meaning
 from saf.dispatch.envelope import Request
 from saf.dispatch.http import Client
 from saf.dispatch.judging import Judge
@@ -24,6 +25,7 @@ from saf.metrics.declared import ANSWERS, DISPATCH_SECONDS, IN_FLIGHT
 from saf.metrics.process import count, observe
 from saf.received import Received
 from saf.setaside.isolation import of_messages, said
+from saf.tracing.spans import dispatching
 
 BATCH_BYTES = 1 << 20
 """A request gets no further message once the bodies of its messages have so many bytes."""
@@ -199,7 +201,7 @@ class Sender:
             self._judge.alone.discard(messages[0].message_id)
         if request is None:
             messages, request = self._prepared(messages)
-        answer = None if request is None else await self._post(request)
+        answer = None if request is None else await self._post(messages, request)
         probing = any(message is self.probe for message in messages)
         if probing:
             self.probe = None
@@ -214,11 +216,15 @@ class Sender:
         self.start()
         self._tell()
 
-    async def _post(self, request: Request) -> Answer:
+    async def _post(self, messages: list[Received], request: Request) -> Answer:
         endpoint = self._judge.name
         count(IN_FLIGHT, 1, endpoint=endpoint)
         try:
-            answer = await self._client.post(request)
+            with dispatching(endpoint, messages) as traced:
+                request = replace(request, headers=traced.going_on(request.headers))
+                answer = await self._client.post(request)
+                problem = None if answer.meaning is Meaning.DONE else answer.meaning.value
+                traced.answered(answer.status, problem)
         finally:
             count(IN_FLIGHT, -1, endpoint=endpoint)
         count(ANSWERS, endpoint=endpoint, outcome=answer.meaning)

@@ -143,7 +143,8 @@ def _answer(
         return
     if outcome.reply is not None:
         reply = outcome.reply
-        dialog.send(connection, reply.body, message_type=reply.message_type, headers=reply.headers)
+        headers = reply.headers(message)
+        dialog.send(connection, reply.body, message_type=reply.message_type, headers=headers)
     if dialog.contract is not None and dialog.contract.name in one_reply:
         dialog.end(connection)
 

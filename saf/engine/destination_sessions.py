@@ -22,6 +22,7 @@ from saf.engine.source_session import SourceSession
 from saf.engine.work import ForwardingRules, Work
 from saf.errors import Ahead, SafError, Unavailable, UsageError
 from saf.routing.matching import AT_MOST_ONCE, EXACTLY_ONCE
+from saf.tracing.spans import forwarding
 
 T = TypeVar("T")
 
@@ -68,9 +69,10 @@ class DestinationSessions:
         """
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         name, exactly_once = part.destination, part.quality == EXACTLY_ONCE
-        known, stored = self._in_step(
-            part, chunk, lambda there, mine: there.store(mine, exactly_once=exactly_once)
-        )
+        with forwarding(name, chunk.rows):
+            known, stored = self._in_step(
+                part, chunk, lambda there, mine: there.store(mine, exactly_once=exactly_once)
+            )
         new = {place: mark for place, mark in stored.marks.items() if known.get(place) != mark}
         if new:
             self._stored.append((self._identities[name], new, known))

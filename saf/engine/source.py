@@ -14,29 +14,21 @@ from dataclasses import replace
 
 import adbc_driver_manager.dbapi as adbc
 import pyarrow as pa
-from psycopg import sql
+from psycopg import errors, sql
 
 from saf.database import Dsn, bulk, connections, translated
-from saf.engine.windows import (
-    BATCH_BYTES,
-    ISOLATION,
-    NotInWindows,
-    Window,
-    bounded,
-    in_order,
-    survey,
-)
+from saf.engine.survey import ALONE, ONE_SNAPSHOT, NotSurveyed, Window, adopt, survey
+from saf.engine.windows import BATCH_BYTES, NotInWindows, bounded, in_order
 from saf.engine.work import Work
 from saf.limits import KEPT
 from saf.log.columns import common, completed, plain, selected
 
-# One snapshot for all statements of a reader. Must come before any query of the transaction.
-ONE_SNAPSHOT = f"SET TRANSACTION ISOLATION LEVEL {ISOLATION}, READ ONLY"
-
-# For the session. Tasks are the parallelism: parallel workers of PostgreSQL would only pass rows to
-# each other, and compiling the query takes longer than most batches.
-ALONE = "SELECT set_config('max_parallel_workers_per_gather', '0', false), \
-set_config('jit', 'off', false)"
+GONE = (
+    errors.InvalidParameterValue.sqlstate,
+    errors.UndefinedObject.sqlstate,
+    errors.ObjectNotInPrerequisiteState.sqlstate,
+)
+"""What servers, by version, say of a snapshot whose transaction has ended."""
 
 
 def messages(work: Work, max_bytes: int) -> Generator[pa.RecordBatch, None, None]:
@@ -50,7 +42,7 @@ def messages(work: Work, max_bytes: int) -> Generator[pa.RecordBatch, None, None
             for rows in _in_windows(work, max_bytes):
                 yield rows
                 rest = replace(rest, position=int(rows["id"][-1].as_py()))
-        except NotInWindows:
+        except (NotInWindows, NotSurveyed):
             pass
         else:
             return
@@ -61,6 +53,7 @@ def messages(work: Work, max_bytes: int) -> Generator[pa.RecordBatch, None, None
 def _in_windows(work: Work, max_bytes: int) -> Iterator[pa.RecordBatch]:
     batch = work.batch
     with _reading(work) as cursor:
+        windows = _windows(cursor, work)
         columns = _columns(cursor, batch.log, max_bytes)
         asked = common(columns)
 
@@ -74,7 +67,20 @@ def _in_windows(work: Work, max_bytes: int) -> Iterator[pa.RecordBatch]:
                 asked = columns  # the other windows will have the columns that these have
             return given(cursor, window.rows(batch, columns))
 
-        yield from in_order(survey(cursor, batch), within)
+        yield from in_order(windows, within)
+
+
+def _windows(cursor: bulk.BulkCursor, work: Work) -> list[Window]:
+    """The windows of the batch, by the survey that tasks share, or else by one of this task."""
+    if work.survey is not None:
+        try:
+            return adopt(cursor, work.batch, work.survey)
+        except adbc.Error as error:
+            if getattr(error, "sqlstate", None) not in GONE:
+                raise
+        cursor.connection.rollback()
+        cursor.execute(ONE_SNAPSHOT)
+    return survey(cursor, work.batch)
 
 
 def read(work: Work, query: str) -> Iterator[pa.RecordBatch]:

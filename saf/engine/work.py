@@ -8,6 +8,7 @@ from uuid import UUID, uuid4
 
 from saf.database import Dsn
 from saf.destinations.settings import DestinationSettings
+from saf.engine.survey import Survey
 from saf.log.cursor import Batch
 from saf.metrics.declared import CHUNK_MESSAGES, CHUNK_SECONDS
 from saf.metrics.tally import Tally
@@ -33,6 +34,8 @@ class Work:
     """Whether it is worth more than one task."""
     deep: bool = False
     """Whether it has too many messages to have them sorted; see `saf.engine.windows`."""
+    survey: Survey | None = None
+    """Where the messages of the batch are, if that was surveyed for several tasks."""
     keep: bool = False
     """Whether more work like it comes soon, so that connections are kept; see
     `saf.database.connections`."""

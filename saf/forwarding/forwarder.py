@@ -34,6 +34,7 @@ from saf.forwarding.purging import Purging
 from saf.forwarding.roster import Roster
 from saf.forwarding.runner import Runner
 from saf.forwarding.summary import Summary
+from saf.forwarding.surveys import surveyed
 from saf.forwarding.vigil import Vigil
 from saf.log.pauses import Pauses
 from saf.logger import Log
@@ -210,7 +211,7 @@ class Forwarder:
         vigil = Vigil(work)
         for broker in self._at_work(work):
             broker.vigil = vigil
-        job = self._pool.submit(self.runner.run, work, self.rules, vigil.group)
+        job = self._pool.submit(self._job, work, vigil, limits)
         left_out = len(self._at_work(found)) > len(self._at_work(work))
         try:
             with self._meter(work) as meter:
@@ -227,6 +228,12 @@ class Forwarder:
                 broker.vigil = None
         if receipts is not None:
             self._settle(work, receipts, _shards(found))
+
+    def _job(self, work: list[Work], vigil: Vigil, limits: Mapping[str, int]) -> list[Receipt]:
+        """Have the runner run the items; in a thread of its own."""
+        # a source whose connections are counted has none for this
+        with surveyed(work, but=limits, meanwhile=vigil.hear) as items:
+            return self.runner.run(items, self.rules, vigil.group)
 
     def _limits(self) -> dict[str, int]:
         return {

@@ -43,6 +43,10 @@ class Vigil:
         """The brokers that its tasks belong to."""
         return list(self._lives)
 
+    def hear(self) -> None:
+        """Count the job as heard of: the driver itself works for it."""
+        self._heard_at = time.monotonic()
+
     def look(self, broker: str, connection: psycopg.Connection[Any]) -> float:
         """For how many seconds some task of a broker, or the job, was not heard of."""
         seconds = silent(connection, self._lives.get(broker, []))

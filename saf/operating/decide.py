@@ -1,9 +1,10 @@
-"""What a person decides about dead letters: to try them again, or to give them up.
+"""What a person decides about dead letters: to try them again, here or elsewhere, or to give up.
 
 `retry` hands them to the forwarder again, in the order they had, in a lane of their own (see
 `saf.setaside.lane`), or to the receivers of their subscription, in the lane of their key and
-ahead of what waits there. `discard` gives them up. Both let a key go on that waited for the
-decision, and remember who did it, when and why in ``saf.audit``.
+ahead of what waits there. `redirect` hands them to the forwarder for another destination. `discard`
+gives them up. All let a key go on that waited for the decision, and remember who did it, when and
+why in ``saf.audit``. `saf.operating.bulk` does the same with many, some at a time.
 
 If a message of a dialog is a dead letter on its way, the other end waits for it. The dialog goes on
 in order if the message is retried, and fails at both ends if it is given up. A monolog goes on
@@ -26,7 +27,12 @@ from saf.setaside.dead import CHOSEN, Filter
 from saf.setaside.lane import Kind
 from saf.setaside.unhandled import FOR_ALL
 
-LOCKED = f"SELECT dead_letter_id, message_id, destination {CHOSEN} ORDER BY 1 FOR UPDATE OF d"
+# A receiver's messages have arrived, and a dialog's other end is where it is
+LOCKED = f"""
+SELECT dead_letter_id, message_id {CHOSEN}
+  AND (NOT %(elsewhere)s OR s.log = 'outbox' AND d.conversation_id IS NULL)
+ORDER BY 1 LIMIT %(limit)s FOR UPDATE OF d
+"""
 
 # A retry's number, its audit_id, rises with each retry, and so does the lane's watermark; within a
 # retry, the order is that in which the messages died. Expired messages go too: a person says so.
@@ -42,14 +48,15 @@ WHERE dead_letter_id = ANY (%(dead_letter_ids)s)
 PARK = f"""
 INSERT INTO saf.parked
     (subscription_id, destination, kind, subject, shard, id, batch, position, {", ".join(COLUMNS)})
-SELECT subscription_id, destination, kind, subject, shard, id, %(number)s,
+SELECT subscription_id, coalesce(%(to)s::text, destination), kind, subject, shard, id, %(number)s,
        row_number() OVER (ORDER BY dead_letter_id),
        {", ".join("NULL" if c == "expires_at" else f"d.{c}" for c in COLUMNS)}
 FROM {RETRIED}
 """
 DUE = f"""
 INSERT INTO saf.backoff (subscription_id, destination, kind, subject, shard, error)
-SELECT DISTINCT subscription_id, destination, kind, subject, of_key, 'retried by ' || session_user
+SELECT DISTINCT subscription_id, coalesce(%(to)s::text, destination), kind, subject, of_key,
+       'retried by ' || coalesce(%(person)s::text, session_user)
 FROM {RETRIED}
 ON CONFLICT (subscription_id, destination, kind, subject, broker)
 DO UPDATE SET attempts = 0, next_attempt_at = now(), {FOR_ALL}
@@ -64,33 +71,54 @@ UPDATE saf.backoff b SET next_attempt_at = now() FROM {RETRIED}
 DELETE = "DELETE FROM saf.dead_letter WHERE dead_letter_id = ANY (%(dead_letter_ids)s)"
 
 
-def retry(connection: psycopg.Connection[Any], chosen: Filter, why: str) -> list[UUID]:
+def retry(
+    connection: psycopg.Connection[Any],
+    chosen: Filter,
+    why: str,
+    person: str | None = None,
+    limit: int | None = None,
+) -> list[UUID]:
     """Hand dead letters again to the program that had them; return their message ids, in order.
 
     A message that is retried is no longer a dead letter, so a second retry of it does nothing.
+    ``person`` is as for `saf.setaside.audit.audit`; with ``limit``, only the oldest are retried.
     """
-    with connection.transaction():
-        connection.execute(ONE_AT_A_TIME)
-        ids, message_ids = _locked(connection, chosen)
-        if ids:
-            number = audit(connection, "retry", message_ids, why)
-            params = {"number": number, "dead_letter_ids": ids}
-            connection.execute(DUE, params)
-            connection.execute(PARK, params)
-            connection.execute(DELETE, params)
-    return message_ids
+    return _hand_over(connection, chosen, why, person, limit, to=None)
 
 
-def discard(connection: psycopg.Connection[Any], chosen: Filter, why: str) -> list[UUID]:
+def redirect(
+    connection: psycopg.Connection[Any],
+    chosen: Filter,
+    why: str,
+    person: str | None = None,
+    limit: int | None = None,
+    *,
+    to: str,
+) -> list[UUID]:
+    """Hand dead letters of the forwarder to it again, for the destination ``to``; as `retry` does.
+
+    Those of receivers stay, because they have arrived, and so do those of dialogs, whose other ends
+    are where they are. Whether there is such a destination, the caller has checked.
+    """
+    return _hand_over(connection, chosen, why, person, limit, to=to)
+
+
+def discard(
+    connection: psycopg.Connection[Any],
+    chosen: Filter,
+    why: str,
+    person: str | None = None,
+    limit: int | None = None,
+) -> list[UUID]:
     """Give dead letters up for good; return their message ids.
 
     Both ends of a dialog that lacks one of them get an Error, and so do the subscribers of a
     monolog.
     """
     with connection.transaction():
-        ids, message_ids = _locked(connection, chosen)
+        ids, message_ids = _locked(connection, chosen, limit)
         if ids:
-            audit(connection, "discard", message_ids, why)
+            audit(connection, "discard", message_ids, why, person)
             params = {"dead_letter_ids": ids}
             connection.execute(statements.GIVE_UP, params)
             connection.execute(monologs.GIVE_UP, params)
@@ -99,6 +127,35 @@ def discard(connection: psycopg.Connection[Any], chosen: Filter, why: str) -> li
     return message_ids
 
 
-def _locked(connection: psycopg.Connection[Any], chosen: Filter) -> tuple[list[int], list[UUID]]:
-    rows = fetch(connection, LOCKED, asdict(chosen))
+def _hand_over(
+    connection: psycopg.Connection[Any],
+    chosen: Filter,
+    why: str,
+    person: str | None,
+    limit: int | None,
+    *,
+    to: str | None,
+) -> list[UUID]:
+    with connection.transaction():
+        connection.execute(ONE_AT_A_TIME)
+        ids, message_ids = _locked(connection, chosen, limit, elsewhere=to is not None)
+        if ids:
+            action = "retry" if to is None else f"redirect to {to}"
+            number = audit(connection, action, message_ids, why, person)
+            params = {"number": number, "dead_letter_ids": ids, "to": to, "person": person}
+            connection.execute(DUE, params)
+            connection.execute(PARK, params)
+            connection.execute(DELETE, params)
+    return message_ids
+
+
+def _locked(
+    connection: psycopg.Connection[Any],
+    chosen: Filter,
+    limit: int | None,
+    *,
+    elsewhere: bool = False,
+) -> tuple[list[int], list[UUID]]:
+    params = asdict(chosen) | {"limit": limit, "elsewhere": elsewhere}
+    rows = fetch(connection, LOCKED, params)
     return [row[0] for row in rows], [row[1] for row in rows]

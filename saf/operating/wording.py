@@ -1,8 +1,12 @@
-"""How counts and moments are worded for people, the same everywhere."""
+"""How counts, moments and what somebody has sent are worded for people, the same everywhere."""
 
 from __future__ import annotations
 
+import unicodedata
 from datetime import datetime
+
+SEPARATOR = "Zs"
+"""The Unicode category of characters that Python does not call printable, but that do no harm."""
 
 
 def counted(count: int, thing: str, things: str = "") -> str:
@@ -40,3 +44,23 @@ def age(seconds: float | None) -> str:
         if count:
             parts.append(f"{count} {unit}")
     return " ".join(parts[:2]) or "0 s"
+
+
+def shown(text: str, *, lines: bool = False) -> str:
+    r"""Return a text that commands no terminal.
+
+    What would move the cursor, ring, colour or turn other text around is there as an escape.
+
+    >>> shown("Zürich \x1b[2J\x07 \u202egnp.exe\n")
+    'Zürich \\x1b[2J\\x07 \\u202egnp.exe\\n'
+    >>> shown("two\nlines", lines=True)
+    'two\nlines'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        one
+        if one.isprintable() or unicodedata.category(one) == SEPARATOR or (lines and one in "\n\t")
+        else one.encode("unicode_escape").decode()
+        for one in text
+    )

@@ -28,6 +28,7 @@ from saf.receiving.retries import Policy
 from saf.signing.keys import Key
 from saf.signing.signer import Signer
 from saf.signing.verifier import Trust
+from saf.tracing import spans
 
 if TYPE_CHECKING:
     from saf.receiving.link import AsyncEngine
@@ -95,7 +96,8 @@ async def areceive(
             await step(receiving.__exit__, type(cancelled), cancelled, None)
             raise cancelled
         try:
-            yield delivery
+            with spans.receiving(subscription, delivery):
+                yield delivery
         except BaseException as error:
             suppressed, _ = await step(receiving.__exit__, type(error), error, error.__traceback__)
             if not suppressed:

@@ -21,6 +21,7 @@ import psycopg
 from saf.errors import UnreadableBody
 from saf.received import Received
 from saf.receiving.retries import Policy
+from saf.tracing.log_lines import trace_of
 
 LAST = "none: it is a dead letter, because this was the last attempt"
 PERMANENT = "none: it is a dead letter, because no further attempt helps"
@@ -51,11 +52,12 @@ def failure(
 
 
 def about(message: Received) -> dict[str, Any]:
-    """The fields that say which message it is."""
+    """The fields that say which message it is, and which trace it belongs to, if any."""
     return {
         "message_id": str(message.message_id),
         "key": message.key,
         "message_type": message.message_type,
+        **trace_of(message),
     }
 
 

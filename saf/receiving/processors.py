@@ -215,7 +215,7 @@ class Processors(Loop):
             call = partial(
                 self._call, handler, message, delivery.epoch(message), delivery.connection
             )
-            self._one(delivery, work, message, watched(call, self.subscription))
+            self._one(delivery, work, message, watched(call, self.subscription, [message]))
 
     def _call(self, handler: Handler, message: Received, epoch: int, connection: Any) -> None:
         one = self._live.use(message, epoch, self.processor)

@@ -43,6 +43,7 @@ from saf.receiving.trying import NotReceived, Trying, receiving
 from saf.signing.keys import Key
 from saf.signing.signer import Signer
 from saf.signing.verifier import Trust, Verifier
+from saf.tracing import spans
 
 if TYPE_CHECKING:
     from saf.receiving.link import Engine
@@ -89,15 +90,18 @@ def receive(
         SchemaMissing, SchemaMismatch, Restored: the database cannot be read from.
         Unavailable: the database does not answer, or a table of saf stays locked for too long.
     """
-    with one_delivery(
-        connected(engine),
-        subscription,
-        max_messages=max_messages,
-        wait_seconds=wait_seconds,
-        policy=policy,
-        trust=Trust.of(keys, required=require_signed),
-        signer=signer,
-    ) as delivery:
+    with (
+        one_delivery(
+            connected(engine),
+            subscription,
+            max_messages=max_messages,
+            wait_seconds=wait_seconds,
+            policy=policy,
+            trust=Trust.of(keys, required=require_signed),
+            signer=signer,
+        ) as delivery,
+        spans.receiving(subscription, delivery),
+    ):
         yield delivery
 
 

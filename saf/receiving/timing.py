@@ -1,30 +1,42 @@
-"""Timing: how long handlers take, where this process keeps metrics; otherwise nothing is added."""
+"""Watching: how long handlers take, and in which traces.
+
+Where this process keeps neither metrics nor traces, nothing is added.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from saf.metrics.declared import HANDLER_SECONDS
 from saf.metrics.process import counting, timed
+from saf.received import Received
+from saf.tracing import carried
+from saf.tracing.spans import processing
 
 
 def watched(
-    call: Callable[[], Any], subscription: str, *, waits: bool = False
+    call: Callable[[], Any], subscription: str, messages: Sequence[Received], *, waits: bool = False
 ) -> Callable[[], Any]:
-    """Return a call of a handler whose duration is counted; ``waits`` says whether it is async."""
-    if not counting():
+    """Return a call of a handler that is timed and traced; ``waits`` says whether it is async."""
+    if not counting() and not carried.on():
         return call
     if waits:
 
         async def awaited() -> Any:
-            with timed(HANDLER_SECONDS, subscription=subscription):
+            with (
+                timed(HANDLER_SECONDS, subscription=subscription),
+                processing(subscription, messages),
+            ):
                 return await call()
 
         return awaited
 
     def called() -> Any:
-        with timed(HANDLER_SECONDS, subscription=subscription):
+        with (
+            timed(HANDLER_SECONDS, subscription=subscription),
+            processing(subscription, messages),
+        ):
             return call()
 
     return called

@@ -217,7 +217,7 @@ class Worker(Loop):
         try:
             with work.piece():
                 call = partial(handler.call, still, delivery.connection)
-                self._do(watched(call, self.subscription, waits=handler.waits))
+                self._do(watched(call, self.subscription, still, waits=handler.waits))
         except Exception as error:
             if work.raw.broken:
                 raise
@@ -259,7 +259,7 @@ class Worker(Loop):
             self._unhandled(delivery, work, message, self._handlers)
         else:
             call = handler.call_for(message, delivery.connection)
-            call = watched(call, self.subscription, waits=handler.waits)
+            call = watched(call, self.subscription, [message], waits=handler.waits)
             if self._event_loop is not None:
                 call = partial(self._do, call)
             self._one(delivery, work, message, call)
@@ -273,7 +273,7 @@ class Worker(Loop):
             handler = self._handlers.of(message)
             assert handler is not None  # noqa: S101 - they have handlers
             call = handler.call_for(message, delivery.connection)
-            call = watched(call, self.subscription, waits=handler.waits)
+            call = watched(call, self.subscription, [message], waits=handler.waits)
             calls.append(call)
             pieces.append(self._piece(delivery, work, message, partial(self._do, call)))
         self._stopping.in_hand[threading.get_ident()] = messages

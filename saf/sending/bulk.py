@@ -8,13 +8,16 @@ rules is asked for an INSERT instead, and so are other drivers, asyncio, and few
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import psycopg
 from psycopg.pq import PipelineStatus
 
 from saf.columns import SENT
-from saf.message import Row
-from saf.transaction import Transaction
+
+if TYPE_CHECKING:
+    from saf.message import Row
+    from saf.transaction import Transaction
 
 MANY = 100
 """So many messages are sent by COPY, and fewer by INSERT."""

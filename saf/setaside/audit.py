@@ -17,13 +17,18 @@ from saf.database import fetch
 # must not arrive after those of a higher one.
 ONE_AT_A_TIME = "SELECT pg_advisory_xact_lock(hashtextextended('saf retry', 0))"
 AUDITED = """
-SELECT audit_id, audit_at, who, action, cardinality(message_ids) AS messages,
+SELECT audit_id, audit_at, who, person, action, cardinality(message_ids) AS messages,
        message_ids[1:3] AS first_message_ids, why
-FROM saf.audit ORDER BY audit_id DESC LIMIT %(limit)s
+FROM saf.audit WHERE %(before)s::bigint IS NULL OR audit_id < %(before)s
+ORDER BY audit_id DESC LIMIT %(limit)s
 """
 AUDIT = """
 INSERT INTO saf.audit (action, message_ids, why)
 VALUES (%(action)s, %(message_ids)s, %(why)s) RETURNING audit_id
+"""
+AUDIT_OF_PERSON = """
+INSERT INTO saf.audit (action, message_ids, why, person)
+VALUES (%(action)s, %(message_ids)s, %(why)s, %(person)s) RETURNING audit_id
 """
 
 
@@ -34,6 +39,9 @@ class Audited:
     audit_id: int
     audit_at: datetime
     who: str
+    """The login at the database."""
+    person: str | None
+    """Whom a program acted for, as it has logged them in; None: nobody else than ``who``."""
     action: str
     messages: int
     first_message_ids: list[UUID]
@@ -47,16 +55,25 @@ class Audited:
 
 
 def audit(
-    connection: psycopg.Connection[Any], action: str, message_ids: Sequence[UUID], why: str
+    connection: psycopg.Connection[Any],
+    action: str,
+    message_ids: Sequence[UUID],
+    why: str,
+    person: str | None = None,
 ) -> int:
-    """Write down what somebody did with messages; return its number, which rises."""
-    ((number,),) = fetch(
-        connection, AUDIT, {"action": action, "message_ids": list(message_ids), "why": why}
-    )
+    """Write down what somebody did with messages; return its number, which rises.
+
+    ``person`` is for a program that acts for several people by one login. The database cannot know
+    whether it is true; ``who`` is always the login.
+    """
+    params = {"action": action, "message_ids": list(message_ids), "why": why, "person": person}
+    ((number,),) = fetch(connection, AUDIT if person is None else AUDIT_OF_PERSON, params)
     return int(number)
 
 
-def audited(connection: psycopg.Connection[Any], limit: int = 100) -> list[Audited]:
-    """Return what people did with messages, the last first."""
+def audited(
+    connection: psycopg.Connection[Any], limit: int = 100, before: int | None = None
+) -> list[Audited]:
+    """Return what people did with messages, the last first; ``before`` is an audit_id."""
     with psycopg.Cursor(connection, row_factory=class_row(Audited)) as cursor:
-        return cursor.execute(AUDITED, {"limit": limit}).fetchall()
+        return cursor.execute(AUDITED, {"limit": limit, "before": before}).fetchall()

@@ -70,6 +70,10 @@ WHERE (%(dead_letter_ids)s::bigint[] IS NULL OR dead_letter_id = ANY (%(dead_let
   AND (%(destination)s::text IS NULL OR destination = %(destination)s)
   AND (%(key)s::text IS NULL OR key = %(key)s)
   AND (%(before)s::timestamptz IS NULL OR dead_letter_at < %(before)s)
+  AND (%(subscription)s::text IS NULL OR s.name = %(subscription)s)
+  AND (%(error)s::text IS NULL OR strpos(lower(error), lower(%(error)s)) > 0)
+  AND (%(after)s::bigint IS NULL OR dead_letter_id > %(after)s)
+  AND (%(through)s::bigint IS NULL OR dead_letter_id <= %(through)s)
 """
 
 LIST = f"""
@@ -80,6 +84,13 @@ SELECT dead_letter_id, s.name AS subscription, destination, reason, error, dead_
        d.created_at, expires_at
 {CHOSEN} ORDER BY dead_letter_id LIMIT %(limit)s
 """
+
+COUNT = f"""
+SELECT count(*), max(dead_letter_id)
+FROM (SELECT dead_letter_id {CHOSEN} ORDER BY dead_letter_id LIMIT %(most)s) AS found
+"""
+
+LAST = "SELECT coalesce(max(dead_letter_id), 0) FROM saf.dead_letter"
 
 BODY = "SELECT body FROM saf.dead_letter WHERE dead_letter_id = %(dead_letter_id)s"
 
@@ -94,6 +105,24 @@ class Filter:
     destination: str | None = None
     key: str | None = None
     before: datetime | None = None
+    subscription: str | None = None
+    error: str | None = None
+    """A part of the error's text, in upper or lower case."""
+    after: int | None = None
+    """Only those with greater numbers."""
+    through: int | None = None
+    """Only those up to this number: none that died later."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """How many dead letters a filter matches."""
+
+    messages: int
+    through: int | None
+    """The greatest of their numbers; None if there are none."""
+    more: bool
+    """There are more, which were not counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +226,19 @@ def dead_letters(
     """Return the dead letters that a filter matches, the oldest first."""
     with psycopg.Cursor(connection, row_factory=class_row(DeadLetter)) as cursor:
         return cursor.execute(LIST, asdict(chosen) | {"limit": limit}).fetchall()
+
+
+def count(connection: psycopg.Connection[Any], chosen: Filter, most: int) -> Counted:
+    """Count the dead letters that a filter matches, up to ``most``, the oldest first."""
+    params = asdict(chosen) | {"most": most + 1}
+    ((messages, through),) = fetch(connection, COUNT, params)
+    return Counted(messages=min(messages, most), through=through, more=messages > most)
+
+
+def last(connection: psycopg.Connection[Any]) -> int:
+    """Return the greatest number of a dead letter; 0 if there is none."""
+    ((number,),) = fetch(connection, LAST)
+    return int(number)
 
 
 def body(connection: psycopg.Connection[Any], dead_letter_id: int) -> bytes | None:

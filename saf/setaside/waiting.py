@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import psycopg
 from psycopg.rows import class_row
 
 from saf.database import fetch
+from saf.setaside.audit import audit
 from saf.setaside.lane import BROKER, OF_SERVICE, SAME_LANE, THE_LANE, Kind
 from saf.setaside.parking import BLOCKED, Backoff
 
@@ -70,7 +71,10 @@ FROM (SELECT w.*, s.name AS subscription, s.log, next_attempt_at <= now() AS due
             WHERE NOT EXISTS (SELECT FROM saf.backoff p WHERE {SAME_LANE})
             GROUP BY 1, 2, 3, 4, 5) AS w
       JOIN saf.subscription s USING (subscription_id)
-      WHERE %(subscription)s::text IS NULL OR s.name = %(subscription)s
+      WHERE (%(subscription)s::text IS NULL OR s.name = %(subscription)s)
+        AND (%(destination)s::text IS NULL OR w.destination = %(destination)s)
+        AND (%(lane)s::text IS NULL OR w.kind = %(lane)s)
+        AND (%(subject)s::text IS NULL OR w.subject = %(subject)s)
       ORDER BY s.log DESC, s.name, kind = ANY (%(of_service)s), attempts DESC, {THE_LANE}
       LIMIT %(limit)s) AS b
 ORDER BY log DESC, subscription, kind = ANY (%(of_service)s), attempts DESC, {THE_LANE}
@@ -84,25 +88,64 @@ RETRY_NOW = """
 UPDATE saf.backoff SET next_attempt_at = now()
 WHERE kind <> %(later)s AND NOT awaits_handler
   AND (%(destination)s::text IS NULL OR destination = %(destination)s)
+  AND (%(lane)s::text IS NULL OR kind = %(lane)s)
+  AND (%(subject)s::text IS NULL OR subject = %(subject)s)
+  AND (%(subscription)s::text IS NULL OR subscription_id IN (
+      SELECT subscription_id FROM saf.subscription WHERE name = %(subscription)s))
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class Lanes:
+    """Which lanes to choose; None means any."""
+
+    subscription: str | None = None
+    destination: str | None = None
+    lane: str | None = None
+    """The kind of the lanes; see `saf.setaside.lane.Kind`."""
+    subject: str | None = None
+
+
+ANY = Lanes()
+
+
 def parked(
-    connection: psycopg.Connection[Any], limit: int | None = None, subscription: str | None = None
+    connection: psycopg.Connection[Any],
+    limit: int | None = None,
+    subscription: str | None = None,
+    *,
+    lanes: Lanes = ANY,
+    count: bool = True,
 ) -> Waiting:
-    """Return up to ``limit`` lanes that wait in a broker, or in one of its subscriptions."""
+    """Return up to ``limit`` lanes that wait in a broker, or in one of its subscriptions.
+
+    Without ``count``, the messages of all lanes together are not counted.
+    """
+    chosen = replace(lanes, subscription=subscription) if subscription else lanes
     with psycopg.Cursor(connection, row_factory=class_row(_Parked)) as cursor:
-        params = {
-            "of_service": list(OF_SERVICE),
-            "limit": limit,
-            "subscription": subscription,
-        }
+        params = {"of_service": list(OF_SERVICE), "limit": limit, **asdict(chosen)}
         found = cursor.execute(PARKED, params).fetchall()
-    ((messages,),) = fetch(connection, PARKED_MESSAGES, params)
+    messages = fetch(connection, PARKED_MESSAGES, params)[0][0] if count else 0
     shown = tuple(Parked(**{f.name: getattr(one, f.name) for f in fields(Parked)}) for one in found)
     return Waiting(shown=shown, lanes=found[0].lanes if found else 0, messages=messages)
 
 
-def retry_now(connection: psycopg.Connection[Any], destination: str | None = None) -> int:
-    """Make the next attempts of lanes due now; return how many lanes these are."""
-    return connection.execute(RETRY_NOW, {"destination": destination, "later": Kind.LATER}).rowcount
+def retry_now(
+    connection: psycopg.Connection[Any],
+    destination: str | None = None,
+    *,
+    lanes: Lanes = ANY,
+    why: str = "",
+    person: str | None = None,
+) -> int:
+    """Make the next attempts of lanes due now; return how many lanes these are.
+
+    With a reason, or a person, it is written into the audit.
+    """
+    chosen = replace(lanes, destination=destination) if destination else lanes
+    params = {**asdict(chosen), "later": Kind.LATER}
+    with connection.transaction():
+        count = connection.execute(RETRY_NOW, params).rowcount
+        if count and (why or person):
+            audit(connection, f"retry-now of {count} lanes", [], why, person)
+    return count

@@ -14,6 +14,7 @@ from saf.destinations.settings import DestinationSettings
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.forwarding.broker import SourceBroker
 from saf.forwarding.runner import run_item
+from saf.forwarding.surveys import surveyed
 
 LEASE_SECONDS = 30.0
 
@@ -61,11 +62,12 @@ class Cycle:
 
     def deliver(self) -> list[Receipt]:
         """Run the tasks, one after the other."""
-        return [
-            receipt
-            for number, item in enumerate(self.work)
-            for receipt in run_item(number, item, self.rules)
-        ]
+        with surveyed(self.work) as work:
+            return [
+                receipt
+                for number, item in enumerate(work)
+                for receipt in run_item(number, item, self.rules)
+            ]
 
     def close(self, receipts: list[Receipt]) -> None:
         """Close the batches that are complete."""

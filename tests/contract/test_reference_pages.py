@@ -100,7 +100,7 @@ def test_the_file_with_everything_has_every_key_and_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert list(settings_page.missing()) == []
-    for name in ("SHOP", "TENANTS", "NATS", "REDIS"):
+    for name in ("SHOP", "TENANTS", "NATS", "REDIS", "RABBITMQ", "KAFKA", "KAFKA_KEY"):
         monkeypatch.setenv(f"{name}_PASSWORD", "p@ss/word")
     for name in ("REGIONS", "MOM"):
         monkeypatch.setenv(f"{name}_DSN", "postgresql://saf@db/x")
@@ -108,6 +108,8 @@ def test_the_file_with_everything_has_every_key_and_loads(
         monkeypatch.setenv(name, "whsec_" + "c2Vj" * 8)
     for name in ("BILLING_TOKEN", "LEDGER_PASSWORD", "ORDERS_SECRET", "PROXY_PASSWORD"):
         monkeypatch.setenv(name, "p@ss/word")
+    for name in ("UI_VIEW_TOKEN", "UI_OPERATE_TOKEN"):
+        monkeypatch.setenv(name, "p@ss/word" * 3)
     (tmp_path / "saf.toml").write_text(settings_page.EXAMPLE)
     settings = load(tmp_path / "saf.toml")
     assert settings.brokers["shop"].dsn.parts["password"] == "p@ss/word"

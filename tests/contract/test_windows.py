@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 
 from saf.database import Dsn
+from saf.engine import survey as surveying
 from saf.engine import windows
 from saf.engine.source import messages
 from saf.engine.work import Work
@@ -41,7 +42,7 @@ def deep(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few messages are a deep backlog, and some two pages a window."""
     monkeypatch.setattr(broker, "LITTLE", 0)
     monkeypatch.setattr(broker, "DEEP", 1)
-    monkeypatch.setattr(windows, "WINDOW_BYTES", 32_000)
+    monkeypatch.setattr(surveying, "WINDOW_BYTES", 32_000)
 
 
 def scatter(app: Dsn, seed: int) -> None:
@@ -172,8 +173,8 @@ def test_without_a_snapshot_to_rely_on_the_source_sorts(
         connection.execute(FILL, [300])
         with Cycle(app, forwarding_rules(mom=mom)) as cycle, app.connect(role="test") as one:
             (work,) = cycle.open()
-            with pytest.raises(windows.NotInWindows):
-                windows.survey(one.cursor(), work.batch)
+            with pytest.raises(surveying.NotSurveyed):
+                surveying.survey(one.cursor(), work.batch)
             assert read(work).num_rows == 300
 
 
@@ -198,7 +199,7 @@ def test_a_task_whose_shards_have_nothing_is_complete(app: Dsn, mom: Dsn) -> Non
 def test_large_bodies_make_windows_of_fewer_pages(
     app: Dsn, mom: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(windows, "WINDOW_BYTES", 400_000)
+    monkeypatch.setattr(surveying, "WINDOW_BYTES", 400_000)
     monkeypatch.setattr(windows, "HELD_BYTES", 1_000_000)  # less than all, on a few pages
     with connect(app) as connection:
         connection.execute("ALTER TABLE saf.outbox ALTER body SET STORAGE EXTERNAL")
@@ -208,7 +209,7 @@ def test_large_bodies_make_windows_of_fewer_pages(
         with Cycle(app, forwarding_rules(mom=mom)) as cycle, app.connect(role="test") as one:
             (work,) = cycle.open()
             one.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
-            found = windows.survey(one.cursor(), work.batch)
+            found = surveying.survey(one.cursor(), work.batch)
             assert {window.end - window.first for window in found} == {1}
             monkeypatch.setattr(Batch, "select", None)  # what is sorted
             assert read(work)["id"].to_pylist() == list(range(1, 401))
@@ -224,7 +225,7 @@ def test_a_window_is_read_by_its_pages_alone(app: Dsn, mom: Dsn) -> None:
                 (work,) = cycle.open()
                 with app.connect(role="test") as one:
                     one.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
-                    window = windows.survey(one.cursor(), work.batch)[3]
+                    window = surveying.survey(one.cursor(), work.batch)[3]
                     plan = one.execute(f"EXPLAIN {window.rows(work.batch, ['id'])}").fetchall()
                 scans = [line.split("->")[-1] for (line,) in plan if "Scan" in line]
                 assert len(scans) == 1
@@ -249,12 +250,12 @@ def test_the_forwarder_reads_what_is_deep_in_windows_and_delivers_it_in_order(
 ) -> None:
     surveyed: list[int] = []
 
-    def counted(*args: Any) -> list[windows.Window]:
+    def counted(*args: Any) -> list[surveying.Window]:
         found = survey(*args)
         surveyed.append(len(found))
         return found
 
-    survey = windows.survey
+    survey = surveying.survey
     monkeypatch.setattr("saf.engine.source.survey", counted)
     with connect(app) as connection:
         connection.execute(FILL, [2000])

@@ -1,4 +1,4 @@
-"""Rounds to a queue instead of a MOM store: `python -m tests.crash --to redis`, or nats.
+"""Rounds to a queue instead of a MOM store: `python -m tests.crash --to redis`, or another one.
 
 The queue's server is killed and started again with its data, stopped for a while, and its answers
 are lost. There are no dialogs, which cannot go there, and no poison, because no constraint rejects.
@@ -11,17 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from saf.database import Dsn
 from saf.destinations.nats import Nats
+from saf.destinations.rabbitmq import Rabbitmq
+from saf.destinations.rabbitmq_stream import RabbitmqStream
 from saf.destinations.redis import Redis
 from saf.destinations.settings import DestinationSettings
 from tests.crash.plan import QUALITIES, Fault, Plan, plan
 from tests.crash.site import Site
+from tests.kafka_server import ENDS, KafkaQueue, KafkaServer, LossyKafka
 from tests.lossy import Lossy
 from tests.nats_server import NatsServer
 from tests.queue_suite import Server
+from tests.rabbitmq_server import Queues, RabbitmqServer
 from tests.redis_server import RedisServer
 
 FAULTS = (
@@ -48,8 +52,8 @@ def plan_to(seed: int, number: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
 class LosesAnswers:
     """The proxy, as faults know it."""
 
-    def __init__(self, port: int, request: bytes) -> None:
-        self._lossy = Lossy(port)
+    def __init__(self, lossy: Lossy, request: bytes) -> None:
+        self._lossy = lossy
         self._request = request
         self.port = self._lossy.port
 
@@ -75,13 +79,17 @@ class QueueSite(Site):
         """The server at a port as a destination, which stores a few messages at a time."""
         raise NotImplementedError
 
+    def lossy(self, port: int) -> Lossy:
+        """A proxy in front of the server."""
+        return Lossy(port)
+
     def __enter__(self) -> QueueSite:
         super().__enter__()
         self.proxy.close()
         (self.folder / "queue").mkdir()
         self.queue = self.server(self.folder / "queue")
         self.queue.start()
-        self.proxy: Any = LosesAnswers(self.queue.port, self.request)
+        self.proxy: Any = LosesAnswers(self.lossy(self.queue.port), self.request)
         return self
 
     def __exit__(
@@ -143,7 +151,63 @@ class NatsSite(QueueSite):
         return Nats(server=f"nats://127.0.0.1:{port}", step_rows=7)
 
 
-QUEUES: Mapping[str, type[Site]] = {"redis": RedisSite, "nats": NatsSite}
+class KafkaSite(QueueSite):
+    """With a Kafka broker."""
+
+    request = ENDS
+
+    def lossy(self, port: int) -> Lossy:
+        return LossyKafka(port)
+
+    def server(self, folder: Path) -> Server:
+        return KafkaQueue(server=KafkaServer(folder=folder))
+
+    def at(self, port: int) -> DestinationSettings:
+        assert isinstance(self.queue, KafkaQueue)
+        return self.queue.settings(brokers=f"127.0.0.1:{port}", step_rows=7)
+
+    def prepare(self, plan: Plan) -> Dsn:
+        """With topics of other names, because Kafka deletes topics in its own time."""
+        assert isinstance(self.queue, KafkaQueue)
+        self.queue.prefix = KafkaQueue(server=self.queue.server).prefix
+        return super().prepare(plan)
+
+
+class RabbitmqStreamSite(QueueSite):
+    """With streams of a RabbitMQ server."""
+
+    request = b"saf-created-at"
+
+    def server(self, folder: Path) -> Server:
+        return RabbitmqServer(folder=folder)
+
+    def at(self, port: int) -> DestinationSettings:
+        return RabbitmqStream(server=f"rabbitmq-stream://127.0.0.1:{port}", step_rows=7)
+
+
+class RabbitmqSite(QueueSite):
+    """With queues of a RabbitMQ server, which store at least once."""
+
+    request = b"saf-created-at"
+    qualities: ClassVar[Mapping[str, str]] = {
+        service: "at_least_once" if quality == "exactly_once" else quality
+        for service, quality in QUALITIES.items()
+    }
+
+    def server(self, folder: Path) -> Server:
+        return Queues(server=RabbitmqServer(folder=folder), topics=tuple(QUALITIES))
+
+    def at(self, port: int) -> DestinationSettings:
+        return Rabbitmq(server=f"amqp://127.0.0.1:{port}", step_rows=7)
+
+
+QUEUES: Mapping[str, type[Site]] = {
+    "redis": RedisSite,
+    "nats": NatsSite,
+    "kafka": KafkaSite,
+    "rabbitmq": RabbitmqSite,
+    "rabbitmq_stream": RabbitmqStreamSite,
+}
 
 
 def crash_queue(round_: Any, fault: Fault) -> None:

@@ -17,7 +17,7 @@ from saf.database import Dsn
 from tests.crash import stall
 from tests.crash.checker import Verdict, check, left, listen, unheard
 from tests.crash.forwarders import forwarder, purger, spark_forwarder
-from tests.crash.plan import QUALITIES, Plan
+from tests.crash.plan import Plan
 from tests.crash.site import Site
 from tests.crash.talks import DESK, STOCK, listener
 from tests.crash.writers import writer
@@ -99,7 +99,7 @@ class Round:
             for process in [process for process, _ in started] + self.purgers:
                 self._end(process)
         stores = [store.conninfo for store in self.site.checked(self.plan).values()]
-        verdict = check(self.app.conninfo, stores, QUALITIES, self.site.arrived())
+        verdict = check(self.app.conninfo, stores, self.site.qualities, self.site.arrived())
         if self.plan.dialogs:
             listen(self.app.conninfo, self.stores["mom"].conninfo, verdict)
         return Outcome(

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from psycopg import sql
 
@@ -98,6 +98,9 @@ class Site:
         """How many messages of the MOM stores are not where they are to arrive."""
         return 0
 
+    qualities: ClassVar[Mapping[str, str]] = QUALITIES
+    """What each service is promised here."""
+
     def arrived(self) -> Sequence[str]:
         """The bodies that have arrived elsewhere than in MOM stores."""
         return []
@@ -115,7 +118,7 @@ class Site:
         with app.connect(role="crash", autocommit=True) as connection:
             connection.execute(TABLES)
             connection.execute("INSERT INTO account SELECT unnest(%s::text[]), 0", [ACCOUNTS])
-            for number, (service, quality) in enumerate(QUALITIES.items()):
+            for number, (service, quality) in enumerate(self.qualities.items()):
                 connection.execute(
                     "INSERT INTO saf.route (service, destination, quality) VALUES (%s, %s, %s)",
                     [service, STORES[number % plan.destinations], quality],

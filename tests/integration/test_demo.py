@@ -20,11 +20,12 @@ import pytest
 from saf.broker.embedded import EmbeddedServer
 from saf.database import Dsn
 from saf.demo.flights import read
+from saf.demo.kafka import MISSING, jars
 from saf.demo.proof import prove
 from saf.demo.run import WRITERS
 from saf.errors import Unavailable
 from tests import nats_server, programs
-from tests.needed import needed
+from tests.needed import absent, needed
 from tests.programs import BIN, environment
 from tests.waits import until
 
@@ -63,12 +64,16 @@ def is_right(result: dict[str, Any]) -> bool:
     return counts == [FLIGHTS, FLIGHTS, *[0] * len(wrong)]
 
 
-@pytest.mark.parametrize("queue", ["redis", "nats"])
+@pytest.mark.parametrize("queue", ["redis", "nats", "kafka", "rabbitmq", "rabbitmq_stream"])
 def test_to_a_queue_it_is_proven_by_what_the_queue_holds(folder: Path, queue: str) -> None:
-    if queue == "redis":
-        needed("redis-server", "redis-server")
-    else:
+    if queue == "nats":
         nats_server.program()
+    elif queue == "kafka":
+        if jars() is None:
+            absent(MISSING)
+    else:
+        program = f"{queue.partition('_')[0]}-server"
+        needed(program, program)
     first = run(folder, "--to", queue)
     assert is_right(first), first
     assert first["stores"] == {queue: FLIGHTS}

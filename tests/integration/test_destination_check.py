@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined] # it is public
+
 from saf.database import Dsn
+from tests.kafka_server import KafkaQueue, KafkaServer
 from tests.nats_server import nats_server
 from tests.programs import saf
-from tests.redis_server import redis_server
+from tests.rabbitmq_server import RabbitmqServer
+from tests.redis_server import free_port, redis_server
 
 
 def configuration(folder: Path, app: Dsn, destination: str) -> None:
@@ -65,6 +69,52 @@ def test_it_says_what_a_nats_server_gives_and_whether_it_can_be_used(
         refused = saf("destination", "check", "there", cwd=tmp_path)
         assert refused.returncode == 2
         assert "takes no batches" in refused.stderr
+    gone = saf("destination", "check", "there", cwd=tmp_path)
+    assert gone.returncode == 75
+    assert "destination 'there' is unavailable" in gone.stderr
+
+
+def test_it_says_what_a_kafka_cluster_gives_and_whether_it_can_be_used(
+    app: Dsn, tmp_path: Path, running_kafka: KafkaServer
+) -> None:
+    queue = KafkaQueue(server=running_kafka)
+    there = f'kind = "kafka"\nbrokers = "{running_kafka.address}"\nmarks_topic = "{queue.marks}"'
+    configuration(tmp_path, app, there)
+    said = saf("destination", "check", "there", cwd=tmp_path)
+    assert said.returncode == 0, said.stderr
+    assert "destination 'there': Kafka cluster" in said.stdout
+    assert "which is made at the first message" in said.stdout
+    marks = NewTopic(queue.marks, 3)
+    for made in running_kafka.admin().create_topics([marks]).values():
+        made.result()
+    refused = saf("destination", "check", "there", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "has 3 partitions. Choose another marks_topic" in refused.stderr
+    nowhere = f'kind = "kafka"\nbrokers = "127.0.0.1:{free_port()}"'
+    configuration(tmp_path, app, nowhere)
+    gone = saf("destination", "check", "there", cwd=tmp_path)
+    assert gone.returncode == 75
+    assert "destination 'there' is unavailable" in gone.stderr
+    assert "Connection refused" in gone.stderr
+    assert "%3|" not in gone.stderr
+
+
+def test_it_says_what_a_rabbitmq_server_gives_and_whether_it_can_be_used(
+    app: Dsn, rabbitmq: RabbitmqServer, tmp_path: Path
+) -> None:
+    server = f'kind = "rabbitmq_stream"\nserver = "{rabbitmq.address}"'
+    configuration(tmp_path, app, server)
+    said = saf("destination", "check", "there", cwd=tmp_path)
+    assert said.returncode == 0, said.stderr
+    assert "destination 'there': RabbitMQ 3." in said.stdout
+    assert "promise: exactly once" in said.stdout
+    login = 'username = "saf"\npassword = "hunter2-canary"'
+    configuration(tmp_path, app, f"{server}\n{login}")
+    refused = saf("destination", "check", "there", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "the login is refused. Mend its login" in refused.stderr
+    assert "hunter2" not in refused.stderr + refused.stdout
+    configuration(tmp_path, app, 'kind = "rabbitmq_stream"\nserver = "rabbitmq-stream://[::1]:1"')
     gone = saf("destination", "check", "there", cwd=tmp_path)
     assert gone.returncode == 75
     assert "destination 'there' is unavailable" in gone.stderr

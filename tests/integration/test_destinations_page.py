@@ -19,9 +19,11 @@ from saf.destinations.mapping import HEADERS
 from saf.destinations.settings import DestinationSettings
 from tests.broker_server import SECRET
 from tests.endpoints import Partner, end, serving
+from tests.kafka_server import KafkaQueue, KafkaServer
 from tests.nats_server import nats_server
 from tests.pipeline import connect
 from tests.programs import BIN, ROOT, run, saf, send
+from tests.rabbitmq_server import Queues, RabbitmqServer
 from tests.redis_server import redis_server
 
 PAGE = (ROOT / "docs" / "destinations.md").read_text()
@@ -103,6 +105,29 @@ def test_its_commands_forward_to_streams_that_a_consumer_group_reads(
             assert said.returncode == 0, said.stdout + said.stderr
 
 
+def test_its_commands_forward_to_topics_that_a_consumer_reads(
+    app: Dsn, tmp_path: Path, running_kafka: KafkaServer
+) -> None:
+    KafkaQueue(server=running_kafka, prefix="orders.").empty()
+    KafkaQueue(server=running_kafka, prefix="saf.marks").empty()
+    bodies = send(app, 60)
+    (tmp_path / "saf.toml").write_text(block("kafka.toml"))
+    (tmp_path / "consumer.py").write_text(block("consumer_kafka.py"))
+    env = {"SHOP_DSN": app.conninfo, "KAFKA": running_kafka.address}
+    path = f"{BIN}:/usr/local/bin:/usr/bin:/bin"
+    done = run(["bash", "-euxc", block("kafka.sh")], env={**env, "PATH": path}, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "topic saf.marks, which is made at the first message" in done.stdout
+    assert "promise: exactly once" in done.stdout
+    assert "librdkafka" not in done.stderr
+    assert "%3|" not in done.stderr
+    read = run([sys.executable, "consumer.py", running_kafka.address], env=env, cwd=tmp_path)
+    assert read.returncode == 0, read.stderr
+    lines = [line.split(" ", 1) for line in read.stdout.splitlines()]
+    assert sorted(body for _, body in lines) == sorted(bodies)
+    assert len({message_id for message_id, _ in lines}) == len(bodies)
+
+
 def test_its_commands_forward_to_a_stream_that_a_consumer_reads(app: Dsn, tmp_path: Path) -> None:
     bodies = send(app, 60)
     (tmp_path / "saf.toml").write_text(block("nats.toml"))
@@ -133,6 +158,57 @@ def test_its_commands_forward_to_a_stream_that_a_consumer_reads(app: Dsn, tmp_pa
         for command in (["destination", "check", "events"], ["forward"], ["reconcile"]):
             said = saf(*command, env=env, cwd=tmp_path)
             assert said.returncode == 0, said.stdout + said.stderr
+
+
+def test_its_commands_forward_to_streams_that_a_consumer_reads(
+    app: Dsn, rabbitmq: RabbitmqServer, tmp_path: Path
+) -> None:
+    bodies = send(app, 60)
+    (tmp_path / "saf.toml").write_text(block("rabbitmq_stream.toml"))
+    (tmp_path / "consumer.py").write_text(block("consumer_rabbitmq_stream.py"))
+    env = {"SHOP_DSN": app.conninfo, "RABBITMQ": rabbitmq.address}
+    path = f"{BIN}:/usr/local/bin:/usr/bin:/bin"
+    script = block("rabbitmq_stream.sh")
+    done = run(["bash", "-euxc", script], env={**env, "PATH": path}, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "whose streams are made at the first message" in done.stdout
+    assert "promise: exactly once" in done.stdout
+    consumer = subprocess.Popen(
+        [sys.executable, "consumer.py", "127.0.0.1", str(rabbitmq.port)],
+        cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert consumer.stdout is not None
+        lines = [consumer.stdout.readline().rstrip("\n").split(" ", 1) for _ in bodies]
+    finally:
+        consumer.kill()
+        consumer.communicate()
+    assert sorted(body for _, body in lines) == sorted(bodies)
+    said = saf("destination", "check", "events", env=env, cwd=tmp_path)
+    assert "a crash of its process loses nothing that was acknowledged" in said.stdout
+
+
+def test_its_commands_forward_to_a_queue_that_a_consumer_reads(
+    app: Dsn, rabbitmq_queues: Queues, tmp_path: Path
+) -> None:
+    bodies = send(app, 60)
+    (tmp_path / "saf.toml").write_text(block("rabbitmq.toml"))
+    (tmp_path / "consumer.py").write_text(block("consumer_rabbitmq.py"))
+    rabbitmq_queues.topics = ("orders.billing",)
+    rabbitmq_queues.empty()
+    env = {"SHOP_DSN": app.conninfo, "RABBITMQ": rabbitmq_queues.address}
+    path = f"{BIN}:/usr/local/bin:/usr/bin:/bin"
+    script = block("rabbitmq.sh")
+    done = run(["bash", "-euxc", script], env={**env, "PATH": path}, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "promise: at least once; a durable queue confirms" in done.stdout
+    command = [sys.executable, "consumer.py", rabbitmq_queues.address]
+    read = run(command, env=env, cwd=tmp_path)
+    assert read.returncode == 0, read.stderr
+    lines = [line.split(" ", 1) for line in read.stdout.splitlines()]
+    assert sorted(body for _, body in lines) == sorted(bodies)
+    again = run(command, env=env, cwd=tmp_path)
+    assert (again.returncode, again.stdout) == (0, "")
 
 
 def test_its_commands_forward_to_a_broker_behind_a_url(

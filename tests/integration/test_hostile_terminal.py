@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from saf.broker.services import create_service
-from saf.cli.console import shown
 from saf.database import Dsn
+from saf.operating.wording import shown
 from tests.hostile import unbounded
 from tests.pipeline import connect, forward
 from tests.programs import BIN, ROOT, configuration, environment, saf

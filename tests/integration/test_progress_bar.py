@@ -1,13 +1,16 @@
-"""The progress bar is out of the way of whatever else is printed, on a real terminal."""
+"""The progress bar is out of the way of what else is printed, on a real terminal; and the log's."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
-from tests.programs import environment
+from saf.database import Dsn
+from tests.programs import configuration, environment, last_json, saf, send
 from tests.terminals import until_the_end
 
 PROGRAM = """
@@ -53,3 +56,18 @@ def test_what_is_logged_and_printed_is_never_glued_to_the_bar_and_stdout_stays_s
     (problem,) = [line for line in lines if "saf: a problem" in line]
     assert "forwarding" not in logged
     assert problem == "saf: a problem"
+
+
+def test_where_there_is_no_terminal_progress_is_logged_as_often_as_it_was_asked_for(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    config = configuration(tmp_path / "saf.toml", {"shop": app}, {"mom": mom}, chunk_rows=1)
+    send(app, 1000)
+    done = saf("forward", "--json", "--progress-every", "0.1", "--config", config)
+    assert last_json(done.stdout)["forwarded"] == 1000
+    events = [json.loads(line) for line in done.stderr.splitlines()]
+    said = [(one["done"], one["total"]) for one in events if one["event"] == "progress"]
+    assert said
+    assert said == sorted(said)
+    assert all(done <= total == 1000 for done, total in said)
+    assert "progress" not in saf("forward", "--json", "--config", config).stderr

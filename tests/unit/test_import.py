@@ -44,7 +44,7 @@ def test_importing_saf_costs_less_than_three_times_its_driver() -> None:
 def test_importing_saf_imports_no_spark_no_arrow_and_no_sqlalchemy() -> None:
     modules = fresh_import()[1]
     assert modules & HEAVY == set()
-    assert not any(name.startswith(("saf.testing", "pytest")) for name in modules)
+    assert not any(name.startswith(("saf.testing", "pytest", "opentelemetry")) for name in modules)
 
 
 def test_the_test_kit_is_as_light_until_a_fixture_is_asked_for() -> None:

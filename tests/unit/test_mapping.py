@@ -9,6 +9,7 @@ from uuid import UUID
 import pytest
 
 from saf.destinations.mapping import Mapped, mapped
+from saf.destinations.rabbitmq import Rabbitmq
 from saf.destinations.redis import Redis
 from saf.destinations.redis.address import parse
 from saf.errors import Refused, Rejected
@@ -141,6 +142,19 @@ def test_without_its_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
             ask("events")
         assert "destination 'events' cannot be used" in str(caught.value)
     Redis.preload()
+
+
+def test_without_pika_a_destination_of_rabbitmq_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("saf.destinations.rabbitmq.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "pika", None)
+    there = Rabbitmq(server="amqp://h")
+    for ask in (there.open, there.guarantee):
+        with pytest.raises(Refused, match=r"pip install 'saf-outbox\[rabbitmq\]'"):
+            ask("events")
+    Rabbitmq.preload()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from pyspark.sql.types import StructType
 
 from saf.database import Dsn, bulk
 from saf.engine.source import given, reading
-from saf.engine.windows import NotInWindows, Window, bounded, in_order, survey
+from saf.engine.survey import NotSurveyed, Window, survey
+from saf.engine.windows import NotInWindows, bounded, in_order
 from saf.errors import PurgedMeanwhile
 from saf.log.cursor import Batch
 from saf.spark.table import fields
@@ -88,7 +89,7 @@ def _rows(part: Part, query: Query) -> Iterator[pa.RecordBatch]:
             for rows in _in_windows(part, query):
                 yield rows
                 rest = replace(rest, position=int(rows["id"][-1].as_py()))
-        except NotInWindows:
+        except (NotInWindows, NotSurveyed):
             pass
         else:
             return

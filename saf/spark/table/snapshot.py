@@ -21,7 +21,7 @@ from psycopg import sql
 
 from saf.broker import restored
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
-from saf.engine.windows import WINDOW_BYTES
+from saf.engine.survey import WINDOW_BYTES
 from saf.errors import UsageError
 from saf.limits import KEPT
 from saf.log.cursor import Batch

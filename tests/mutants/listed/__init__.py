@@ -19,6 +19,8 @@ from tests.mutants.listed import (
     sending,
     setaside,
     table,
+    tracing,
+    ui,
 )
 from tests.mutants.mutant import Mutant
 
@@ -37,4 +39,6 @@ PARTS: Mapping[str, Sequence[Mutant]] = {
     "sending": sending.MUTANTS,
     "setaside": setaside.MUTANTS,
     "table": table.MUTANTS,
+    "ui": ui.MUTANTS,
+    "tracing": tracing.MUTANTS,
 }

@@ -14,7 +14,9 @@ WATERMARKS, ISOLATED, CRASH = (
 )
 HONEST = "contract/test_10_honest.py"
 SCRIPT, STREAMS = "saf/destinations/redis/script.py", "saf/destinations/redis/streams.py"
-NATS = "contract/test_nats.py"
+NATS, KAFKA = "contract/test_nats.py", "contract/test_kafka.py"
+RABBITMQ, RABBITMQ_STREAM = "contract/test_rabbitmq_stream.py", "saf/destinations/rabbitmq_stream"
+QUEUES = "contract/test_rabbitmq.py"
 REDIS, ROUTED = "contract/test_redis.py", "contract/test_redis_routed.py"
 
 MUTANTS: list[Mutant] = [
@@ -229,6 +231,142 @@ MUTANTS: list[Mutant] = [
         "few = len(all_places) <= MANY_PLACES",
         "few = len(all_places) <= MANY_PLACES * 9",
         f"{NATS}::test_there_may_be_more_lanes_than_a_batch_has_room_for",
+    ),
+    mutant(
+        "a message that no queue takes is stored, for all that is said",
+        "saf/destinations/rabbitmq/server.py",
+        "        if sending.returned:\n",
+        "        if sending.returned and False:\n",
+        f"{QUEUES}::test_what_no_queue_takes_is_a_dead_letter_and_its_neighbours_are_there_once",
+    ),
+    mutant(
+        "neighbours of a message that no queue takes are sent again",
+        "saf/destinations/rabbitmq/queues.py",
+        "            self._there.update({ids[place] for place in there} - error.returned)\n",
+        "",
+        f"{QUEUES}::test_what_no_queue_takes_is_a_dead_letter_and_its_neighbours_are_there_once",
+    ),
+    mutant(
+        "messages are gone with their server",
+        "saf/destinations/rabbitmq/properties.py",
+        'PERSISTENT = b"\\2"',
+        'PERSISTENT = b"\\1"',
+        f"{QUEUES}::test_what_was_confirmed_outlives_the_server",
+    ),
+    mutant(
+        "a queue that refuses a message has it",
+        "saf/destinations/rabbitmq/server.py",
+        "if said.INDEX == NACK:",
+        "if said.INDEX == -NACK:",
+        f"{QUEUES}::test_a_queue_that_is_full_lets_messages_wait_and_loses_none",
+    ),
+    mutant(
+        "an owner before is not fenced",
+        "saf/destinations/kafka/transactions.py",
+        "                link.producer(self._name(source, other))\n",
+        "",
+        f"{KAFKA}::test_a_transaction_of_the_owner_before_that_is_still_open_is_never_stored",
+    ),
+    mutant(
+        "marks are not read again after an owner was fenced",
+        "saf/destinations/kafka/transactions.py",
+        "reached = log.read(PATIENCE_SECONDS)",
+        "reached = True",
+        f"{KAFKA}::test_what_was_stored_by_an_owner_while_it_is_being_fenced_is_not_stored_again",
+    ),
+    mutant(
+        "what was stored before its owner was fenced is stored again",
+        "saf/destinations/kafka/transactions.py",
+        "fine = self._is_there(link, source, step)",
+        "pass",
+        f"{KAFKA}::test_what_was_stored_just_before_its_owner_was_fenced_is_not_stored_again",
+    ),
+    mutant(
+        "marks are read up to the first open transaction",
+        "saf/destinations/kafka/marks.py",
+        "isolation_level=IsolationLevel.READ_UNCOMMITTED",
+        "isolation_level=IsolationLevel.READ_COMMITTED",
+        f"{KAFKA}::test_marks_behind_an_open_transaction_of_another_source_are_waited_for",
+    ),
+    mutant(
+        "keys go where librdkafka's own hash says",
+        "saf/destinations/kafka/transactions.py",
+        '"partitioner": "murmur2_random"',
+        '"partitioner": "consistent_random"',
+        f"{KAFKA}::test_the_same_key_goes_to_the_partition_that_java_would_choose",
+    ),
+    mutant(
+        "records that were removed are taken for lost",
+        "saf/destinations/kafka/reading.py",
+        "                if first:",
+        "                if first < 0:",
+        f"{KAFKA}::test_what_was_removed_is_not_taken_for_lost",
+    ),
+    mutant(
+        "batches are larger than a topic takes",
+        "saf/destinations/kafka/transactions.py",
+        "if (least := min([BATCH_BYTES, *limits.values()])) < self._batch_bytes:",
+        "if (least := min([BATCH_BYTES, *limits.values()])) < 0:",
+        f"{KAFKA}::test_what_a_topic_does_not_take_is_rejected_before_anything_is_stored",
+    ),
+    mutant(
+        "publishing ids rise with the rows only",
+        f"{RABBITMQ_STREAM}/numbers.py",
+        "<< ROW_BITS) | rows",
+        "<< 0) * 0 + rows",
+        f"{RABBITMQ}::test_later_batches_come_later_whatever_their_rows_and_however_many_there_are",
+    ),
+    mutant(
+        "a publisher has no generations",
+        f"{RABBITMQ_STREAM}/numbers.py",
+        'name = f"{source}/{shard}/{lane}/{generation}"',
+        'name = f"{source}/{shard}/{lane}/0"',
+        f"{RABBITMQ}::test_later_batches_come_later_whatever_their_rows_and_however_many_there_are",
+    ),
+    mutant(
+        "each owner has publishers of its own",
+        f"{RABBITMQ_STREAM}/streams.py",
+        'publisher(chunk.source, places[at], generation) if exactly_once else "",',
+        "publisher(chunk.source, places[at], chunk.batch.epochs[0][1]),",
+        f"{RABBITMQ}::test_of_two_that_come_first_at_the_same_time_both_are_there_once",
+    ),
+    mutant(
+        "a batch is not said to be begun",
+        f"{RABBITMQ_STREAM}/streams.py",
+        "                journal.begin(given.begun)\n",
+        "",
+        f"{RABBITMQ}::"
+        "test_a_batch_of_an_earlier_life_of_its_source_is_noticed_even_without_its_mark",
+    ),
+    mutant(
+        "a batch that was begun counts, though nothing of it is there",
+        f"{RABBITMQ_STREAM}/numbers.py",
+        "return publishing_id >> ROW_BITS >= batch",
+        "return True or publishing_id >> ROW_BITS >= batch",
+        f"{RABBITMQ}::test_a_batch_that_was_begun_and_never_sent_is_no_mark",
+    ),
+    mutant(
+        "a chunk has as many publishers as it has",
+        f"{RABBITMQ_STREAM}/publishers.py",
+        "        for first in range(0, len(publishers), MOST):\n"
+        "            some = publishers[first : first + MOST]",
+        "        for first in range(0, len(publishers), 1 << 20):\n"
+        "            some = publishers[first : first + (1 << 20)]",
+        f"{RABBITMQ}::test_there_may_be_more_lanes_than_a_connection_has_publishers",
+    ),
+    mutant(
+        "messages that a limit has removed from a stream are taken for lost",
+        f"{RABBITMQ_STREAM}/reading.py",
+        "            if gone := _read(link.connection, stream, columns):",
+        "            if (gone := _read(link.connection, stream, columns)) and False:",
+        f"{RABBITMQ}::test_what_the_stream_has_removed_is_not_taken_for_lost",
+    ),
+    mutant(
+        "the journal is always read from its beginning",
+        f"{RABBITMQ_STREAM}/journal.py",
+        "        self.connection.keep_offset(CARRIED, self.stream, first)\n",
+        "",
+        f"{RABBITMQ}::test_the_journal_is_read_from_where_all_was_written_anew",
     ),
     mutant(
         "replicas are not waited for",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import Mutant, mutant
+from tests.mutants.mutant import Mutant, harmless, mutant
 
 FORWARD, BROKER, PLAN = (
     "saf/forwarding/forwarder.py",
@@ -19,6 +19,7 @@ FORWARDER, OWNERS, ISOLATED = (
     "contract/test_owners.py",
     "contract/test_7_isolated.py",
 )
+SURVEYS = "contract/test_surveys.py"
 PLANNED, SUMMED = "unit/test_plan.py", "unit/test_summary.py"
 REJECTED = (
     f"{ISOLATED}::test_a_rejected_message_becomes_a_dead_letter_and_its_neighbours_are_delivered"
@@ -267,6 +268,50 @@ MUTANTS: list[Mutant] = [
         "            connections.drop(connection)\n            raise\n",
         '            connections.put(keep, "read", dsn, connection)\n            raise\n',
         "contract/test_connections.py::test_a_reader_that_was_left_in_the_middle_is_not_kept",
+    ),
+    mutant(
+        "each task makes a survey of its own",
+        "saf/engine/source.py",
+        "    if work.survey is not None:\n",
+        "    if work.survey is not None and False:\n",
+        f"{SURVEYS}::test_a_batch_is_surveyed_once_however_many_tasks_share_it",
+        "spark/test_surveys_on_spark.py::test_four_tasks_read_each_page_five_times",
+    ),
+    mutant(
+        "a survey is used in another snapshot than its own",
+        "saf/engine/survey.py",
+        "    cursor.execute(adoption.as_string(None))\n",
+        "",
+        f"{SURVEYS}::test_rows_that_move_after_the_survey_are_read_once",
+    ),
+    harmless(
+        "a task does not lock the log before it adopts a snapshot",
+        "saf/engine/survey.py",
+        "    cursor.execute(lock.as_string(None))\n",
+        "",
+        "only if the session of the survey ended, and VACUUM FULL or a purge came, between this "
+        "statement and the next query, which locks the log too",
+    ),
+    mutant(
+        "a survey is of one task's shards only",
+        "saf/forwarding/surveys.py",
+        "[whole for whole in join_splits(splits) if whole not in splits]",
+        "[one for one in splits[:1] if join_splits(splits) != splits]",
+        f"{SURVEYS}::test_tasks_read_with_a_shared_survey_what_they_read_with_their_own",
+    ),
+    mutant(
+        "the session of a survey outlives its job",
+        "saf/forwarding/surveys.py",
+        "            job.add_done_callback(_end)\n",
+        "            job.add_done_callback(repr)\n",
+        f"{SURVEYS}::test_no_session_is_left_when_the_work_fails",
+    ),
+    mutant(
+        "a slow survey holds up other sources",
+        "saf/forwarding/surveys.py",
+        "PATIENCE_SECONDS if len(jobs) == 1 else OTHERS_SECONDS",
+        "PATIENCE_SECONDS",
+        f"{SURVEYS}::test_a_source_that_takes_long_to_survey_holds_up_no_other",
     ),
     mutant(
         "in Spark, a task does nothing",

@@ -147,7 +147,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what was sent is printed as it is",
-        "saf/cli/console.py",
+        "saf/operating/wording.py",
         "    if text.isprintable():\n",
         "    if text:\n",
         "integration/test_hostile_terminal.py::test_no_command_lets_what_was_sent_command_the_terminal",

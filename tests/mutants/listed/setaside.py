@@ -135,7 +135,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is discarded is not remembered",
         DECIDE,
-        '            audit(connection, "discard", message_ids, why)\n',
+        '            audit(connection, "discard", message_ids, why, person)\n',
         "",
         f"{LETTERS}::test_a_filter_chooses_and_a_discarded_message_is_gone_and_remembered",
     ),

@@ -1,0 +1,174 @@
+"""The operator: one run of ``saf forward``.
+
+exit code    the task
+0            succeeds; is skipped if others forward already or, if you say so, nothing was there
+75           is tried again: a database does not answer; nothing is lost
+2            fails at once: a person has to mend the settings, a schema or a login
+others       are tried again
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from airflow.sdk import AssetAlias, BaseOperator
+from airflow.sdk.exceptions import (
+    AirflowException,
+    AirflowFailException,
+    AirflowSkipException,
+)
+
+from saf_airflow.assets import destination
+from saf_airflow.command import MEND, TRY_AGAIN, Done, Saf, end, finish
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+STOP_SECONDS = 30.0
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+class SafForwardOperator(BaseOperator):
+    """Forwards what is pending in all outboxes of a saf.toml, and ends.
+
+    It returns what ``saf forward --json`` says, such as ``forwarded``, ``parked`` and
+    ``by_destination``. What the command logs, how far it is among it, is in the task's log, line by
+    line as it comes. Each destination where messages were stored gets an event of the asset
+    ``saf://DESTINATION``, with the count as its extra (`saf_airflow.destination`).
+
+    A task that is killed, or takes longer than its ``execution_timeout``, ends the command with all
+    that it has started: by SIGTERM, so that it finishes the chunk in hand, and after
+    ``stop_seconds`` by SIGKILL. Nothing is lost in either case.
+
+    Args:
+        saf: where the command is, and its configuration.
+        saf_conn_id: a connection of Airflow that says so; instead of ``saf``.
+        arguments: more arguments of ``saf forward``, such as ``--spark``, ``always``.
+        skip_if_nothing: skip the task, and what comes after it, if nothing was forwarded.
+        asset_alias: the alias by which assets get their events; None: no events.
+        stop_seconds: how long the chunk in hand may take when the task is ended.
+    """
+
+    template_fields: Sequence[str] = ("arguments",)
+
+    def __init__(
+        self,
+        *,
+        saf: Saf | None = None,
+        saf_conn_id: str | None = None,
+        arguments: Sequence[str] = (),
+        skip_if_nothing: bool = False,
+        asset_alias: str | None = "saf",
+        stop_seconds: float = STOP_SECONDS,
+        **kwargs: Any,
+    ) -> None:
+        if asset_alias is not None:
+            kwargs["outlets"] = [*_several(kwargs.get("outlets")), AssetAlias(asset_alias)]
+        super().__init__(**kwargs)
+        if saf is not None and saf_conn_id is not None:
+            raise ValueError("say either saf or saf_conn_id")
+        self.saf = saf
+        self.saf_conn_id = saf_conn_id
+        self.arguments = arguments
+        self.skip_if_nothing = skip_if_nothing
+        self.asset_alias = asset_alias
+        self.stop_seconds = stop_seconds
+        self._process: subprocess.Popen[str] | None = None
+
+    def execute(self, context: Context) -> dict[str, Any]:
+        """Forward, and say what was forwarded."""
+        saf = found(self.saf, self.saf_conn_id)
+        try:
+            self._process = saf.start(
+                "forward", "--json", "--progress-every", "10", *self.arguments
+            )
+        except OSError as error:
+            raise AirflowFailException(
+                f"{saf.command} cannot be started: {error.strerror}. Say where saf is: "
+                "SafForwardOperator(saf=Saf(command=…)), or a connection's extra"
+            ) from None
+        try:
+            done = finish(self._process, self._say)
+        except BaseException:
+            self.on_kill()
+            raise
+        self._judge(done)
+        self._tell(context, done.said.get("by_destination") or {})
+        return done.said
+
+    def on_kill(self) -> None:
+        """End the command, and all that it has started."""
+        process = self._process
+        if process is None:
+            return
+        if process.poll() is None:
+            end(process.pid, signal.SIGTERM)
+            try:
+                process.wait(self.stop_seconds)
+            except subprocess.TimeoutExpired:
+                self.log.warning("saf has not ended within %g s: it is killed", self.stop_seconds)
+        end(process.pid, signal.SIGKILL)
+
+    def _judge(self, done: Done) -> None:
+        what = f"saf forward has ended with exit code {done.code}"
+        said = f": {why}" if (why := reasons(done)) else ""
+        if done.code == MEND:
+            raise AirflowFailException(f"{what}: a person has to mend something{said}")
+        if done.code != 0:
+            again = "a database does not answer, and nothing is lost" * (done.code == TRY_AGAIN)
+            raise AirflowException(f"{what}{again and ': ' + again}{said}")
+        if not done.said:
+            raise AirflowException(f"{what}, and has said nothing in JSON{said}")
+        if waiting := done.said.get("waiting_lanes"):
+            self.log.warning("messages wait in %d lanes%s", waiting, said)
+        if done.said.get("idle"):
+            raise AirflowSkipException("other forwarders hold all shards: there is nothing to do")
+        if self.skip_if_nothing and not done.said.get("forwarded"):
+            raise AirflowSkipException("nothing was forwarded")
+
+    def _tell(self, context: Context, by_destination: Mapping[str, int]) -> None:
+        """Give the destinations' assets their events."""
+        if self.asset_alias is None:
+            return
+        events = context["outlet_events"][AssetAlias(self.asset_alias)]
+        for name, count in by_destination.items():
+            if count:
+                events.add(destination(name), extra={"forwarded": count})
+
+    def _say(self, line: str) -> None:
+        """A line of the command's log, in that of the task; the command's is one of JSON each."""
+        try:
+            event = json.loads(line)
+            level = event.pop("log_level", "info") if isinstance(event, dict) else "info"
+        except ValueError:
+            level = "info"
+        if level not in LEVELS:
+            level = "info"
+        getattr(self.log, level)("%s", line)
+
+
+def reasons(done: Done) -> str:
+    """What went wrong, and what messages wait for, each once; by the JSON, or else by the log."""
+    said = [*done.said.get("problems", ()), *done.said.get("waiting", ())]
+    return "; ".join(dict.fromkeys(str(one["error"]) for one in said)) or done.errors
+
+
+def found(saf: Saf | None, connection_id: str | None) -> Saf:
+    """The command that is meant: by itself, by a connection, or where it is by default."""
+    if connection_id is None:
+        return saf or Saf()
+    try:
+        return Saf.of_connection(connection_id)
+    except (ValueError, TypeError) as error:
+        raise AirflowFailException(str(error)) from None
+
+
+def _several(outlets: Any) -> list[Any]:
+    if outlets is None:
+        return []
+    return list(outlets) if isinstance(outlets, Sequence) else [outlets]

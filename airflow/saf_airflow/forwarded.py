@@ -1,0 +1,184 @@
+"""The sensor: waits until everything that was sent before a time has been forwarded.
+
+It asks ``saf outbox forwarded``, and succeeds once nothing that is older is pending or parked.
+What came later is not waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from airflow.configuration import conf
+from airflow.sdk import BaseSensorOperator
+from airflow.sdk.exceptions import AirflowFailException
+from airflow.triggers.base import BaseTrigger, TriggerEvent
+
+from saf_airflow.command import MEND, Done, Saf
+from saf_airflow.forward import found
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+FORWARDED, WAITS, DEAD, BROKEN = "forwarded", "waits", "dead", "broken"
+
+
+class SafForwardedSensor(BaseSensorOperator):
+    """Waits until everything that was sent before a time has been forwarded.
+
+    It fails at once if the configuration is broken, or if a message has become a dead letter, which
+    will not be forwarded before a person has decided.
+
+    Args:
+        until: the time; by default, when the run of the DAG was due.
+        since: messages from before it do not count; by default, all do.
+        service: only messages for this service.
+        broker: only this broker, or fleet, of saf.toml.
+        allow_dead: let dead letters count as forwarded.
+        saf: where the command is, and its configuration.
+        saf_conn_id: a connection of Airflow that says so; instead of ``saf``.
+        deferrable: wait in the triggerer, without a worker's slot.
+    """
+
+    template_fields: Sequence[str] = ("until", "since", "service", "broker")
+
+    def __init__(
+        self,
+        *,
+        until: str = "{{ dag_run.run_after.isoformat() }}",
+        since: str | None = None,
+        service: str | None = None,
+        broker: str | None = None,
+        allow_dead: bool = False,
+        saf: Saf | None = None,
+        saf_conn_id: str | None = None,
+        deferrable: bool = conf.getboolean("operators", "default_deferrable", fallback=False),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.until = until
+        self.since = since
+        self.service = service
+        self.broker = broker
+        self.allow_dead = allow_dead
+        self.saf = saf
+        self.saf_conn_id = saf_conn_id
+        self.deferrable = deferrable
+
+    def execute(self, context: Context) -> Any:
+        """Wait here, or in the triggerer."""
+        if not self.deferrable:
+            return super().execute(context)
+        if not self.poke(context):
+            saf = found(self.saf, self.saf_conn_id)
+            self.defer(
+                trigger=SafForwardedTrigger(
+                    command=saf.command,
+                    config=saf.config,
+                    environment=saf.environment,
+                    question=self._question(),
+                    poll_seconds=self.poke_interval,
+                ),
+                method_name="execute_complete",
+                timeout=self._left(),
+            )
+        return None
+
+    def poke(self, context: Context) -> bool:  # noqa: ARG002 - Airflow's signature
+        """Ask once."""
+        saf = found(self.saf, self.saf_conn_id)
+        try:
+            done = asyncio.run(saf.ask(*self._question()))
+        except OSError as error:
+            raise AirflowFailException(f"{saf.command} cannot be started: {error}") from None
+        return self._judged(*answer(done))
+
+    def execute_complete(self, context: Context, event: Mapping[str, str]) -> None:  # noqa: ARG002
+        """Go on where the triggerer has ended."""
+        if not self._judged(event["state"], event["said"]):
+            raise AirflowFailException(f"the trigger has ended too early: {dict(event)}")
+
+    def _judged(self, state: str, said: str) -> bool:
+        if state == BROKEN:
+            raise AirflowFailException(f"a person has to mend something: {said}")
+        if state == DEAD and not self.allow_dead:
+            raise AirflowFailException(
+                f"a dead letter will not be forwarded before a person has decided: {said}"
+            )
+        if state == WAITS:
+            self.log.info("not yet: %s", said)
+        return state != WAITS
+
+    def _question(self) -> list[str]:
+        words = ["outbox", "forwarded", "--json", "--until", str(self.until)]
+        more = {"--since": self.since, "--service": self.service, "--broker": self.broker}
+        for name, value in more.items():
+            if value is not None:
+                words += [name, str(value)]
+        return words
+
+    def _left(self) -> Any:
+        from datetime import timedelta
+
+        return timedelta(seconds=self.timeout)
+
+
+class SafForwardedTrigger(BaseTrigger):
+    """Fires once, when there is nothing more to wait for; see `SafForwardedSensor`."""
+
+    def __init__(
+        self,
+        *,
+        command: str,
+        question: Sequence[str],
+        config: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        poll_seconds: float = 60.0,
+    ) -> None:
+        super().__init__()
+        self.saf = Saf(command=command, config=config, environment=environment or {})
+        self.question = list(question)
+        self.poll_seconds = poll_seconds
+
+    def serialize(self) -> tuple[str, dict[str, Any]]:
+        """What makes the same trigger elsewhere."""
+        return (
+            f"{__name__}.{type(self).__qualname__}",
+            {
+                "command": self.saf.command,
+                "config": self.saf.config,
+                "environment": dict(self.saf.environment),
+                "question": self.question,
+                "poll_seconds": self.poll_seconds,
+            },
+        )
+
+    async def run(self) -> AsyncIterator[TriggerEvent]:
+        """Ask until it is so."""
+        while True:
+            try:
+                state, said = answer(await self.saf.ask(*self.question))
+            except TimeoutError:
+                state, said = WAITS, f"{self.saf.command} does not answer"
+            except OSError as error:
+                state, said = BROKEN, f"{self.saf.command} cannot be started: {error}"
+            if state != WAITS:
+                yield TriggerEvent({"state": state, "said": said})
+                return
+            await asyncio.sleep(self.poll_seconds)
+
+
+def answer(done: Done) -> tuple[str, str]:
+    """What the command has answered: a state, and what to tell people."""
+    brokers = done.said.get("brokers", [])
+    if done.code == 0 and brokers:
+        return FORWARDED, ""
+    left = [f"{one['broker']}: {', '.join(one['left'])}" for one in brokers if one["left"]]
+    errors = [f"{one['broker']}: {one['error']}" for one in done.said.get("errors", ())]
+    said = "; ".join([*left, *errors]) or done.errors
+    if done.code == MEND:
+        return BROKEN, said
+    if done.code == 1 and brokers and not any(one["waits"] for one in brokers):
+        return DEAD, said
+    return WAITS, said

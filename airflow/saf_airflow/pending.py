@@ -1,0 +1,95 @@
+"""The trigger: starts a DAG when something is pending.
+
+    watcher = AssetWatcher(name="saf", trigger=SafPendingTrigger(config="/etc/saf/saf.toml"))
+    waiting = Asset("saf_pending", watchers=[watcher])
+
+    with DAG("saf_forward", schedule=[waiting], max_active_runs=1): …
+
+It asks ``saf outbox list``, which reads little however deep a backlog is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from airflow.triggers.base import BaseEventTrigger, TriggerEvent
+
+from saf_airflow.command import Done, Saf
+
+STATES = ("pending", "parked")
+
+
+class SafPendingTrigger(BaseEventTrigger):
+    """Fires when an outbox has a message that is pending or parked.
+
+    It fires again after ``again_seconds`` for as long as there is one: parked messages are tried
+    again by a run of the forwarder, and a run that did not come to its end is made good by the next
+    one. It never ends by itself: what goes wrong is logged, and asked again.
+
+    Args:
+        command: where the command ``saf`` is.
+        config: its saf.toml.
+        environment: more variables for it.
+        poll_seconds: how often it asks while there is nothing.
+        again_seconds: how long it pauses after it has fired.
+    """
+
+    def __init__(
+        self,
+        *,
+        command: str = Saf.command,
+        config: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        poll_seconds: float = 10.0,
+        again_seconds: float = 60.0,
+    ) -> None:
+        super().__init__()
+        self.saf = Saf(command=command, config=config, environment=environment or {})
+        self.poll_seconds = poll_seconds
+        self.again_seconds = again_seconds
+
+    def serialize(self) -> tuple[str, dict[str, Any]]:
+        """What makes the same trigger elsewhere."""
+        return (
+            f"{__name__}.{type(self).__qualname__}",
+            {
+                "command": self.saf.command,
+                "config": self.saf.config,
+                "environment": dict(self.saf.environment),
+                "poll_seconds": self.poll_seconds,
+                "again_seconds": self.again_seconds,
+            },
+        )
+
+    async def run(self) -> AsyncIterator[TriggerEvent]:
+        """Ask, and fire."""
+        while True:
+            found = await self._found()
+            if found:
+                yield TriggerEvent(found)
+            await asyncio.sleep(self.again_seconds if found else self.poll_seconds)
+
+    async def _found(self) -> dict[str, list[str]]:
+        """The brokers that have messages of each state; empty if none has any."""
+        found: dict[str, list[str]] = {}
+        for state in STATES:
+            try:
+                done = await self.saf.ask(
+                    "outbox", "list", "--state", state, "--limit", "1", "--json"
+                )
+            except (OSError, TimeoutError) as error:
+                self.log.error("%s cannot be asked: %s", self.saf.command, error)  # noqa: TRY400
+                return {}
+            if done.code:
+                self.log.warning("saf outbox list: exit code %d: %s", done.code, _said(done))
+            brokers = {one["broker"] for one in done.said.get("messages", ())}
+            if brokers:
+                found[state] = sorted(brokers)
+        return found
+
+
+def _said(done: Done) -> str:
+    errors = [f"{one['broker']}: {one['error']}" for one in done.said.get("errors", ())]
+    return "; ".join(errors) or done.errors

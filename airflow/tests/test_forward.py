@@ -1,0 +1,165 @@
+"""SafForwardOperator, by ``airflow dags test`` on SQLite, against two databases."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+
+from conftest import AIRFLOW, PYTHON, SAF, Site, until
+
+FORWARD = (
+    "SafForwardOperator(task_id='forward', saf=SAF, retries=1, retry_delay=timedelta(0){more})"
+)
+
+SHOW = """
+forward = {forward}
+def show(said):
+    print("SAID", said["forwarded"], said["by_destination"])
+show = PythonOperator(task_id="show", python_callable=show, op_args=[forward.output])
+"""
+
+
+def forward(more: str = "") -> str:
+    return FORWARD.format(more=f", {more}" if more else "")
+
+
+def forwarders(site: Site) -> list[str]:
+    """The processes that forward here."""
+    words = f"saf forward --json .*--config {site.config}"
+    done = subprocess.run(["pgrep", "-f", words], capture_output=True, text=True, check=False)
+    return done.stdout.split()
+
+
+def test_what_is_pending_is_forwarded_and_the_next_task_gets_the_json(site: Site) -> None:
+    site.send(3)
+    site.dag("ok", SHOW.format(forward=forward()))
+    said = site.test("ok")
+    assert "SAID 3 {'mom': 3}" in said
+    assert site.stored() == 3
+    assert {state for state, _ in site.states("ok").values()} == {"success"}
+    assert site.asset_events() == [("saf://mom/", {"forwarded": 3})]
+
+
+def test_a_run_that_finds_nothing_succeeds_without_an_event_or_is_skipped(site: Site) -> None:
+    site.dag("nothing", forward())
+    site.test("nothing")
+    assert site.states("nothing")["forward"][0] == "success"
+    assert site.asset_events() == []
+    site.dag("skipped", forward("skip_if_nothing=True"))
+    site.test("skipped")
+    assert site.states("skipped")["forward"][0] == "skipped"
+
+
+def test_a_destination_that_is_down_is_tried_again(site: Site) -> None:
+    site.send()
+    text = site.config.read_text().replace(json.dumps(site.mom), '"host=/nonexistent dbname=gone"')
+    site.config.write_text(text)
+    site.dag("down", forward())
+    said = site.test("down")
+    assert "exit code 75: a database does not answer, and nothing is lost" in said
+    assert site.states("down")["forward"] == ("failed", 2)
+    assert "/nonexistent" in said
+
+
+def test_a_broken_configuration_fails_at_once(site: Site) -> None:
+    site.config.write_text("[brokers.shop]\nhost = 7\n")
+    site.dag("broken", forward())
+    said = site.test("broken")
+    assert "exit code 2: a person has to mend something" in said
+    assert site.states("broken")["forward"] == ("failed", 1)
+
+
+def test_a_command_that_is_not_there_fails_at_once_and_says_where_it_was_looked_for(
+    site: Site,
+) -> None:
+    site.dag("missing", forward().replace("saf=SAF", "saf=Saf(command='/opt/nowhere/saf')"))
+    assert "/opt/nowhere/saf cannot be started: No such file" in site.test("missing")
+    assert site.states("missing")["forward"] == ("failed", 1)
+
+
+def test_a_connection_says_where_saf_is(site: Site) -> None:
+    site.send()
+    extra = {"command": str(SAF), "config": str(site.config)}
+    site.dag("connected", forward().replace("saf=SAF", "saf_conn_id='saf'"))
+    connection = json.dumps({"conn_type": "generic", "extra": extra})
+    with subprocess.Popen(
+        [str(AIRFLOW), "dags", "test", "connected"],
+        env={**site.environment, "AIRFLOW_CONN_SAF": connection},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        process.wait(300)
+    assert site.stored() == 1
+
+
+def test_a_task_that_takes_too_long_ends_the_command_and_the_next_run_loses_nothing(
+    site: Site,
+) -> None:
+    site.send(5)
+    with _locked(site):
+        site.dag(
+            "slow",
+            forward("stop_seconds=1, execution_timeout=timedelta(seconds=8)").replace(
+                "retries=1", "retries=0"
+            ),
+        )
+        site.test("slow")
+        assert site.states("slow")["forward"][0] == "failed"
+        assert not forwarders(site)
+    site.dag("after", forward())
+    site.test("after")
+    assert site.stored() == 5
+
+
+def test_a_task_that_is_killed_in_the_middle_ends_the_command_with_all_that_it_has_started(
+    site: Site,
+) -> None:
+    site.send(5)
+    with _locked(site):
+        site.dag("killed", forward("stop_seconds=1"))
+        with site.start("killed") as process:
+            until(lambda: forwarders(site))
+            until(lambda: _waiting(site))
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=120)
+        assert not forwarders(site)
+    site.dag("after", forward())
+    site.test("after")
+    assert site.stored() == 5
+
+
+def _waiting(site: Site) -> bool:
+    rows = site.sql(
+        site.mom,
+        "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' "
+        "AND datname = current_database()",
+    )
+    return bool(rows[0][0])
+
+
+class _locked:  # noqa: N801 - read like a function
+    """Nothing can be stored while the block runs."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+
+    def __enter__(self) -> None:
+        script = (
+            "import sys, psycopg\n"
+            "with psycopg.connect(sys.argv[1]) as connection:\n"
+            "    connection.execute('LOCK TABLE saf.inbox, saf.watermark')\n"
+            "    print('locked', flush=True)\n"
+            "    sys.stdin.read()\n"
+        )
+        self.process = subprocess.Popen(
+            [PYTHON, "-c", script, self.site.mom],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "locked\n"
+
+    def __exit__(self, *_: object) -> None:
+        self.process.communicate("", timeout=60)

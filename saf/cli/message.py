@@ -1,0 +1,76 @@
+"""``saf message``: one message, from its sender to its handlers."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+from uuid import UUID
+
+import typer
+
+from saf.cli.brokers import AsJson, Config, Round, Where, everywhere
+from saf.cli.console import echo
+from saf.cli.listing import Listing
+from saf.config import load
+from saf.errors import UsageError
+from saf.operating import journey
+from saf.operating.journey import Stay
+from saf.operating.wording import at
+
+
+def command(
+    message_id: Annotated[UUID, typer.Argument(help="As `saf outbox list` or a handler has it.")],
+    *,
+    key: Annotated[
+        str | None, typer.Option(help="Of the message: finds it sooner. Default: any.")
+    ] = None,
+    config: Config = None,
+    broker: Where = None,
+    timeout: Annotated[
+        float, typer.Option(min=0.01, help="Of a statement, in seconds.")
+    ] = journey.SECONDS,
+    as_json: AsJson = False,
+) -> None:
+    """Show where one message is, in all brokers.
+
+    It says what each knows of it: sent, stored, taken by which subscription, parked, dead, and what
+    people decided.
+    """
+    round_ = Round(everywhere(load(config), broker))
+    found = round_.visit(
+        "outbox",
+        lambda connection, _: journey.stay(connection, message_id, key, seconds=timeout),
+    )
+    known = {name: one for name, one in found.items() if not one.nothing}
+    if as_json:
+        rows = [{"broker": name, **one.as_dict()} for name, one in known.items()]
+        echo(json.dumps({"message": rows, "errors": round_.errors()}))
+    else:
+        _listing(known).show()
+    if not known and not round_.failed:
+        raise UsageError(f"no broker knows a message {message_id}")
+    round_.finish(say=not as_json)
+
+
+def _listing(known: dict[str, Stay]) -> Listing:
+    listing = Listing("broker", "when", "what", "by", below="why")
+    for name, there in known.items():
+        if there.sent is not None:
+            sent = there.sent.message
+            listing.add(name, at(sent.created_at), f"sent, {sent.state}", f"to {sent.service}")
+        if there.stored is not None:
+            listing.add(name, at(there.stored.received_at), "stored", f"for {there.stored.service}")
+        for one in there.readings:
+            listing.add(name, "", "taken" if one.complete else "unread", one.subscription)
+        for aside in there.aside:
+            what = aside.lane or aside.reason or ""
+            listing.add(
+                name, at(aside.since), f"{aside.state}: {what}", aside.subscription,
+                below=aside.error or "",
+            )  # fmt: skip
+        for decided in there.decided:
+            listing.add(
+                name, at(decided.audit_at), decided.action, decided.person or decided.who,
+                below=decided.why,
+            )  # fmt: skip
+    return listing

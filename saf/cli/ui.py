@@ -1,0 +1,99 @@
+"""``saf ui``: the dashboard, in a browser."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from pydantic import SecretStr
+
+from saf.cli.brokers import Config
+from saf.cli.console import echo
+from saf.config import Settings, load
+from saf.errors import MissingExtra, UsageError
+
+if TYPE_CHECKING:
+    import uvicorn
+
+PACKAGES = ("jinja2", "jsonpath", "starlette", "uvicorn")
+LOCAL = ("127.0.0.1", "::1", "localhost")
+ENDING_SECONDS = 3
+"""How long open pages may hold up the end."""
+
+
+def command(
+    *,
+    config: Config = None,
+    host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8400,
+    write: Annotated[
+        bool, typer.Option("--write", help="Let those who may operate change something.")
+    ] = False,
+) -> None:
+    """Show all brokers in a browser.
+
+    Whoever logs in with the token of [ui] in saf.toml may look, and with operate_token also act, if
+    it is started with --write. Without any token there, one is made up and printed. docs/ui.md says
+    more. It stays until SIGTERM or Ctrl-C.
+    """
+    server, listening, said = prepared(load(config), host=host, port=port, write=write)
+    for line in said:
+        echo(line, err=True)
+    server.run(sockets=[listening])
+
+
+def prepared(
+    settings: Settings, *, host: str, port: int, write: bool
+) -> tuple[uvicorn.Server, socket.socket, list[str]]:
+    """Return a server of the dashboard, where it will listen, and what to tell who started it.
+
+    Raises:
+        MissingExtra: packages are missing.
+        UsageError: it cannot be served there.
+    """
+    for package in PACKAGES:
+        if find_spec(package) is None:
+            raise MissingExtra("ui", "saf ui")
+    import uvicorn
+
+    import saf.ui
+
+    settings, made_up = with_token(settings)
+    # the peer's own address decides which headers are believed: see saf.ui.access
+    configured = uvicorn.Config(
+        saf.ui.app(settings, write=write),
+        proxy_headers=False,
+        server_header=False,
+        log_level="warning",
+        timeout_graceful_shutdown=ENDING_SECONDS,
+    )
+    shown = f"[{host}]" if ":" in host else host
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise UsageError(
+            f"the dashboard cannot be served at {shown}:{port}: {error.strerror or error}; name "
+            "another --port, or 0 for any that is free"
+        ) from None
+    said = [f"the dashboard is at http://{shown}:{listening.getsockname()[1]}/"]
+    if made_up is not None:
+        said.append(f"log in with the token {made_up}")
+    if host not in LOCAL:
+        said.append("others reach it unencrypted: put a reverse proxy with https before it")
+    if not write:
+        said.append("nobody can change anything: it was started without --write")
+    return uvicorn.Server(configured), listening, said
+
+
+def with_token(settings: Settings) -> tuple[Settings, str | None]:
+    """Return the settings with a way to log in, and the token that was made up for it."""
+    ui = settings.ui
+    if ui.token or ui.operate_token or ui.user_header:
+        return settings, None
+    token = secrets.token_urlsafe(24)
+    opened = ui.model_copy(update={"operate_token": SecretStr(token)})
+    return settings.model_copy(update={"ui": opened}), token

@@ -1,0 +1,204 @@
+"""The demo's Kafka broker, started where its jars are, and what is in its topics.
+
+The jars are those of a Kafka that is installed (``KAFKA_HOME``), or those that ``make kafka`` has
+fetched.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from saf.demo.proof import Received
+from saf.demo.received import free_port, received_of
+from saf.destinations.kafka import Kafka
+from saf.errors import MissingExtra, UsageError
+from saf.spark.java import cache_folder
+
+if TYPE_CHECKING:
+    from confluent_kafka import Consumer
+
+MISSING = (
+    "there are no jars of Kafka on this machine: make kafka, which needs Maven (apt install maven "
+    "default-jre-headless), or set KAFKA_HOME"
+)
+START_SECONDS = 60.0
+SMALL = ("-Xmx384m", "-Xms96m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData")
+CLUSTER_ID = "c2FmLWRlbW8tY2x1c3Rlcg"
+SETTINGS = {
+    "process.roles": "broker,controller",
+    "node.id": "1",
+    "controller.listener.names": "CONTROLLER",
+    "offsets.topic.replication.factor": "1",
+    "offsets.topic.num.partitions": "1",
+    "transaction.state.log.replication.factor": "1",
+    "transaction.state.log.min.isr": "1",
+    "transaction.state.log.num.partitions": "1",
+    "group.initial.rebalance.delay.ms": "0",
+    "auto.create.topics.enable": "false",
+    "log.cleaner.dedupe.buffer.size": "4194304",
+    "num.partitions": "1",
+}
+"""Of a cluster of one broker, which is its own controller, and small."""
+AT_ONCE = 10_000
+
+
+def jars() -> Path | None:
+    """Return the folder of Kafka's jars; None if there is none."""
+    folders = [cache_folder() / "kafka"]
+    if home := os.environ.get("KAFKA_HOME"):
+        folders.insert(0, Path(home) / "libs")
+    return next((one for one in folders if [*one.glob("kafka-clients-*.jar")]), None)
+
+
+def java(folder: Path, program: str, *arguments: object) -> list[str]:
+    """Return the command that runs one of Kafka's programs.
+
+    Raises:
+        UsageError: there is no Java, or there are no jars.
+    """
+    home = os.environ.get("JAVA_HOME")
+    found = shutil.which("java", path=f"{home}/bin" if home else None)
+    there = jars()
+    if found is None or there is None:
+        raise UsageError(MISSING)
+    quiet = folder / "log4j2.yaml"
+    quiet.write_text("Configuration:\n  Loggers:\n    Root:\n      level: error\n")
+    log = f"-Dlog4j2.configurationFile={quiet}"
+    return [found, *SMALL, log, "-cp", f"{there}/*", program, *map(str, arguments)]
+
+
+def broker(folder: Path, port: int, more: Mapping[str, str] | None = None) -> list[str]:
+    """Return the command that starts a broker with what its folder holds, which is made if needed.
+
+    ``more`` are settings; listeners are there besides that of the port.
+    """
+    control = free_port()
+    given = dict(more or {})
+    listeners = given.pop("listeners", "")
+    protocols = given.pop("listener.security.protocol.map", "")
+    here = f"PLAINTEXT://127.0.0.1:{port}"
+    settings = {
+        **SETTINGS,
+        "controller.quorum.voters": f"1@127.0.0.1:{control}",
+        "listeners": ",".join(filter(None, [here, f"CONTROLLER://127.0.0.1:{control}", listeners])),
+        "advertised.listeners": ",".join(filter(None, [here, listeners])),
+        "listener.security.protocol.map": ",".join(
+            filter(None, ["PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT", protocols])
+        ),
+        "log.dirs": str(folder / "data"),
+        **given,
+    }
+    file = folder / "server.properties"
+    file.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
+    if not (folder / "data" / "meta.properties").exists():
+        made = java(folder, "kafka.tools.StorageTool", "format", "-t", CLUSTER_ID, "-c", file)
+        subprocess.run(made, check=True, capture_output=True)  # noqa: S603 - found on this machine
+    return java(folder, "kafka.Kafka", file)
+
+
+@contextmanager
+def serve(folder: Path) -> Iterator[Kafka]:
+    """Give a broker as a destination; what it holds is in the folder.
+
+    Raises:
+        UsageError: there are no jars of Kafka on this machine.
+    """
+    try:
+        import confluent_kafka  # noqa: F401 - needed below
+    except ImportError:
+        raise MissingExtra("kafka", "a demo to Kafka") from None
+    folder = folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    _stop(folder)
+    port = free_port()
+    with (folder / "log").open("ab") as log:
+        process = subprocess.Popen(  # noqa: S603 - found on this machine
+            broker(folder, port),
+            stdout=log,
+            stderr=log,
+            process_group=0,  # Ctrl-C is for this process, which then ends the broker
+        )
+    (folder / "pid").write_text(str(process.pid))
+    settings = Kafka(brokers=f"127.0.0.1:{port}", topic="flights.{service}", partitions=4)
+    try:
+        _wait_for(settings, process)
+        yield settings
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def received(settings: Kafka) -> Iterator[Received]:
+    """Give all messages of all topics, each partition in its order; by the usual client."""
+    from confluent_kafka import Consumer, TopicPartition
+
+    consumer = Consumer({
+        "bootstrap.servers": settings.brokers, "group.id": "proof", "enable.auto.commit": False,
+        "isolation.level": "read_committed", "enable.partition.eof": True,
+    })  # fmt: skip
+    try:
+        topics = consumer.list_topics(timeout=START_SECONDS).topics
+        places = [
+            TopicPartition(topic, number, 0)
+            for topic in sorted(topics)
+            if topic.startswith("flights.")
+            for number in topics[topic].partitions
+        ]
+        for number, place in enumerate(places):
+            yield from _of_partition(consumer, place, first=number << 40)
+    finally:
+        consumer.close()
+
+
+def _of_partition(consumer: Consumer, place: object, *, first: int) -> Iterator[Received]:
+    consumer.assign([place])  # type: ignore[list-item] # a TopicPartition
+    number = first
+    while True:
+        for one in consumer.consume(AT_ONCE, 0.2):
+            if one.error() is not None:
+                return  # its end
+            number += 1
+            said = {str(pair[0]): _text(pair[1]) for pair in one.headers() or ()}
+            yield received_of(number, said, one.value() or b"")
+
+
+def _text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _wait_for(settings: Kafka, process: subprocess.Popen[bytes]) -> None:
+    from saf.destinations.kafka.server import open_link
+
+    until = time.monotonic() + START_SECONDS
+    while process.poll() is None and time.monotonic() < until:
+        try:
+            open_link("kafka", settings).close()
+        except Exception:
+            time.sleep(0.1)
+            continue
+        return
+    raise UsageError("Kafka does not start: its log is in the demo's folder")
+
+
+def _stop(folder: Path) -> None:
+    """Stop a broker of this folder that a killed demo has left."""
+    noted = folder / "pid"
+    if not noted.exists():
+        return
+    pid = noted.read_text().strip()
+    if str(folder) in _command_of(pid):
+        subprocess.run(["kill", pid], check=False)  # noqa: S603, S607
+        while str(folder) in _command_of(pid):
+            time.sleep(0.05)
+
+
+def _command_of(pid: str) -> str:
+    asked: Sequence[str] = ["ps", "-o", "command=", "-p", pid]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout  # noqa: S603

@@ -1,0 +1,52 @@
+"""What the demo sends to streams of a RabbitMQ server, and what is in them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from saf.demo import rabbitmq_server
+from saf.demo.proof import Received
+from saf.demo.received import received_of
+from saf.destinations.rabbitmq_stream import RabbitmqStream, amqp
+from saf.destinations.rabbitmq_stream.reading import entries
+from saf.destinations.rabbitmq_stream.server import connected
+from saf.errors import Unavailable
+
+STREAM = "flights"
+
+
+@contextmanager
+def serve(folder: Path) -> Iterator[RabbitmqStream]:
+    """Give a server as a destination; what it holds is in the folder.
+
+    Raises:
+        UsageError: there is no rabbitmq-server on this machine.
+    """
+    with rabbitmq_server.serve(folder) as ports:
+        there = RabbitmqStream(server=f"rabbitmq-stream://127.0.0.1:{ports.streams}", topic=STREAM)
+        _wait_for(there)
+        yield there
+
+
+def received(settings: RabbitmqStream) -> Iterator[Received]:
+    """Give all messages of the stream, in its order."""
+    with connected("rabbitmq_stream", settings) as link:
+        for number, message in entries(link.connection, STREAM):
+            yield received_of(number, *amqp.read(message))
+
+
+def _wait_for(there: RabbitmqStream) -> None:
+    """Wait until a server that was just started has its streams."""
+    until = time.monotonic() + rabbitmq_server.START_SECONDS
+    while True:
+        try:
+            with connected("rabbitmq_stream", there) as link:
+                link.connection.replicas([STREAM, there.marks])
+                return
+        except Unavailable:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)

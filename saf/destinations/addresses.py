@@ -1,0 +1,58 @@
+"""Addresses of servers with virtual hosts, as URLs without their login, for kinds that have such.
+
+SCHEME://host:port/vhost          one server; without a path, the virtual host ``/``
+SCHEME://host,host:port           a cluster: whichever answers first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import unquote, urlsplit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where servers are."""
+
+    hosts: tuple[tuple[str, int], ...]
+    virtual_host: str
+    tls: bool
+
+
+def parse(text: str, ports: Mapping[str, int], secure: str, named: str) -> Address:
+    """Return an address.
+
+    >>> parse("amqps://n1,[::1]:7000/a%2Fb", {"amqp": 5672, "amqps": 5671}, "amqps", "server")
+    Address(hosts=(('n1', 5671), ('::1', 7000)), virtual_host='a/b', tls=True)
+
+    Args:
+        text: the address.
+        ports: the port by default, by the scheme.
+        secure: the scheme with TLS.
+        named: what is said of what is none.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if "@" in text:
+        raise ValueError("give a login by username = … and password = …, not in the address")
+    scheme, _, rest = text.partition("://")
+    if scheme not in ports or not rest:
+        raise ValueError(f"{text!r} is no address of a {named}")
+    places, slash, path = rest.partition("/")
+    if "/" in path or "?" in path or (slash and not path):
+        raise ValueError(f"{text!r}: a virtual host is one name, with %2F for a slash in it")
+    hosts = tuple(_host(text, place, ports[scheme]) for place in places.split(","))
+    return Address(hosts=hosts, virtual_host=unquote(path) or "/", tls=scheme == secure)
+
+
+def _host(text: str, place: str, port: int) -> tuple[str, int]:
+    url = urlsplit(f"//{place}")
+    try:
+        host, given = url.hostname, url.port
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}") from None
+    if not host or url.query:
+        raise ValueError(f"{text!r} lacks a host, or has something after it")
+    return host, given or port

@@ -1,0 +1,172 @@
+"""The kind ``kafka``: topics of a Kafka cluster, exactly once.
+
+    [destinations.events]
+    kind = "kafka"
+    brokers = "kafka-1.example.com:9093,kafka-2.example.com:9093"
+    security_protocol = "SASL_SSL"
+    sasl_mechanism = "SCRAM-SHA-512"
+    username = "saf"
+    password = "${KAFKA_PASSWORD}"
+    topic = "orders.{service}"              # topic orders.billing
+
+`saf.destinations.kafka.transactions` tells how a chunk is stored, `saf.destinations.kafka.marks`
+how marks are kept, and who owns a shard. The client is the extra ``kafka``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from uuid import UUID
+
+import pydantic
+from pydantic import AfterValidator, PrivateAttr, SecretStr
+
+from saf.database.bounds import Bounds
+from saf.destinations import Capabilities, Destination
+from saf.destinations.kafka.names import brokers, topic_name
+from saf.destinations.marks import Known
+from saf.destinations.queues import Format, QueueSettings, client_needed
+from saf.destinations.reading import Reading
+from saf.destinations.settings import Guarantee, within
+
+if TYPE_CHECKING:
+    from saf.destinations.kafka.server import Link
+
+
+def _brokers(text: str) -> str:
+    brokers(text)
+    return text
+
+
+def _marks_topic(text: str) -> str:
+    if topic_name(text) != text:
+        raise ValueError(f"{text!r} is no name of a topic: it has letters, digits, '.', '_', '-'")
+    return text
+
+
+class Kafka(QueueSettings):
+    """Topics of a Kafka cluster."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        exactly_once=True, fences=True, reads_back=True, takes_dialogs=False
+    )
+
+    kind: Literal["kafka"] = "kafka"
+    brokers: Annotated[str, AfterValidator(_brokers)]
+    """Some brokers of the cluster, which know the others: `host:9092,host:9092`."""
+    format: Format = "saf"  # type: ignore[assignment] # one more than others
+    """How headers are named: `saf-id` and so on, or as CloudEvents: `cloudevents` in binary mode,
+    `cloudevents-structured` with the body as the whole event."""
+    marks_topic: Annotated[str, AfterValidator(_marks_topic)] = "saf.marks"
+    """The topic of the marks; one that does not exist is made."""
+    partitions: Annotated[int, within(1, 10_000)] | None = None
+    """How many partitions a topic of messages has that saf makes; by default, the cluster says."""
+    replicas: Annotated[int, within(1, 100)] | None = None
+    """How many brokers keep a topic that saf makes; by default, the cluster says."""
+    step_rows: Annotated[int, within(1, 1_000_000)] = 50_000
+    """Messages of one transaction, at most."""
+    compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = "none"
+    """How messages are compressed."""
+    security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
+    """As in Kafka's own settings."""
+    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] | None = None
+    """With SASL: how the user logs in."""
+    username: str | None = None
+    """With SASL: the user."""
+    password: SecretStr | None = None
+    """With SASL: the user's password."""
+    ca_file: Path | None = None
+    """With TLS: certificates that the brokers' are checked with; by default, the system's."""
+    certificate_file: Path | None = None
+    """With TLS: the client's certificate."""
+    key_file: Path | None = None
+    """With TLS: the key of the client's certificate."""
+    key_password: SecretStr | None = None
+    """With TLS: the password of that key, if it has one."""
+
+    _bounds: Bounds = PrivateAttr(default_factory=Bounds)
+
+    @pydantic.model_validator(mode="after")
+    def _has_what_its_protocol_needs(self) -> Self:
+        sasl = [name for name in ("sasl_mechanism", "username", "password") if getattr(self, name)]
+        if self.security_protocol.startswith("SASL"):
+            if len(sasl) < 3:  # noqa: PLR2004 - all of them
+                raise ValueError("SASL needs sasl_mechanism, username and password")
+        elif sasl:
+            raise ValueError(f"{sasl[0]} needs security_protocol = 'SASL_SSL' or 'SASL_PLAINTEXT'")
+        if (self.certificate_file is None) != (self.key_file is None):
+            raise ValueError("certificate_file and key_file are given together")
+        if (self.ca_file or self.certificate_file) and not self.security_protocol.endswith("SSL"):
+            raise ValueError("certificates need security_protocol = 'SSL' or 'SASL_SSL'")
+        if self.key_password and not self.key_file:
+            raise ValueError("key_password needs key_file")
+        return self
+
+    @property
+    def bounds(self) -> Bounds:
+        """How long anything is waited for."""
+        return self._bounds
+
+    def bounded(self, bounds: Bounds) -> Self:
+        """Return these settings with saf.toml's ``[bounds]``."""
+        mine = self.model_copy()
+        mine._bounds = bounds
+        return mine
+
+    def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
+        """Return the topics as a destination; see `DestinationSettings.open`."""
+        with client_needed(name, "kafka"):
+            from saf.destinations.kafka.transactions import Transactions  # a driver has no Arrow
+        return Transactions(name, self)
+
+    @classmethod
+    def preload(cls) -> None:
+        """Import what `open` imports; without the client, nobody uses this kind."""
+        try:
+            import confluent_kafka  # noqa: F401 - to have it imported
+        except ImportError:
+            return
+        import saf.destinations.kafka.transactions  # noqa: F401 - to have it imported
+
+    @contextmanager
+    def _connected(self, name: str) -> Iterator[Link]:
+        with client_needed(name, "kafka"):
+            from saf.destinations.kafka.server import connected
+        with connected(name, self) as link:
+            yield link
+
+    def identity(self, name: str) -> UUID:
+        """Return what the marks say, or will say; see `DestinationSettings.identity`."""
+        with self._connected(name) as link:
+            return link.identity()
+
+    def known(self, name: str, source: UUID, *, role: str) -> Known:  # noqa: ARG002 - nobody asks
+        """Return the marks of a source; see `DestinationSettings.known`."""
+        with self._connected(name) as link:
+            return link.known(source)
+
+    def reading(self, name: str) -> AbstractContextManager[Reading]:
+        """Open the topics for reading; see `DestinationSettings.reading`.
+
+        Raises:
+            CannotReadBack: messages were removed.
+        """
+        with client_needed(name, "kafka"):
+            from saf.destinations.kafka.reading import read
+        return read(name, self)
+
+    def problems(self, name: str) -> Iterator[tuple[str, str]]:
+        """Raise what the cluster would be refused for; see `DestinationSettings.problems`."""
+        with self._connected(name) as link:
+            link.look()
+        yield from ()
+
+    def guarantee(self, name: str) -> Guarantee:
+        """Return what the cluster's settings really give; see `DestinationSettings.guarantee`."""
+        with self._connected(name) as link:
+            from saf.destinations.kafka.guarantee import guarantee
+
+            return guarantee(link)

@@ -1,0 +1,166 @@
+"""Clients of a Kafka cluster: their settings, how long they wait, and what their errors mean.
+
+A client of librdkafka never gives up by itself: it connects again and again, and tells of it only
+by a callback. So each call waits in short slices here, and between two of them looks at what was
+told (`Voices`). If no broker can be reached, or the login is refused, it ends at once; if a broker
+is there and says nothing, after its bound.
+
+What a later attempt may find mended is `Unavailable`; what a person has to mend is `Refused`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from confluent_kafka import KafkaError, KafkaException
+
+from saf.destinations.kafka.names import brokers
+from saf.destinations.queues import unusable
+from saf.errors import Refused, SafError, Unavailable
+
+if TYPE_CHECKING:
+    from saf.destinations.kafka import Kafka
+
+SLICE_SECONDS = 0.25
+SHORTEST_MS, LONGEST_MS = 1_000, 300_000
+
+NOT_YET = frozenset({
+    KafkaError._TIMED_OUT, KafkaError._TRANSPORT, KafkaError._WAIT_COORD,
+    KafkaError.REQUEST_TIMED_OUT, KafkaError.NETWORK_EXCEPTION, KafkaError.BROKER_NOT_AVAILABLE,
+    KafkaError.LEADER_NOT_AVAILABLE, KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.REPLICA_NOT_AVAILABLE, KafkaError.FENCED_LEADER_EPOCH,
+    KafkaError.UNKNOWN_LEADER_EPOCH, KafkaError.OFFSET_NOT_AVAILABLE,
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS, KafkaError.COORDINATOR_NOT_AVAILABLE,
+    KafkaError.NOT_COORDINATOR, KafkaError.NOT_CONTROLLER,
+})  # fmt: skip
+"""Codes after which a call goes on when it is made again: a broker has just come, or gone."""
+GONE = frozenset({KafkaError._ALL_BROKERS_DOWN})
+LOGIN = frozenset({KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED})
+HARMLESS = NOT_YET | GONE | {KafkaError.GROUP_AUTHORIZATION_FAILED}
+"""Codes that a consumer tells of and goes on: it is of no group, though the client asks for one."""
+RIGHTS = frozenset({
+    KafkaError.TOPIC_AUTHORIZATION_FAILED,
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED, KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+})  # fmt: skip
+TO_MEND = {
+    KafkaError._INVALID_ARG: "mend this destination's settings in saf.toml",
+    KafkaError.UNSUPPORTED_SASL_MECHANISM: "let sasl_mechanism be one that the brokers know",
+    KafkaError.INVALID_REPLICATION_FACTOR: "lower replicas in saf.toml, or start more brokers",
+    KafkaError.INVALID_TRANSACTION_TIMEOUT: "let the brokers' transaction.max.timeout.ms be more, "
+    "or lower chunk_seconds in [bounds] of saf.toml",
+}
+"""What a person does about an error, by its code."""
+
+QUIET = logging.getLogger("saf.destinations.kafka.librdkafka")
+"""The client would write to stderr by itself; what matters is in its errors."""
+QUIET.addHandler(logging.NullHandler())
+QUIET.propagate = False
+
+T = TypeVar("T")
+
+
+class Polled(Protocol):
+    """A client that tells of its errors when it is polled."""
+
+    def poll(self, timeout: float = ..., /) -> Any:
+        """Serve its callbacks."""
+
+
+class Voices:
+    """What the clients of one destination tell of by themselves."""
+
+    def __init__(self) -> None:
+        self.said: KafkaError | None = None
+        self._reason: KafkaError | None = None
+
+    def heard(self, error: KafkaError) -> None:
+        """Note an error; which one it was counts only if nobody can be reached."""
+        if error.code() in LOGIN:
+            self.said = error
+        elif error.code() in GONE:
+            self.said = self.said or self._reason or error
+        else:
+            self._reason = error
+
+    def patiently(self, client: Polled, call: Callable[[float], T], seconds: float) -> T:
+        """Return what a call returns, which is given a timeout, and made again if it runs out.
+
+        Raises:
+            KafkaException: it failed, nobody can be reached, or it took too long.
+        """
+        self.said = None
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                return call(min(SLICE_SECONDS, seconds))
+            except KafkaException as error:
+                failure = error.args[0]
+                if failure.code() not in NOT_YET and not failure.retriable():
+                    raise
+                client.poll(0.02)
+                if self.said is not None:
+                    raise KafkaException(self.said) from None
+                if time.monotonic() > until:
+                    raise
+
+
+def settings_of(settings: Kafka, voices: Voices) -> dict[str, Any]:
+    """Return what every client of a destination is given."""
+    bounds = settings.bounds
+    given: dict[str, Any] = {
+        "bootstrap.servers": ",".join(brokers(settings.brokers)),
+        "client.id": "saf",
+        "logger": QUIET,
+        "error_cb": voices.heard,
+        "security.protocol": settings.security_protocol,
+        "sasl.mechanism": settings.sasl_mechanism,
+        "sasl.username": settings.username,
+        "sasl.password": settings.password and settings.password.get_secret_value(),
+        "ssl.ca.location": _path(settings.ca_file),
+        "ssl.certificate.location": _path(settings.certificate_file),
+        "ssl.key.location": _path(settings.key_file),
+        "ssl.key.password": settings.key_password and settings.key_password.get_secret_value(),
+        "socket.timeout.ms": milliseconds(bounds.statement_seconds),
+        "socket.connection.setup.timeout.ms": milliseconds(bounds.network_seconds),
+        "socket.nagle.disable": True,
+        "socket.keepalive.enable": True,
+        "reconnect.backoff.max.ms": 1_000,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def milliseconds(seconds: float) -> int:
+    """Return seconds as a setting that takes no very short ones, and no very long ones."""
+    return int(min(max(seconds * 1000, SHORTEST_MS), LONGEST_MS))
+
+
+@contextmanager
+def errors(what: str, settings: Kafka) -> Iterator[None]:
+    """Translate the errors of clients."""
+    try:
+        yield
+    except KafkaException as error:
+        raise translated(what, settings, error.args[0]) from None
+
+
+def translated(what: str, settings: Kafka, error: KafkaError) -> SafError:
+    """Return the error that a client's error means."""
+    said = settings.redact(error.str()) or error.name()
+    code = error.code()
+    if code in LOGIN:
+        return Refused(what, said, "mend username, password and sasl_mechanism in saf.toml")
+    if code in RIGHTS:
+        return unusable(what, said, "let its user do what docs/destinations.md lists")
+    if code in TO_MEND:
+        return unusable(what, said, TO_MEND[code])
+    unavailable = Unavailable(what, f"{settings.brokers}: {said}")
+    unavailable.hangs = code == KafkaError._TIMED_OUT
+    return unavailable
+
+
+def _path(file: object) -> str | None:
+    return None if file is None else str(file)

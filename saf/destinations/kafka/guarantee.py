@@ -1,0 +1,91 @@
+"""What the settings of a Kafka cluster give: what a crash or a failover may take back.
+
+A transaction is acknowledged by all replicas that are in step (``acks=all``), so what counts is how
+many these are at least. Brokers do not sync their files by themselves.
+
+Messages and marks are in different partitions. If marks are taken back, that is noticed at the next
+contact. If a topic alone loses messages, only `saf reconcile` tells.
+"""
+
+from __future__ import annotations
+
+from saf.destinations.kafka.server import Link
+from saf.destinations.settings import Guarantee
+
+STATE = "__transaction_state"
+ENOUGH = 3
+"""So many brokers that one of them can be away."""
+
+
+def guarantee(link: Link) -> Guarantee:
+    """Return what a cluster promises, by its settings as they are now."""
+    settings = link.settings
+    there = link.topics()
+    server = link.says()
+    quality = settings.quality.replace("_", " ")
+    if not link.look():
+        server += f", topic {settings.marks_topic}, which is made at the first message"
+        return Guarantee(server=server, promise=f"{quality}, with acks=all")
+    link.read()
+    used = sorted({topic for some in link.marks.topics.values() for topic in some} & {*there})
+    more: list[tuple[str, str]] = []
+    fewest = 1 << 10
+    for topic in [settings.marks_topic, *used, STATE]:
+        if topic not in there:
+            continue
+        replicas = min(len(one.replicas) for one in there[topic].partitions.values())
+        config = link.config(topic)
+        if config is None:
+            more.append(
+                (
+                    f"how topic {topic} is kept is not known, because this user may not ask",
+                    f"kafka-acls.sh --add --operation DescribeConfigs --topic {topic}",
+                )
+            )
+            continue
+        least = min(int(config.get("min.insync.replicas") or 1), replicas)
+        if topic != STATE:
+            fewest = min(fewest, least)
+        if replicas < ENOUGH or least < ENOUGH - 1:
+            more.append(
+                (
+                    f"topic {topic} has {_brokers(replicas)}, of which {least} must have what is "
+                    "acknowledged: if that one loses its disk, or power, what it had is lost",
+                    _cure(topic),
+                )
+            )
+        if config.get("unclean.leader.election.enable") == "true":
+            more.append(
+                (
+                    f"a failover of topic {topic} may lose what was acknowledged",
+                    f"unclean.leader.election.enable = false for topic {topic}",
+                )
+            )
+        if topic in used and config.get("cleanup.policy") != "delete":
+            more.append(
+                (
+                    f"topic {topic} forgets all but the last message of a key",
+                    f"cleanup.policy = delete for topic {topic}",
+                )
+            )
+    kept = (
+        "a crash of a broker's process loses nothing that was acknowledged (acks=all)"
+        if fewest == 1
+        else f"{_brokers(fewest)} at least have what is acknowledged (acks=all)"
+    )
+    return Guarantee(
+        server=server,
+        promise=f"{quality}, for who reads with isolation.level=read_committed; {kept}; lost marks "
+        "are noticed, and saf rebase sends again; lost messages alone are found by saf reconcile",
+        more=tuple(more),
+    )
+
+
+def _cure(topic: str) -> str:
+    if topic == STATE:
+        return "transaction.state.log.replication.factor = 3 and …min.isr = 2 before it is made"
+    return f"3 replicas, and min.insync.replicas = 2, for topic {topic}"
+
+
+def _brokers(count: int) -> str:
+    return f"{count} broker{'' if count == 1 else 's'}"

@@ -1,0 +1,181 @@
+"""The topic of the marks: a log that all who store read to its end, and so agree on who owns what.
+
+Kafka compares nothing when it stores. It only fences: of two processes that begin transactions of
+one name, the older one can end none any more. So whoever stores for a shard makes sure of this:
+
+1. It has begun transactions of its own name, that of the lowest shard that it has in hand. Work
+   that is done at the same time has other shards in hand, and so another name; the same work, done
+   again, has the same.
+2. Of the log's claims on each of its shards, the last is its own. If not, it writes one.
+3. After that, it has fenced everybody else whom a claim has ever named, by beginning transactions
+   of their names. Then it has read the marks, to the end of the log.
+
+Of two who claim a shard, the one whose claim is the later in the log reads the other's, and fences
+it before it reads the marks. The other one ended its transaction before that, so its messages are
+in the marks; or it cannot, begins anew, and reads the later claim. So the order of the log decides,
+and nobody has to compare and set. Who was fenced though it owns its shards still, because the other
+one has taken some only, begins anew, reads the marks again, and goes on.
+
+A claim moves no mark: it may be written before the marks are read. That matters, because a reader
+of committed records does not get past a transaction that is open, and fencing is what ends the one
+of an owner that was killed. "The end" is that of the log with open transactions, at the moment of
+asking: so all that was committed before is read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined] # it is public
+
+from saf.destinations.kafka import names
+from saf.destinations.kafka.client import HARMLESS, SLICE_SECONDS, Voices, settings_of
+from saf.destinations.marks import Place
+from saf.destinations.written import ABSENT
+
+if TYPE_CHECKING:
+    from confluent_kafka.admin import AdminClient
+
+    from saf.destinations.kafka import Kafka
+
+SETTINGS = {
+    "cleanup.policy": "compact",
+    "segment.bytes": str(16 << 20),
+    "min.cleanable.dirty.ratio": "0.05",
+    "min.compaction.lag.ms": "3600000",
+}
+"""Of a topic of marks that is made: little to read, and no claim goes before all have read it."""
+AT_ONCE = 10_000
+
+
+class MarksTopic:
+    """What the topic says, as far as it was read."""
+
+    def __init__(self, settings: Kafka, voices: Voices, admin: AdminClient) -> None:
+        self.settings = settings
+        self._voices = voices
+        self._admin = admin
+        self._consumer: Consumer | None = None
+        self._reached = 0
+        self._heard = False
+        """Whether it has come to the end of what can be read."""
+        self.identity: UUID | None = None
+        self.texts: dict[UUID, dict[Place, str]] = defaultdict(dict)
+        """The written marks, by their sources."""
+        self.topics: dict[UUID, set[str]] = defaultdict(set)
+        """The topics that messages of a source went to."""
+        self.owners: dict[tuple[UUID, int], int] = {}
+        """Whom the last claim on a source's shard names."""
+        self.named: dict[tuple[UUID, int], set[int]] = defaultdict(set)
+        """All whom a claim on it has named, and who were not fenced after that."""
+
+    def begin(self) -> None:
+        """Read what can be read without waiting for a transaction to end, unless that was done."""
+        if self._consumer is None:
+            self.read(0)
+
+    def read(self, patience_seconds: float) -> bool:
+        """Read to the end; return whether it was reached before the patience was.
+
+        Raises:
+            KafkaException: there is no such topic, or it does not answer.
+        """
+        bounds, began = self.settings.bounds, time.monotonic()
+        end = self._end()
+        consumer = self._consumer = self._consumer or self._subscribed()
+        self._voices.said = None
+        while self._reached < end:
+            for one in consumer.consume(AT_ONCE, 0.005):
+                if (error := one.error()) is None:
+                    self._learn((one.key() or b"").decode(), one.value())
+                    self._reached = int(one.offset() or 0) + 1
+                elif error.code() == KafkaError._PARTITION_EOF:
+                    self._heard = True
+                    self._reached = max(self._reached, int(one.offset() or 0))
+                elif error.code() not in HARMLESS:
+                    raise KafkaException(error)
+            if self._voices.said is not None:
+                raise KafkaException(self._voices.said)
+            waited = time.monotonic() - began
+            if self._reached < end and waited > patience_seconds and self._heard:
+                return False
+            if waited > bounds.statement_seconds:
+                raise KafkaException(
+                    KafkaError(
+                        KafkaError._TIMED_OUT, f"{self.settings.marks_topic} does not answer"
+                    )
+                )
+        return True
+
+    def _subscribed(self) -> Consumer:
+        given = settings_of(self.settings, self._voices) | {
+            "group.id": "saf",
+            "enable.auto.commit": False,
+            "enable.auto.offset.store": False,
+            "enable.partition.eof": True,
+            "isolation.level": "read_committed",
+            "fetch.wait.max.ms": 10,
+        }
+        consumer = Consumer(given)
+        consumer.assign([TopicPartition(self.settings.marks_topic, 0, 0)])
+        return consumer
+
+    def _end(self) -> int:
+        """Return where the topic ends, open transactions and all."""
+        place = TopicPartition(self.settings.marks_topic, 0)
+
+        def ask(_: float) -> int:
+            asked: Any = self._admin.list_offsets(
+                {place: OffsetSpec.latest()},  # type: ignore[no-untyped-call]
+                isolation_level=IsolationLevel.READ_UNCOMMITTED,
+                request_timeout=SLICE_SECONDS * 4,
+            )
+            (answer,) = asked.values()
+            return int(answer.result().offset)
+
+        return self._voices.patiently(self._admin, ask, self.settings.bounds.statement_seconds)
+
+    def _learn(self, key: str, value: bytes | None) -> None:
+        said = "" if value is None else value.decode()
+        if key == names.IDENTITY:
+            self.identity = UUID(said)
+            return
+        source, which, what = key.split("/", 2)
+        if which == names.TOPIC:
+            self.topics[UUID(source)].add(what)
+            return
+        of = UUID(source)
+        if which == names.OWNER:
+            self.owners[of, int(what)] = int(said)
+            self.named[of, int(what)].add(int(said))
+        else:
+            self.texts[of][what, int(which)] = said
+
+    def text(self, source: UUID, place: Place) -> str:
+        """Return the written mark of a place."""
+        return self.texts[source].get(place, ABSENT)
+
+    def not_owned(self, source: UUID, shards: Iterable[int], owner: int) -> list[int]:
+        """Return those of some shards whose last claim names another owner; or there is none."""
+        return [shard for shard in shards if self.owners.get((source, shard)) != owner]
+
+    def others(self, source: UUID, shards: Iterable[int], owner: int) -> set[int]:
+        """Return whom claims on some shards have named besides an owner, and nobody has fenced."""
+        return {one for shard in shards for one in self.named[source, shard]} - {owner}
+
+    def fenced(self, source: UUID, owner: int) -> None:
+        """Note that an owner was fenced, after its claims that were read until now."""
+        for (of, _), owners in self.named.items():
+            if of == source:
+                owners.discard(owner)
+
+    def close(self) -> None:
+        """Give up the consumer."""
+        consumer, self._consumer = self._consumer, None
+        if consumer is not None:
+            consumer.close()

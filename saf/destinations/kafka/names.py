@@ -1,0 +1,100 @@
+"""Names at a Kafka cluster: its brokers, topics, transactions, and the keys of marks.
+
+TOPIC                            messages; see `topic_name`
+saf.marks                        one partition, compacted: the last record of a key counts
+    SOURCE/SHARD/LANE            the mark of a place
+    SOURCE/owner/SHARD           who owns a shard: the shard that is in the name of its transactions
+    SOURCE/topic/TOPIC           a topic that messages of a source went to
+    identity                     what the destination is
+saf-IDENTITY-SOURCE-SHARD        the transactions of who has this shard, and none lower, in hand
+"""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import urlsplit
+from uuid import UUID
+
+from saf.destinations.marks import Place
+
+IDENTITY = "identity"
+TOPIC, OWNER = "topic", "owner"
+PORT = 9092
+CANNOT = re.compile(r"[^a-zA-Z0-9._-]")
+LONGEST = 249
+
+
+def brokers(text: str) -> list[str]:
+    """Return the brokers of a list, each with its port.
+
+    >>> brokers("k1,k2:9093,[::1]:9094")
+    ['k1:9092', 'k2:9093', '[::1]:9094']
+
+    Raises:
+        ValueError: it is none.
+    """
+    if "@" in text:
+        raise ValueError("give a login by username = … and password = …, not in the address")
+    if "://" in text:
+        raise ValueError(f"{text!r}: say host:9092, and TLS or SASL by security_protocol = …")
+    found = []
+    for place in text.split(","):
+        url = urlsplit(f"//{place.strip()}")
+        try:
+            host, port = url.hostname, url.port
+        except ValueError as error:
+            raise ValueError(f"{text!r}: {error}") from None
+        if not host or url.path or url.query:
+            raise ValueError(f"{text!r} is no list of brokers, such as host:9092,host:9092")
+        shown = f"[{host}]" if ":" in host else host
+        found.append(f"{shown}:{port or PORT}")
+    return found
+
+
+def topic_name(topic: str) -> str:
+    """Return a topic as Kafka may name it: what it cannot have becomes ``_``.
+
+    >>> topic_name("orders.//example.com/grüezi")
+    'orders.__example.com_gr_ezi'
+    """
+    return CANNOT.sub("_", topic)
+
+
+def wrong_topic(topic: str) -> str | None:
+    """Return why a topic's name cannot be used; None if it can.
+
+    >>> wrong_topic("orders"), wrong_topic("__consumer_offsets")
+    (None, "its topic would be '__consumer_offsets', which is the cluster's own")
+    """
+    if topic in ("", ".", ".."):
+        return f"its topic would be {topic!r}, which is no name of a topic"
+    if len(topic) > LONGEST:
+        return f"its topic has {len(topic):,} characters, more than {LONGEST}"
+    if topic in ("__consumer_offsets", "__transaction_state", "__share_group_state"):
+        return f"its topic would be {topic!r}, which is the cluster's own"
+    return None
+
+
+def mark(source: UUID | str, place: Place) -> str:
+    """Return the key of a place's mark.
+
+    >>> mark(UUID(int=7), ("route:a/b", 3))
+    '00000000-0000-0000-0000-000000000007/3/route:a/b'
+    """
+    lane, shard = place
+    return f"{source}/{shard}/{lane}"
+
+
+def owner(source: UUID | str, shard: int) -> str:
+    """Return the key of who owns a shard."""
+    return f"{source}/{OWNER}/{shard}"
+
+
+def topic(source: UUID | str, name: str) -> str:
+    """Return the key of a topic that messages of a source went to."""
+    return f"{source}/{TOPIC}/{name}"
+
+
+def transactional_id(identity: UUID, source: UUID, shard: int) -> str:
+    """Return the name of the transactions of who has this shard, and none lower, in hand."""
+    return f"saf-{identity}-{source}-{shard}"

@@ -1,0 +1,141 @@
+"""Reading back: all committed messages of the topics of a source, if none of them was removed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+import pyarrow as pa
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+
+from saf.destinations.kafka.client import HARMLESS, settings_of
+from saf.destinations.kafka.server import Link, connected
+from saf.destinations.kafka.wire import EVENTS, STRUCTURED
+from saf.destinations.mapping import held_of, source_of
+from saf.destinations.reading import Reading
+from saf.destinations.tables import HELD, TableReading
+from saf.destinations.written import known_of
+from saf.errors import CannotReadBack
+
+if TYPE_CHECKING:
+    from saf.destinations.kafka import Kafka
+
+AT_ONCE = 10_000
+
+Columns = dict[str, list[Any]]
+
+
+@contextmanager
+def read(name: str, settings: Kafka) -> Iterator[Reading]:
+    """Open all topics of all sources for reading.
+
+    Raises:
+        CannotReadBack: messages were removed.
+    """
+    with connected(name, settings) as link:
+        identity = link.identity()
+        if link.look():
+            link.read()
+        marks = {source: dict(texts) for source, texts in link.marks.texts.items()}
+        held = _held(name, link)
+        yield TableReading(
+            name=name,
+            is_=identity,
+            read=lambda source: pa.table(held[source], schema=HELD),
+            knows=lambda source: known_of(identity, marks.get(source, {})),
+        )
+
+
+def _held(name: str, link: Link) -> dict[UUID, Columns]:
+    """Return the columns that are needed of each message. Python reads them one by one."""
+    held: dict[UUID, Columns] = defaultdict(lambda: {column: [] for column in HELD.names})
+    topics = {topic for some in link.marks.topics.values() for topic in some}
+    there = link.topics()
+    if gone := sorted(topics - {*there}):
+        raise CannotReadBack(name, f"its topic {gone[0]} is gone")
+    consumer = Consumer(
+        settings_of(link.settings, link.voices)
+        | {
+            "group.id": "saf",
+            "enable.auto.commit": False,
+            "enable.auto.offset.store": False,
+            "enable.partition.eof": True,
+            "isolation.level": "read_committed",
+            "auto.offset.reset": "earliest",
+        }
+    )
+    try:
+        ends = {}
+        for topic in sorted(topics):
+            for number in there[topic].partitions:
+                first, end = _range(link, consumer, TopicPartition(topic, number))
+                if first:
+                    raise CannotReadBack(name, f"{first:,} offsets of its topic {topic} are gone")
+                if end:
+                    ends[topic, number] = end
+            if "compact" in ((link.config(topic) or {}).get("cleanup.policy") or ""):
+                raise CannotReadBack(name, f"its topic {topic} is compacted")
+        for said in _messages(link, consumer, ends):
+            if (source := source_of(said, EVENTS)) is not None:
+                columns = held[UUID(source)]
+                for column, value in held_of(said, EVENTS).items():
+                    columns[column].append(value)
+    finally:
+        consumer.close()
+    return held
+
+
+def _range(link: Link, consumer: Consumer, place: TopicPartition) -> tuple[int, int]:
+    """Return where a partition begins, and where its committed messages end."""
+    seconds = link.settings.bounds.statement_seconds
+
+    def ask(_: float) -> Any:
+        return consumer.get_watermark_offsets(place, timeout=seconds)
+
+    first, end = link.voices.patiently(consumer, ask, seconds)
+    return int(first), int(end)
+
+
+def _messages(
+    link: Link, consumer: Consumer, ends: dict[tuple[str, int], int]
+) -> Iterator[dict[str, str]]:
+    """Give the headers of all messages up to the ends of their partitions."""
+    ends = dict(ends)
+    consumer.assign([TopicPartition(topic, number, 0) for topic, number in ends])
+    heard = time.monotonic()
+    while ends:
+        for one in consumer.consume(AT_ONCE, 0.05):
+            heard = time.monotonic()
+            place, at = (str(one.topic()), int(one.partition() or 0)), int(one.offset() or 0)
+            error = one.error()
+            if error is not None and error.code() != KafkaError._PARTITION_EOF:
+                if error.code() in HARMLESS:
+                    continue
+                raise KafkaException(error)
+            if at >= ends.get(place, 0) - (error is None):
+                last = ends.pop(place, None)
+                if last is None or at >= last:
+                    continue
+            if error is None:
+                yield _said(one)
+        if time.monotonic() - heard > link.settings.bounds.statement_seconds:
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "its topics do not answer"))
+
+
+def _said(message: Any) -> dict[str, str]:
+    """Return the headers of a message; of one that is an event as a whole, its attributes."""
+    said: dict[str, str] = {}
+    for name, value in message.headers() or ():
+        try:
+            said[name] = value.decode()
+        except (AttributeError, UnicodeDecodeError):  # null, or not saf's
+            continue
+    if said.get("content-type") != STRUCTURED:
+        return said
+    event = json.loads(message.value())
+    return {f"{EVENTS}{name}": str(value) for name, value in event.items()}

@@ -1,0 +1,239 @@
+"""A connection to a Kafka cluster, for one destination, and what the cluster says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import NAMESPACE_URL, UUID, uuid5
+
+from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka.admin import (  # type: ignore[attr-defined] # they are public
+    AdminClient,
+    ConfigResource,
+    NewTopic,
+    ResourceType,
+)
+
+from saf.destinations.kafka import names
+from saf.destinations.kafka.client import SLICE_SECONDS, Voices, errors, milliseconds, settings_of
+from saf.destinations.kafka.marks import SETTINGS, MarksTopic
+from saf.destinations.marks import Known
+from saf.destinations.queues import unusable
+from saf.destinations.written import known_of
+
+if TYPE_CHECKING:
+    from saf.destinations.kafka import Kafka
+
+LARGEST = 1_048_588
+"""The most bytes that a topic takes at a time, if it says nothing else."""
+OPEN = "has a transaction that does not end"
+MAY_NOT_ASK = frozenset({
+    KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED,
+})  # fmt: skip
+
+LONGEST_SECONDS = 60.0
+"""How long a transaction may be open: so long, at most, its readers wait after a crash."""
+
+T = TypeVar("T")
+
+
+class Link:
+    """One destination's clients, connected."""
+
+    def __init__(self, what: str, settings: Kafka) -> None:
+        self.what = what
+        self.settings = settings
+        self.voices = Voices()
+        self.admin = AdminClient(settings_of(settings, self.voices))
+        self.marks = MarksTopic(settings, self.voices, self.admin)
+        self._limits: dict[str, int] = {}
+        self.topics()
+
+    # The cluster
+
+    def topics(self) -> Mapping[str, Any]:
+        """Return what the cluster says of its topics, by their names."""
+        return dict(self._cluster().topics)
+
+    def _cluster(self) -> Any:
+        return self.voices.patiently(
+            self.admin,
+            lambda seconds: self.admin.list_topics(timeout=seconds),
+            self.settings.bounds.statement_seconds,
+        )
+
+    def says(self) -> str:
+        """Return what it is, in words."""
+        cluster = self._cluster()
+        count = len(cluster.brokers)
+        brokers = "1 broker" if count == 1 else f"{count} brokers"
+        return f"Kafka cluster {cluster.cluster_id}, {brokers}, {self.settings.brokers}"
+
+    def config(self, topic: str) -> Mapping[str, str | None] | None:
+        """Return the settings of a topic; None if this user may not ask."""
+        resource = ConfigResource(ResourceType.TOPIC, topic)
+        try:
+            found = self._asked(lambda given: self.admin.describe_configs([resource], **given))
+        except KafkaException as error:
+            if error.args[0].code() in MAY_NOT_ASK:
+                return None
+            raise
+        return {name: entry.value for name, entry in found.items()}
+
+    def make(self, topic: str, partitions: int | None, config: Mapping[str, str]) -> None:
+        """Make a topic, unless it is there, and wait until it has a leader."""
+        new = NewTopic(
+            topic,
+            num_partitions=partitions or -1,
+            replication_factor=self.settings.replicas or -1,
+            config=dict(config),
+        )
+        try:
+            self._asked(lambda given: self.admin.create_topics([new], **given))
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                raise
+
+        def led(seconds: float) -> None:
+            said = self.admin.list_topics(topic, timeout=seconds).topics[topic]
+            lead = [one.leader for one in said.partitions.values()]
+            if said.error is not None or not lead or min(lead) < 0:
+                raise KafkaException(KafkaError(KafkaError._TIMED_OUT, f"{topic} has no leader"))
+
+        self.voices.patiently(self.admin, led, self.settings.bounds.statement_seconds)
+
+    def limits(self, topics: Collection[str]) -> dict[str, int]:
+        """Return how many bytes topics take at a time; those that are not there are made."""
+        if new := [topic for topic in topics if topic not in self._limits]:
+            there = self.topics()
+            for topic in new:
+                if topic not in there:
+                    self.make(topic, self.settings.partitions, {})
+                said = (self.config(topic) or {}).get("max.message.bytes")
+                self._limits[topic] = int(said or LARGEST)
+        return {topic: self._limits[topic] for topic in topics}
+
+    def _asked(self, ask: Callable[[dict[str, float]], Any]) -> Any:
+        """Return the only answer to a question of an administrator."""
+
+        def one(_: float) -> Any:
+            (answer,) = ask({"request_timeout": SLICE_SECONDS * 8}).values()
+            return answer.result()
+
+        return self.voices.patiently(self.admin, one, self.settings.bounds.statement_seconds)
+
+    # The marks
+
+    def look(self) -> bool:
+        """Raise if nothing may be stored here; return whether there are marks.
+
+        Raises:
+            Refused: the topic of marks would lose them.
+        """
+        topic = self.settings.marks_topic
+        said = self.topics().get(topic)
+        if said is None or said.error is not None:
+            return False
+        what = f"{self.what}, topic {topic!r},"
+        if (count := len(said.partitions)) != 1:
+            raise unusable(what, f"has {count} partitions", "choose another marks_topic")
+        policy = (self.config(topic) or SETTINGS)["cleanup.policy"]
+        if policy != "compact":
+            raise unusable(
+                what,
+                f"forgets marks, because its cleanup.policy is {policy}",
+                f"kafka-configs.sh --alter --topic {topic} --add-config cleanup.policy=compact",
+            )
+        return True
+
+    def read(self) -> None:
+        """Read the marks to their end.
+
+        Raises:
+            KafkaException: a transaction is open for too long.
+        """
+        if not self.marks.read(self.settings.bounds.statement_seconds):
+            topic = self.settings.marks_topic
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, f"{topic} {OPEN}"))
+
+    def identity(self) -> UUID:
+        """Return the identity that the marks say, or that they would get; write nothing.
+
+        The identity without any follows from the address. So a cluster that has lost everything is
+        not taken for a new one: it is the same one, without what it had acknowledged.
+        """
+        if self.look():
+            self.marks.begin()
+        return self.marks.identity or uuid5(
+            NAMESPACE_URL, f"{self.settings.brokers}#{self.settings.marks_topic}"
+        )
+
+    def make_identity(self) -> UUID:
+        """Return the identity, which stays when the cluster gets another address."""
+        identity = self.identity()
+        if self.marks.identity is not None:
+            return identity
+        topic = self.settings.marks_topic
+        self.make(topic, 1, SETTINGS)
+        self.look()
+        # one after the other: whoever is second finds it
+        producer = self.producer(f"saf-{topic}-{names.IDENTITY}")
+        self.read()
+        if self.marks.identity is None:
+            producer.begin_transaction()
+            producer.produce(topic, str(identity), names.IDENTITY, partition=0)
+            self.commit(producer)
+        return self.identity()
+
+    def known(self, source: UUID) -> Known:
+        """Return all marks of a source."""
+        identity = self.identity()
+        if self.look():
+            self.read()
+        return known_of(identity, self.marks.texts[source])
+
+    # Transactions
+
+    def producer(self, name: str, **more: Any) -> Producer:
+        """Return a client that has begun transactions of a name, and ended all others of it."""
+        bounds = self.settings.bounds
+        longest = milliseconds(min(bounds.chunk_seconds, LONGEST_SECONDS))
+        producer = Producer(
+            settings_of(self.settings, self.voices)
+            | {
+                "transactional.id": name,
+                "transaction.timeout.ms": longest,
+                "socket.timeout.ms": min(longest, milliseconds(bounds.statement_seconds)),
+                **more,
+            }
+        )
+        self.voices.patiently(producer, producer.init_transactions, bounds.statement_seconds)
+        return producer
+
+    def commit(self, producer: Producer) -> None:
+        """End a transaction."""
+        bounds = self.settings.bounds
+        self.voices.patiently(producer, producer.commit_transaction, bounds.chunk_seconds)
+
+    def close(self) -> None:
+        """Give up the clients."""
+        self.marks.close()
+
+
+@contextmanager
+def connected(name: str, settings: Kafka) -> Iterator[Link]:
+    """Give a connection, and translate its errors."""
+    link = open_link(name, settings)
+    try:
+        with errors(link.what, settings):
+            yield link
+    finally:
+        link.close()
+
+
+def open_link(name: str, settings: Kafka) -> Link:
+    """Return a connection, which has answered."""
+    what = f"destination {name!r}"
+    with errors(what, settings):
+        return Link(what, settings)

@@ -1,0 +1,286 @@
+"""Transactions of a Kafka cluster: topics, filled a step at a time, exactly once.
+
+`saf.destinations.stepwise` tells what a step is. Here, it is a transaction, which ends with the
+marks of its places: readers of committed messages see all of it, or nothing.
+
+Before a step, this side has made sure that nobody else can end a transaction with messages of its
+shards (`saf.destinations.kafka.marks`), and has read the marks then. So what they say stays so
+until this transaction ends, or until another one fences this. Then nothing of the step is stored,
+and the marks are read again.
+
+Whoever begins transactions of a name again ends the one that was open, by aborting it; if its end
+had begun, by waiting for that. So nothing is made good here: after an error, the client is thrown
+away, and the next one begins anew and reads the marks. That is also how an answer that got lost is
+heard after all.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+import pyarrow as pa
+from confluent_kafka import KafkaError, KafkaException, Producer
+
+from saf.destinations import Chunk
+from saf.destinations.kafka import names, wire
+from saf.destinations.kafka.client import errors
+from saf.destinations.kafka.server import OPEN, Link, open_link
+from saf.destinations.mapping import Mapped, mapped
+from saf.destinations.mapping import names as header_names
+from saf.destinations.marks import Mark, Place, shards_of
+from saf.destinations.places import guarded
+from saf.destinations.stepwise import Cut, Step, Stepwise
+from saf.destinations.written import read
+from saf.errors import Rejected, Unavailable
+
+if TYPE_CHECKING:
+    from saf.destinations.kafka import Kafka
+
+FENCED = frozenset({
+    KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH,
+    KafkaError.INVALID_PRODUCER_ID_MAPPING, KafkaError.INVALID_TXN_STATE,
+    KafkaError.CONCURRENT_TRANSACTIONS,
+})  # fmt: skip
+"""Codes of who was fenced, or whose transaction took too long."""
+NOT_KNOWN_YET = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC})
+"""Codes of a topic that was made just now, and that not all brokers know."""
+TOO_LARGE = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE})
+
+BATCH_BYTES = 1_000_000
+LINGER_MS = 20
+PATIENCE_SECONDS = 1.0
+"""How long the end of the marks is waited for until those who may keep it back are fenced."""
+TURNS = 20
+PAUSE_SECONDS = 0.05
+"""Who is fenced lets the other one end first, for longer each time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transaction:
+    """What is stored together."""
+
+    source: UUID
+    marks: Mapping[Place, str] = field(default_factory=dict)
+    what: Mapped | None = None
+    claims: Sequence[int] = ()
+    """Shards that are claimed."""
+    topics: Sequence[str] = ()
+    """Topics that messages of this source have not gone to before."""
+
+
+class Transactions(Stepwise[Link]):
+    """Topics as a `saf.destinations.Destination`."""
+
+    def __init__(self, name: str, settings: Kafka) -> None:
+        super().__init__(name)
+        self.settings = settings
+        self._producer: Producer | None = None
+        self._id = ""
+        self._batch_bytes = BATCH_BYTES
+        self._fenced = 0
+
+    def _open(self) -> Link:
+        return open_link(self.name, self.settings)
+
+    def _prepare(self, link: Link) -> UUID:
+        return link.make_identity()
+
+    def _shut(self, link: Link) -> None:
+        self._producer = None
+        link.close()
+
+    def _errors(self) -> AbstractContextManager[None]:
+        return errors(self.what, self.settings)
+
+    # Marks
+
+    def _marks(
+        self, link: Link, chunk: Chunk
+    ) -> tuple[dict[Place, str], dict[Place, int], dict[Place, Mark]]:
+        """Return the marks of a chunk's places, when nobody else can move them."""
+        source, mine = chunk.source, dict(chunk.batch.epochs)
+        owner, shards = min(mine), shards_of(guarded(chunk))
+        until = time.monotonic() + self.settings.bounds.statement_seconds
+        log, turn, reached = link.marks, 0, False
+        while True:
+            found = super()._marks(link, chunk)
+            if any(epoch > mine[shard] for (_, shard), epoch in found[1].items()):
+                return found  # the caller refuses the chunk
+            missing = log.not_owned(source, shards, owner)
+            if reached and not missing and not log.others(source, shards, owner):
+                return found
+            if time.monotonic() > until:
+                raise Unavailable(
+                    self.what, f"others claim its shards, or {self.settings.marks_topic} {OPEN}"
+                )
+            _pause(turn // 2)
+            turn += 1
+            self._begin_as(link, source, owner)
+            if missing and not self._claim(link, source, missing):
+                continue
+            for other in sorted(log.others(source, shards, owner)):
+                link.producer(self._name(source, other))
+                log.fenced(source, other)
+            reached = log.read(PATIENCE_SECONDS)
+
+    def _begin_as(self, link: Link, source: UUID, owner: int) -> None:
+        """Have a client with transactions of a name, which has fenced whoever had that before."""
+        name = self._name(source, owner)
+        if self._producer is not None and self._id == name:
+            return
+        self._producer, self._id = None, name
+        self._producer = link.producer(
+            name,
+            **{
+                "partitioner": "murmur2_random",
+                "compression.type": self.settings.compression,
+                "linger.ms": LINGER_MS,
+                "batch.size": self._batch_bytes,
+                "message.max.bytes": 1_000_000_000,
+                "queue.buffering.max.messages": self.settings.step_rows + 100_000,
+                "queue.buffering.max.kbytes": 2_000_000,
+            },
+        )
+
+    def _name(self, source: UUID, owner: int) -> str:
+        return names.transactional_id(self.identity(), source, owner)
+
+    def _claim(self, link: Link, source: UUID, shards: Sequence[int]) -> bool:
+        """Write claims on shards; return whether they are written: not if this was fenced."""
+        return self._ended(link, Transaction(source=source, claims=shards))
+
+    def _read(self, link: Link, source: UUID, places: Sequence[Place]) -> list[str]:
+        return [link.marks.text(source, place) for place in places]
+
+    # Messages
+
+    def _mapped(self, rows: pa.Table, source: UUID) -> Mapped:
+        form, link = self.settings.format, self._link
+        assert link is not None  # noqa: S101 - connected before
+        what = mapped(
+            self.what,
+            rows,
+            source,
+            topic=self.settings.topic,
+            form=form,
+            prefix="" if form == "cloudevents-structured" else wire.EVENTS,
+        )
+        limits = link.limits(wire.topics(self.what, what, self.settings.marks_topic))
+        if what.count:
+            wire.check(self.what, what, limits)
+        if (least := min([BATCH_BYTES, *limits.values()])) < self._batch_bytes:
+            self._batch_bytes, self._producer = least, None  # which no topic takes too large
+        return what
+
+    def _cuts(self, chunk: Chunk, rows: pa.Table) -> Iterator[Cut]:
+        places, at_once = guarded(chunk), self.settings.step_rows
+        for first in range(0, max(rows.num_rows, 1), at_once):
+            yield Cut(first=first, count=min(at_once, rows.num_rows - first), places=places)
+
+    def _send(self, link: Link, source: UUID, steps: Iterator[Step]) -> list[tuple[int, bool]]:
+        answers: list[tuple[int, bool]] = []
+        going = True
+        for step in steps:
+            fine = False
+            if going:
+                moved = {p: text for p, text in step.after.items() if text != step.before[p]}
+                new = [] if step.what is None else self._new_topics(link, source, step.what)
+                fine = self._ended(
+                    link,
+                    Transaction(source=source, marks=moved, what=step.what, topics=new),
+                )
+                going = fine
+                if not fine:
+                    fine = self._is_there(link, source, step)
+            answers.append((step.count, fine))
+        if answers[-1][1]:
+            self._fenced = 0
+        else:
+            _pause(self._fenced)
+            self._fenced += 1
+        return answers
+
+    def _is_there(self, link: Link, source: UUID, step: Step) -> bool:
+        """Whether a step is stored after all: who was fenced may have ended its transaction before.
+
+        Otherwise what is sent at most once would be sent again. The marks tell.
+        """
+        goal = {place: read(text)[1].number for place, text in step.after.items()}
+        risen = [p for p, number in goal.items() if number > read(step.before[p])[1].number]
+        if step.what is None or not risen or not self._id:
+            return False
+        self._begin_as(link, source, int(self._id.rpartition("-")[2]))
+        link.read()
+        return all(read(link.marks.text(source, p))[1].number >= goal[p] for p in risen)
+
+    def _new_topics(self, link: Link, source: UUID, what: Mapped) -> list[str]:
+        used = map(names.topic_name, what.topics)
+        return sorted({*used} - link.marks.topics[source])
+
+    def _ended(self, link: Link, done: Transaction) -> bool:
+        """Store messages and marks in one transaction; return whether they were stored.
+
+        Raises:
+            KafkaException: nobody knows whether they were.
+        """
+        if done.what is None and not (done.marks or done.claims):
+            return True
+        producer = self._producer
+        if producer is None:
+            return False  # it has to begin anew, and to read the marks then
+        topic = self.settings.marks_topic
+        try:
+            producer.begin_transaction()
+            if done.what is not None:
+                self._produce(producer, done.what)
+            for name in done.topics:
+                producer.produce(topic, b"1", names.topic(done.source, name), partition=0)
+            for shard in done.claims:
+                owner = self._id.rpartition("-")[2]
+                producer.produce(topic, owner, names.owner(done.source, shard), partition=0)
+            for place, text in done.marks.items():
+                producer.produce(topic, text, names.mark(done.source, place), partition=0)
+            link.commit(producer)
+        except KafkaException as error:
+            self._producer = None
+            code = error.args[0].code()
+            if code in TOO_LARGE:
+                raise Rejected(self.what, self.settings.redact(error.args[0].str())) from None
+            if code in FENCED or code in NOT_KNOWN_YET:
+                return False
+            raise
+        except BaseException:
+            self._producer = None
+            raise
+        return True
+
+    def _produce(self, producer: Producer, what: Mapped) -> None:
+        """Give the client messages. It sends them meanwhile, and says at the end what failed."""
+        give: Any = producer.produce
+        of = header_names(self.settings.format, _prefix(self.settings))["key"]
+        keys = what.headers.get(of)
+        if keys is None or isinstance(keys, str):
+            keys = pa.repeat(pa.scalar(keys, pa.large_string()), what.count)
+        for topic, body, key, headers in wire.records(what, self.settings.format, keys):
+            while True:
+                try:
+                    give(topic, body, key, headers=headers)
+                except BufferError:
+                    producer.poll(0.1)
+                else:
+                    break
+
+
+def _prefix(settings: Kafka) -> str:
+    return "" if settings.format == "cloudevents-structured" else wire.EVENTS
+
+
+def _pause(turn: int) -> None:
+    if turn:
+        time.sleep(random.uniform(0, PAUSE_SECONDS * min(turn, TURNS)))  # noqa: S311 - no secret

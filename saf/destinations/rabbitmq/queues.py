@@ -1,0 +1,114 @@
+"""Queues of a RabbitMQ server, at least once.
+
+Each message is persistent, and mandatory: the server confirms it when all queues that get it have
+it, and gives it back if there is none. It keeps no mark, so after a lost answer messages are given
+again; ``message-id`` tells a consumer.
+
+A message that has no queue, or is too large, is known only when it was sent, so its neighbours are
+there already when the chunk is rejected. While the forwarder looks for it, by halving the chunk,
+those that were confirmed are not sent again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from uuid import UUID
+
+import numpy as np
+import pyarrow as pa
+
+from saf.destinations import Chunk, Stored
+from saf.destinations.mapping import mapped, names
+from saf.destinations.marks import Mark, Place
+from saf.destinations.places import not_for
+from saf.destinations.rabbitmq.properties import EVENTS, check, properties
+from saf.destinations.rabbitmq.server import Channel, NotTaken, errors, open_channel
+from saf.errors import Rejected, Unavailable
+from saf.failpoints import fail_point
+
+if TYPE_CHECKING:
+    from saf.destinations.rabbitmq import Rabbitmq
+
+
+class Queues:
+    """Queues as a `saf.destinations.Destination`."""
+
+    def __init__(self, name: str, settings: Rabbitmq) -> None:
+        self.name = name
+        self.what = f"destination {name!r}"
+        self.settings = settings
+        self._channel: Channel | None = None
+        self._there: set[str] = set()
+        """Ids of messages of a rejected chunk that are there."""
+
+    def identity(self) -> UUID:
+        """Return what follows from the address."""
+        return self.settings.identity(self.name)
+
+    def connect(self) -> None:
+        """Connect, unless this is done."""
+        if self._channel is None:
+            self._channel = open_channel(self.name, self.settings)
+
+    def close(self) -> None:
+        """Give up the connection, if there is one."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:  # noqa: ARG002 - it cannot
+        """Store a chunk; see `saf.destinations.Destination`.
+
+        Also when it raises, some of the messages may be there.
+        """
+        self.connect()
+        rows = chunk.rows
+        if wrong := not_for(self.what, self.identity(), rows, chunk.behind):
+            raise wrong
+        what = mapped(
+            self.what,
+            rows,
+            chunk.source,
+            topic=self.settings.topic,
+            form=self.settings.format,
+            prefix=EVENTS,
+        )
+        check(self.what, what)
+        fail_point("mom_insert")
+        if what.count:
+            said = what.headers[names(self.settings.format, EVENTS)["message_id"]]
+            assert not isinstance(said, str)  # noqa: S101 - each message has its own
+            ids: list[str] = said.to_pylist()
+            fresh = [place for place, one in enumerate(ids) if one not in self._there]
+            topics = [what.topics[topic] for topic in what.topic[fresh].tolist()]
+            encoded = properties(what, self.settings.format)
+            bodies: list[bytes] = what.body.take(pa.array(fresh, pa.int64())).to_pylist()
+            with self._sending([ids[place] for place in fresh]) as channel:
+                channel.publish(topics, [encoded[place] for place in fresh], bodies)
+            self._there.difference_update(ids)
+        fail_point("mom_commit")
+        return Stored(messages=rows.num_rows)
+
+    def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:  # noqa: ARG002 - there are none
+        """Return nothing: it keeps none."""
+        self.connect()
+        return {}
+
+    @contextmanager
+    def _sending(self, ids: list[str]) -> Iterator[Channel]:
+        """Give the channel; give it up after an error, which is translated."""
+        channel = self._channel
+        assert channel is not None  # noqa: S101 - connected before
+        try:
+            with errors(self.what, self.settings):
+                yield channel
+        except NotTaken as error:
+            there = np.flatnonzero(error.there).tolist()
+            self._there.update({ids[place] for place in there} - error.returned)
+            self.close()
+            raise Rejected(self.what, str(error)) from None
+        except Unavailable:
+            self.close()
+            raise

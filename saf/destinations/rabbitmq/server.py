@@ -1,0 +1,312 @@
+"""A channel of a RabbitMQ server, for one destination, by the client pika.
+
+The client is asynchronous: it calls back, and this side runs its loop until something has come. An
+error is recognised by its class, and by the code of AMQP's reply. What a later attempt may find
+mended is `Unavailable`; what a person has to mend is `Refused`.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pika
+from pika.exceptions import (
+    AMQPError,
+    ChannelClosedByBroker,
+    ProbableAccessDeniedError,
+    ProbableAuthenticationError,
+)
+
+from saf.destinations.queues import unusable
+from saf.errors import Refused, SafError, Unavailable
+
+if TYPE_CHECKING:
+    from saf.destinations.rabbitmq import Rabbitmq
+
+DENIED, NO_EXCHANGE, NOT_MET, NOT_ALLOWED = 403, 404, 406, 530
+AT_ONCE = 200
+"""Messages that are given to the client before it may call back."""
+GOODBYE_SECONDS = 2.0
+PAUSE_SECONDS = 0.001
+NACK = pika.spec.Basic.Nack.INDEX
+
+
+class Properties(pika.BasicProperties):  # type: ignore[misc] # it has no types
+    """Properties that are bytes already."""
+
+    def __init__(self, encoded: bytes) -> None:
+        super().__init__()
+        self.encoded = encoded
+
+    def encode(self) -> list[bytes]:
+        """Return them as the client writes them."""
+        return [self.encoded]
+
+
+class NotTaken(Exception):
+    """The server will not take one of some messages, now or later; it has others of them."""
+
+    def __init__(self, reason: str, there: npt.NDArray[np.bool_], returned: set[str]) -> None:
+        super().__init__(reason)
+        self.there = there
+        """For each message, whether it was confirmed."""
+        self.returned = returned
+        """The ids of those that have no queue, which are confirmed too."""
+
+
+class Channel:
+    """One destination's connection, with a channel that confirms; not safe in several threads."""
+
+    def __init__(self, settings: Rabbitmq) -> None:
+        self._settings = settings
+        self._error: BaseException | None = None
+        self._connection: Any = None
+        self._channel: Any = None
+        self._tag = 0
+        """The number of the last message that was sent on the channel."""
+        self._sending: _Sending | None = None
+        hosts = settings.address.hosts
+        for place, (host, port) in enumerate(hosts, start=1):
+            try:
+                self._open(host, port)
+            except BaseException as error:
+                self.close()
+                if place == len(hosts) or not isinstance(error, (OSError, AMQPError)):
+                    raise
+            else:
+                return
+
+    def _open(self, host: str, port: int) -> None:
+        bounds, exchange = self._settings.bounds, self._settings.exchange
+        self._error = None
+        self._connection = pika.SelectConnection(
+            _parameters(self._settings, host, port),
+            on_open_callback=self._come,
+            on_open_error_callback=self._failed,
+            on_close_callback=self._failed,
+        )
+        self._wait(bounds.network_seconds)
+        self.version = str(self._connection.server_properties["version"])
+        self._channel = self._connection.channel(on_open_callback=self._come)
+        self._channel.add_on_close_callback(self._failed)
+        self._channel.add_on_return_callback(self._returned)
+        self._wait(bounds.statement_seconds)
+        self._channel.confirm_delivery(self._confirmed, callback=self._come)
+        self._wait(bounds.statement_seconds)
+        if exchange:
+            self._channel.exchange_declare(exchange, passive=True, callback=self._come)
+            self._wait(bounds.statement_seconds)
+
+    def publish(
+        self, topics: Sequence[str], properties: Sequence[bytes], bodies: Sequence[bytes]
+    ) -> None:
+        """Publish messages, and wait until all are confirmed.
+
+        Raises:
+            NotTaken: one of them has no queue, or is too large.
+        """
+        sending = self._sending = _Sending(before=self._tag, count=len(bodies))
+        exchange, most = self._settings.exchange, self._settings.step_rows
+        publish, ioloop = self._channel.basic_publish, self._connection.ioloop
+        given = iter(zip(topics, properties, bodies, strict=True))
+
+        def more() -> None:
+            if self._sending is not sending or self._error is not None:
+                return
+            for topic, said, body in islice(given, min(AT_ONCE, most - sending.on_their_way)):
+                self._tag += 1
+                sending.on_their_way += 1
+                publish(exchange, topic, body, Properties(said), mandatory=True)
+            if self._error is None and self._tag < sending.before + sending.count:
+                ioloop.call_later(0 if sending.on_their_way < most else PAUSE_SECONDS, more)
+
+        more()
+        try:
+            while not sending.there.all():
+                self._wait(self._settings.bounds.statement_seconds)
+        except ChannelClosedByBroker as error:
+            if error.reply_code != NOT_MET:
+                raise
+            raise NotTaken(error.reply_text, sending.there, sending.returned) from None
+        if sending.refused:
+            raise ConnectionError("a queue is full, or cannot write: it has refused messages")
+        if sending.returned:
+            raise NotTaken(sending.reason, sending.there, sending.returned)
+
+    def close(self) -> None:
+        """Give up the connection."""
+        connection, self._sending = self._connection, None
+        if connection is None:
+            return
+        with suppress(AMQPError, OSError):
+            if connection.is_open:
+                connection.close()  # `_failed` ends the loop
+                connection.ioloop.call_later(GOODBYE_SECONDS, connection.ioloop.stop)
+                connection.ioloop.start()
+        if not connection.is_closed and (transport := connection._transport) is not None:
+            transport.abort()
+            connection.ioloop.call_later(0, connection.ioloop.stop)
+            connection.ioloop.start()
+        self._connection = None
+        connection.ioloop.close()
+
+    # What the client calls
+
+    def _come(self, *_: object) -> None:
+        self._connection.ioloop.stop()
+
+    def _failed(self, _: object, error: BaseException) -> None:
+        self._error = self._error or error
+        if self._connection is not None:
+            self._connection.ioloop.stop()
+
+    def _confirmed(self, frame: Any) -> None:
+        sending, said = self._sending, frame.method
+        if sending is None:
+            return
+        last = said.delivery_tag - sending.before
+        first = sending.first if said.multiple else last - 1
+        if said.INDEX == NACK:
+            sending.refused = True
+        sending.on_their_way -= int((~sending.there[first:last]).sum())
+        sending.there[first:last] = True
+        while sending.first < sending.count and sending.there[sending.first]:
+            sending.first += 1
+        if sending.first == sending.count:
+            self._connection.ioloop.stop()
+
+    def _returned(self, _: object, method: Any, properties: Any, __: object) -> None:
+        if self._sending is not None:
+            self._sending.returned.add(str(properties.message_id))
+            self._sending.reason = (
+                f"{method.reply_text}: no queue takes what has the routing key "
+                f"{method.routing_key!r} at exchange {method.exchange!r}"
+            )
+
+    def _wait(self, seconds: float) -> None:
+        """Let the client work until something has come, as long as anything comes in time.
+
+        Raises:
+            TimeoutError: nothing has.
+        """
+        ioloop = self._connection.ioloop
+        seen, late, timer = self._progress(), False, None
+
+        def look() -> None:
+            nonlocal seen, late, timer
+            now = self._progress()
+            if late := now == seen:
+                ioloop.stop()
+            else:
+                seen, timer = now, ioloop.call_later(seconds, look)
+
+        timer = ioloop.call_later(seconds, look)
+        ioloop.start()
+        ioloop.remove_timeout(timer)
+        if self._error is not None:
+            raise self._error
+        if late:
+            raise TimeoutError(f"no answer for {seconds:g} s")
+
+    def _progress(self) -> int:
+        return self._sending.first if self._sending is not None else 0
+
+
+@dataclass(kw_only=True)
+class _Sending:
+    """Messages that are being sent."""
+
+    before: int
+    """The number of the message before them."""
+    count: int
+    on_their_way: int = 0
+    first: int = 0
+    """The first one that is not confirmed."""
+    refused: bool = False
+    reason: str = ""
+    returned: set[str] = field(default_factory=set)
+    there: npt.NDArray[np.bool_] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.there = np.zeros(self.count, bool)
+
+
+@contextmanager
+def connected(name: str, settings: Rabbitmq) -> Iterator[Channel]:
+    """Give a channel, and translate its errors."""
+    channel = open_channel(name, settings)
+    try:
+        yield channel
+    finally:
+        channel.close()
+
+
+def open_channel(name: str, settings: Rabbitmq) -> Channel:
+    """Return a channel, which has answered."""
+    with errors(f"destination {name!r}", settings):
+        return Channel(settings)
+
+
+@contextmanager
+def errors(what: str, settings: Rabbitmq) -> Iterator[None]:
+    """Translate the errors of the client."""
+    try:
+        yield
+    except (AMQPError, OSError) as error:
+        raise translated(what, settings, error) from None
+
+
+def translated(what: str, settings: Rabbitmq, error: Exception) -> SafError:
+    """Return the error that a client's error means."""
+    code = getattr(error, "reply_code", 0)
+    said = settings.redact(getattr(error, "reply_text", "") or _inner(error))
+    if isinstance(error, ProbableAuthenticationError):
+        return Refused(what, "the login is refused", "mend username and password in saf.toml")
+    if isinstance(error, ProbableAccessDeniedError) or code == NOT_ALLOWED:
+        host = settings.address.virtual_host
+        reason = f"this user has no access to the virtual host {host!r}"
+        return Refused(what, reason, "mend its address, or let its user in")
+    if code == DENIED:
+        return Refused(what, said, "let its user do what docs/destinations.md lists")
+    if code == NO_EXCHANGE:
+        return unusable(what, said, "declare the exchange, or name another one in saf.toml")
+    unavailable = Unavailable(what, f"{settings.server}: {said}")
+    unavailable.hangs = isinstance(error, TimeoutError)
+    return unavailable
+
+
+def _inner(error: BaseException) -> str:
+    """Return what an error says, or the one that it has in it: the client wraps some."""
+    wrapped = [*getattr(error, "exceptions", ()), getattr(error, "exception", None), *error.args]
+    for inner in wrapped:
+        if isinstance(inner, BaseException):
+            return _inner(inner)
+    return str(error) or type(error).__name__
+
+
+def _parameters(settings: Rabbitmq, host: str, port: int) -> pika.ConnectionParameters:
+    secure = None
+    if settings.address.tls:
+        context = ssl.create_default_context(cafile=settings.ca_file)
+        if settings.certificate_file is not None:
+            context.load_cert_chain(settings.certificate_file, settings.key_file)
+        secure = pika.SSLOptions(context, host)
+    return pika.ConnectionParameters(
+        host=host,
+        port=port,
+        virtual_host=settings.address.virtual_host,
+        credentials=pika.PlainCredentials(settings.username, settings.secret),
+        ssl_options=secure,
+        socket_timeout=settings.bounds.network_seconds,
+        stack_timeout=settings.bounds.network_seconds,
+        connection_attempts=1,
+        heartbeat=0,
+        client_properties={"connection_name": "saf"},
+    )

@@ -1,0 +1,173 @@
+"""The kind ``rabbitmq_stream``: streams of a RabbitMQ server from 3.10 on, exactly once.
+
+    [destinations.events]
+    kind = "rabbitmq_stream"
+    server = "rabbitmq-stream+tls://rabbit-1.example.com,rabbit-2.example.com/shop"
+    username = "saf"
+    password = "${RABBITMQ_PASSWORD}"
+    topic = "orders.{service}"              # stream orders.billing
+
+`saf.destinations.rabbitmq_stream.streams` tells how a chunk is stored, and why each message is
+there once. It speaks the protocol of streams itself, so it needs no client; the server needs its
+plugin ``rabbitmq_stream``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from uuid import UUID
+
+import pydantic
+from pydantic import AfterValidator, PrivateAttr, SecretStr
+
+from saf.database.bounds import Bounds
+from saf.destinations import Capabilities, Destination
+from saf.destinations.addresses import Address, parse
+from saf.destinations.marks import Known
+from saf.destinations.queues import QueueSettings
+from saf.destinations.reading import Reading
+from saf.destinations.settings import Guarantee, within
+
+if TYPE_CHECKING:
+    from saf.destinations.rabbitmq_stream.server import Link
+
+PORTS = {"rabbitmq-stream": 5552, "rabbitmq-stream+tls": 5551}
+"""The port by default, by the scheme."""
+SECURE = "rabbitmq-stream+tls"
+NAMED = (
+    "RabbitMQ server's streams, such as rabbitmq-stream://host:5552 or "
+    "rabbitmq-stream+tls://host:5551"
+)
+LONGEST = 200
+"""The longest name that marks may have, because a source's id follows it."""
+
+
+def _address(text: str) -> str:
+    parse(text, PORTS, SECURE, NAMED)
+    return text
+
+
+def _marks(text: str) -> str:
+    if not text.strip() or not text.isprintable() or len(text.encode()) > LONGEST:
+        raise ValueError(f"a stream of marks has a name of printable characters, up to {LONGEST}")
+    return text
+
+
+class RabbitmqStream(QueueSettings):
+    """Streams of a RabbitMQ server."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        exactly_once=True, reads_back=True, takes_dialogs=False
+    )
+
+    kind: Literal["rabbitmq_stream"] = "rabbitmq_stream"
+    server: Annotated[str, AfterValidator(_address)]
+    """`rabbitmq-stream://host:5552/vhost`, or several hosts of a cluster:
+    `rabbitmq-stream://host,host`; `rabbitmq-stream+tls://…` with TLS."""
+    username: str = "guest"
+    """The user."""
+    password: SecretStr | None = None
+    """The user's password; by default, that of the user `guest`."""
+    ca_file: Path | None = None
+    """With TLS: certificates that the server's is checked with; by default, the system's."""
+    certificate_file: Path | None = None
+    """With TLS: the client's certificate."""
+    key_file: Path | None = None
+    """With TLS: the key of the client's certificate."""
+    marks: Annotated[str, AfterValidator(_marks)] = "saf-marks"
+    """How the names of the streams of its marks begin."""
+    replicas: Annotated[int, within(1, 100)] | None = None
+    """How many servers of a cluster keep a stream that is made; by default, the server says."""
+    step_rows: Annotated[int, within(1, 10_000)] = 5_000
+    """Messages that are sent before those sent earlier are waited for."""
+
+    _bounds: Bounds = PrivateAttr(default_factory=Bounds)
+
+    @pydantic.model_validator(mode="after")
+    def _has_what_tls_needs(self) -> Self:
+        if (self.certificate_file is None) != (self.key_file is None):
+            raise ValueError("certificate_file and key_file are given together")
+        if (self.ca_file or self.certificate_file) and not self.address.tls:
+            raise ValueError(
+                "certificates need TLS: say rabbitmq-stream+tls:// instead of rabbitmq-stream://"
+            )
+        return self
+
+    @property
+    def address(self) -> Address:
+        """Where the server is."""
+        return parse(self.server, PORTS, SECURE, NAMED)
+
+    @property
+    def secret(self) -> str:
+        """The password; RabbitMQ's own user has his name for one."""
+        if self.password is not None:
+            return self.password.get_secret_value()
+        return "guest" if self.username == "guest" else ""
+
+    @property
+    def bounds(self) -> Bounds:
+        """How long anything is waited for."""
+        return self._bounds
+
+    def bounded(self, bounds: Bounds) -> Self:
+        """Return these settings with saf.toml's ``[bounds]``."""
+        mine = self.model_copy()
+        mine._bounds = bounds
+        return mine
+
+    def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
+        """Return the streams as a destination; see `DestinationSettings.open`."""
+        from saf.destinations.rabbitmq_stream.streams import (
+            Streams,
+        )  # needs Arrow; a driver has none
+
+        return Streams(name, self)
+
+    @classmethod
+    def preload(cls) -> None:
+        """Import what `open` imports."""
+        import saf.destinations.rabbitmq_stream.streams  # noqa: F401 - to have it imported
+
+    @contextmanager
+    def _connected(self, name: str) -> Iterator[Link]:
+        from saf.destinations.rabbitmq_stream.server import connected
+
+        with connected(name, self) as link:
+            yield link
+
+    def identity(self, name: str) -> UUID:
+        """Return what the server says, or will say; see `DestinationSettings.identity`."""
+        with self._connected(name) as link:
+            return link.identity()
+
+    def known(self, name: str, source: UUID, *, role: str) -> Known:  # noqa: ARG002 - nobody asks
+        """Return the marks of a source; see `DestinationSettings.known`."""
+        with self._connected(name) as link:
+            return link.known(source)
+
+    def reading(self, name: str) -> AbstractContextManager[Reading]:
+        """Open the streams for reading; see `DestinationSettings.reading`.
+
+        Raises:
+            CannotReadBack: some messages are not there any more.
+        """
+        from saf.destinations.rabbitmq_stream.reading import read
+
+        return read(name, self)
+
+    def problems(self, name: str) -> Iterator[tuple[str, str]]:
+        """Raise what the server would be refused for; see `DestinationSettings.problems`."""
+        with self._connected(name) as link:
+            link.look()
+        yield from ()
+
+    def guarantee(self, name: str) -> Guarantee:
+        """Return what the server's settings really give; see `DestinationSettings.guarantee`."""
+        with self._connected(name) as link:
+            from saf.destinations.rabbitmq_stream.guarantee import guarantee
+
+            return guarantee(link)

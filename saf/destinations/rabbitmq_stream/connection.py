@@ -1,0 +1,290 @@
+"""A connection to a RabbitMQ server's streams, with as much as a destination needs.
+
+The usual client makes each message by itself, in Python; a destination has the bytes of thousands
+at once, and only counts the confirmations. Any node of a cluster takes messages, and hands them on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import ssl
+import struct
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Protocol
+
+from saf.destinations.rabbitmq_stream.protocol import (
+    ANSWER,
+    FIRST,
+    NO_OFFSET,
+    NO_STREAM,
+    OK,
+    STREAM_THERE,
+    Answer,
+    Chunk,
+    Command,
+    StreamError,
+    delivered,
+    frame,
+    pairs,
+    text,
+)
+
+if TYPE_CHECKING:
+    from saf.destinations.rabbitmq_stream import RabbitmqStream
+
+LARGEST = 256 << 20
+"""The largest frame that this side takes, in bytes; the server's limit is lower."""
+CREDIT = 20
+"""Chunks of a stream that the server may send before they are read."""
+
+
+class Following(Protocol):
+    """Returns the next chunk of a stream that is read."""
+
+    def __call__(self, *, wait: bool = True) -> Chunk | None:
+        """Wait for it; or, at the end of the stream, return None."""
+
+
+class Connection:
+    """One connection; not safe to use from several threads."""
+
+    def __init__(self, settings: RabbitmqStream) -> None:
+        self._settings = settings
+        self._socket, self.host = _connected(settings)
+        self._numbers = itertools.count(1)
+        self._read = bytearray()
+        self._chunks: deque[Chunk] = deque()
+        self.confirmed = 0
+        """How many messages the server has confirmed so far."""
+        try:
+            self._greet(settings)
+        except BaseException:
+            self.close()
+            raise
+
+    def _greet(self, settings: RabbitmqStream) -> None:
+        answer = self.ask(Command.PROPERTIES, pairs({"product": "saf", "platform": "Python"}))
+        self.server = answer.pairs()
+        self.ask(Command.HANDSHAKE)
+        login = f"\0{settings.username}\0{settings.secret}".encode()
+        self.ask(Command.AUTHENTICATE, text("PLAIN") + struct.pack(">I", len(login)) + login)
+        self._tuned = False
+        while not self._tuned:
+            self._receive()
+        host = settings.address.virtual_host
+        self.ask(Command.OPEN, text(host), about=f"virtual host {host!r}")
+        self._socket.settimeout(settings.bounds.statement_seconds)
+
+    def close(self) -> None:
+        """Give it up."""
+        with suppress(OSError):
+            self._socket.close()
+
+    # Questions
+
+    def ask(self, command: Command, body: bytes = b"", *, about: str = "the connection") -> Answer:
+        """Send a command, and return its answer.
+
+        Raises:
+            StreamError: the server did not do it.
+        """
+        ((code, answer),) = self.ask_all(command, [body])
+        if code != OK:
+            raise StreamError(code, about)
+        return answer
+
+    def ask_all(self, command: Command, bodies: Sequence[bytes]) -> list[tuple[int, Answer]]:
+        """Send commands, and return the code and the rest of each one's answer."""
+        numbers = [next(self._numbers) for _ in bodies]
+        self.send(
+            b"".join(
+                frame(command, struct.pack(">I", number) + body)
+                for number, body in zip(numbers, bodies, strict=True)
+            )
+        )
+        found: dict[int, Answer] = {}
+        while len(found) < len(bodies):
+            got, answer = self._receive()
+            if got == command | ANSWER:
+                found[answer.number(">I")] = answer
+        coded = command is not Command.METADATA
+        return [(found[one].number(">H") if coded else OK, found[one]) for one in numbers]
+
+    def create(self, stream: str, arguments: Mapping[str, str]) -> None:
+        """Make a stream, unless it is there."""
+        try:
+            self.ask(Command.CREATE, text(stream) + pairs(arguments), about=f"stream {stream!r}")
+        except StreamError as error:
+            if error.code != STREAM_THERE:
+                raise
+
+    def replicas(self, streams: Sequence[str]) -> dict[str, int]:
+        """Return, of those streams that are there, how many servers keep each."""
+        body = struct.pack(">I", len(streams)) + b"".join(map(text, streams))
+        answer = self.ask(Command.METADATA, body)
+        for _ in range(answer.number(">I")):  # servers, which nobody has to know
+            answer.number(">H")
+            answer.text()
+            answer.number(">I")
+        found = {}
+        for _ in range(answer.number(">I")):
+            name, code, _ = answer.text(), answer.number(">H"), answer.number(">H")
+            count = answer.number(">I")
+            for _ in range(count):
+                answer.number(">H")
+            if code == OK:
+                found[name] = 1 + count
+            elif code != NO_STREAM:
+                raise StreamError(code, f"stream {name!r}")
+        return found
+
+    def declare(self, publishers: Mapping[int, tuple[str, str]]) -> dict[int, int]:
+        """Say who publishes under some numbers: a reference and a stream each.
+
+        Return the last publishing id that the server has of each; 0 if it has none.
+        """
+        named = [text(reference) + text(stream) for reference, stream in publishers.values()]
+        bodies = [
+            struct.pack(">B", one) + name for one, name in zip(publishers, named, strict=True)
+        ]
+        for (code, _), (_, stream) in zip(
+            self.ask_all(Command.DECLARE_PUBLISHER, bodies), publishers.values(), strict=True
+        ):
+            if code != OK:
+                raise StreamError(code, f"stream {stream!r}")
+        asked = [one for one in publishers.values() if one[0]]
+        last = dict(zip(asked, self.sequences(asked), strict=True))
+        return {number: last.get(one, 0) for number, one in publishers.items()}
+
+    def sequences(self, publishers: Iterable[tuple[str, str]]) -> list[int]:
+        """Return the last publishing id of publishers; 0 if there is none."""
+        named = [text(reference) + text(stream) for reference, stream in publishers]
+        answers = self.ask_all(Command.SEQUENCE, named)
+        return [answer.number(">Q") if code == OK else 0 for code, answer in answers]
+
+    def forget(self, publishers: Sequence[int]) -> None:
+        """Take numbers away from publishers."""
+        self.ask_all(Command.DELETE_PUBLISHER, [struct.pack(">B", one) for one in publishers])
+
+    def offset(self, reference: str, stream: str) -> int | None:
+        """Return a number that was kept beside a stream."""
+        ((code, answer),) = self.ask_all(Command.OFFSET, [text(reference) + text(stream)])
+        if code == NO_OFFSET:
+            return None
+        if code != OK:
+            raise StreamError(code, f"stream {stream!r}")
+        return answer.number(">Q")
+
+    def keep_offset(self, reference: str, stream: str, number: int) -> None:
+        """Keep a number beside a stream; there is no answer."""
+        said = text(reference) + text(stream) + struct.pack(">Q", number)
+        self.send(frame(Command.STORE_OFFSET, said))
+
+    # Publishing
+
+    def send(self, data: bytes | memoryview) -> None:
+        """Send bytes as they are."""
+        self._socket.sendall(data)
+
+    def confirm(self, count: int) -> None:
+        """Wait until the server has confirmed so many messages, of this connection's whole life.
+
+        Raises:
+            StreamError: it refuses one.
+        """
+        while self.confirmed < count:
+            self._receive()
+
+    # Reading
+
+    @contextmanager
+    def chunks(self, stream: str, where: bytes = FIRST) -> Iterator[Following]:
+        """Read a stream from some place on; it gives a function that returns the next chunk."""
+        about = f"stream {stream!r}"
+        body = b"\1" + text(stream) + where + struct.pack(">H", CREDIT) + pairs({})
+        self._chunks.clear()
+        self.ask(Command.SUBSCRIBE, body, about=about)
+
+        def following(*, wait: bool = True) -> Chunk | None:
+            if not wait and not self._chunks:
+                self.replicas([])  # before it answers, the server sends what there is
+                if not self._chunks:
+                    return None
+            while not self._chunks:
+                self._receive()
+            self.send(frame(Command.MORE, b"\1" + struct.pack(">H", 1)))
+            return self._chunks.popleft()
+
+        yield following
+        self.ask(Command.UNSUBSCRIBE, b"\1", about=about)
+        self._chunks.clear()
+
+    # Frames
+
+    def _receive(self) -> tuple[int, Answer]:
+        """Wait for the next frame, and deal with it unless it is an answer."""
+        size = struct.unpack(">I", self._bytes(4))[0]
+        data = self._bytes(size)
+        command, _ = struct.unpack_from(">HH", data)
+        rest = Answer(data, 4)
+        if command == Command.CONFIRM:
+            self.confirmed += struct.unpack_from(">I", data, 5)[0]
+        elif command == Command.DELIVER:
+            self._chunks.append(delivered(data))
+        elif command == Command.HEARTBEAT:
+            self.send(frame(Command.HEARTBEAT))
+        elif command == Command.PUBLISH_ERROR:
+            (code,) = struct.unpack_from(">H", data, 17)
+            raise StreamError(code, "a message")
+        elif command == Command.TUNE:
+            largest = rest.number(">I") or LARGEST
+            self.largest = min(largest, LARGEST)
+            self.send(frame(Command.TUNE, struct.pack(">II", self.largest, 0)))
+            self._tuned = True
+        elif command == Command.METADATA_UPDATE:
+            code = rest.number(">H")
+            raise StreamError(code, f"stream {rest.text()!r}")
+        elif command == Command.CLOSE:
+            rest.number(">I")
+            code = rest.number(">H")
+            raise StreamError(code, f"the server closes the connection ({rest.text()})")
+        return command, rest
+
+    def _bytes(self, count: int) -> bytes:
+        """Return the next bytes."""
+        while len(self._read) < count:
+            data = self._socket.recv(max(1 << 16, count - len(self._read)))
+            if not data:
+                raise ConnectionResetError("the server has closed the connection")
+            self._read += data
+        found = bytes(self._read[:count])
+        del self._read[:count]
+        return found
+
+
+def _connected(settings: RabbitmqStream) -> tuple[socket.socket, str]:
+    """Connect to the first host that answers."""
+    seconds = settings.bounds.network_seconds
+    address = settings.address
+    for place, (host, port) in enumerate(address.hosts, start=1):
+        try:
+            one = socket.create_connection((host, port), timeout=seconds)
+        except OSError:
+            if place == len(address.hosts):
+                raise
+            continue
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+        return (_secured(one, host, settings) if address.tls else one), host
+    raise AssertionError("an address has hosts")
+
+
+def _secured(one: socket.socket, host: str, settings: RabbitmqStream) -> socket.socket:
+    context = ssl.create_default_context(cafile=settings.ca_file)
+    if settings.certificate_file is not None:
+        context.load_cert_chain(settings.certificate_file, settings.key_file)
+    return context.wrap_socket(one, server_hostname=host)

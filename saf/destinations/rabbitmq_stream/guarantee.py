@@ -1,0 +1,47 @@
+"""What a RabbitMQ server's streams give: what a crash may take back.
+
+A server confirms a message when most of the servers that keep its stream have written it, and never
+syncs its files. So what counts is how many servers lose power together.
+"""
+
+from __future__ import annotations
+
+from saf.destinations.rabbitmq_stream.server import Link
+from saf.destinations.settings import Guarantee
+
+ENOUGH = 3
+"""So many servers that one of them can be away."""
+
+
+def guarantee(link: Link) -> Guarantee:
+    """Return what a server promises, by its settings as they are now."""
+    link.look()
+    settings = link.settings
+    server = f"RabbitMQ {link.connection.server['version']}, {settings.server}"
+    quality = settings.quality.replace("_", " ")
+    replicas = link.connection.replicas([settings.marks]).get(settings.marks)
+    if replicas is None:
+        server = f"{server}, whose streams are made at the first message"
+        return Guarantee(server=server, promise=quality)
+    more: list[tuple[str, str]] = []
+    if replicas == 1:
+        more.append(
+            (
+                "a loss of power may take back what the system had not written yet, of each stream "
+                "for itself; saf reconcile finds what is missing",
+                "a cluster of three servers, each with power of its own",
+            )
+        )
+    elif replicas < ENOUGH:
+        more.append(("two servers go on only together", "a cluster of three servers"))
+    kept = (
+        "one server has each message; a crash of its process loses nothing that was acknowledged"
+        if replicas == 1
+        else f"{replicas} servers have each message, most of them before it is acknowledged"
+    )
+    return Guarantee(
+        server=server,
+        promise=f"{quality}; {kept}; a server that has lost its marks is noticed, and saf rebase "
+        "sends again what is missing",
+        more=tuple(more),
+    )

@@ -1,0 +1,257 @@
+"""The journal of a source: a stream of its marks, which everybody reads before and writes after.
+
+An entry is JSON, with some of these:
+
+    done      for each place, its epoch and mark, as `saf.destinations.written` says them
+    begun     for each place, the same of the batch that is begun now, and the streams it goes to
+    streams   all streams that messages of the source went to
+    all       this entry, and those before it that follow each other, have all that is known
+    read      a word that nobody else writes; who has written it reads until there
+
+Marks only rise. So what the journal says is the highest of each place, in whatever order several
+processes have written, and an entry that is written again changes nothing.
+
+What is ``begun`` is written before the first message of a batch, so that a batch of an earlier life
+of a source that was set back is told from one of the same number. It counts as the mark, without a
+position, if messages of the batch are there.
+
+Who reads to the end and has read much writes all that it knows as one entry, and keeps the number
+of the entry from which on everything is known, beside the stream. Others read from there. What is
+before it is deleted by the server when there is too much (``max-length-bytes``).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import UUID, uuid4
+
+from saf.destinations.marks import NOTHING, Known, Mark, Place
+from saf.destinations.rabbitmq_stream.connection import Connection
+from saf.destinations.rabbitmq_stream.numbers import generation, is_of, publisher
+from saf.destinations.rabbitmq_stream.protocol import (
+    FIRST,
+    NO_STREAM,
+    Command,
+    StreamError,
+    at,
+    frame,
+)
+from saf.destinations.written import read, written
+
+KEPT_BYTES, SEGMENT_BYTES = 32 << 20, 4 << 20
+ENOUGH_BYTES = 256 << 10
+"""After so much, all is written as one entry; or after as much as that has, if it is more."""
+AT_ONCE = 2_000
+"""Places of one entry."""
+CARRIED = "saf"
+"""The name under which the number of an entry is kept."""
+NOBODY = 255
+"""The number of the publisher of entries, which has no name, so nothing of it is dropped."""
+DATA = b"\0\x53\x75\xb0"
+"""How a body of AMQP 1.0 begins; its size follows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """A batch of a place, of which messages may be there."""
+
+    epoch: int
+    mark: Mark
+    """Of the batch, without a position."""
+    streams: tuple[str, ...]
+
+
+@dataclass(kw_only=True)
+class Journal:
+    """One source's marks, as one connection has read and written them."""
+
+    connection: Connection
+    stream: str
+    source: UUID
+    done: dict[Place, tuple[int, Mark]] = field(default_factory=dict)
+    begun: dict[Place, Begun] = field(default_factory=dict)
+    streams: set[str] = field(default_factory=set)
+    """All streams that messages of the source went to."""
+    _next: int | None = None
+    """The number of the entry after the last one that was read."""
+    _bytes: int = 0
+    """How much was read since all was written as one entry."""
+    _whole: int = field(default_factory=lambda: ENOUGH_BYTES)
+    _declared: bool = False
+
+    # Reading
+
+    def follow(self) -> None:
+        """Read to the end; a stream that is not there has no end to read to."""
+        word = uuid4().hex
+        try:
+            self._say({"read": word})
+        except StreamError as error:
+            if error.code != NO_STREAM:
+                raise
+            return
+        if self._next is None:
+            known = self.connection.offset(CARRIED, self.stream)
+            where = FIRST if known is None else at(known)
+        else:
+            where = at(self._next)
+        with self.connection.chunks(self.stream, where) as following:
+            found, first = False, 0
+            while not found and (chunk := following()) is not None:
+                first = chunk.first
+                for entry in chunk.entries:
+                    found = self._learn(entry) == word or found
+                self._next = chunk.first + len(chunk.entries)
+        if self._bytes > self._whole:
+            self._carry(first)
+
+    def marks(self, places: Iterable[Place]) -> tuple[dict[Place, int], dict[Place, Mark]]:
+        """Return the epochs and marks of places, with what was begun and is there."""
+        places = list(places)
+        there = self._is_there([place for place in places if self._pending(place)])
+        epochs, marks = {}, {}
+        for place in places:
+            epoch, mark = self.done.get(place, (0, NOTHING))
+            one = self.begun.get(place)
+            epochs[place] = max(epoch, one.epoch) if one else epoch
+            marks[place] = one.mark if one and place in there else mark
+        return epochs, marks
+
+    def known(self, identity: UUID) -> Known:
+        """Return all marks of the source."""
+        places = sorted({*self.done, *self.begun})
+        epochs, marks = self.marks(places)
+        of: dict[int, int] = {}
+        for (_, shard), epoch in epochs.items():
+            of[shard] = max(epoch, of.get(shard, 0))
+        marks = {place: mark for place, mark in marks.items() if place in self.done or mark.batch}
+        return Known(destination=identity, marks=marks, epochs=of)
+
+    def _pending(self, place: Place) -> bool:
+        """Whether a batch was begun, and its mark not moved since."""
+        one, (_, done) = self.begun.get(place), self.done.get(place, (0, NOTHING))
+        return one is not None and one.mark.number > done.number
+
+    def _is_there(self, places: list[Place]) -> set[Place]:
+        """Return those of some places of which messages of the batch that was begun are there."""
+        asked = [(place, stream) for place in places for stream in self.begun[place].streams]
+        batches = {place: self.begun[place].mark.batch for place in places}
+        last = self.connection.sequences(
+            (publisher(self.source, place, generation(batches[place])), stream)
+            for place, stream in asked
+        )
+        return {
+            place
+            for (place, _), found in zip(asked, last, strict=True)
+            if is_of(found, batches[place])
+        }
+
+    def _learn(self, entry: bytes) -> str | None:
+        """Take in an entry; return its word, if it has one."""
+        self._bytes += len(entry)
+        said = json.loads(entry[len(DATA) + 4 :])
+        for name, text in said.get("done", {}).items():
+            self._have_done(_place(name), *read(text))
+        for name, (text, streams) in said.get("begun", {}).items():
+            epoch, mark = read(text)
+            self._have_begun(_place(name), Begun(epoch=epoch, mark=mark, streams=tuple(streams)))
+        self.streams.update(said.get("streams", ()))
+        if "all" in said:
+            self._bytes, self._whole = 0, max(ENOUGH_BYTES, said["all"])
+        word: str | None = said.get("read")
+        return word
+
+    def _have_done(self, place: Place, epoch: int, mark: Mark) -> None:
+        before, known = self.done.get(place, (0, NOTHING))
+        higher = mark if mark.number >= known.number else known
+        self.done[place] = (max(epoch, before), higher)
+
+    def _have_begun(self, place: Place, one: Begun) -> None:
+        known = self.begun.get(place)
+        if known is not None and one.mark == known.mark:
+            epoch, streams = max(one.epoch, known.epoch), {*known.streams, *one.streams}
+            one = Begun(epoch=epoch, mark=one.mark, streams=tuple(sorted(streams)))
+        if known is None or one.mark.number >= known.mark.number:
+            self.begun[place] = one
+        self.streams.update(one.streams)
+
+    # Writing
+
+    def begin(self, places: Mapping[Place, Begun]) -> None:
+        """Say that batches are begun, unless that is known; it is durable when this returns."""
+        new = {}
+        for place, one in places.items():
+            known = self.begun.get(place)
+            if known is None or known.mark != one.mark or {*one.streams} - {*known.streams}:
+                new[place] = one
+                self._have_begun(place, one)
+        for some in _parts(new):
+            self._say({
+                "begun": {_name(place): _begun(self.begun[place]) for place in some}
+            })  # fmt: skip
+
+    def move(self, marks: Mapping[Place, tuple[int, Mark]]) -> None:
+        """Move marks; they are durable when this returns."""
+        moved = {place: one for place, one in marks.items() if self.done.get(place) != one}
+        for place, (epoch, mark) in moved.items():
+            self._have_done(place, epoch, mark)
+        for some in _parts(moved):
+            self._say({"done": {_name(place): written(*self.done[place]) for place in some}})
+
+    def _carry(self, first: int) -> None:
+        """Write all that is known; from this number on, the stream then has everything."""
+        parts: list[dict[str, Any]] = [
+            {"done": {_name(place): written(*self.done[place]) for place in some}}
+            for some in _parts(self.done)
+        ]
+        pending = {place: one for place, one in self.begun.items() if self._pending(place)}
+        parts += [
+            {"begun": {_name(place): _begun(pending[place]) for place in some}}
+            for some in _parts(pending)
+        ]
+        size = sum(len(json.dumps(part)) for part in parts)
+        for part in [*parts, {"streams": sorted(self.streams), "all": size}]:
+            self._say(part)
+        self.connection.keep_offset(CARRIED, self.stream, first)
+
+    def _say(self, what: Mapping[str, Any]) -> None:
+        connection = self.connection
+        if not self._declared:
+            connection.forget([NOBODY])
+            connection.declare({NOBODY: ("", self.stream)})
+            self._declared = True
+        text = json.dumps(what, separators=(",", ":")).encode()
+        entry = DATA + struct.pack(">I", len(text)) + text
+        before = connection.confirmed
+        head = struct.pack(">BIQI", NOBODY, 1, 0, len(entry))
+        connection.send(frame(Command.PUBLISH, head + entry))
+        connection.confirm(before + 1)
+
+
+def _begun(one: Begun) -> list[Any]:
+    return [written(one.epoch, one.mark), list(one.streams)]
+
+
+def _parts(places: Mapping[Place, Any]) -> Iterator[list[Place]]:
+    named = sorted(places)
+    for first in range(0, len(named), AT_ONCE):
+        yield named[first : first + AT_ONCE]
+
+
+def _name(place: Place) -> str:
+    """Return the name of a place.
+
+    >>> _name(("retry", 7))
+    '7:retry'
+    """
+    lane, shard = place
+    return f"{shard}:{lane}"
+
+
+def _place(name: str) -> Place:
+    shard, _, lane = name.partition(":")
+    return lane, int(shard)

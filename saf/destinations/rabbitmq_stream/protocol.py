@@ -1,0 +1,154 @@
+"""The protocol of RabbitMQ's streams: frames, and what stands in them.
+
+A frame is a size, a command, a version, and what the command has. Numbers are big-endian; a text is
+its size and its UTF-8. The codes of answers are the protocol's own.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+VERSION = 1
+ANSWER = 0x8000
+"""Answers have the number of their command with this bit."""
+OK, NO_STREAM, STREAM_THERE, NOT_AVAILABLE, NO_OFFSET = 1, 2, 5, 6, 19
+LOGINS = (8, 9, 11, 12)
+DENIED, NOT_MET = 16, 17
+CODES = {
+    2: "there is no such stream",
+    6: "the stream is not available now",
+    7: "this way to log in is not supported",
+    8: "the login is refused",
+    9: "the login is refused",
+    11: "the login is refused: this user may only come from the server's own machine",
+    12: "the login is refused: this user has no access to the virtual host",
+    14: "a frame is too large",
+    15: "the server has an internal error",
+    16: "the access is refused",
+    17: "a condition is not met",
+    18: "there is no such publisher",
+}
+"""What a code of an answer means."""
+
+FIRST, LAST = struct.pack(">H", 1), struct.pack(">H", 2)
+"""Where a stream is read from: its beginning; its last chunk."""
+
+
+def at(number: int) -> bytes:
+    """Return where a stream is read from: the chunk that has the entry with a number."""
+    return struct.pack(">HQ", 4, number)
+
+
+class Command(IntEnum):
+    """What a frame is."""
+
+    DECLARE_PUBLISHER = 1
+    PUBLISH = 2
+    CONFIRM = 3
+    PUBLISH_ERROR = 4
+    SEQUENCE = 5
+    DELETE_PUBLISHER = 6
+    SUBSCRIBE = 7
+    DELIVER = 8
+    MORE = 9
+    STORE_OFFSET = 10
+    OFFSET = 11
+    UNSUBSCRIBE = 12
+    CREATE = 13
+    DELETE = 14
+    METADATA = 15
+    METADATA_UPDATE = 16
+    PROPERTIES = 17
+    HANDSHAKE = 18
+    AUTHENTICATE = 19
+    TUNE = 20
+    OPEN = 21
+    CLOSE = 22
+    HEARTBEAT = 23
+
+
+class StreamError(Exception):
+    """The server has answered with a code, which says that it did not do something."""
+
+    def __init__(self, code: int, about: str) -> None:
+        super().__init__(f"{about}: {CODES.get(code, f'error {code}')}")
+        self.code = code
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """Some entries of a stream, which follow each other."""
+
+    first: int
+    """The number of the first one."""
+    entries: Sequence[bytes]
+
+
+class Answer:
+    """What is left of a frame."""
+
+    def __init__(self, data: bytes, at: int) -> None:
+        self._data = data
+        self._at = at
+
+    def number(self, form: str) -> int:
+        """Take a number."""
+        (value,) = struct.unpack_from(form, self._data, self._at)
+        self._at += struct.calcsize(form)
+        return int(value)
+
+    def text(self) -> str:
+        """Take a text."""
+        size = self.number(">h")
+        first = self._at
+        self._at += max(size, 0)
+        return self._data[first : self._at].decode()
+
+    def pairs(self) -> dict[str, str]:
+        """Take pairs of texts."""
+        return {self.text(): self.text() for _ in range(self.number(">I"))}
+
+
+def frame(command: int, body: bytes = b"") -> bytes:
+    r"""Return a frame.
+
+    >>> frame(Command.HEARTBEAT)
+    b'\x00\x00\x00\x04\x00\x17\x00\x01'
+    """
+    return struct.pack(">IHH", len(body) + 4, command, VERSION) + body
+
+
+def text(value: str) -> bytes:
+    r"""Return a text as frames have it.
+
+    >>> text("ü")
+    b'\x00\x02\xc3\xbc'
+    """
+    encoded = value.encode()
+    return struct.pack(">H", len(encoded)) + encoded
+
+
+def pairs(values: Mapping[str, str]) -> bytes:
+    """Return pairs of texts as frames have them."""
+    each = (text(name) + text(value) for name, value in values.items())
+    return struct.pack(">I", len(values)) + b"".join(each)
+
+
+def delivered(data: bytes) -> Chunk:
+    """Return a chunk that was delivered; after 4 bytes of the frame and the subscription."""
+    head = ">BBHIqQQIIII"
+    values = struct.unpack_from(head, data, 5)
+    at, entries = 5 + struct.calcsize(head), []
+    for _ in range(values[2]):
+        (size,) = struct.unpack_from(">I", data, at)
+        if size >> 31:  # several messages in one, which saf does not write
+            (count, size) = struct.unpack_from(">xHxxxxI", data, at)
+            at += 11 + size
+            entries += [b""] * count
+            continue
+        entries.append(data[at + 4 : at + 4 + size])
+        at += 4 + size
+    return Chunk(first=values[6], entries=entries)

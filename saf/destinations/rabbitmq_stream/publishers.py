@@ -1,0 +1,122 @@
+"""Publishers: who publishes under which number of a connection, and their messages as frames.
+
+A connection has 256 numbers, two of them for marks. If a chunk has more publishers, these take
+turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from saf.destinations.packed import BYTES, fixed
+from saf.destinations.rabbitmq_stream.connection import Connection
+from saf.destinations.rabbitmq_stream.protocol import VERSION, Command
+
+MOST = 254
+"""The numbers of publishers of messages; the others are for marks."""
+HEAD = np.dtype([
+    ("size", ">u4"), ("command", ">u2"), ("version", ">u2"), ("publisher", "u1"),
+    ("count", ">u4"), ("id", ">u8"), ("bytes", ">u4"),
+])  # fmt: skip
+"""What stands before a message in its frame."""
+
+
+class Publishers:
+    """The publishers of one connection; as many as there are numbers for."""
+
+    head = HEAD.itemsize
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._numbers: dict[tuple[str, str], int] = {}
+        self._last: dict[tuple[str, str], int] = {}
+
+    def publish(
+        self,
+        publishers: Sequence[tuple[str, str]],
+        which: npt.NDArray[np.int64],
+        ids: npt.NDArray[np.int64],
+        bodies: pa.Array,
+        at_once: int,
+    ) -> int:
+        """Send messages, and wait until all are confirmed; return how many were new.
+
+        Args:
+            publishers: the name and the stream of each publisher.
+            which: the publisher of each message.
+            ids: the publishing ids.
+            bodies: the messages.
+            at_once: how many are sent before those sent earlier are waited for.
+        """
+        new = 0
+        for first in range(0, len(publishers), MOST):
+            some = publishers[first : first + MOST]
+            numbers, last = self._declared(some)
+            mine = which - first
+            if len(publishers) > MOST:
+                there = (mine >= 0) & (mine < len(some))
+                mine = np.where(there, mine, 0)
+            else:
+                there = np.ones(len(ids), bool)
+            there &= (ids > last[mine]) | ~np.array([bool(name) for name, _ in some])[mine]
+            new += self._send(numbers[mine], ids, bodies, there, at_once)
+            for place, one in enumerate(some):
+                sent = ids[there & (mine == place)] if one[0] else ids[:0]
+                if len(sent):
+                    self._last[one] = int(sent[-1])
+        return new
+
+    def _declared(
+        self, some: Sequence[tuple[str, str]]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the numbers of publishers, and the last publishing id of each."""
+        new = [one for one in some if one not in self._numbers]
+        if len(self._numbers) + len(new) > MOST:
+            self._connection.forget([*self._numbers.values()])
+            self._numbers, self._last = {}, {}
+            new = [*some]
+        free = iter(sorted({*range(MOST)} - {*self._numbers.values()}))
+        declared = dict(zip(free, new, strict=False))
+        for number, last in self._connection.declare(declared).items():
+            self._numbers[declared[number]] = number
+            self._last[declared[number]] = last
+        return (
+            np.array([self._numbers[one] for one in some], np.int64),
+            np.array([self._last[one] for one in some], np.int64),
+        )
+
+    def _send(
+        self,
+        numbers: npt.NDArray[np.int64],
+        ids: npt.NDArray[np.int64],
+        bodies: pa.Array,
+        there: npt.NDArray[np.bool_],
+        at_once: int,
+    ) -> int:
+        """Send some of the messages as frames."""
+        if not there.all():
+            numbers, ids, bodies = numbers[there], ids[there], bodies.filter(pa.array(there))
+        count = len(ids)
+        if not count:
+            return 0
+        sizes = np.asarray(pc.binary_length(bodies))
+        heads = np.zeros(count, HEAD)
+        heads["size"] = sizes + HEAD.itemsize - 4
+        heads["command"], heads["version"], heads["count"] = Command.PUBLISH, VERSION, 1
+        heads["publisher"], heads["id"], heads["bytes"] = numbers, ids, sizes
+        frames = pc.binary_join_element_wise(fixed(heads), bodies, pa.scalar(b"", BYTES))
+        ends = np.frombuffer(frames.buffers()[1], np.int64)[frames.offset :][: count + 1]
+        data = memoryview(frames.buffers()[2])
+        before = earlier = self._connection.confirmed
+        for first in range(0, count, at_once):
+            last = min(first + at_once, count)
+            self._connection.send(data[ends[first] : ends[last]])
+            self._connection.confirm(earlier)
+            earlier = before + last
+        self._connection.confirm(before + count)
+        return count

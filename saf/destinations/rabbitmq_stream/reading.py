@@ -1,0 +1,94 @@
+"""Reading back: all messages of all streams, in one pass, as long as none of them was removed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+import pyarrow as pa
+
+from saf.destinations.mapping import held_of, source_of
+from saf.destinations.marks import Known
+from saf.destinations.rabbitmq_stream import amqp
+from saf.destinations.rabbitmq_stream.connection import Connection
+from saf.destinations.rabbitmq_stream.journal import Journal
+from saf.destinations.rabbitmq_stream.numbers import generation, publisher
+from saf.destinations.rabbitmq_stream.server import connected
+from saf.destinations.reading import Reading
+from saf.destinations.tables import HELD, TableReading
+from saf.errors import CannotReadBack
+
+if TYPE_CHECKING:
+    from saf.destinations.rabbitmq_stream import RabbitmqStream
+
+
+@contextmanager
+def read(name: str, settings: RabbitmqStream) -> Iterator[Reading]:
+    """Open the streams for reading.
+
+    Raises:
+        CannotReadBack: messages were removed.
+    """
+    with connected(name, settings) as link:
+        identity = link.identity()
+        columns: dict[str, dict[str, list[Any]]] = {}
+        known: dict[UUID, Known] = {}
+        streams: dict[str, list[Journal]] = {}
+        for source in link.sources():
+            columns[str(source)] = {column: [] for column in HELD.names}
+            journal = link.journal(source)
+            journal.follow()
+            known[source] = journal.known(identity)
+            for stream in journal.streams:
+                streams.setdefault(stream, []).append(journal)
+        there = link.connection.replicas(sorted(streams))
+        for stream, journals in sorted(streams.items()):
+            if stream not in there:
+                raise CannotReadBack(name, f"its stream {stream} is gone")
+            if gone := _read(link.connection, stream, columns):
+                raise CannotReadBack(name, f"{gone:,} messages of its stream {stream} are gone")
+            if gone is None and any(_has_had(journal, stream) for journal in journals):
+                raise CannotReadBack(name, f"all messages of its stream {stream} are gone")
+        nothing: dict[str, list[Any]] = {column: [] for column in HELD.names}
+        yield TableReading(
+            name=name,
+            is_=identity,
+            read=lambda source: pa.table(columns.get(str(source), nothing), schema=HELD),
+            knows=lambda source: known.get(source) or Known(destination=identity),
+        )
+
+
+def entries(connection: Connection, stream: str) -> Iterator[tuple[int, bytes]]:
+    """Give the messages of a stream that are there now, with their numbers."""
+    with connection.chunks(stream) as following:
+        while (chunk := following(wait=False)) is not None:
+            yield from enumerate(chunk.entries, start=chunk.first)
+
+
+def _read(
+    connection: Connection, stream: str, columns: dict[str, dict[str, list[Any]]]
+) -> int | None:
+    """Add the messages of a stream, one by one; return the number of the first one, if any.
+
+    Later on, numbers are left out: the server gives some to what it writes for itself.
+    """
+    first = None
+    for number, message in entries(connection, stream):
+        first = number if first is None else first
+        headers, _ = amqp.read(message)
+        if (of := columns.get(source_of(headers, amqp.EVENTS) or "")) is not None:
+            said = held_of(headers, amqp.EVENTS)
+            for column, values in of.items():
+                values.append(said[column])
+    return first
+
+
+def _has_had(journal: Journal, stream: str) -> bool:
+    """Whether messages were ever stored in a stream, as far as its server remembers."""
+    publishers = [
+        (publisher(journal.source, place, generation(mark.batch)), stream)
+        for place, (_, mark) in journal.done.items()
+    ]
+    return any(journal.connection.sequences(publishers))

@@ -1,0 +1,196 @@
+"""A RabbitMQ server's streams, for one destination, and what the server says of itself.
+
+An error is recognised by its code. What a later attempt may find mended is `Unavailable`: no
+answer, a stream without a leader. What a person has to mend is `Refused`: the login, a right.
+
+There are these streams:
+
+TOPIC            messages
+MARKS            the destination's identity, and then the sources that it has a journal of
+MARKS.SOURCE     the journal of a source: `saf.destinations.rabbitmq_stream.journal`
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from uuid import NAMESPACE_URL, UUID, uuid5
+
+from saf.destinations.marks import Known
+from saf.destinations.queues import unusable
+from saf.destinations.rabbitmq_stream.connection import Connection
+from saf.destinations.rabbitmq_stream.journal import (
+    DATA,
+    KEPT_BYTES,
+    SEGMENT_BYTES,
+    Journal,
+)
+from saf.destinations.rabbitmq_stream.protocol import (
+    DENIED,
+    LOGINS,
+    NOT_MET,
+    Command,
+    StreamError,
+    frame,
+)
+from saf.errors import Refused, SafError, Unavailable
+
+if TYPE_CHECKING:
+    from saf.destinations.rabbitmq_stream import RabbitmqStream
+
+OLDEST = (3, 10)
+NOTER = 254
+"""The number of the publisher of ids."""
+IDENTITY = "identity"
+"""Who publishes the identity: the first one counts, because its publishing id is 1."""
+
+
+class Link:
+    """One destination's connection."""
+
+    def __init__(self, what: str, settings: RabbitmqStream, connection: Connection) -> None:
+        self.what = what
+        self.settings = settings
+        self.connection = connection
+        self._there: set[str] = set()
+        self._journal: Journal | None = None
+
+    def look(self) -> None:
+        """Raise if nothing may be stored here.
+
+        Raises:
+            Refused: the server is too old.
+        """
+        version = self.connection.server["version"]
+        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+            raise unusable(self.what, f"its version is {version}", "let it be 3.10 or newer")
+
+    def make(self, streams: Collection[str], **arguments: str) -> None:
+        """Make those of some streams that are not there."""
+        new = sorted({*streams} - self._there)
+        if not new:
+            return
+        if self.settings.replicas is not None:
+            arguments["initial-cluster-size"] = str(self.settings.replicas)
+        there = self.connection.replicas(new)
+        for stream in new:
+            if stream not in there:
+                self.connection.create(stream, arguments)
+        self._there.update(new)
+
+    def journal(self, source: UUID, *, make: bool = False) -> Journal:
+        """Return the journal of a source."""
+        if self._journal is None or self._journal.source != source:
+            stream = f"{self.settings.marks}.{source}"
+            self._journal = Journal(connection=self.connection, stream=stream, source=source)
+        if make and self._journal.stream not in self._there:
+            if source not in self.sources():
+                self._note(str(source), number=0)
+            self.make(
+                [self._journal.stream],
+                **{
+                    "max-length-bytes": str(KEPT_BYTES),
+                    "stream-max-segment-size-bytes": str(SEGMENT_BYTES),
+                },
+            )
+        return self._journal
+
+    def known(self, source: UUID) -> Known:
+        """Return all marks of a source."""
+        journal = self.journal(source)
+        journal.follow()
+        return journal.known(self.identity())
+
+    def identity(self) -> UUID:
+        """Return the identity that the destination has, or that it would get; write nothing.
+
+        The identity of a server without one follows from its address. So a server that has lost
+        everything is not taken for a new one: it is the same one, without what it had acknowledged.
+        """
+        if noted := self._noted():
+            return noted[0]
+        settings = self.settings
+        return uuid5(NAMESPACE_URL, f"{settings.server}#{settings.marks}")
+
+    def make_identity(self) -> UUID:
+        """Return the identity, which stays when the server's data is moved."""
+        self.make([self.settings.marks])
+        noted = self._noted()
+        if not noted:
+            self._note(str(self.identity()), number=1, by=IDENTITY)
+            noted = self._noted()
+        return noted[0]
+
+    def sources(self) -> list[UUID]:
+        """Return the sources that have a journal."""
+        return list(dict.fromkeys(self._noted()[1:]))
+
+    def _noted(self) -> list[UUID]:
+        """Return the ids in the stream of the identity."""
+        stream = self.settings.marks
+        if stream not in self.connection.replicas([stream]):
+            return []
+        found: list[UUID] = []
+        with self.connection.chunks(stream) as following:
+            while (chunk := following(wait=False)) is not None:
+                found += [UUID(one[len(DATA) + 4 :].decode()) for one in chunk.entries]
+        return found
+
+    def _note(self, text: str, *, number: int, by: str = "") -> None:
+        """Add an id to the stream of the identity."""
+        connection, said = self.connection, text.encode()
+        connection.declare({NOTER: (by, self.settings.marks)})
+        entry = DATA + struct.pack(">I", len(said)) + said
+        head = struct.pack(">BIQI", NOTER, 1, number, len(entry))
+        before = connection.confirmed
+        connection.send(frame(Command.PUBLISH, head + entry))
+        connection.confirm(before + 1)
+        connection.forget([NOTER])
+
+    def close(self) -> None:
+        """Give up the connection."""
+        self.connection.close()
+
+
+@contextmanager
+def connected(name: str, settings: RabbitmqStream) -> Iterator[Link]:
+    """Give a connection, and translate its errors."""
+    link = open_link(name, settings)
+    try:
+        with errors(link.what, settings):
+            yield link
+    finally:
+        link.close()
+
+
+def open_link(name: str, settings: RabbitmqStream) -> Link:
+    """Return a connection, which has answered."""
+    what = f"destination {name!r}"
+    with errors(what, settings):
+        return Link(what, settings, Connection(settings))
+
+
+@contextmanager
+def errors(what: str, settings: RabbitmqStream) -> Iterator[None]:
+    """Translate the errors of a connection."""
+    try:
+        yield
+    except (StreamError, OSError) as error:
+        raise translated(what, settings, error) from None
+
+
+def translated(what: str, settings: RabbitmqStream, error: Exception) -> SafError:
+    """Return the error that a connection's error means."""
+    said = settings.redact(str(error)) or type(error).__name__
+    if isinstance(error, StreamError):
+        if error.code in LOGINS:
+            return Refused(what, said, "mend its login in saf.toml")
+        if error.code == DENIED:
+            return Refused(what, said, "let its user do what docs/destinations.md lists")
+        if error.code == NOT_MET:
+            return unusable(what, said, "choose another topic in saf.toml, or mend that stream")
+    unavailable = Unavailable(what, f"{settings.server}: {said}")
+    unavailable.hangs = isinstance(error, TimeoutError)
+    return unavailable

@@ -1,0 +1,252 @@
+"""Streams of a RabbitMQ server, exactly once.
+
+The server has no transactions, and compares nothing but publishing ids: it drops a message whose id
+is not above the last one of its publisher. So this rests on two things:
+
+- *The id is a function of the message* (`saf.destinations.rabbitmq_stream.numbers`). A batch is
+  immutable and in order, so whoever gives a message gives the same ones before it. Each writer of
+  a place sends what follows the mark that it has read, without a gap. So what a stream has of a
+  place is always the beginning of the same sequence, and the rest of it follows, from whomever. The
+  server drops what comes again: after a lost answer, from a task that runs twice, from an owner
+  that was stopped and wakes up, and from two that both come first.
+- *The marks are written after their messages* (`saf.destinations.rabbitmq_stream.journal`). A mark
+  that is too low, because a process has died in between, costs nothing but what the server drops.
+  What is parked keeps its place, batch and id, so it is the same message from there too.
+
+*It is not fenced.* Before each chunk, the journal tells of a newer owner, and the chunk is refused.
+An owner that is stopped after it has asked, and wakes up later, still sends that chunk. Of it, the
+server drops what the new owner has stored, and what it adds, the new owner need not. Only what the
+new owner has dealt with in another way, such as a message that has expired, is there too.
+
+Each message is a frame of its own, in the order of the chunk, so a stream has the order of the
+chunk, whatever the shards are. The server confirms a message when most of its replicas have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from uuid import UUID
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from saf.destinations import Chunk, Stored
+from saf.destinations.mapping import Mapped, mapped
+from saf.destinations.marks import ONCE, Mark, Place
+from saf.destinations.places import guarded, judged, places_of, refuse
+from saf.destinations.queues import unusable
+from saf.destinations.rabbitmq_stream import amqp
+from saf.destinations.rabbitmq_stream.journal import Begun
+from saf.destinations.rabbitmq_stream.numbers import (
+    BATCH_BITS,
+    ROW_BITS,
+    publisher,
+    publishing_ids,
+)
+from saf.destinations.rabbitmq_stream.publishers import Publishers
+from saf.destinations.rabbitmq_stream.server import Link, errors, open_link
+from saf.errors import Refused, Rejected, Unavailable
+from saf.failpoints import fail_point
+
+if TYPE_CHECKING:
+    from saf.destinations.rabbitmq_stream import RabbitmqStream
+
+LONGEST = 255
+"""The longest name of a stream, in bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbered:
+    """Messages with their publishers and publishing ids."""
+
+    what: Mapped
+    bodies: pa.Array
+    """The messages as the streams hold them."""
+    publishers: list[tuple[str, str]]
+    """A name and a stream each; without a name, nothing is dropped."""
+    which: npt.NDArray[np.int64]
+    """The publisher of each message, by its place in ``publishers``."""
+    ids: npt.NDArray[np.int64]
+    begun: Mapping[Place, Begun]
+
+
+class Streams:
+    """Streams as a `saf.destinations.Destination`."""
+
+    def __init__(self, name: str, settings: RabbitmqStream) -> None:
+        self.name = name
+        self.what = f"destination {name!r}"
+        self.settings = settings
+        self._link: Link | None = None
+        self._publishers: Publishers | None = None
+        self._identity: UUID | None = None
+
+    def identity(self) -> UUID:
+        """Return what the server says; one without an identity becomes a destination."""
+        self.connect()
+        assert self._identity is not None  # noqa: S101 - learnt at the first contact
+        return self._identity
+
+    def connect(self) -> None:
+        """Connect, and make sure that the server keeps what it is given."""
+        if self._link is not None:
+            return
+        self._link = open_link(self.name, self.settings)
+        self._publishers = Publishers(self._link.connection)
+        try:
+            with self._connected() as link:
+                link.look()
+                self._identity = link.make_identity()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give up the connection, if there is one."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+        """Store a chunk; see `saf.destinations.Destination`."""
+        identity, mine = self.identity(), dict(chunk.batch.epochs)
+        with self._connected() as link:
+            journal = link.journal(chunk.source, make=True)
+            journal.follow()
+            epochs, marks = journal.marks(guarded(chunk))
+            verdict = judged(self.what, identity, chunk, epochs, marks, exactly_once=exactly_once)
+            given = self._numbered(link, chunk, verdict.rows, exactly_once=exactly_once)
+            fail_point("mom_insert")
+            stored = 0
+            if given is not None and not verdict.wrong:
+                link.make(given.what.topics)
+                journal.begin(given.begun)
+                stored = self._publish(given)
+            marks |= verdict.moved
+            journal.move({place: (mine[place[1]], mark) for place, mark in marks.items()})
+        fail_point("mom_commit")
+        if verdict.wrong:
+            raise verdict.wrong
+        dropped = chunk.rows.num_rows - stored
+        return Stored(messages=stored, dropped=dropped, marks=verdict.moved)
+
+    def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:
+        """Return how far the lanes and shards of a chunk are stored; see `Destination.marks`."""
+        self.connect()
+        with self._connected() as link:
+            journal = link.journal(chunk.source)
+            journal.follow()
+            epochs, marks = journal.marks(guarded(chunk))
+        refuse(self.what, chunk, epochs, marks)
+        return marks
+
+    def _numbered(
+        self, link: Link, chunk: Chunk, rows: pa.Table, *, exactly_once: bool
+    ) -> Numbered | None:
+        """Return what the streams get of messages; None if there are none.
+
+        Raises:
+            Rejected: they do not take one of them.
+        """
+        if not rows.num_rows:
+            return None
+        what = self._mapped(rows, chunk.source)
+        bodies = amqp.messages(what)
+        largest = (pc.max(pc.binary_length(bodies)).as_py() or 0) + Publishers.head
+        if largest > link.connection.largest:
+            raise Rejected(
+                self.what,
+                f"it has {largest:,} bytes, more than its server's stream.frame_max "
+                f"({link.connection.largest:,})",
+            )
+        places, place = places_of(rows, chunk.prefix)
+        batches = np.full(rows.num_rows, chunk.batch.number, np.int64)
+        if "batch" in rows.column_names:
+            batches = rows["batch"].to_numpy()
+        ids = rows["id"].to_numpy()
+        if ids.max() >> ROW_BITS:
+            raise unusable(self.what, f"a row's id, {ids.max():,}, has too many bits", "tell us")
+        parts = np.stack([place, batches >> BATCH_BITS, what.topic])
+        streams: dict[Place, set[str]] = {one: set() for one in places}
+        for at, topic in np.unique(parts[[0, 2]], axis=1).T.tolist():
+            streams[places[at]].add(what.topics[topic])
+        if not exactly_once:  # one publisher of each topic, without a name
+            parts[:2] = 0
+        codes, which = np.unique(parts, axis=1, return_inverse=True)
+        publishers = [
+            (
+                publisher(chunk.source, places[at], generation) if exactly_once else "",
+                what.topics[topic],
+            )
+            for at, generation, topic in codes.T.tolist()
+        ]
+        return Numbered(
+            what=what,
+            bodies=bodies,
+            publishers=publishers,
+            which=which.reshape(-1),
+            ids=publishing_ids(batches, ids),
+            begun=self._begun(chunk, rows, place, places, streams),
+        )
+
+    def _begun(
+        self,
+        chunk: Chunk,
+        rows: pa.Table,
+        place: npt.NDArray[np.int64],
+        places: list[Place],
+        streams: Mapping[Place, set[str]],
+    ) -> dict[Place, Begun]:
+        """Return the batch of the first message of each place."""
+        epochs = dict(chunk.batch.epochs)
+        _, first = np.unique(place, return_index=True)
+        parked = [name for name in ("batch", "opened_at") if name in rows.column_names]
+        begun = {}
+        for one, row in zip(
+            places, rows.select(["id", *parked]).take(first).to_pylist(), strict=True
+        ):
+            mark = Mark(
+                batch=row.get("batch", chunk.batch.number),
+                opened_at=row.get("opened_at", chunk.batch.opened_at),
+                acknowledged=chunk.prefix != ONCE,
+            )
+            begun[one] = Begun(epoch=epochs[one[1]], mark=mark, streams=tuple(sorted(streams[one])))
+        return begun
+
+    def _mapped(self, rows: pa.Table, source: UUID) -> Mapped:
+        what = mapped(
+            self.what,
+            rows,
+            source,
+            topic=self.settings.topic,
+            form=self.settings.format,
+            prefix=amqp.EVENTS,
+        )
+        for topic in what.topics:
+            if len(topic.encode()) > LONGEST:
+                raise Rejected(self.what, f"its stream's name has more than {LONGEST} bytes")
+        return what
+
+    def _publish(self, given: Numbered) -> int:
+        """Send messages, and wait until all are confirmed; return how many were new."""
+        assert self._publishers is not None  # noqa: S101 - connected before
+        return self._publishers.publish(
+            given.publishers, given.which, given.ids, given.bodies, self.settings.step_rows
+        )
+
+    @contextmanager
+    def _connected(self) -> Iterator[Link]:
+        """Give the connection; give it up after an error, which is translated."""
+        link = self._link
+        assert link is not None  # noqa: S101 - connected before
+        try:
+            with errors(self.what, self.settings):
+                yield link
+        except (Unavailable, Refused):
+            self.close()  # what it has declared is not known
+            raise

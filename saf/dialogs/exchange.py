@@ -1,0 +1,92 @@
+"""The exchange of one conversation: its ends, and its messages as the logs of a broker have them.
+
+A log keeps a message until it is purged, so that of a long conversation only the last part may be
+left. The messages of a conversation are in one shard, in which they are looked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+import psycopg
+from psycopg.rows import class_row
+
+from saf.database import fetch
+from saf.dialogs.conversations import Conversation, conversations
+from saf.log.cursor import BY_INDEX
+from saf.log.shards import shard_of
+
+SHARDS = "SELECT shards FROM saf.broker"
+HANDLES = "SELECT handle FROM saf.conversation WHERE conversation_id = %(conversation_id)s"
+
+# Of a long body only the last part is shown: the others have the same number
+SPOKEN = """
+SELECT DISTINCT ON (from_initiator, sequence, log) log, message_id, from_service, to_service,
+       from_initiator, sequence, message_type, bytes, at
+FROM (
+    SELECT 'outbox' AS log, id, message_id, left(from_service, 1024) AS from_service,
+           left(to_service, 1024) AS to_service, from_initiator, sequence,
+           left(message_type, 1024) AS message_type, octet_length(body) AS bytes, created_at AS at
+    FROM saf.outbox WHERE shard = %(shard)s AND conversation_id = %(conversation_id)s
+    UNION ALL
+    SELECT 'inbox', id, message_id, left(from_service, 1024), left(to_service, 1024),
+           from_initiator, sequence, left(message_type, 1024), octet_length(body), received_at
+    FROM saf.inbox WHERE shard = %(shard)s AND conversation_id = %(conversation_id)s
+) AS spoken
+ORDER BY from_initiator, sequence, log, id DESC LIMIT %(limit)s
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spoken:
+    """A message of a conversation in one log."""
+
+    log: str
+    message_id: UUID
+    from_service: str | None
+    to_service: str
+    from_initiator: bool | None
+    """Which end has sent it; None: of a monolog."""
+    sequence: int | None
+    """None: from an end to itself, such as a timer."""
+    message_type: str | None
+    bytes: int
+    at: datetime
+    """When it was sent or, in an inbox, stored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """What one broker knows of a conversation."""
+
+    ends: tuple[Conversation, ...]
+    messages: tuple[Spoken, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as a dict for JSON."""
+        return {
+            "ends": [one.as_dict() for one in self.ends],
+            "messages": [
+                {**asdict(one), "message_id": str(one.message_id), "at": one.at.isoformat()}
+                for one in self.messages
+            ],
+        }
+
+
+def exchange(
+    connection: psycopg.Connection[Any], conversation_id: UUID, limit: int = 200
+) -> Exchange:
+    """Return what a broker knows of a conversation, with at most so many messages. Only reads."""
+    params = {"conversation_id": conversation_id}
+    handles = [handle for (handle,) in fetch(connection, HANDLES, params)]
+    ends = [one for handle in handles for one in conversations(connection, handle=handle)]
+    ((shards,),) = fetch(connection, SHARDS)
+    shard = shard_of(str(conversation_id), shards)
+    with connection.transaction():
+        connection.execute(BY_INDEX)
+        with psycopg.Cursor(connection, row_factory=class_row(Spoken)) as cursor:
+            found = cursor.execute(SPOKEN, {**params, "shard": shard, "limit": limit}).fetchall()
+    return Exchange(ends=tuple(ends), messages=tuple(sorted(found, key=lambda one: one.at)))

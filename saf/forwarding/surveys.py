@@ -1,0 +1,124 @@
+"""Surveys at the driver: a deep batch that several tasks share is surveyed once, for all of them.
+
+A survey reads each page of the batch. It is good for as long as the transaction goes on that has
+made it (`saf.engine.survey`), so the driver has one more session at such a source while a job runs.
+
+It only saves work. Where there is no survey, each task makes its own: if the source does not answer
+here, if it takes longer than the others wait for it, if this process dies, or if the server ends
+the session. So nothing is raised here. A batch that one task reads is left to that task.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psycopg
+
+from saf.database import Dsn
+from saf.engine.survey import ALONE, ONE_SNAPSHOT, NotSurveyed, Survey, export
+from saf.engine.work import Work
+from saf.errors import SafError
+from saf.log.cursor import Batch, join_splits
+from saf.logger import Log
+
+log = Log("saf.forward")
+
+PATIENCE_SECONDS = 60.0
+"""How long a survey may take before the tasks begin without it, in seconds."""
+OTHERS_SECONDS = 5.0
+"""The same, where tasks of other sources wait for it too."""
+TICK_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surveyed:
+    """A source's surveys, and the session that they are good for."""
+
+    session: psycopg.Connection[Any]
+    surveys: Mapping[Batch, Survey]
+    """By the batch, with all shards that tasks share."""
+
+
+@contextmanager
+def surveyed(
+    work: Sequence[Work], but: Container[str] = (), meanwhile: Callable[[], None] = lambda: None
+) -> Iterator[list[Work]]:
+    """Give the items, with surveys, which are good inside the block; ``but`` some brokers'.
+
+    ``meanwhile`` is called now and then while it waits for them.
+    """
+    shared = {name: some for name, some in _shared(work).items() if name not in but}
+    if not shared:
+        yield list(work)
+        return
+    pool = ThreadPoolExecutor(len(shared), thread_name_prefix="saf-survey")
+    jobs = {pool.submit(_survey, name, *there): name for name, there in shared.items()}
+    pool.shutdown(wait=False)
+    try:
+        found = {
+            (jobs[job], replace(batch, epochs=())): survey
+            for job in _answered(jobs, meanwhile)
+            if (there := job.result())
+            for batch, survey in there.surveys.items()
+        }
+        yield [
+            replace(item, survey=found.get((item.broker, replace(item.batch, epochs=()))))
+            for item in work
+        ]
+    finally:
+        for job in jobs:
+            job.add_done_callback(_end)
+
+
+def _shared(work: Sequence[Work]) -> dict[str, tuple[Dsn, list[Batch]]]:
+    """The deep batches, by broker, that more than one item has a split of."""
+    by_broker: dict[str, list[Work]] = {}
+    for item in work:
+        if item.deep:
+            by_broker.setdefault(item.broker, []).append(item)
+    shared = {}
+    for name, items in by_broker.items():
+        splits = [item.batch for item in items]
+        several = [whole for whole in join_splits(splits) if whole not in splits]
+        if several:
+            shared[name] = items[0].dsn, several
+    return shared
+
+
+def _answered(
+    jobs: Collection[Future[Surveyed | None]], meanwhile: Callable[[], None]
+) -> set[Future[Surveyed | None]]:
+    """Wait for the surveys, unless one takes too long; return those that are there."""
+    until = time.monotonic() + (PATIENCE_SECONDS if len(jobs) == 1 else OTHERS_SECONDS)
+    done: set[Future[Surveyed | None]] = set()
+    while len(done) < len(jobs) and (left := until - time.monotonic()) > 0:
+        done, _ = wait(jobs, timeout=min(TICK_SECONDS, left))
+        meanwhile()
+    return done
+
+
+def _survey(name: str, dsn: Dsn, batches: Sequence[Batch]) -> Surveyed | None:
+    try:
+        session = dsn.connect(role="read")
+        try:
+            session.execute(ALONE)
+            session.commit()
+            session.execute(ONE_SNAPSHOT)
+            surveys = dict(zip(batches, export(session.cursor(), batches), strict=True))
+        except BaseException:
+            session.close()
+            raise
+    except (SafError, NotSurveyed, psycopg.Error) as error:
+        log.warning("not_surveyed", broker=name, error=dsn.redact(str(error)))
+        return None
+    return Surveyed(session=session, surveys=surveys)
+
+
+def _end(job: Future[Surveyed | None]) -> None:
+    if job.exception() is None and (there := job.result()) is not None:
+        there.session.close()

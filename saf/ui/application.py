@@ -1,0 +1,233 @@
+"""The application: which page is where, who may see it, and what happens to a form.
+
+A page is a function of a visit. It runs in a thread, because it asks databases. Whoever is not
+logged in is sent to the login, and comes back from there to where they wanted to be, within this
+dashboard only. What changes anything is a POST with the CSRF token of its session, from the same
+origin, by somebody who may operate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import parse_qs, quote, urlsplit
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from saf.config import Settings
+from saf.errors import SafError, Unavailable
+from saf.ui import live
+from saf.ui.access import COOKIE, Visitor
+from saf.ui.guard import Guarded
+from saf.ui.pages import PAGES
+from saf.ui.rendering import STATIC
+from saf.ui.site import Site, Visit
+
+Page = Callable[[Visit], Response]
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+MOST_BYTES = 1 << 20
+"""The largest form."""
+WRONG_TOKEN_SECONDS = 0.5
+"""How long a wrong token is thought about."""
+
+
+class Refused(Exception):
+    """A request that is not answered; with the status, and why."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+def application(settings: Settings, *, write: bool) -> ASGIApp:
+    """Return the dashboard; see `saf.ui.app`."""
+    site = Site(settings, write=write)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await run_in_threadpool(site.close)
+
+    routes = [
+        Route("/login", _login(site), methods=["GET", "POST"]),
+        Route("/logout", _logout(site), methods=["POST"]),
+        Route("/live", live.endpoint(site), methods=["GET"]),
+        Mount("/static", StaticFiles(directory=STATIC)),
+    ]
+    for path, one in PAGES.items():
+        methods = ["POST"] if one.changes else ["GET"]
+        routes.append(
+            Route(path, _endpoint(site, one.page, operates=one.operates), methods=methods)
+        )
+    made = Starlette(
+        routes=routes,
+        middleware=[Middleware(Guarded)],
+        lifespan=lifespan,
+        exception_handlers={404: _not_found(site)},
+    )
+    made.state.site = site
+    return made
+
+
+def _endpoint(site: Site, page: Page, *, operates: bool) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        visitor = site.access.visitor(request)
+        if visitor is None:
+            return _to_login(request)
+        visit = Visit(site=site, request=request, visitor=visitor)
+        try:
+            if request.method == "POST":
+                visit.form = await _form(request)
+                _check(site, request, visitor, visit.form)
+            if operates:
+                _check_role(site, visitor)
+            return await run_in_threadpool(page, visit)
+        except Refused as refused:
+            return await _problem(visit, refused.status, str(refused))
+        except Unavailable as error:
+            return await _problem(visit, 503, str(error))
+        except SafError as error:
+            return await _problem(visit, 400, str(error))
+
+    return endpoint
+
+
+async def _problem(visit: Visit, status: int, why: str) -> Response:
+    return await run_in_threadpool(
+        lambda: visit.page("problem.html", status=status, number=status, why=why)
+    )
+
+
+async def _form(request: Request) -> Mapping[str, Sequence[str]]:
+    body = b""
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MOST_BYTES:
+                raise Refused(413, "the form is too large: choose by a filter instead")
+    except ClientDisconnect:
+        raise Refused(400, "the form did not come as a whole") from None
+    try:
+        return parse_qs(body.decode(), keep_blank_values=True, max_num_fields=10_000)
+    except ValueError:
+        raise Refused(400, "that is no form of these pages") from None
+
+
+def _check(
+    site: Site, request: Request, visitor: Visitor, form: Mapping[str, Sequence[str]]
+) -> None:
+    _check_origin(request)
+    if not site.access.right_csrf(visitor, form.get("csrf", [""])[-1]):
+        raise Refused(403, "this form is of another session: go back, reload the page, try again")
+
+
+def _check_role(site: Site, visitor: Visitor) -> None:
+    if not visitor.operates:
+        why = "this login may view, and not operate"
+        raise Refused(403, why if site.write else "`saf ui` was started without --write")
+
+
+def _check_origin(request: Request) -> None:
+    """Refuse a form that the browser says is another site's."""
+    if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+        raise Refused(403, "this form comes from another site")
+
+
+def _to_login(request: Request) -> Response:
+    base = request.scope.get("root_path", "")
+    if request.headers.get("hx-request"):  # a page that is still open
+        return Response(status_code=401, headers={"HX-Refresh": "true"})
+    if request.method == "POST":
+        return RedirectResponse(f"{base}/login", status_code=303)
+    wanted = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    return RedirectResponse(f"{base}/login?next={quote(wanted, safe='')}", status_code=303)
+
+
+def within(base: str, wanted: str | None) -> str:
+    r"""Return where to go after the login: nowhere but into this dashboard.
+
+    >>> within("/saf", "/saf/dead?key=a"), within("", "//evil.example/"), within("", "/\\evil")
+    ('/saf/dead?key=a', '/', '/')
+    >>> within("/saf", "/safe/"), within("", "https://evil.example/"), within("", None)
+    ('/saf/', '/', '/')
+    """
+    home = f"{base}/"
+    if not wanted or not wanted.startswith(home) or not wanted.isprintable():
+        return home
+    if wanted.startswith("//") or "\\" in wanted or urlsplit(wanted).netloc:
+        return home
+    return wanted
+
+
+def _login(site: Site) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        base = request.scope.get("root_path", "")
+        wanted, wrong = request.query_params.get("next"), ""
+        status = 200
+        if request.method == "POST":
+            try:
+                _check_origin(request)
+                form = await _form(request)
+            except Refused as refused:
+                return PlainTextResponse(str(refused), status_code=refused.status)
+            wanted = form.get("next", [""])[-1]
+            token, name = form.get("token", [""])[-1], form.get("name", [""])[-1]
+            site.access.logout(request)
+            number = site.access.login(token.strip(), name)
+            if number is not None:
+                answer = RedirectResponse(within(base, wanted), status_code=303)
+                answer.set_cookie(
+                    COOKIE,
+                    number,
+                    path=base or "/",
+                    httponly=True,
+                    samesite="lax",
+                    secure=site.access.secure(request),
+                )
+                return answer
+            await asyncio.sleep(WRONG_TOKEN_SECONDS)
+            wrong, status = "That is not the token.", 401
+        page = site.environment.get_template("login.html").render(
+            base=base, next=within(base, wanted), wrong=wrong, by_token=site.access.by_token
+        )
+        return HTMLResponse(page, status_code=status)
+
+    return endpoint
+
+
+def _logout(site: Site) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        base = request.scope.get("root_path", "")
+        visitor = site.access.visitor(request)
+        if visitor is not None:
+            try:
+                _check(site, request, visitor, await _form(request))
+            except Refused as refused:
+                return PlainTextResponse(str(refused), status_code=refused.status)
+            site.access.logout(request)
+        answer = RedirectResponse(f"{base}/login", status_code=303)
+        answer.delete_cookie(COOKIE, path=base or "/")
+        return answer
+
+    return endpoint
+
+
+def _not_found(site: Site) -> Callable[[Request, Any], Awaitable[Response]]:
+    async def handler(request: Request, _: Any) -> Response:
+        visitor = site.access.visitor(request)
+        if visitor is None:
+            return PlainTextResponse("not found", status_code=404)
+        visit = Visit(site=site, request=request, visitor=visitor)
+        return await _problem(visit, 404, "there is no such page")
+
+    return handler

@@ -1,0 +1,149 @@
+"""Jobs: what operators have begun that takes a while, with its progress, and a way to stop it.
+
+A job is done in a thread, in chunks (`saf.operating.bulk`). What is done is in the brokers and in
+their audit; the list of jobs is only in memory. Whoever stops a job, or the process, leaves the
+rest as it was.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Literal
+
+from saf.config import Broker
+from saf.database import check_schema, unavailable_if_lost
+from saf.errors import SafError, Unexpected
+from saf.logger import Log
+from saf.operating.bulk import Decision, in_chunks
+from saf.setaside.dead import Filter
+
+KEPT = 100
+"""How many jobs are remembered."""
+AT_ONCE = 4
+"""How many jobs are worked on at a time; others wait."""
+
+log = Log("saf.ui")
+
+State = Literal["waiting", "running", "done", "cancelled", "failed"]
+
+
+@dataclass(kw_only=True)
+class Job:
+    """A decision about many dead letters."""
+
+    number: int
+    what: str
+    """Such as "retry"."""
+    person: str
+    why: str
+    about: Mapping[str, Filter]
+    """Which of each broker."""
+    expected: int
+    began: float = field(default_factory=time.time)
+    ended: float | None = None
+    done: dict[str, int] = field(default_factory=dict)
+    """How many messages, by broker."""
+    errors: dict[str, str] = field(default_factory=dict)
+    state: State = "waiting"
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def messages(self) -> int:
+        """How many are done."""
+        return sum(self.done.values())
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will happen."""
+        return self.state in ("done", "cancelled", "failed")
+
+
+class Jobs:
+    """The jobs of this process."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[int, Job] = {}
+        self._numbers = count(1)
+        self._lock = threading.Lock()
+        self._turns = threading.Semaphore(AT_ONCE)
+
+    def all(self) -> list[Job]:
+        """Return all that are remembered, the last first."""
+        with self._lock:
+            return [*reversed(self._jobs.values())]
+
+    def get(self, number: int) -> Job | None:
+        """Return a job by its number."""
+        with self._lock:
+            return self._jobs.get(number)
+
+    def begin(
+        self,
+        decision: Decision,
+        about: Mapping[str, tuple[Broker, Filter]],
+        *,
+        what: str,
+        person: str,
+        why: str,
+        expected: int,
+    ) -> Job:
+        """Begin a job, and return it at once."""
+        job = Job(
+            number=next(self._numbers),
+            what=what,
+            person=person,
+            why=why,
+            about={name: chosen for name, (_, chosen) in about.items()},
+            expected=expected,
+        )
+        with self._lock:
+            self._jobs[job.number] = job
+            over = [number for number, one in self._jobs.items() if one.over]
+            for number in over[: max(0, len(self._jobs) - KEPT)]:
+                del self._jobs[number]
+        places = {name: broker for name, (broker, _) in about.items()}
+        threading.Thread(
+            target=self._work, args=(job, decision, places), name=f"saf-job-{job.number}"
+        ).start()
+        return job
+
+    def stop(self) -> None:
+        """Let all stop after the chunks that they are at."""
+        for job in self.all():
+            job.stopping.set()
+
+    def _work(self, job: Job, decision: Decision, places: Mapping[str, Broker]) -> None:
+        with self._turns:
+            job.state = "running"
+            for name, broker in places.items():
+                if job.stopping.is_set():
+                    break
+                try:
+                    self._at(job, decision, name, broker)
+                except Exception as error:
+                    said = error if isinstance(error, SafError) else Unexpected(name, error)
+                    job.errors[name] = str(said)
+                    log.warning("job_failed", job=job.number, broker=name, error=str(said))
+            stopped = job.stopping.is_set() and job.messages < job.expected
+            job.state = "failed" if job.errors else "cancelled" if stopped else "done"
+            job.ended = time.time()
+
+    def _at(self, job: Job, decision: Decision, name: str, broker: Broker) -> None:
+        with (
+            unavailable_if_lost(f"broker {name!r}"),
+            broker.dsn.connect(role="dead", autocommit=True) as connection,
+        ):
+            check_schema(connection)
+            for ids in in_chunks(
+                connection,
+                decision,
+                job.about[name],
+                job.why,
+                person=job.person,
+                stop=job.stopping.is_set,
+            ):
+                job.done[name] = job.done.get(name, 0) + len(ids)

@@ -1,0 +1,59 @@
+"""The pages: one file for each subject, with what it asks the brokers and what it shows of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from starlette.responses import Response
+
+from saf.ui.pages import (
+    audit,
+    dead,
+    dialogs,
+    doctor,
+    jobs,
+    members,
+    message,
+    outbox,
+    overview,
+    parked,
+    routes,
+)
+from saf.ui.site import Visit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """A page, or what a form does."""
+
+    page: Callable[[Visit], Response]
+    changes: bool = False
+    """It is a form's: a POST with the CSRF token."""
+    operates: bool = False
+    """Only for those who may operate."""
+
+
+PAGES: Mapping[str, Page] = {
+    "/": Page(page=overview.overview),
+    "/nav": Page(page=overview.nav),
+    "/pending": Page(page=overview.pending),
+    "/outbox": Page(page=outbox.messages),
+    "/message": Page(page=message.message),
+    "/parked": Page(page=parked.lanes),
+    "/parked/confirm": Page(page=parked.confirm, operates=True),
+    "/parked/retry": Page(page=parked.retry, changes=True, operates=True),
+    "/dead": Page(page=dead.letters),
+    "/dead/confirm": Page(page=dead.confirm, changes=True, operates=True),
+    "/dead/decide": Page(page=dead.decide_, changes=True, operates=True),
+    "/jobs": Page(page=jobs.jobs),
+    "/jobs/{number:int}": Page(page=jobs.job),
+    "/jobs/{number:int}/cancel": Page(page=jobs.cancel, changes=True, operates=True),
+    "/routes": Page(page=routes.routes),
+    "/members": Page(page=members.members),
+    "/doctor": Page(page=doctor.findings),
+    "/doctor/examine": Page(page=doctor.examine_, changes=True),
+    "/dialogs": Page(page=dialogs.list_),
+    "/dialog": Page(page=dialogs.one),
+    "/audit": Page(page=audit.audit),
+}

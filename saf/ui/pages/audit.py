@@ -1,0 +1,34 @@
+"""The audit: who did what with messages, when and why."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+
+from saf.setaside.audit import audited
+from saf.ui.filters import number_of
+from saf.ui.site import Visit
+
+ROWS = 50
+ROWS_OF_EACH = 20
+
+
+def audit(visit: Visit) -> Response:
+    """Show what people did, the last first; of one broker, page by page."""
+    broker = visit.given("broker")
+    before = number_of(visit.given("before")) if broker else None
+    rows = ROWS if broker else ROWS_OF_EACH
+    answers = visit.site.brokers.ask(
+        lambda connection: audited(connection, rows + 1, before), [broker] if broker else None
+    )
+    shown = [(name, one) for name, found in answers.found.items() for one in found[:rows]]
+    shown.sort(key=lambda row: row[1].audit_at, reverse=True)
+    more = sorted(name for name, found in answers.found.items() if len(found) > rows)
+    return visit.page(
+        "audit.html",
+        title="Audit",
+        rows=shown,
+        more=more,
+        last=min((one.audit_id for _, one in shown), default=None) if broker else None,
+        broker=broker,
+        errors=answers.errors,
+    )

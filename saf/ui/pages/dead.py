@@ -1,0 +1,150 @@
+"""Dead letters: by filter, and what a person decides about those chosen, or all that match.
+
+A decision takes two steps. The first counts, and shows what it would be about; the second does
+just that, as a job. What has died in between is left alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import psycopg
+from starlette.responses import Response
+
+from saf.errors import SafError, UsageError
+from saf.operating import decide
+from saf.operating.bulk import Decision
+from saf.setaside import dead
+from saf.setaside.dead import REASONS, Counted, DeadLetter, Filter
+from saf.ui.filters import moment_of, number_of
+from saf.ui.site import Visit
+
+ROWS = 50
+ROWS_OF_EACH = 10
+"""How many of each broker are shown while none is chosen."""
+MOST = 1_000_000
+"""How many are counted before a decision."""
+ACTIONS = ("retry", "redirect", "discard")
+FIELDS = ("reason", "service", "destination", "key", "subscription", "error")
+
+
+def letters(visit: Visit) -> Response:
+    """Show dead letters, the oldest first."""
+    broker, wanted = visit.given("broker"), _wanted(visit)
+    wanted = replace(wanted, after=number_of(visit.given("after")))
+    rows = ROWS if broker else ROWS_OF_EACH
+
+    def ask(connection: psycopg.Connection[Any]) -> list[DeadLetter]:
+        return dead.dead_letters(connection, wanted, rows + 1)
+
+    answers = visit.site.brokers.ask(ask, [broker] if broker else None)
+    more = {name for name, found in answers.found.items() if len(found) > rows}
+    shown = [(name, one) for name, found in answers.found.items() for one in found[:rows]]
+    if broker is None:
+        shown.sort(key=lambda row: row[1].dead_letter_at)
+    return visit.page(
+        "dead.html",
+        title="Dead letters",
+        letters=shown,
+        more=sorted(more),
+        last=shown[-1][1].dead_letter_id if broker and more else None,
+        errors=answers.errors,
+        reasons=REASONS,
+        wanted=wanted,
+        before=visit.given("before"),
+        broker=broker,
+        destinations=[*visit.site.settings.destinations],
+    )
+
+
+def confirm(visit: Visit) -> Response:
+    """Count what a decision would be about, and ask why."""
+    action = _action(visit)
+    chosen = _chosen(visit)
+    counts: dict[str, Counted] = {}
+    errors: dict[str, SafError] = {}
+    for name, which in chosen.items():
+        answers = visit.site.brokers.ask(
+            lambda connection, which=which: dead.count(connection, which, MOST),  # type: ignore[misc]
+            [name],
+        )
+        counts |= answers.found
+        errors |= answers.errors
+    return visit.page(
+        "dead_confirm.html",
+        title=action.capitalize(),
+        action=action,
+        to=visit.given("to"),
+        counts={name: one for name, one in counts.items() if one.messages},
+        errors=errors,
+        wanted=_wanted(visit),
+        before=visit.given("before"),
+        broker=visit.given("broker"),
+        ids=visit.form.get("id", []) if not visit.given("matching") else [],
+        matching=visit.given("matching"),
+        messages=sum(one.messages for one in counts.values()),
+        more=any(one.more for one in counts.values()),
+    )
+
+
+def decide_(visit: Visit) -> Response:
+    """Begin the job that was confirmed."""
+    action, to = _action(visit), visit.given("to")
+    decision: Decision
+    if action == "redirect":
+        decision, what = partial(decide.redirect, to=to or ""), f"redirect to {to}"
+    else:
+        decision, what = {"retry": decide.retry, "discard": decide.discard}[action], action
+    through: dict[str, int] = {}
+    for text in visit.form.get("through", []):
+        name, _, number = text.rpartition(":")
+        through[name] = number_of(number) or 0
+    about = {}
+    for name, which in _chosen(visit).items():
+        broker = visit.site.brokers.place(name)
+        if broker is not None and name in through:
+            about[name] = broker, replace(which, through=through[name])
+    if not about:
+        raise UsageError("nothing was chosen: choose dead letters, or all that match a filter")
+    job = visit.site.jobs.begin(
+        decision,
+        about,
+        what=what,
+        person=visit.visitor.name,
+        why=visit.given("why") or "",
+        expected=number_of(visit.given("expected")) or 0,
+    )
+    return visit.to(f"/jobs/{job.number}")
+
+
+def _action(visit: Visit) -> str:
+    action, to = visit.given("action") or "", visit.given("to")
+    if action not in ACTIONS:
+        raise UsageError(f"there is no {action!r}, only {', '.join(ACTIONS)}")
+    if action == "redirect" and to not in visit.site.settings.destinations:
+        raise UsageError("redirect where? Choose one of the destinations of saf.toml")
+    return action
+
+
+def _chosen(visit: Visit) -> dict[str, Filter]:
+    """Return which dead letters of which brokers a form is about."""
+    if visit.given("matching"):
+        broker, wanted = visit.given("broker"), _wanted(visit)
+        return dict.fromkeys([broker] if broker else visit.site.brokers.names(), wanted)
+    ids: dict[str, list[int]] = defaultdict(list)
+    for text in visit.form.get("id", []):
+        name, _, number = text.rpartition(":")
+        ids[name].append(number_of(number) or 0)
+    if not ids:
+        raise UsageError("nothing was chosen: tick dead letters, or say all that match")
+    return {name: Filter(dead_letter_ids=numbers) for name, numbers in ids.items()}
+
+
+def _wanted(visit: Visit) -> Filter:
+    given: dict[str, Any] = {name: visit.given(name) for name in FIELDS}
+    if given["reason"] is not None and given["reason"] not in REASONS:
+        raise UsageError(f"there is no reason {given['reason']!r}, only {', '.join(REASONS)}")
+    return Filter(**given, before=moment_of(visit.given("before")))

@@ -1,0 +1,122 @@
+"""Conversations of all brokers, and one of them as a sequence of messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from uuid import UUID
+
+from starlette.responses import Response
+
+from saf.dialogs.conversations import Conversation, conversations
+from saf.dialogs.exchange import Exchange, Spoken, exchange
+from saf.dialogs.states import State
+from saf.errors import UsageError
+from saf.ui.site import Visit
+
+ROWS = 100
+ROWS_OF_EACH = 10
+ROW = 54
+MOST = 60
+"""How many messages are drawn, the last ones."""
+
+
+def list_(visit: Visit) -> Response:
+    """Show the ends of conversations, the oldest first."""
+    broker, service, state = visit.given("broker"), visit.given("service"), visit.given("state")
+    rows = ROWS if broker else ROWS_OF_EACH
+    answers = visit.site.brokers.ask(
+        lambda connection: conversations(
+            connection, service=service, states=[state] if state else None, limit=rows + 1
+        ),
+        [broker] if broker else None,
+    )
+    shown = [(name, one) for name, found in answers.found.items() for one in found[:rows]]
+    shown.sort(key=lambda row: row[1].created_at)
+    return visit.page(
+        "dialogs.html",
+        title="Dialogs",
+        rows=shown,
+        more=sorted(name for name, found in answers.found.items() if len(found) > rows),
+        limit=rows,
+        broker=broker,
+        service=service,
+        state=state,
+        states=[*State],
+        errors=answers.errors,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrow:
+    """A message in the diagram."""
+
+    message: Spoken
+    sent: datetime | None
+    stored: datetime | None
+    """When it was stored at the other end; None: not seen there."""
+    to_right: bool
+    to_itself: bool
+    y: int
+
+
+def one(visit: Visit) -> Response:
+    """Show one conversation: both ends, and what they have said to each other."""
+    given = visit.given("id")
+    if given is None:
+        return visit.to("/dialogs")
+    try:
+        wanted = UUID(given)
+    except ValueError:
+        raise UsageError(f"{given!r} is no conversation_id, which is a UUID") from None
+    answers = visit.site.brokers.ask(lambda connection: exchange(connection, wanted))
+    found = answers.found
+    ends = [(name, end) for name, there in found.items() for end in there.ends]
+    arrows = arrows_of([*found.values()])
+    return visit.page(
+        "dialog.html",
+        title="Dialog",
+        wanted=wanted,
+        ends=sorted(ends, key=lambda row: not row[1].is_initiator),
+        arrows=arrows[-MOST:],
+        more=max(0, len(arrows) - MOST),
+        height=len(arrows[-MOST:]) * ROW + 70,
+        left=_named(ends, arrows, left=True),
+        right=_named(ends, arrows, left=False),
+        errors=answers.errors,
+    )
+
+
+def arrows_of(found: list[Exchange]) -> list[Arrow]:
+    """Return the messages of all brokers in the order in which they were sent, each once."""
+    sent: dict[UUID, Spoken] = {}
+    stored: dict[UUID, Spoken] = {}
+    for there in found:
+        for spoken in there.messages:
+            logs = sent if spoken.log == "outbox" else stored
+            logs.setdefault(spoken.message_id, spoken)
+    every = {**stored, **sent}
+    order = sorted(every.values(), key=lambda message: message.at)
+    first = max(0, len(order) - MOST)
+    return [
+        Arrow(
+            message=message,
+            sent=sent[message.message_id].at if message.message_id in sent else None,
+            stored=stored[message.message_id].at if message.message_id in stored else None,
+            to_right=message.from_initiator is not False,
+            to_itself=message.sequence is None and message.from_service in (None, ""),
+            y=90 + (number - first) * ROW,
+        )
+        for number, message in enumerate(order)
+    ]
+
+
+def _named(ends: list[tuple[str, Conversation]], arrows: list[Arrow], *, left: bool) -> str:
+    """Return the name of one end: as its broker has it, or as a message addresses it."""
+    for _, end in ends:
+        return end.service if end.is_initiator == left else end.far_service
+    for arrow in arrows:
+        if arrow.to_right == left:
+            return arrow.message.from_service or "?"
+        return arrow.message.to_service
+    return "?"

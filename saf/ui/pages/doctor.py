@@ -1,0 +1,66 @@
+"""The doctor's findings with their cures, of the last examination."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+from starlette.responses import Response
+
+from saf.errors import SafError, Unexpected
+from saf.operating.doctor import Finding, examine
+from saf.ui.site import Site, Visit
+
+ORDER = ("error", "warning", "ok")
+
+
+@dataclass(kw_only=True)
+class Examination:
+    """One run of the doctor; it takes as long as the slowest database."""
+
+    began: float = field(default_factory=time.time)
+    ended: float | None = None
+    findings: list[Finding] = field(default_factory=list)
+    problem: str = ""
+
+
+def findings(visit: Visit) -> Response:
+    """Show what the last examination has found; begin the first one."""
+    last: Examination | None = visit.site.examination
+    if last is None:
+        last = begin(visit.site)
+    shown = sorted(last.findings, key=lambda one: (ORDER.index(one.severity), one.where))
+    return visit.page(
+        "doctor.html",
+        title="Doctor",
+        live="every 1s" if last.ended is None else "",
+        last=last,
+        findings=[one for one in shown if one.severity != "ok"],
+        checks=len(shown),
+        now=time.time(),
+    )
+
+
+def examine_(visit: Visit) -> Response:
+    """Begin another examination, unless one is under way."""
+    last: Examination | None = visit.site.examination
+    if last is None or last.ended is not None:
+        begin(visit.site)
+    return visit.to("/doctor")
+
+
+def begin(site: Site) -> Examination:
+    """Examine everything in a thread. Only reads."""
+    one = site.examination = Examination()
+
+    def run() -> None:
+        try:
+            one.findings = examine(site.settings)
+        except Exception as error:
+            said = error if isinstance(error, SafError) else Unexpected("the doctor", error)
+            one.problem = str(said)
+        one.ended = time.time()
+
+    threading.Thread(target=run, name="saf-doctor", daemon=True).start()
+    return one

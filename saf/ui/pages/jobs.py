@@ -1,0 +1,37 @@
+"""Jobs: their progress, and stopping one."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+
+from saf.errors import UsageError
+from saf.ui.jobs import Job
+from saf.ui.site import Visit
+
+
+def jobs(visit: Visit) -> Response:
+    """Show what was begun in this process."""
+    return visit.page("jobs.html", title="Jobs", jobs=visit.site.jobs.all())
+
+
+def job(visit: Visit) -> Response:
+    """Show the progress of one job."""
+    found = _job(visit)
+    live = "" if found.over else "every 1s"
+    return visit.page("job.html", title="Job", live=live, job=found)
+
+
+def cancel(visit: Visit) -> Response:
+    """Let a job stop after the chunk that it is at."""
+    found = _job(visit)
+    found.stopping.set()
+    return visit.to(f"/jobs/{found.number}")
+
+
+def _job(visit: Visit) -> Job:
+    number = visit.request.path_params["number"]
+    if (found := visit.site.jobs.get(number)) is None:
+        raise UsageError(
+            f"there is no job {number} in this process; what it has done is in the audit"
+        )
+    return found

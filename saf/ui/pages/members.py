@@ -1,0 +1,63 @@
+"""Subscriptions of a broker: their members, leases and shards, and how much each has left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from starlette.responses import Response
+
+from saf.log.backlog import Shard
+from saf.operating.members import Membership, memberships
+from saf.ui.site import LIVE, Visit
+
+COLOURS = 8
+"""How many members are told apart by colours; they are named, too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A shard in the drawing."""
+
+    shard: Shard
+    colour: int | None
+    """The number of its owner's colour; None: nobody has it."""
+    left: int
+
+
+def members(visit: Visit) -> Response:
+    """Show the subscriptions of one broker."""
+    names = visit.site.brokers.names()
+    broker = visit.given("broker") or (names or [""])[0]
+    answers = visit.site.brokers.ask(memberships, [broker])
+    found = sorted(
+        answers.found.get(broker, []), key=lambda one: not (one.members or one.backlog.messages)
+    )
+    return visit.page(
+        "members.html",
+        title="Members and shards",
+        live=LIVE,
+        broker=broker,
+        found=[(one, colours(one), cells(one)) for one in found],
+        errors=answers.errors,
+        lease=visit.site.settings.forwarder.lease_seconds,
+    )
+
+
+def colours(one: Membership) -> Mapping[str, int]:
+    """Return a colour's number for each owner of a shard."""
+    owners = sorted({shard.owner for shard in one.backlog.shards if shard.owner is not None})
+    return {owner: number % COLOURS for number, owner in enumerate(owners)}
+
+
+def cells(one: Membership) -> list[Cell]:
+    """Return the shards for the drawing."""
+    of = colours(one)
+    return [
+        Cell(
+            shard=shard,
+            colour=None if shard.owner is None else of[shard.owner],
+            left=round(one.backlog.by_shard[shard.shard].messages),
+        )
+        for shard in one.backlog.shards
+    ]

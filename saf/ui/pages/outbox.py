@@ -1,0 +1,53 @@
+"""Messages of an outbox by state, service, key and age, a page at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+from starlette.responses import Response
+
+from saf.errors import UsageError
+from saf.operating import outbox
+from saf.operating.outbox import STATES, Page, Wanted
+from saf.ui.brokers import PATIENCE_SECONDS
+from saf.ui.filters import moment_of
+from saf.ui.site import Visit
+
+ROWS = 50
+SECONDS = PATIENCE_SECONDS / 2
+
+
+def messages(visit: Visit) -> Response:
+    """Show a page of one broker's outbox."""
+    sources = [*visit.site.settings.brokers] + [
+        name for name in visit.site.brokers.names() if "/" in name
+    ]
+    broker = visit.given("broker") or (sources or [""])[0]
+    state = visit.given("state")
+    if state is not None and state not in STATES:
+        raise UsageError(f"there is no state {state!r}, only {', '.join(STATES)}")
+    wanted = Wanted(
+        state=state,
+        service=visit.given("service"),
+        key=visit.given("key"),
+        since=moment_of(visit.given("since")),
+        until=moment_of(visit.given("until")),
+    )
+    after = visit.given("after")
+
+    def page(connection: psycopg.Connection[Any]) -> Page:
+        return outbox.messages(connection, wanted, after=after, limit=ROWS, seconds=SECONDS)
+
+    answers = visit.site.brokers.ask(page, [broker])
+    return visit.page(
+        "outbox.html",
+        title="Outbox",
+        broker=broker,
+        sources=sources,
+        states=STATES,
+        wanted=wanted,
+        found=answers.found.get(broker),
+        errors=answers.errors,
+        known=broker in visit.site.brokers.names(),
+    )

@@ -1,0 +1,195 @@
+"""The overview, and what is pending: from the last figures, so that nobody waits for a broker."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from starlette.responses import Response
+
+from saf.metrics import declared as m
+from saf.ui.flows import drawn
+from saf.ui.pulse import Beat
+from saf.ui.site import LIVE, Visit, navigation
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokerRow:
+    """A broker on the overview."""
+
+    name: str
+    up: bool
+    why: str
+    pending: float
+    oldest_seconds: float | None
+    unread: float
+    lag_seconds: float | None
+    parked: float
+    dead: float
+    members: float
+    unowned: float
+    slots: float | None
+    transaction_seconds: float | None
+
+    @property
+    def state(self) -> str:
+        """How it is, in one word."""
+        if not self.up:
+            return "down"
+        if self.dead:
+            return "dead letters"
+        return "parked" if self.parked else "up"
+
+    @property
+    def colour(self) -> str:
+        """The class of the word."""
+        return {"down": "bad", "dead letters": "warn", "parked": "warn"}.get(self.state, "good")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DestinationRow:
+    """A destination, as the sources see it."""
+
+    name: str
+    state: str
+    """The worst that a source says."""
+    pending: float
+    parked: float
+    sources: int
+
+    @property
+    def colour(self) -> str:
+        """The class of its state."""
+        return {"down": "bad", "waiting": "warn"}.get(self.state, "good")
+
+
+def overview(visit: Visit) -> Response:
+    """Show all brokers, destinations and endpoints at a glance."""
+    beat = visit.beat
+    brokers = rows(beat)
+    there = destinations(beat)
+    return visit.page(
+        "overview.html",
+        title="Overview",
+        live=LIVE,
+        brokers=brokers,
+        destinations=there,
+        endpoints=endpoints(beat),
+        flows=drawn(beat),
+        curves={name: [*values] for name, values in visit.site.pulse.curves.items()},
+        totals={
+            "pending": beat.total(m.PENDING),
+            "unread": beat.total(m.UNREAD),
+            "parked": beat.total(m.PARKED),
+            "dead": beat.total(m.DEAD),
+            "oldest": beat.most(m.OLDEST_PENDING),
+            "lag": beat.most(m.LAG),
+        },
+    )
+
+
+def nav(visit: Visit) -> Response:
+    """Return the navigation alone, with its counts."""
+    return visit.part("nav.html", nav=navigation(visit.beat, visit.given("here") or ""))
+
+
+def rows(beat: Beat) -> list[BrokerRow]:
+    """Return the brokers: those that need somebody first."""
+    found = []
+    for (name,), up in beat.of(m.UP):
+        members = sum(v for (log, who), v in beat.of(m.MEMBERS, name) if who == "forwarder")
+        unowned = sum(v for (log, who), v in beat.of(m.UNOWNED, name) if who == "forwarder")
+        slots = [value for _, value in beat.of(m.SLOTS, name)]
+        found.append(
+            BrokerRow(
+                name=name,
+                up=bool(up),
+                why=beat.down.get(name, ""),
+                pending=beat.total(m.PENDING, name),
+                oldest_seconds=beat.most(m.OLDEST_PENDING, name),
+                unread=beat.total(m.UNREAD, name),
+                lag_seconds=beat.most(m.LAG, name),
+                parked=beat.total(m.PARKED, name),
+                dead=beat.total(m.DEAD, name),
+                members=members,
+                unowned=unowned,
+                slots=max(slots, default=None),
+                transaction_seconds=beat.most(m.OLDEST_TRANSACTION, name),
+            )
+        )
+    return sorted(found, key=lambda one: (one.up, -one.dead, -one.parked, -one.pending, one.name))
+
+
+STATES = ("down", "waiting", "up")
+
+
+def destinations(beat: Beat) -> list[DestinationRow]:
+    """Return the destinations, each with the worst state that a source has of it."""
+    said: dict[str, list[str]] = defaultdict(list)
+    for (_, name, state), is_so in beat.of(m.DESTINATIONS):
+        if is_so:
+            said[name].append(state)
+    pending: dict[str, float] = defaultdict(float)
+    for (_, name, _), value in beat.of(m.PENDING):
+        pending[name] += value
+    parked: dict[str, float] = defaultdict(float)
+    for (_, _, name, _), value in beat.of(m.PARKED):
+        parked[name] += value
+    return [
+        DestinationRow(
+            name=name,
+            state=min(states, key=STATES.index),
+            pending=pending[name],
+            parked=parked[name],
+            sources=len(states),
+        )
+        for name, states in sorted(said.items())
+    ]
+
+
+def endpoints(beat: Beat) -> Mapping[tuple[str, str], str]:
+    """Return the state of each endpoint, by broker and name."""
+    return {(broker, name): state for (broker, name, state), is_so in beat.of(m.ENDPOINTS) if is_so}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingRow:
+    """What is pending for one service."""
+
+    broker: str
+    destination: str
+    service: str
+    messages: float
+    oldest_seconds: float | None
+
+
+def pending(visit: Visit) -> Response:
+    """Show what is pending by broker, destination and service, the oldest first."""
+    beat = visit.beat
+    oldest = dict(beat.of(m.OLDEST_PENDING))
+    wanted = {name: visit.given(name) for name in ("broker", "destination", "service")}
+    found = [
+        PendingRow(
+            broker=broker,
+            destination=destination,
+            service=service,
+            messages=value,
+            oldest_seconds=oldest.get((broker, destination, service)),
+        )
+        for (broker, destination, service), value in beat.of(m.PENDING)
+        if value
+        and wanted["broker"] in (None, broker)
+        and wanted["destination"] in (None, destination)
+        and wanted["service"] in (None, service)
+    ]
+    found.sort(key=lambda one: (-(one.oldest_seconds or 0.0), one.broker, one.service))
+    lags = [
+        (broker, log, subscription, value, beat.total(m.UNREAD, broker, subscription))
+        for (broker, log, subscription), value in beat.of(m.LAG)
+        if log == "inbox" and wanted["broker"] in (None, broker)
+    ]
+    lags.sort(key=lambda one: (-one[3], one[0], one[2]))
+    return visit.page(
+        "pending.html", title="Pending", live=LIVE, rows=found, lags=lags, wanted=wanted
+    )

@@ -1,0 +1,80 @@
+"""Parked messages: the lanes that wait, and letting them be tried now."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+from starlette.responses import Response
+
+from saf.errors import UsageError
+from saf.setaside.lane import Kind
+from saf.setaside.waiting import Lanes, Waiting, parked, retry_now
+from saf.ui.site import LIVE, Visit
+
+ROWS = 25
+"""How many lanes of a broker are shown, those that hold up most; of one broker alone, more."""
+ROWS_OF_ONE = 200
+FIELDS = ("subscription", "destination", "lane", "subject")
+
+
+def lanes(visit: Visit) -> Response:
+    """Show the lanes that wait."""
+    found, errors = _found(visit)
+    return visit.page(
+        "parked.html",
+        title="Parked",
+        live=LIVE,
+        found=found,
+        errors=errors,
+        kinds=[*Kind],
+        wanted=_wanted(visit),
+        broker=visit.given("broker"),
+    )
+
+
+def confirm(visit: Visit) -> Response:
+    """Say how many lanes would be tried, and ask why."""
+    found, errors = _found(visit)
+    return visit.page(
+        "parked_confirm.html",
+        title="Retry now",
+        found={name: one for name, one in found.items() if one.lanes},
+        errors=errors,
+        wanted=_wanted(visit),
+        broker=visit.given("broker"),
+    )
+
+
+def retry(visit: Visit) -> Response:
+    """Let lanes be tried by the next run."""
+    wanted, why, person = _wanted(visit), visit.given("why") or "", visit.visitor.name
+
+    def act(connection: psycopg.Connection[Any]) -> int:
+        return retry_now(connection, lanes=wanted, why=why, person=person)
+
+    answers = visit.site.brokers.ask(act, _brokers(visit), seconds=10.0)
+    return visit.page(
+        "parked_done.html", title="Retry now", due=answers.found, errors=answers.errors
+    )
+
+
+def _found(visit: Visit) -> tuple[dict[str, Waiting], Any]:
+    wanted, brokers = _wanted(visit), _brokers(visit)
+    most = ROWS if brokers is None else ROWS_OF_ONE
+    answers = visit.site.brokers.ask(
+        lambda connection: parked(connection, most, lanes=wanted, count=False), brokers
+    )
+    return {name: one for name, one in answers.found.items() if one.lanes}, answers.errors
+
+
+def _brokers(visit: Visit) -> list[str] | None:
+    broker = visit.given("broker")
+    return None if broker is None else [broker]
+
+
+def _wanted(visit: Visit) -> Lanes:
+    given = {name: visit.given(name) for name in FIELDS}
+    if given["lane"] is not None and given["lane"] not in [*Kind]:
+        raise UsageError(f"there is no kind of lane {given['lane']!r}, only {', '.join(Kind)}")
+    return Lanes(**given)

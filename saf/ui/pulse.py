@@ -1,0 +1,124 @@
+"""The pulse: the figures of all brokers, taken again and again while somebody looks.
+
+They are those of `saf metrics` (`saf.operating.figures`), which have a bound at each broker. While
+nobody has a page open they are taken once a minute, so that the curves have a past.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from saf.config import Settings
+from saf.metrics import declared as m
+from saf.metrics.declared import Metric
+from saf.metrics.process import Sample
+from saf.operating.figures import asker
+from saf.operating.places import Places
+from saf.operating.watch import Watch
+
+EVERY_SECONDS = 3.0
+"""How often, while somebody looks."""
+IDLE_SECONDS = 60.0
+"""How often, while nobody looks."""
+LOOKING_SECONDS = 20.0
+"""How long after a request somebody is taken to look."""
+PATIENCE_SECONDS = 3.0
+PAST = 60
+"""How many values a curve has."""
+CURVES: Mapping[str, Metric] = {
+    "pending": m.PENDING,
+    "unread": m.UNREAD,
+    "parked": m.PARKED,
+    "dead": m.DEAD,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """The figures of one moment."""
+
+    samples: tuple[Sample, ...] = ()
+    down: Mapping[str, str] = field(default_factory=dict)
+    """The brokers that do not answer, and why."""
+    at: float = 0.0
+    """When, by time.time(); 0: there are none yet."""
+
+    @property
+    def clock(self) -> str:
+        """When they were taken, for people."""
+        return time.strftime("%H:%M:%S", time.localtime(self.at))
+
+    def of(self, metric: Metric, *labels: str) -> Iterator[tuple[tuple[str, ...], float]]:
+        """Give the values of a metric, with the labels after those given."""
+        for one in self.samples:
+            if one.metric is metric and one.labels[: len(labels)] == labels:
+                yield one.labels[len(labels) :], float(one.value)  # type: ignore[arg-type]
+
+    def total(self, metric: Metric, *labels: str) -> float:
+        """Return the sum of a metric's values."""
+        return sum(value for _, value in self.of(metric, *labels))
+
+    def most(self, metric: Metric, *labels: str) -> float | None:
+        """Return the greatest of a metric's values; None if there is none."""
+        return max((value for _, value in self.of(metric, *labels)), default=None)
+
+
+class Pulse:
+    """Takes the figures in a thread of its own, from `start` to `stop`."""
+
+    def __init__(self, settings: Settings, places: Places) -> None:
+        self._watch = Watch(places, asker(settings), patience_seconds=PATIENCE_SECONDS)
+        self._wanted = threading.Event()
+        self._over = threading.Event()
+        self._looked_at = float("-inf")
+        self._thread: threading.Thread | None = None
+        self._first = threading.Event()
+        self.beat = Beat()
+        self.number = 0
+        """Rises with each beat."""
+        self.curves: dict[str, deque[float]] = {name: deque(maxlen=PAST) for name in CURVES}
+
+    @property
+    def over(self) -> bool:
+        """Whether it has been stopped."""
+        return self._over.is_set()
+
+    def look(self) -> Beat:
+        """Return the last figures, and say that somebody looks; wait for the very first."""
+        self._looked_at = time.monotonic()
+        self._wanted.set()
+        self.start()
+        self._first.wait(PATIENCE_SECONDS)
+        return self.beat
+
+    def start(self) -> None:
+        """Begin, if it has not begun."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="saf-ui-pulse", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Take no more figures."""
+        self._over.set()
+        self._wanted.set()
+        if self._thread is not None:
+            self._thread.join(timeout=2 * PATIENCE_SECONDS)
+        self._watch.close()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            samples = tuple(self._watch.take())
+            self.beat = Beat(samples=samples, down=dict(self._watch.down), at=time.time())
+            for name, metric in CURVES.items():
+                self.curves[name].append(self.beat.total(metric))
+            self.number += 1
+            self._first.set()
+            if self._over.wait(EVERY_SECONDS):
+                return
+            if time.monotonic() - self._looked_at > LOOKING_SECONDS:
+                self._wanted.clear()
+                self._wanted.wait(IDLE_SECONDS)

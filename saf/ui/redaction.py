@@ -1,0 +1,109 @@
+"""Redaction: what nobody sees in headers and bodies, whatever their role."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from saf.config import Ui
+from saf.errors import ConfigurationError
+from saf.operating.wording import shown
+
+HIDDEN = "••••••"
+QUOTED = re.compile(r"(DETAIL: ).*?(?=$|(?: (?:CONTEXT|HINT|SQLSTATE): [^:]*)+$)", re.S)
+"""Where a database quotes a row, with headers and body, in its error."""
+MOST_BYTES = 64 * 1024
+"""How much of a body is shown."""
+
+
+class Redaction:
+    """The rules of ``[ui]``.
+
+    Raises:
+        ConfigurationError: a JSON path is none.
+    """
+
+    def __init__(self, ui: Ui) -> None:
+        import jsonpath
+
+        self._names = [pattern.lower() for pattern in ui.redact_headers]
+        self._paths = []
+        for path in ui.redact_paths:
+            try:
+                self._paths.append(jsonpath.compile(path))
+            except jsonpath.JSONPathError as error:
+                said = str(error).splitlines()[0]
+                raise ConfigurationError(
+                    f"ui.redact_paths: {path!r} is no JSON path ({said}); expected such as "
+                    "$.card.number or $..password"
+                ) from None
+
+    def headers(self, text: str | None) -> Mapping[str, str]:
+        """Return headers, which are JSON text, by name, as they may be shown."""
+        if text is None:
+            return {}
+        try:
+            known = json.loads(text)
+        except (ValueError, RecursionError):
+            return {"(headers)": HIDDEN}  # what cannot be read cannot be redacted
+        if not isinstance(known, dict):
+            return {"(headers)": HIDDEN}
+        return {
+            shown(name): HIDDEN if self._is_hidden(name) else shown(_text(value))
+            for name, value in known.items()
+        }
+
+    def body(self, body: bytes) -> str:
+        """Return a body as it may be shown: JSON with its lines, text, or how many bytes it has."""
+        try:
+            text = body.decode()
+        except UnicodeDecodeError:
+            return f"{len(body):,} bytes, which are no UTF-8 text"
+        try:
+            found = json.loads(text)
+        except RecursionError:
+            return f"{len(body):,} bytes of JSON, nested too deeply to be shown"
+        except ValueError:
+            if self._paths and text.lstrip()[:1] in ("{", "["):
+                return f"{len(body):,} bytes that look like JSON, but are none: not shown"
+            return _some(shown(text, lines=True))
+        for path in self._paths:
+            for match in path.finditer(found):
+                found = _without(found, match.parts)
+        return _some(shown(json.dumps(found, indent=2, ensure_ascii=False), lines=True))
+
+    def error(self, text: object) -> str:
+        """Return the text of an error, without the row that a database may quote in it."""
+        said = shown("" if text is None else str(text), lines=True)
+        return QUOTED.sub(rf"\1{HIDDEN}", said)
+
+    def _is_hidden(self, name: str) -> bool:
+        return any(fnmatchcase(name.lower(), pattern) for pattern in self._names)
+
+
+def _without(document: Any, parts: Sequence[Any]) -> Any:
+    """Return a document with one value hidden."""
+    if not parts:
+        return HIDDEN
+    inner = document
+    for part in parts[:-1]:
+        try:
+            inner = inner[part]
+        except (KeyError, IndexError, TypeError):
+            return document  # another path has hidden it
+    if isinstance(inner, dict | list):
+        inner[parts[-1]] = HIDDEN
+    return document
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _some(text: str) -> str:
+    if len(text) <= MOST_BYTES:
+        return text
+    return f"{text[:MOST_BYTES]}\n… and {len(text) - MOST_BYTES:,} characters more"

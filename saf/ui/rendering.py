@@ -1,0 +1,117 @@
+"""Rendering: the templates, and how figures and names are written in them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from saf.errors import ranges
+from saf.operating.wording import age, at, counted, shown
+from saf.ui.redaction import Redaction
+
+HERE = Path(__file__).parent
+TEMPLATES, STATIC = HERE / "templates", HERE / "static"
+WIDTH, HEIGHT = 120, 28
+NONE = Markup("-")
+
+
+def environment(redaction: Redaction) -> Environment:
+    """Return the templates, in which everything is escaped."""
+    made = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {
+        "age": age,
+        "ago": ago,
+        "moment": moment,
+        "counted": counted,
+        "number": number,
+        "short": short,
+        "name": name,
+        "text": text,
+        "error": redaction.error,
+        "sparkline": sparkline,
+        "ranges": ranges,
+    }
+    return made
+
+
+def number(value: float | None) -> str:
+    """Return a count; of an estimate, the whole part.
+
+    >>> number(12345.6), str(number(None))
+    ('12,346', '-')
+    """
+    return NONE if value is None else f"{value:,.0f}"
+
+
+def short(value: float | None) -> str:
+    """Return a count for a tile.
+
+    >>> short(950), short(12345), short(10_000_000)
+    ('950', '12.3 k', '10.0 M')
+    """
+    if value is None:
+        return NONE
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if value >= size:
+            return f"{value / min(size, 1e3) if unit == 'k' else value / size:.1f} {unit}"
+    return f"{value:,.0f}"
+
+
+def name(value: object) -> Markup:
+    """Return what somebody has chosen as a name: no control character, and no way to turn text.
+
+    >>> str(name("a<b" + chr(0x202e)))
+    '<bdi>a&lt;b\\\\u202e</bdi>'
+    """
+    return Markup("<bdi>{}</bdi>").format(shown("" if value is None else str(value)))
+
+
+def text(value: object) -> str:
+    """Return a longer text that somebody else has written, such as an error."""
+    return shown("" if value is None else str(value), lines=True)
+
+
+def moment(value: datetime | None) -> Markup:
+    """Return a moment, which its element also has for programs."""
+    if value is None:
+        return NONE
+    return Markup('<time datetime="{}">{}</time>').format(value.isoformat(), at(value))
+
+
+def ago(value: datetime | None) -> Markup:
+    """Return how long ago a moment was, by this machine's clock; its element has the moment."""
+    if value is None:
+        return NONE
+    seconds = max(0.0, time.time() - value.timestamp())
+    return Markup('<time datetime="{}" title="{}">{} ago</time>').format(
+        value.isoformat(), at(value), age(seconds)
+    )
+
+
+def sparkline(values: Sequence[float], label: str) -> Markup:
+    """Return a curve of the last values."""
+    if len(values) < 2:  # noqa: PLR2004 - a line has two ends
+        return Markup('<svg class="spark" viewBox="0 0 {} {}" aria-hidden="true"></svg>').format(
+            WIDTH, HEIGHT
+        )
+    top = max(*values, 1.0)
+    step = WIDTH / (len(values) - 1)
+    points = [(n * step, HEIGHT - 2 - v / top * (HEIGHT - 5)) for n, v in enumerate(values)]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    said = f"{label}: from {values[0]:,.0f} to {values[-1]:,.0f}, at most {max(values):,.0f}"
+    return Markup(
+        '<svg class="spark" viewBox="0 0 {w} {h}" preserveAspectRatio="none" role="img" '
+        'aria-label="{said}"><polygon points="0,{h} {line} {w},{h}"/><polyline points="{line}"/>'
+        "</svg>"
+    ).format(w=WIDTH, h=HEIGHT, said=escape(said), line=line)

@@ -1,0 +1,167 @@
+"""The site: what all pages of one dashboard share, and one visit to a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+from urllib.parse import urlencode
+
+from starlette.datastructures import QueryParams
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from saf.config import Settings
+from saf.destinations.identities import Identities
+from saf.errors import ConfigurationError
+from saf.metrics import declared as m
+from saf.operating.places import Places
+from saf.ui.access import Access, Visitor
+from saf.ui.brokers import Brokers
+from saf.ui.jobs import Jobs
+from saf.ui.pulse import Beat, Pulse
+from saf.ui.redaction import Redaction
+from saf.ui.rendering import environment
+
+
+class Site:
+    """One dashboard."""
+
+    def __init__(self, settings: Settings, *, write: bool) -> None:
+        ui = settings.ui
+        self.settings = settings
+        self.write = write
+        self.access = Access(ui, write=write)
+        self.redaction = Redaction(ui)
+        if not self.access.by_token and ui.user_header is None:
+            raise ConfigurationError(
+                "nobody could log in: say token or operate_token, or user_header, under [ui] in "
+                "saf.toml; `saf ui` alone makes a token up"
+            )
+        places = Places(settings, None)
+        self.brokers = Brokers(places, settings.destinations.keys() - settings.brokers.keys())
+        self.pulse = Pulse(settings, places)
+        self.jobs = Jobs()
+        self.identities = Identities(settings.destinations)
+        self.environment = environment(self.redaction)
+        self.examination: Any = None
+
+    def close(self) -> None:
+        """Let jobs stop after their chunks, and ask no broker any more."""
+        self.jobs.stop()
+        self.pulse.stop()
+        self.brokers.close()
+
+
+LIVE = "sse:tick"
+"""The trigger of pages that show the figures: each time that there are new ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A page in the navigation."""
+
+    at: str
+    label: str
+    here: bool
+    count: float = 0
+    colour: str = ""
+
+
+def navigation(beat: Beat, here: str) -> list[Link]:
+    """Return the navigation, with what needs somebody."""
+    counts = {
+        "/": (len(beat.down), "bad"),
+        "/parked": (beat.total(m.PARKED), "warn"),
+        "/dead": (beat.total(m.DEAD), "bad"),
+    }
+    return [
+        Link(
+            at=at,
+            label=label,
+            here=here == at or (at != "/" and here.startswith(at.rstrip("s"))),
+            count=counts.get(at, (0, ""))[0],
+            colour=counts.get(at, (0, ""))[1],
+        )
+        for at, label in NAVIGATION.items()
+    ]
+
+
+NAVIGATION = {
+    "/": "Overview",
+    "/pending": "Pending",
+    "/parked": "Parked",
+    "/dead": "Dead letters",
+    "/outbox": "Outbox",
+    "/message": "Message",
+    "/routes": "Routes",
+    "/members": "Members",
+    "/dialogs": "Dialogs",
+    "/doctor": "Doctor",
+    "/jobs": "Jobs",
+    "/audit": "Audit",
+}
+
+
+@dataclass(kw_only=True)
+class Visit:
+    """One request of somebody who is logged in."""
+
+    site: Site
+    request: Request
+    visitor: Visitor
+    form: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @property
+    def query(self) -> QueryParams:
+        """The parameters of the address."""
+        return self.request.query_params
+
+    @cached_property
+    def beat(self) -> Beat:
+        """The last figures of all brokers."""
+        return self.site.pulse.look()
+
+    @property
+    def here(self) -> str:
+        """The address of the page within this dashboard, without parameters."""
+        return self.request.url.path.removeprefix(self.request.scope.get("root_path", ""))
+
+    def given(self, name: str) -> str | None:
+        """Return a field of the form or a parameter of the address; None if it is empty."""
+        return (self.form.get(name, [""])[-1] or self.query.get(name) or "").strip() or None
+
+    def path(self, path: str, **params: object) -> str:
+        """Return an address within this dashboard, wherever it is mounted."""
+        given = {name: value for name, value in params.items() if value not in (None, "")}
+        query = f"?{urlencode(given)}" if given else ""
+        return f"{self.request.scope.get('root_path', '')}{path}{query}"
+
+    def to(self, path: str, **params: object) -> Response:
+        """Send the browser on, after something was done."""
+        return RedirectResponse(self.path(path, **params), status_code=303)
+
+    def page(
+        self, template: str, *, status: int = 200, live: str = "", **shown: object
+    ) -> HTMLResponse:
+        """Render a page; ``live`` is the htmx trigger on which its content is fetched again."""
+        beat = self.beat
+        page = self.site.environment.get_template(template).render(
+            visitor=self.visitor,
+            path=self.path,
+            live=live,
+            nav=navigation(beat, self.here),
+            beat=beat,
+            here=self.here,
+            address=str(self.request.url.path)
+            + (f"?{self.request.url.query}" if self.request.url.query else ""),
+            names=self.site.brokers.names(),
+            **shown,
+        )
+        return HTMLResponse(page, status_code=status)
+
+    def part(self, template: str, **shown: object) -> HTMLResponse:
+        """Render a part of a page."""
+        made = self.site.environment.get_template(template)
+        return HTMLResponse(made.render(path=self.path, here=self.given("here"), **shown))

@@ -1,0 +1,112 @@
+"""Kafka keeps what every kind of destination has to keep, with a real broker that is killed."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+import pytest
+from confluent_kafka import Message
+from pydantic import SecretStr
+
+from saf.destinations.kafka import Kafka
+from saf.destinations.mapping import HEADERS, names
+from saf.testing.conformance import DestinationConformance, Read, Row, WhileUnavailable
+from saf.testing.forwarder import Forwarder
+from tests.kafka_server import LARGEST, PASSWORD, KafkaQueue, KafkaServer, headers
+
+pytestmark = pytest.mark.slow
+
+UUIDS, MOMENTS = (
+    ("message_id", "to_broker", "conversation_id"),
+    ("created_at", "deliver_at", "expires_at"),
+)
+COLUMNS = [*(one.column for one in HEADERS if one.column not in ("source", "shard")), "body"]
+
+
+def message(one: Message, form: Any) -> Row:
+    """The columns of a message, from one of a topic."""
+    given, body = headers(one), one.value() or b""
+    if form == "cloudevents-structured":
+        event = json.loads(body)
+        body = base64.b64decode(event.pop("data_base64"))
+        given = {f"ce_{name}": value for name, value in event.items()}
+    of = names(form, "ce_" if form != "saf" else "")
+    said: dict[str, Any] = {column: given[name] for column, name in of.items() if name in given}
+    key = one.key()
+    assert said.get("key") == (key and key.decode())
+    said |= {name: UUID(said[name]) for name in UUIDS if name in said}
+    said |= {name: datetime.fromisoformat(said[name]) for name in MOMENTS if name in said}
+    return dict.fromkeys(COLUMNS) | said | {"body": body}
+
+
+class TestKafka(DestinationConformance):
+    columns: Sequence[str] = COLUMNS
+
+    @pytest.fixture
+    def queue(self, running_kafka: KafkaServer) -> KafkaQueue:
+        return KafkaQueue(server=running_kafka)
+
+    @pytest.fixture
+    def settings(self, queue: KafkaQueue) -> Kafka:
+        return queue.settings()
+
+    @pytest.fixture
+    def stored(self, settings: Kafka, queue: KafkaQueue) -> Read:
+        return lambda: [message(one, settings.format) for one in queue.messages(*queue.topics())]
+
+    @pytest.fixture
+    def unavailable(self, queue: KafkaQueue) -> WhileUnavailable:
+        return queue.down
+
+    @pytest.fixture
+    def refused(self, queue: KafkaQueue) -> Kafka:
+        return queue.settings(
+            brokers=f"127.0.0.1:{queue.server.sasl}",
+            security_protocol="SASL_PLAINTEXT",
+            sasl_mechanism="PLAIN",
+            username="saf",
+            password=SecretStr(f"{PASSWORD}-other"),
+        )
+
+    @pytest.fixture
+    def rejected(self) -> Row:
+        return {"body": b"x" * LARGEST}
+
+
+def suite() -> DestinationConformance:
+    """The suite, without the column that is a message's service if it has no type."""
+    made = DestinationConformance()
+    made.columns = [name for name in COLUMNS if name != "message_type"]
+    return made
+
+
+FORMS = pytest.mark.parametrize("form", ["cloudevents", "cloudevents-structured"])
+
+
+class TestKafkaInCloudEvents:
+    """What depends on how headers are named, in transactions that end within a key."""
+
+    @FORMS
+    def test_every_column_arrives_as_it_was_sent(
+        self, running_kafka: KafkaServer, form: Any
+    ) -> None:
+        queue = KafkaQueue(server=running_kafka)
+        settings = queue.settings(format=form, step_rows=3)
+        with closing(settings.open("conformance")) as destination:
+            suite().test_every_column_arrives_as_it_was_sent(
+                settings,
+                destination,
+                Forwarder(),
+                lambda: [message(one, form) for one in queue.messages(*queue.topics())],
+            )
+
+    @FORMS
+    def test_what_it_holds_can_be_compared(self, running_kafka: KafkaServer, form: Any) -> None:
+        settings = KafkaQueue(server=running_kafka).settings(format=form, step_rows=3)
+        suite().test_what_it_holds_can_be_compared(settings, Forwarder())

@@ -1,0 +1,73 @@
+"""The dashboard: who gets in, what is hidden, and decisions about many."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, mutant
+
+ACCESS, PAGES, BULK = "ui/test_ui_access.py", "ui/test_ui_pages.py", "contract/test_bulk.py"
+
+MUTANTS: list[Mutant] = [
+    mutant(
+        "a form needs no CSRF token",
+        "saf/ui/application.py",
+        'if not site.access.right_csrf(visitor, form.get("csrf", [""])[-1]):',
+        "if not form:",
+        f"{ACCESS}::test_a_form_without_the_sessions_own_csrf_token_does_nothing",
+    ),
+    mutant(
+        "who may view may operate",
+        "saf/ui/application.py",
+        "    if not visitor.operates:\n",
+        "    if not visitor.name:\n",
+        f"{ACCESS}::test_who_may_view_cannot_operate",
+    ),
+    mutant(
+        "a login keeps the session that the browser came with",
+        "saf/ui/application.py",
+        "            site.access.logout(request)\n            number",
+        "            number",
+        f"{ACCESS}::test_a_second_login_and_a_logout_end_the_session_before",
+    ),
+    mutant(
+        "anybody is believed to be the reverse proxy",
+        "saf/ui/access.py",
+        "self._ui.user_header is None or not self._from_proxy(request)",
+        "self._ui.user_header is None",
+        f"{ACCESS}::test_a_proxys_user_is_believed_from_the_proxy_alone",
+    ),
+    mutant(
+        "a login leads to another site",
+        "saf/ui/application.py",
+        'if wanted.startswith("//") or "\\\\" in wanted or urlsplit(wanted).netloc:',
+        "if len(wanted) > 1000:",
+        f"{ACCESS}::test_a_login_leads_nowhere_but_into_the_dashboard",
+    ),
+    mutant(
+        "what dies after the count is decided about too",
+        "saf/ui/pages/dead.py",
+        "about[name] = broker, replace(which, through=through[name])",
+        "about[name] = broker, which",
+        f"{PAGES}::test_what_dies_between_the_count_and_the_decision_is_left_alone",
+    ),
+    mutant(
+        "values of headers are shown that are to be hidden",
+        "saf/ui/redaction.py",
+        "HIDDEN if self._is_hidden(name) else shown(_text(value))",
+        "shown(_text(value))",
+        f"{PAGES}::test_bodies_are_hidden_unless_they_are_allowed_and_redaction_applies_everywhere",
+    ),
+    mutant(
+        "a decision about many does not end where it began",
+        "saf/operating/bulk.py",
+        "chosen = replace(chosen, through=dead.last(connection))",
+        "chosen = replace(chosen, through=None)",
+        f"{BULK}::test_what_dies_after_the_decision_is_not_touched",
+    ),
+    mutant(
+        "a receiver's dead letter is redirected",
+        "saf/operating/decide.py",
+        "s.log = 'outbox' AND d.conversation_id IS NULL",
+        "d.conversation_id IS NULL",
+        f"{BULK}::test_a_receivers_dead_letter_is_not_redirected",
+    ),
+]

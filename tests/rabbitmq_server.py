@@ -1,0 +1,275 @@
+"""A RabbitMQ server for a test: with ports, a folder and a port mapper of its own, killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pika
+from pydantic import SecretStr
+
+from saf.database.bounds import Bounds
+from saf.destinations.rabbitmq_stream import RabbitmqStream, amqp
+from saf.destinations.rabbitmq_stream.connection import Connection
+from saf.destinations.rabbitmq_stream.protocol import (
+    NOT_AVAILABLE,
+    StreamError,
+)
+from saf.destinations.rabbitmq_stream.reading import entries
+from tests.needed import needed
+from tests.redis_server import free_port
+from tests.waits import until
+
+BOUNDS = Bounds(statement_seconds=30)
+TOPICS = ("billing", "shipping", "prices", "all")
+PROGRAM = "/usr/lib/rabbitmq/bin/rabbitmq-server"
+"""What Debian's own program becomes root's user rabbitmq for."""
+ERLANG = "+S 1:1 +sbwt none +sbwtdcpu none +sbwtdio none -setcookie saf"
+
+
+@dataclass(kw_only=True)
+class RabbitmqServer:
+    """One server. What it holds is in its folder, so that it can be started again."""
+
+    folder: Path
+    settings: dict[str, str] = field(default_factory=dict)
+    port: int = 0
+    """Where it takes streams."""
+    queues: int = 0
+    """Where it takes what uses queues."""
+    login: tuple[str, str] = ("guest", "guest")
+    """Who the test is."""
+    process: subprocess.Popen[bytes] | None = None
+    _mapper: subprocess.Popen[bytes] | None = None
+    _ports: list[int] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        """Where its streams are, as saf.toml says it."""
+        return f"rabbitmq-stream://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        needed("rabbitmq-server", "rabbitmq-server")
+        self.port, self.queues = self.port or free_port(), self.queues or free_port()
+        self._ports = self._ports or [free_port(), free_port()]
+        node, mapper = (str(port) for port in self._ports)
+        given = {
+            "listeners.tcp.1": f"127.0.0.1:{self.queues}",
+            "stream.listeners.tcp.1": f"127.0.0.1:{self.port}",
+            "stream.advertised_host": "127.0.0.1",
+            "stream.advertised_port": str(self.port),
+            "stream.frame_max": str(128 << 20),
+            "disk_free_limit.absolute": "1MB",
+            "vm_memory_high_watermark.relative": "0.9",
+            "log.console": "false",
+            **self.settings,
+        }
+        lines = [f"{name} = {value}\n" for name, value in given.items()]
+        (self.folder / "rabbitmq.conf").write_text("".join(lines))
+        (self.folder / "enabled_plugins").write_text("[rabbitmq_stream].\n")
+        env = {
+            **os.environ,
+            "HOME": str(self.folder),
+            "ERL_EPMD_PORT": mapper,
+            "ERL_EPMD_ADDRESS": "127.0.0.1",
+            "RABBITMQ_NODENAME": f"saf-{node}@localhost",
+            "RABBITMQ_DIST_PORT": node,
+            "RABBITMQ_CONF_ENV_FILE": "/dev/null",
+            "RABBITMQ_CONFIG_FILE": str(self.folder / "rabbitmq.conf"),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(self.folder / "enabled_plugins"),
+            "RABBITMQ_MNESIA_BASE": str(self.folder / "data"),
+            "RABBITMQ_LOG_BASE": str(self.folder / "log"),
+            "RABBITMQ_PID_FILE": str(self.folder / "pid"),
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": ERLANG,
+        }
+        with (self.folder / "output").open("ab") as log:
+            if self._mapper is None:
+                self._mapper = subprocess.Popen(
+                    [needed("epmd", "erlang-base"), "-port", mapper, "-address", "127.0.0.1"],
+                    stdout=log,
+                    stderr=log,
+                )
+            self.process = subprocess.Popen(
+                [PROGRAM], env=env, stdout=log, stderr=log, start_new_session=True
+            )
+        until(self.answers, seconds=120)
+
+    def answers(self) -> bool:
+        """Whether it answers, and has read its streams."""
+        assert self.process is not None
+        assert self.process.poll() is None, (self.folder / "output").read_text()
+        try:
+            with self.connected() as one:
+                for stream in one.replicas(self.streams()):
+                    one.declare({0: ("test", stream)})
+                    one.forget([0])
+            for name, where in {**self.settings, "listeners": f":{self.queues}"}.items():
+                if "listeners" in name:
+                    port = int(where.rpartition(":")[2])
+                    socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        except StreamError as error:
+            return error.code != NOT_AVAILABLE
+        except OSError:
+            return False
+        return True
+
+    @contextmanager
+    def connected(self) -> Iterator[Connection]:
+        """A connection to its streams."""
+        username, password = self.login
+        login = {"username": username, "password": SecretStr(password)}
+        settings = RabbitmqStream.model_validate({"server": self.address, **login})
+        with closing(Connection(settings.bounded(BOUNDS))) as one:
+            yield one
+
+    def streams(self) -> list[str]:
+        """The names of its streams, by their folders, which say ``_`` for a dot."""
+        folders = (self.folder / "data" / f"saf-{self._ports[0]}@localhost" / "stream").glob("__*")
+        names = [one.name.removeprefix("__").rpartition("_")[0] for one in folders]
+        return [name.replace("saf-marks_", "saf-marks.") for name in names]
+
+    @contextmanager
+    def channel(self) -> Iterator[Any]:
+        """A channel for its queues, by the usual client."""
+        login = pika.PlainCredentials(*self.login)
+        here = pika.ConnectionParameters("127.0.0.1", self.queues, credentials=login, heartbeat=0)
+        with closing(pika.BlockingConnection(here)) as connection:
+            yield connection.channel()
+
+    def empty(self) -> None:
+        """Let it lose everything."""
+        with self.channel() as channel:
+            for name in {*self.streams(), *TOPICS}:
+                channel.queue_delete(name)
+
+    def messages(self, stream: str) -> list[tuple[dict[str, str], bytes]]:
+        """The headers and bodies of a stream's messages, in their order."""
+        with self.connected() as one:
+            if stream not in one.replicas([stream]):
+                return []
+            return [amqp.read(message) for _, message in entries(one, stream)]
+
+    def entries(self, topic: str = "billing") -> list[Mapping[str, str]]:
+        """The headers of a topic's messages, and the ``body``, in their order."""
+        return [headers | {"body": body.decode()} for headers, body in self.messages(topic)]
+
+    def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
+        """Kill it, and its port mapper."""
+        if self.process is not None:
+            for one in (signal.SIGCONT, how):
+                os.killpg(self.process.pid, one)
+            self.process.wait(timeout=60)
+            self.process = None
+        if self._mapper is not None:
+            self._mapper.kill()
+            self._mapper.wait()
+            self._mapper = None
+
+    def freeze(self) -> None:
+        """Stop it where it is: it keeps its connections, and does nothing."""
+        assert self.process is not None
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        assert self.process is not None
+        os.killpg(self.process.pid, signal.SIGCONT)
+
+    @contextmanager
+    def down(self) -> Iterator[None]:
+        """Killed, and started again with its data."""
+        self.kill()
+        try:
+            yield
+        finally:
+            self.start()
+
+
+@dataclass(kw_only=True)
+class Queues:
+    """A server's queues, of which the topics' are there."""
+
+    server: RabbitmqServer
+    topics: tuple[str, ...] = TOPICS
+
+    @property
+    def port(self) -> int:
+        """Where it takes messages for queues."""
+        return self.server.queues
+
+    @property
+    def address(self) -> str:
+        """Where it is, as saf.toml says it."""
+        return f"amqp://127.0.0.1:{self.port}"
+
+    def channel(self) -> AbstractContextManager[Any]:
+        """A channel of the usual client."""
+        return self.server.channel()
+
+    def empty(self) -> None:
+        """Let it have all queues, and nothing in them."""
+        self.server.empty()
+        with self.channel() as channel:
+            for topic in self.topics:
+                channel.queue_delete(topic)
+                channel.queue_declare(topic, durable=True)
+
+    def messages(self, queue: str) -> list[tuple[Any, bytes]]:
+        """The properties and bodies of a queue's messages, which stay there."""
+        found: list[tuple[Any, bytes]] = []
+        with self.channel() as channel:
+            while True:
+                method, properties, body = channel.basic_get(queue)
+                if method is None:
+                    return found
+                found.append((properties, body))
+
+    def entries(self, topic: str = "billing") -> list[Mapping[str, str]]:
+        """The headers of a topic's messages, and the ``body``, in their order."""
+        return [
+            {**properties.headers, "body": body.decode()}
+            for properties, body in self.messages(topic)
+        ]
+
+    def start(self) -> None:
+        """Start it with its data; the first time, with the queues."""
+        new = not (self.server.folder / "data").exists()
+        self.server.start()
+        if new:
+            self.empty()
+
+    def kill(self) -> None:
+        """Kill it with SIGKILL."""
+        self.server.kill()
+
+    def freeze(self) -> None:
+        """Stop it where it is."""
+        self.server.freeze()
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        self.server.thaw()
+
+    def down(self) -> AbstractContextManager[None]:
+        """Killed, and started again with its data."""
+        return self.server.down()
+
+
+@contextmanager
+def rabbitmq_server(folder: Path, **settings: Any) -> Iterator[RabbitmqServer]:
+    """A server with these settings, besides those that every one has."""
+    folder.mkdir(parents=True, exist_ok=True)
+    server = RabbitmqServer(folder=folder, settings=settings)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()

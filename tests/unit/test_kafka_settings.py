@@ -1,0 +1,88 @@
+"""What may stand in the settings of a Kafka cluster, and what a client makes of them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pydantic import ValidationError
+
+from saf.destinations.kafka import Kafka
+from saf.destinations.kafka.names import brokers
+from saf.destinations.kafka.wire import records
+from saf.destinations.mapping import mapped
+from saf.errors import Refused
+from saf.testing.forwarder import Forwarder
+
+SASL = {"security_protocol": "SASL_SSL", "sasl_mechanism": "PLAIN", "username": "saf"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("saf:hunter2@host", "give a login by username"),
+        ("kafka://host:9092", "security_protocol"),
+        ("host:x", "Port could not be cast"),
+        ("", "is no list of brokers"),
+        ("a,,b", "is no list of brokers"),
+        ("host/x", "is no list of brokers"),
+    ],
+)
+def test_brokers_that_are_none_are_refused_with_what_is_wrong(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        brokers(text)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (SASL, "SASL needs sasl_mechanism, username and password"),
+        ({"username": "saf"}, "username needs security_protocol"),
+        ({"ca_file": "/ca.pem"}, "certificates need security_protocol"),
+        ({"security_protocol": "SSL", "key_file": "/k"}, "are given together"),
+        ({"security_protocol": "SSL", "key_password": "x"}, "key_password needs key_file"),
+        ({"security_protocol": "TLS"}, "Input should be"),
+        ({"marks_topic": "saf/marks"}, "is no name of a topic"),
+        ({"partitions": 0}, "is not from 1 to 10,000"),
+        ({"step_rows": 10**7}, "is not from 1 to 1,000,000"),
+        ({"format": "xml"}, "cloudevents-structured"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        Kafka(brokers="host", **given)
+
+
+def test_without_its_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("saf.destinations.kafka.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "confluent_kafka", None)
+    there = Kafka(brokers="h")
+    for ask in (there.open, there.identity, there.guarantee, there.reading):
+        with pytest.raises(Refused, match=r"pip install 'saf-outbox\[kafka\]'") as caught:
+            ask("events")
+        assert "destination 'events' cannot be used" in str(caught.value)
+    Kafka.preload()
+
+
+def test_each_message_has_the_headers_that_it_has_and_no_others() -> None:
+    forwarder = Forwarder()
+    rows = [
+        forwarder.message(key="a", message_type="paid", headers='{"trace": "1"}'),
+        forwarder.message(key=None, headers=None),
+    ]
+    what = mapped(
+        "here", forwarder.chunk(rows).rows, forwarder.source,
+        topic="{service}", form="saf", prefix="ce_",
+    )  # fmt: skip
+    first, second = records(what, "saf", pa.array(["a", None]))
+    assert [(topic, body, key) for topic, body, key, _ in (first, second)] == [
+        ("billing", b"1", "a"),
+        ("billing", b"2", None),
+    ]
+    assert {"trace", "saf-type", "saf-key"} <= dict(first[3]).keys()
+    assert not {"trace", "saf-type", "saf-key"} & dict(second[3]).keys()
+    assert dict(first[3])["saf-id"] == str(rows[0]["message_id"])
