@@ -13,6 +13,7 @@ from saf.spark.table.fields import TEXT, schema_of
 from saf.spark.table.options import NAMES
 from tests.pages import blocks, page, prepared
 from tests.pipeline import connect, run
+from tests.programs import BIN
 from tests.programs import run as run_program
 
 SEND = """
@@ -36,7 +37,10 @@ def test_the_recipe_counts_what_was_sent_and_what_is_under_way(
     script = "".join(blocks(page("spark.md"), "analytics"))
     done = run_program(
         [sys.executable, "-c", script.replace("local[*]", "local[2]")],
-        env={"JAVA_HOME": jvm.environment(java.find())["JAVA_HOME"]},
+        env={
+            "JAVA_HOME": jvm.environment(java.find())["JAVA_HOME"],
+            "PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin",  # as in an activated environment
+        },
         cwd=tmp_path,
         timeout=280,
     )
