@@ -497,7 +497,7 @@ read.explain(True)
 read.createOrReplaceTempView("outbox")
 spark.sql("EXPLAIN FORMATTED SELECT * FROM outbox").show(truncate=False)
 spark.sql("SELECT key, count(*) FROM outbox GROUP BY key").collect()
-print(read.join(table("mom", "inbox"), "message_id", "left").count(), "rows")
+print(read.join(table("app"), "message_id", "left").count(), "rows")
 print(read.rdd.toDebugString())
 for broker in ("wrong", "down", "bare"):
     try:
