@@ -105,3 +105,18 @@ def test_a_schema_of_another_version_is_refused(app: Dsn) -> None:
     with connect(app) as connection:
         connection.execute("UPDATE saf.alembic_version SET version_num = '0001'")
     taking(app, UsageError, "has saf schema 0001")
+
+
+def test_a_broker_of_a_fleet_is_found_and_one_that_is_not_there_is_named(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    config = Tables(tmp_path, mom, app=app).config
+    with config.open("a") as file:
+        file.write(f'\n[fleets.tenants]\ndsn = "{app.conninfo}"\ndatabases = "{app.database}"\n')
+
+    def dsn(name: str) -> Dsn:
+        return options_of({"broker": name, "log": "outbox", "config": str(config)}).dsn()
+
+    assert dsn(f"tenants/{app.database}").database == app.database
+    with pytest.raises(ConfigurationError, match="'tenants/x': there is none in the fleet"):
+        dsn("tenants/x")
