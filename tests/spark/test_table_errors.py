@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from saf.broker.embedded import EmbeddedServer
+from saf.broker.migrate import migrate
 from saf.database import Dsn
 from saf.errors import ConfigurationError, Restored, SafError, SchemaMissing, UsageError
 from saf.spark.table import snapshot
 from saf.spark.table.options import options_of
 from tests.pipeline import connect
+from tests.programs import configuration
 from tests.spark.tables import Tables
 
 GIVEN = {"broker": "app", "log": "outbox"}
@@ -101,6 +104,15 @@ def test_a_restored_broker_is_refused(app: Dsn) -> None:
     taking(app, Restored, "Run `saf rebase` first")
 
 
+def test_a_standby_is_refused(own_server: EmbeddedServer) -> None:
+    app = own_server.create_database("app")
+    migrate(app)
+    own_server.stop()
+    (own_server.data_dir / "standby.signal").touch()
+    own_server.start()
+    taking(app, UsageError, "is a standby")
+
+
 def test_a_schema_of_another_version_is_refused(app: Dsn) -> None:
     with connect(app) as connection:
         connection.execute("UPDATE saf.alembic_version SET version_num = '0001'")
@@ -110,7 +122,7 @@ def test_a_schema_of_another_version_is_refused(app: Dsn) -> None:
 def test_a_broker_of_a_fleet_is_found_and_one_that_is_not_there_is_named(
     app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:
-    config = Tables(tmp_path, mom, app=app).config
+    config = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
     with config.open("a") as file:
         file.write(f'\n[fleets.tenants]\ndsn = "{app.conninfo}"\ndatabases = "{app.database}"\n')
 

@@ -61,6 +61,13 @@ MUTANTS: list[Mutant] = [
         "spark/test_table_errors.py::test_a_restored_broker_is_refused",
     ),
     mutant(
+        "a standby is a table",
+        SNAPSHOT,
+        "        _refuse_standby(connection, what)\n",
+        "",
+        "spark/test_table_errors.py::test_a_standby_is_refused",
+    ),
+    mutant(
         "an option that is no dsn's place may be one",
         OPTIONS,
         "        if name not in NAMES:\n",
