@@ -102,6 +102,6 @@ def with_slots(number: int) -> type[Any]:
     """Return the data source with so many partitions by default.
 
     It is a class of its own because Spark makes the instances, in processes that do not know how
-    many tasks run at a time.
+    many tasks run at a time. It is in no module that these could import, so it travels as a whole.
     """
     return type("Messages", (Messages,), {"slots": number, "__module__": "__main__"})
