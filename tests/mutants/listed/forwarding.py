@@ -274,7 +274,7 @@ MUTANTS: list[Mutant] = [
         "a reader that was left in the middle is kept",
         "saf/engine/source.py",
         "            connections.drop(connection)\n            raise\n",
-        '            connections.put(work.keep, "read", dsn, connection)\n            raise\n',
+        '            connections.put(keep, "read", dsn, connection)\n            raise\n',
         "contract/test_connections.py::test_a_reader_that_was_left_in_the_middle_is_not_kept",
     ),
     mutant(
