@@ -26,6 +26,7 @@
     ├── Unavailable               a service does not answer: nothing is lost, try again later
     │   └── Refused               … or does not let this login in: nothing is lost, mend it
     ├── Unexpected                an unknown failure of one broker: the others go on
+    ├── PurgedMeanwhile           a purge has taken what a read was to give: read again
     ├── JobFailed                 a Spark job failed, such as when a worker was killed: tried again
     ├── SparkGone                 Spark itself has ended: the next run goes on
     ├── UnknownService            a destination does not know services that are addressed
@@ -340,6 +341,20 @@ class Unexpected(SafError):
             "left alone, the others go on"
         )
         self.what = what
+
+
+class PurgedMeanwhile(SafError):
+    """A purge has taken a slot of a log since a read of it was planned. Nothing less is given."""
+
+    exit_code = 75
+
+    def __init__(self, what: str, log: str, slots: Sequence[int]) -> None:
+        super().__init__(
+            f"{what}: messages of the {log} were purged after this read was planned (slot "
+            f"{ranges(slots)}), so it would give fewer than its snapshot shows: load() it again"
+        )
+        self.what = what
+        self.slots = slots
 
 
 class JobFailed(SafError):

@@ -110,6 +110,7 @@ topic = "orders.{service}"
 format = "saf"
 step_rows = 5000
 quality = "at_least_once"
+max_connections = 4
 
 [destinations.flights]
 kind = "kafka"

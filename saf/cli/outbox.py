@@ -138,7 +138,7 @@ def forwarded_(
     timeout: Timeout = SECONDS,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether everything that was sent before a time has been forwarded.
+    """Say whether all that was sent before a time is forwarded.
 
     Exit code 0 if it has; 1 if a message is still pending or parked, or has become a dead letter.
     It shows one of each. A schedule waits for it before it works with what has been forwarded.

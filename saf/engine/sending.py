@@ -1,5 +1,9 @@
 """Sending: the parts of a chunk, each stored at its destination, parked in its lanes, or buried.
 
+What waits is set aside before anything is stored, so that it is written at the source first. If a
+part were stored before it, a crash would leave what waits below the watermark, unwritten: once its
+lane is open, it would be taken for stored.
+
 What is sent at most once goes last, after everything that could raise for a message. The attempt is
 recorded at the source, durably, before it is made, because it is not made again.
 """
@@ -44,8 +48,10 @@ class Sending:
             SafError: the only destination is down, so parking would gain nothing.
         """
         once = [part for part in parts if part.quality == AT_MOST_ONCE]
-        for part in parts:
-            if part.quality != AT_MOST_ONCE and not self._waits(part, set_aside):
+        others = [part for part in parts if part.quality != AT_MOST_ONCE]
+        for part in [part for part in others if not self._waits(part, set_aside)]:
+            # the storing of another part may have held its lane since
+            if not self._waits(part, set_aside):
                 self.storing.store(part, set_aside)
         once = [self.earlier.unattempted(part, set_aside) for part in once]
         once = [part for part in once if not self._waits(part, set_aside)]

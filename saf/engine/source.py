@@ -9,7 +9,7 @@ The columns are those of `saf.log.columns`.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import adbc_driver_manager.dbapi as adbc
@@ -46,13 +46,13 @@ def messages(work: Work, max_bytes: int) -> Generator[pa.RecordBatch, None, None
             pass
         else:
             return
-    with _cursor(work) as cursor:
-        yield from _rows(cursor, rest.select(_columns(cursor, rest.log, max_bytes)))
+    with _reading(work) as cursor:
+        yield from given(cursor, rest.select(_columns(cursor, rest.log, max_bytes)))
 
 
 def _in_windows(work: Work, max_bytes: int) -> Iterator[pa.RecordBatch]:
     batch = work.batch
-    with _cursor(work) as cursor:
+    with _reading(work) as cursor:
         windows = _windows(cursor, work)
         columns = _columns(cursor, batch.log, max_bytes)
         asked = common(columns)
@@ -60,12 +60,12 @@ def _in_windows(work: Work, max_bytes: int) -> Iterator[pa.RecordBatch]:
         def within(window: Window) -> Iterable[pa.RecordBatch]:
             nonlocal asked
             if asked is not columns:
-                rows = bounded(_rows(cursor, window.rows(batch, asked)))
+                rows = bounded(given(cursor, window.rows(batch, asked)))
                 whole = [complete for some in rows if (complete := completed(some)) is not None]
                 if len(whole) == len(rows):
                     return whole
                 asked = columns  # the other windows will have the columns that these have
-            return _rows(cursor, window.rows(batch, columns))
+            return given(cursor, window.rows(batch, columns))
 
         yield from in_order(windows, within)
 
@@ -89,8 +89,8 @@ def read(work: Work, query: str) -> Iterator[pa.RecordBatch]:
     Raises:
         Unavailable: the source does not answer, or stops answering before the end.
     """
-    with _cursor(work) as cursor:
-        yield from _rows(cursor, query)
+    with _reading(work) as cursor:
+        yield from given(cursor, query)
 
 
 def _columns(cursor: bulk.BulkCursor, log: str, max_bytes: int) -> list[str | sql.Composable]:
@@ -99,7 +99,8 @@ def _columns(cursor: bulk.BulkCursor, log: str, max_bytes: int) -> list[str | sq
     return selected(max_bytes, kept=bool(kept))
 
 
-def _rows(cursor: bulk.BulkCursor, query: str) -> Iterator[pa.RecordBatch]:
+def given(cursor: bulk.BulkCursor, query: str) -> Iterator[pa.RecordBatch]:
+    """Give what a query gives to a cursor of `reading`, in types Arrow computes with."""
     cursor.adbc_statement.set_options(**{"adbc.postgresql.batch_size_hint_bytes": str(BATCH_BYTES)})
     cursor.execute(query)
     for rows in cursor.batches():
@@ -107,10 +108,20 @@ def _rows(cursor: bulk.BulkCursor, query: str) -> Iterator[pa.RecordBatch]:
             yield plain(rows)
 
 
+def _reading(work: Work) -> AbstractContextManager[bulk.BulkCursor]:
+    return reading(f"broker {work.broker!r}", work.dsn, keep=work.keep)
+
+
 @contextmanager
-def _cursor(work: Work) -> Iterator[bulk.BulkCursor]:
-    """A cursor; its connection is kept only if the work with it came to its end."""
-    dsn, what = work.dsn, f"broker {work.broker!r}"
+def reading(what: str, dsn: Dsn, *, keep: bool = False) -> Iterator[bulk.BulkCursor]:
+    """A cursor in a transaction that only reads, with one snapshot, which no query has taken yet.
+
+    Its connection is kept only if the work with it came to its end. ``what`` names the database for
+    people.
+
+    Raises:
+        Unavailable: the database does not answer, or stops answering.
+    """
     try:
         connection = connections.take("read", dsn, lambda: _open(dsn, what), _fit)
         try:
@@ -120,7 +131,7 @@ def _cursor(work: Work) -> Iterator[bulk.BulkCursor]:
         except BaseException:  # also if the reader stops before the end
             connections.drop(connection)
             raise
-        connections.put(work.keep, "read", dsn, connection)
+        connections.put(keep, "read", dsn, connection)
     # Arrow itself raises for a stream that breaks off
     except (adbc.Error, OSError) as error:
         raise translated(what, getattr(error, "sqlstate", None), dsn.redact(str(error))) from None

@@ -62,6 +62,28 @@ def test_messages_behind_a_waiting_service_are_not_lost_when_it_opens_after_a_cr
     assert bodies(mom).count("b1") == 1
 
 
+def test_messages_behind_a_missing_route_are_not_lost_when_it_leads_on_after_a_crash(
+    app: Dsn, mom: Dsn
+) -> None:
+    with connect(app) as connection, Cycle(app, forwarding_rules("exactly_once", mom=mom)) as cycle:
+        cycle.default = None
+        route(connection, "billing", "mom")
+        send_to(connection, "shipping", "s0")
+        cycle.run()
+        route(connection, "shipping", "mom")
+        # between others of their shard, which are stored first
+        for service, body in (("billing", "b0"), ("shipping", "s1"), ("billing", "b1")):
+            send_to(connection, service, body)
+        arm("mark_forwarded", die)
+        with pytest.raises(Crash):
+            cycle.run()
+    for _ in range(3):
+        let_time_pass(app)
+        forward(app, mom=mom)
+    assert [body for body in bodies(mom) if body[0] == "s"] == ["s0", "s1"]
+    assert [body for body in bodies(mom) if body[0] == "b"] == ["b0", "b1"]
+
+
 def test_a_rejected_message_is_not_lost_when_the_destination_is_mended_after_a_crash(
     app: Dsn, mom: Dsn, crash: Callable[..., None]
 ) -> None:

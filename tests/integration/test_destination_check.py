@@ -84,8 +84,8 @@ def test_it_says_what_a_kafka_cluster_gives_and_whether_it_can_be_used(
     assert said.returncode == 0, said.stderr
     assert "destination 'there': Kafka cluster" in said.stdout
     assert "which is made at the first message" in said.stdout
-    marks = NewTopic(queue.marks, 3)
-    for made in running_kafka.admin().create_topics([marks]).values():
+    admin, marks = running_kafka.admin(), NewTopic(queue.marks, 3)
+    for made in admin.create_topics([marks]).values():
         made.result()
     refused = saf("destination", "check", "there", cwd=tmp_path)
     assert refused.returncode == 2

@@ -472,3 +472,90 @@ def test_a_password_from_the_environment_may_hold_anything(
             assert (dsn.parts["password"], dsn.parts["host"]) == (password, "h")
     with pytest.raises(ConfigurationError, match="%40"):
         Dsn(f"postgresql://user:a@{CANARY}@host/db")
+
+
+TABLE = """
+import sys
+
+import saf.spark
+from pyspark.sql import SparkSession
+from saf.config import load
+from saf.spark import session
+
+settings = load()
+context = session.start("local[2]", conf=settings.forwarder.spark)
+spark = SparkSession(context)
+saf.spark.register(spark)
+
+
+def table(broker, log="outbox"):
+    return spark.read.format("saf").option("broker", broker).option("log", log).load()
+
+
+read = table("app").where("key > 'a'")
+read.explain(True)
+read.createOrReplaceTempView("outbox")
+spark.sql("EXPLAIN FORMATTED SELECT * FROM outbox").show(truncate=False)
+spark.sql("SELECT key, count(*) FROM outbox GROUP BY key").collect()
+print(read.join(table("app"), "message_id", "left").count(), "rows")
+print(read.rdd.toDebugString())
+for broker in ("wrong", "down", "bare"):
+    try:
+        table(broker).collect()
+    except Exception as error:
+        print("failed:", type(error).__name__, error)
+print("ready", flush=True)
+sys.stdin.readline()
+session.stop(context)
+"""
+
+
+def test_a_table_shows_the_password_nowhere_in_plans_pages_events_or_errors(
+    tmp_path: Path, locked: Locked
+) -> None:
+    app, mom = locked.dsns()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = int(listener.getsockname()[1])
+    brokers = {"app": app, "wrong": wrong(app), "down": down(locked.app), "bare": locked.bare}
+    config = configure(
+        tmp_path,
+        brokers,
+        {"mom": mom},
+        **{"spark.log.level": "INFO", "spark.ui.enabled": "true", "spark.ui.port": str(port)},
+    )
+    send(locked.owner, 1_000)
+    out: list[str] = []
+    with Watch(locked.owner) as watch, (tmp_path / "stderr").open("w") as stderr:
+        process = subprocess.Popen(
+            [BIN / "python", "-c", TABLE],
+            env=environment(TMPDIR=str(tmp_path / "tmp"), SAF_CONFIG=str(config)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            out.append(line)
+            if line == "ready\n":
+                break
+        pages = list(rest(port)) if out and out[-1] == "ready\n" else []
+        on_disk = files_that_show(tmp_path)
+        out += process.communicate("\n", timeout=120)[:1]
+    assert process.returncode == 0, (tmp_path / "stderr").read_text()
+    said = "".join(out)
+    assert not shows(said)
+    assert [page for page in pages if shows(page)] == []
+    assert on_disk == files_that_show(tmp_path) == []
+    assert [process for process in watch.processes if shows(process)] == []
+    assert [session for session in watch.sessions if shows("".join(session))] == []
+    assert not shows(locked.log.read_bytes())
+
+    # what would show it was there to be searched
+    assert "1000 rows" in said
+    assert "BatchScan" in said
+    for cause in ("authentication failed", "Connection refused", "has no saf schema"):
+        assert cause in said
+    assert b"BatchScan" in b"".join(pages)
+    assert (tmp_path / "events").exists()

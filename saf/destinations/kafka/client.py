@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -40,6 +40,13 @@ NOT_YET = frozenset({
 """Codes after which a call goes on when it is made again: a broker has just come, or gone."""
 GONE = frozenset({KafkaError._ALL_BROKERS_DOWN})
 LOGIN = frozenset({KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED})
+FENCED = frozenset({
+    KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH,
+    KafkaError.INVALID_PRODUCER_ID_MAPPING, KafkaError.INVALID_TXN_STATE,
+    KafkaError.CONCURRENT_TRANSACTIONS, KafkaError._FATAL,
+})  # fmt: skip
+"""Codes of who was fenced, or whose transaction took too long. A client that learns so before it
+ends the transaction says only that something was fatal."""
 HARMLESS = NOT_YET | GONE | {KafkaError.GROUP_AUTHORIZATION_FAILED}
 """Codes that a consumer tells of and goes on: it is of no group, though the client asks for one."""
 RIGHTS = frozenset({
@@ -136,6 +143,16 @@ def settings_of(settings: Kafka, voices: Voices) -> dict[str, Any]:
 def milliseconds(seconds: float) -> int:
     """Return seconds as a setting that takes no very short ones, and no very long ones."""
     return int(min(max(seconds * 1000, SHORTEST_MS), LONGEST_MS))
+
+
+@contextmanager
+def passing(codes: Collection[int]) -> Iterator[None]:
+    """Let errors with these codes pass."""
+    try:
+        yield
+    except KafkaException as error:
+        if error.args[0].code() not in codes:
+            raise
 
 
 @contextmanager

@@ -16,7 +16,15 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # they are pub
 )
 
 from saf.destinations.kafka import names
-from saf.destinations.kafka.client import SLICE_SECONDS, Voices, errors, milliseconds, settings_of
+from saf.destinations.kafka.client import (
+    FENCED,
+    SLICE_SECONDS,
+    Voices,
+    errors,
+    milliseconds,
+    passing,
+    settings_of,
+)
 from saf.destinations.kafka.marks import SETTINGS, MarksTopic
 from saf.destinations.marks import Known
 from saf.destinations.queues import unusable
@@ -177,14 +185,16 @@ class Link:
         topic = self.settings.marks_topic
         self.make(topic, 1, SETTINGS)
         self.look()
-        # one after the other: whoever is second finds it
-        producer = self.producer(f"saf-{topic}-{names.IDENTITY}")
-        self.read()
-        if self.marks.identity is None:
-            producer.begin_transaction()
-            producer.produce(topic, str(identity), names.IDENTITY, partition=0)
-            self.commit(producer)
-        return self.identity()
+        while self.marks.identity is None:
+            with passing(FENCED):  # by another one, which gives it one
+                producer = self.producer(f"saf-{topic}-{names.IDENTITY}")
+                self.read()
+                if self.marks.identity is None:
+                    producer.begin_transaction()
+                    producer.produce(topic, str(identity), names.IDENTITY, partition=0)
+                    self.commit(producer)
+            self.read()
+        return self.marks.identity
 
     def known(self, source: UUID) -> Known:
         """Return all marks of a source."""

@@ -29,7 +29,7 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 
 from saf.destinations import Chunk
 from saf.destinations.kafka import names, wire
-from saf.destinations.kafka.client import errors
+from saf.destinations.kafka.client import FENCED, errors
 from saf.destinations.kafka.server import OPEN, Link, open_link
 from saf.destinations.mapping import Mapped, mapped
 from saf.destinations.mapping import names as header_names
@@ -42,12 +42,6 @@ from saf.errors import Rejected, Unavailable
 if TYPE_CHECKING:
     from saf.destinations.kafka import Kafka
 
-FENCED = frozenset({
-    KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH,
-    KafkaError.INVALID_PRODUCER_ID_MAPPING, KafkaError.INVALID_TXN_STATE,
-    KafkaError.CONCURRENT_TRANSACTIONS,
-})  # fmt: skip
-"""Codes of who was fenced, or whose transaction took too long."""
 NOT_KNOWN_YET = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC})
 """Codes of a topic that was made just now, and that not all brokers know."""
 TOO_LARGE = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE})
@@ -209,15 +203,20 @@ class Transactions(Stepwise[Link]):
     def _is_there(self, link: Link, source: UUID, step: Step) -> bool:
         """Whether a step is stored after all: who was fenced may have ended its transaction before.
 
-        Otherwise what is sent at most once would be sent again. The marks tell.
+        Otherwise what is sent at most once would be sent again. The marks tell. Those of a newer
+        owner tell nothing: then this one is refused.
         """
-        goal = {place: read(text)[1].number for place, text in step.after.items()}
-        risen = [p for p, number in goal.items() if number > read(step.before[p])[1].number]
+        after = {place: read(text) for place, text in step.after.items()}
+        risen = [p for p, (_, m) in after.items() if m.number > read(step.before[p])[1].number]
         if step.what is None or not risen or not self._id:
             return False
         self._begin_as(link, source, int(self._id.rpartition("-")[2]))
         link.read()
-        return all(read(link.marks.text(source, p))[1].number >= goal[p] for p in risen)
+        there = {place: read(link.marks.text(source, place)) for place in risen}
+        return all(
+            epoch == after[p][0] and mark.number >= after[p][1].number
+            for p, (epoch, mark) in there.items()
+        )
 
     def _new_topics(self, link: Link, source: UUID, what: Mapped) -> list[str]:
         used = map(names.topic_name, what.topics)

@@ -18,6 +18,7 @@ from tests.mutants.listed import (
     routing,
     sending,
     setaside,
+    table,
     tracing,
     ui,
 )
@@ -37,6 +38,7 @@ PARTS: Mapping[str, Sequence[Mutant]] = {
     "routing": routing.MUTANTS,
     "sending": sending.MUTANTS,
     "setaside": setaside.MUTANTS,
+    "table": table.MUTANTS,
     "ui": ui.MUTANTS,
     "tracing": tracing.MUTANTS,
 }

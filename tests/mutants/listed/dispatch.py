@@ -173,8 +173,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a reply does not say to what",
         "saf/dispatch/replies.py",
-        "headers={**reply.headers, IN_REPLY_TO: str(message.message_id)}",
-        "headers=reply.headers",
+        "headers={**reply.headers(message), IN_REPLY_TO: str(message.message_id)}",
+        "headers=reply.headers(message)",
         f"{REPLIES}::test_an_answer_is_sent_to_the_sender_in_the_order_of_its_key",
     ),
     mutant(

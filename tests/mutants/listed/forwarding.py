@@ -28,6 +28,14 @@ UNKNOWN = f"{ISOLATED}::test_messages_for_a_service_that_the_destination_does_no
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "a part is stored before what waits is set aside",
+        "saf/engine/sending.py",
+        "        for part in [part for part in others if not self._waits(part, set_aside)]:\n",
+        "        for part in others:\n",
+        "contract/test_set_aside_crash.py::"
+        "test_messages_behind_a_missing_route_are_not_lost_when_it_leads_on_after_a_crash",
+    ),
+    mutant(
         "a giant that has given way goes on chunk by chunk",
         FORWARD,
         "        if gave_way:\n            self.roster.each(SourceBroker.take_back_stop, deep)\n",
@@ -266,7 +274,7 @@ MUTANTS: list[Mutant] = [
         "a reader that was left in the middle is kept",
         "saf/engine/source.py",
         "            connections.drop(connection)\n            raise\n",
-        '            connections.put(work.keep, "read", dsn, connection)\n            raise\n',
+        '            connections.put(keep, "read", dsn, connection)\n            raise\n',
         "contract/test_connections.py::test_a_reader_that_was_left_in_the_middle_is_not_kept",
     ),
     mutant(

@@ -1,0 +1,190 @@
+"""The columns of a log in Spark: their types, what is read for each, and how it gets its type.
+
+A DataFrame has all columns, or those of the schema that its reader gives. The columns of
+`saf.columns` have Spark's types there, and ``shard`` says which bucket a message is in. Besides:
+
+    headers map<string,string>    as they come: text as it is, JSON's null as NULL, all else as JSON
+    headers string                the JSON text; a map is NULL where it is no JSON object
+    text string                   the body as UTF-8, or NULL where it is none; only if asked for
+
+A row of an older schema may be too large to be read (see `saf.limits`). Its large values are NULL,
+and so is its body, which tells it from other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from psycopg import sql
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import (
+    BinaryType,
+    BooleanType,
+    DataType,
+    IntegerType,
+    LongType,
+    MapType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from saf.columns import MESSAGE, SPARK
+from saf.config import did_you_mean
+from saf.destinations.texts import uuids
+from saf.errors import ConfigurationError
+from saf.log.columns import bounded
+
+TEXT = "text"
+IN_POSTGRESQL = {
+    "id": "bigint",
+    "shard": "smallint",
+    **{column.name: column.type for column in MESSAGE},
+    "source": "uuid",
+    "received_at": "timestamptz",
+}
+"""The columns of an inbox with their types in PostgreSQL; an outbox lacks the last two."""
+ONLY_INBOX = ("source", "received_at")
+OF_SPARK: dict[str, DataType] = {
+    "string": StringType(),
+    "boolean": BooleanType(),
+    "long": LongType(),
+    "binary": BinaryType(),
+    "timestamp": TimestampType(),
+}
+"""Spark's types by their names, because to look them up takes a JVM."""
+UUIDS = tuple(name for name, type_ in IN_POSTGRESQL.items() if type_ == "uuid")
+
+NAMES_OF_HEADERS, VALUES_OF_HEADERS = "header_names", "header_values"
+# Both functions give a jsonb's members in the order in which it stores them
+OF_HEADERS = """
+CASE jsonb_typeof(headers) WHEN 'object' THEN ARRAY(SELECT jsonb_object_keys(headers)) END AS {},
+CASE jsonb_typeof(headers) WHEN 'object' THEN
+    ARRAY(SELECT value FROM jsonb_each_text(headers)) END AS {}
+"""
+
+
+def schema_of(log: str) -> StructType:
+    """The columns that a log has as they come."""
+    return StructType(
+        [
+            StructField(name, types[0], name not in ("id", "shard"))
+            for name, types in _types(log).items()
+            if name != TEXT
+        ]
+    )
+
+
+def check_schema(log: str, asked: StructType) -> None:
+    """Make sure that a log has the columns that a reader has asked for.
+
+    Raises:
+        ConfigurationError: it has not, or not of this type.
+    """
+    known = _types(log)
+    if not asked.fields:
+        raise ConfigurationError("the schema given to the format saf names no column")
+    for field in asked.fields:
+        if field.name not in known:
+            raise ConfigurationError(
+                f"an {log} has no column {field.name!r}{did_you_mean(field.name, known)}, only "
+                f"{', '.join(known)}"
+            )
+        types = known[field.name]
+        if not any(_same(field.dataType, type_) for type_ in types):
+            raise ConfigurationError(
+                f"the column {field.name!r} of an {log} is a "
+                f"{' or a '.join(type_.simpleString() for type_ in types)}, and not a "
+                f"{field.dataType.simpleString()}: read it so, and cast it"
+            )
+
+
+def columns_read(asked: StructType, others: Iterable[str]) -> list[str]:
+    """The columns of the log that are read for those asked for and for ``others``."""
+    names = {"body" if name == TEXT else name for name in asked.fieldNames()}
+    return [name for name in IN_POSTGRESQL if name in {"id", *names, *others}]
+
+
+def at_source(names: Iterable[str], *, kept: bool) -> list[str | sql.Composable]:
+    """The expressions for columns, bounded; ``kept`` as in `saf.log.columns.selected`."""
+    return [bounded(name, kept="true" if kept else "false") for name in names]
+
+
+def selected(asked: StructType) -> sql.Composable:
+    """What is selected of `columns_read`, the id among it."""
+    parts: list[sql.Composable] = []
+    for name in columns_read(asked, ()):
+        if name == "headers" and isinstance(asked["headers"].dataType, MapType):
+            some = map(sql.Identifier, (NAMES_OF_HEADERS, VALUES_OF_HEADERS))
+            parts.append(sql.SQL(OF_HEADERS).format(*some))
+        else:
+            parts.append(sql.Identifier(name))
+    return sql.SQL(", ").join(parts)
+
+
+def shaped(rows: pa.RecordBatch, asked: StructType) -> pa.RecordBatch:
+    """Turn what was `selected` into what Spark expects for a schema."""
+    schema = to_arrow_schema(asked, timezone="UTC")
+    columns = [_column(rows, field) for field in schema]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _column(rows: pa.RecordBatch, field: pa.Field) -> pa.Array:
+    if field.name == TEXT:
+        return decoded(rows["body"])
+    if field.name in UUIDS:
+        return uuids(rows[field.name]).cast(field.type)
+    if field.name == "headers" and pa.types.is_map(field.type):
+        return _map(rows[NAMES_OF_HEADERS], rows[VALUES_OF_HEADERS], field.type)
+    return rows[field.name].cast(field.type)
+
+
+def decoded(bodies: pa.Array) -> pa.Array:
+    """Return bodies as texts, and NULL for what is no UTF-8.
+
+    >>> decoded(pa.array([b"one", b"\\xff", None])).to_pylist()
+    ['one', None, None]
+    """
+    try:
+        return bodies.cast(pa.string())
+    except pa.ArrowInvalid:
+        return pa.array([_decoded(body) for body in bodies.to_pylist()], pa.string())
+
+
+def _decoded(body: bytes | None) -> str | None:
+    try:
+        return None if body is None else body.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _map(names: pa.Array, values: pa.Array, type_: pa.DataType) -> pa.Array:
+    """Zip two arrays of lists that are equally long, and NULL in the same places."""
+    lengths = pc.fill_null(pc.list_value_length(names), 0).cast(pa.int64())
+    offsets = pa.concat_arrays([pa.array([0], pa.int64()), pc.cumulative_sum(lengths)])
+    return pa.MapArray.from_arrays(
+        offsets.cast(pa.int32()),
+        names.flatten(),
+        values.flatten(),
+        mask=names.is_null() if names.null_count else None,
+    ).cast(type_)
+
+
+def _types(log: str) -> dict[str, tuple[DataType, ...]]:
+    """The types in which each column can be had."""
+    types: dict[str, tuple[DataType, ...]] = {}
+    for name, type_ in IN_POSTGRESQL.items():
+        if log == "inbox" or name not in ONLY_INBOX:
+            types[name] = (IntegerType() if type_ == "smallint" else OF_SPARK[SPARK[type_]],)
+    types["headers"] = (MapType(StringType(), StringType()), StringType())
+    types[TEXT] = (StringType(),)
+    return types
+
+
+def _same(one: DataType, other: DataType) -> bool:
+    if isinstance(one, MapType) and isinstance(other, MapType):
+        return one.keyType == other.keyType and one.valueType == other.valueType
+    return one == other

@@ -1,0 +1,127 @@
+"""Filters that the database applies, so that what they drop is never read.
+
+Of ``id``, ``shard``, ``to_service``, ``key``, ``message_type`` and ``created_at``: equality, IN,
+ranges, and whether it is NULL. All others are Spark's. Where a key or a shard is given, no other
+shard is looked at.
+
+A filter drops the rows for which it is not true, as in SQL. Spark compares texts by their bytes as
+UTF-8, and so does the database here, whatever its collation is. A value is quoted by psycopg, like
+all values of a COPY, which takes no parameters; one that PostgreSQL cannot hold stays with Spark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from psycopg import sql
+from pyspark.sql.datasource import (
+    EqualNullSafe,
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    IsNotNull,
+    IsNull,
+    LessThan,
+    LessThanOrEqual,
+)
+
+from saf.log.shards import shard_of
+
+TEXTS = ("to_service", "key", "message_type")
+NUMBERS = ("id", "shard")
+TYPES = {"id": "bigint", "shard": "smallint", "created_at": "timestamptz"}
+COMPARISONS = (
+    *(EqualTo, EqualNullSafe),
+    *(GreaterThan, GreaterThanOrEqual, LessThan, LessThanOrEqual),
+)
+RANGES: dict[type[Filter], str] = {
+    GreaterThan: ">",
+    GreaterThanOrEqual: ">=",
+    LessThan: "<",
+    LessThanOrEqual: "<=",
+}
+
+IS_ONE_OF = "{column} = ANY ({values}::{type}[])"
+IN_RANGE = "{column} {operator} {value}::{type}"
+# As bytes, because the order of texts is the collation's
+TEXT_IN_RANGE = "convert_to({column}, 'UTF8') {operator} convert_to({value}::text, 'UTF8')"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """One filter as the database applies it."""
+
+    column: str
+    text: str
+    """As it stands in WHERE; quoted, and complete."""
+    among: tuple[Any, ...] | None = None
+    """The values that are equal to the column's, if the filter names them all."""
+
+
+def condition(given: Filter) -> Condition | None:
+    """Return what the database is asked for a filter; None: Spark has to apply it."""
+    (column, *more) = getattr(given, "attribute", ("",))
+    if more or column not in (*TEXTS, *NUMBERS, "created_at"):
+        return None
+    name = sql.Identifier(column)
+    if isinstance(given, IsNull | IsNotNull):
+        query = "{column} IS NULL" if isinstance(given, IsNull) else "{column} IS NOT NULL"
+        return Condition(column=column, text=_text(query, column=name))
+    values: tuple[Any, ...]
+    if isinstance(given, In):
+        # NULL among them is equal to nothing
+        values = tuple(value for value in given.value if value is not None)
+    elif isinstance(given, COMPARISONS):
+        values = (given.value,)
+    else:
+        return None
+    if not all(_fits(column, value) for value in values):
+        return None
+    type_ = sql.SQL(TYPES.get(column, "text"))
+    if operator := RANGES.get(type(given)):
+        query = TEXT_IN_RANGE if column in TEXTS else IN_RANGE
+        parts = {"column": name, "operator": sql.SQL(operator), "type": type_}
+        return Condition(column=column, text=_text(query, value=sql.Literal(values[0]), **parts))
+    # numbers as texts, so that an empty list and one beyond smallint's bounds are well-formed
+    listed = sql.Literal([str(value) for value in values])
+    if column == "shard":
+        type_ = sql.SQL("bigint")
+    query = _text(IS_ONE_OF, column=name, values=listed, type=type_)
+    return Condition(column=column, text=query, among=values)
+
+
+def shards_of(conditions: Iterable[Condition], shards: int) -> list[int]:
+    """The shards, of so many, that may hold rows that all conditions let pass."""
+    found = set(range(shards))
+    for one in conditions:
+        if one.among is not None and one.column == "key":
+            found &= {shard_of(key, shards) for key in one.among}
+        elif one.among is not None and one.column == "shard":
+            found &= set(one.among)
+    return sorted(found)
+
+
+def _fits(column: str, value: Any) -> bool:
+    """Whether PostgreSQL can hold a value of the column's type."""
+    if column in TEXTS:
+        return isinstance(value, str) and "\0" not in value and _is_utf8(value)
+    if column in NUMBERS:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
+    return isinstance(value, datetime) and value.tzinfo is not None
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _text(query: str, **parts: sql.Composable) -> str:
+    return sql.SQL(query).format(**parts).as_string(None)

@@ -1,0 +1,113 @@
+"""The moment of a read: one snapshot for all of its partitions, taken while Spark plans.
+
+The snapshot is a text, and holds nothing at the source: no transaction, no lock. A row that is in
+it stays so for ever, and rows never change. So each partition, whenever its task runs and however
+often, reads the same rows; what is committed later is not among them (see `saf.log.cursor`).
+
+Only a purge takes rows away, a whole slot of the ring at a time, by giving the slot a new file. So
+the files are noted together with the snapshot, while a lock keeps purges off. A task takes the same
+lock, and compares: see `saf.spark.table.part`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+from uuid import UUID
+
+import psycopg
+from psycopg import sql
+
+from saf.broker import restored
+from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
+from saf.engine.survey import WINDOW_BYTES
+from saf.errors import UsageError
+from saf.limits import KEPT
+from saf.log.cursor import Batch
+from saf.log.ring import SLOTS
+from saf.log.side import KEEP_UNPURGED
+
+DEEP_BYTES = 4 * WINDOW_BYTES
+"""From this size on, a log is read in windows (see `saf.engine.windows`) and not sorted at the
+source."""
+
+LOCK = KEEP_UNPURGED
+"""Keeps purges off until the end of the transaction."""
+
+BEGINNING = "1:1:"
+"""A snapshot that shows no row at all."""
+
+FILES = f"""
+SELECT array_agg(pg_relation_filenode(('saf.{{log}}_' || slot)::regclass)::bigint ORDER BY slot)
+FROM generate_series(0, {SLOTS - 1}) AS slot
+"""
+
+NOW = f"""
+SELECT pg_current_snapshot()::text, (SELECT shards FROM saf.broker), {KEPT}, ({FILES}),
+       (SELECT sum(pg_table_size(('saf.{{log}}_' || slot)::regclass))
+        FROM generate_series(0, {SLOTS - 1}) AS slot) >= {DEEP_BYTES}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A log at one moment."""
+
+    log: str
+    snapshot: str
+    """pg_snapshot as text."""
+    shards: int
+    """How many shards the broker has."""
+    kept: bool
+    """Whether the log's constraint holds for all rows; see `saf.limits.KEPT`."""
+    files: tuple[int, ...]
+    """What identifies the storage of each slot."""
+    deep: bool
+
+    def batch(self, shards: list[int]) -> Batch:
+        """All rows of some shards, as a batch that nobody owns and that can only be read."""
+        return Batch(
+            log=self.log,
+            subscription_id=0,
+            owner=UUID(int=0),
+            number=0,
+            done=BEGINNING,
+            open=self.snapshot,
+            position=0,
+            route_version=None,
+            opened_at=datetime.now(UTC),
+            epochs=tuple((shard, 0) for shard in shards),
+        )
+
+
+def take(what: str, dsn: Dsn, log: str) -> Snapshot:
+    """Take a snapshot of a log, in a transaction that has ended when this returns.
+
+    Raises:
+        Unavailable: the database does not answer.
+        SchemaError: it is no broker of this version, or was restored.
+        UsageError: it is a standby.
+    """
+    with unavailable_if_lost(what), dsn.connect(role="read") as connection:
+        connection.read_only = True
+        check_schema(connection)
+        _refuse_standby(connection, what)
+        restored.refuse(connection)
+        connection.execute(sql.SQL(LOCK).format(log=sql.Identifier(log)))
+        ((snapshot, shards, kept, files, deep),) = fetch(connection, NOW.format(log=log).encode())
+        connection.rollback()
+    return Snapshot(
+        log=log,
+        snapshot=snapshot,
+        shards=shards,
+        kept=bool(kept),
+        files=tuple(files),
+        deep=bool(deep),
+    )
+
+
+def _refuse_standby(connection: psycopg.Connection[Any], what: str) -> None:
+    """A standby's snapshots do not say which transactions were in progress."""
+    if fetch(connection, "SELECT pg_is_in_recovery()") == [(True,)]:
+        raise UsageError(f"{what} is a standby, where no snapshot can be relied on: read a primary")

@@ -1,0 +1,107 @@
+"""What Spark calls: the format ``saf``, and the reader of one scan.
+
+Spark does so in Python processes of its own: one that makes the data source and asks for its
+schema, one that plans a scan, and those of the tasks. Each of them gets a pickled copy. What is in
+it is no secret: only a partition holds a dsn, and Spark hands each to its task alone.
+
+A scan is planned once for each run of a query, when its first action comes; its tasks may then
+be tried again as often as Spark likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql.datasource import DataSource, DataSourceReader, Filter, InputPartition
+from pyspark.sql.types import StructType
+
+from saf.spark.table import fields
+from saf.spark.table.filters import Condition, condition, shards_of
+from saf.spark.table.options import Options, options_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FORMAT = "saf"
+SLOTS = 8
+"""How many partitions a read has where nobody knows how many tasks run at a time."""
+
+
+class Messages(DataSource):
+    """The messages of a broker's outbox or inbox."""
+
+    slots = SLOTS
+    """How many partitions a read has by default."""
+
+    @classmethod
+    def name(cls) -> str:
+        """The name of the format."""
+        return FORMAT
+
+    def schema(self) -> StructType:
+        """All columns of the log."""
+        return fields.schema_of(options_of(self.options).log)
+
+    def reader(self, schema: StructType) -> Scan:
+        """Return the reader of a scan."""
+        options = options_of(self.options)
+        fields.check_schema(options.log, schema)
+        return Scan(options, schema, options.partitions or self.slots)
+
+
+class Scan(DataSourceReader):
+    """One scan of a log, in one snapshot."""
+
+    def __init__(self, options: Options, asked: StructType, partitions: int) -> None:
+        self._options = options
+        self._asked = asked
+        self._partitions = partitions
+        self._conditions: tuple[Condition, ...] = ()
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
+        """Keep the filters that the database applies; return the others."""
+        asked = [(given, condition(given)) for given in filters]
+        self._conditions = tuple(one for _, one in asked if one is not None)
+        return [given for given, one in asked if one is None]
+
+    def partitions(self) -> Sequence[InputPartition]:
+        """Take the snapshot, and divide the shards evenly."""
+        from saf.spark.table import snapshot
+        from saf.spark.table.part import Part
+
+        options = self._options
+        dsn = options.dsn()
+        now = snapshot.take(options.what, dsn, options.log)
+        shards = shards_of(self._conditions, now.shards)
+        return [
+            Part(
+                what=options.what,
+                dsn=dsn,
+                batch=batch,
+                kept=now.kept,
+                files=now.files,
+                # few shards of many are found by the index
+                deep=now.deep and len(shards) == now.shards,
+            )
+            for batch in now.batch(shards).split(self._partitions)
+        ]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Give the rows of a partition, in a task."""
+        from saf.spark.table import part
+
+        # where no shard can hold a row, there is no partition, and Spark makes an empty one
+        if isinstance(partition, part.Part):
+            yield from part.read(
+                partition, part.Query(asked=self._asked, conditions=self._conditions)
+            )
+
+
+def with_slots(number: int) -> type[Any]:
+    """Return the data source with so many partitions by default.
+
+    It is a class of its own because Spark makes the instances, in processes that do not know how
+    many tasks run at a time. It is in no module that these could import, so it travels as a whole.
+    """
+    return type("Messages", (Messages,), {"slots": number, "__module__": "__main__"})

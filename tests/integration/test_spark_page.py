@@ -1,0 +1,55 @@
+"""docs/spark.md: its recipe runs, and its tables say what there is."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from saf.broker.services import create_service
+from saf.database import Dsn
+from saf.spark import java, jvm
+from saf.spark.table.fields import TEXT, schema_of
+from saf.spark.table.options import NAMES
+from tests.pages import blocks, page, prepared
+from tests.pipeline import connect, run
+from tests.programs import BIN
+from tests.programs import run as run_program
+
+SEND = """
+INSERT INTO saf.outbox (to_service, key, body, created_at)
+SELECT CASE WHEN n % 3 = 0 THEN 'shipping' ELSE 'billing' END, 'k',
+       convert_to('{"order": ' || n % 5 || '}', 'UTF8'), now() - n * interval '1 day'
+FROM generate_series(0, 9) AS n
+"""
+
+
+def test_the_recipe_counts_what_was_sent_and_what_is_under_way(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    prepared(tmp_path, app, mom)
+    with connect(mom) as store:
+        create_service(store, "shipping")
+    with connect(app) as source:
+        source.execute(SEND)
+        run(app, mom=mom)
+        source.execute("INSERT INTO saf.outbox (to_service, body) VALUES ('billing', 'new')")
+    script = "".join(blocks(page("spark.md"), "analytics"))
+    done = run_program(
+        [sys.executable, "-c", script.replace("local[*]", "local[2]")],
+        env={
+            "JAVA_HOME": jvm.environment(java.find())["JAVA_HOME"],
+            "PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin",  # as in an activated environment
+        },
+        cwd=tmp_path,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^\| *(\w+)\| *(\d+)\| *(\d+)\|$", done.stdout, re.MULTILINE)
+    assert rows == [("billing", "6", "4"), ("shipping", "3", "3")], done.stdout
+    assert "1 under way" in done.stdout
+
+
+def test_the_page_has_each_option_and_each_column() -> None:
+    said = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|.*?\|", page("spark.md"), re.M))))
+    assert {*NAMES, TEXT, *schema_of("inbox").fieldNames()} == said

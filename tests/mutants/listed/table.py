@@ -1,0 +1,77 @@
+"""Logs as tables of Spark."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, mutant
+
+PART, FILTERS, FIELDS = (f"saf/spark/table/{name}.py" for name in ("part", "filters", "fields"))
+SNAPSHOT, OPTIONS = (f"saf/spark/table/{name}.py" for name in ("snapshot", "options"))
+MOMENT = "spark/test_table_snapshot.py"
+
+MUTANTS: list[Mutant] = [
+    mutant(
+        "a table with purged messages has fewer rows",
+        PART,
+        "        if purged:\n",
+        "        if len(purged) > 8:\n",
+        f"{MOMENT}::test_a_read_that_a_purge_has_taken_rows_from_fails_and_says_what_to_do",
+    ),
+    mutant(
+        "a task lets the rows that it reads be purged",
+        PART,
+        "        cursor.execute(sql.SQL(LOCK).format(log=sql.Identifier(log)).as_string(None))\n",
+        "",
+        f"{MOMENT}::test_a_partition_in_hand_keeps_its_rows_from_being_purged",
+    ),
+    mutant(
+        "a partition in windows forgets its filters",
+        PART,
+        "given(cursor, query.of(window.rows(part.batch, columns)))",
+        "given(cursor, Query(asked=query.asked).of(window.rows(part.batch, columns)))",
+        "spark/test_table.py"
+        "::test_a_deep_log_is_read_in_windows_with_the_same_rows_in_the_same_order",
+    ),
+    mutant(
+        "texts are compared as the database sorts them",
+        FILTERS,
+        "\"convert_to({column}, 'UTF8') {operator} convert_to({value}::text, 'UTF8')\"",
+        '"{column} COLLATE \\"und-x-icu\\" {operator} {value}::text"',
+        "spark/test_table_filters.py"
+        "::test_a_read_with_filters_gives_what_spark_would_keep_of_a_read_without",
+    ),
+    mutant(
+        "what the database cannot hold is asked of it",
+        FILTERS,
+        'isinstance(value, str) and "\\0" not in value and _is_utf8(value)',
+        "isinstance(value, str)",
+        "spark/test_table_filters.py::test_spark_keeps_what_it_cannot_or_no_row_could_match",
+    ),
+    mutant(
+        "one body that is no text takes the other bodies' texts away",
+        FIELDS,
+        "[_decoded(body) for body in bodies.to_pylist()]",
+        "[None for body in bodies.to_pylist()]",
+        "spark/test_table.py::test_a_schema_chooses_the_columns_and_their_order",
+    ),
+    mutant(
+        "a restored broker is a table",
+        SNAPSHOT,
+        "        restored.refuse(connection)\n",
+        "",
+        "spark/test_table_errors.py::test_a_restored_broker_is_refused",
+    ),
+    mutant(
+        "a standby is a table",
+        SNAPSHOT,
+        "        _refuse_standby(connection, what)\n",
+        "",
+        "spark/test_table_errors.py::test_a_standby_is_refused",
+    ),
+    mutant(
+        "an option that is no dsn's place may be one",
+        OPTIONS,
+        "        if name not in NAMES:\n",
+        '        if name not in (*NAMES, "dsn"):\n',
+        "spark/test_table_errors.py::test_a_dsn_in_an_option_is_refused_and_not_repeated",
+    ),
+]
