@@ -26,6 +26,8 @@ from tests.crash.writers import ACCOUNTS, TABLES
 SETTINGS = {"max_prepared_transactions": 50, "max_connections": 200, "shared_buffers": "64MB"}
 STORES = ("mom", "other")
 DISK = "80m"
+SHARDS = 4
+"""Few, so that keys of several services meet in a shard, below one watermark."""
 POLITE = (
     "ALTER TABLE saf.inbox ADD CONSTRAINT polite CHECK (convert_from(body, 'UTF8') !~ 'poison')"
 )
@@ -48,7 +50,7 @@ class Site:
     def __enter__(self) -> Self:
         for server in (self.source, self.mom):
             server.start()
-            migrate(server.create_database("saf_template"))
+            migrate(server.create_database("saf_template"), SHARDS)
         self._mount()
         self.proxy: Any = Proxy(str(self.mom.dsn("mom").parts["host"]))
         return self

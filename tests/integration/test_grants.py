@@ -155,7 +155,7 @@ SOME = {
     ("dead_letter", "s"): "subscription_id destination shard id dead_letter_at",
     ("dead_letter", "u"): "error",
     ("service", "i"): "name",
-    ("audit", "i"): "action message_ids why",
+    ("audit", "i"): "action message_ids why person",
     ("endpoint", "i"): "name subscription_id url settings",
     ("dispatched", "u"): "batch ids",
     ("breaker", "u"): "endpoint state failures failing_since next_probe_at error paused_at "
