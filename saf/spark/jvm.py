@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -218,8 +219,10 @@ def _prune(folder: Path) -> None:
 
 
 def _pass_on(said: IO[bytes]) -> None:
-    while data := os.read(said.fileno(), 65536):
-        os.write(2, data)
+    # whoever ends the JVM may have closed the pipe already
+    with suppress(ValueError, OSError):
+        while data := os.read(said.fileno(), 65536):
+            os.write(2, data)
 
 
 def _spark() -> Path:

@@ -46,6 +46,10 @@ NOT_KNOWN_YET = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN
 """Codes of a topic that was made just now, and that not all brokers know."""
 TOO_LARGE = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE})
 
+UNDECIDED = frozenset({KafkaError.UNKNOWN})
+"""Codes that do not say whether a transaction has ended: a broker that is asked to end one while
+another client begins its name again may answer so. The marks tell."""
+
 BATCH_BYTES = 1_000_000
 LINGER_MS = 20
 PATIENCE_SECONDS = 1.0
@@ -223,7 +227,7 @@ class Transactions(Stepwise[Link]):
         return sorted({*used} - link.marks.topics[source])
 
     def _ended(self, link: Link, done: Transaction) -> bool:
-        """Store messages and marks in one transaction; return whether they were stored.
+        """Store messages and marks in one transaction; return whether they are known to be stored.
 
         Raises:
             KafkaException: nobody knows whether they were.
@@ -251,7 +255,7 @@ class Transactions(Stepwise[Link]):
             code = error.args[0].code()
             if code in TOO_LARGE:
                 raise Rejected(self.what, self.settings.redact(error.args[0].str())) from None
-            if code in FENCED or code in NOT_KNOWN_YET:
+            if code in FENCED | NOT_KNOWN_YET | UNDECIDED:
                 return False
             raise
         except BaseException:
