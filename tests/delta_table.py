@@ -28,8 +28,8 @@ def messages(table: Path) -> list[Mapping[str, Any]]:
     for actions in commits(table):
         added: list[dict[str, Any]] = []
         for action in actions:
-            if add := action.get("add"):
-                assert add["dataChange"], "compacted: their order is lost"
+            add = action.get("add")
+            if add and add["dataChange"]:  # else it was compacted
                 rows = pq.ParquetFile(table / add["path"]).read().to_pylist()
                 added += [{**add["partitionValues"], **row} for row in rows]
         found += sorted(added, key=lambda row: row["id"])
