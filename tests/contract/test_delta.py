@@ -335,6 +335,23 @@ def test_a_commit_that_lost_power_halfway_is_made_again(lake: Delta, table: Path
     assert ids(messages(table)) == ids(sent)
 
 
+def test_a_table_that_is_taken_away_before_the_commit_gets_the_messages_later(
+    lake: Delta, table: Path
+) -> None:
+    forwarder = Forwarder()
+    sent = forwarder.messages(8)
+    store(lake, forwarder.chunk(sent[:4]))
+    away = table.with_name("away")
+    with meanwhile(lambda: table.rename(away)), pytest.raises(Unavailable):
+        store(lake, forwarder.chunk(sent))
+    with pytest.raises(Unavailable):
+        store(lake, forwarder.chunk(sent))
+    assert not table.exists()
+    away.rename(table)
+    assert store(lake, forwarder.chunk(sent)) == (4, 4)
+    assert ids(messages(table)) == ids(sent)
+
+
 def test_rows_that_somebody_has_deleted_are_not_taken_for_lost_for_ever(
     app: Dsn, lake: Delta, table: Path
 ) -> None:

@@ -94,6 +94,8 @@ def unmount_table(round_: Any, fault: Fault) -> None:
     folder = round_.site.folder / "lake"
     away = folder.rename(round_.site.folder / "away")
     time.sleep(fault.lasts)
+    if folder.exists():  # what was written where nothing is mounted is hidden by what comes back
+        folder.rename(round_.site.folder / f"hidden-{time.monotonic_ns()}")
     away.rename(folder)
 
 

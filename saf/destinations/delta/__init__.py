@@ -16,12 +16,12 @@ package deltalake: no JVM.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, SecretStr
+from pydantic import AfterValidator, Field, SecretStr
 
 from saf.columns import IN_TABLES
 from saf.destinations import Capabilities, Destination
@@ -53,7 +53,7 @@ def _table(text: str) -> str:
     return text.rstrip("/")
 
 
-def _promoted(fields: Mapping[str, str]) -> Mapping[str, str]:
+def _promoted(fields: dict[str, str]) -> dict[str, str]:
     for name in fields:
         if name.lower() in {*IN_TABLES, DAY}:
             raise ValueError(f"{name!r}: each table has such a column already")
@@ -79,12 +79,12 @@ class Delta(LinkedSettings):
     """By what the table's files are kept apart: the day of `created_at`, in the column `day`; the
     service, `to_service`; or nothing."""
     promote: Annotated[
-        Mapping[str, Literal["string", "long", "double", "boolean", "timestamp"]],
+        dict[str, Literal["string", "long", "double", "boolean", "timestamp"]],
         AfterValidator(_promoted),
-    ] = {}
+    ] = Field(default_factory=dict)
     """Members of bodies that are JSON objects, each with the type of the column that it gets. The
     table gets columns that it does not have; what is not of this type is NULL there."""
-    storage_options: Mapping[str, SecretStr] = {}
+    storage_options: dict[str, SecretStr] = Field(default_factory=dict)
     """What the object store's client is told, such as `AWS_ACCESS_KEY_ID`; all of it counts as
     secret."""
 

@@ -59,8 +59,8 @@ class Files:
                 out.write(content)
             return
         file = self._folder / path
-        if not file.parent.exists():
-            file.parent.mkdir(exist_ok=True)
+        if file.parent != self._folder and not file.parent.exists():
+            file.parent.mkdir(exist_ok=True)  # fails without the table's folder
             disk.sync(self._folder)
         disk.write(file, content)
         disk.sync(file.parent)

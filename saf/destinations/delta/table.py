@@ -153,6 +153,10 @@ class Table:
             opened.files.remove(one.path for one in added)
             return False
         opened.table.update_incremental()
+        after = opened.table.version()
+        if after == before or not all(map(opened.files.there, map(file_of, (before, after)))):
+            # deltalake makes the folders that it needs, such as where no disk is mounted any more
+            raise Unavailable(self.what, "its table was taken away during a commit")
         _sync(opened, before)
         return True
 
