@@ -39,11 +39,6 @@ NOT_IN_NAMES = " ,;{}()\n\t="
 
 
 def _table(text: str) -> str:
-    """Refuse what is no address, and make a path absolute.
-
-    >>> _table("s3://bucket/messages/")
-    's3://bucket/messages'
-    """
     if "://" not in text:
         if not text:
             raise ValueError("is empty")
