@@ -38,6 +38,7 @@ from saf.destinations.delta.link import Link
 from saf.destinations.delta.log import Log, checkpoint_of, file_of
 from saf.destinations.delta.making import ready
 from saf.destinations.delta.marks import State, state_of, transactions
+from saf.destinations.delta.names import DAY, DESTINATION
 from saf.destinations.marks import NOTHING, Mark, Place
 from saf.destinations.places import Verdict, guarded, judged, refuse
 from saf.errors import Unavailable
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 20
 """How often a commit is tried, if others change the same table meanwhile."""
+
+RECENT = 20
+"""So many versions are made durable when the table is opened, whoever has written them."""
 
 
 @dataclass(kw_only=True)
@@ -171,7 +175,7 @@ class Table:
             pq.write_table(part, out, compression="zstd", store_schema=False)
             content = out.getvalue().to_pybytes()
             # a day is also the name of a folder; a service may have any name
-            folder = "".join(f"{name}={value}/" for name, value in values.items() if name == "day")
+            folder = "".join(f"{name}={value}/" for name, value in values.items() if name == DAY)
             path = f"{folder}{uuid4()}.parquet"
             opened.files.write(path, content)
             now = time.time_ns() // 1_000_000
@@ -184,10 +188,13 @@ class Table:
             settings = self.settings
             files = Files(settings.table, settings.folder, settings.options)
             self._opened = Opened(
-                table=table, files=files, log=Log(files), identity=self._link.identity()
+                table=table,
+                files=files,
+                log=Log(files),
+                identity=UUID(table.metadata().configuration[DESTINATION]),
             )
-            with self._link.errors():
-                _sync(self._opened, max(table.version() - 100, -1))  # what a killed process has not
+            with self._link.errors():  # a process may have been killed before it did this
+                _sync(self._opened, max(table.version() - RECENT, -1))
         return self._opened
 
     @contextmanager
