@@ -227,7 +227,7 @@ def _filter(*, everything: bool = True, **chosen: Any) -> Filter:
 
 
 def _act(
-    decision: Decision,
+    decision: Decision[Filter],
     which: Filter,
     config: Config,
     broker: str | None,
