@@ -36,7 +36,8 @@ TOKEN = "a-token-for-a-benchmark"  # noqa: S105 - of this process's own dashboar
 SERVER = {"fsync": "off", "max_connections": 400, "max_wal_size": "8GB", "shared_buffers": "256MB"}
 ROUNDS = 20
 SET_ASIDE = 100_000
-CHUNK = 500_000
+TRANSACTION = 1000
+"""How many messages a transaction sends: the outbox is listed by transactions."""
 SCRAPE_SECONDS = 15.0
 EXPORTER_PORT = 18464
 
@@ -83,8 +84,8 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 def fill(deep: Dsn, messages: int) -> None:
     """Fill a broker, as much traffic would have while nobody forwarded."""
     with deep.connect(role="test", autocommit=True) as connection:
-        for first in range(1, messages + 1, CHUNK):
-            until = min(first + CHUNK - 1, messages)
+        for first in range(1, messages + 1, TRANSACTION):
+            until = min(first + TRANSACTION - 1, messages)
             connection.execute(SEND.replace(" % ", " %% "), [first, until])
         for statement in (PARK, BURY):
             connection.execute(statement, [SET_ASIDE])

@@ -421,7 +421,7 @@ FROM saf.subscription, generate_series(1, 430) AS n WHERE name = 'forwarder'
     ],
 )
 def test_page_after_page_shows_everything_once_and_no_list_is_cut_silently(
-    there: Dashboard, app: Dsn, page: str, each: str, many: str, count: int
+    there: Dashboard, app: Dsn, *, page: str, each: str, many: str, count: int
 ) -> None:
     with connect(app) as connection:
         connection.execute(many)
