@@ -291,6 +291,7 @@ session_seconds = 28800
 bodies = true
 redact_headers = ["authorization", "cookie", "x-customer-*"]
 redact_paths = ["$.card.number", "$..password"]
+trace_url = "https://tempo.example.com/trace/{trace_id}"
 
 [signing]
 key_id = "billing-2026"
