@@ -28,7 +28,8 @@ from saf_airflow.command import MEND, TRY_AGAIN, Done, Saf, end, finish
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
-STOP_SECONDS = 30.0
+STOP_SECONDS = 4.0
+"""Less than what Airflow's supervisor waits between its SIGTERM and its SIGKILL: 5 s."""
 
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -37,21 +38,24 @@ class SafForwardOperator(BaseOperator):
     """Forwards what is pending in all outboxes of a saf.toml, and ends.
 
     It returns what ``saf forward --json`` says, such as ``forwarded``, ``parked`` and
-    ``by_destination``. What the command logs, how far it is among it, is in the task's log, line by
-    line as it comes. Each destination where messages were stored gets an event of the asset
-    ``saf://DESTINATION``, with the count as its extra (`saf_airflow.destination`).
+    ``by_service``. What the command logs, how far it is among it, is in the task's log, line by
+    line as it comes. The assets ``saf://DESTINATION`` and ``saf://DESTINATION/SERVICE`` of what has
+    arrived get an event each, with the count as its extra (`saf_airflow.destination`). A try that
+    fails gives none: Airflow takes events from tasks that succeed.
 
     A task that is killed, or takes longer than its ``execution_timeout``, ends the command with all
     that it has started: by SIGTERM, so that it finishes the chunk in hand, and after
-    ``stop_seconds`` by SIGKILL. Nothing is lost in either case.
+    ``stop_seconds`` by SIGKILL. Nothing is lost in either case. If its process is killed by
+    SIGKILL, the command goes on to its end.
 
     Args:
         saf: where the command is, and its configuration.
         saf_conn_id: a connection of Airflow that says so; instead of ``saf``.
         arguments: more arguments of ``saf forward``, such as ``--spark``, ``always``.
-        skip_if_nothing: skip the task, and what comes after it, if nothing was forwarded.
+        skip_if_nothing: skip the task, and what comes after it, if nothing has arrived.
         asset_alias: the alias by which assets get their events; None: no events.
-        stop_seconds: how long the chunk in hand may take when the task is ended.
+        stop_seconds: how long the chunk in hand may take when the task is ended; Airflow kills the
+            task's process after 5 s.
     """
 
     template_fields: Sequence[str] = ("arguments",)
@@ -98,7 +102,7 @@ class SafForwardOperator(BaseOperator):
             self.on_kill()
             raise
         self._judge(done)
-        self._tell(context, done.said.get("by_destination") or {})
+        self._tell(context, done.said["by_service"])
         return done.said
 
     def on_kill(self) -> None:
@@ -122,23 +126,26 @@ class SafForwardOperator(BaseOperator):
         if done.code != 0:
             again = "a database does not answer, and nothing is lost" * (done.code == TRY_AGAIN)
             raise AirflowException(f"{what}{again and ': ' + again}{said}")
-        if not done.said:
-            raise AirflowException(f"{what}, and has said nothing in JSON{said}")
+        if "by_service" not in done.said:
+            raise AirflowException(f"{what}, and has not said what has arrived{said}")
         if waiting := done.said.get("waiting_lanes"):
             self.log.warning("messages wait in %d lanes%s", waiting, said)
         if done.said.get("idle"):
             raise AirflowSkipException("other forwarders hold all shards: there is nothing to do")
-        if self.skip_if_nothing and not done.said.get("forwarded"):
-            raise AirflowSkipException("nothing was forwarded")
+        if done.said.get("stopped"):
+            raise AirflowException("saf was stopped before its end; what is left waits")
+        if self.skip_if_nothing and not done.said["by_service"]:
+            raise AirflowSkipException("nothing has arrived anywhere")
 
-    def _tell(self, context: Context, by_destination: Mapping[str, int]) -> None:
-        """Give the destinations' assets their events."""
+    def _tell(self, context: Context, by_service: Mapping[str, Mapping[str, int]]) -> None:
+        """Give the assets of what has arrived their events."""
         if self.asset_alias is None:
             return
         events = context["outlet_events"][AssetAlias(self.asset_alias)]
-        for name, count in by_destination.items():
-            if count:
-                events.add(destination(name), extra={"forwarded": count})
+        for name, services in by_service.items():
+            events.add(destination(name), extra={"messages": sum(services.values())})
+            for service, messages in services.items():
+                events.add(destination(name, service), extra={"messages": messages})
 
     def _say(self, line: str) -> None:
         """A line of the command's log, in that of the task; the command's is one of JSON each."""

@@ -71,14 +71,13 @@ def test_messages_for_a_service_that_is_not_known_there_count_when_they_have_arr
     with connect(app) as connection, connect(mom) as store:
         create_service(store, "billing", refuse_others=True)
         send(connection, "a", service="billing")
-        rules = forwarding_rules(mom=mom)
-        failpoints.arm("mom_commit", crash)
-        with pytest.raises(Crash), Cycle(app, rules) as cycle:
-            cycle.run()
-        failpoints.arm("")
         send(connection, *"bc", service="shipping")
         send(connection, "d", service="billing")
-        with Cycle(app, rules) as cycle:
+        failpoints.arm("mom_commit", crash)
+        with pytest.raises(Crash), Cycle(app, forwarding_rules(mom=mom, chunk_rows=1)) as cycle:
+            cycle.run()
+        failpoints.arm("")
+        with Cycle(app, forwarding_rules(mom=mom)) as cycle:
             assert by_service(drain(cycle)) == {"mom": {"billing": 2}}
             create_service(store, "shipping")
             let_time_pass(app)
