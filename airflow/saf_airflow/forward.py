@@ -2,7 +2,8 @@
 
 exit code    the task
 0            succeeds; is skipped if others forward already or, if you say so, nothing was there
-75           is tried again: a database does not answer; nothing is lost
+75           is tried again: a database does not answer; nothing is lost. If you say so, it succeeds
+             nevertheless where something has arrived
 2            fails at once: a person has to mend the settings, a schema or a login
 others       are tried again
 """
@@ -53,6 +54,9 @@ class SafForwardOperator(BaseOperator):
         saf_conn_id: a connection of Airflow that says so; instead of ``saf``.
         arguments: more arguments of ``saf forward``, such as ``--spark``, ``always``.
         skip_if_nothing: skip the task, and what comes after it, if nothing has arrived.
+        succeed_in_part: succeed, and give events, if something has arrived although a database does
+            not answer: what depends on one destination need not wait for another one. What is left
+            is for the next run.
         asset_alias: the alias by which assets get their events; None: no events.
         stop_seconds: how long the chunk in hand may take when the task is ended; Airflow kills the
             task's process after 5 s.
@@ -67,6 +71,7 @@ class SafForwardOperator(BaseOperator):
         saf_conn_id: str | None = None,
         arguments: Sequence[str] = (),
         skip_if_nothing: bool = False,
+        succeed_in_part: bool = False,
         asset_alias: str | None = "saf",
         stop_seconds: float = STOP_SECONDS,
         **kwargs: Any,
@@ -80,6 +85,7 @@ class SafForwardOperator(BaseOperator):
         self.saf_conn_id = saf_conn_id
         self.arguments = arguments
         self.skip_if_nothing = skip_if_nothing
+        self.succeed_in_part = succeed_in_part
         self.asset_alias = asset_alias
         self.stop_seconds = stop_seconds
         self._process: subprocess.Popen[str] | None = None
@@ -123,10 +129,13 @@ class SafForwardOperator(BaseOperator):
         said = f": {why}" if (why := reasons(done)) else ""
         if done.code == MEND:
             raise AirflowFailException(f"{what}: a person has to mend something{said}")
-        if done.code != 0:
+        arrived = done.said.get("by_service")
+        if done.code == TRY_AGAIN and self.succeed_in_part and arrived:
+            self.log.warning("%s, and only in part%s", what, said)
+        elif done.code != 0:
             again = "a database does not answer, and nothing is lost" * (done.code == TRY_AGAIN)
             raise AirflowException(f"{what}{again and ': ' + again}{said}")
-        if "by_service" not in done.said:
+        if arrived is None:
             raise AirflowException(f"{what}, and has not said what has arrived{said}")
         if waiting := done.said.get("waiting_lanes"):
             self.log.warning("messages wait in %d lanes%s", waiting, said)
@@ -134,7 +143,7 @@ class SafForwardOperator(BaseOperator):
             raise AirflowSkipException("other forwarders hold all shards: there is nothing to do")
         if done.said.get("stopped"):
             raise AirflowException("saf was stopped before its end; what is left waits")
-        if self.skip_if_nothing and not done.said["by_service"]:
+        if self.skip_if_nothing and not arrived:
             raise AirflowSkipException("nothing has arrived anywhere")
 
     def _tell(self, context: Context, by_service: Mapping[str, Mapping[str, int]]) -> None:

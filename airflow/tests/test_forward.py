@@ -75,6 +75,29 @@ def test_a_destination_that_is_down_is_tried_again(site: Site) -> None:
     assert "/nonexistent" in said
 
 
+def test_what_has_arrived_although_another_destination_is_down_has_its_events_if_you_say_so(
+    site: Site,
+) -> None:
+    site.config.write_text(
+        site.config.read_text().replace(
+            "[forwarder]", '[destinations.gone]\ndsn = "host=/nonexistent dbname=gone"\n[forwarder]'
+        )
+    )
+    saf("route", "add", "gone", "--service", "lost", "--config", site.config)
+    site.send()
+    site.send(service="lost")
+    site.dag("part", forward("succeed_in_part=True"))
+    said = site.test("part")
+    assert "exit code 75, and only in part: " in said
+    assert site.states("part")["forward"] == ("success", 1)
+    assert site.asset_events() == [
+        ("saf://mom/", {"messages": 1}),
+        ("saf://mom/billing", {"messages": 1}),
+    ]
+    site.test("part")
+    assert site.states("part")["forward"][0] == "failed", "nothing has arrived"
+
+
 def test_a_broken_configuration_fails_at_once(site: Site) -> None:
     site.config.write_text("[brokers.shop]\nhost = 7\n")
     site.dag("broken", forward())
@@ -151,6 +174,7 @@ def test_a_try_whose_command_is_stopped_before_its_end_is_tried_again(site: Site
         until(site.blocked)
         for pid in site.forwarders():
             os.kill(pid, signal.SIGTERM)
+        until(lambda: site.sql(site.shop, "SELECT FROM saf.member WHERE stopping"))
     said, _ = process.communicate(timeout=300)
     assert "saf was stopped before its end; what is left waits" in said
     assert site.states("stopped")["forward"] == ("success", 2), said
