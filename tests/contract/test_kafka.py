@@ -9,8 +9,6 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from cloudevents.core.bindings.kafka import KafkaMessage, from_structured_event
-from cloudevents.core.formats.json import JSONFormat
 from confluent_kafka import KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import (  # type: ignore[attr-defined] # they are public
     AclBinding,
@@ -34,7 +32,7 @@ from saf.errors import Fenced, Refused, Rejected, SafError, Unavailable
 from saf.repair.reconcile import reconcile
 from saf.testing.forwarder import SHARDS, Forwarder
 from tests.destinations import send_to
-from tests.kafka_server import BOUNDS, ENDS, PASSWORD, KafkaQueue, KafkaServer, LossyKafka, headers
+from tests.kafka_server import BOUNDS, ENDS, PASSWORD, KafkaQueue, KafkaServer, LossyKafka
 from tests.pipeline import connect, forward
 from tests.programs import ROOT
 from tests.queue_suite import WEEK, QueueSuite, errors, ids, send_numbers, texts
@@ -302,27 +300,6 @@ def test_a_service_whose_name_no_topic_can_have_gets_one_that_is_near(
     forward(app, chunk_rows=3, events=events)
     (one,) = queue.entries("__example.com_gr_ezi")
     assert (one["saf-service"], one["body"]) == ("//example.com/grüezi", "1")
-
-
-def test_as_an_event_with_all_that_it_says_json_is_json(queue: KafkaQueue) -> None:
-    forwarder = Forwarder()
-    rows = [
-        forwarder.message(body=b'{"n": 1}', headers='{"content-type": "application/json"}'),
-        forwarder.message(body=b"{", headers='{"content-type": "application/json", "trace": "x"}'),
-    ]
-    events = queue.settings(format="cloudevents-structured")
-    with closing(events.open("events")) as destination:
-        destination.store(forwarder.chunk(rows), exactly_once=True)
-    first, second = queue.messages(*queue.topics())
-    given: Any = {"content-type": headers(first)["content-type"].encode()}
-    event = from_structured_event(
-        KafkaMessage(headers=given, key=first.key(), value=first.value() or b""), JSONFormat()
-    )
-    assert event.get_id() == str(rows[0]["message_id"])
-    assert event.get_data() == {"n": 1}
-    assert event.get_datacontenttype() == "application/json"
-    assert b'"data_base64":"ew=="' in (second.value() or b"")
-    assert headers(second)["trace"] == "x"
 
 
 # What is refused

@@ -28,7 +28,7 @@ from saf.database.bounds import Bounds
 from saf.destinations import Capabilities, Destination
 from saf.destinations.kafka.names import brokers, topic_name
 from saf.destinations.marks import Known
-from saf.destinations.queues import Format, QueueSettings, client_needed
+from saf.destinations.queues import QueueSettings, client_needed
 from saf.destinations.reading import Reading
 from saf.destinations.settings import Guarantee, within
 
@@ -57,9 +57,6 @@ class Kafka(QueueSettings):
     kind: Literal["kafka"] = "kafka"
     brokers: Annotated[str, AfterValidator(_brokers)]
     """Some brokers of the cluster, which know the others: `host:9092,host:9092`."""
-    format: Format = "saf"  # type: ignore[assignment] # one more than others
-    """How headers are named: `saf-id` and so on, or as CloudEvents: `cloudevents` in binary mode,
-    `cloudevents-structured` with the body as the whole event."""
     marks_topic: Annotated[str, AfterValidator(_marks_topic)] = "saf.marks"
     """The topic of the marks; one that does not exist is made."""
     partitions: Annotated[int, within(1, 10_000)] | None = None
