@@ -8,8 +8,8 @@ The attributes are texts, and written by Arrow. The sender's ``content-type`` is
 ``datacontenttype``. If it says JSON or text, ``data`` has the body, to the last byte, or as a text;
 any other body, and one that is not what it says, is in ``data_base64``.
 
-Python looks at each body, to know whether it is what it says: 0.7 µs for 200 bytes of JSON, 0.5 µs
-in base64.
+Python looks at each body, to know whether it is what it says. An event of 200 bytes costs some 2 µs
+more than headers do; Python takes 0.8 of them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import binascii
 import json
 from collections.abc import Callable, Mapping, Sequence
+from json.encoder import encode_basestring
 
 import numpy as np
 import numpy.typing as npt
@@ -104,7 +105,7 @@ def _text(body: bytes) -> bytes:
     (b',"data":"say \\"ah\\""', b',"data_base64":"/w=="')
     """
     try:
-        return b',"data":' + _json(body.decode())
+        return b',"data":' + encode_basestring(body.decode()).encode()
     except UnicodeDecodeError:
         return _base64(body)
 

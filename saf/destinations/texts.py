@@ -64,6 +64,8 @@ def quoted(texts: pa.Array) -> pa.Array:
     >>> quoted(pa.array(['a"b\\c', "x\ny\x00", "grüezi"], TEXT)).to_pylist()
     ['"a\\"b\\\\c"', '"x\\ny\\u0000"', '"grüezi"']
     """
+    if not pc.any(pc.match_substring_regex(texts, '["\\\\\\x00-\\x1f]')).as_py():
+        return in_quotes(texts)
     texts = pc.replace_substring(texts, "\\", "\\\\")
     texts = pc.replace_substring(texts, '"', '\\"')
     if pc.any(pc.match_substring_regex(texts, "[\\x00-\\x1f]")).as_py():
