@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 from saf.destinations import Chunk
 from saf.destinations.mapping import Mapped, mapped
 from saf.destinations.marks import MAIN, Place
-from saf.destinations.nats import LARGEST, subjects, wire
+from saf.destinations.nats import subjects, wire
 from saf.destinations.nats.server import (
     STORED,
     WRONG_SEQUENCE,
@@ -94,7 +94,8 @@ class Batches(Stepwise[Link]):
     def _prepare(self, link: Link) -> UUID:
         config = link.config()
         self._takes = config["subjects"]
-        self._largest = min(int(link.connection.info["max_payload"]), LARGEST + wire.LARGEST_HEAD)
+        largest = self.settings.capabilities.largest_body or 0
+        self._largest = min(int(link.connection.info["max_payload"]), largest + wire.LARGEST_HEAD)
         if 0 < (limit := int(config.get("max_msg_size", -1))) < self._largest:
             self._largest = limit
         return link.make_identity()
