@@ -36,6 +36,7 @@ from tests.kafka_server import BOUNDS, ENDS, PASSWORD, KafkaQueue, KafkaServer, 
 from tests.pipeline import connect, forward
 from tests.programs import ROOT
 from tests.queue_suite import WEEK, QueueSuite, errors, ids, send_numbers, texts
+from tests.token_server import token_server
 
 
 @pytest.fixture
@@ -375,6 +376,42 @@ def test_the_rights_that_the_page_lists_are_enough_and_each_is_named_if_it_lacks
     ):
         destination.store(forwarder.chunk(forwarder.messages(4)), exactly_once=True)
     assert PASSWORD not in str(caught.value)
+
+
+def test_who_has_a_token_for_the_clients_credentials_is_let_in_and_nobody_else(
+    queue: KafkaQueue,
+) -> None:
+    forwarder = Forwarder()
+    with token_server("robot", PASSWORD) as tokens:
+        given = {
+            "brokers": f"127.0.0.1:{queue.server.sasl}",
+            "security_protocol": "SASL_PLAINTEXT",
+            "sasl_mechanism": "OAUTHBEARER",
+            "sasl_oauthbearer_token_endpoint_url": tokens.address,
+            "sasl_oauthbearer_client_id": "robot",
+            "sasl_oauthbearer_client_secret": PASSWORD,
+            "sasl_oauthbearer_scope": "kafka",
+        }
+        events = queue.settings(**given)
+        with closing(events.open("events")) as destination:
+            destination.store(forwarder.chunk(forwarder.messages(4)), exactly_once=True)
+        assert len(ids(queue)) == 4
+        assert events.guarantee("events").promise.startswith("exactly once")
+        with events.reading("events") as reading:
+            assert reading.identity() == events.identity("events")
+        assert {*tokens.asked} == {"kafka"}
+        for wrong, said in [
+            ({"sasl_oauthbearer_client_secret": f"{PASSWORD}-other"}, "invalid_client"),
+            ({"sasl_oauthbearer_scope": "other"}, "insufficient_scope"),
+            ({"sasl_oauthbearer_token_endpoint_url": "http://127.0.0.1:9"}, "Failed to connect"),
+        ]:
+            with (
+                closing(queue.settings(**{**given, **wrong}).open("events")) as destination,
+                pytest.raises(Refused, match=said) as caught,
+            ):
+                destination.connect()
+            assert "Mend sasl_oauthbearer_… in saf.toml, or the endpoint" in str(caught.value)
+            assert PASSWORD not in str(caught.value)
 
 
 def rights(words: Sequence[str], queue: KafkaQueue) -> Iterator[Any]:

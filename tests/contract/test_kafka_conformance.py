@@ -126,6 +126,7 @@ class TestKafkaInWholeEvents(LimitedWholeEventsSuite):
     @pytest.fixture
     def too_large(self, queue: KafkaQueue) -> int:
         topic = NewTopic(f"{queue.prefix}.billing", 1, config={"max.message.bytes": "1000000"})
-        for made in queue.server.admin().create_topics([topic]).values():
+        admin = queue.server.admin()
+        for made in admin.create_topics([topic]).values():
             made.result()
         return 900_000
