@@ -11,7 +11,7 @@ from saf.destinations.rabbitmq_stream import RabbitmqStream
 from saf.testing.conformance import DestinationConformance, Read, Row, WhileUnavailable
 from tests.rabbitmq_rows import CANARY, COLUMNS, message
 from tests.rabbitmq_server import RabbitmqServer
-from tests.whole_events import Found, LimitedWholeEventsSuite, by_amqp
+from tests.whole_events import Found, WholeEventsSuite, by_amqp
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +58,7 @@ class TestRabbitmqStreamInCloudEvents(TestRabbitmqStream):
         )
 
 
-class TestRabbitmqStreamInWholeEvents(LimitedWholeEventsSuite):
+class TestRabbitmqStreamInWholeEvents(WholeEventsSuite):
     binding = staticmethod(by_amqp)
 
     @pytest.fixture
@@ -70,7 +70,3 @@ class TestRabbitmqStreamInWholeEvents(LimitedWholeEventsSuite):
     @pytest.fixture
     def found(self, rabbitmq: RabbitmqServer) -> Found:
         return lambda: rabbitmq.messages("all") if "all" in rabbitmq.streams() else []
-
-    @pytest.fixture
-    def too_large(self) -> int:
-        return 900_000

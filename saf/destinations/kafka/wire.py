@@ -2,7 +2,7 @@
 
 Python does one call for each message, which copies its headers: librdkafka's call for many messages
 takes no headers. On one core, with 200 bytes and eight headers, the call takes 3.1 µs (2.4 without
-headers, and 5 and more if headers are bytes or a dict); making the lists of headers adds 0.8 µs. A
+headers, and 5 and more if headers are bytes or a dict); making the lists of headers adds 0.6 µs. A
 header that all messages have alike is made once.
 """
 
@@ -94,10 +94,13 @@ def _lengths(values: pa.Array) -> npt.NDArray[np.int64]:
     return np.asarray(pc.fill_null(pc.binary_length(values), 0)).astype(np.int64)
 
 
-def _headers(what: Mapped) -> tuple[list[tuple[str, str]], list[list[tuple[str, Any]]], bool]:
-    """Return headers that all have alike, columns of the others, and whether some lack one."""
+def _headers(what: Mapped) -> tuple[list[tuple[str, str]], list[Iterator[tuple[str, Any]]], bool]:
+    """Return headers that all have alike, columns of the others, and whether some lack one.
+
+    A column is made when it is read: what is there together, the garbage collector looks at.
+    """
     constant: list[tuple[str, str]] = []
-    columns: list[list[tuple[str, Any]]] = []
+    columns: list[Iterator[tuple[str, Any]]] = []
     some_lack = False
     for name, values in what.headers.items():
         if isinstance(values, str):
@@ -106,5 +109,5 @@ def _headers(what: Mapped) -> tuple[list[tuple[str, str]], list[list[tuple[str, 
             constant.append((name, values[0].as_py()))
         else:
             some_lack |= values.null_count > 0
-            columns.append(list(zip(repeat(name), values.to_pylist(), strict=False)))
+            columns.append(zip(repeat(name), values.to_pylist(), strict=False))
     return constant, columns, some_lack
