@@ -47,7 +47,8 @@ def run(stage: Stage, spark: SparkContext) -> None:
     redis_streams(stage, spark)
     nats_stream(stage, spark)
     kafka_topics(stage, spark)
-    rabbitmq_queue(stage, spark)
+    rabbitmq_queue(stage, spark, "classic")
+    rabbitmq_queue(stage, spark, "quorum")
     rabbitmq_stream(stage, spark)
 
 
@@ -147,12 +148,15 @@ def nats_stream(stage: Stage, spark: SparkContext) -> None:
         _compare(stage, spark, settings, name="nats", bare=bare, forget=forget)
 
 
-def rabbitmq_queue(stage: Stage, spark: SparkContext) -> None:
-    """Notes rabbitmq_… . The bare client confirms asynchronously, as fast as it can."""
+def rabbitmq_queue(stage: Stage, spark: SparkContext, kind: str) -> None:
+    """Notes rabbitmq_classic_… or rabbitmq_quorum_…, by the kind of the queue, which is durable.
+
+    The bare client confirms asynchronously, as fast as it can.
+    """
     from saf.demo import rabbitmq as server
 
     folder = Path(stage.server.data_dir).parent
-    with server.serve(folder / "rabbitmq") as there:
+    with server.serve(folder / f"rabbitmq_{kind}") as there:
         settings = _settings(stage, "rabbitmq", f'server = "{there.server}"\ntopic = "flights"')
         messages = [(fields.pop("saf-body"), _texts(fields)) for fields in _fields(stage)]
         import pika
@@ -194,9 +198,13 @@ def rabbitmq_queue(stage: Stage, spark: SparkContext) -> None:
 
         def forget() -> None:
             with closing(pika.BlockingConnection(where)) as connection:
-                connection.channel().queue_purge("flights")
+                channel = connection.channel()
+                channel.queue_delete("flights")
+                given = {"x-queue-type": kind}
+                channel.queue_declare("flights", durable=True, arguments=given)
 
-        _compare(stage, spark, settings, name="rabbitmq", bare=bare, forget=forget)
+        name = f"rabbitmq_{kind}"
+        _compare(stage, spark, settings, name=name, bare=bare, forget=forget)
 
 
 def kafka_topics(stage: Stage, spark: SparkContext) -> None:
