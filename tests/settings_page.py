@@ -188,6 +188,15 @@ step_rows = 2000
 quality = "exactly_once"
 max_connections = 4
 
+[destinations.table]
+kind = "delta"
+table = "s3://lake/messages"
+partition_by = "day"
+promote = {amount = "double", paid_at = "timestamp"}
+storage_options = {AWS_SECRET_ACCESS_KEY = "${LAKE_PASSWORD}"}
+quality = "exactly_once"
+max_connections = 4
+
 [[routes]]
 service = "billing"
 broker = "6f1e7f3c-3a58-4a7e-9a52-3f1f0a4a9a11"
@@ -387,8 +396,9 @@ def _inner(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
     """The keys of a table that are tables of a model by name."""
     for key, field in model.model_fields.items():
         arguments = get_args(field.annotation)
-        if get_origin(field.annotation) is dict and issubclass(arguments[1], BaseModel):
-            yield key, arguments[1]
+        inner = arguments[1] if get_origin(field.annotation) is dict else None
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield key, inner
 
 
 def descriptions(model: type[BaseModel]) -> dict[str, str]:

@@ -43,6 +43,7 @@ class Kind(StrEnum):
     """What a demo sends to."""
 
     POSTGRESQL = "postgresql"
+    DELTA = "delta"
     REDIS = "redis"
     NATS = "nats"
     KAFKA = "kafka"
@@ -71,7 +72,8 @@ def command(
         bool, typer.Option("--dialog", help="Instead, a shop and a warehouse hold conversations.")
     ] = False,
     to: Annotated[
-        Kind, typer.Option(help="What the messages go to: a MOM store, or a server of a queue.")
+        Kind,
+        typer.Option(help="What the messages go to: a MOM store, a table, or a server of a queue."),
     ] = Kind.POSTGRESQL,
     http: Annotated[
         bool, typer.Option("--http", help="On to a receiver, as signed webhooks.")
@@ -96,7 +98,8 @@ def command(
     looks at each message for one service, departures. With --to redis, the messages go to streams
     of a Redis server, with --to nats to a stream of a NATS server, with --to rabbitmq_stream to one
     of a RabbitMQ server, with --to rabbitmq to a queue of one, with --to kafka to topics of a Kafka
-    broker, which is started if it is installed.
+    broker, which is started if it is installed. With --to delta, they go to a Delta table, which
+    needs no server.
 
     With --http, the messages go on from the MOM store to a receiver on this machine, as signed
     webhooks; it pauses in the middle. Without --limit, these are the first 20,000 flights.

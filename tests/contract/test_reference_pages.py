@@ -109,6 +109,7 @@ def test_the_file_with_everything_has_every_key_and_loads(
         "KAFKA",
         "KAFKA_KEY",
         "KAFKA_CLIENT",
+        "LAKE",
     ):
         monkeypatch.setenv(f"{name}_PASSWORD", "p@ss/word")
     for name in ("REGIONS", "MOM"):

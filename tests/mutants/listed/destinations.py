@@ -17,9 +17,52 @@ SCRIPT, STREAMS = "saf/destinations/redis/script.py", "saf/destinations/redis/st
 NATS, KAFKA = "contract/test_nats.py", "contract/test_kafka.py"
 RABBITMQ, RABBITMQ_STREAM = "contract/test_rabbitmq_stream.py", "saf/destinations/rabbitmq_stream"
 QUEUES = "contract/test_rabbitmq.py"
+DELTA, LAKE = "saf/destinations/delta", "contract/test_delta.py"
 REDIS, ROUTED = "contract/test_redis.py", "contract/test_redis_routed.py"
 
 MUTANTS: list[Mutant] = [
+    mutant(
+        "a commit to a table does not say the epochs of its shards",
+        f"{DELTA}/table.py",
+        "transactions(chunk.source, moved, epoch_of)",
+        "transactions(chunk.source, moved, {})",
+        f"{LAKE}::test_a_new_owner_that_stores_before_the_commit_fences_it",
+    ),
+    mutant(
+        "files of a commit that failed stay",
+        f"{DELTA}/table.py",
+        "            opened.files.remove(one.path for one in added)\n",
+        "",
+        f"{LAKE}::test_a_new_owner_that_stores_before_the_commit_fences_it",
+    ),
+    mutant(
+        "readers of a table expect the least value of each column",
+        f"{DELTA}/making.py",
+        '    "delta.dataSkippingStatsColumns": ",".join(COUNTED),\n',
+        "",
+        f"{LAKE}::test_a_query_by_any_column_finds_its_rows",
+    ),
+    mutant(
+        "marks in checkpoints are not read",
+        f"{DELTA}/log.py",
+        "                self._numbers |= self._of_checkpoint(path)\n",
+        "                pass\n",
+        f"{LAKE}::test_marks_are_kept_by_checkpoints",
+    ),
+    mutant(
+        "a table without its files is another one",
+        f"{DELTA}/link.py",
+        "return uuid5(NAMESPACE_URL, folder.resolve().as_uri() if folder else self.settings.table)",
+        "import uuid; return uuid.uuid4()",
+        f"{LAKE}::test_a_table_that_is_gone_is_not_taken_for_a_new_one",
+    ),
+    mutant(
+        "a table's folder is made where it is not mounted",
+        f"{DELTA}/files.py",
+        "if file.parent != self._folder and not file.parent.exists():",
+        "if not file.parent.exists():",
+        f"{LAKE}::test_a_table_that_is_taken_away_before_the_commit_gets_the_messages_later",
+    ),
     mutant(
         "watermarks are read without a lock",
         INBOX,
