@@ -64,8 +64,8 @@ RETURNING c.batch
 COMMIT = f"""
 UPDATE saf.cursor c SET
     done = %(done)s::pg_snapshot,
-    open = CASE WHEN c.open::text IS DISTINCT FROM %(done)s THEN c.open END,
-    position = CASE WHEN c.open::text = %(open)s THEN %(position)s::bigint ELSE 0 END
+    open = CASE WHEN c.open::text IS DISTINCT FROM %(done)s::text THEN c.open END,
+    position = CASE WHEN c.open::text = %(open)s::text THEN %(position)s::bigint ELSE 0 END
 FROM {NEWEST} AS n
 WHERE {THIS_ROW} AND c.epoch = %(epoch)s
 RETURNING c.shard

@@ -142,7 +142,8 @@ class Stream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         options = self._options
         places = options.brokers()
         for name, broker in places.items():
-            if name not in self._followed:
+            known = self._followed.get(name)
+            if known is None or known.dsn != broker.dsn:
                 self._followed[name] = Followed(
                     name=name,
                     what=f"broker {name!r}" if options.broker else options.what,
