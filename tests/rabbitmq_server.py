@@ -30,7 +30,9 @@ BOUNDS = Bounds(statement_seconds=30)
 TOPICS = ("billing", "shipping", "prices", "all")
 PROGRAM = "/usr/lib/rabbitmq/bin/rabbitmq-server"
 """What Debian's own program becomes root's user rabbitmq for."""
-ERLANG = "+S 1:1 +sbwt none +sbwtdcpu none +sbwtdio none -setcookie saf"
+CONTROL = "/usr/lib/rabbitmq/bin/rabbitmqctl"
+COOKIE = "saf"
+ERLANG = f"+S 1:1 +sbwt none +sbwtdcpu none +sbwtdio none -setcookie {COOKIE}"
 
 
 @dataclass(kw_only=True)
@@ -71,6 +73,7 @@ class RabbitmqServer:
             "log.console": "false",
             **self.settings,
         }
+        fresh = not (self.folder / "data").exists()
         lines = [f"{name} = {value}\n" for name, value in given.items()]
         (self.folder / "rabbitmq.conf").write_text("".join(lines))
         (self.folder / "enabled_plugins").write_text("[rabbitmq_stream].\n")
@@ -100,6 +103,23 @@ class RabbitmqServer:
                 [PROGRAM], env=env, stdout=log, stderr=log, start_new_session=True
             )
         until(self.answers, seconds=120)
+        if fresh:
+            self._settle(env)
+
+    def _settle(self, env: Mapping[str, str]) -> None:
+        """Let its disk have who looks after its streams, or none is there again after a kill.
+
+        The server makes that one with its first stream, and writes his name within minutes.
+        """
+        with self.channel() as channel:
+            channel.queue_declare("first", durable=True, arguments={"x-queue-type": "stream"})
+            channel.queue_delete("first")
+        written = "[ok = dets:sync(Table) || Table <- dets:all()], written."
+        by = [CONTROL, "-n", env["RABBITMQ_NODENAME"], "--erlang-cookie", COOKIE, "eval", written]
+        done = subprocess.run(
+            by, check=False, env=dict(env), capture_output=True, text=True, timeout=120
+        )
+        assert done.stdout.strip() == "written", done.stdout + done.stderr
 
     def answers(self) -> bool:
         """Whether it answers, and has read its streams."""

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from saf.destinations.settings import DestinationSettings
+from saf.destinations.linked import LinkedSettings
 from saf.errors import Refused
 
 Format = Literal["saf", "cloudevents", "cloudevents-structured"]
@@ -54,7 +54,7 @@ def _template(text: str) -> str:
 Topic = Annotated[str, AfterValidator(_template)]
 
 
-class QueueSettings(DestinationSettings):
+class QueueSettings(LinkedSettings):
     """What the settings of each broker of another make have."""
 
     topic: Topic = "{service}"
@@ -62,6 +62,12 @@ class QueueSettings(DestinationSettings):
     stand in it."""
     format: Literal["saf", "cloudevents"] = "saf"
     """How headers are named: `saf-id` and so on, or as CloudEvents in binary mode."""
+
+    def problems(self, name: str) -> Iterator[tuple[str, str]]:
+        """Raise what the server would be refused for; see `DestinationSettings.problems`."""
+        with self._connected(name) as link:
+            link.look()
+        yield from ()
 
 
 def unusable(what: str, reason: str, cure: str) -> Refused:

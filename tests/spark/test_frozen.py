@@ -18,6 +18,12 @@ from tests.programs import BIN, configuration, environment, last_json, received,
 
 MESSAGES = 10_000
 LEASE_SECONDS = 3.0
+SLOWER = """
+CREATE FUNCTION slower() RETURNS trigger LANGUAGE plpgsql
+AS $$ BEGIN PERFORM pg_sleep(0.1); RETURN NULL; END $$;
+CREATE TRIGGER slower AFTER INSERT ON saf.inbox FOR EACH STATEMENT EXECUTE FUNCTION slower()
+"""
+"""Each chunk takes a tenth of a second."""
 
 
 def workers(forwarder: psutil.Process) -> list[psutil.Process]:
@@ -41,6 +47,8 @@ def test_what_is_stopped_loses_its_shards_to_the_next_run(
     part: Callable[[psutil.Process], list[psutil.Process]],
 ) -> None:
     sent = send(app, MESSAGES)
+    with connect(mom) as connection:  # so that much is left when the part is stopped
+        connection.execute(SLOWER)
     options = {"chunk_rows": 100, "lease_seconds": LEASE_SECONDS, "master": "local[2]"}
     config = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom}, **options)
     output = tmp_path / "output"  # no pipe: what is stopped would hold it open
@@ -78,6 +86,8 @@ def test_what_is_stopped_loses_its_shards_to_the_next_run(
     said = output.read_text()
     assert "heard of" in said
     assert "Traceback" not in said
+    with connect(mom) as connection:
+        connection.execute("DROP TRIGGER slower ON saf.inbox")
     on_spark.forward(config)
     arrived = received(mom)
     assert sorted(body for _, body in arrived) == sorted(sent)

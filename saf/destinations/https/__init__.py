@@ -15,16 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
-from uuid import UUID
 
 import pydantic
-from pydantic import AfterValidator, PrivateAttr, SecretStr
+from pydantic import AfterValidator, SecretStr
 
-from saf.database.bounds import Bounds
 from saf.destinations import Capabilities, Destination
 from saf.destinations.https.address import Address, parse
-from saf.destinations.marks import Known
-from saf.destinations.settings import DestinationSettings, Guarantee
+from saf.destinations.linked import LinkedSettings, check_certificates
+from saf.destinations.settings import Guarantee
 from saf.errors import UsageError
 from saf.signing.webhook import key_of
 
@@ -37,7 +35,7 @@ def _address(text: str) -> str:
     return text
 
 
-class Https(DestinationSettings):
+class Https(LinkedSettings):
     """The inbox of a broker behind a URL."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -56,8 +54,6 @@ class Https(DestinationSettings):
     key_file: Path | None = None
     """The key of the client's certificate."""
 
-    _bounds: Bounds = PrivateAttr(default_factory=Bounds)
-
     @pydantic.field_validator("secret")
     @classmethod
     def _is_secret(cls, secret: SecretStr) -> SecretStr:
@@ -69,27 +65,14 @@ class Https(DestinationSettings):
 
     @pydantic.model_validator(mode="after")
     def _has_what_tls_needs(self) -> Self:
-        if (self.certificate_file is None) != (self.key_file is None):
-            raise ValueError("certificate_file and key_file are given together")
-        if (self.ca_file or self.certificate_file) and not self.address.tls:
-            raise ValueError("certificates need TLS: say https:// instead of http://")
+        needed = "TLS: say https:// instead of http://"
+        check_certificates(self, None if self.address.tls else needed)
         return self
 
     @property
     def address(self) -> Address:
         """Where the URL leads to."""
         return parse(self.server)
-
-    @property
-    def bounds(self) -> Bounds:
-        """How long anything is waited for."""
-        return self._bounds
-
-    def bounded(self, bounds: Bounds) -> Self:
-        """Return these settings with saf.toml's ``[bounds]``."""
-        mine = self.model_copy()
-        mine._bounds = bounds
-        return mine
 
     def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
         """Return the inbox as a destination; see `DestinationSettings.open`."""
@@ -103,23 +86,13 @@ class Https(DestinationSettings):
         import saf.destinations.https.remote  # noqa: F401 - to have it imported
 
     @contextmanager
-    def _linked(self, name: str) -> Iterator[Link]:
+    def _connected(self, name: str) -> Iterator[Link]:
         from saf.destinations.https.link import linked
 
         with linked(name, self) as link:
             yield link
 
-    def identity(self, name: str) -> UUID:
-        """Return the broker_id; see `DestinationSettings.identity`."""
-        with self._linked(name) as link:
-            return link.identity()
-
-    def known(self, name: str, source: UUID, *, role: str) -> Known:  # noqa: ARG002 - nobody asks
-        """Return the marks of a source; see `DestinationSettings.known`."""
-        with self._linked(name) as link:
-            return link.known(source)
-
     def guarantee(self, name: str) -> Guarantee:
         """Return what the other end's database gives; see `DestinationSettings.guarantee`."""
-        with self._linked(name) as link:
+        with self._connected(name) as link:
             return link.guarantee()

@@ -19,15 +19,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
-from uuid import UUID
 
 import pydantic
-from pydantic import AfterValidator, PrivateAttr, SecretStr
+from pydantic import AfterValidator, SecretStr
 
-from saf.database.bounds import Bounds
 from saf.destinations import Capabilities, Destination
 from saf.destinations.kafka.names import brokers, topic_name
-from saf.destinations.marks import Known
+from saf.destinations.linked import check_certificates
 from saf.destinations.queues import Format, QueueSettings, client_needed
 from saf.destinations.reading import Reading
 from saf.destinations.settings import Guarantee, within
@@ -87,8 +85,6 @@ class Kafka(QueueSettings):
     key_password: SecretStr | None = None
     """With TLS: the password of that key, if it has one."""
 
-    _bounds: Bounds = PrivateAttr(default_factory=Bounds)
-
     @pydantic.model_validator(mode="after")
     def _has_what_its_protocol_needs(self) -> Self:
         sasl = [name for name in ("sasl_mechanism", "username", "password") if getattr(self, name)]
@@ -97,24 +93,11 @@ class Kafka(QueueSettings):
                 raise ValueError("SASL needs sasl_mechanism, username and password")
         elif sasl:
             raise ValueError(f"{sasl[0]} needs security_protocol = 'SASL_SSL' or 'SASL_PLAINTEXT'")
-        if (self.certificate_file is None) != (self.key_file is None):
-            raise ValueError("certificate_file and key_file are given together")
-        if (self.ca_file or self.certificate_file) and not self.security_protocol.endswith("SSL"):
-            raise ValueError("certificates need security_protocol = 'SSL' or 'SASL_SSL'")
+        needed = "security_protocol = 'SSL' or 'SASL_SSL'"
+        check_certificates(self, None if self.security_protocol.endswith("SSL") else needed)
         if self.key_password and not self.key_file:
             raise ValueError("key_password needs key_file")
         return self
-
-    @property
-    def bounds(self) -> Bounds:
-        """How long anything is waited for."""
-        return self._bounds
-
-    def bounded(self, bounds: Bounds) -> Self:
-        """Return these settings with saf.toml's ``[bounds]``."""
-        mine = self.model_copy()
-        mine._bounds = bounds
-        return mine
 
     def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
         """Return the topics as a destination; see `DestinationSettings.open`."""
@@ -138,16 +121,6 @@ class Kafka(QueueSettings):
         with connected(name, self) as link:
             yield link
 
-    def identity(self, name: str) -> UUID:
-        """Return what the marks say, or will say; see `DestinationSettings.identity`."""
-        with self._connected(name) as link:
-            return link.identity()
-
-    def known(self, name: str, source: UUID, *, role: str) -> Known:  # noqa: ARG002 - nobody asks
-        """Return the marks of a source; see `DestinationSettings.known`."""
-        with self._connected(name) as link:
-            return link.known(source)
-
     def reading(self, name: str) -> AbstractContextManager[Reading]:
         """Open the topics for reading; see `DestinationSettings.reading`.
 
@@ -157,12 +130,6 @@ class Kafka(QueueSettings):
         with client_needed(name, "kafka"):
             from saf.destinations.kafka.reading import read
         return read(name, self)
-
-    def problems(self, name: str) -> Iterator[tuple[str, str]]:
-        """Raise what the cluster would be refused for; see `DestinationSettings.problems`."""
-        with self._connected(name) as link:
-            link.look()
-        yield from ()
 
     def guarantee(self, name: str) -> Guarantee:
         """Return what the cluster's settings really give; see `DestinationSettings.guarantee`."""

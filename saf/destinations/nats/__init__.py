@@ -19,14 +19,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
-from uuid import UUID
 
 import pydantic
-from pydantic import AfterValidator, PrivateAttr, SecretStr
+from pydantic import AfterValidator, SecretStr
 
-from saf.database.bounds import Bounds
 from saf.destinations import Capabilities, Destination
-from saf.destinations.marks import Known
+from saf.destinations.linked import check_certificates
 from saf.destinations.nats.address import Address, parse
 from saf.destinations.nats.subjects import pattern
 from saf.destinations.queues import QueueSettings, Topic
@@ -92,8 +90,6 @@ class Nats(QueueSettings):
     key_file: Path | None = None
     """With TLS: the key of the client's certificate."""
 
-    _bounds: Bounds = PrivateAttr(default_factory=Bounds)
-
     @pydantic.model_validator(mode="after")
     def _has_one_login(self) -> Self:
         given = [
@@ -103,27 +99,14 @@ class Nats(QueueSettings):
         ]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are several logins: give one")
-        if (self.certificate_file is None) != (self.key_file is None):
-            raise ValueError("certificate_file and key_file are given together")
-        if (self.ca_file or self.certificate_file) and not self.address.tls:
-            raise ValueError("certificates need TLS: say tls:// instead of nats://")
+        needed = "TLS: say tls:// instead of nats://"
+        check_certificates(self, None if self.address.tls else needed)
         return self
 
     @property
     def address(self) -> Address:
         """Where the server is."""
         return parse(self.server)
-
-    @property
-    def bounds(self) -> Bounds:
-        """How long anything is waited for."""
-        return self._bounds
-
-    def bounded(self, bounds: Bounds) -> Self:
-        """Return these settings with saf.toml's ``[bounds]``."""
-        mine = self.model_copy()
-        mine._bounds = bounds
-        return mine
 
     def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
         """Return the stream as a destination; see `DestinationSettings.open`."""
@@ -143,16 +126,6 @@ class Nats(QueueSettings):
         with connected(name, self) as link:
             yield link
 
-    def identity(self, name: str) -> UUID:
-        """Return what the stream says, or will say; see `DestinationSettings.identity`."""
-        with self._connected(name) as link:
-            return link.identity()
-
-    def known(self, name: str, source: UUID, *, role: str) -> Known:  # noqa: ARG002 - nobody asks
-        """Return the marks of a source; see `DestinationSettings.known`."""
-        with self._connected(name) as link:
-            return link.known(source)
-
     def reading(self, name: str) -> AbstractContextManager[Reading]:
         """Open the stream for reading; see `DestinationSettings.reading`.
 
@@ -162,12 +135,6 @@ class Nats(QueueSettings):
         from saf.destinations.nats.reading import read
 
         return read(name, self)
-
-    def problems(self, name: str) -> Iterator[tuple[str, str]]:
-        """Raise what the stream would be refused for; see `DestinationSettings.problems`."""
-        with self._connected(name) as link:
-            link.look()
-        yield from ()
 
     def guarantee(self, name: str) -> Guarantee:
         """Return what the stream's settings really give; see `DestinationSettings.guarantee`."""

@@ -20,11 +20,11 @@ from typing import Annotated, ClassVar, Literal, Self
 from uuid import NAMESPACE_URL, UUID, uuid5
 
 import pydantic
-from pydantic import AfterValidator, PrivateAttr, SecretStr
+from pydantic import AfterValidator, SecretStr
 
-from saf.database.bounds import Bounds
 from saf.destinations import Capabilities, Destination
 from saf.destinations.addresses import Address, parse
+from saf.destinations.linked import check_certificates
 from saf.destinations.queues import QueueSettings, client_needed
 from saf.destinations.settings import Guarantee, within
 
@@ -72,14 +72,10 @@ class Rabbitmq(QueueSettings):
     step_rows: Annotated[int, within(1, 100_000)] = 5_000
     """Messages that are sent before the first of them is confirmed."""
 
-    _bounds: Bounds = PrivateAttr(default_factory=Bounds)
-
     @pydantic.model_validator(mode="after")
     def _has_what_tls_needs(self) -> Self:
-        if (self.certificate_file is None) != (self.key_file is None):
-            raise ValueError("certificate_file and key_file are given together")
-        if (self.ca_file or self.certificate_file) and not self.address.tls:
-            raise ValueError("certificates need TLS: say amqps:// instead of amqp://")
+        needed = "TLS: say amqps:// instead of amqp://"
+        check_certificates(self, None if self.address.tls else needed)
         return self
 
     @property
@@ -93,17 +89,6 @@ class Rabbitmq(QueueSettings):
         if self.password is not None:
             return self.password.get_secret_value()
         return "guest" if self.username == "guest" else ""
-
-    @property
-    def bounds(self) -> Bounds:
-        """How long anything is waited for."""
-        return self._bounds
-
-    def bounded(self, bounds: Bounds) -> Self:
-        """Return these settings with saf.toml's ``[bounds]``."""
-        mine = self.model_copy()
-        mine._bounds = bounds
-        return mine
 
     def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
         """Return the queues as a destination; see `DestinationSettings.open`."""

@@ -18,15 +18,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
-from uuid import UUID
 
 import pydantic
-from pydantic import AfterValidator, PrivateAttr, SecretStr
+from pydantic import AfterValidator, SecretStr
 
-from saf.database.bounds import Bounds
 from saf.destinations import Capabilities, Destination
 from saf.destinations.addresses import Address, parse
-from saf.destinations.marks import Known
+from saf.destinations.linked import check_certificates
 from saf.destinations.queues import QueueSettings
 from saf.destinations.reading import Reading
 from saf.destinations.settings import Guarantee, within
@@ -84,16 +82,10 @@ class RabbitmqStream(QueueSettings):
     step_rows: Annotated[int, within(1, 10_000)] = 5_000
     """Messages that are sent before those sent earlier are waited for."""
 
-    _bounds: Bounds = PrivateAttr(default_factory=Bounds)
-
     @pydantic.model_validator(mode="after")
     def _has_what_tls_needs(self) -> Self:
-        if (self.certificate_file is None) != (self.key_file is None):
-            raise ValueError("certificate_file and key_file are given together")
-        if (self.ca_file or self.certificate_file) and not self.address.tls:
-            raise ValueError(
-                "certificates need TLS: say rabbitmq-stream+tls:// instead of rabbitmq-stream://"
-            )
+        needed = "TLS: say rabbitmq-stream+tls:// instead of rabbitmq-stream://"
+        check_certificates(self, None if self.address.tls else needed)
         return self
 
     @property
@@ -107,17 +99,6 @@ class RabbitmqStream(QueueSettings):
         if self.password is not None:
             return self.password.get_secret_value()
         return "guest" if self.username == "guest" else ""
-
-    @property
-    def bounds(self) -> Bounds:
-        """How long anything is waited for."""
-        return self._bounds
-
-    def bounded(self, bounds: Bounds) -> Self:
-        """Return these settings with saf.toml's ``[bounds]``."""
-        mine = self.model_copy()
-        mine._bounds = bounds
-        return mine
 
     def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
         """Return the streams as a destination; see `DestinationSettings.open`."""
@@ -139,16 +120,6 @@ class RabbitmqStream(QueueSettings):
         with connected(name, self) as link:
             yield link
 
-    def identity(self, name: str) -> UUID:
-        """Return what the server says, or will say; see `DestinationSettings.identity`."""
-        with self._connected(name) as link:
-            return link.identity()
-
-    def known(self, name: str, source: UUID, *, role: str) -> Known:  # noqa: ARG002 - nobody asks
-        """Return the marks of a source; see `DestinationSettings.known`."""
-        with self._connected(name) as link:
-            return link.known(source)
-
     def reading(self, name: str) -> AbstractContextManager[Reading]:
         """Open the streams for reading; see `DestinationSettings.reading`.
 
@@ -158,12 +129,6 @@ class RabbitmqStream(QueueSettings):
         from saf.destinations.rabbitmq_stream.reading import read
 
         return read(name, self)
-
-    def problems(self, name: str) -> Iterator[tuple[str, str]]:
-        """Raise what the server would be refused for; see `DestinationSettings.problems`."""
-        with self._connected(name) as link:
-            link.look()
-        yield from ()
 
     def guarantee(self, name: str) -> Guarantee:
         """Return what the server's settings really give; see `DestinationSettings.guarantee`."""

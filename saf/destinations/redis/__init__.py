@@ -17,14 +17,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
-from uuid import UUID
 
 import pydantic
-from pydantic import AfterValidator, PrivateAttr, SecretStr
+from pydantic import AfterValidator, SecretStr
 
-from saf.database.bounds import Bounds
 from saf.destinations import Capabilities, Destination
-from saf.destinations.marks import Known
+from saf.destinations.linked import check_certificates
 from saf.destinations.queues import QueueSettings, client_needed
 from saf.destinations.reading import Reading
 from saf.destinations.redis.address import Address, parse
@@ -73,31 +71,16 @@ class Redis(QueueSettings):
     step_rows: Annotated[int, within(1, 100_000)] = 2_000
     """Messages that are stored at a time; meanwhile, the server does nothing else."""
 
-    _bounds: Bounds = PrivateAttr(default_factory=Bounds)
-
     @pydantic.model_validator(mode="after")
     def _has_what_tls_needs(self) -> Self:
-        if (self.certificate_file is None) != (self.key_file is None):
-            raise ValueError("certificate_file and key_file are given together")
-        if (self.ca_file or self.certificate_file) and not self.address.tls:
-            raise ValueError("certificates need TLS: say rediss:// instead of redis://")
+        needed = "TLS: say rediss:// instead of redis://"
+        check_certificates(self, None if self.address.tls else needed)
         return self
 
     @property
     def address(self) -> Address:
         """Where the server is."""
         return parse(self.server)
-
-    @property
-    def bounds(self) -> Bounds:
-        """How long anything is waited for."""
-        return self._bounds
-
-    def bounded(self, bounds: Bounds) -> Self:
-        """Return these settings with saf.toml's ``[bounds]``."""
-        mine = self.model_copy()
-        mine._bounds = bounds
-        return mine
 
     def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
         """Return the streams as a destination; see `DestinationSettings.open`."""
@@ -121,16 +104,6 @@ class Redis(QueueSettings):
         with connected(name, self) as link:
             yield link
 
-    def identity(self, name: str) -> UUID:
-        """Return what the server says, or will say; see `DestinationSettings.identity`."""
-        with self._connected(name) as link:
-            return link.identity()
-
-    def known(self, name: str, source: UUID, *, role: str) -> Known:  # noqa: ARG002 - nobody asks
-        """Return the marks of a source; see `DestinationSettings.known`."""
-        with self._connected(name) as link:
-            return link.known(source)
-
     def reading(self, name: str) -> AbstractContextManager[Reading]:
         """Open the streams for reading; see `DestinationSettings.reading`.
 
@@ -140,12 +113,6 @@ class Redis(QueueSettings):
         with client_needed(name, "redis"):
             from saf.destinations.redis.reading import read
         return read(name, self)
-
-    def problems(self, name: str) -> Iterator[tuple[str, str]]:
-        """Raise what the server would be refused for; see `DestinationSettings.problems`."""
-        with self._connected(name) as link:
-            link.look()
-        yield from ()
 
     def guarantee(self, name: str) -> Guarantee:
         """Return what the server's settings really give; see `DestinationSettings.guarantee`."""
