@@ -53,7 +53,8 @@ def create(
     """
     if [service is not None, everything, log is not None].count(True) != 1:
         raise UsageError(
-            "whose messages? Say one of --service NAME, --all-services and --stream outbox"
+            "whose messages? Say either --service NAME or --all-services; or, for a stream, which "
+            "log: --stream outbox"
         )
     start: Start = "now" if from_now else "beginning"
     if log is not None:

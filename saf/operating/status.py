@@ -57,11 +57,11 @@ SELECT s.name AS stream, s.log, count(not_done.id) AS pending,
        max(c.batch) AS batch, max(c.opened_at) AS opened_at
 FROM saf.subscription s JOIN saf.cursor c USING (subscription_id)
 LEFT JOIN LATERAL (
-    SELECT id, txid, {written} AS written FROM saf.{log} o
-    WHERE o.shard = c.shard AND o.txid >= pg_snapshot_xmax(c.done)
+    SELECT id, txid, {written} AS written FROM saf.{log} l
+    WHERE l.shard = c.shard AND l.txid >= pg_snapshot_xmax(c.done)
     UNION ALL
-    SELECT id, txid, {written} FROM saf.{log} o
-    WHERE o.shard = c.shard AND o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done)))
+    SELECT id, txid, {written} FROM saf.{log} l
+    WHERE l.shard = c.shard AND l.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done)))
 ) AS not_done ON (c.open IS NOT NULL AND pg_visible_in_snapshot(not_done.txid, c.open)
                   AND not_done.id <= c.position) IS NOT TRUE
 WHERE s.stream AND s.log = '{log}'

@@ -6,11 +6,14 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
+import saf
 from saf.broker.embedded import EmbeddedServer
 from saf.database import Dsn
 from saf.errors import (
+    ConfigurationError,
     NotThisStream,
     PurgedMeanwhile,
     Restored,
@@ -21,7 +24,8 @@ from saf.errors import (
 from saf.log import ring
 from saf.log.ring import SLOT_ROWS
 from tests.pipeline import connect, send
-from tests.programs import configuration
+from tests.programs import configuration, last_json
+from tests.programs import saf as command
 from tests.restored import burn_transaction_ids, elsewhere, repair, restore
 from tests.streams import Crash, query
 
@@ -137,14 +141,12 @@ def test_rows_are_cut_across_the_parts_that_are_counted(
     app: Dsn, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("saf.log.cuts.PART_BITS", 2)
-    for size in (1, 4, 7, 11):
+    fill(app, 30)
+    for size in (4, 7):
         stream = query(config, f"lake {size}", maxRowsPerTrigger=size)
-        if size == 1:
-            fill(app, 30)
         stream.drain()
         assert sorted(stream.bodies) == expected(30)
-        whole, rest = divmod(30, size)
-        assert stream.sizes == [size] * whole + [rest] * (rest > 0) + [0]
+        assert stream.sizes == [size] * (30 // size) + [30 % size, 0]
 
 
 def test_as_many_bytes_as_are_asked_for_but_at_least_one_message(app: Dsn, config: Path) -> None:
@@ -407,3 +409,98 @@ def test_a_broker_that_is_new_in_the_stream_begins_where_its_subscription_does(
     stream.die()
     with pytest.raises(NotThisStream, match="the checkpoint has broker 'app'"):
         stream.step()
+
+
+def test_a_fleet_is_one_stream_whoever_joins_and_leaves(
+    app: Dsn, other: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    with connect(mom) as connection:
+        connection.execute("CREATE TABLE tenant (name text, dsn text)")
+        connection.execute("INSERT INTO tenant VALUES ('app', %s)", [app.conninfo])
+    config = tmp_path / "saf.toml"
+    config.write_text(
+        f"[fleets.tenants]\ndsn = {json.dumps(mom.conninfo)}\n"
+        'query = "SELECT name, dsn FROM tenant ORDER BY name"\n'
+        f"[destinations.mom]\ndsn = {json.dumps(mom.conninfo)}\n"
+        '[forwarder]\ndefault_destination = "mom"\n'
+    )
+    stream = query(config, broker="tenants")
+    fill(app, 3)
+    fill(other, 3, "other")
+    stream.drain()
+    assert sorted(stream.bodies) == expected(3)
+    with connect(mom) as connection:
+        connection.execute("INSERT INTO tenant VALUES ('other', %s)", [other.conninfo])
+    stream.drain()
+    assert sorted(stream.bodies) == sorted([*expected(3), *expected(3, "other")])
+    with connect(mom) as connection:
+        connection.execute("DELETE FROM tenant WHERE name = 'app'")
+    fill(app, 3, "gone")
+    fill(other, 3, "more")
+    stream.drain()
+    assert stream.sizes[-2:] == [3, 0]
+    with connect(mom) as connection:
+        connection.execute("INSERT INTO tenant VALUES ('app', %s)", [app.conninfo])
+    stream.drain()
+    assert sorted(stream.bodies) == sorted(
+        [*expected(3), *expected(3, "other"), *expected(3, "more"), *expected(3, "gone")]
+    )
+
+
+def test_rows_say_which_broker_they_are_of_where_there_are_several(
+    app: Dsn, other: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    config = configuration(tmp_path / "saf.toml", {"app": app, "other": other}, {"mom": mom})
+    fill(app, 2)
+    fill(other, 3, "other")
+    stream = query(config, broker="app,other")
+    reader = stream.reader()
+    assert stream.step()
+    planned = reader.partitions(reader.initialOffset(), json.loads(stream.offsets[0]))
+    names = [name for part in planned for rows in reader.read(part) for name in names_of(rows)]
+    assert sorted(names) == ["app"] * 2 + ["other"] * 3
+
+
+def names_of(rows: pa.RecordBatch) -> list[str]:
+    return [str(name) for name in rows["broker"].to_pylist()]
+
+
+# What people see of it
+
+
+def test_no_receiver_takes_a_streams_subscription_for_its_own(mom: Dsn, config: Path) -> None:
+    with connect(mom) as connection:
+        connection.execute("INSERT INTO saf.inbox (to_service, body) VALUES ('a', 'one')")
+    stream = query(config, broker="mom", log="inbox")
+    stream.drain()
+    assert stream.bodies == ["one"]
+    engine = mom.engine()
+    with (
+        pytest.raises(ConfigurationError, match="subscription 'lake' is a stream's"),
+        saf.receive(engine, "lake"),
+    ):
+        raise AssertionError
+    engine.dispose()
+
+
+def test_a_stream_is_registered_shown_and_dropped_on_the_command_line(
+    app: Dsn, config: Path, tmp_path: Path
+) -> None:
+    fill(app, 5)
+    asked = ("subscription", "create", "lake", "--stream", "outbox", "--broker", "app")
+    assert command(*asked, cwd=tmp_path).stdout == "app: stream lake registered\n"
+    assert command(*asked, cwd=tmp_path).stdout == "app: stream lake is there already\n"
+    stream = query(config, maxRowsPerTrigger=2)
+    stream.step()
+    stream.step()
+    shown = last_json(command("status", "--json", cwd=tmp_path).stdout)["brokers"][0]["streams"]
+    assert [(one["stream"], one["log"], one["pending"]) for one in shown] == [("lake", "outbox", 3)]
+    stream.drain()
+    shown = last_json(command("status", "--json", cwd=tmp_path).stdout)["brokers"][0]["streams"]
+    assert [(one["pending"], one["lag_seconds"]) for one in shown] == [(0, None)]
+    dropped = command("subscription", "drop", "lake", cwd=tmp_path)
+    assert dropped.stdout == "app: stream lake of the outbox dropped\n"
+    missing = command("subscription", "drop", "lake", cwd=tmp_path)
+    assert (missing.returncode, "there is no stream 'lake'" in missing.stderr) == (2, True)
+    nobody = command("subscription", "drop", "forwarder", cwd=tmp_path)
+    assert nobody.returncode == 2, "the forwarder's is not a stream's"

@@ -33,9 +33,13 @@ from saf.fleets import ask
 from saf.log.cuts import NO_LIMIT, Limit
 from saf.log.shards import MAX_SHARDS
 from saf.log.stream import Start
+from saf.logger import Log
 from saf.message import MAX_NAME, fits
 
 NO_LIMITS = Limit()
+
+log = Log("saf.stream")
+
 OF_STREAMS = ("subscription", "start", "maxRowsPerTrigger", "maxBytesPerTrigger")
 NAMES = ("broker", "config", "dsn_from", "log", "partitions", *OF_STREAMS)
 LOGS = ("outbox", "inbox")
@@ -226,8 +230,11 @@ def configured(name: str, config: Path | None, *, fleets: bool = False) -> dict[
         return {name: places[name]}
     fleet = name.partition("/")[0]
     if fleet in settings.fleets and (fleets or "/" in name):
-        members = ask(fleet, settings.fleets[fleet]).brokers
+        listing = ask(fleet, settings.fleets[fleet])
+        members = listing.brokers
         if name == fleet:
+            for where, error in listing.problems:
+                log.warning("broker_not_listed", fleet=where, error=str(error))
             return dict(members)
         if name in members:
             return {name: members[name]}
