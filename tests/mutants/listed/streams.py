@@ -53,6 +53,13 @@ MUTANTS: list[Mutant] = [
         f"{STREAMS}::test_of_two_queries_of_one_subscription_the_older_ends_and_says_why",
     ),
     mutant(
+        "a stream reads what the source could still lose",
+        STREAM,
+        "SELECT set_config('synchronous_commit', 'on', true))\nUPDATE saf.cursor c SET open",
+        "SELECT set_config('synchronous_commit', 'off', true))\nUPDATE saf.cursor c SET open",
+        "contract/test_6_durable.py::test_a_stream_reads_nothing_that_the_source_could_still_lose",
+    ),
+    mutant(
         "a batch is complete as soon as it is opened",
         STREAM,
         "UPDATE saf.cursor c SET open = %(open)s::pg_snapshot, batch",
