@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 import saf
 from saf.broker.embedded import EmbeddedServer
-from saf.database import Dsn
+from saf.database import Dsn, fetch
 from saf.errors import (
     ConfigurationError,
     NotThisStream,
@@ -22,6 +23,7 @@ from saf.errors import (
     Unavailable,
 )
 from saf.log import ring
+from saf.log.offset import Offset, between
 from saf.log.ring import SLOT_ROWS
 from tests.pipeline import connect, send
 from tests.programs import configuration, last_json
@@ -118,6 +120,30 @@ def test_a_driver_that_dies_anywhere_goes_on_from_its_checkpoint(
         stream.step()
     stream.drain()
     assert sorted(stream.bodies) == sorted(f"{n} {one}" for n in range(3) for one in range(10))
+
+
+def test_the_rows_between_any_two_offsets_are_those_of_the_micro_batches_between(
+    app: Dsn, config: Path
+) -> None:
+    stream = query(config, maxRowsPerTrigger=7)
+    ends = [Offset.from_dict(stream.start()["app"])]
+    for number in range(2):
+        # ids of the later batch are below those that the earlier one was cut at
+        with app.connect(role="test") as late:
+            send(late, f"late {number}", key="late")
+            fill(app, 10, f"{number}")
+            stream.step()
+            stream.step()
+            late.commit()
+    stream.drain()
+    ends += [Offset.from_dict(json.loads(end)["app"]) for end in stream.offsets]
+    assert any(end.open for end in ends)
+    with connect(app) as connection:
+        for first, last in itertools.combinations(range(len(ends)), 2):
+            rows = between("outbox", ends[first], ends[last], range(64)).rows(["id"])
+            assert sorted(fetch(connection, rows)) == sorted(
+                (row[0],) for number in range(first, last) for row in stream.sink[number]
+            )
 
 
 def test_a_key_is_in_its_order_across_micro_batches(app: Dsn, config: Path) -> None:
