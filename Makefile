@@ -74,7 +74,7 @@ mutants: $(VENV)/.installed ## bugs are planted, tests must notice: make mutants
 	@$(PY) -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) \
 	$(if $(K),-k "$(K)")
 
-airflow: $(VENV)/.installed build/airflow/.installed ## saf-airflow, tested with a real Airflow; some 5 minutes; needs the network once
+airflow: $(VENV)/.installed build/airflow/.installed ## saf-airflow, tested with a real Airflow; some 10 minutes; needs the network once
 	cd airflow && AIRFLOW_HOME=$(CURDIR)/build/airflow/home ../build/airflow/bin/python -m pytest $(T)
 
 # an environment of its own: neither of the two is installed where the other one is

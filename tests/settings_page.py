@@ -133,6 +133,19 @@ compression = "lz4"
 quality = "exactly_once"
 max_connections = 4
 
+[destinations.bookings]
+kind = "kafka"
+brokers = "kafka.example.com:9093"
+security_protocol = "SASL_SSL"
+sasl_mechanism = "OAUTHBEARER"
+sasl_oauthbearer_token_endpoint_url = "https://login.example.com/oauth2/token"
+sasl_oauthbearer_client_id = "saf"
+sasl_oauthbearer_client_secret = "${KAFKA_CLIENT_PASSWORD}"
+sasl_oauthbearer_scope = "kafka"
+sasl_oauthbearer_extensions = "logicalCluster=lkc-1"
+https_ca_file = "/etc/ssl/login-ca.pem"
+topic = "bookings.{service}"
+
 [destinations.shipments]
 kind = "rabbitmq_stream"
 server = "rabbitmq-stream+tls://rabbit-1.example.com:5551,rabbit-2.example.com:5551/shop"
@@ -300,6 +313,7 @@ session_seconds = 28800
 bodies = true
 redact_headers = ["authorization", "cookie", "x-customer-*"]
 redact_paths = ["$.card.number", "$..password"]
+trace_url = "https://tempo.example.com/trace/{trace_id}"
 
 [signing]
 key_id = "billing-2026"

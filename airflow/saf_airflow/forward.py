@@ -2,7 +2,8 @@
 
 exit code    the task
 0            succeeds; is skipped if others forward already or, if you say so, nothing was there
-75           is tried again: a database does not answer; nothing is lost
+75           is tried again: a database does not answer; nothing is lost. If you say so, it succeeds
+             nevertheless where something has arrived
 2            fails at once: a person has to mend the settings, a schema or a login
 others       are tried again
 """
@@ -28,7 +29,8 @@ from saf_airflow.command import MEND, TRY_AGAIN, Done, Saf, end, finish
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
-STOP_SECONDS = 30.0
+STOP_SECONDS = 4.0
+"""Less than what Airflow's supervisor waits between its SIGTERM and its SIGKILL: 5 s."""
 
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -37,21 +39,27 @@ class SafForwardOperator(BaseOperator):
     """Forwards what is pending in all outboxes of a saf.toml, and ends.
 
     It returns what ``saf forward --json`` says, such as ``forwarded``, ``parked`` and
-    ``by_destination``. What the command logs, how far it is among it, is in the task's log, line by
-    line as it comes. Each destination where messages were stored gets an event of the asset
-    ``saf://DESTINATION``, with the count as its extra (`saf_airflow.destination`).
+    ``by_service``. What the command logs, how far it is among it, is in the task's log, line by
+    line as it comes. The assets ``saf://DESTINATION`` and ``saf://DESTINATION/SERVICE`` of what has
+    arrived get an event each, with the count as its extra (`saf_airflow.destination`). A try that
+    fails gives none: Airflow takes events from tasks that succeed.
 
     A task that is killed, or takes longer than its ``execution_timeout``, ends the command with all
     that it has started: by SIGTERM, so that it finishes the chunk in hand, and after
-    ``stop_seconds`` by SIGKILL. Nothing is lost in either case.
+    ``stop_seconds`` by SIGKILL. Nothing is lost in either case. If its process is killed by
+    SIGKILL, the command goes on to its end.
 
     Args:
         saf: where the command is, and its configuration.
         saf_conn_id: a connection of Airflow that says so; instead of ``saf``.
         arguments: more arguments of ``saf forward``, such as ``--spark``, ``always``.
-        skip_if_nothing: skip the task, and what comes after it, if nothing was forwarded.
+        skip_if_nothing: skip the task, and what comes after it, if nothing has arrived.
+        succeed_in_part: succeed, and give events, if something has arrived although a database does
+            not answer: what depends on one destination need not wait for another one. What is left
+            is for the next run.
         asset_alias: the alias by which assets get their events; None: no events.
-        stop_seconds: how long the chunk in hand may take when the task is ended.
+        stop_seconds: how long the chunk in hand may take when the task is ended; Airflow kills the
+            task's process after 5 s.
     """
 
     template_fields: Sequence[str] = ("arguments",)
@@ -63,6 +71,7 @@ class SafForwardOperator(BaseOperator):
         saf_conn_id: str | None = None,
         arguments: Sequence[str] = (),
         skip_if_nothing: bool = False,
+        succeed_in_part: bool = False,
         asset_alias: str | None = "saf",
         stop_seconds: float = STOP_SECONDS,
         **kwargs: Any,
@@ -76,6 +85,7 @@ class SafForwardOperator(BaseOperator):
         self.saf_conn_id = saf_conn_id
         self.arguments = arguments
         self.skip_if_nothing = skip_if_nothing
+        self.succeed_in_part = succeed_in_part
         self.asset_alias = asset_alias
         self.stop_seconds = stop_seconds
         self._process: subprocess.Popen[str] | None = None
@@ -98,7 +108,7 @@ class SafForwardOperator(BaseOperator):
             self.on_kill()
             raise
         self._judge(done)
-        self._tell(context, done.said.get("by_destination") or {})
+        self._tell(context, done.said["by_service"])
         return done.said
 
     def on_kill(self) -> None:
@@ -119,26 +129,32 @@ class SafForwardOperator(BaseOperator):
         said = f": {why}" if (why := reasons(done)) else ""
         if done.code == MEND:
             raise AirflowFailException(f"{what}: a person has to mend something{said}")
-        if done.code != 0:
+        arrived = done.said.get("by_service")
+        if done.code == TRY_AGAIN and self.succeed_in_part and arrived:
+            self.log.warning("%s, and only in part%s", what, said)
+        elif done.code != 0:
             again = "a database does not answer, and nothing is lost" * (done.code == TRY_AGAIN)
             raise AirflowException(f"{what}{again and ': ' + again}{said}")
-        if not done.said:
-            raise AirflowException(f"{what}, and has said nothing in JSON{said}")
+        if arrived is None:
+            raise AirflowException(f"{what}, and has not said what has arrived{said}")
         if waiting := done.said.get("waiting_lanes"):
             self.log.warning("messages wait in %d lanes%s", waiting, said)
         if done.said.get("idle"):
             raise AirflowSkipException("other forwarders hold all shards: there is nothing to do")
-        if self.skip_if_nothing and not done.said.get("forwarded"):
-            raise AirflowSkipException("nothing was forwarded")
+        if done.said.get("stopped"):
+            raise AirflowException("saf was stopped before its end; what is left waits")
+        if self.skip_if_nothing and not arrived:
+            raise AirflowSkipException("nothing has arrived anywhere")
 
-    def _tell(self, context: Context, by_destination: Mapping[str, int]) -> None:
-        """Give the destinations' assets their events."""
+    def _tell(self, context: Context, by_service: Mapping[str, Mapping[str, int]]) -> None:
+        """Give the assets of what has arrived their events."""
         if self.asset_alias is None:
             return
         events = context["outlet_events"][AssetAlias(self.asset_alias)]
-        for name, count in by_destination.items():
-            if count:
-                events.add(destination(name), extra={"forwarded": count})
+        for name, services in by_service.items():
+            events.add(destination(name), extra={"messages": sum(services.values())})
+            for service, messages in services.items():
+                events.add(destination(name, service), extra={"messages": messages})
 
     def _say(self, line: str) -> None:
         """A line of the command's log, in that of the task; the command's is one of JSON each."""

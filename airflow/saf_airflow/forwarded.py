@@ -94,7 +94,11 @@ class SafForwardedSensor(BaseSensorOperator):
             raise AirflowFailException(f"{saf.command} cannot be started: {error}") from None
         return self._judged(*answer(done))
 
-    def execute_complete(self, context: Context, event: Mapping[str, str]) -> None:  # noqa: ARG002
+    def execute_complete(
+        self,
+        context: Context,  # noqa: ARG002 - Airflow's signature
+        event: Mapping[str, str],
+    ) -> None:
         """Go on where the triggerer has ended."""
         if not self._judged(event["state"], event["said"]):
             raise AirflowFailException(f"the trigger has ended too early: {dict(event)}")

@@ -80,7 +80,9 @@ class SafPendingTrigger(BaseEventTrigger):
                     "outbox", "list", "--state", state, "--limit", "1", "--json"
                 )
             except (OSError, TimeoutError) as error:
-                self.log.error("%s cannot be asked: %s", self.saf.command, error)  # noqa: TRY400
+                self.log.error(  # noqa: TRY400 - whoever reads it needs no traceback
+                    "%s cannot be asked: %s", self.saf.command, error
+                )
                 return {}
             if done.code:
                 self.log.warning("saf outbox list: exit code %d: %s", done.code, _said(done))

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,11 +107,11 @@ class Site:
         rows: list[list[Any]] = json.loads(done.stdout)
         return rows
 
-    def send(self, count: int = 1) -> None:
+    def send(self, count: int = 1, service: str = "billing") -> None:
         self.sql(
             self.shop,
             "INSERT INTO saf.outbox (to_service, body) "
-            f"SELECT 'billing', 'x' FROM generate_series(1, {count})",
+            f"SELECT '{service}', 'x' FROM generate_series(1, {count})",
         )
 
     def stored(self) -> int:
@@ -160,6 +161,44 @@ class Site:
         found: dict[str, list[Any]] = json.loads(done.stdout.splitlines()[-1])
         return {task: (state, tries) for task, (state, tries) in found.items()}
 
+    def forwarders(self) -> list[int]:
+        """The processes that forward here."""
+        words = f"saf forward --json .*--config {self.config}"
+        done = subprocess.run(["pgrep", "-f", words], capture_output=True, text=True, check=False)
+        return [int(pid) for pid in done.stdout.split()]
+
+    def blocked(self) -> bool:
+        """Whether a forwarder waits for a lock of the store."""
+        rows = self.sql(
+            self.mom,
+            "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' "
+            "AND datname = current_database()",
+        )
+        return bool(rows[0][0])
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nothing can be stored while the block runs."""
+        script = (
+            "import sys, psycopg\n"
+            "with psycopg.connect(sys.argv[1]) as connection:\n"
+            "    connection.execute('LOCK TABLE saf.inbox, saf.watermark')\n"
+            "    print('locked', flush=True)\n"
+            "    sys.stdin.read()\n"
+        )
+        with subprocess.Popen(
+            [PYTHON, "-c", script, self.mom],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "locked\n"
+            try:
+                yield
+            finally:
+                process.communicate("", timeout=60)
+
     def asset_events(self) -> list[tuple[str, Any]]:
         """The events of assets, in their order."""
         done = subprocess.run(
@@ -204,11 +243,16 @@ def airflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def site(server: Mapping[str, str], airflow_database: Path, tmp_path: Path) -> Site:
-    (tmp_path / "dags").mkdir()
-    (tmp_path / "airflow").mkdir()
-    (tmp_path / "airflow" / "airflow.db").write_bytes(airflow_database.read_bytes())
-    config = tmp_path / "saf.toml"
-    made = Site(folder=tmp_path, config=config, shop=server["SHOP_DSN"], mom=server["MOM_DSN"])
+    return new_site(server, airflow_database, tmp_path)
+
+
+def new_site(server: Mapping[str, str], airflow_database: Path, folder: Path) -> Site:
+    """Databases without any message, and an Airflow without DAGs."""
+    (folder / "dags").mkdir()
+    (folder / "airflow").mkdir()
+    (folder / "airflow" / "airflow.db").write_bytes(airflow_database.read_bytes())
+    config = folder / "saf.toml"
+    made = Site(folder=folder, config=config, shop=server["SHOP_DSN"], mom=server["MOM_DSN"])
     for dsn in (made.shop, made.mom):
         made.sql(dsn, "DROP SCHEMA IF EXISTS saf CASCADE")
         saf("migrate", "--dsn", dsn)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 
-from conftest import AIRFLOW, PYTHON, SAF, Site, until
+from conftest import AIRFLOW, SAF, Site, saf, until
 
 FORWARD = (
     "SafForwardOperator(task_id='forward', saf=SAF, retries=1, retry_delay=timedelta(0){more})"
@@ -15,7 +16,7 @@ FORWARD = (
 SHOW = """
 forward = {forward}
 def show(said):
-    print("SAID", said["forwarded"], said["by_destination"])
+    print("SAID", said["forwarded"], said["by_service"])
 show = PythonOperator(task_id="show", python_callable=show, op_args=[forward.output])
 """
 
@@ -24,24 +25,21 @@ def forward(more: str = "") -> str:
     return FORWARD.format(more=f", {more}" if more else "")
 
 
-def forwarders(site: Site) -> list[str]:
-    """The processes that forward here."""
-    words = f"saf forward --json .*--config {site.config}"
-    done = subprocess.run(["pgrep", "-f", words], capture_output=True, text=True, check=False)
-    return done.stdout.split()
-
-
 def test_what_is_pending_is_forwarded_and_the_next_task_gets_the_json(site: Site) -> None:
     site.send(3)
     site.dag("ok", SHOW.format(forward=forward()))
     said = site.test("ok")
-    assert "SAID 3 {'mom': 3}" in said
+    assert "SAID 3 {'mom': {'billing': 3}}" in said
     assert site.stored() == 3
     assert {state for state, _ in site.states("ok").values()} == {"success"}
-    assert site.asset_events() == [("saf://mom/", {"forwarded": 3})]
+    assert site.asset_events() == [
+        ("saf://mom/", {"messages": 3}),
+        ("saf://mom/billing", {"messages": 3}),
+    ]
 
 
 def test_a_run_that_finds_nothing_succeeds_without_an_event_or_is_skipped(site: Site) -> None:
+    """What a run had stored when it was killed is something to the next one."""
     site.dag("nothing", forward())
     site.test("nothing")
     assert site.states("nothing")["forward"][0] == "success"
@@ -49,6 +47,21 @@ def test_a_run_that_finds_nothing_succeeds_without_an_event_or_is_skipped(site: 
     site.dag("skipped", forward("skip_if_nothing=True"))
     site.test("skipped")
     assert site.states("skipped")["forward"][0] == "skipped"
+    saf("service", "create", "parts/small", "--config", site.config)
+    site.send(2, service="parts/small")
+    subprocess.run(
+        [SAF, "forward", "--config", site.config],
+        env={**site.environment, "SAF_FAILPOINT": "mom_commit"},
+        start_new_session=True,  # it kills its process group
+        check=False,
+    )
+    assert site.stored() == 2
+    site.test("skipped")
+    assert site.states("skipped")["forward"][0] == "success"
+    assert site.asset_events() == [
+        ("saf://mom/", {"messages": 2}),
+        ("saf://mom/parts%2Fsmall", {"messages": 2}),
+    ]
 
 
 def test_a_destination_that_is_down_is_tried_again(site: Site) -> None:
@@ -60,6 +73,29 @@ def test_a_destination_that_is_down_is_tried_again(site: Site) -> None:
     assert "exit code 75: a database does not answer, and nothing is lost" in said
     assert site.states("down")["forward"] == ("failed", 2)
     assert "/nonexistent" in said
+
+
+def test_what_has_arrived_although_another_destination_is_down_has_its_events_if_you_say_so(
+    site: Site,
+) -> None:
+    site.config.write_text(
+        site.config.read_text().replace(
+            "[forwarder]", '[destinations.gone]\ndsn = "host=/nonexistent dbname=gone"\n[forwarder]'
+        )
+    )
+    saf("route", "add", "gone", "--service", "lost", "--config", site.config)
+    site.send()
+    site.send(service="lost")
+    site.dag("part", forward("succeed_in_part=True"))
+    said = site.test("part")
+    assert "exit code 75, and only in part: " in said
+    assert site.states("part")["forward"] == ("success", 1)
+    assert site.asset_events() == [
+        ("saf://mom/", {"messages": 1}),
+        ("saf://mom/billing", {"messages": 1}),
+    ]
+    site.test("part")
+    assert site.states("part")["forward"][0] == "failed", "nothing has arrived"
 
 
 def test_a_broken_configuration_fails_at_once(site: Site) -> None:
@@ -97,7 +133,7 @@ def test_a_task_that_takes_too_long_ends_the_command_and_the_next_run_loses_noth
     site: Site,
 ) -> None:
     site.send(5)
-    with _locked(site):
+    with site.locked():
         site.dag(
             "slow",
             forward("stop_seconds=1, execution_timeout=timedelta(seconds=8)").replace(
@@ -106,7 +142,7 @@ def test_a_task_that_takes_too_long_ends_the_command_and_the_next_run_loses_noth
         )
         site.test("slow")
         assert site.states("slow")["forward"][0] == "failed"
-        assert not forwarders(site)
+        assert not site.forwarders()
     site.dag("after", forward())
     site.test("after")
     assert site.stored() == 5
@@ -116,50 +152,30 @@ def test_a_task_that_is_killed_in_the_middle_ends_the_command_with_all_that_it_h
     site: Site,
 ) -> None:
     site.send(5)
-    with _locked(site):
+    with site.locked():
         site.dag("killed", forward("stop_seconds=1"))
         with site.start("killed") as process:
-            until(lambda: forwarders(site))
-            until(lambda: _waiting(site))
+            until(site.forwarders)
+            until(site.blocked)
             process.send_signal(signal.SIGINT)
             process.communicate(timeout=120)
-        assert not forwarders(site)
+        assert not site.forwarders()
     site.dag("after", forward())
     site.test("after")
     assert site.stored() == 5
 
 
-def _waiting(site: Site) -> bool:
-    rows = site.sql(
-        site.mom,
-        "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' "
-        "AND datname = current_database()",
-    )
-    return bool(rows[0][0])
-
-
-class _locked:  # noqa: N801 - read like a function
-    """Nothing can be stored while the block runs."""
-
-    def __init__(self, site: Site) -> None:
-        self.site = site
-
-    def __enter__(self) -> None:
-        script = (
-            "import sys, psycopg\n"
-            "with psycopg.connect(sys.argv[1]) as connection:\n"
-            "    connection.execute('LOCK TABLE saf.inbox, saf.watermark')\n"
-            "    print('locked', flush=True)\n"
-            "    sys.stdin.read()\n"
-        )
-        self.process = subprocess.Popen(
-            [PYTHON, "-c", script, self.site.mom],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "locked\n"
-
-    def __exit__(self, *_: object) -> None:
-        self.process.communicate("", timeout=60)
+def test_a_try_whose_command_is_stopped_before_its_end_is_tried_again(site: Site) -> None:
+    site.config.write_text(site.config.read_text() + "chunk_rows = 2\n")
+    site.send(5)
+    site.dag("stopped", forward())
+    with site.locked():
+        process = site.start("stopped")
+        until(site.blocked)
+        for pid in site.forwarders():
+            os.kill(pid, signal.SIGTERM)
+        until(lambda: site.sql(site.shop, "SELECT FROM saf.member WHERE stopping"))
+    said, _ = process.communicate(timeout=300)
+    assert "saf was stopped before its end; what is left waits" in said
+    assert site.states("stopped")["forward"] == ("success", 2), said
+    assert site.stored() == 5

@@ -81,6 +81,9 @@ def command(
     ui: Annotated[
         bool, typer.Option("--ui", help="Show it in a browser, by the dashboard, until Ctrl-C.")
     ] = False,
+    ui_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Where the dashboard is. 0: any port.")
+    ] = 8400,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as one line of JSON.")
     ] = False,
@@ -136,7 +139,7 @@ def command(
         given = _place(server, data, to, reset=reset, routing=routing, http=http)
         with given as place:
             title = "every message exactly once"
-            with _shown(place, routing=routing) if ui else nullcontext():
+            with _shown(place, ui_port, routing=routing) if ui else nullcontext():
                 result, proof = _run(server, place, limit, routing=routing)
                 if ui:  # it stays, and the result is wanted before
                     _show(result, title, _listing(result), right=proof.holds, as_json=as_json)
@@ -145,12 +148,12 @@ def command(
     _finish(result, title, _listing(result), right=proof.holds, as_json=as_json)
 
 
-def _shown(place: Place, *, routing: bool) -> AbstractContextManager[None]:
+def _shown(place: Place, port: int, *, routing: bool) -> AbstractContextManager[None]:
     from saf.cli.demo_ui import shown
     from saf.demo import run
 
     settings = run.settings(place.application, place.destinations, routing=routing)
-    return shown(settings, plain_console(stderr=True))
+    return shown(settings, plain_console(stderr=True), port)
 
 
 def _finish(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
-from saf.engine.work import Receipt
+import pyarrow as pa
+
+from saf.engine.work import Receipt, add_services
 
 
 class Receipts:
@@ -26,5 +29,20 @@ class Receipts:
         receipt.chunk_seconds.add(seconds)
         receipt.chunk_messages.add(rows)
 
+    def delivered(self, destination: str, rows: pa.Table, left: pa.Table | None = None) -> None:
+        """Note that a destination has these rows now, but for those of them that are ``left``."""
+        services = _by_service(rows)
+        if left is not None:
+            services -= _by_service(left)
+        add_services(self.of(destination).services, services)
+
     def __iter__(self) -> Iterator[Receipt]:
         return iter(self._by_destination.values())
+
+
+def _by_service(rows: pa.Table) -> Counter[str]:
+    """How many rows there are for each service; Python sees no message."""
+    counts = rows["to_service"].value_counts()
+    return Counter(
+        dict(zip(*(counts.field(name).to_pylist() for name in ("values", "counts")), strict=True))
+    )

@@ -103,7 +103,6 @@ class Storing:
         except Rejected as error:
             self._store_halves(part, set_aside, error)
         else:
-            self.receipts.of(name).messages += stored.messages
             self.receipts.of(name).dropped += stored.dropped
             self._note(part, stored.messages, perf_counter() - began)
             lane = Lane(destination=name)
@@ -132,12 +131,13 @@ class Storing:
             self.receipts.of(name).down |= isinstance(error, REFUSES)
             set_aside.bury(part.rows, name, "unavailable", str(error))
         else:
-            self.receipts.of(name).messages += stored.messages
             self._note(part, stored.messages, perf_counter() - began)
 
     def _note(self, part: Part, messages: int, seconds: float) -> None:
-        """Note for the metrics that a part was stored."""
+        """Note that a part was given to its destination, which had not stored so many of it."""
         assert part.destination is not None  # noqa: S101 - it was stored there
+        self.receipts.of(part.destination).messages += messages
+        self.receipts.delivered(part.destination, part.rows)
         self.receipts.stored(part.destination, part.rows.num_rows, seconds)
         if "parked_id" in part.rows.column_names:
             self.receipts.of(part.destination).retried += messages
@@ -252,7 +252,9 @@ class Storing:
     def _store_rest(self, part: Part, rest: pa.Table, set_aside: SetAside, fresh: pa.Table) -> None:
         """Store those of the ``fresh`` rows of a part that a destination has not refused."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
-        self.receipts.of(part.destination).dropped += part.rows.num_rows - fresh.num_rows
+        if dropped := part.rows.num_rows - fresh.num_rows:
+            self.receipts.of(part.destination).dropped += dropped
+            self.receipts.delivered(part.destination, part.rows, left=fresh)
         if rest.num_rows:
             self.store(replace(part, rows=rest), set_aside)
 

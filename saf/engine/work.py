@@ -11,11 +11,15 @@ from saf.destinations.settings import DestinationSettings
 from saf.engine.survey import Survey
 from saf.log.cursor import Batch
 from saf.metrics.declared import CHUNK_MESSAGES, CHUNK_SECONDS
+from saf.metrics.process import OTHER
 from saf.metrics.tally import Tally
 from saf.routing.matching import Routes
 from saf.setaside.parking import Backoff
 
 LEASE_SECONDS = 30.0
+
+MOST_SERVICES = 100
+"""How many services of a destination are named in counts; others are counted under `OTHER`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +104,8 @@ class Receipt:
     retried: int = 0
     """Those of the messages that were parked before."""
     dropped: int = 0
+    services: dict[str, int] = field(default_factory=dict)
+    """Messages by service that the destination has now: stored, or dropped because it had them."""
     parked: int = 0
     dead: int = 0
     down: bool = False
@@ -117,3 +123,16 @@ class Receipt:
     """How long storing each chunk at the destination took."""
     chunk_messages: Tally = field(default_factory=CHUNK_MESSAGES.tally, compare=False)
     """How many messages each chunk had."""
+
+
+def add_services(counts: dict[str, int], more: Mapping[str, int]) -> None:
+    """Add messages by service to counts, which stay few whatever services senders address.
+
+    >>> counts = {str(number): 1 for number in range(MOST_SERVICES)}
+    >>> add_services(counts, {"7": 1, "one": 2, "more": 3})
+    >>> counts["7"], counts["other"], len(counts)
+    (2, 5, 101)
+    """
+    for service, messages in more.items():
+        name = service if service in counts or len(counts) < MOST_SERVICES else OTHER
+        counts[name] = counts.get(name, 0) + messages

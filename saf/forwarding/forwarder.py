@@ -373,6 +373,7 @@ class Forwarder:
         assert receipt.destination is not None  # noqa: S101 - for the type checker
         counts = self.summary.by_destination
         counts[receipt.destination] = counts.get(receipt.destination, 0) + receipt.messages
+        self.summary.add_services(receipt.destination, receipt.services)
         self.summary.forwarded += receipt.messages
         self.summary.dropped += receipt.dropped
         if receipt.down:

@@ -31,6 +31,8 @@ def receipts(work: Sequence[Work], found: Sequence[Receipt]) -> None:
         count(m.FORWARDED, receipt.messages, **labels)
         count(m.RETRIED, receipt.retried, **labels)
         count(m.REPEATED, receipt.dropped, **labels)
+        for service, messages in receipt.services.items():
+            count(m.DELIVERED, messages, **labels, service=service)
         observe(m.CHUNK_SECONDS, receipt.chunk_seconds, destination=receipt.destination)
         observe(m.CHUNK_MESSAGES, receipt.chunk_messages, destination=receipt.destination)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from saf import errors
+from saf.engine.work import add_services
 from saf.errors import SafError, Unavailable, UsageError
 
 
@@ -21,6 +23,9 @@ class Summary:
     dead: int = 0
     """Messages set aside for a person."""
     by_destination: dict[str, int] = field(default_factory=dict)
+    by_service: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Of each destination, messages by service that it has now: ``forwarded`` and ``dropped``
+    ones. So what a killed run had stored, and could not say, is said by the next one."""
     batches: int = 0
     cycles: int = 0
     seconds: float = 0.0
@@ -60,6 +65,13 @@ class Summary:
         self.cycles += cycle.cycles
         for name, count in cycle.by_destination.items():
             self.by_destination[name] = self.by_destination.get(name, 0) + count
+        for name, services in cycle.by_service.items():
+            self.add_services(name, services)
+
+    def add_services(self, destination: str, services: Mapping[str, int]) -> None:
+        """Add messages by service that a destination has now."""
+        if services:
+            add_services(self.by_service.setdefault(destination, {}), services)
 
     def as_dict(self) -> dict[str, Any]:
         """The summary as a dict, for one line of JSON."""

@@ -172,6 +172,13 @@ REPEATED = _counter(
     "broker destination",
     "Messages that were sent again after a crash or a lost answer, and dropped by a watermark.",
 )
+DELIVERED = _counter(
+    "saf_delivered_messages_total",
+    "forwarder",
+    "broker destination service",
+    "Messages that a destination has by this forwarder: forwarded and repeated ones, by service, "
+    "of which 100 of a destination are named.",
+)
 SET_ASIDE = _counter(
     "saf_set_aside_messages_total",
     "forwarder",

@@ -280,6 +280,7 @@ def test_a_loop_serves_what_it_has_forwarded(app: Dsn, config: Path) -> None:
     )
     assert value(page, "saf_cycle_messages_sum") == 35
     assert (value(page, "saf_cycle_seconds_sum") or 0) > 0
+    assert value(page, "saf_delivered_messages_total", **to, service="billing") == 35
     assert value(page, "saf_repeated_messages_total", **to) == 0
     assert value(page, "saf_retried_messages_total", **to) == 0
 

@@ -442,8 +442,29 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a sender's header stands for saf's",
         "saf/destinations/mapping.py",
-        "taken = {*of.values(), *headers, *reserved}",
+        "taken = {*of.values(), *reserved}",
         "taken = {*reserved}",
         f"{ROUTED}::test_headers_of_the_sender_are_fields_and_what_cannot_be_one_is_a_dead_letter",
+    ),
+    mutant(
+        "beside a whole event, a sender's header stands for saf's",
+        "saf/destinations/mapping.py",
+        '        taken.update(names("saf", prefix).values())\n',
+        "        taken = {*reserved}\n",
+        "unit/test_mapping.py::test_headers_that_cannot_be_given_are_rejected",
+    ),
+    mutant(
+        "an event that a sender has made is read in the place of saf's headers",
+        "saf/destinations/mapping.py",
+        "    if source_of(headers, prefix) is not None:\n",
+        "    if False:\n",
+        "unit/test_mapping.py::test_an_event_that_a_sender_has_made_is_a_message_like_any_other",
+    ),
+    mutant(
+        "what is nearly JSON is in an event as it is",
+        "saf/destinations/events.py",
+        "from_json(body, allow_inf_nan=False)",
+        "from_json(body, allow_inf_nan=True)",
+        "unit/test_doctests.py",
     ),
 ]

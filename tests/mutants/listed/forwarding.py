@@ -19,6 +19,7 @@ FORWARDER, OWNERS, ISOLATED = (
     "contract/test_owners.py",
     "contract/test_7_isolated.py",
 )
+COUNTED = "contract/test_by_service.py"
 SURVEYS = "contract/test_surveys.py"
 PLANNED, SUMMED = "unit/test_plan.py", "unit/test_summary.py"
 REJECTED = (
@@ -240,6 +241,27 @@ MUTANTS: list[Mutant] = [
         "        self.dropped += cycle.dropped\n",
         "",
         SUMMED,
+    ),
+    mutant(
+        "what an earlier run had stored beside unknown services is not counted by service",
+        STORING,
+        "            self.receipts.delivered(part.destination, part.rows, left=fresh)\n",
+        "",
+        COUNTED,
+    ),
+    mutant(
+        "messages that wait for a service count as delivered",
+        STORING,
+        "part.rows, left=fresh)",
+        "part.rows)",
+        COUNTED,
+    ),
+    mutant(
+        "every service that a sender can think of is counted by name",
+        "saf/engine/work.py",
+        "service in counts or len(counts) < MOST_SERVICES",
+        "service",
+        COUNTED,
     ),
     mutant(
         "chunks are larger than they may be",
