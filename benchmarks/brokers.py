@@ -1,5 +1,7 @@
 """The forwarder to each queue, beside the queue's usual client in a bare loop, in one run.
 
+At Redis, it is also beside faststream-outbox, whose table is in the same database.
+
 The bare loop does no reading, no order, no marks: it has the same messages in memory already, as
 the client wants them, and gives them in pipelines of a thousand. The server acknowledges durably
 to both.
@@ -9,15 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from pyspark import SparkContext
 
 from benchmarks.drain import forward
+from benchmarks.peers import faststream_redis
+from benchmarks.peers.environment import python
+from benchmarks.peers.relays import Relays
 from benchmarks.stage import READ_AGAIN, Stage, execute, median
 from saf.config import Settings, load
 from saf.database import fetch
@@ -26,6 +32,11 @@ MESSAGES = 200_000
 ROUNDS = 5
 WARM_UP = 2
 AT_ONCE = 1_000
+FEW, RELAYS = 20_000, 2
+"""What faststream-outbox gets, and its processes; as in `benchmarks.peers`."""
+BYTES = 200
+SOME = 10_000
+"""What the client of NATS gets."""
 
 FORGET = "TRUNCATE saf.acknowledged, saf.backoff, saf.parked"
 
@@ -36,7 +47,8 @@ def run(stage: Stage, spark: SparkContext) -> None:
     redis_streams(stage, spark)
     nats_stream(stage, spark)
     kafka_topics(stage, spark)
-    rabbitmq_queue(stage, spark)
+    rabbitmq_queue(stage, spark, "classic")
+    rabbitmq_queue(stage, spark, "quorum")
     rabbitmq_stream(stage, spark)
 
 
@@ -62,11 +74,47 @@ def redis_streams(stage: Stage, spark: SparkContext) -> None:
                     pipeline.execute()
             return time.monotonic() - started
 
-        _compare(stage, spark, settings, name="redis", bare=bare, forget=client.flushall)
+        with _relayed(stage, there.server, client) as relayed:
+            _compare(
+                stage, spark, settings,
+                name="redis", bare=bare, forget=client.flushall, others={"faststream": relayed},
+            )  # fmt: skip
+
+
+@contextmanager
+def _relayed(stage: Stage, server: str, client: Any) -> Iterator[Callable[[], float]]:
+    """What moves messages to Redis by faststream-outbox, and gives the seconds for all."""
+    peer = faststream_redis
+    env = {
+        "PATH": os.environ["PATH"],
+        "HOME": os.environ.get("HOME", "/"),
+        "APP": stage.app.conninfo,
+        "MOM": server,
+    }
+    relays = Relays(python(peer.REQUIRES), "faststream_redis", RELAYS, env)
+    relays.prepare()
+    relays.start()
+
+    def relayed() -> float:
+        with stage.app.connect(role="bench", autocommit=True) as connection:
+            peer.empty(connection)
+            peer.add(connection, FEW, BYTES)
+            connection.execute("VACUUM ANALYZE peer_outbox")
+        started = time.monotonic()
+        relays.drain()
+        took = time.monotonic() - started
+        if (arrived := client.xlen(peer.STREAM)) != FEW:
+            raise RuntimeError(f"{arrived} of {FEW} messages have arrived")
+        return took * MESSAGES / FEW
+
+    try:
+        yield relayed
+    finally:
+        relays.stop()
 
 
 def nats_stream(stage: Stage, spark: SparkContext) -> None:
-    """Notes nats_… . The bare client publishes without batches, as it has none."""
+    """Notes nats_… . The bare client has no batches, and the server syncs each of its messages."""
     from saf.demo import nats as server
     from saf.destinations.nats.server import connected
 
@@ -74,7 +122,7 @@ def nats_stream(stage: Stage, spark: SparkContext) -> None:
     with server.serve(folder / "nats") as there:
         given = f'server = "{there.server}"\nstream = "FLIGHTS"\ntopic = "flights.{{service}}"'
         settings = _settings(stage, "nats", given)
-        messages = [(fields.pop("saf-body"), _texts(fields)) for fields in _fields(stage)]
+        messages = [(fields.pop("saf-body"), _texts(fields)) for fields in _fields(stage)[:SOME]]
 
         async def publish() -> None:
             import nats
@@ -89,7 +137,7 @@ def nats_stream(stage: Stage, spark: SparkContext) -> None:
         def bare() -> float:
             started = time.monotonic()
             asyncio.run(publish())
-            return time.monotonic() - started
+            return (time.monotonic() - started) * MESSAGES / SOME
 
         def forget() -> None:
             with connected("nats", there) as link:
@@ -100,12 +148,15 @@ def nats_stream(stage: Stage, spark: SparkContext) -> None:
         _compare(stage, spark, settings, name="nats", bare=bare, forget=forget)
 
 
-def rabbitmq_queue(stage: Stage, spark: SparkContext) -> None:
-    """Notes rabbitmq_… . The bare client confirms asynchronously, as fast as it can."""
+def rabbitmq_queue(stage: Stage, spark: SparkContext, kind: str) -> None:
+    """Notes rabbitmq_classic_… or rabbitmq_quorum_…, by the kind of the queue, which is durable.
+
+    The bare client confirms asynchronously, as fast as it can.
+    """
     from saf.demo import rabbitmq as server
 
     folder = Path(stage.server.data_dir).parent
-    with server.serve(folder / "rabbitmq") as there:
+    with server.serve(folder / f"rabbitmq_{kind}") as there:
         settings = _settings(stage, "rabbitmq", f'server = "{there.server}"\ntopic = "flights"')
         messages = [(fields.pop("saf-body"), _texts(fields)) for fields in _fields(stage)]
         import pika
@@ -147,9 +198,13 @@ def rabbitmq_queue(stage: Stage, spark: SparkContext) -> None:
 
         def forget() -> None:
             with closing(pika.BlockingConnection(where)) as connection:
-                connection.channel().queue_purge("flights")
+                channel = connection.channel()
+                channel.queue_delete("flights")
+                given = {"x-queue-type": kind}
+                channel.queue_declare("flights", durable=True, arguments=given)
 
-        _compare(stage, spark, settings, name="rabbitmq", bare=bare, forget=forget)
+        name = f"rabbitmq_{kind}"
+        _compare(stage, spark, settings, name=name, bare=bare, forget=forget)
 
 
 def kafka_topics(stage: Stage, spark: SparkContext) -> None:
@@ -293,17 +348,25 @@ def _compare(
     name: str,
     bare: Callable[[], float],
     forget: Callable[[], object],
+    others: Mapping[str, Callable[[], float]] | None = None,
 ) -> None:
-    seconds: dict[str, list[float]] = {"forwarder": [], "bare": []}
+    turns = {
+        "forwarder": lambda: forward(spark, settings, MESSAGES),
+        "bare": bare,
+        **(others or {}),
+    }
+    seconds: dict[str, list[float]] = {which: [] for which in turns}
     for number in range(WARM_UP + ROUNDS):
         # in turns: what goes first finds a quieter server
         for which in sorted(seconds, reverse=number % 2 == 1):
             forget()
             execute(stage.app, READ_AGAIN, FORGET, "VACUUM saf.cursor", "CHECKPOINT")
-            took = bare() if which == "bare" else forward(spark, settings, MESSAGES)
+            took = turns[which]()
             if number >= WARM_UP:
                 seconds[which].append(took)
     for which, values in seconds.items():
         stage.note(f"{name}_{which}_messages_per_second", MESSAGES / median(values), "1/s")
-    ratios = [b / f for b, f in zip(seconds["bare"], seconds["forwarder"], strict=True)]
-    stage.note(f"{name}_ratio", median(ratios), "of the bare client", ">= 0.7")
+    for which, reach in {"bare": ">= 0.7", **dict.fromkeys(others or {}, ">= 10")}.items():
+        ratios = [b / f for b, f in zip(seconds[which], seconds["forwarder"], strict=True)]
+        of, what = ("", "the bare client") if which == "bare" else (f"_to_{which}", which)
+        stage.note(f"{name}_ratio{of}", median(ratios), f"of {what}", reach)

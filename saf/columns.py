@@ -52,7 +52,18 @@ SELDOM = tuple(column.name for column in MESSAGE if column.seldom)
 UUIDS = tuple(column.name for column in MESSAGE if column.type == "uuid")
 JSON = tuple(column.name for column in MESSAGE if column.type == "jsonb")
 
+IN_TABLES = {
+    "id": "bigint",
+    "shard": "smallint",
+    **{column.name: column.type for column in MESSAGE},
+    "source": "uuid",
+    "received_at": "timestamptz",
+}
+"""The columns of messages in tables of Spark and of the lakehouse, by their types in PostgreSQL:
+those of an inbox; an outbox lacks the last two."""
+
 SPARK = {
+    "smallint": "int",
     "uuid": "string",
     "text": "string",
     "boolean": "boolean",

@@ -76,6 +76,8 @@ LONGEST = 100
 """How many characters of a wrong value an error quotes."""
 TOKEN_LENGTH = 16
 """How many characters a token has at least: nobody guesses it."""
+TRACE_ID = "{trace_id}"
+"""What stands for the id of a trace in an address."""
 REDACTED = ("authorization", "cookie", "*token*", "*secret*", "*password*", "*api*key*")
 LONGEST_BOUND = 1e6
 """The values of a bound, in seconds; the server's timeouts end at 24 days."""
@@ -271,6 +273,8 @@ class Ui(_Table):
     """Patterns (``*``, ``?``) for the names of headers whose values are hidden."""
     redact_paths: tuple[str, ...] = ()
     """JSON paths, such as `$.card.number` or `$..password`, of what is hidden in JSON bodies."""
+    trace_url: str | None = None
+    """Where traces are shown, with `{trace_id}` in it: messages that have a trace link to it."""
 
     @pydantic.field_validator("token", "operate_token")
     @classmethod
@@ -280,6 +284,15 @@ class Ui(_Table):
                 f"a token has at least {TOKEN_LENGTH} characters: openssl rand -hex 24"
             )
         return token
+
+    @pydantic.field_validator("trace_url")
+    @classmethod
+    def _is_of_a_trace(cls, url: str | None) -> str | None:
+        if url is not None and not (
+            url.startswith(("https://", "http://")) and url.count(TRACE_ID) == 1
+        ):
+            raise ValueError(f"an http(s) address with {TRACE_ID} in it, once: {url!r} is none")
+        return url
 
 
 class Waits(_Table):

@@ -32,6 +32,7 @@ from tests.waits import until
 BOUNDS = Bounds(statement_seconds=20, chunk_seconds=20)
 PASSWORD = "hunter2-canary"
 LOGIN = "org.apache.kafka.common.security.plain.PlainLoginModule"
+TOKEN_LOGIN = "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule"
 LARGEST = 80 << 20
 ENDS = b"\x00\x1a\x00\x01"
 """How a request begins that ends a transaction: its number, and the version that the client has."""
@@ -76,7 +77,12 @@ class KafkaServer:
             "listeners": f"SASL://127.0.0.1:{self.sasl},TLS://localhost:{self.tls}",
             "listener.security.protocol.map": "SASL:SASL_PLAINTEXT,TLS:SSL",
             "inter.broker.listener.name": "PLAINTEXT",
-            "sasl.enabled.mechanisms": "PLAIN",
+            "sasl.enabled.mechanisms": "PLAIN,OAUTHBEARER",
+            # takes a token that nobody has signed, and looks at its claims
+            "listener.name.sasl.oauthbearer.sasl.jaas.config": (
+                f'{TOKEN_LOGIN} required unsecuredValidatorRequiredScope="kafka" '
+                'unsecuredLoginStringClaim_sub="broker";'
+            ),
             "listener.name.sasl.plain.sasl.jaas.config": (
                 f'{LOGIN} required user_saf="{PASSWORD}" user_nobody="{PASSWORD}";'
             ),
@@ -86,7 +92,7 @@ class KafkaServer:
             "listener.name.tls.ssl.truststore.location": str(public),
             "listener.name.tls.ssl.client.auth": "required",
             "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
-            "super.users": "User:ANONYMOUS;User:CN=localhost",
+            "super.users": "User:ANONYMOUS;User:CN=localhost;User:robot",
             "message.max.bytes": str(LARGEST),
             # one that was killed may be back so soon
             "broker.session.timeout.ms": "2000",

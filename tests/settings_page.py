@@ -133,6 +133,19 @@ compression = "lz4"
 quality = "exactly_once"
 max_connections = 4
 
+[destinations.bookings]
+kind = "kafka"
+brokers = "kafka.example.com:9093"
+security_protocol = "SASL_SSL"
+sasl_mechanism = "OAUTHBEARER"
+sasl_oauthbearer_token_endpoint_url = "https://login.example.com/oauth2/token"
+sasl_oauthbearer_client_id = "saf"
+sasl_oauthbearer_client_secret = "${KAFKA_CLIENT_PASSWORD}"
+sasl_oauthbearer_scope = "kafka"
+sasl_oauthbearer_extensions = "logicalCluster=lkc-1"
+https_ca_file = "/etc/ssl/login-ca.pem"
+topic = "bookings.{service}"
+
 [destinations.shipments]
 kind = "rabbitmq_stream"
 server = "rabbitmq-stream+tls://rabbit-1.example.com:5551,rabbit-2.example.com:5551/shop"
@@ -172,6 +185,15 @@ topic = "orders.{service}"
 format = "saf"
 replicas = 1
 step_rows = 2000
+quality = "exactly_once"
+max_connections = 4
+
+[destinations.table]
+kind = "delta"
+table = "s3://lake/messages"
+partition_by = "day"
+promote = {amount = "double", paid_at = "timestamp"}
+storage_options = {AWS_SECRET_ACCESS_KEY = "${LAKE_PASSWORD}"}
 quality = "exactly_once"
 max_connections = 4
 
@@ -291,6 +313,7 @@ session_seconds = 28800
 bodies = true
 redact_headers = ["authorization", "cookie", "x-customer-*"]
 redact_paths = ["$.card.number", "$..password"]
+trace_url = "https://tempo.example.com/trace/{trace_id}"
 
 [signing]
 key_id = "billing-2026"
@@ -373,8 +396,9 @@ def _inner(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
     """The keys of a table that are tables of a model by name."""
     for key, field in model.model_fields.items():
         arguments = get_args(field.annotation)
-        if get_origin(field.annotation) is dict and issubclass(arguments[1], BaseModel):
-            yield key, arguments[1]
+        inner = arguments[1] if get_origin(field.annotation) is dict else None
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield key, inner
 
 
 def descriptions(model: type[BaseModel]) -> dict[str, str]:

@@ -118,15 +118,20 @@ def relay(app: str, mom: str, number: int, go_on: Callable[[], bool]) -> None:
             await pool.execute(STORE, number * 10**9 + moved, key, rest.encode())
             moved += 1
 
-        await broker.start()
-        while await asyncio.to_thread(go_on):
-            pass
-        async with engine.connect() as connection:
-            look = await connection.execution_options(isolation_level="AUTOCOMMIT")
-            while (await look.exec_driver_sql(LEFT)).scalar():
-                await asyncio.sleep(LOOK_SECONDS)
-        await broker.stop()
+        await until_empty(engine, broker, go_on)
         await pool.close()
-        await engine.dispose()
 
     asyncio.run(run())
+
+
+async def until_empty(engine: Any, broker: Any, go_on: Callable[[], bool]) -> None:
+    """Let a broker work until it is told to stop, and nothing is left."""
+    await broker.start()
+    while await asyncio.to_thread(go_on):
+        pass
+    async with engine.connect() as connection:
+        look = await connection.execution_options(isolation_level="AUTOCOMMIT")
+        while (await look.exec_driver_sql(LEFT)).scalar():
+            await asyncio.sleep(LOOK_SECONDS)
+    await broker.stop()
+    await engine.dispose()

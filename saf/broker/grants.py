@@ -323,7 +323,12 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
                 "INSERT": ("name", "log", "service"),
                 "DELETE": WHOLE,
             },
-            "cursor": {"SELECT": WHOLE, "INSERT": ("subscription_id", "shard", "done")},
+            # to keep receivers from messages while a person decides about them
+            "cursor": {
+                "SELECT": WHOLE,
+                "INSERT": ("subscription_id", "shard", "done"),
+                "UPDATE": ("allowance",),
+            },
             "endpoint": {
                 "INSERT": ("name", "subscription_id", "url", "settings"),
                 "DELETE": WHOLE,

@@ -32,6 +32,7 @@ from saf.cli import (
     grant,
     inbox,
     init,
+    lake,
     members,
     message,
     metrics,
@@ -115,6 +116,7 @@ app.add_typer(contract.app, name="contract")
 app.add_typer(parked.app, name="parked")
 app.add_typer(dead.app, name="dead")
 app.add_typer(destination.app, name="destination")
+app.add_typer(lake.app, name="lake")
 app.command("purge")(purge.command)
 app.command("reconcile")(reconcile.command)
 app.command("replay")(replay.command)

@@ -91,6 +91,10 @@ Until = Annotated[
     datetime | None,
     typer.Option(parser=moment, metavar="TIME", help="Messages created before. Default: all."),
 ]
+Before = Annotated[
+    datetime | None,
+    typer.Option(parser=moment, metavar="TIME", help="Only those set aside before."),
+]
 Why = Annotated[str, typer.Option(help="For the audit; who and when are noted anyway.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say which they are.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime
 from functools import partial
 from itertools import chain
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ from uuid import UUID
 import psycopg
 import typer
 
-from saf.cli.brokers import AsJson, Config, DryRun, Name, Round, Why, chosen, moment
+from saf.cli.brokers import AsJson, Before, Config, DryRun, Name, Round, Why, chosen
 from saf.cli.console import echo, write
 from saf.cli.listing import Listing
 from saf.config import did_you_mean, load
@@ -33,10 +32,6 @@ Reason = Annotated[str | None, typer.Option(help=f"One of {', '.join(REASONS)}."
 Service = Annotated[str | None, typer.Option(help="Only those for this service.")]
 Destination = Annotated[str | None, typer.Option(help="Only those for this destination.")]
 Key = Annotated[str | None, typer.Option(help="Only those with this key.")]
-Before = Annotated[
-    datetime | None,
-    typer.Option(parser=moment, metavar="TIME", help="Only those set aside before."),
-]
 All = Annotated[bool, typer.Option("--all", help="Really all, where no filter is given.")]
 Subscription = Annotated[
     str | None, typer.Option(help="Only those of this one: forwarder, or a receivers'.")
@@ -227,7 +222,7 @@ def _filter(*, everything: bool = True, **chosen: Any) -> Filter:
 
 
 def _act(
-    decision: Decision,
+    decision: Decision[Filter],
     which: Filter,
     config: Config,
     broker: str | None,

@@ -43,6 +43,7 @@ class Kind(StrEnum):
     """What a demo sends to."""
 
     POSTGRESQL = "postgresql"
+    DELTA = "delta"
     REDIS = "redis"
     NATS = "nats"
     KAFKA = "kafka"
@@ -71,7 +72,8 @@ def command(
         bool, typer.Option("--dialog", help="Instead, a shop and a warehouse hold conversations.")
     ] = False,
     to: Annotated[
-        Kind, typer.Option(help="What the messages go to: a MOM store, or a server of a queue.")
+        Kind,
+        typer.Option(help="What the messages go to: a MOM store, a table, or a server of a queue."),
     ] = Kind.POSTGRESQL,
     http: Annotated[
         bool, typer.Option("--http", help="On to a receiver, as signed webhooks.")
@@ -79,6 +81,9 @@ def command(
     ui: Annotated[
         bool, typer.Option("--ui", help="Show it in a browser, by the dashboard, until Ctrl-C.")
     ] = False,
+    ui_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Where the dashboard is. 0: any port.")
+    ] = 8400,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as one line of JSON.")
     ] = False,
@@ -93,7 +98,8 @@ def command(
     looks at each message for one service, departures. With --to redis, the messages go to streams
     of a Redis server, with --to nats to a stream of a NATS server, with --to rabbitmq_stream to one
     of a RabbitMQ server, with --to rabbitmq to a queue of one, with --to kafka to topics of a Kafka
-    broker, which is started if it is installed.
+    broker, which is started if it is installed. With --to delta, they go to a Delta table, which
+    needs no server.
 
     With --http, the messages go on from the MOM store to a receiver on this machine, as signed
     webhooks; it pauses in the middle. Without --limit, these are the first 20,000 flights.
@@ -133,7 +139,7 @@ def command(
         given = _place(server, data, to, reset=reset, routing=routing, http=http)
         with given as place:
             title = "every message exactly once"
-            with _shown(place, routing=routing) if ui else nullcontext():
+            with _shown(place, ui_port, routing=routing) if ui else nullcontext():
                 result, proof = _run(server, place, limit, routing=routing)
                 if ui:  # it stays, and the result is wanted before
                     _show(result, title, _listing(result), right=proof.holds, as_json=as_json)
@@ -142,12 +148,12 @@ def command(
     _finish(result, title, _listing(result), right=proof.holds, as_json=as_json)
 
 
-def _shown(place: Place, *, routing: bool) -> AbstractContextManager[None]:
+def _shown(place: Place, port: int, *, routing: bool) -> AbstractContextManager[None]:
     from saf.cli.demo_ui import shown
     from saf.demo import run
 
     settings = run.settings(place.application, place.destinations, routing=routing)
-    return shown(settings, plain_console(stderr=True))
+    return shown(settings, plain_console(stderr=True), port)
 
 
 def _finish(

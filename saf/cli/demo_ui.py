@@ -11,13 +11,11 @@ from rich.console import Console
 from saf.cli import ui
 from saf.config import Settings
 
-PORT = 8400
-
 
 @contextmanager
-def shown(settings: Settings, console: Console) -> Iterator[None]:
+def shown(settings: Settings, console: Console, port: int) -> Iterator[None]:
     """Serve the dashboard while a block runs, and then until Ctrl-C or SIGTERM."""
-    server, listening, said = ui.prepared(settings, host="127.0.0.1", port=PORT, write=True)
+    server, listening, said = ui.prepared(settings, host="127.0.0.1", port=port, write=True)
     for line in said:
         console.print(line, soft_wrap=True)
     thread = threading.Thread(target=server.run, args=([listening],), name="saf-demo-ui")
@@ -28,5 +26,5 @@ def shown(settings: Settings, console: Console) -> Iterator[None]:
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
     finally:
-        server.should_exit = True
+        server.end()
         thread.join()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +12,7 @@ from saf.cli.brokers import AsJson, Config
 from saf.cli.console import echo, plain_console
 from saf.cli.doctor import FOUND
 from saf.config import did_you_mean, load
+from saf.destinations.settings import DestinationSettings
 from saf.errors import ConfigurationError
 
 app = typer.Typer(no_args_is_help=True, help="Destinations: where messages are delivered.")
@@ -28,12 +30,7 @@ def check(name: Name, config: Config = None, as_json: AsJson = False) -> None:
     Exit code 0: messages can be stored there; 1: something is wrong with it; 2: it refuses the
     login or the forwarder; 75: it does not answer.
     """
-    destinations = load(config).destinations
-    if name not in destinations:
-        raise ConfigurationError(
-            f"there is no [destinations.{name}] in saf.toml{did_you_mean(name, destinations)}"
-        )
-    there = destinations[name]
+    there = named(name, config)
     problems = [*there.problems(name)]
     given = there.guarantee(name)
     if as_json:
@@ -50,6 +47,20 @@ def check(name: Name, config: Config = None, as_json: AsJson = False) -> None:
             console.paragraph(f"  to have it: {cure}", others="    ")
     if problems:
         raise typer.Exit(FOUND)
+
+
+def named(name: str, config: Path | None) -> DestinationSettings:
+    """Return the settings of a destination of saf.toml.
+
+    Raises:
+        ConfigurationError: there is none of this name.
+    """
+    destinations = load(config).destinations
+    if name not in destinations:
+        raise ConfigurationError(
+            f"there is no [destinations.{name}] in saf.toml{did_you_mean(name, destinations)}"
+        )
+    return destinations[name]
 
 
 def _said(given: Any, problems: list[tuple[str, str]]) -> dict[str, Any]:

@@ -58,7 +58,10 @@ def command(
     metrics: Listen = None,
     metrics_textfile: Textfile = None,
     metrics_push: Push = None,
-    remote: Annotated[str | None, typer.Option("--remote", hidden=True)] = None,
+    remote: Annotated[
+        str | None,
+        typer.Option(help="A server of Spark Connect, sc://host:15002. Default: $SPARK_REMOTE."),
+    ] = None,
 ) -> None:
     """Forward what is pending in all outboxes.
 
@@ -76,7 +79,7 @@ def command(
             "--metrics-textfile or --metrics-push for a run that ends"
         )
     if remote:
-        os.environ["SPARK_REMOTE"] = remote  # as spark-submit does; it is refused in one place
+        os.environ["SPARK_REMOTE"] = remote  # as spark-submit does
     options = with_options(
         settings.forwarder, interval_seconds=interval, master=master, use_spark=spark
     )
@@ -89,16 +92,17 @@ def command(
 def run(
     settings: Settings, *, loop: bool, as_json: bool, progress_every: float | None = None
 ) -> int:
-    """Forward, with a Spark session of its own if there is much work; return the exit code."""
+    """Forward, by Spark if there is much work; return the exit code."""
     from saf.forwarding.forwarder import Forwarder
     from saf.forwarding.runner import LittleHere
     from saf.spark import java, session
-    from saf.spark.master import refuse_connect
+    from saf.spark.master import remote
+    from saf.spark.remote import ConnectRunner
     from saf.spark.runner import SparkRunner
 
     session.require_packages()
     options = settings.forwarder
-    refuse_connect(options.master, options.spark)
+    server = remote(options.master, options.spark)
     alone = len(settings.brokers) == 1 and not settings.fleets
     master = options.master if alone else session.with_room(options.master)
     console = plain_console(stderr=True)
@@ -114,7 +118,7 @@ def run(
         bar.clear()
         show(summary, as_json=as_json)
 
-    spark = SparkRunner(start)
+    spark = ConnectRunner(server, options.spark) if server else SparkRunner(start)
     runner = spark if options.use_spark == "always" else LittleHere(spark)
     watching = bar.watching if progress_every is None else ProgressLog(progress_every).show
     forwarder = Forwarder(settings, runner, progress=watching)

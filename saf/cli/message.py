@@ -33,8 +33,8 @@ def command(
 ) -> None:
     """Show where one message is, in all brokers.
 
-    It says what each knows of it: sent, stored, taken by which subscription, parked, dead, and what
-    people decided.
+    It says what each knows of it: sent, stored, taken by which subscription, tried in vain, parked,
+    dead, and what people decided.
     """
     round_ = Round(everywhere(load(config), broker))
     found = round_.visit(
@@ -62,6 +62,10 @@ def _listing(known: dict[str, Stay]) -> Listing:
             listing.add(name, at(there.stored.received_at), "stored", f"for {there.stored.service}")
         for one in there.readings:
             listing.add(name, "", "taken" if one.complete else "unread", one.subscription)
+        for tried in there.attempts:
+            answer = "no answer" if tried.status is None else f"answer {tried.status}"
+            what = f"tried for {tried.seconds:.1f} s: {answer}"
+            listing.add(name, at(tried.at), what, tried.subscription, below=tried.error)
         for aside in there.aside:
             what = aside.lane or aside.reason or ""
             listing.add(

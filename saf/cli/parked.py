@@ -8,9 +8,11 @@ from typing import Annotated
 
 import typer
 
+from saf.cli import parked_messages
 from saf.cli.brokers import AsJson, Config, Name, Round, Why, chosen
 from saf.cli.console import echo
 from saf.cli.listing import Listing
+from saf.cli.parked_messages import Destination, LaneKind, Subject, Subscription
 from saf.config import load
 from saf.operating.wording import at, counted
 from saf.setaside.lane import Kind
@@ -20,13 +22,6 @@ from saf.setaside.waiting import Lanes, Parked, Waiting, parked, retry_now
 app = typer.Typer(no_args_is_help=True, help="Messages that wait, and when they are tried next.")
 
 LIMIT = 100
-
-Destination = Annotated[str | None, typer.Option(help="Only what waits for this one.")]
-Subscription = Annotated[str | None, typer.Option(help="Only what this one set aside.")]
-LaneKind = Annotated[Kind | None, typer.Option("--kind", help="Only lanes of this kind.")]
-Subject = Annotated[
-    str | None, typer.Option(help="Only the lane of this service, key, shard or conversation.")
-]
 
 
 @app.command("list")
@@ -88,6 +83,11 @@ def retry_now_(
         for name, lanes in due.items():
             echo(f"{name}: {counted(lanes, 'lane')} to be tried by the next run")
     round_.finish(say=not as_json)
+
+
+app.command("messages")(parked_messages.messages)
+app.command("discard")(parked_messages.discard)
+app.command("redirect")(parked_messages.redirect)
 
 
 def listing(lanes: Mapping[str, Waiting]) -> Listing:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import SecretStr
@@ -16,7 +17,7 @@ from saf.config import Settings, load
 from saf.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:
-    import uvicorn
+    from saf.ui.server import Server
 
 PACKAGES = ("jinja2", "jsonpath", "starlette", "uvicorn")
 LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -47,7 +48,7 @@ def command(
 
 def prepared(
     settings: Settings, *, host: str, port: int, write: bool
-) -> tuple[uvicorn.Server, socket.socket, list[str]]:
+) -> tuple[Server, socket.socket, list[str]]:
     """Return a server of the dashboard, where it will listen, and what to tell who started it.
 
     Raises:
@@ -60,11 +61,13 @@ def prepared(
     import uvicorn
 
     import saf.ui
+    from saf.ui.server import Server
 
     settings, made_up = with_token(settings)
+    application: Any = saf.ui.app(settings, write=write)
     # the peer's own address decides which headers are believed: see saf.ui.access
     configured = uvicorn.Config(
-        saf.ui.app(settings, write=write),
+        application,
         proxy_headers=False,
         server_header=False,
         log_level="warning",
@@ -76,7 +79,7 @@ def prepared(
         listening = socket.create_server((host, port), family=family)
     except OSError as error:
         raise UsageError(
-            f"the dashboard cannot be served at {shown}:{port}: {error.strerror or error}; name "
+            f"the dashboard cannot be served at {shown}:{port}: {_why(error)}; name "
             "another --port, or 0 for any that is free"
         ) from None
     said = [f"the dashboard is at http://{shown}:{listening.getsockname()[1]}/"]
@@ -86,7 +89,12 @@ def prepared(
         said.append("others reach it unencrypted: put a reverse proxy with https before it")
     if not write:
         said.append("nobody can change anything: it was started without --write")
-    return uvicorn.Server(configured), listening, said
+    return Server(configured, application.state.site), listening, said
+
+
+def _why(error: OSError) -> str:
+    """Return why an address cannot be listened at, without the address."""
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
 
 
 def with_token(settings: Settings) -> tuple[Settings, str | None]:

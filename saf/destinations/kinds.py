@@ -26,6 +26,7 @@ DEFAULT = "postgresql"
 OURS = {
     "postgresql": "saf.destinations.postgresql:Postgresql",
     "https": "saf.destinations.https:Https",
+    "delta": "saf.destinations.delta:Delta",
     "jsonl": "saf.destinations.jsonl:Jsonl",
     "kafka": "saf.destinations.kafka:Kafka",
     "nats": "saf.destinations.nats:Nats",

@@ -8,10 +8,12 @@
 Each header of saf's own has two names. In the format ``saf`` it is ``saf-id`` and so on. In the
 format ``cloudevents`` it is an attribute of CloudEvents 1.0 in its binary mode, with the prefix
 that the protocol's binding gives attributes, such as ``ce_id``; the body's content type is a header
-in both.
+in both. In the format ``cloudevents-structured`` the body is the whole event, and there are the
+sender's own headers only; see `saf.destinations.events`.
 
 The sender's own headers are JSON: a text is given as it is, any other value as JSON text. A sender
-cannot give a header that saf gives: such a message is rejected.
+cannot give a header that saf gives (in the third format, that it would give in one of the others):
+such a message is rejected.
 
 It works on columns. Python looks at each distinct text of the sender's headers once per chunk: if
 all messages have the same ones, once; if each has a trace of its own, at each message.
@@ -32,6 +34,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from saf.destinations.events import attributes_of, carried, events
 from saf.destinations.queues import Format
 from saf.destinations.texts import TEXT, moments, uuids, whole
 from saf.errors import Rejected
@@ -69,7 +72,8 @@ HEADERS = (
 """The headers of saf's own. A message lacks those whose column is NULL. In CloudEvents, the type of
 a message that has none is its service, and the source is a URN of its broker_id."""
 EVENT_SOURCE = "urn:uuid:"
-FORMATS: tuple[Format, ...] = ("saf", "cloudevents")
+NAMED: tuple[Format, ...] = ("saf", "cloudevents")
+"""The formats in which headers have names."""
 
 Column: TypeAlias = pa.Array | str
 """The values of a header, one for each message, or one for all."""
@@ -83,6 +87,8 @@ class Mapped:
     """The topics that there are."""
     topic: npt.NDArray[np.int64]
     """The topic of each message, by its place in ``topics``."""
+    columns: Mapping[str, Column]
+    """What saf says, by the columns of `HEADERS`; null where a message lacks it."""
     headers: Mapping[str, Column]
     """saf's own headers by their names; null where a message lacks one."""
     own: Sequence[Mapping[str, str]]
@@ -96,6 +102,11 @@ class Mapped:
         """How many messages there are."""
         return len(self.body)
 
+    def each(self, column: str) -> pa.Array | None:
+        """Return what saf says of each message by a column; None if all lack it."""
+        values = self.columns.get(column)
+        return pa.repeat(pa.scalar(values, TEXT), self.count) if isinstance(values, str) else values
+
     def slice(self, first: int, count: int) -> Mapped:
         """Return some of the messages, with the topics and headers that these have."""
         topics, topic = np.unique(self.topic[first : first + count], return_inverse=True)
@@ -103,10 +114,8 @@ class Mapped:
         return Mapped(
             topics=[self.topics[place] for place in topics],
             topic=topic,
-            headers={
-                name: values if isinstance(values, str) else values.slice(first, count)
-                for name, values in self.headers.items()
-            },
+            columns=_some(self.columns, first, count),
+            headers=_some(self.headers, first, count),
             own=[self.own[place] for place in own],
             which=which,
             body=self.body.slice(first, count),
@@ -148,38 +157,66 @@ def mapped(
         Rejected: headers of a sender cannot be given.
     """
     rows = rows.combine_chunks()
-    of = names(form, prefix)
-    headers: dict[str, Column] = {}
-    for column, name in of.items():
-        values = _said(rows, column, source, form)
+    columns: dict[str, Column] = {}
+    for one in HEADERS:
+        values = _said(rows, one.column, source, form)
         if isinstance(values, str) or values.null_count < len(values):
-            headers[name] = values
+            columns[one.column] = values
+    whole_events, of = form == "cloudevents-structured", names(form, prefix)
+    headers = {} if whole_events else {of[column]: values for column, values in columns.items()}
+    taken = {*of.values(), *reserved}
     if form != "saf":
-        headers[f"{prefix}specversion"] = "1.0"
-    taken = {*of.values(), *headers, *reserved}
+        taken.add(version := f"{prefix}specversion")
+    if form == "cloudevents":
+        headers[version] = "1.0"
+    if whole_events:
+        taken.update(names("saf", prefix).values())
     topics = whole(_topics(rows, source, topic)).dictionary_encode()
     texts = whole(rows["headers"]).dictionary_encode(null_encoding="encode")
+    own = [_own(where, text, taken) for text in texts.dictionary.to_pylist()]
+    which = texts.indices.to_numpy().astype(np.int64)
+    body = whole(rows["body"])
+    if whole_events:
+        attributes = names(form, "")
+        said = {attributes[column]: values for column, values in columns.items()}
+        body = events(said, own, which, body)
+        own = [carried(one) for one in own]
     return Mapped(
         topics=topics.dictionary.to_pylist(),
         topic=topics.indices.to_numpy().astype(np.int64),
+        columns=columns,
         headers=headers,
-        own=[_own(where, text, taken) for text in texts.dictionary.to_pylist()],
-        which=texts.indices.to_numpy().astype(np.int64),
-        body=whole(rows["body"]),
+        own=own,
+        which=which,
+        body=body,
     )
 
 
-def source_of(said: Mapping[str, str], prefix: str) -> str | None:
-    """Return the broker_id of a message's source, from its headers; None if it is not saf's."""
-    for form in FORMATS:
-        if (source := said.get(names(form, prefix)["source"])) is not None:
-            return source.removeprefix(EVENT_SOURCE)
+def said_of(headers: Mapping[str, str], body: bytes, prefix: str) -> Mapping[str, str]:
+    """Return what is said of a message, by the names of headers: there, or in its body.
+
+    ``prefix`` is what stands before an attribute of CloudEvents.
+    """
+    if source_of(headers, prefix) is not None:
+        return headers
+    return {prefix + name: value for name, value in attributes_of(headers, body).items()}
+
+
+def source_of(said: Mapping[str, str], prefix: str) -> UUID | None:
+    """Return the broker_id of a message's source; None if it is not saf's."""
+    for form in NAMED:
+        of = names(form, prefix)
+        if (source := said.get(of["source"])) is not None and of["shard"] in said:
+            try:
+                return UUID(source.removeprefix(EVENT_SOURCE))
+            except ValueError:
+                return None
     return None
 
 
 def held_of(said: Mapping[str, str], prefix: str) -> dict[str, Any]:
     """Return what is compared of a message of saf's; see `saf.destinations.tables`."""
-    forms = (names(form, prefix) for form in FORMATS)
+    forms = (names(form, prefix) for form in NAMED)
     of = next(one for one in forms if one["source"] in said)
     to_broker = said.get(of["to_broker"])
     return {
@@ -203,6 +240,13 @@ def _said(rows: pa.Table, column: str, source: UUID, form: Format) -> Column:
     if column == "message_type" and form != "saf":
         values = pc.coalesce(values, whole(rows["to_service"]))
     return values.cast(TEXT)
+
+
+def _some(columns: Mapping[str, Column], first: int, count: int) -> dict[str, Column]:
+    return {
+        name: values if isinstance(values, str) else values.slice(first, count)
+        for name, values in columns.items()
+    }
 
 
 def _topics(rows: pa.Table, source: UUID, template: str) -> pa.Array:

@@ -17,7 +17,7 @@ from saf.destinations.linked import LinkedSettings
 from saf.errors import Refused
 
 Format = Literal["saf", "cloudevents", "cloudevents-structured"]
-"""How headers are named; structured: the body is the whole event, which only some kinds write."""
+"""How headers are named; structured: the body is the whole event."""
 
 PLACEHOLDERS = {
     "service": "the service that the message is addressed to",
@@ -60,8 +60,9 @@ class QueueSettings(LinkedSettings):
     topic: Topic = "{service}"
     """What messages are stored under; `{service}`, `{message_type}`, `{source}` and `{shard}` may
     stand in it."""
-    format: Literal["saf", "cloudevents"] = "saf"
-    """How headers are named: `saf-id` and so on, or as CloudEvents in binary mode."""
+    format: Format = "saf"
+    """How headers are named: `saf-id` and so on, or as CloudEvents: `cloudevents` in binary mode,
+    `cloudevents-structured` with the whole event as the body."""
 
     def problems(self, name: str) -> Iterator[tuple[str, str]]:
         """Raise what the server would be refused for; see `DestinationSettings.problems`."""

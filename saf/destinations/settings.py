@@ -13,7 +13,7 @@ quote a secret: `DestinationSettings.redact` takes it out.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
@@ -174,7 +174,9 @@ class DestinationSettings(BaseModel):
 
     def redact(self, text: str) -> str:
         """Return ``text`` on one line, without the secrets of these settings."""
-        for value in self.__dict__.values():
+        values = self.__dict__.values()
+        nested = [one for value in values if isinstance(value, Mapping) for one in value.values()]
+        for value in [*values, *nested]:
             if isinstance(value, Dsn):
                 text = value.redact(text)
             elif isinstance(value, pydantic.SecretStr) and value.get_secret_value():

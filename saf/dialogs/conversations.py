@@ -37,6 +37,8 @@ LEFT JOIN saf.subscription s ON s.log = 'inbox' AND s.name = c.service AND s.ser
 WHERE (CAST(%(service)s AS text) IS NULL OR c.service = CAST(%(service)s AS text))
   AND (CAST(%(states)s AS text[]) IS NULL OR c.state = ANY (CAST(%(states)s AS text[])))
   AND (CAST(%(handle)s AS uuid) IS NULL OR c.handle = CAST(%(handle)s AS uuid))
+  AND (CAST(%(after)s AS uuid) IS NULL
+       OR (c.created_at, c.handle) > (CAST(%(since)s AS timestamptz), CAST(%(after)s AS uuid)))
 ORDER BY c.created_at, c.handle LIMIT CAST(%(limit)s AS int)
 """
 
@@ -132,6 +134,7 @@ def conversations(
     states: Iterable[str] | None = None,
     handle: UUID | None = None,
     limit: int | None = None,
+    after: tuple[datetime, UUID] | None = None,
 ) -> list[Conversation]:
     """Return the ends of conversations in this database, the oldest first.
 
@@ -141,6 +144,7 @@ def conversations(
         states: only ends in one of these states.
         handle: only the end with this handle.
         limit: at most so many ends.
+        after: only ends that come after the one with this ``created_at`` and handle.
 
     Raises:
         UsageError: one of the states does not exist.
@@ -150,7 +154,15 @@ def conversations(
         if state not in list(State):
             raise UsageError(f"there is no state {state!r}, only {', '.join(State)}")
     rows = enter(conn, allow_autocommit=True).fetch(
-        LIST, {"service": service, "states": wanted, "handle": handle, "limit": limit}
+        LIST,
+        {
+            "service": service,
+            "states": wanted,
+            "handle": handle,
+            "limit": limit,
+            "since": after and after[0],
+            "after": after and after[1],
+        },
     )
     names = (*FIELDS, "ahead")
     found = [dict(zip(names, row, strict=True)) for row in rows]

@@ -22,7 +22,7 @@ from uuid import UUID
 import psycopg
 
 from saf.database import fetch
-from saf.dialogs.statements import END, ERROR, Code
+from saf.dialogs.statements import END, ERROR, Code, lost_as
 
 JSON = "jsonb_build_object('content-type', 'application/json')"
 
@@ -86,11 +86,11 @@ FAIL_FORGOTTEN = IN_PLACE.format(
 # Goes to the subscribers at the destination that the copy was for; to all, if it had none yet
 GIVE_UP = IN_PLACE.format(
     code=int(Code.GIVEN_UP),
-    failed="""(
+    failed=f"""(
     SELECT conversation_id, from_service, to_service, sequence,
            CAST(brokers ->> destination AS uuid) AS to_broker,
-           'message ' || sequence || ' was given up by ' || session_user
-           || ': it was a dead letter on its way, ' || reason
+           'message ' || sequence || ' was given up by ' || session_user || ': '
+           || {lost_as("reason")}
            || '; what is sent after it goes on' AS text
     FROM saf.dead_letter JOIN saf.subscription USING (subscription_id)
     LEFT JOIN (SELECT brokers FROM saf.route_version ORDER BY version DESC LIMIT 1) AS known ON true

@@ -186,12 +186,22 @@ WITH endpoint AS (
     )
 }
 """
+PARKED = "parked"
+"""The reason of what is a dead letter only while the ends are told that it is given up."""
+
+
+def lost_as(reason: str) -> str:
+    """SQL: what a message was that is given up on its way, from the column with its reason."""
+    return f"""CASE {reason} WHEN '{PARKED}' THEN 'it was parked on its way'
+                         ELSE 'it was a dead letter on its way, ' || {reason} END"""
+
+
 # For dead letters at the source that nobody will send again: the other end would wait for them
 GIVE_UP = f"""
 WITH endpoint AS (
     UPDATE saf.conversation c SET {COUNT}, changed_at = now(), error_code = {Code.GIVEN_UP:d},
-        error_text = 'message ' || lost.sequence || ' was given up by ' || session_user
-                     || ': it was a dead letter on its way, ' || lost.reason
+        error_text = 'message ' || lost.sequence || ' was given up by ' || session_user || ': '
+                     || {lost_as("lost.reason")}
     FROM (SELECT DISTINCT ON (conversation_id, from_initiator) *
           FROM saf.dead_letter JOIN saf.subscription USING (subscription_id)
           WHERE dead_letter_id = ANY (%(dead_letter_ids)s) AND log = 'outbox'

@@ -62,11 +62,12 @@ class FindingRoutes:
             sql.SQL("id AS log_id"),
             *parking.as_log(needed, found=False),
         ]
-        for rows in self.parked.read("", led, columns, found=False):
-            self.parked.isolate("", rows, partial(self._find_routes, found))
-            if self.parked.over:
-                in_time = False
-                break
+        with self.parked.source_session.in_hand(""):
+            for rows in self.parked.read("", led, columns, found=False):
+                self.parked.isolate("", rows, partial(self._find_routes, found))
+                if self.parked.over:
+                    in_time = False
+                    break
         self._stay(lanes if in_time else [lane for lane in lanes if lane not in led])
         if not in_time:
             self.parked.succeed(led)

@@ -2,7 +2,8 @@
 
 They are read lane by lane, in order and in chunks. A step is made for each chunk; a message that
 the step raises for alone becomes a dead letter. What has gone leaves its lane in a transaction that
-only the owner of the shards can commit.
+only the owner of the shards can commit. Meanwhile the lanes are in hand (`saf.setaside.in_hand`),
+so that no person decides about a message that is on its way.
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ class ParkedLanes:
             yield from chunks(read(self.work, query), self.rules.chunk_rows, self.rules.chunk_bytes)
 
     def isolate(self, destination: str, rows: pa.Table, step: Callable[[pa.Table], None]) -> None:
-        """Make a step for messages of lanes; one that it raises for alone becomes a dead letter."""
+        """Make a step for messages of lanes; one that it raises for alone becomes a dead letter.
+
+        The lanes are in hand. If they were not for a while, messages that are gone are left out.
+        """
         numbers, lanes = rows["parked_id"], rows.select(LANE)
         gone: set[int] = set()
         """Messages that an attempt before has written durably: they have left that lane."""
@@ -104,6 +108,8 @@ class ParkedLanes:
             if left.num_rows:
                 step(left)
 
+        if self.source_session.let_slip():
+            undo()
         isolate(rows, make, bury, undo)
 
     def aside(self, destination: str = "") -> SetAside:

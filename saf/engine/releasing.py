@@ -92,7 +92,8 @@ class Releasing:
             if number and self.parked.over:
                 self.parked.hold(lanes, "others had their turn")
             else:
-                self._release(destination, lanes)
+                with self.source_session.in_hand(destination):
+                    self._release(destination, lanes)
 
     def forget_untried(self) -> None:
         """Forget lanes that held nothing here, and to which nothing new went either."""

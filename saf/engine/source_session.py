@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import psycopg
@@ -18,6 +18,7 @@ from saf.failpoints import fail_point
 from saf.log.cursor import lock_cursors
 from saf.routing.resolved import Resolved, keep, resolved
 from saf.routing.route_choices import Asker, choose
+from saf.setaside import in_hand
 
 T = TypeVar("T")
 
@@ -32,6 +33,9 @@ class SourceSession:
         self._work = work
         self._attempts = attempts
         self._connection: psycopg.Connection[Any] | None = None
+        self._in_hand: str | None = None
+        """The destination whose parked messages are in hand."""
+        self._let_slip = False
 
     def __call__(self, write: Callable[[psycopg.Connection[Any]], T]) -> T:
         """Commit ``write`` and return what it returns.
@@ -43,11 +47,30 @@ class SourceSession:
         def transaction() -> T:
             with unavailable_if_lost(f"broker {self._work.broker!r}"):
                 if self._connection is None or self._connection.closed:
-                    self._connection = self._connect()
+                    self._connection = self._reconnect()
                 with self._connection.transaction():
                     return write(self._connection)
 
         return while_unavailable(self._attempts, transaction)
+
+    @contextmanager
+    def in_hand(self, destination: str) -> Iterator[None]:
+        """Have a destination's parked messages in hand while a block runs; no person has them."""
+        self(lambda source: self._share(source, destination))
+        self._in_hand, self._let_slip = destination, False
+        try:
+            yield
+        finally:
+            self._in_hand = None
+            if self._connection is not None and not self._connection.closed:
+                subscription_id = self._work.batch.subscription_id
+                with suppress(psycopg.Error):  # a session that is gone has nothing in hand
+                    in_hand.let_go(self._connection, subscription_id, destination)
+
+    def let_slip(self) -> bool:
+        """Whether what is in hand was out of hand since it was read: the session was lost."""
+        self(lambda source: source.execute("SELECT"))
+        return self._let_slip
 
     def choose(self, among: Mapping[Asker, Sequence[str]]) -> Mapping[Asker, str]:
         """Choose the destinations of keys that several routes share, committed."""
@@ -95,6 +118,20 @@ class SourceSession:
             except psycopg.Error:
                 keep = False
         connections.put(keep, "mark", self._work.dsn, connection)
+
+    def _reconnect(self) -> psycopg.Connection[Any]:
+        connection = self._connect()
+        if self._in_hand is not None:
+            self._let_slip = True
+            try:
+                self._share(connection, self._in_hand)
+            except BaseException:
+                connection.close()
+                raise
+        return connection
+
+    def _share(self, connection: psycopg.Connection[Any], destination: str) -> None:
+        in_hand.share(connection, self._work.batch.subscription_id, destination)
 
     def _connect(self) -> psycopg.Connection[Any]:
         return connections.take(

@@ -1,9 +1,10 @@
 """The journey of one message: where it is in each broker, from its sender to its handlers.
 
 A broker is asked for what it knows of a message by its id: sent from its outbox, stored in its
-inbox and how far each subscription there is with it, parked, a dead letter, or decided about by a
-person. No log is indexed by message ids. So a message is looked for in the shard of its key, if the
-key is given or the message has none, and otherwise in the whole log, for no longer than is allowed.
+inbox and how far each subscription there is with it, tried in vain at an endpoint, parked, a dead
+letter, or decided about by a person. No log is indexed by message ids. So a message is looked for
+in the shard of its key, if the key is given or the message has none, and otherwise in the whole
+log, for no longer than is allowed.
 """
 
 from __future__ import annotations
@@ -75,6 +76,12 @@ SELECT s.name AS subscription, d.dead_letter_at AS since, d.destination, d.reaso
 FROM saf.dead_letter d JOIN saf.subscription s USING (subscription_id)
 WHERE d.message_id = %(message_id)s ORDER BY d.dead_letter_id LIMIT 100
 """
+# Those that failed at an endpoint; of each subscription only some are kept, so no index is needed
+ATTEMPTED = """
+SELECT a.at, s.name AS subscription, a.status, a.seconds, a.outcome, a.error
+FROM saf.attempt a JOIN saf.subscription s USING (subscription_id)
+WHERE a.message_id = %(message_id)s ORDER BY a.attempt_id LIMIT 100
+"""
 DECIDED = """
 SELECT audit_at, who, person, action, why FROM saf.audit
 WHERE message_ids @> ARRAY[%(message_id)s::uuid] ORDER BY audit_id DESC LIMIT 20
@@ -137,6 +144,19 @@ class Aside:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Attempted:
+    """An attempt of a dispatcher that failed, as long as it is remembered."""
+
+    at: datetime
+    subscription: str
+    status: int | None
+    """What the endpoint answered; None if it did not."""
+    seconds: float
+    outcome: str
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Decided:
     """What a person has decided about it."""
 
@@ -154,6 +174,7 @@ class Stay:
     sent: Details | None
     stored: Stored | None
     readings: tuple[Reading, ...]
+    attempts: tuple[Attempted, ...]
     aside: tuple[Aside, ...]
     decided: tuple[Decided, ...]
 
@@ -168,6 +189,7 @@ class Stay:
             "sent": self.sent and self.sent.as_dict(),
             "stored": self.stored and _plain(self.stored),
             "subscriptions": [_plain(one) for one in self.readings],
+            "attempts": [_plain(one) for one in self.attempts],
             "set_aside": [_plain(one) for one in self.aside],
             "decided": [_plain(one) for one in self.decided],
         }
@@ -207,6 +229,8 @@ def stay(
             with psycopg.Cursor(connection, row_factory=dict_row) as rows:
                 parked = [_parked(row) for row in rows.execute(PARKED, params)]
                 dead = [Aside(state="dead", **row) for row in rows.execute(DEAD, params)]
+            with psycopg.Cursor(connection, row_factory=class_row(Attempted)) as tries:
+                attempts = tries.execute(ATTEMPTED, params).fetchall()
             with psycopg.Cursor(connection, row_factory=class_row(Decided)) as some:
                 decided = some.execute(DECIDED, params).fetchall()
     except psycopg.errors.QueryCanceled:
@@ -218,6 +242,7 @@ def stay(
         sent=sent,
         stored=stored,
         readings=readings,
+        attempts=tuple(attempts),
         aside=(*parked, *dead),
         decided=tuple(decided),
     )

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, Self
 from uuid import UUID
 
 import psycopg
@@ -112,6 +112,10 @@ class Filter:
     """Only those with greater numbers."""
     through: int | None = None
     """Only those up to this number: none that died later."""
+
+    def until_now(self, connection: psycopg.Connection[Any]) -> Self:
+        """The same, without what dies from now on."""
+        return self if self.through is not None else replace(self, through=last(connection))
 
 
 @dataclass(frozen=True, kw_only=True)

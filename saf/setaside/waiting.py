@@ -76,7 +76,7 @@ FROM (SELECT w.*, s.name AS subscription, s.log, next_attempt_at <= now() AS due
         AND (%(lane)s::text IS NULL OR w.kind = %(lane)s)
         AND (%(subject)s::text IS NULL OR w.subject = %(subject)s)
       ORDER BY s.log DESC, s.name, kind = ANY (%(of_service)s), attempts DESC, {THE_LANE}
-      LIMIT %(limit)s) AS b
+      LIMIT %(limit)s OFFSET %(offset)s) AS b
 ORDER BY log DESC, subscription, kind = ANY (%(of_service)s), attempts DESC, {THE_LANE}
 """
 PARKED_MESSAGES = """
@@ -115,15 +115,22 @@ def parked(
     subscription: str | None = None,
     *,
     lanes: Lanes = ANY,
+    offset: int = 0,
     count: bool = True,
 ) -> Waiting:
     """Return up to ``limit`` lanes that wait in a broker, or in one of its subscriptions.
 
-    Without ``count``, the messages of all lanes together are not counted.
+    The first ``offset`` lanes are left out; beyond the last one, nothing is said of any. Without
+    ``count``, the messages of all lanes together are not counted.
     """
     chosen = replace(lanes, subscription=subscription) if subscription else lanes
     with psycopg.Cursor(connection, row_factory=class_row(_Parked)) as cursor:
-        params = {"of_service": list(OF_SERVICE), "limit": limit, **asdict(chosen)}
+        params = {
+            "of_service": list(OF_SERVICE),
+            "limit": limit,
+            "offset": offset,
+            **asdict(chosen),
+        }
         found = cursor.execute(PARKED, params).fetchall()
     messages = fetch(connection, PARKED_MESSAGES, params)[0][0] if count else 0
     shown = tuple(Parked(**{f.name: getattr(one, f.name) for f in fields(Parked)}) for one in found)

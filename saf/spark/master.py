@@ -1,7 +1,7 @@
-"""The master: which ones forwarding can use, and whether one is there.
+"""The master: whose Spark it is that settings ask for, and whether it is there.
 
-Spark Connect is refused, because its clients have no tasks such as those that forward. Left alone,
-the settings that ask for it would be ignored in silence.
+Settings ask for a server of Spark Connect in several ways, which are Spark's own. What needs a
+Spark with a JVM of its own refuses them, or they would be ignored in silence.
 
 Spark itself tries an unreachable master for a minute, and then ends with its stacks. So a
 connection to a master with an address is tried before anything is started.
@@ -23,37 +23,59 @@ from saf.errors import ConfigurationError, Unavailable
 PATIENCE_SECONDS = 10.0
 """How long a master may take to accept a connection, its name's look-up included."""
 
-SCHEMES = re.compile(r"(?:spark|k8s)://(?:https?://)?(.+)")
-PORTS = {"spark": 7077, "k8s": 443}
+SCHEMES = re.compile(r"(?:spark|k8s|sc)://(?:https?://)?([^/;]+).*")
+PORTS = {"spark": 7077, "k8s": 443, "sc": 15002}
 REMOTE = "sc://"
 
 
+def remote(master: str, conf: Mapping[str, str]) -> str | None:
+    """Return the address of the server of Spark Connect that settings ask for; None without one.
+
+    The address may hold a token, and is not shown.
+
+    Raises:
+        ConfigurationError: a setting asks for Spark Connect, and none says where.
+    """
+    asked = dict(_asking(master, conf))
+    for where in asked.values():
+        if where.startswith(REMOTE):
+            return where
+    for setting in asked:
+        raise ConfigurationError(
+            f"{setting} asks for Spark Connect, and not for a server of it: say --remote "
+            "sc://host:15002, or take it away, and give forwarder.master (or --master) a master "
+            "such as local[*], spark://host:7077, yarn or k8s://host:443"
+        )
+    return None
+
+
 def refuse_connect(master: str, conf: Mapping[str, str]) -> None:
-    """Raise if any setting asks for Spark Connect; the value may hold a token, and is not shown.
+    """Raise if any setting asks for Spark Connect, where a Spark with a JVM is needed.
 
     Raises:
         ConfigurationError: it names the setting.
     """
-    for setting in _asking(master, conf):
+    for setting, _ in _asking(master, conf):
         raise ConfigurationError(
-            f"{setting} asks for Spark Connect, which saf cannot forward with: take it away, and "
+            f"{setting} asks for Spark Connect, which this cannot use: take it away, and "
             "give forwarder.master (or --master) a master such as local[*], spark://host:7077, "
             "yarn or k8s://host:443"
         )
 
 
-def _asking(master: str, conf: Mapping[str, str]) -> Iterator[str]:
+def _asking(master: str, conf: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Each setting that asks for it, with the address that it has."""
     if master.startswith(REMOTE):
-        yield f"a master that begins with {REMOTE}"
+        yield f"a master that begins with {REMOTE}", master
     for where, given in (("[forwarder.spark]", conf), ("what spark-submit was told", _submitted())):
-        if given.get("spark.remote"):
-            yield f"spark.remote (--remote) in {where}"
+        if address := given.get("spark.remote"):
+            yield f"spark.remote (--remote) in {where}", address
         if given.get("spark.api.mode", "").lower() == "connect":
-            yield f'spark.api.mode = "connect" in {where}'
-    if os.environ.get("SPARK_REMOTE"):
-        yield "the environment variable SPARK_REMOTE, or --remote,"
+            yield f'spark.api.mode = "connect" in {where}', ""
+    if address := os.environ.get("SPARK_REMOTE"):
+        yield "the environment variable SPARK_REMOTE, or --remote,", address
     if os.environ.get("SPARK_API_MODE", "").lower() == "connect":
-        yield "the environment variable SPARK_API_MODE"
+        yield "the environment variable SPARK_API_MODE", ""
 
 
 def _submitted() -> dict[str, str]:
@@ -71,8 +93,8 @@ def addresses(master: str) -> list[tuple[str, int]]:
 
     >>> addresses("spark://one:7077,two:7078"), addresses("k8s://https://[::1]:6443")
     ([('one', 7077), ('two', 7078)], [('::1', 6443)])
-    >>> addresses("local[*]"), addresses("yarn")
-    ([], [])
+    >>> addresses("local[*]"), addresses("yarn"), addresses("sc://one/;token=t")
+    ([], [], [('one', 15002)])
     """
     found = SCHEMES.fullmatch(master)
     if found is None:
@@ -114,7 +136,19 @@ def reach(master: str) -> None:
         if problem is None:
             return
         problems.append(problem)
-    raise Unavailable(f"Spark's master {master}", "; ".join(problems))
+    raise Unavailable(server_of(master), "; ".join(problems))
+
+
+def server_of(master: str) -> str:
+    """How a master is named to people: of a server of Spark Connect, without what may be secret.
+
+    >>> server_of("spark://host:7077"), server_of("sc://host/;token=t")
+    ("Spark's master spark://host:7077", 'the server of Spark Connect sc://host:15002')
+    """
+    if not master.startswith(REMOTE):
+        return f"Spark's master {master}"
+    places = ",".join(f"{host}:{port}" for host, port in addresses(master))
+    return f"the server of Spark Connect {REMOTE}{places}"
 
 
 def _problem(place: tuple[str, int]) -> str | None:

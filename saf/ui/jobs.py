@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Literal
+from typing import Any, Literal
 
 from saf.config import Broker
 from saf.database import check_schema, unavailable_if_lost
@@ -20,6 +20,7 @@ from saf.errors import SafError, Unexpected
 from saf.logger import Log
 from saf.operating.bulk import Decision, in_chunks
 from saf.setaside.dead import Filter
+from saf.setaside.parked_messages import ParkedFilter
 
 KEPT = 100
 """How many jobs are remembered."""
@@ -33,14 +34,14 @@ State = Literal["waiting", "running", "done", "cancelled", "failed"]
 
 @dataclass(kw_only=True)
 class Job:
-    """A decision about many dead letters."""
+    """A decision about many dead letters or parked messages."""
 
     number: int
     what: str
     """Such as "retry"."""
     person: str
     why: str
-    about: Mapping[str, Filter]
+    about: Mapping[str, Filter | ParkedFilter]
     """Which of each broker."""
     expected: int
     began: float = field(default_factory=time.time)
@@ -83,8 +84,8 @@ class Jobs:
 
     def begin(
         self,
-        decision: Decision,
-        about: Mapping[str, tuple[Broker, Filter]],
+        decision: Decision[Any],
+        about: Mapping[str, tuple[Broker, Filter | ParkedFilter]],
         *,
         what: str,
         person: str,
@@ -116,7 +117,7 @@ class Jobs:
         for job in self.all():
             job.stopping.set()
 
-    def _work(self, job: Job, decision: Decision, places: Mapping[str, Broker]) -> None:
+    def _work(self, job: Job, decision: Decision[Any], places: Mapping[str, Broker]) -> None:
         with self._turns:
             job.state = "running"
             for name, broker in places.items():
@@ -132,7 +133,7 @@ class Jobs:
             job.state = "failed" if job.errors else "cancelled" if stopped else "done"
             job.ended = time.time()
 
-    def _at(self, job: Job, decision: Decision, name: str, broker: Broker) -> None:
+    def _at(self, job: Job, decision: Decision[Any], name: str, broker: Broker) -> None:
         with (
             unavailable_if_lost(f"broker {name!r}"),
             broker.dsn.connect(role="dead", autocommit=True) as connection,

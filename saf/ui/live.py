@@ -33,7 +33,7 @@ def endpoint(site: Site) -> Callable[[Request], Awaitable[Response]]:
             loop = asyncio.get_running_loop()
             end = loop.time() + LONGEST_SECONDS
             yield "retry: 3000\n\n"
-            while loop.time() < end and not site.pulse.over:
+            while loop.time() < end and not (site.ending or site.pulse.over):
                 if site.access.visitor(request) is None:
                     return
                 if site.pulse.number != seen:

@@ -46,6 +46,8 @@ class Site:
         self.identities = Identities(settings.destinations)
         self.environment = environment(self.redaction)
         self.examination: Any = None
+        self.ending = False
+        """Whether what goes on by itself should come to its end."""
 
     def close(self) -> None:
         """Let jobs stop after their chunks, and ask no broker any more."""

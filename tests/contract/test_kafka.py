@@ -9,8 +9,6 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from cloudevents.core.bindings.kafka import KafkaMessage, from_structured_event
-from cloudevents.core.formats.json import JSONFormat
 from confluent_kafka import KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import (  # type: ignore[attr-defined] # they are public
     AclBinding,
@@ -34,10 +32,11 @@ from saf.errors import Fenced, Refused, Rejected, SafError, Unavailable
 from saf.repair.reconcile import reconcile
 from saf.testing.forwarder import SHARDS, Forwarder
 from tests.destinations import send_to
-from tests.kafka_server import BOUNDS, ENDS, PASSWORD, KafkaQueue, KafkaServer, LossyKafka, headers
+from tests.kafka_server import BOUNDS, ENDS, PASSWORD, KafkaQueue, KafkaServer, LossyKafka
 from tests.pipeline import connect, forward
 from tests.programs import ROOT
 from tests.queue_suite import WEEK, QueueSuite, errors, ids, send_numbers, texts
+from tests.token_server import token_server
 
 
 @pytest.fixture
@@ -304,27 +303,6 @@ def test_a_service_whose_name_no_topic_can_have_gets_one_that_is_near(
     assert (one["saf-service"], one["body"]) == ("//example.com/grüezi", "1")
 
 
-def test_as_an_event_with_all_that_it_says_json_is_json(queue: KafkaQueue) -> None:
-    forwarder = Forwarder()
-    rows = [
-        forwarder.message(body=b'{"n": 1}', headers='{"content-type": "application/json"}'),
-        forwarder.message(body=b"{", headers='{"content-type": "application/json", "trace": "x"}'),
-    ]
-    events = queue.settings(format="cloudevents-structured")
-    with closing(events.open("events")) as destination:
-        destination.store(forwarder.chunk(rows), exactly_once=True)
-    first, second = queue.messages(*queue.topics())
-    given: Any = {"content-type": headers(first)["content-type"].encode()}
-    event = from_structured_event(
-        KafkaMessage(headers=given, key=first.key(), value=first.value() or b""), JSONFormat()
-    )
-    assert event.get_id() == str(rows[0]["message_id"])
-    assert event.get_data() == {"n": 1}
-    assert event.get_datacontenttype() == "application/json"
-    assert b'"data_base64":"ew=="' in (second.value() or b"")
-    assert headers(second)["trace"] == "x"
-
-
 # What is refused
 
 
@@ -398,6 +376,42 @@ def test_the_rights_that_the_page_lists_are_enough_and_each_is_named_if_it_lacks
     ):
         destination.store(forwarder.chunk(forwarder.messages(4)), exactly_once=True)
     assert PASSWORD not in str(caught.value)
+
+
+def test_who_has_a_token_for_the_clients_credentials_is_let_in_and_nobody_else(
+    queue: KafkaQueue,
+) -> None:
+    forwarder = Forwarder()
+    with token_server("robot", PASSWORD) as tokens:
+        given = {
+            "brokers": f"127.0.0.1:{queue.server.sasl}",
+            "security_protocol": "SASL_PLAINTEXT",
+            "sasl_mechanism": "OAUTHBEARER",
+            "sasl_oauthbearer_token_endpoint_url": tokens.address,
+            "sasl_oauthbearer_client_id": "robot",
+            "sasl_oauthbearer_client_secret": PASSWORD,
+            "sasl_oauthbearer_scope": "kafka",
+        }
+        events = queue.settings(**given)
+        with closing(events.open("events")) as destination:
+            destination.store(forwarder.chunk(forwarder.messages(4)), exactly_once=True)
+        assert len(ids(queue)) == 4
+        assert events.guarantee("events").promise.startswith("exactly once")
+        with events.reading("events") as reading:
+            assert reading.identity() == events.identity("events")
+        assert {*tokens.asked} == {"kafka"}
+        for wrong, said in [
+            ({"sasl_oauthbearer_client_secret": f"{PASSWORD}-other"}, "invalid_client"),
+            ({"sasl_oauthbearer_scope": "other"}, "insufficient_scope"),
+            ({"sasl_oauthbearer_token_endpoint_url": "http://127.0.0.1:9"}, "Failed to connect"),
+        ]:
+            with (
+                closing(queue.settings(**{**given, **wrong}).open("events")) as destination,
+                pytest.raises(Refused, match=said) as caught,
+            ):
+                destination.connect()
+            assert "Mend sasl_oauthbearer_… in saf.toml, or the endpoint" in str(caught.value)
+            assert PASSWORD not in str(caught.value)
 
 
 def rights(words: Sequence[str], queue: KafkaQueue) -> Iterator[Any]:

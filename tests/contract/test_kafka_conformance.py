@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from datetime import datetime
 from typing import Any
@@ -12,6 +10,7 @@ from uuid import UUID
 
 import pytest
 from confluent_kafka import Message
+from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined] # public
 from pydantic import SecretStr
 
 from saf.destinations.kafka import Kafka
@@ -19,6 +18,7 @@ from saf.destinations.mapping import HEADERS, names
 from saf.testing.conformance import DestinationConformance, Read, Row, WhileUnavailable
 from saf.testing.forwarder import Forwarder
 from tests.kafka_server import LARGEST, PASSWORD, KafkaQueue, KafkaServer, headers
+from tests.whole_events import Found, LimitedWholeEventsSuite
 
 pytestmark = pytest.mark.slow
 
@@ -32,11 +32,7 @@ COLUMNS = [*(one.column for one in HEADERS if one.column not in ("source", "shar
 def message(one: Message, form: Any) -> Row:
     """The columns of a message, from one of a topic."""
     given, body = headers(one), one.value() or b""
-    if form == "cloudevents-structured":
-        event = json.loads(body)
-        body = base64.b64decode(event.pop("data_base64"))
-        given = {f"ce_{name}": value for name, value in event.items()}
-    of = names(form, "ce_" if form != "saf" else "")
+    of = names(form, "ce_")
     said: dict[str, Any] = {column: given[name] for column, name in of.items() if name in given}
     key = one.key()
     assert said.get("key") == (key and key.decode())
@@ -86,27 +82,51 @@ def suite() -> DestinationConformance:
     return made
 
 
-FORMS = pytest.mark.parametrize("form", ["cloudevents", "cloudevents-structured"])
-
-
 class TestKafkaInCloudEvents:
     """What depends on how headers are named, in transactions that end within a key."""
 
-    @FORMS
-    def test_every_column_arrives_as_it_was_sent(
-        self, running_kafka: KafkaServer, form: Any
-    ) -> None:
-        queue = KafkaQueue(server=running_kafka)
-        settings = queue.settings(format=form, step_rows=3)
+    @pytest.fixture
+    def queue(self, running_kafka: KafkaServer) -> KafkaQueue:
+        return KafkaQueue(server=running_kafka)
+
+    @pytest.fixture
+    def settings(self, queue: KafkaQueue) -> Kafka:
+        return queue.settings(format="cloudevents", step_rows=3)
+
+    def test_every_column_arrives_as_it_was_sent(self, queue: KafkaQueue, settings: Kafka) -> None:
         with closing(settings.open("conformance")) as destination:
             suite().test_every_column_arrives_as_it_was_sent(
                 settings,
                 destination,
                 Forwarder(),
-                lambda: [message(one, form) for one in queue.messages(*queue.topics())],
+                lambda: [message(one, settings.format) for one in queue.messages(*queue.topics())],
             )
 
-    @FORMS
-    def test_what_it_holds_can_be_compared(self, running_kafka: KafkaServer, form: Any) -> None:
-        settings = KafkaQueue(server=running_kafka).settings(format=form, step_rows=3)
+    def test_what_it_holds_can_be_compared(self, settings: Kafka) -> None:
         suite().test_what_it_holds_can_be_compared(settings, Forwarder())
+
+
+class TestKafkaInWholeEvents(LimitedWholeEventsSuite):
+    @pytest.fixture
+    def queue(self, running_kafka: KafkaServer) -> KafkaQueue:
+        return KafkaQueue(server=running_kafka)
+
+    @pytest.fixture
+    def settings(self, queue: KafkaQueue) -> Kafka:
+        return queue.settings(format="cloudevents-structured", step_rows=3)
+
+    @pytest.fixture
+    def found(self, queue: KafkaQueue) -> Found:
+        def read() -> list[tuple[Mapping[str, str], bytes]]:
+            there = queue.messages(*queue.topics())
+            return [(headers(one), one.value() or b"") for one in there]
+
+        return read
+
+    @pytest.fixture
+    def too_large(self, queue: KafkaQueue) -> int:
+        topic = NewTopic(f"{queue.prefix}.billing", 1, config={"max.message.bytes": "1000000"})
+        admin = queue.server.admin()
+        for made in admin.create_topics([topic]).values():
+            made.result()
+        return 900_000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from saf.destinations.nats import Nats
 from saf.destinations.nats.connection import Received
 from saf.testing.conformance import DestinationConformance, Read, Row, WhileUnavailable
 from tests.nats_server import NatsServer, nats_server
+from tests.whole_events import Found, LimitedWholeEventsSuite
 
 pytestmark = pytest.mark.slow
 
@@ -81,3 +82,28 @@ class TestNatsInCloudEvents(TestNats):
     @pytest.fixture
     def settings(self, queue: NatsServer) -> Nats:
         return Nats(server=queue.address, format="cloudevents", step_rows=3)
+
+
+class TestNatsInWholeEvents(LimitedWholeEventsSuite):
+    @pytest.fixture
+    def queue(self, tmp_path: Path) -> Iterator[NatsServer]:
+        with nats_server(tmp_path / "nats") as server:
+            yield server
+
+    @pytest.fixture
+    def settings(self, queue: NatsServer) -> Nats:
+        return Nats(server=queue.address, format="cloudevents-structured", step_rows=3)
+
+    @pytest.fixture
+    def found(self, queue: NatsServer) -> Found:
+        def read() -> list[tuple[Mapping[str, str], bytes]]:
+            return [
+                ({name: unquote(value) for name, value in one.headers().items()}, one.body)
+                for one in queue.messages()
+            ]
+
+        return read
+
+    @pytest.fixture
+    def too_large(self) -> int:
+        return 28 << 20

@@ -12,6 +12,7 @@ from saf.destinations.rabbitmq import Rabbitmq
 from saf.testing.conformance import DestinationConformance, Read, Row, WhileUnavailable
 from tests.rabbitmq_rows import CANARY, COLUMNS, message
 from tests.rabbitmq_server import Queues
+from tests.whole_events import Found, WholeEventsSuite, by_amqp
 
 pytestmark = pytest.mark.slow
 
@@ -58,3 +59,21 @@ class TestRabbitmqInCloudEvents(TestRabbitmq):
     def settings(self, rabbitmq_queues: Queues) -> Rabbitmq:
         server = rabbitmq_queues.address
         return Rabbitmq(server=server, topic="all", format="cloudevents", step_rows=3)
+
+
+class TestRabbitmqInWholeEvents(WholeEventsSuite):
+    binding = staticmethod(by_amqp)
+
+    @pytest.fixture
+    def settings(self, rabbitmq_queues: Queues) -> Rabbitmq:
+        server = rabbitmq_queues.address
+        return Rabbitmq(server=server, topic="all", format="cloudevents-structured", step_rows=3)
+
+    @pytest.fixture
+    def found(self, rabbitmq_queues: Queues) -> Found:
+        def read() -> list[tuple[dict[str, str], bytes]]:
+            there = rabbitmq_queues.messages("all")
+            assert all(one.content_type == one.headers["content-type"] for one, _ in there)
+            return [(one.headers, body) for one, body in there]
+
+        return read

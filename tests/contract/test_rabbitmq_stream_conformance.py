@@ -11,6 +11,7 @@ from saf.destinations.rabbitmq_stream import RabbitmqStream
 from saf.testing.conformance import DestinationConformance, Read, Row, WhileUnavailable
 from tests.rabbitmq_rows import CANARY, COLUMNS, message
 from tests.rabbitmq_server import RabbitmqServer
+from tests.whole_events import Found, WholeEventsSuite, by_amqp
 
 pytestmark = pytest.mark.slow
 
@@ -55,3 +56,17 @@ class TestRabbitmqStreamInCloudEvents(TestRabbitmqStream):
         return RabbitmqStream(
             server=rabbitmq.address, topic="all", format="cloudevents", step_rows=3
         )
+
+
+class TestRabbitmqStreamInWholeEvents(WholeEventsSuite):
+    binding = staticmethod(by_amqp)
+
+    @pytest.fixture
+    def settings(self, rabbitmq: RabbitmqServer) -> RabbitmqStream:
+        return RabbitmqStream(
+            server=rabbitmq.address, topic="all", format="cloudevents-structured", step_rows=3
+        )
+
+    @pytest.fixture
+    def found(self, rabbitmq: RabbitmqServer) -> Found:
+        return lambda: rabbitmq.messages("all") if "all" in rabbitmq.streams() else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from datetime import datetime
 from typing import Any
@@ -15,6 +15,7 @@ from saf.destinations.mapping import HEADERS, names
 from saf.destinations.redis import Redis
 from saf.testing.conformance import DestinationConformance, Read, Row, WhileUnavailable
 from tests.redis_server import RedisServer
+from tests.whole_events import Found, LimitedWholeEventsSuite
 
 pytestmark = pytest.mark.slow
 
@@ -84,3 +85,29 @@ class TestRedisInCloudEvents(TestRedis):
     @pytest.fixture
     def settings(self, queue: RedisServer) -> Redis:
         return Redis(server=queue.address, format="cloudevents", step_rows=3)
+
+
+class TestRedisInWholeEvents(LimitedWholeEventsSuite):
+    @pytest.fixture
+    def settings(self, queue: RedisServer) -> Redis:
+        return Redis(server=queue.address, format="cloudevents-structured", step_rows=3)
+
+    @pytest.fixture
+    def found(self, queue: RedisServer) -> Found:
+        def read() -> list[tuple[Mapping[str, str], bytes]]:
+            return [
+                (
+                    {name: value.decode() for name, value in one.items() if name != "body"},
+                    one["body"],
+                )
+                for one in entries(queue)
+            ]
+
+        return read
+
+    @pytest.fixture
+    def too_large(self, queue: RedisServer) -> Iterator[int]:
+        client = queue.client()
+        client.config_set("proto-max-bulk-len", "1mb")
+        yield 900_000
+        client.config_set("proto-max-bulk-len", "512mb")

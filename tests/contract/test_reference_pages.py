@@ -100,7 +100,17 @@ def test_the_file_with_everything_has_every_key_and_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert list(settings_page.missing()) == []
-    for name in ("SHOP", "TENANTS", "NATS", "REDIS", "RABBITMQ", "KAFKA", "KAFKA_KEY"):
+    for name in (
+        "SHOP",
+        "TENANTS",
+        "NATS",
+        "REDIS",
+        "RABBITMQ",
+        "KAFKA",
+        "KAFKA_KEY",
+        "KAFKA_CLIENT",
+        "LAKE",
+    ):
         monkeypatch.setenv(f"{name}_PASSWORD", "p@ss/word")
     for name in ("REGIONS", "MOM"):
         monkeypatch.setenv(f"{name}_DSN", "postgresql://saf@db/x")

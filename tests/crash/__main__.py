@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from tests.crash import queues, webhooks
+from tests.crash import lake, queues, webhooks
 from tests.crash.plan import FAULTS, SPARK_FAULTS
 from tests.crash.rounds import Outcome, Round
 from tests.crash.site import Site
@@ -19,6 +19,7 @@ from tests.crash.site import Site
 SITES: Mapping[str, type[Site]] = {
     "mom": Site,
     **queues.QUEUES,
+    "delta": lake.DeltaSite,
     "http": webhooks.WebhookSite,
 }
 
@@ -31,7 +32,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--seconds", type=float, help="start no round after so long")
     parser.add_argument("--to", choices=SITES, default="mom")
-    kinds = sorted({*FAULTS, *SPARK_FAULTS, *queues.FAULTS, *webhooks.FAULTS})
+    kinds = sorted({*FAULTS, *SPARK_FAULTS, *queues.FAULTS, *lake.FAULTS, *webhooks.FAULTS})
     parser.add_argument("--only", nargs="*", choices=kinds, help="these faults")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # its servers do not stay behind

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.crash import faults, rounds
+from tests.crash.lake import DeltaSite
 from tests.crash.plan import Fault, plan
 from tests.crash.queues import QUEUES
 from tests.crash.rounds import Round
@@ -30,6 +31,12 @@ def queue_site(request: pytest.FixtureRequest) -> Iterator[Site]:
 
 
 @pytest.fixture(scope="module")
+def lake_site() -> Iterator[Site]:
+    with DeltaSite() as site:
+        yield site
+
+
+@pytest.fixture(scope="module")
 def webhook_site() -> Iterator[Site]:
     with WebhookSite() as site:
         yield site
@@ -43,6 +50,11 @@ def test_nothing_is_lost_doubled_or_out_of_order_whatever_fails(site: Site, numb
 
 def test_nor_is_it_with_a_queue_that_is_killed(queue_site: Site) -> None:
     outcome = Round(queue_site, queue_site.plan(SEED, number=0)).run()
+    assert outcome.good, outcome
+
+
+def test_nor_is_it_with_a_table_whose_writers_are_killed(lake_site: Site) -> None:
+    outcome = Round(lake_site, lake_site.plan(SEED, number=0)).run()
     assert outcome.good, outcome
 
 

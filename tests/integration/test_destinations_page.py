@@ -22,7 +22,8 @@ from tests.endpoints import Partner, end, serving
 from tests.kafka_server import KafkaQueue, KafkaServer
 from tests.nats_server import nats_server
 from tests.pipeline import connect
-from tests.programs import BIN, ROOT, run, saf, send
+from tests.pipeline import send as send_one
+from tests.programs import BIN, ROOT, last_json, run, saf, send
 from tests.rabbitmq_server import Queues, RabbitmqServer
 from tests.redis_server import redis_server
 
@@ -103,6 +104,28 @@ def test_its_commands_forward_to_streams_that_a_consumer_group_reads(
         for command in (["destination", "check", "events"], ["forward"], ["reconcile"]):
             said = saf(*command, env=env, cwd=tmp_path)
             assert said.returncode == 0, said.stdout + said.stderr
+
+
+def test_its_commands_forward_to_a_table_that_duckdb_reads(app: Dsn, tmp_path: Path) -> None:
+    send(app, 60)
+    with connect(app) as connection:
+        for amount in (1.5, 2.5):
+            send_one(connection, json.dumps({"amount": amount}))
+    (tmp_path / "saf.toml").write_text(block("delta.toml"))
+    (tmp_path / "consumer.py").write_text(block("consumer_delta.py"))
+    env = {"SHOP_DSN": app.conninfo, "PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin"}
+    done = run(["bash", "-euxc", block("delta.sh")], env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "promise: exactly once; a crash of the process or of the machine loses nothing" in (
+        done.stdout
+    )
+    assert "1 file, 0.0 MiB; removed 0 files that nobody has needed for 168 hours" in done.stdout
+    read = run([sys.executable, "consumer.py", "messages"], env=env, cwd=tmp_path)
+    assert read.returncode == 0, read.stderr
+    (line,) = read.stdout.splitlines()
+    assert line.split(" ", 1)[1] == "billing 62 4.0"
+    said = saf("lake", "optimize", "lake", "--dry-run", "--json", env=env, cwd=tmp_path)
+    assert (last_json(said.stdout)["files_before"], said.returncode) == (1, 0)
 
 
 def test_its_commands_forward_to_topics_that_a_consumer_reads(

@@ -28,7 +28,7 @@ from saf.dispatch.running import run as run_dispatchers
 from saf.errors import ConfigurationError
 from saf.log import cursor
 from saf.log.shards import Member
-from saf.operating import decide, outbox
+from saf.operating import decide, decide_parked, outbox
 from saf.operating.forecast import forecast
 from saf.operating.identity import identity
 from saf.operating.members import memberships
@@ -45,6 +45,7 @@ from saf.routing.routes import (
 )
 from saf.routing_service import RoutingService
 from saf.setaside import dead
+from saf.setaside.parked_messages import ParkedFilter
 from saf.webhooks.event import Event
 from saf.webhooks.receiver import _store
 from tests import dialogs
@@ -70,7 +71,7 @@ MATRIX = {
     "inbox          ": "-      i         S         i         -       -       Si",
     "subscription   ": "-      Su        Su        -         -       S       SiD",
     "member         ": "-      SiuD      SiuD      -         -       -       S",
-    "cursor         ": "-      Su        Su        -         -       S       Si",
+    "cursor         ": "-      Su        Su        -         -       S       Siu",
     "sender         ": "-      -         -         -         -       -       S",
     "route          ": "-      S         -         -         S       -       SiuD",
     "route_version  ": "-      Si        -         -         s       SD      SD",
@@ -112,8 +113,9 @@ MATRIX = {
     "audit_audit_id_seq": "- - - - - - -",
     "attempt_attempt_id_seq": "- - - - - - -",
 }
-# Of an operator, who repairs what was set back
+# Of an operator, who repairs what was set back, and decides about what is parked
 REPAIRING = {
+    ("cursor", "u"): "allowance",
     ("conversation", "u"): "far_service far_broker group_id send_sequence receive_sequence "
     "ended_here ended_there error_code error_text timer changed_at lineage far_lineage",
 }
@@ -606,6 +608,28 @@ def test_a_receiver_receives_parks_and_buries_for_a_service_that_an_operator_cre
         pass
     with connect(operator) as connection:
         services.remove_service(connection, "billing", discard=True)
+
+
+PARKED = """
+INSERT INTO saf.parked (subscription_id, destination, kind, subject, shard, id, batch, position,
+                        to_service, key, body)
+SELECT subscription_id, CASE log WHEN 'inbox' THEN '' ELSE 'mom' END,
+       CASE log WHEN 'inbox' THEN 'key' ELSE 'main' END, CASE log WHEN 'inbox' THEN 'k' ELSE '' END,
+       n, n, 1, n, 'billing', 'k', ''
+FROM saf.subscription, generate_series(1, 2) AS n
+"""
+
+
+def test_an_operator_decides_about_what_forwarders_and_receivers_have_parked(
+    mom: Dsn, granted: Callable[..., Dsn]
+) -> None:
+    with connect(mom) as connection:
+        services.create_service(connection, "billing")
+        connection.execute(PARKED)
+    with connect(granted(mom, "operator")) as connection:
+        sent = ParkedFilter(subscription="forwarder")
+        assert len(decide_parked.redirect(connection, sent, "", limit=1, to="other")) == 1
+        assert len(decide_parked.discard(connection, ParkedFilter(), "")) == 4
 
 
 @contextmanager

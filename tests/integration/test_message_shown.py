@@ -79,3 +79,27 @@ def test_a_dead_letter_and_what_was_decided_about_it_are_told(
     assert [(one["action"], one["why"]) for one in there["decided"]] == [
         ("redirect to mom", "mended")
     ]
+
+
+def test_attempts_in_vain_at_an_endpoint_are_told_one_by_one(
+    app: Dsn, mom: Dsn, config: Path
+) -> None:
+    message_id = sent(app, "x", "k")
+    run(app, mom=mom)
+    with connect(mom) as store:
+        for status, error in ((503, "<b>busy</b>"), (None, "it timed out")):
+            store.execute(
+                "INSERT INTO saf.attempt"
+                " (subscription_id, message_id, key, status, seconds, outcome, error)"
+                " SELECT subscription_id, %s, 'k', %s, 1.5, 'again', %s"
+                " FROM saf.subscription WHERE name = 'billing'",
+                [message_id, status, error],
+            )
+    attempts = asked(config, message_id)["mom"]["attempts"]
+    assert [(one["status"], one["error"]) for one in attempts] == [
+        (503, "<b>busy</b>"),
+        (None, "it timed out"),
+    ]
+    shown = " ".join(saf("message", message_id, "--config", config).stdout.split())
+    assert "tried for 1.5 s: answer 503 billing" in shown
+    assert "tried for 1.5 s: no answer billing" in shown

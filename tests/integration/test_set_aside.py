@@ -151,3 +151,27 @@ def test_rebase_leaves_alone_what_was_not_restored(config: Path) -> None:
         {"broker": name, "rows": 0, "destinations_ahead": [], "purged_since": []}
         for name in ("mom", "shop")
     ]
+
+
+@pytest.mark.usefixtures("aside")
+def test_parked_messages_are_listed_counted_discarded_and_redirected(
+    config: Path, app: Dsn, mom: Dsn
+) -> None:
+    listed = answer("parked", "messages", "--destination", "other", config=config)["parked"]
+    assert [(one["service"], one["key"], one["free"]) for one in listed] == [
+        ("ship", "k", True)
+    ] * 3
+    first = str(listed[0]["parked_id"])
+    dry = answer("parked", "discard", first, "--dry-run", config=config)
+    assert dry["parked"] == {"shop": {"messages": 1, "stay": 0}}
+    done = saf("parked", "discard", first, "--why", "a test", "--config", config)
+    assert done.stdout == "shop: 1 message\n"
+    done = saf("parked", "redirect", "--all", "--to", "mum", "--config", config)
+    assert (done.returncode, "did you mean" in done.stderr) == (2, True)
+    done = saf("parked", "redirect", "--to", "mom", "--config", config)
+    assert (done.returncode, "or --all" in done.stderr) == (2, True)
+    ids = answer("parked", "redirect", "--all", "--to", "mom", config=config)["message_ids"]
+    assert ids == {"shop": [one["message_id"] for one in listed[1:]]}
+    with Cycle(app, forwarding_rules(mom=mom, other=NOWHERE)) as cycle:
+        cycle.run()
+    assert bodies(mom) == ["y", "y", "y"]

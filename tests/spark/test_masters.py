@@ -18,7 +18,7 @@ from saf.spark import java, master
 from tests.programs import ROOT, configuration, run, saf, send
 
 USAGE, TRY_AGAIN = 2, 75
-CONNECT = "sc://127.0.0.1:15002/;token=canary-31"
+CONNECT = "sc://127.0.0.1:1/;x-canary=canary-31"
 
 
 @pytest.fixture
@@ -47,33 +47,48 @@ def sentence(stderr: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "env", "named"),
+    ("arguments", "env"),
     [
-        ([], {"SPARK_REMOTE": CONNECT}, "SPARK_REMOTE"),
-        ([], {"SPARK_API_MODE": "connect"}, "SPARK_API_MODE"),
-        (["--master", CONNECT], {}, "sc://"),
-        (["--remote", CONNECT], {}, "--remote"),
-        ([], {"SAF_FORWARDER__MASTER": CONNECT}, "sc://"),
-        ([], {"SAF_FORWARDER__SPARK": f'{{"spark.remote": "{CONNECT}"}}'}, "spark.remote"),
-        ([], {"SAF_FORWARDER__SPARK": '{"spark.api.mode": "connect"}'}, "spark.api.mode"),
+        ([], {"SPARK_REMOTE": CONNECT}),
+        (["--master", CONNECT], {}),
+        (["--remote", CONNECT], {}),
+        ([], {"SAF_FORWARDER__MASTER": CONNECT}),
+        ([], {"SAF_FORWARDER__SPARK": f'{{"spark.remote": "{CONNECT}"}}'}),
     ],
 )
-def test_spark_connect_is_refused_in_one_sentence_even_if_there_is_nothing_to_do(
-    folder: Path, arguments: list[str], env: dict[str, str], named: str
+def test_all_that_asks_for_a_server_of_spark_connect_gets_it(
+    folder: Path, app: Dsn, arguments: list[str], env: dict[str, str]
 ) -> None:
+    send(app, 1)
     done = saf("forward", *arguments, cwd=folder, env=env)
+    assert done.returncode == TRY_AGAIN, done.stderr
+    assert "the server of Spark Connect sc://127.0.0.1:1 is unavailable" in sentence(done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("env", "named"),
+    [
+        ({"SPARK_API_MODE": "connect"}, "SPARK_API_MODE"),
+        ({"SAF_FORWARDER__SPARK": '{"spark.api.mode": "connect"}'}, "spark.api.mode"),
+    ],
+)
+def test_spark_connect_without_an_address_is_refused_even_if_there_is_nothing_to_do(
+    folder: Path, env: dict[str, str], named: str
+) -> None:
+    done = saf("forward", cwd=folder, env=env)
     assert done.returncode == USAGE, done.stderr
     said = sentence(done.stderr)
     assert named in said
-    assert "asks for Spark Connect, which saf cannot forward with" in said
+    assert "say --remote sc://host:15002" in said
 
 
-def test_spark_submit_with_remote_is_refused_too(folder: Path) -> None:
+def test_spark_submit_with_remote_is_understood(folder: Path, app: Dsn) -> None:
+    send(app, 1)
     submit = Path(pyspark.__file__).parent / "bin" / "spark-submit"
     env = {"JAVA_HOME": str(java.find().home), "PYSPARK_PYTHON": sys.executable}
     done = run([submit, "--remote", CONNECT, ROOT / "jobs" / "forward.py"], env=env, cwd=folder)
     assert done.returncode != 0
-    assert "asks for Spark Connect" in done.stdout + done.stderr
+    assert "the server of Spark Connect sc://127.0.0.1:1 is unavailable" in done.stderr
 
 
 def test_a_master_that_nobody_answers_at_is_named_soon_and_in_one_line(

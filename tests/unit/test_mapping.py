@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 from uuid import UUID
 
 import pytest
 
-from saf.destinations.mapping import Mapped, mapped
+from saf.destinations.mapping import Mapped, held_of, mapped, said_of, source_of
 from saf.destinations.rabbitmq import Rabbitmq
 from saf.destinations.redis import Redis
 from saf.destinations.redis.address import parse
@@ -16,6 +17,7 @@ from saf.errors import Refused, Rejected
 from saf.testing.forwarder import HARD, Forwarder, Row
 
 SOURCE = UUID(int=5)
+STRUCTURED = "cloudevents-structured"
 
 
 def given(*rows: Row, topic: str = "{service}", **more: Any) -> Mapped:
@@ -122,6 +124,9 @@ def test_a_cloud_event_has_the_attributes_that_are_required() -> None:
         ('{"saf-id": "x"}', "saf", "a header 'saf-id', which saf gives"),
         ('{"body": "x"}', "saf", "a header 'body', which saf gives"),
         ('{"ce_type": "x"}', "cloudevents", "a header 'ce_type', which saf gives"),
+        ('{"ce_type": "x"}', STRUCTURED, "a header 'ce_type', which saf gives"),
+        ('{"saf-id": "x"}', STRUCTURED, "a header 'saf-id', which saf gives"),
+        ('{"body": "x"}', STRUCTURED, "a header 'body', which saf gives"),
         ("[]", "saf", "the headers are no JSON object"),
         ('{"n": ' + "9" * 5000 + "}", "saf", "the headers cannot be read"),
         ("[" * 100_000, "saf", "the headers cannot be read"),
@@ -130,6 +135,68 @@ def test_a_cloud_event_has_the_attributes_that_are_required() -> None:
 def test_headers_that_cannot_be_given_are_rejected(headers: str, form: str, said: str) -> None:
     with pytest.raises(Rejected, match=said):
         given(row(headers=headers), form=form)
+
+
+def test_a_whole_event_is_the_body_and_the_senders_own_headers_stay_headers() -> None:
+    own = '{"content-type": "application/json", "type": "mine", "n": 1}'
+    one = row(headers=own, body=b'{"a":  1}', message_type='say "so"\n', key="grüezi")
+    what = given(one, row(key=None), form=STRUCTURED)
+    assert what.headers == {}
+    assert what.own[what.which[0]] == {
+        "content-type": "application/cloudevents+json; charset=utf-8",
+        "type": "mine",
+        "n": "1",
+    }
+    assert what.own[what.which[1]].keys() == {"content-type"}
+    assert what.body[0].as_py().endswith(b',"datacontenttype":"application/json","data":{"a":  1}}')
+    event = json.loads(what.body[0].as_py())
+    assert (event["type"], event["partitionkey"]) == ('say "so"\n', "grüezi")
+    assert "partitionkey" not in json.loads(what.body[1].as_py())
+
+
+@pytest.mark.parametrize("form", ["saf", "cloudevents", STRUCTURED])
+def test_what_is_said_of_a_message_can_be_read_whatever_its_format(form: str) -> None:
+    one = row(key="k", shard=3, headers='{"content-type": "application/json", "trace": "x"}')
+    what = given(one, form=form)
+    headers = {name: value for name, value in said(what, 0).items() if value is not None}
+    read = said_of(headers, what.body[0].as_py(), "ce_")
+    assert source_of(read, "ce_") == SOURCE
+    assert held_of(read, "ce_") == {
+        "message_id": one["message_id"].bytes,
+        "shard": 3,
+        "to_service": "billing",
+        "to_broker": None,
+        "key": "k",
+        "created_at": one["created_at"],
+    }
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b"",
+        b"[" * 100_000,
+        b"[]",
+        b"1",
+        b'{"source": "/shop", "safshard": 1}',
+        b'{"source": "urn:uuid:x"}',
+        f'{{"source": "urn:uuid:{SOURCE}"}}'.encode(),
+    ],
+)
+def test_an_event_of_somebody_else_is_not_of_saf(event: bytes) -> None:
+    headers = {"content-type": "application/cloudevents+json; charset=utf-8"}
+    assert source_of(said_of(headers, event, "ce_"), "ce_") is None
+    assert (
+        source_of(said_of({"ce_source": "/shop", "ce_safshard": "1"}, event, "ce_"), "ce_") is None
+    )
+
+
+def test_an_event_that_a_sender_has_made_is_a_message_like_any_other() -> None:
+    own = '{"content-type": "application/cloudevents+json; charset=utf-8"}'
+    event = f'{{"source": "urn:uuid:{UUID(int=6)}", "safshard": "1"}}'.encode()
+    what = given(row(headers=own, body=event))
+    headers = {name: value for name, value in said(what, 0).items() if value is not None}
+    assert source_of(said_of(headers, event, "ce_"), "ce_") == SOURCE
 
 
 def test_without_its_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

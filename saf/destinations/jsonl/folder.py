@@ -32,15 +32,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.destinations import Chunk, Stored
+from saf.destinations.disk import sync, unavailable_if_lost, write
 from saf.destinations.jsonl.lines import content, lines
 from saf.destinations.jsonl.state import (
     INSIDE,
     State,
     make_identity,
     read_state,
-    sync,
-    unavailable_if_lost,
-    write,
 )
 from saf.destinations.marks import NOTHING, Mark, Place
 from saf.destinations.places import guarded, judged, refuse

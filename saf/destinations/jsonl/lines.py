@@ -21,10 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.columns import MESSAGE
-from saf.destinations.texts import TEXT, moments, uuids, whole
-
-CONTROLS = [chr(number) for number in range(32)]
-SHORT = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r"}
+from saf.destinations.texts import TEXT, in_quotes, moments, quoted, uuids, whole
 
 
 def lines(rows: pa.Table, source: UUID) -> pa.Array:
@@ -52,7 +49,7 @@ def content(written: pa.Array) -> memoryview:
 def _body(values: pa.Array) -> list[pa.Array]:
     values = values.cast(pa.large_binary())
     try:
-        return [_field("body", _quoted(values.cast(TEXT)))]
+        return [_field("body", quoted(values.cast(TEXT)))]
     except pa.ArrowInvalid:  # some are not UTF-8
         texts = [_as_text(one) for one in values.to_pylist()]
     others = [
@@ -60,8 +57,8 @@ def _body(values: pa.Array) -> list[pa.Array]:
         for text, one in zip(texts, values.to_pylist(), strict=True)
     ]
     return [
-        _field("body", _quoted(pa.array(texts, TEXT))),
-        _field("body_base64", _quoted(pa.array(others, TEXT))),
+        _field("body", quoted(pa.array(texts, TEXT))),
+        _field("body_base64", quoted(pa.array(others, TEXT))),
     ]
 
 
@@ -77,44 +74,17 @@ def _field(name: str, written: pa.Array) -> pa.Array:
     return pc.binary_join_element_wise(_text(f',"{name}":'), written, _text(""))
 
 
-def _quoted(texts: pa.Array) -> pa.Array:
-    r"""Return texts as JSON writes them.
-
-    >>> _quoted(pa.array(['a"b\\c', "x\ny\x00", "grüezi"], TEXT)).to_pylist()
-    ['"a\\"b\\\\c"', '"x\\ny\\u0000"', '"grüezi"']
-    """
-    texts = pc.replace_substring(texts, "\\", "\\\\")
-    texts = pc.replace_substring(texts, '"', '\\"')
-    if pc.any(pc.match_substring_regex(texts, "[\\x00-\\x1f]")).as_py():
-        for control in CONTROLS:
-            written = SHORT.get(control, f"\\u{ord(control):04x}")
-            texts = pc.replace_substring(texts, control, written)
-    return _in_quotes(texts)
-
-
-def _uuids(values: pa.Array) -> pa.Array:
-    return _in_quotes(uuids(values))
-
-
-def _moments(values: pa.Array) -> pa.Array:
-    return _in_quotes(moments(values))
-
-
-def _in_quotes(plain: pa.Array) -> pa.Array:
-    return pc.binary_join_element_wise(_text('"'), plain, _text('"'), _text(""))
-
-
 def _plain(values: pa.Array) -> pa.Array:
     return values.cast(TEXT)
 
 
 WRITTEN: dict[str, Callable[[pa.Array], pa.Array]] = {
-    "uuid": _uuids,
-    "text": lambda values: _quoted(values.cast(TEXT)),
+    "uuid": lambda values: in_quotes(uuids(values)),
+    "text": lambda values: quoted(values.cast(TEXT)),
     "boolean": _plain,
     "bigint": _plain,
     "jsonb": _plain,
-    "timestamptz": _moments,
+    "timestamptz": lambda values: in_quotes(moments(values)),
 }
 """The function that writes a column's values, by the column's type in PostgreSQL."""
 

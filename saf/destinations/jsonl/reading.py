@@ -13,13 +13,13 @@ from uuid import UUID
 
 import pyarrow as pa
 
+from saf.destinations.disk import unavailable_if_lost
 from saf.destinations.jsonl.folder import draft_of, file_of
 from saf.destinations.jsonl.state import (
     INSIDE,
     known_of,
     read_identity,
     read_state,
-    unavailable_if_lost,
 )
 from saf.destinations.reading import Reading
 from saf.destinations.tables import HELD, TableReading

@@ -6,22 +6,17 @@ saf.json               what the folder is: its identity, made once
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 from uuid import NAMESPACE_URL, UUID, uuid4, uuid5
 
+from saf.destinations.disk import sync, unavailable_if_lost, write
 from saf.destinations.marks import Known, Mark, Place
-from saf.errors import Refused, Unavailable
 
 IDENTITY, INSIDE = "saf.json", ".saf"
-TO_MEND = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
 
 
 @dataclass(kw_only=True)
@@ -52,19 +47,6 @@ class State:
             state.marks[lane, shard] = Mark.of(batch, position, moment, acknowledged)
             state.epochs[lane, shard] = epoch
         return state
-
-
-@contextmanager
-def unavailable_if_lost(what: str) -> Iterator[None]:
-    """Raise `Unavailable` for what a file system says; `Refused` if a person has to mend it."""
-    try:
-        yield
-    except OSError as error:
-        reason = f"{error.strerror}: {error.filename}" if error.filename else str(error)
-        if error.errno in TO_MEND:
-            cure = "give this user a folder that it may write to"
-            raise Refused(what, reason, cure) from None
-        raise Unavailable(what, reason) from None
 
 
 def read_identity(what: str, folder: Path) -> UUID:
@@ -119,20 +101,3 @@ def known_of(what: str, folder: Path, source: UUID) -> Known:
     for (_, shard), epoch in state.epochs.items():
         epochs[shard] = max(epoch, epochs.get(shard, 0))
     return Known(destination=destination, marks=state.marks, epochs=epochs)
-
-
-def write(file: Path, content: Any) -> None:
-    """Write a file durably. Its name is durable only after `sync` of its folder."""
-    with file.open("wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
-
-
-def sync(folder: Path) -> None:
-    """Make the names of a folder's files durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 import pydantic
-from pydantic import AfterValidator, SecretStr
+from pydantic import AfterValidator, BeforeValidator, SecretStr
 
 from saf.destinations import Capabilities, Destination
 from saf.destinations.kafka.names import brokers, topic_name
 from saf.destinations.linked import check_certificates
-from saf.destinations.queues import Format, QueueSettings, client_needed
+from saf.destinations.queues import QueueSettings, client_needed
 from saf.destinations.reading import Reading
 from saf.destinations.settings import Guarantee, within
 
@@ -45,6 +45,28 @@ def _marks_topic(text: str) -> str:
     return text
 
 
+def _mechanism(given: object) -> object:
+    if given == "GSSAPI":
+        raise ValueError(
+            "GSSAPI cannot be used: the client's package is made without Kerberos; use "
+            "SCRAM-SHA-512, OAUTHBEARER, or a client's certificate with security_protocol = 'SSL'"
+        )
+    return given
+
+
+Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"]
+BY_PASSWORD = ("username", "password")
+BY_TOKEN = (
+    "sasl_oauthbearer_token_endpoint_url",
+    "sasl_oauthbearer_client_id",
+    "sasl_oauthbearer_client_secret",
+    "sasl_oauthbearer_scope",
+    "sasl_oauthbearer_extensions",
+    "https_ca_file",
+)
+"""The settings of a login by a token; it needs the first three."""
+
+
 class Kafka(QueueSettings):
     """Topics of a Kafka cluster."""
 
@@ -55,9 +77,6 @@ class Kafka(QueueSettings):
     kind: Literal["kafka"] = "kafka"
     brokers: Annotated[str, AfterValidator(_brokers)]
     """Some brokers of the cluster, which know the others: `host:9092,host:9092`."""
-    format: Format = "saf"  # type: ignore[assignment] # one more than others
-    """How headers are named: `saf-id` and so on, or as CloudEvents: `cloudevents` in binary mode,
-    `cloudevents-structured` with the body as the whole event."""
     marks_topic: Annotated[str, AfterValidator(_marks_topic)] = "saf.marks"
     """The topic of the marks; one that does not exist is made."""
     partitions: Annotated[int, within(1, 10_000)] | None = None
@@ -70,12 +89,26 @@ class Kafka(QueueSettings):
     """How messages are compressed."""
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
     """As in Kafka's own settings."""
-    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] | None = None
+    sasl_mechanism: Annotated[Mechanism, BeforeValidator(_mechanism)] | None = None
     """With SASL: how the user logs in."""
     username: str | None = None
-    """With SASL: the user."""
+    """With `PLAIN` and `SCRAM-…`: the user."""
     password: SecretStr | None = None
-    """With SASL: the user's password."""
+    """With `PLAIN` and `SCRAM-…`: the user's password."""
+    sasl_oauthbearer_token_endpoint_url: SecretStr | None = None
+    """With `OAUTHBEARER`: where a token is asked for, by the client's credentials. It is not shown,
+    because it may have a secret in it."""
+    sasl_oauthbearer_client_id: str | None = None
+    """With `OAUTHBEARER`: the client."""
+    sasl_oauthbearer_client_secret: SecretStr | None = None
+    """With `OAUTHBEARER`: the client's secret."""
+    sasl_oauthbearer_scope: str | None = None
+    """With `OAUTHBEARER`: what the token is asked for."""
+    sasl_oauthbearer_extensions: str | None = None
+    """With `OAUTHBEARER`: what the brokers are told too: `logicalCluster=lkc-1,…`."""
+    https_ca_file: Path | None = None
+    """With `OAUTHBEARER`: certificates that the endpoint's is checked with; by default, the
+    system's."""
     ca_file: Path | None = None
     """With TLS: certificates that the brokers' are checked with; by default, the system's."""
     certificate_file: Path | None = None
@@ -87,17 +120,31 @@ class Kafka(QueueSettings):
 
     @pydantic.model_validator(mode="after")
     def _has_what_its_protocol_needs(self) -> Self:
-        sasl = [name for name in ("sasl_mechanism", "username", "password") if getattr(self, name)]
-        if self.security_protocol.startswith("SASL"):
-            if len(sasl) < 3:  # noqa: PLR2004 - all of them
-                raise ValueError("SASL needs sasl_mechanism, username and password")
-        elif sasl:
-            raise ValueError(f"{sasl[0]} needs security_protocol = 'SASL_SSL' or 'SASL_PLAINTEXT'")
+        self._check_login()
         needed = "security_protocol = 'SSL' or 'SASL_SSL'"
         check_certificates(self, None if self.security_protocol.endswith("SSL") else needed)
         if self.key_password and not self.key_file:
             raise ValueError("key_password needs key_file")
         return self
+
+    def _check_login(self) -> None:
+        by_token = self.sasl_mechanism == "OAUTHBEARER"
+        given = [
+            name for name in ("sasl_mechanism", *BY_PASSWORD, *BY_TOKEN) if getattr(self, name)
+        ]
+        if not self.security_protocol.startswith("SASL"):
+            if given:
+                raise ValueError(
+                    f"{given[0]} needs security_protocol = 'SASL_SSL' or 'SASL_PLAINTEXT'"
+                )
+            return
+        if self.sasl_mechanism is None:
+            raise ValueError("SASL needs sasl_mechanism, username and password")
+        needed, other = (BY_TOKEN[:3], BY_PASSWORD) if by_token else (BY_PASSWORD, BY_TOKEN)
+        if missing := [name for name in needed if name not in given]:
+            raise ValueError(f"{self.sasl_mechanism} needs {' and '.join(missing)}")
+        if wrong := [name for name in other if name in given]:
+            raise ValueError(f"{self.sasl_mechanism} has no use for {wrong[0]}")
 
     def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
         """Return the topics as a destination; see `DestinationSettings.open`."""

@@ -23,6 +23,8 @@ from saf.destinations.queues import unusable
 from saf.errors import Refused, SafError, Unavailable
 
 if TYPE_CHECKING:
+    from pydantic import SecretStr
+
     from saf.destinations.kafka import Kafka
 
 SLICE_SECONDS = 0.25
@@ -40,6 +42,8 @@ NOT_YET = frozenset({
 """Codes after which a call goes on when it is made again: a broker has just come, or gone."""
 GONE = frozenset({KafkaError._ALL_BROKERS_DOWN})
 LOGIN = frozenset({KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED})
+LOGIN_CURE = "mend username, password and sasl_mechanism in saf.toml"
+TOKEN_CURE = "mend sasl_oauthbearer_… in saf.toml, or the endpoint that gives tokens"  # noqa: S105
 FENCED = frozenset({
     KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH,
     KafkaError.INVALID_PRODUCER_ID_MAPPING, KafkaError.INVALID_TXN_STATE,
@@ -126,11 +130,12 @@ def settings_of(settings: Kafka, voices: Voices) -> dict[str, Any]:
         "security.protocol": settings.security_protocol,
         "sasl.mechanism": settings.sasl_mechanism,
         "sasl.username": settings.username,
-        "sasl.password": settings.password and settings.password.get_secret_value(),
+        "sasl.password": _secret(settings.password),
+        **_by_token(settings),
         "ssl.ca.location": _path(settings.ca_file),
         "ssl.certificate.location": _path(settings.certificate_file),
         "ssl.key.location": _path(settings.key_file),
-        "ssl.key.password": settings.key_password and settings.key_password.get_secret_value(),
+        "ssl.key.password": _secret(settings.key_password),
         "socket.timeout.ms": milliseconds(bounds.statement_seconds),
         "socket.connection.setup.timeout.ms": milliseconds(bounds.network_seconds),
         "socket.nagle.disable": True,
@@ -138,6 +143,23 @@ def settings_of(settings: Kafka, voices: Voices) -> dict[str, Any]:
         "reconnect.backoff.max.ms": 1_000,
     }
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _by_token(settings: Kafka) -> dict[str, Any]:
+    """Return what a client is given that asks for a token."""
+    if settings.sasl_mechanism != "OAUTHBEARER":
+        return {}
+    return {
+        "sasl.oauthbearer.method": "oidc",
+        "sasl.oauthbearer.token.endpoint.url": _secret(
+            settings.sasl_oauthbearer_token_endpoint_url
+        ),
+        "sasl.oauthbearer.client.id": settings.sasl_oauthbearer_client_id,
+        "sasl.oauthbearer.client.secret": _secret(settings.sasl_oauthbearer_client_secret),
+        "sasl.oauthbearer.scope": settings.sasl_oauthbearer_scope,
+        "sasl.oauthbearer.extensions": settings.sasl_oauthbearer_extensions,
+        "https.ca.location": _path(settings.https_ca_file),
+    }
 
 
 def milliseconds(seconds: float) -> int:
@@ -169,7 +191,8 @@ def translated(what: str, settings: Kafka, error: KafkaError) -> SafError:
     said = settings.redact(error.str()) or error.name()
     code = error.code()
     if code in LOGIN:
-        return Refused(what, said, "mend username, password and sasl_mechanism in saf.toml")
+        by_token = settings.sasl_mechanism == "OAUTHBEARER"
+        return Refused(what, said, TOKEN_CURE if by_token else LOGIN_CURE)
     if code in RIGHTS:
         return unusable(what, said, "let its user do what docs/destinations.md lists")
     if code in TO_MEND:
@@ -177,6 +200,10 @@ def translated(what: str, settings: Kafka, error: KafkaError) -> SafError:
     unavailable = Unavailable(what, f"{settings.brokers}: {said}")
     unavailable.hangs = code == KafkaError._TIMED_OUT
     return unavailable
+
+
+def _secret(given: SecretStr | None) -> str | None:
+    return None if given is None else given.get_secret_value()
 
 
 def _path(file: object) -> str | None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -15,8 +14,8 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from saf.destinations.kafka.client import HARMLESS, settings_of
 from saf.destinations.kafka.server import Link, connected
-from saf.destinations.kafka.wire import EVENTS, STRUCTURED
-from saf.destinations.mapping import held_of, source_of
+from saf.destinations.kafka.wire import EVENTS
+from saf.destinations.mapping import held_of, said_of, source_of
 from saf.destinations.reading import Reading
 from saf.destinations.tables import HELD, TableReading
 from saf.destinations.written import known_of
@@ -82,7 +81,7 @@ def _held(name: str, link: Link) -> dict[UUID, Columns]:
                 raise CannotReadBack(name, f"its topic {topic} is compacted")
         for said in _messages(link, consumer, ends):
             if (source := source_of(said, EVENTS)) is not None:
-                columns = held[UUID(source)]
+                columns = held[source]
                 for column, value in held_of(said, EVENTS).items():
                     columns[column].append(value)
     finally:
@@ -103,8 +102,8 @@ def _range(link: Link, consumer: Consumer, place: TopicPartition) -> tuple[int, 
 
 def _messages(
     link: Link, consumer: Consumer, ends: dict[tuple[str, int], int]
-) -> Iterator[dict[str, str]]:
-    """Give the headers of all messages up to the ends of their partitions."""
+) -> Iterator[Mapping[str, str]]:
+    """Give what is said of all messages up to the ends of their partitions."""
     ends = dict(ends)
     consumer.assign([TopicPartition(topic, number, 0) for topic, number in ends])
     heard = time.monotonic()
@@ -127,15 +126,12 @@ def _messages(
             raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "its topics do not answer"))
 
 
-def _said(message: Any) -> dict[str, str]:
-    """Return the headers of a message; of one that is an event as a whole, its attributes."""
+def _said(message: Any) -> Mapping[str, str]:
+    """Return what is said of a message."""
     said: dict[str, str] = {}
     for name, value in message.headers() or ():
         try:
             said[name] = value.decode()
         except (AttributeError, UnicodeDecodeError):  # null, or not saf's
             continue
-    if said.get("content-type") != STRUCTURED:
-        return said
-    event = json.loads(message.value())
-    return {f"{EVENTS}{name}": str(value) for name, value in event.items()}
+    return said_of(said, message.value() or b"", EVENTS)

@@ -32,7 +32,6 @@ from saf.destinations.kafka import names, wire
 from saf.destinations.kafka.client import FENCED, errors
 from saf.destinations.kafka.server import OPEN, Link, open_link
 from saf.destinations.mapping import Mapped, mapped
-from saf.destinations.mapping import names as header_names
 from saf.destinations.marks import Mark, Place, shards_of
 from saf.destinations.places import guarded
 from saf.destinations.stepwise import Cut, Step, Stepwise
@@ -159,15 +158,15 @@ class Transactions(Stepwise[Link]):
     # Messages
 
     def _mapped(self, rows: pa.Table, source: UUID) -> Mapped:
-        form, link = self.settings.format, self._link
+        link = self._link
         assert link is not None  # noqa: S101 - connected before
         what = mapped(
             self.what,
             rows,
             source,
             topic=self.settings.topic,
-            form=form,
-            prefix="" if form == "cloudevents-structured" else wire.EVENTS,
+            form=self.settings.format,
+            prefix=wire.EVENTS,
         )
         limits = link.limits(wire.topics(self.what, what, self.settings.marks_topic))
         if what.count:
@@ -266,11 +265,7 @@ class Transactions(Stepwise[Link]):
     def _produce(self, producer: Producer, what: Mapped) -> None:
         """Give the client messages. It sends them meanwhile, and says at the end what failed."""
         give: Any = producer.produce
-        of = header_names(self.settings.format, _prefix(self.settings))["key"]
-        keys = what.headers.get(of)
-        if keys is None or isinstance(keys, str):
-            keys = pa.repeat(pa.scalar(keys, pa.large_string()), what.count)
-        for topic, body, key, headers in wire.records(what, self.settings.format, keys):
+        for topic, body, key, headers in wire.records(what):
             while True:
                 try:
                     give(topic, body, key, headers=headers)
@@ -278,10 +273,6 @@ class Transactions(Stepwise[Link]):
                     producer.poll(0.1)
                 else:
                     break
-
-
-def _prefix(settings: Kafka) -> str:
-    return "" if settings.format == "cloudevents-structured" else wire.EVENTS
 
 
 def _pause(turn: int) -> None:

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.destinations import Chunk
-from saf.destinations.mapping import Mapped, mapped, names
+from saf.destinations.mapping import Mapped, mapped
 from saf.destinations.marks import MAIN, Place
 from saf.destinations.nats import subjects, wire
 from saf.destinations.nats.server import (
@@ -94,7 +94,8 @@ class Batches(Stepwise[Link]):
     def _prepare(self, link: Link) -> UUID:
         config = link.config()
         self._takes = config["subjects"]
-        self._largest = int(link.connection.info["max_payload"])
+        largest = self.settings.capabilities.largest_body or 0
+        self._largest = min(int(link.connection.info["max_payload"]), largest + wire.LARGEST_HEAD)
         if 0 < (limit := int(config.get("max_msg_size", -1))) < self._largest:
             self._largest = limit
         return link.make_identity()
@@ -181,7 +182,7 @@ class Batches(Stepwise[Link]):
     def _end(self, link: Link, source: UUID, batch: Batch) -> None:
         """Send the marks of a batch, of which the last one ends it."""
         step, stream = batch.step, self.settings.stream
-        counts = _counts(step.what, self.settings)
+        counts = _counts(step.what)
         there: dict[Place, There] = {}
         parts = []
         for number, (place, text) in enumerate(step.after.items(), start=1):
@@ -239,11 +240,9 @@ def _guarded(chunk: Chunk, rows: pa.Table) -> list[Place]:
     return [place for place in guarded(replace(chunk, rows=rows)) if place[1] in shards]
 
 
-def _counts(what: Mapped | None, settings: Nats) -> dict[str, int]:
+def _counts(what: Mapped | None) -> dict[str, int]:
     """Return how many messages there are of each shard, by its text."""
     if what is None:
         return {}
-    values = what.headers[names(settings.format, wire.EVENTS)["shard"]]
-    if isinstance(values, str):
-        return {values: what.count}
+    values = what.each("shard")
     return {one["values"]: one["counts"] for one in pc.value_counts(values).to_pylist()}

@@ -12,7 +12,7 @@ from uuid import UUID
 
 import pyarrow as pa
 
-from saf.destinations.mapping import held_of, source_of
+from saf.destinations.mapping import held_of, said_of, source_of
 from saf.destinations.marks import MAIN, Place
 from saf.destinations.nats import subjects
 from saf.destinations.nats.connection import Received
@@ -49,9 +49,10 @@ def read(name: str, settings: Nats) -> Iterator[Reading]:
             moments[source].learn(questions, source)
         until = max((one.until for one in moments.values()), default=0)
         for one in questions.messages(until):
-            said = {name: unquote(value) for name, value in one.headers().items()}
+            headers = {name: unquote(value) for name, value in one.headers().items()}
+            said = said_of(headers, one.body, EVENTS)
             if (of := source_of(said, EVENTS)) is not None:
-                moments[UUID(of)].add(said)
+                moments[of].add(int(headers["Nats-Sequence"]), said)
         for moment in moments.values():
             if (gone := moment.stored - moment.found) > 0:
                 raise CannotReadBack(name, f"{gone:,} messages were removed from its stream")
@@ -85,9 +86,9 @@ class Moment:
             self.stored += int(headers.get(STORED, 0)) if place[0] == MAIN else 0
         self.until = questions.until
 
-    def add(self, said: Mapping[str, str]) -> None:
+    def add(self, sequence: int, said: Mapping[str, str]) -> None:
         """Add a message, if it was there at that moment."""
-        if int(said["Nats-Sequence"]) <= self.until:
+        if sequence <= self.until:
             self.found += 1
             for name, value in held_of(said, EVENTS).items():
                 self._columns[name].append(value)

@@ -14,14 +14,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from saf.destinations.mapping import Mapped, names
+from saf.destinations.events import CONTENT_TYPE
+from saf.destinations.mapping import Mapped
 from saf.destinations.packed import BYTES, NONE, joined, sizes
-from saf.destinations.queues import Format
 from saf.errors import Rejected
 
 EVENTS = "cloudEvents_"
 """What stands before an attribute of CloudEvents: there is no binding for AMQP 0.9.1, so 1.0's."""
-CONTENT_TYPE = "content-type"
 LONGEST = 255
 """The longest name of a header, routing key or content type, in bytes."""
 HAS_CONTENT_TYPE, HAS_HEADERS, HAS_MODE, HAS_ID = 1 << 15, 1 << 13, 1 << 12, 1 << 7
@@ -43,7 +42,7 @@ def check(where: str, what: Mapped) -> None:
                 raise Rejected(where, f"the name of a header has more than {LONGEST} bytes")
 
 
-def properties(what: Mapped, form: Format) -> list[bytes]:
+def properties(what: Mapped) -> list[bytes]:
     """Return the properties of each message."""
     constant = b"".join(
         _pair(name, values) for name, values in what.headers.items() if isinstance(values, str)
@@ -58,8 +57,8 @@ def properties(what: Mapped, form: Format) -> list[bytes]:
     parts.append(pa.array(own, BYTES).take(pa.array(what.which)))
     table = joined(*parts)
     first = [_first(one.get(CONTENT_TYPE)) for one in what.own]
-    ids = what.headers[names(form, EVENTS)["message_id"]]
-    assert not isinstance(ids, str)  # noqa: S101 - each message has its own
+    ids = what.each("message_id")
+    assert ids is not None  # noqa: S101 - each message has one
     made: list[bytes] = joined(
         pa.array(first, BYTES).take(pa.array(what.which)),
         sizes(table),

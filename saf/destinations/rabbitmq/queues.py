@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from saf.destinations import Chunk, Stored
-from saf.destinations.mapping import mapped, names
+from saf.destinations.mapping import mapped
 from saf.destinations.marks import Mark, Place
 from saf.destinations.places import not_for
 from saf.destinations.rabbitmq.properties import EVENTS, check, properties
@@ -78,12 +78,12 @@ class Queues:
         check(self.what, what)
         fail_point("mom_insert")
         if what.count:
-            said = what.headers[names(self.settings.format, EVENTS)["message_id"]]
-            assert not isinstance(said, str)  # noqa: S101 - each message has its own
+            said = what.each("message_id")
+            assert said is not None  # noqa: S101 - each message has one
             ids: list[str] = said.to_pylist()
             fresh = [place for place, one in enumerate(ids) if one not in self._there]
             topics = [what.topics[topic] for topic in what.topic[fresh].tolist()]
-            encoded = properties(what, self.settings.format)
+            encoded = properties(what)
             bodies: list[bytes] = what.body.take(pa.array(fresh, pa.int64())).to_pylist()
             with self._sending([ids[place] for place in fresh]) as channel:
                 channel.publish(topics, [encoded[place] for place in fresh], bodies)

@@ -13,12 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from saf.destinations.events import CONTENT_TYPE
 from saf.destinations.mapping import Mapped
 from saf.destinations.packed import BYTES, NONE, joined, numbers, sizes
 
 EVENTS = "cloudEvents_"
 """What stands before an attribute of CloudEvents, as the binding for AMQP says."""
-CONTENT_TYPE = "content-type"
 
 SECTION = b"\0\x53"
 PROPERTIES, APPLICATION_PROPERTIES, DATA = 0x73, 0x74, 0x75

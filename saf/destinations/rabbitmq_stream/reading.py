@@ -9,7 +9,7 @@ from uuid import UUID
 
 import pyarrow as pa
 
-from saf.destinations.mapping import held_of, source_of
+from saf.destinations.mapping import held_of, said_of, source_of
 from saf.destinations.marks import Known
 from saf.destinations.rabbitmq_stream import amqp
 from saf.destinations.rabbitmq_stream.connection import Connection
@@ -33,11 +33,11 @@ def read(name: str, settings: RabbitmqStream) -> Iterator[Reading]:
     """
     with connected(name, settings) as link:
         identity = link.identity()
-        columns: dict[str, dict[str, list[Any]]] = {}
+        columns: dict[UUID, dict[str, list[Any]]] = {}
         known: dict[UUID, Known] = {}
         streams: dict[str, list[Journal]] = {}
         for source in link.sources():
-            columns[str(source)] = {column: [] for column in HELD.names}
+            columns[source] = {column: [] for column in HELD.names}
             journal = link.journal(source)
             journal.follow()
             known[source] = journal.known(identity)
@@ -55,7 +55,7 @@ def read(name: str, settings: RabbitmqStream) -> Iterator[Reading]:
         yield TableReading(
             name=name,
             is_=identity,
-            read=lambda source: pa.table(columns.get(str(source), nothing), schema=HELD),
+            read=lambda source: pa.table(columns.get(source, nothing), schema=HELD),
             knows=lambda source: known.get(source) or Known(destination=identity),
         )
 
@@ -68,7 +68,7 @@ def entries(connection: Connection, stream: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _read(
-    connection: Connection, stream: str, columns: dict[str, dict[str, list[Any]]]
+    connection: Connection, stream: str, columns: dict[UUID, dict[str, list[Any]]]
 ) -> int | None:
     """Add the messages of a stream, one by one; return the number of the first one, if any.
 
@@ -77,11 +77,12 @@ def _read(
     first = None
     for number, message in entries(connection, stream):
         first = number if first is None else first
-        headers, _ = amqp.read(message)
-        if (of := columns.get(source_of(headers, amqp.EVENTS) or "")) is not None:
-            said = held_of(headers, amqp.EVENTS)
-            for column, values in of.items():
-                values.append(said[column])
+        said = said_of(*amqp.read(message), amqp.EVENTS)
+        source = source_of(said, amqp.EVENTS)
+        if source is not None and source in columns:
+            held = held_of(said, amqp.EVENTS)
+            for column, values in columns[source].items():
+                values.append(held[column])
     return first
 
 

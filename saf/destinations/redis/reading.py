@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ from uuid import UUID
 
 import pyarrow as pa
 
-from saf.destinations.mapping import held_of, source_of
+from saf.destinations.mapping import held_of, said_of, source_of
 from saf.destinations.reading import Reading
 from saf.destinations.redis import keys
 from saf.destinations.redis.server import Link, connected
@@ -78,20 +78,21 @@ class Moment:
         """Return the columns that are needed of each message. Python reads them one by one."""
         columns: dict[str, list[Any]] = {name: [] for name in HELD.names}
         for key, end in self._ends.items():
-            for fields in self._entries(key, end):
-                if source_of(fields, EVENTS) == str(self._source):
-                    message = held_of(fields, EVENTS)
+            for said in self._entries(key, end):
+                if source_of(said, EVENTS) == self._source:
+                    message = held_of(said, EVENTS)
                     for name, values in columns.items():
                         values.append(message[name])
         return pa.table(columns, schema=HELD)
 
-    def _entries(self, key: bytes, end: bytes) -> Iterator[dict[str, str]]:
-        """Give the headers of entries; their bodies may be no text."""
+    def _entries(self, key: bytes, end: bytes) -> Iterator[Mapping[str, str]]:
+        """Give what is said of entries; their bodies may be no text."""
         first = "-"
         while entries := self._link.client.xrange(key, first, end, count=AT_ONCE):
             for _, fields in entries:
-                fields.pop(BODY.encode(), None)
-                yield {name.decode(): value.decode() for name, value in fields.items()}
+                body = fields.pop(BODY.encode(), b"")
+                headers = {name.decode(): value.decode() for name, value in fields.items()}
+                yield said_of(headers, body, EVENTS)
             first = f"({entries[-1][0].decode()}"
 
 

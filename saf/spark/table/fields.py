@@ -32,31 +32,24 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from saf.columns import MESSAGE, SPARK
+from saf.columns import IN_TABLES, SPARK
 from saf.config import did_you_mean
 from saf.destinations.texts import uuids
 from saf.errors import ConfigurationError
 from saf.log.columns import bounded
 
 TEXT = "text"
-IN_POSTGRESQL = {
-    "id": "bigint",
-    "shard": "smallint",
-    **{column.name: column.type for column in MESSAGE},
-    "source": "uuid",
-    "received_at": "timestamptz",
-}
-"""The columns of an inbox with their types in PostgreSQL; an outbox lacks the last two."""
 ONLY_INBOX = ("source", "received_at")
 OF_SPARK: dict[str, DataType] = {
     "string": StringType(),
     "boolean": BooleanType(),
+    "int": IntegerType(),
     "long": LongType(),
     "binary": BinaryType(),
     "timestamp": TimestampType(),
 }
 """Spark's types by their names, because to look them up takes a JVM."""
-UUIDS = tuple(name for name, type_ in IN_POSTGRESQL.items() if type_ == "uuid")
+UUIDS = tuple(name for name, type_ in IN_TABLES.items() if type_ == "uuid")
 
 NAMES_OF_HEADERS, VALUES_OF_HEADERS = "header_names", "header_values"
 # Both functions give a jsonb's members in the order in which it stores them
@@ -105,7 +98,7 @@ def check_schema(log: str, asked: StructType) -> None:
 def columns_read(asked: StructType, others: Iterable[str]) -> list[str]:
     """The columns of the log that are read for those asked for and for ``others``."""
     names = {"body" if name == TEXT else name for name in asked.fieldNames()}
-    return [name for name in IN_POSTGRESQL if name in {"id", *names, *others}]
+    return [name for name in IN_TABLES if name in {"id", *names, *others}]
 
 
 def at_source(names: Iterable[str], *, kept: bool) -> list[str | sql.Composable]:
@@ -176,9 +169,9 @@ def _map(names: pa.Array, values: pa.Array, type_: pa.DataType) -> pa.Array:
 def _types(log: str) -> dict[str, tuple[DataType, ...]]:
     """The types in which each column can be had."""
     types: dict[str, tuple[DataType, ...]] = {}
-    for name, type_ in IN_POSTGRESQL.items():
+    for name, type_ in IN_TABLES.items():
         if log == "inbox" or name not in ONLY_INBOX:
-            types[name] = (IntegerType() if type_ == "smallint" else OF_SPARK[SPARK[type_]],)
+            types[name] = (OF_SPARK[SPARK[type_]],)
     types["headers"] = (MapType(StringType(), StringType()), StringType())
     types[TEXT] = (StringType(),)
     return types

@@ -18,6 +18,7 @@ from saf.ui.pages import (
     outbox,
     overview,
     parked,
+    parked_messages,
     routes,
 )
 from saf.ui.site import Visit
@@ -43,6 +44,9 @@ PAGES: Mapping[str, Page] = {
     "/parked": Page(page=parked.lanes),
     "/parked/confirm": Page(page=parked.confirm, operates=True),
     "/parked/retry": Page(page=parked.retry, changes=True, operates=True),
+    "/parked/messages": Page(page=parked_messages.messages),
+    "/parked/messages/confirm": Page(page=parked_messages.confirm, changes=True, operates=True),
+    "/parked/messages/decide": Page(page=parked_messages.decide, changes=True, operates=True),
     "/dead": Page(page=dead.letters),
     "/dead/confirm": Page(page=dead.confirm, changes=True, operates=True),
     "/dead/decide": Page(page=dead.decide_, changes=True, operates=True),

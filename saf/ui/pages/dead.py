@@ -93,7 +93,7 @@ def confirm(visit: Visit) -> Response:
 def decide_(visit: Visit) -> Response:
     """Begin the job that was confirmed."""
     action, to = _action(visit), visit.given("to")
-    decision: Decision
+    decision: Decision[Filter]
     if action == "redirect":
         decision, what = partial(decide.redirect, to=to or ""), f"redirect to {to}"
     else:

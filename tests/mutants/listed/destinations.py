@@ -17,9 +17,52 @@ SCRIPT, STREAMS = "saf/destinations/redis/script.py", "saf/destinations/redis/st
 NATS, KAFKA = "contract/test_nats.py", "contract/test_kafka.py"
 RABBITMQ, RABBITMQ_STREAM = "contract/test_rabbitmq_stream.py", "saf/destinations/rabbitmq_stream"
 QUEUES = "contract/test_rabbitmq.py"
+DELTA, LAKE = "saf/destinations/delta", "contract/test_delta.py"
 REDIS, ROUTED = "contract/test_redis.py", "contract/test_redis_routed.py"
 
 MUTANTS: list[Mutant] = [
+    mutant(
+        "a commit to a table does not say the epochs of its shards",
+        f"{DELTA}/table.py",
+        "transactions(chunk.source, moved, epoch_of)",
+        "transactions(chunk.source, moved, {})",
+        f"{LAKE}::test_a_new_owner_that_stores_before_the_commit_fences_it",
+    ),
+    mutant(
+        "files of a commit that failed stay",
+        f"{DELTA}/table.py",
+        "            opened.files.remove(one.path for one in added)\n",
+        "",
+        f"{LAKE}::test_a_new_owner_that_stores_before_the_commit_fences_it",
+    ),
+    mutant(
+        "readers of a table expect the least value of each column",
+        f"{DELTA}/making.py",
+        '    "delta.dataSkippingStatsColumns": ",".join(COUNTED),\n',
+        "",
+        f"{LAKE}::test_a_query_by_any_column_finds_its_rows",
+    ),
+    mutant(
+        "marks in checkpoints are not read",
+        f"{DELTA}/log.py",
+        "                self._numbers |= self._of_checkpoint(path)\n",
+        "                pass\n",
+        f"{LAKE}::test_marks_are_kept_by_checkpoints",
+    ),
+    mutant(
+        "a table without its files is another one",
+        f"{DELTA}/link.py",
+        "return uuid5(NAMESPACE_URL, folder.resolve().as_uri() if folder else self.settings.table)",
+        "import uuid; return uuid.uuid4()",
+        f"{LAKE}::test_a_table_that_is_gone_is_not_taken_for_a_new_one",
+    ),
+    mutant(
+        "a table's folder is made where it is not mounted",
+        f"{DELTA}/files.py",
+        "if file.parent != self._folder and not file.parent.exists():",
+        "if not file.parent.exists():",
+        f"{LAKE}::test_a_table_that_is_taken_away_before_the_commit_gets_the_messages_later",
+    ),
     mutant(
         "watermarks are read without a lock",
         INBOX,
@@ -399,8 +442,29 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a sender's header stands for saf's",
         "saf/destinations/mapping.py",
-        "taken = {*of.values(), *headers, *reserved}",
+        "taken = {*of.values(), *reserved}",
         "taken = {*reserved}",
         f"{ROUTED}::test_headers_of_the_sender_are_fields_and_what_cannot_be_one_is_a_dead_letter",
+    ),
+    mutant(
+        "beside a whole event, a sender's header stands for saf's",
+        "saf/destinations/mapping.py",
+        '        taken.update(names("saf", prefix).values())\n',
+        "        taken = {*reserved}\n",
+        "unit/test_mapping.py::test_headers_that_cannot_be_given_are_rejected",
+    ),
+    mutant(
+        "an event that a sender has made is read in the place of saf's headers",
+        "saf/destinations/mapping.py",
+        "    if source_of(headers, prefix) is not None:\n",
+        "    if False:\n",
+        "unit/test_mapping.py::test_an_event_that_a_sender_has_made_is_a_message_like_any_other",
+    ),
+    mutant(
+        "what is nearly JSON is in an event as it is",
+        "saf/destinations/events.py",
+        "from_json(body, allow_inf_nan=False)",
+        "from_json(body, allow_inf_nan=True)",
+        "unit/test_doctests.py",
     ),
 ]

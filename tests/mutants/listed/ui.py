@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, mutant
 
 ACCESS, PAGES, BULK = "ui/test_ui_access.py", "ui/test_ui_pages.py", "contract/test_bulk.py"
+DECIDED = "contract/test_decide_parked.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
@@ -59,8 +60,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a decision about many does not end where it began",
         "saf/operating/bulk.py",
-        "chosen = replace(chosen, through=dead.last(connection))",
-        "chosen = replace(chosen, through=None)",
+        "chosen = chosen.until_now(connection)",
+        "chosen.until_now(connection)",
         f"{BULK}::test_what_dies_after_the_decision_is_not_touched",
     ),
     mutant(
@@ -69,5 +70,41 @@ MUTANTS: list[Mutant] = [
         "s.log = 'outbox' AND d.conversation_id IS NULL",
         "d.conversation_id IS NULL",
         f"{BULK}::test_a_receivers_dead_letter_is_not_redirected",
+    ),
+    mutant(
+        "a person decides about parked messages that a forwarder has in hand",
+        "saf/engine/releasing.py",
+        "with self.source_session.in_hand(destination):",
+        "if destination:",
+        f"{DECIDED}::test_nobody_decides_about_what_a_forwarder_has_in_hand",
+    ),
+    mutant(
+        "a task that has lost its session goes on with what it has read",
+        "saf/engine/parked_lanes.py",
+        "if self.source_session.let_slip():",
+        "if self.source_session.let_slip() and self.over:",
+        f"{DECIDED}::test_a_task_that_loses_its_session_leaves_alone_what_was_decided_meanwhile",
+    ),
+    mutant(
+        "what the open batch has set aside is discarded",
+        "saf/setaside/parked_messages.py",
+        "p.id > t.position AND p.parked_at >= t.opened_at",
+        "p.id < 0",
+        f"{DECIDED}::test_what_the_open_batch_has_set_aside_beyond_its_position_stays",
+    ),
+    mutant(
+        "what a receiver has in hand is discarded",
+        "saf/operating/decide_parked.py",
+        'mine |= {(subscription_id, "", shard) for (shard,) in fetch(connection, CLAIM, claimed)}',
+        'mine |= {(subscription_id, "", shard) for shard in claimed["shards"]}',
+        f"{DECIDED}::test_nobody_decides_about_what_a_receiver_has_in_hand",
+    ),
+    mutant(
+        "what is parked after the count is decided about too",
+        "saf/ui/pages/parked_messages.py",
+        "about[name] = broker, replace(which, through=through[name])",
+        "about[name] = broker, which",
+        "ui/test_ui_parked.py"
+        "::test_what_is_parked_between_the_count_and_the_decision_is_left_alone",
     ),
 ]

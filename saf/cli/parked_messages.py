@@ -1,0 +1,210 @@
+"""``saf parked messages``, ``discard`` and ``redirect``: parked messages, one by one."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from itertools import chain
+from typing import Annotated, Any
+from uuid import UUID
+
+import psycopg
+import typer
+
+from saf.cli.brokers import AsJson, Before, Config, Name, Round, Why, chosen
+from saf.cli.console import echo
+from saf.cli.listing import Listing
+from saf.config import did_you_mean, load
+from saf.errors import ConfigurationError, UsageError
+from saf.operating import decide_parked
+from saf.operating.bulk import Decision, in_chunks
+from saf.operating.wording import at, counted
+from saf.setaside import parked_messages
+from saf.setaside.lane import Kind
+from saf.setaside.parked_messages import ParkedFilter, ParkedMessage
+
+MOST = 1_000_000_000
+"""More than there are: a command may take the time to count all."""
+
+Ids = Annotated[
+    list[int] | None, typer.Argument(help="Numbers, as `saf parked messages` shows them.")
+]
+Subscription = Annotated[str | None, typer.Option(help="Only what this one set aside.")]
+Destination = Annotated[str | None, typer.Option(help="Only what waits for this one.")]
+LaneKind = Annotated[Kind | None, typer.Option("--kind", help="Only lanes of this kind.")]
+Subject = Annotated[
+    str | None, typer.Option(help="Only the lane of this service, key, shard or conversation.")
+]
+Service = Annotated[str | None, typer.Option(help="Only those for this service.")]
+Key = Annotated[str | None, typer.Option(help="Only those with this key.")]
+All = Annotated[bool, typer.Option("--all", help="Really all, where no filter is given.")]
+CountFirst = Annotated[bool, typer.Option("--dry-run", help="Only say how many they are.")]
+
+
+def messages(
+    ids: Ids = None,
+    *,
+    config: Config = None,
+    broker: Name = None,
+    subscription: Subscription = None,
+    destination: Destination = None,
+    kind: LaneKind = None,
+    subject: Subject = None,
+    service: Service = None,
+    key: Key = None,
+    before: Before = None,
+    after: Annotated[
+        int | None, typer.Option(help="Only those with greater numbers: the next page.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many to show at most.")] = 100,
+    as_json: AsJson = False,
+) -> None:
+    """Show parked messages one by one.
+
+    Those that were parked first come first.
+    """
+    which = ParkedFilter(
+        parked_ids=ids or None, subscription=subscription, destination=destination, lane=kind,
+        subject=subject, service=service, key=key, before=before, after=after,
+    )  # fmt: skip
+    round_ = Round(chosen(load(config), broker))
+    found = round_.visit(
+        "parked",
+        lambda connection, _: parked_messages.parked_messages(connection, which, limit),
+    )
+    if as_json:
+        rows = [{"broker": name, **one.as_dict()} for name, some in found.items() for one in some]
+        echo(json.dumps({"parked": rows, "errors": round_.errors()}))
+    else:
+        _listing(found).show()
+    round_.finish(say=not as_json)
+
+
+def discard(
+    ids: Ids = None,
+    *,
+    config: Config = None,
+    broker: Name = None,
+    subscription: Subscription = None,
+    destination: Destination = None,
+    kind: LaneKind = None,
+    subject: Subject = None,
+    service: Service = None,
+    key: Key = None,
+    before: Before = None,
+    why: Why = "",
+    everything: All = False,
+    dry_run: CountFirst = False,
+    as_json: AsJson = False,
+) -> None:
+    """Give parked messages up for good.
+
+    What a forwarder or a receiver has in hand stays as it is.
+    """
+    which = _filter(
+        everything=everything, parked_ids=ids or None, subscription=subscription,
+        destination=destination, lane=kind, subject=subject, service=service, key=key,
+        before=before,
+    )  # fmt: skip
+    round_ = Round(chosen(load(config), broker))
+    _act(round_, decide_parked.discard, which, why, dry_run=dry_run, as_json=as_json)
+
+
+def redirect(
+    ids: Ids = None,
+    *,
+    to: Annotated[str, typer.Option(help="The destination, by its name in saf.toml.")],
+    config: Config = None,
+    broker: Name = None,
+    subscription: Subscription = None,
+    destination: Destination = None,
+    kind: LaneKind = None,
+    subject: Subject = None,
+    service: Service = None,
+    key: Key = None,
+    before: Before = None,
+    why: Why = "",
+    everything: All = False,
+    dry_run: CountFirst = False,
+    as_json: AsJson = False,
+) -> None:
+    """Send parked messages to another destination.
+
+    The forwarder does, in order. Those of receivers and of dialogs stay as they are.
+    """
+    which = _filter(
+        everything=everything, parked_ids=ids or None, subscription=subscription,
+        destination=destination, lane=kind, subject=subject, service=service, key=key,
+        before=before,
+    )  # fmt: skip
+    settings = load(config)
+    if to not in settings.destinations:
+        raise ConfigurationError(
+            f"--to {to}: there is no [destinations.{to}] in saf.toml"
+            f"{did_you_mean(to, settings.destinations)}"
+        )
+    round_ = Round(chosen(settings, broker))
+    decision = partial(decide_parked.redirect, to=to)
+    _act(round_, decision, which, why, to=to, dry_run=dry_run, as_json=as_json)
+
+
+def _filter(*, everything: bool, **given: Any) -> ParkedFilter:
+    which = ParkedFilter(**given)
+    if which == ParkedFilter() and not everything:
+        raise UsageError("which parked messages? Give numbers, a filter, or --all")
+    return which
+
+
+def _act(
+    round_: Round,
+    decision: Decision[ParkedFilter],
+    which: ParkedFilter,
+    why: str,
+    *,
+    to: str | None = None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    if dry_run:
+        _count(round_, which, to, as_json=as_json)
+        return
+
+    def act(connection: psycopg.Connection[Any], _: object) -> list[UUID]:
+        return [*chain.from_iterable(in_chunks(connection, decision, which, why))]
+
+    done = round_.visit("parked", act)
+    if as_json:
+        ids = {name: [str(number) for number in numbers] for name, numbers in done.items()}
+        echo(json.dumps({"message_ids": ids, "errors": round_.errors()}))
+    else:
+        for name, numbers in done.items():
+            echo(f"{name}: {counted(len(numbers), 'message')}")
+    round_.finish(say=not as_json)
+
+
+def _count(round_: Round, which: ParkedFilter, to: str | None, *, as_json: bool) -> None:
+    found = round_.visit(
+        "parked", lambda connection, _: parked_messages.count(connection, which, MOST, to=to)
+    )
+    if as_json:
+        counts = {name: {"messages": one.messages, "stay": one.staying}
+                  for name, one in found.items()}  # fmt: skip
+        echo(json.dumps({"parked": counts, "errors": round_.errors()}))
+    else:
+        for name, one in found.items():
+            stay = f"; {counted(one.staying, 'other')} would stay" if one.staying else ""
+            echo(f"{name}: {counted(one.messages, 'parked message')}{stay}")
+    round_.finish(say=not as_json)
+
+
+def _listing(found: dict[str, list[ParkedMessage]]) -> Listing:
+    listing = Listing(
+        "broker", "number", "when", "lane", "set aside by", "service", "key", "bytes", below="error"
+    )
+    for name, some in found.items():
+        for one in some:
+            listing.add(
+                name, str(one.parked_id), at(one.parked_at), str(one.lane), one.subscription,
+                one.service, one.key or "", f"{one.bytes:,}", below=one.error or "",
+            )  # fmt: skip
+    return listing

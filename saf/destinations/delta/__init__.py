@@ -1,0 +1,131 @@
+"""The kind ``delta``: a table of Delta Lake, to which messages are appended exactly once.
+
+    [destinations.lake]
+    kind = "delta"
+    table = "/data/lake/messages"           # or s3://bucket/messages
+    partition_by = "day"
+
+    [destinations.lake.promote]             # members of JSON bodies that get a column
+    amount = "double"
+
+`saf.destinations.delta.table` tells how a chunk is stored, `saf.destinations.delta.columns` what a
+row is, `saf.destinations.delta.marks` where the marks are. The client is the extra ``delta``, the
+package deltalake: no JVM.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, SecretStr
+
+from saf.columns import IN_TABLES
+from saf.destinations import Capabilities, Destination
+from saf.destinations.delta.names import DAY
+from saf.destinations.linked import LinkedSettings
+from saf.destinations.queues import client_needed
+from saf.destinations.reading import Reading
+from saf.destinations.settings import Guarantee
+
+if TYPE_CHECKING:
+    from saf.destinations.delta.link import Link
+
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[^/]+/.+")
+NOT_IN_NAMES = " ,;{}()\n\t="
+
+
+def _table(text: str) -> str:
+    if "://" not in text:
+        if not text:
+            raise ValueError("is empty")
+        return str(Path(text).absolute())
+    if not ADDRESS.fullmatch(text) or text.startswith("file:"):
+        raise ValueError(f"{text!r} is neither a folder nor an address such as s3://bucket/table")
+    return text.rstrip("/")
+
+
+def _promoted(fields: dict[str, str]) -> dict[str, str]:
+    for name in fields:
+        if name.lower() in {*IN_TABLES, DAY}:
+            raise ValueError(f"{name!r}: each table has such a column already")
+        if not name or set(name) & set(NOT_IN_NAMES):
+            raise ValueError(f"{name!r} cannot be the name of a column")
+    if len({name.lower() for name in fields}) < len(fields):
+        raise ValueError("the names of two columns differ in more than upper and lower case")
+    return fields
+
+
+class Delta(LinkedSettings):
+    """A table of Delta Lake."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        exactly_once=True, fences=True, reads_back=True, takes_dialogs=False
+    )
+
+    kind: Literal["delta"] = "delta"
+    table: Annotated[str, AfterValidator(_table)]
+    """The table: a folder, which exists, or an address such as `s3://bucket/table`. An empty one
+    becomes a table at the first message."""
+    partition_by: Literal["day", "service", "nothing"] = "day"
+    """By what the table's files are kept apart: the day of `created_at`, in the column `day`; the
+    service, `to_service`; or nothing."""
+    promote: Annotated[
+        dict[str, Literal["string", "long", "double", "boolean", "timestamp"]],
+        AfterValidator(_promoted),
+    ] = Field(default_factory=dict)
+    """Members of bodies that are JSON objects, each with the type of the column that it gets. The
+    table gets columns that it does not have; what is not of this type is NULL there."""
+    storage_options: dict[str, SecretStr] = Field(default_factory=dict)
+    """What the object store's client is told, such as `AWS_ACCESS_KEY_ID`; all of it counts as
+    secret."""
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the table is, if it is on this machine."""
+        return None if "://" in self.table else Path(self.table)
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What deltalake is given for an object store; it waits within saf's bounds."""
+        if self.folder:
+            return {}
+        waits = {
+            "connect_timeout": f"{self.bounds.network_seconds:g}s",
+            "timeout": f"{self.bounds.statement_seconds:g}s",
+        }
+        said = {name: value.get_secret_value() for name, value in self.storage_options.items()}
+        return waits | said
+
+    def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
+        """Return the table as a destination; see `DestinationSettings.open`."""
+        with client_needed(name, "delta"):
+            from saf.destinations.delta.table import Table  # needs Arrow; a driver has none
+        return Table(name, self)
+
+    @contextmanager
+    def _connected(self, name: str) -> Iterator[Link]:
+        with client_needed(name, "delta"):
+            from saf.destinations.delta.link import Link
+        yield Link(name, self)
+
+    def reading(self, name: str) -> AbstractContextManager[Reading]:
+        """Open the table for reading; see `DestinationSettings.reading`."""
+        with client_needed(name, "delta"):
+            from saf.destinations.delta.reading import read
+        return read(name, self)
+
+    def problems(self, name: str) -> Iterator[tuple[str, str]]:
+        """Give what is wrong with the table; see `DestinationSettings.problems`."""
+        with self._connected(name) as link:
+            yield from link.problems()
+
+    def guarantee(self, name: str) -> Guarantee:
+        """Return what the place of the table really gives; see `DestinationSettings.guarantee`."""
+        with self._connected(name) as link:
+            from saf.destinations.delta.guarantee import guarantee
+
+            return guarantee(link)

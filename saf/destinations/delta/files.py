@@ -1,0 +1,88 @@
+"""The files of a table: read and written on this machine or in an object store.
+
+On this machine, what `Files.write` has written is durable when it returns: the content of the
+file, and its name. `Files.sync` makes durable what deltalake has written. An object store has made
+durable whatever it has acknowledged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from deltalake import DeltaTable
+from deltalake.fs import DeltaStorageHandler
+from pyarrow.fs import FileSelector, FileType, LocalFileSystem, PyFileSystem, SubTreeFileSystem
+
+from saf.destinations import disk
+
+
+class Files:
+    """The files of one table, by their paths in it."""
+
+    def __init__(self, address: str, folder: Path | None, options: Mapping[str, str]) -> None:
+        """``folder``: where the table is, if it is on this machine."""
+        self._folder = folder
+        self._store = None if folder else DeltaStorageHandler(address, dict(options))
+        self._files = (
+            SubTreeFileSystem(str(folder), LocalFileSystem())
+            if folder
+            else PyFileSystem(self._store)
+        )
+
+    def names(self, folder: str) -> Sequence[str]:
+        """Return the names in a folder."""
+        found = self._files.get_file_info(FileSelector(folder, allow_not_found=True))
+        return [one.base_name for one in found]
+
+    def there(self, path: str) -> bool:
+        """Whether there is such a file."""
+        return bool(self._files.get_file_info(path).type == FileType.File)
+
+    def content(self, path: str) -> bytes:
+        """Return the bytes of a file."""
+        with self._files.open_input_stream(path) as file:
+            return bytes(file.read())
+
+    def readable(self, path: str) -> Any:
+        """Open a file for a reader of Parquet."""
+        return self._files.open_input_file(path)
+
+    def write(self, path: str, content: bytes) -> None:
+        """Write a new file."""
+        if self._folder is None:
+            assert self._store is not None  # noqa: S101 - one of the two
+            with self._store.open_output_stream(path) as out:
+                out.write(content)
+            return
+        file = self._folder / path
+        if file.parent != self._folder and not file.parent.exists():
+            file.parent.mkdir(exist_ok=True)  # fails without the table's folder
+            disk.sync(self._folder)
+        disk.write(file, content)
+        disk.sync(file.parent)
+
+    def sync(self, paths: Iterable[str]) -> None:
+        """Make durable those of some files that are there, and their names."""
+        if self._folder is None:
+            return
+        files = [self._folder / path for path in paths]
+        for file in files:
+            with suppress(FileNotFoundError):
+                disk.sync_file(file)
+        for folder in {file.parent for file in files}:
+            disk.sync(folder)
+
+    def remove(self, paths: Iterable[str]) -> None:
+        """Remove files that no reader knows, as far as that is possible."""
+        for path in paths:
+            with suppress(OSError):
+                self._files.delete_file(path)
+
+
+def sizes_of(table: DeltaTable) -> list[int]:
+    """Return the size of each file that a version of a table has, in bytes."""
+    return [*map(int, pa.table(table.get_add_actions(flatten=True))["size_bytes"].to_pylist())]

@@ -1,0 +1,54 @@
+"""What the place of a table gives: what a lost power may take back, and what deltalake needs there.
+
+Whatever is taken back is taken back with its marks. So a loss is noticed at the next contact, and
+`saf rebase` sends again what was lost.
+"""
+
+from __future__ import annotations
+
+from saf.destinations.delta.files import sizes_of
+from saf.destinations.delta.link import Link
+from saf.destinations.settings import Guarantee
+
+MANY_FILES = 1_000
+SMALL_BYTES = 8 << 20
+"""So many files that are smaller than this on average are worth compacting."""
+
+
+def guarantee(link: Link) -> Guarantee:
+    """Return what a table promises, where it is."""
+    settings, table = link.settings, link.load()
+    more: list[tuple[str, str]] = []
+    server = f"no Delta table yet, {settings.table}"
+    if table is not None:
+        with link.errors():
+            sizes = sizes_of(table)
+        server = (
+            f"Delta table of {len(sizes):,} files, version {table.version():,}, {settings.table}"
+        )
+        if len(sizes) > MANY_FILES and sum(sizes) / len(sizes) < SMALL_BYTES:
+            more.append(
+                (
+                    f"its {len(sizes):,} files have {sum(sizes) // len(sizes) >> 10:,} KiB on "
+                    "average, which makes reading slow",
+                    f"saf lake optimize {link.name}",
+                )
+            )
+    kept = "a crash of the process or of the machine loses nothing that was acknowledged"
+    if settings.folder is None:
+        kept = (
+            "what was acknowledged is as safe as the object store keeps it; the store must refuse "
+            "to write a file of the log that is there already"
+        )
+        more.append(
+            (
+                "object stores are not tested by saf",
+                "conditional writes (S3 has them), which deltalake uses by itself",
+            )
+        )
+    return Guarantee(
+        server=server,
+        promise=f"{settings.quality.replace('_', ' ')}; {kept}; what is lost is noticed, and saf "
+        "rebase sends it again",
+        more=tuple(more),
+    )

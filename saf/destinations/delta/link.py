@@ -1,0 +1,134 @@
+"""A table as deltalake has it: opened, made, and asked what it is.
+
+What a table of saf's has besides its rows:
+
+    saf.destination     a property: the destination's identity, which stays if the table is moved
+    saf:…               application transactions: the marks; see `saf.destinations.delta.marks`
+
+This module does without Arrow, because a forwarder's driver asks for the identity.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from uuid import NAMESPACE_URL, UUID, uuid5
+
+from deltalake import DeltaTable
+from deltalake.exceptions import DeltaError, DeltaProtocolError, TableNotFoundError
+
+from saf.destinations.delta.names import DESTINATION
+from saf.destinations.disk import unavailable_if_lost
+from saf.destinations.marks import Known
+from saf.destinations.queues import unusable
+from saf.errors import Unavailable
+
+if TYPE_CHECKING:
+    from saf.destinations.delta import Delta
+    from saf.destinations.delta.log import Log
+
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+REMOVING = ("DELETE", "UPDATE", "MERGE", "TRUNCATE", "REPLACE TABLE", "RESTORE")
+"""Operations after which rows may be missing on purpose, as deltalake or Spark name them."""
+
+
+class Link:
+    """One table, loaded when it is asked."""
+
+    def __init__(self, name: str, settings: Delta) -> None:
+        self.name = name
+        self.what = f"destination {name!r}"
+        self.settings = settings
+
+    def load(self) -> DeltaTable | None:
+        """Load the newest version of the table; None if there is no table yet.
+
+        Raises:
+            Unavailable: the folder is not there, or the store does not answer.
+        """
+        with self.errors():
+            if self.settings.folder:
+                next(self.settings.folder.iterdir(), None)  # raises if there is no folder
+            try:
+                return DeltaTable(self.settings.table, storage_options=self.settings.options)
+            except TableNotFoundError:
+                return None
+
+    def identity(self) -> UUID:
+        """Return the identity of the table, or the one that it will get; write nothing.
+
+        That follows from where it is. So a table that is gone is not taken for a new one: it is the
+        same one, without what it had acknowledged.
+        """
+        table = self.load()
+        said = table.metadata().configuration.get(DESTINATION) if table else None
+        return UUID(said) if said else self.first_identity()
+
+    def first_identity(self) -> UUID:
+        """Return the identity of a table that is made here."""
+        folder = self.settings.folder
+        return uuid5(NAMESPACE_URL, folder.resolve().as_uri() if folder else self.settings.table)
+
+    def known(self, source: UUID) -> Known:
+        """Return how far the table has got with a source."""
+        from saf.destinations.delta.marks import State, known_of, state_of  # Log needs Arrow
+
+        table, identity = self.load(), self.identity()
+        if table is None:
+            return known_of(identity, State())
+        with self.errors():
+            return known_of(identity, state_of(source, self.log().at(table.version())))
+
+    def log(self) -> Log:
+        """Return the table's log, not read yet."""
+        from saf.destinations.delta.files import Files
+        from saf.destinations.delta.log import Log
+
+        settings = self.settings
+        return Log(Files(settings.table, settings.folder, settings.options))
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Give each problem and its cure; raise what messages would be refused for."""
+        from saf.destinations.delta.making import check
+
+        table = self.load()
+        if table is None:
+            return
+        check(self, table)
+        with self.errors():
+            restored = [one for one in table.history() if one.get("operation") == "RESTORE"]
+        if restored:
+            yield (
+                f"its table was restored to an older version, by version {restored[0]['version']}: "
+                "Delta keeps saf's marks then, and not the messages",
+                "saf reconcile, which names what is missing; restore a copy of the folder instead",
+            )
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Translate the errors of deltalake and of the file system."""
+        try:
+            yield
+        except DeltaProtocolError as error:
+            raise unusable(
+                self.what, self.said(error), "name a table that deltalake can write to"
+            ) from None
+        except OSError as error:
+            if error.errno is None:  # an object store's
+                raise Unavailable(self.what, self.said(error)) from None
+            with unavailable_if_lost(self.what):
+                raise
+        except DeltaError as error:
+            raise Unavailable(self.what, self.said(error)) from None
+
+    def said(self, error: Exception) -> str:
+        """Return what an error says, on one line and without secrets."""
+        said = COLOURS.sub("", str(error)).replace("↳", "")
+        return self.settings.redact(said) or type(error).__name__
+
+
+def removed(table: DeltaTable) -> bool:
+    """Whether rows may be missing from a table on purpose, as far as its history goes back."""
+    return any(one.get("operation", "").startswith(REMOVING) for one in table.history())

@@ -1,0 +1,91 @@
+"""The application transactions of a table, as of one version of it, read from its log.
+
+deltalake says the number of a transaction whose name one knows. Here, all of saf's are found. A
+checkpoint has those of all versions before it; the files of later versions have the others. Each
+file is read once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from saf.destinations.delta.files import Files
+from saf.destinations.delta.names import OURS
+
+LOG = "_delta_log"
+CHECKPOINT = re.compile(
+    r"(?P<version>\d{20})\.checkpoint(\.(?P<part>\d{10})\.(?P<parts>\d{10})|\.[0-9a-f-]{36})?"
+    r"\.(parquet|json)"
+)
+
+
+class Log:
+    """A table's log; `at` is asked for versions that never go down."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._version = -1
+        self._numbers: dict[str, int] = {}
+
+    def at(self, version: int) -> Mapping[str, int]:
+        """Return the number of each of saf's transactions, as of a version.
+
+        Raises:
+            OSError: a file of the log is not there, or cannot be read.
+        """
+        if self._version < 0:
+            self._version, checkpoint = self._checkpoint(version)
+            for path in checkpoint:
+                self._numbers |= self._of_checkpoint(path)
+        while self._version < version:
+            text = self._files.content(file_of(self._version + 1))
+            self._numbers |= _of_lines(text)
+            self._version += 1
+        return self._numbers
+
+    def _checkpoint(self, version: int) -> tuple[int, list[str]]:
+        """Return the version and the files of the newest checkpoint that is whole; -1 if none."""
+        found: dict[int, list[str]] = {}
+        wanted: dict[int, int] = {}
+        for name in self._files.names(LOG):
+            if (one := CHECKPOINT.fullmatch(name)) and int(one["version"]) <= version:
+                found.setdefault(int(one["version"]), []).append(f"{LOG}/{name}")
+                wanted[int(one["version"])] = int(one["parts"] or 1)
+        whole = [number for number, paths in found.items() if len(paths) >= wanted[number]]
+        newest = max(whole, default=-1)
+        return newest, found.get(newest, [])
+
+    def _of_checkpoint(self, path: str) -> dict[str, int]:
+        if path.endswith(".json"):
+            return _of_lines(self._files.content(path))
+        column = pq.read_table(self._files.readable(path), columns=["txn"])["txn"]
+        return _ours(one for one in column.drop_null().to_pylist())
+
+
+def file_of(version: int) -> str:
+    """Return the path of the log's file of a version."""
+    return f"{LOG}/{version:020}.json"
+
+
+def checkpoint_of(version: int) -> str:
+    """Return the path of the checkpoint that deltalake may have written of a version."""
+    return f"{LOG}/{version:020}.checkpoint.parquet"
+
+
+def _of_lines(content: bytes) -> dict[str, int]:
+    r"""Return the transactions that a file of the log has.
+
+    >>> _of_lines(b'{"add":{}}\n{"txn":{"appId":"saf:a","version":7}}\n')
+    {'saf:a': 7}
+    """
+    lines = (json.loads(line) for line in content.splitlines() if OURS.encode() in line)
+    return _ours(one["txn"] for one in lines if "txn" in one)
+
+
+def _ours(actions: Iterator[Mapping[str, Any]]) -> dict[str, int]:
+    return {one["appId"]: one["version"] for one in actions if one["appId"].startswith(OURS)}

@@ -1,0 +1,10 @@
+"""Names that a table of saf's has besides those of its columns."""
+
+from __future__ import annotations
+
+DAY = "day"
+"""The column by which a table is partitioned by day: the date of created_at, in UTC."""
+DESTINATION = "saf.destination"
+"""The property of a table that has its identity."""
+OURS = "saf:"
+"""What the names of saf's application transactions begin with."""

@@ -1,0 +1,81 @@
+"""Care for a table: many small files become few large ones, and files that nobody needs go.
+
+Compaction is a commit of its own: it changes no row, and forwarders append meanwhile. Afterwards,
+the order of rows in files says nothing: a key's order is that of ``id``.
+
+A file goes when it is older than the hours that are kept, and is either replaced since so long, or
+was left by a process that was killed before its commit. Until then, readers of older versions find
+what they need, and so do commits that are under way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from saf.destinations.delta.files import Files, sizes_of
+from saf.destinations.delta.link import Link
+from saf.destinations.delta.log import checkpoint_of, file_of
+from saf.errors import UsageError
+
+if TYPE_CHECKING:
+    from saf.destinations.delta import Delta
+
+LEAST_HOURS = 1
+"""A commit that is under way takes no longer than this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimized:
+    """What was done with a table."""
+
+    table: str
+    version: int
+    files_before: int
+    files_after: int
+    bytes_before: int
+    bytes_after: int
+    removed: int
+    """Files that nobody needs any more, which are gone now."""
+
+
+def optimize(name: str, settings: Delta, *, keep_hours: int, dry_run: bool) -> Optimized:
+    """Compact a table, and remove what is not needed any more; ``dry_run``: only say what it is.
+
+    Raises:
+        UsageError: there is no table yet, or too few hours are to be kept.
+        Unavailable: it cannot be read or changed.
+    """
+    if keep_hours < LEAST_HOURS:
+        raise UsageError(
+            f"{keep_hours} hours is too short: a forwarder may be writing files that are not in "
+            f"the table yet. Keep {LEAST_HOURS} or more"
+        )
+    link = Link(name, settings)
+    table = link.load()
+    if table is None:
+        raise UsageError(f"{link.what} has no table yet: nothing was forwarded there")
+    with link.errors():
+        version, before = table.version(), sizes_of(table)
+        if not dry_run:
+            table.optimize.compact()
+        gone = table.vacuum(
+            retention_hours=keep_hours,
+            dry_run=dry_run,
+            enforce_retention_duration=False,
+            full=True,
+        )
+        table.update_incremental()
+        files = Files(settings.table, settings.folder, settings.options)
+        versions = range(version + 1, table.version() + 1)
+        files.sync(path for one in versions for path in (file_of(one), checkpoint_of(one)))
+        after = sizes_of(table)
+    return Optimized(
+        table=settings.table,
+        version=table.version(),
+        files_before=len(before),
+        files_after=len(after),
+        bytes_before=sum(before),
+        bytes_after=sum(after),
+        removed=len(gone),
+    )

@@ -1,0 +1,229 @@
+"""What a person decides about parked messages: to give them up, or to send them elsewhere.
+
+`discard` gives them up, as `saf.operating.decide.discard` gives dead letters up: the ends of a
+dialog that lacks one of them get an Error, and so do the subscribers of a monolog. `redirect` hands
+them to the forwarder for another destination, in a lane of their own and in the order in which they
+were written. Both remember who did it, when and why in ``saf.audit``. To let them be tried now is
+`saf.setaside.waiting.retry_now`.
+
+Nobody has a message in hand while a person decides about it. Of a forwarder, the lanes of the
+destination are locked (`saf.setaside.in_hand`); of receivers, the cursors of the shards, as they do
+themselves (`saf.receiving.claim`). What is a forwarder's or a receiver's at that moment, or not a
+person's to decide about, stays parked (`saf.setaside.parked_messages`).
+
+Whether a parked message has arrived all the same, because a destination stored it and its answer
+got lost, no source knows. It is dropped there as a repeat when it is tried again; but a message
+that is redirected arrives at both destinations then, and one that is discarded has arrived.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+from uuid import UUID
+
+import psycopg
+
+from saf.columns import COLUMNS
+from saf.database import fetch
+from saf.dialogs import monologs, statements
+from saf.log.shards import failed, newest
+from saf.setaside import backoff, in_hand, parking
+from saf.setaside.audit import ONE_AT_A_TIME, audit
+from saf.setaside.lane import NO_BROKER, SAME_LANE, THE_LANE, Kind, Lane
+from saf.setaside.parked_messages import CHOSEN, FREE, TAKEN, ParkedFilter
+from saf.setaside.unhandled import FOR_ALL
+
+# Whose lanes and shards have to be in hand before any of it is read for good
+CONCERNED = f"""
+WITH {TAKEN}, chosen AS (
+    SELECT p.subscription_id, s.log, p.destination, p.shard {CHOSEN} AND {FREE}
+    ORDER BY p.parked_id LIMIT %(limit)s)
+SELECT DISTINCT subscription_id, log, destination, CASE WHEN log = 'inbox' THEN shard END
+FROM chosen
+"""
+
+# What a receiver's failed delivery has left in the row is noted, before a lock wipes it out. A
+# shard that somebody has in hand is left to them.
+CLAIM = f"""
+UPDATE saf.cursor c SET allowance = CASE WHEN n.failed THEN 1 ELSE c.allowance END
+FROM (SELECT subscription_id, shard, batch, {failed("touched")} AS failed
+      FROM (SELECT f.subscription_id, f.shard, f.batch, f.xmax AS touched
+            FROM {newest("unnest(%(shards)s::smallint[])")} AS k
+            JOIN saf.cursor f USING (subscription_id, shard, batch)
+            WHERE f.owner IS NULL
+            ORDER BY f.shard FOR UPDATE OF f SKIP LOCKED) AS locked) AS n
+WHERE (c.subscription_id, c.shard, c.batch) = (n.subscription_id, n.shard, n.batch)
+RETURNING c.shard
+"""
+
+LOCKED = f"""
+WITH {TAKEN}
+SELECT p.parked_id, p.message_id, p.subscription_id, s.log,
+       p.destination, p.kind, p.subject, p.broker
+{CHOSEN} AND {FREE}
+  AND (p.subscription_id, p.destination, CASE WHEN s.log = 'inbox' THEN p.shard ELSE -1 END) IN (
+      SELECT * FROM unnest(%(subscription_ids)s::int[], %(destinations)s::text[],
+                           %(shards)s::smallint[]))
+ORDER BY p.parked_id LIMIT %(limit)s FOR UPDATE OF p
+"""
+
+# For the ends of conversations: they are told of a message that is given up as of a dead letter
+BURY = f"""
+INSERT INTO saf.dead_letter
+    (subscription_id, destination, shard, id, reason, error, {", ".join(COLUMNS)})
+SELECT subscription_id, destination, shard, id, '{statements.PARKED}', '', {", ".join(COLUMNS)}
+FROM saf.parked WHERE parked_id = ANY (%(parked_ids)s) AND conversation_id IS NOT NULL
+RETURNING dead_letter_id
+"""
+UNBURY = "DELETE FROM saf.dead_letter WHERE dead_letter_id = ANY (%(dead_letter_ids)s)"
+
+# A key whose first message goes begins anew with the next one. One that waits for a person's word
+# about a dead letter goes on waiting.
+LET_KEYS_GO_ON = f"""
+UPDATE saf.backoff b SET attempts = 0, next_attempt_at = clock_timestamp(), {FOR_ALL}
+FROM (SELECT DISTINCT subscription_id, {THE_LANE} FROM saf.parked
+      WHERE parked_id = ANY (%(parked_ids)s) AND kind = '{Kind.KEY}') AS p
+WHERE {SAME_LANE} AND (b.attempts > 0 OR b.awaits_handler)
+  AND (SELECT m.parked_id FROM saf.parked m
+       WHERE (m.subscription_id, m.destination, m.kind, m.subject, m.broker)
+             = (b.subscription_id, b.destination, b.kind, b.subject, b.broker)
+       ORDER BY m.id LIMIT 1) = ANY (%(parked_ids)s)
+"""
+
+# A lane's number is the audit_id, which rises; within it, the order is that of the log. They expire
+# as before: nobody has said that late is better than never.
+PARK = f"""
+INSERT INTO saf.parked
+    (subscription_id, destination, kind, subject, shard, id, batch, position, {", ".join(COLUMNS)})
+SELECT subscription_id, %(to)s, '{Kind.RETRY}', '', shard, id, %(number)s,
+       row_number() OVER (ORDER BY id, parked_id), {", ".join(COLUMNS)}
+FROM saf.parked WHERE parked_id = ANY (%(parked_ids)s) ORDER BY id, parked_id
+"""
+DUE = f"""
+UPDATE saf.backoff SET attempts = 0, next_attempt_at = clock_timestamp(),
+       error = 'redirected by ' || coalesce(%(person)s::text, session_user)
+WHERE subscription_id = ANY (%(subscription_ids)s) AND destination = %(to)s
+  AND kind = '{Kind.RETRY}'
+"""
+
+
+def discard(
+    connection: psycopg.Connection[Any],
+    chosen: ParkedFilter,
+    why: str,
+    person: str | None = None,
+    limit: int | None = None,
+) -> list[UUID]:
+    """Give parked messages up for good; return their message ids.
+
+    ``person`` is as for `saf.setaside.audit.audit`; with ``limit``, only those that were parked
+    first are given up.
+
+    Raises:
+        Unavailable: a forwarder has them in hand, and does not let go in time.
+    """
+    with connection.transaction():
+        rows = _locked(connection, chosen, limit, to=None)
+        if rows:
+            params: dict[str, Any] = {"parked_ids": rows.parked_ids}
+            audit(connection, "discard", rows.message_ids, why, person)
+            connection.execute(LET_KEYS_GO_ON, params)
+            _tell_conversations(connection, params)
+            parking.unpark(connection, rows.parked_ids)
+            for subscription_id, lanes in rows.lanes.items():
+                backoff.forget(connection, subscription_id, lanes)
+    return rows.message_ids
+
+
+def redirect(
+    connection: psycopg.Connection[Any],
+    chosen: ParkedFilter,
+    why: str,
+    person: str | None = None,
+    limit: int | None = None,
+    *,
+    to: str,
+) -> list[UUID]:
+    """Hand parked messages to the forwarder for the destination ``to``; as `discard` does.
+
+    Those of dialogs stay, because their other ends are where they are, and so do those that wait
+    for ``to`` already. Whether there is such a destination, the caller has checked.
+    """
+    with connection.transaction():
+        connection.execute(ONE_AT_A_TIME)
+        rows = _locked(connection, chosen, limit, to=to)
+        if rows:
+            number = audit(connection, f"redirect to {to}", rows.message_ids, why, person)
+            there = Lane(destination=to, kind=Kind.RETRY)
+            for subscription_id, lanes in rows.lanes.items():
+                # all rows of lanes at once, because others lock them in the order of lanes
+                parking.touch(connection, subscription_id, [*lanes, there], "redirected")
+            params: dict[str, Any] = {"to": to, "person": person, "number": number}
+            params |= {"parked_ids": rows.parked_ids, "subscription_ids": [*rows.lanes]}
+            connection.execute(PARK, params)
+            connection.execute(DUE, params)
+            parking.unpark(connection, rows.parked_ids)
+            for subscription_id, lanes in rows.lanes.items():
+                backoff.forget(connection, subscription_id, lanes)
+    return rows.message_ids
+
+
+class _Rows:
+    """The messages that are decided about: all of them are locked."""
+
+    def __init__(self, rows: list[tuple[Any, ...]]) -> None:
+        self.parked_ids: list[int] = [row[0] for row in rows]
+        self.message_ids: list[UUID] = [row[1] for row in rows]
+        self.lanes: dict[int, set[Lane]] = {}
+        for _, _, subscription_id, _, destination, kind, subject, broker in rows:
+            lane = Lane(
+                destination=destination,
+                kind=Kind(kind),
+                subject=subject,
+                broker=None if broker == NO_BROKER else broker,
+            )
+            self.lanes.setdefault(subscription_id, set()).add(lane)
+
+    def __bool__(self) -> bool:
+        return bool(self.parked_ids)
+
+
+def _locked(
+    connection: psycopg.Connection[Any],
+    chosen: ParkedFilter,
+    limit: int | None,
+    *,
+    to: str | None,
+) -> _Rows:
+    """Lock the chosen messages, after those who might have them in hand are kept away."""
+    params = asdict(chosen) | {"limit": limit, "to": to}
+    mine: set[tuple[int, str, int]] = set()
+    shards: dict[int, list[int]] = {}
+    for subscription_id, log, destination, shard in fetch(connection, CONCERNED, params):
+        if log == "inbox":
+            shards.setdefault(subscription_id, []).append(shard)
+        else:
+            mine.add((subscription_id, destination, -1))
+    in_hand.alone(connection, {(subscription_id, there) for subscription_id, there, _ in mine})
+    for subscription_id in sorted(shards):
+        claimed = {"subscription_id": subscription_id, "shards": shards[subscription_id]}
+        mine |= {(subscription_id, "", shard) for (shard,) in fetch(connection, CLAIM, claimed)}
+    if not mine:
+        return _Rows([])
+    subscription_ids, destinations, numbers = zip(*mine, strict=True)
+    params |= {
+        "subscription_ids": list(subscription_ids),
+        "destinations": list(destinations),
+        "shards": list(numbers),
+    }
+    return _Rows(fetch(connection, LOCKED, params))
+
+
+def _tell_conversations(connection: psycopg.Connection[Any], params: dict[str, Any]) -> None:
+    dead = [number for (number,) in fetch(connection, BURY, params)]
+    if dead:
+        params = {"dead_letter_ids": dead}
+        connection.execute(statements.GIVE_UP, params)
+        connection.execute(monologs.GIVE_UP, params)
+        connection.execute(UNBURY, params)

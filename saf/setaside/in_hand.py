@@ -1,0 +1,58 @@
+"""In hand: parked messages of a destination that tasks deliver, or that a person decides about.
+
+A task reads parked messages, delivers them, and takes them out of their lanes afterwards. Whoever
+discarded or redirected one in between would do so with a message that arrives all the same. So both
+lock the lanes of a destination at the source: tasks together, a person alone, and each only as long
+as needed. A task has the lanes of one destination at a time, for its turn of some seconds; a person
+has them for one transaction. Both wait no longer than their session's bound for locks.
+
+The lock is a session's. A task that has lost its session takes the lock again by itself, and looks
+again which messages are left (`saf.engine.parked_lanes`). What it had under way to the destination
+at that moment may arrive although a person has decided about it, as any message may whose answer
+got lost: no source can know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import psycopg
+
+from saf.errors import Unavailable
+
+LANES = """
+hashtextextended('saf parked ' || %(subscription_id)s || ' ' || %(destination)s, 0)
+"""
+SHARE = f"SELECT pg_advisory_lock_shared({LANES})"
+LET_GO = f"SELECT pg_advisory_unlock_shared({LANES})"
+ALONE = f"SELECT pg_advisory_xact_lock({LANES})"
+
+
+def share(connection: psycopg.Connection[Any], subscription_id: int, destination: str) -> None:
+    """Take the lanes of a destination in hand, beside other tasks, until `let_go`."""
+    params = {"subscription_id": subscription_id, "destination": destination}
+    connection.execute(SHARE, params)
+
+
+def let_go(connection: psycopg.Connection[Any], subscription_id: int, destination: str) -> None:
+    """Give the lanes of a destination out of hand."""
+    params = {"subscription_id": subscription_id, "destination": destination}
+    connection.execute(LET_GO, params)
+
+
+def alone(connection: psycopg.Connection[Any], lanes: Iterable[tuple[int, str]]) -> None:
+    """Take lanes in hand until the transaction ends, each by subscription_id and destination.
+
+    Raises:
+        Unavailable: a forwarder has them in hand for longer than the session's bound for locks.
+    """
+    for subscription_id, destination in sorted(lanes):
+        params = {"subscription_id": subscription_id, "destination": destination}
+        try:
+            connection.execute(ALONE, params)
+        except psycopg.errors.LockNotAvailable:
+            what = f"destination {destination!r}" if destination else "what waits for a route"
+            raise Unavailable(
+                what, "a forwarder is delivering its parked messages: decide again in a moment"
+            ) from None

@@ -1,0 +1,247 @@
+"""The runner on Spark Connect: where only DataFrames exist, and the client has no JVM.
+
+Each item of work is a row, a row is a partition, and a task is a function for ``mapInArrow`` that
+forwards what comes in and hands its receipts back. The Python of the cluster has saf, of the same
+version as here; this is asked before anything is forwarded. Classifiers in SQL need a Spark of
+one's own: the messages for them wait.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from saf.database import Dsn
+from saf.engine.work import ForwardingRules, Receipt, Work
+from saf.errors import ConfigurationError, JobFailed, MissingExtra, SparkGone
+from saf.routing.matching import SQL
+from saf.spark import items
+from saf.spark.master import reach, server_of
+from saf.spark.session import first_line, require_packages
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql.connect.session import SparkSession
+
+T = TypeVar("T")
+
+ATTEMPTS = 4
+"""How often a server that is away is asked again: for some five seconds, not ten minutes."""
+
+ASKED_SECONDS = 60.0
+"""How long it is believed what a cluster has said of its slots."""
+
+PARTS = 4096
+"""More than a cluster has slots: it makes as many partitions of them as it has."""
+
+NO_SQL = (
+    "classifiers in SQL are not evaluated over Spark Connect: forward with a forwarder.master of "
+    "your own (local[*], spark://…), or write an arrow or python one"
+)
+
+PARALLELISM = "spark.sql.leafNodeDefaultParallelism"
+
+
+class ConnectRunner:
+    """Runs items of work on a cluster behind Spark Connect; a `saf.forwarding.runner.Runner`.
+
+    ``remote`` is the server's address, as ``SPARK_REMOTE`` has it; it may hold a token. ``conf``
+    is for the session.
+    """
+
+    def __init__(self, remote: str, conf: Mapping[str, str]) -> None:
+        self._remote = remote
+        self._conf = conf
+        self._session: SparkSession | None = None
+        self._slots = 1
+        self._asked = float("-inf")
+
+    def start(self, work: Sequence[Work]) -> None:  # noqa: ARG002 - a runner's signature
+        """Connect, unless it is connected, and ask the cluster what it has.
+
+        Raises:
+            MissingExtra: what Spark Connect's client needs is not installed.
+            Unavailable: nobody answers at the address.
+            ConfigurationError: the server refuses the session, or its Python has another saf.
+            SparkGone: it answered, and does not now.
+        """
+        if self._session is None:
+            self._session = connected(self._remote, self._conf)
+        if time.monotonic() - self._asked > ASKED_SECONDS:
+            self._slots = _translated(lambda: slots(self._spark))
+            self._asked = time.monotonic()
+
+    @property
+    def _spark(self) -> SparkSession:
+        assert self._session is not None  # noqa: S101 - `start` comes first
+        return self._session
+
+    def slots(self) -> int:
+        """Return how many tasks the cluster ran at a time, when it was last asked."""
+        return self._slots
+
+    def run(self, work: Sequence[Work], rules: ForwardingRules, group: str) -> list[Receipt]:
+        """Run one job; if anything goes wrong with it, raise one readable error."""
+        return _translated(lambda: self._run(work, rules, group))
+
+    def _run(self, work: Sequence[Work], rules: ForwardingRules, group: str) -> list[Receipt]:
+        import pyarrow as pa
+
+        from saf.spark.expressions import without_sql
+
+        some = [
+            without_sql(item, NO_SQL) if any(r.kind == SQL for r in item.routes.routers) else item
+            for item in work
+        ]
+        with suppress(Exception):  # where this may not be set, some items share a task
+            self._spark.conf.set(PARALLELISM, str(len(some)))
+        self._spark.addTag(group)
+        try:
+            packed = pa.table({items.ITEM: items.partitions(list(enumerate(some)))})
+            done = self._spark.createDataFrame(packed).mapInArrow(task(rules), "said binary")
+            return [
+                receipt
+                for said in done.toArrow()["said"].to_pylist()
+                for receipt in pickle.loads(said)  # noqa: S301 - our own bytes
+            ]
+        finally:
+            self._spark.removeTag(group)
+
+    def stop(self) -> None:
+        """End the session, if it was started. The cluster goes on."""
+        if self._session is not None:
+            self._session.stop()
+
+    def let_go(self, source: Dsn) -> None:
+        """Do nothing: workers end, or close the connection a minute after they last used it."""
+
+    def cancel(self, group: str) -> None:
+        """Cancel the job, unless the server does not answer either."""
+        with suppress(Exception):  # it may not answer, and be cut off
+            self._spark.interruptTag(group)
+
+    def abandon(self) -> None:
+        """Give up a server that does not answer any more."""
+        with suppress(Exception):
+            self._spark.client.close()
+
+
+def connected(remote: str, conf: Mapping[str, str]) -> SparkSession:
+    """Return a new session at a server of Spark Connect.
+
+    Raises:
+        MissingExtra: what its client needs is not installed.
+        Unavailable: nobody answers at the address.
+        ConfigurationError: the server refuses the session.
+    """
+    require_packages()
+    if any(find_spec(package) is None for package in ("grpc", "grpc_status", "google.rpc")):
+        raise MissingExtra("connect", "forwarding over Spark Connect")
+    reach(remote)
+    from pyspark.errors import PySparkException
+    from pyspark.sql.connect.client.retries import DefaultPolicy
+    from pyspark.sql.connect.session import SparkSession
+
+    warnings.filterwarnings("ignore", message=r"\[RETRIES_EXCEEDED\]")  # the error follows
+    given = {name: value for name, value in conf.items() if name != "spark.remote"}
+    try:
+        builder: Any = SparkSession.builder.remote(remote)
+        session: SparkSession = builder.config(map=given).create()
+        session.client.set_retry_policies([DefaultPolicy(max_retries=ATTEMPTS)])
+    except PySparkException as error:
+        raise ConfigurationError(
+            f"{server_of(remote)} gives no session with its address and the settings of "
+            f"[forwarder.spark]: {first_line(error)}"
+        ) from None
+    return session
+
+
+def slots(spark: SparkSession) -> int:
+    """Ask a cluster what it has; return how many tasks it runs at a time.
+
+    Raises:
+        ConfigurationError: the Python of its tasks has another saf, or none.
+    """
+    from pyspark.errors import PySparkException
+
+    with suppress(Exception):
+        spark.conf.unset(PARALLELISM)
+    try:
+        said = spark.range(PARTS).mapInArrow(greet, "version string").toArrow()["version"]
+    except PySparkException as error:
+        if "No module named" not in str(error) and "PYTHON_VERSION_MISMATCH" not in str(error):
+            raise
+        raise ConfigurationError(
+            "the Python of the cluster's tasks cannot forward; it needs the Python of this "
+            f"machine and saf-outbox[forwarder]=={version('saf-outbox')}: {first_line(error)}"
+        ) from None
+    here = version("saf-outbox")
+    others = sorted({*said.to_pylist()} - {here})
+    if others:
+        raise ConfigurationError(
+            f"the Python of the cluster's tasks has saf {', '.join(others)}, and this machine has "
+            f"{here}: install the same there"
+        )
+    return len(said)
+
+
+def greet(partition: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Say, from a task, which saf is there."""
+    import pyarrow as pa
+
+    require_packages()
+    for _ in partition:
+        pass
+    yield pa.RecordBatch.from_pydict({"version": [version("saf-outbox")]})
+
+
+def task(rules: ForwardingRules) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """Return the function for mapInArrow: items in, receipts out."""
+
+    def run(partition: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        import pyarrow as pa
+
+        from saf.forwarding.runner import item_alone
+
+        for batch in partition:
+            for handed in batch[items.ITEM]:
+                receipts = item_alone(*items.opened(handed.as_py()), rules)
+                yield pa.RecordBatch.from_pydict({"said": [pickle.dumps(receipts)]})
+
+    return run
+
+
+def _translated(ask: Callable[[], T]) -> T:
+    """Return what ``ask`` returns; what Spark Connect raises is a server that has gone, or a job.
+
+    Raises:
+        SparkGone: the server does not answer, or has started anew.
+        JobFailed: it has answered, with what failed.
+    """
+    import grpc
+    from pyspark.errors import PySparkException
+
+    try:
+        return ask()
+    except (grpc.RpcError, ValueError, OSError) as error:  # a closed channel is a ValueError
+        raise SparkGone(_words(error)) from error
+    except PySparkException as error:
+        code = getattr(error, "getGrpcStatusCode", lambda: None)()
+        away = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        closed = "Channel closed" in str(error)  # by `ConnectRunner.abandon`
+        if away or closed or "INVALID_HANDLE." in str(error):
+            raise SparkGone(_words(error)) from error
+        raise JobFailed(_words(error)) from error
+
+
+def _words(error: BaseException) -> str:
+    """Return what an error says, without what gRPC puts around it."""
+    details = re.search(r'^\s*details = "(.*)"$', str(error), re.MULTILINE)
+    return details[1] if details else first_line(error)

@@ -1,0 +1,155 @@
+"""Parked messages one by one: by filter, and what a person decides about those chosen, or all.
+
+As with dead letters, a decision takes two steps: the first counts, and the second is about just
+that, as a job. What is parked in between is left alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import psycopg
+from starlette.responses import Response
+
+from saf.errors import SafError, UsageError
+from saf.operating import decide_parked
+from saf.operating.bulk import Decision
+from saf.setaside import parked_messages
+from saf.setaside.lane import Kind
+from saf.setaside.parked_messages import ParkedCount, ParkedFilter, ParkedMessage
+from saf.ui.filters import moment_of, number_of
+from saf.ui.site import Visit
+
+ROWS = 50
+ROWS_OF_EACH = 10
+"""How many of each broker are shown while none is chosen."""
+MOST = 1_000_000
+"""How many are counted before a decision."""
+ACTIONS = ("redirect", "discard")
+FIELDS = ("subscription", "destination", "lane", "subject", "service", "key")
+
+
+def messages(visit: Visit) -> Response:
+    """Show parked messages, those first that were parked first."""
+    broker, wanted = visit.given("broker"), _wanted(visit)
+    wanted = replace(wanted, after=number_of(visit.given("after")))
+    rows = ROWS if broker else ROWS_OF_EACH
+
+    def ask(connection: psycopg.Connection[Any]) -> list[ParkedMessage]:
+        return parked_messages.parked_messages(connection, wanted, rows + 1)
+
+    answers = visit.site.brokers.ask(ask, [broker] if broker else None)
+    more = {name for name, found in answers.found.items() if len(found) > rows}
+    shown = [(name, one) for name, found in answers.found.items() for one in found[:rows]]
+    if broker is None:
+        shown.sort(key=lambda row: row[1].parked_at)
+    return visit.page(
+        "parked_messages.html",
+        title="Parked messages",
+        messages=shown,
+        more=sorted(more),
+        last=shown[-1][1].parked_id if broker and more else None,
+        errors=answers.errors,
+        kinds=[*Kind],
+        wanted=wanted,
+        fields=_fields(visit),
+        broker=broker,
+        destinations=[*visit.site.settings.destinations],
+    )
+
+
+def confirm(visit: Visit) -> Response:
+    """Count what a decision would be about, and ask why."""
+    action, to = _action(visit)
+    counts: dict[str, ParkedCount] = {}
+    errors: dict[str, SafError] = {}
+    for name, which in _chosen(visit).items():
+        answers = visit.site.brokers.ask(
+            lambda connection, which=which: parked_messages.count(  # type: ignore[misc]
+                connection, which, MOST, to=to
+            ),
+            [name],
+        )
+        counts |= answers.found
+        errors |= answers.errors
+    matching = visit.given("matching")
+    return visit.page(
+        "parked_decide.html",
+        title=action.capitalize(),
+        action=action,
+        to=to,
+        counts={name: one for name, one in counts.items() if one.messages},
+        staying=sum(one.staying for one in counts.values()),
+        errors=errors,
+        fields=_fields(visit),
+        ids=[] if matching else visit.form.get("id", []),
+        matching=matching,
+        messages=sum(one.messages for one in counts.values()),
+        more=any(one.more for one in counts.values()),
+    )
+
+
+def decide(visit: Visit) -> Response:
+    """Begin the job that was confirmed."""
+    action, to = _action(visit)
+    decision: Decision[ParkedFilter] = decide_parked.discard
+    if to is not None:
+        decision = partial(decide_parked.redirect, to=to)
+    through: dict[str, int] = {}
+    for text in visit.form.get("through", []):
+        name, _, number = text.rpartition(":")
+        through[name] = number_of(number) or 0
+    about = {}
+    for name, which in _chosen(visit).items():
+        broker = visit.site.brokers.place(name)
+        if broker is not None and name in through:
+            about[name] = broker, replace(which, through=through[name])
+    if not about:
+        raise UsageError("nothing was chosen: choose parked messages, or all that match a filter")
+    job = visit.site.jobs.begin(
+        decision,
+        about,
+        what=action if to is None else f"redirect to {to}",
+        person=visit.visitor.name,
+        why=visit.given("why") or "",
+        expected=number_of(visit.given("expected")) or 0,
+    )
+    return visit.to(f"/jobs/{job.number}")
+
+
+def _action(visit: Visit) -> tuple[str, str | None]:
+    action, to = visit.given("action") or "", visit.given("to")
+    if action not in ACTIONS:
+        raise UsageError(f"there is no {action!r}, only {', '.join(ACTIONS)}")
+    if action == "redirect" and to not in visit.site.settings.destinations:
+        raise UsageError("redirect where? Choose one of the destinations of saf.toml")
+    return action, to if action == "redirect" else None
+
+
+def _chosen(visit: Visit) -> dict[str, ParkedFilter]:
+    """Return which parked messages of which brokers a form is about."""
+    if visit.given("matching"):
+        broker, wanted = visit.given("broker"), _wanted(visit)
+        return dict.fromkeys([broker] if broker else visit.site.brokers.names(), wanted)
+    ids: dict[str, list[int]] = defaultdict(list)
+    for text in visit.form.get("id", []):
+        name, _, number = text.rpartition(":")
+        ids[name].append(number_of(number) or 0)
+    if not ids:
+        raise UsageError("nothing was chosen: tick parked messages, or say all that match")
+    return {name: ParkedFilter(parked_ids=numbers) for name, numbers in ids.items()}
+
+
+def _fields(visit: Visit) -> dict[str, str | None]:
+    """Return the filter as the forms and links of the pages carry it on."""
+    return {name: visit.given(name) for name in ("broker", *FIELDS, "before")}
+
+
+def _wanted(visit: Visit) -> ParkedFilter:
+    given: dict[str, Any] = {name: visit.given(name) for name in FIELDS}
+    if given["lane"] is not None and given["lane"] not in [*Kind]:
+        raise UsageError(f"there is no kind of lane {given['lane']!r}, only {', '.join(Kind)}")
+    return ParkedFilter(**given, before=moment_of(visit.given("before")))

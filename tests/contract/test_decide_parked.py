@@ -1,0 +1,289 @@
+"""Parked messages that a person gives up or sends elsewhere: in order, once, beside deliveries."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+import psycopg
+import pytest
+
+import saf
+from saf.database import Dsn, fetch
+from saf.errors import Unavailable
+from saf.failpoints import arm
+from saf.operating import decide_parked
+from saf.operating.bulk import in_chunks
+from saf.setaside import audit, parked_messages
+from saf.setaside.parked_messages import ParkedFilter
+from tests.destinations import NOWHERE, count, know, route, send_to
+from tests.dialogs import ERROR, WAREHOUSE, begin, say
+from tests.dialogs import prepare as prepare_dialogs
+from tests.dialogs import receive as receive_said
+from tests.dying import Crash
+from tests.dying import crash as die
+from tests.pipeline import (
+    Cycle,
+    bodies,
+    connect,
+    drain,
+    forwarding_rules,
+    let_time_pass,
+    new_member,
+)
+from tests.receivers import SUBSCRIPTION, effect, effects, prepare, put
+from tests.waits import until
+
+ANY = ParkedFilter()
+TO_OTHER = partial(decide_parked.redirect, to="other")
+
+
+@pytest.fixture
+def parked(app: Dsn, other: Dsn) -> list[str]:
+    """Six messages of one key that wait for mom, which is down."""
+    with connect(app) as connection:
+        route(connection, "billing", "mom")
+        route(connection, "shipping", "other")
+        for number in range(6):
+            send_to(connection, "billing", f"b{number}")
+        send_to(connection, "shipping", "s")
+    forward(app, mom=NOWHERE, other=other)
+    assert (count(app, "parked"), bodies(other)) == (6, ["s"])
+    let_time_pass(app)
+    return [f"b{number}" for number in range(6)]
+
+
+def forward(app: Dsn, *, chunk_rows: int = 100, attempts: int = 1, **destinations: Dsn) -> None:
+    """A run to its end; what is down is in the receipts."""
+    rules = forwarding_rules("exactly_once", chunk_rows, **destinations)
+    with Cycle(app, replace(rules, attempts=attempts)) as cycle:
+        drain(cycle)
+
+
+def actions(connection: psycopg.Connection[object]) -> list[tuple[str, int, str, str | None]]:
+    return [(one.action, one.messages, one.why, one.person) for one in audit.audited(connection)]
+
+
+@pytest.mark.usefixtures("parked")
+def test_what_is_discarded_is_gone_with_a_line_in_the_audit_and_the_rest_arrives_in_order(
+    app: Dsn, mom: Dsn, other: Dsn
+) -> None:
+    with connect(app) as connection:
+        some = parked_messages.parked_messages(connection, ANY)
+        which = ParkedFilter(parked_ids=[some[1].parked_id, some[4].parked_id])
+        assert parked_messages.count(connection, which, 100).messages == 2
+        done = decide_parked.discard(connection, which, "test orders", "ann")
+        assert done == [some[1].message_id, some[4].message_id]
+        assert actions(connection) == [("discard", 2, "test orders", "ann")]
+        assert decide_parked.discard(connection, which, "") == []
+    forward(app, mom=mom, other=other)
+    assert bodies(mom) == ["b0", "b2", "b3", "b5"]
+    assert count(app, "parked") + count(app, "backoff") + count(app, "dead_letter") == 0
+
+
+@pytest.mark.usefixtures("parked")
+def test_all_are_discarded_some_at_a_time_and_their_lane_goes_with_the_last(
+    app: Dsn, mom: Dsn, other: Dsn
+) -> None:
+    with connect(app) as connection:
+        done = in_chunks(connection, decide_parked.discard, ParkedFilter(key="k"), "", chunk=4)
+        assert [len(ids) for ids in done] == [4, 2]
+        assert count(app, "backoff") == 0
+        send_to(connection, "billing", "new")
+    forward(app, mom=mom, other=other)
+    assert bodies(mom) == ["new"]
+
+
+def test_what_is_redirected_arrives_elsewhere_in_order_and_once_with_what_was_left_alone(
+    app: Dsn, mom: Dsn, other: Dsn, parked: list[str]
+) -> None:
+    with connect(app) as connection:
+        chosen = ParkedFilter(destination="mom", through=_number(connection, 3))
+        done = in_chunks(connection, TO_OTHER, chosen, "mom is away", chunk=2)
+        assert [len(ids) for ids in done] == [2, 2]
+        assert actions(connection) == [("redirect to other", 2, "mom is away", None)] * 2
+        # what waits for that destination already is not moved behind itself
+        assert TO_OTHER(connection, ParkedFilter(destination="other"), "") == []
+    forward(app, mom=mom, other=other)
+    assert (bodies(other), bodies(mom)) == (["s", *parked[:4]], parked[4:])
+    assert count(app, "parked") + count(app, "backoff") == 0
+
+
+def test_what_waits_for_a_route_or_for_a_service_can_be_sent_to_a_destination(
+    app: Dsn, mom: Dsn, other: Dsn
+) -> None:
+    know(mom, "shipping")
+    with connect(app) as connection:
+        route(connection, "billing", "mom")
+        send_to(connection, "billing", "unknown there")
+        send_to(connection, "nobody", "without a route")
+    with Cycle(app, forwarding_rules("exactly_once", mom=mom, other=other)) as cycle:
+        cycle.default = None
+        cycle.run()
+        with connect(app) as connection:
+            kinds = [one.kind for one in parked_messages.parked_messages(connection, ANY)]
+            assert sorted(kinds) == ["route", "service"]
+            assert len(TO_OTHER(connection, ANY, "")) == 2
+        drain(cycle)
+    assert bodies(other) == ["unknown there", "without a route"]
+    assert count(app, "parked") + count(app, "backoff") == 0
+
+
+def test_nobody_decides_about_what_a_forwarder_has_in_hand(
+    app: Dsn, mom: Dsn, other: Dsn, parked: list[str]
+) -> None:
+    """The destination is about to commit them, and the source does not know that yet."""
+    refused: list[str] = []
+
+    def decide() -> None:
+        with connect(app) as connection:
+            connection.execute("SET lock_timeout = '50ms'")
+            for decision in (decide_parked.discard, TO_OTHER):
+                with pytest.raises(Unavailable, match="in a moment") as error:
+                    decision(connection, ANY, "")
+                refused.append(str(error.value))
+
+    arm("mom_insert", decide)
+    forward(app, mom=mom, other=other)
+    assert ["'mom'" in one for one in refused] == [True, True]
+    with connect(app) as connection:
+        assert decide_parked.discard(connection, ANY, "") == []
+        assert actions(connection) == []
+    assert (bodies(mom), bodies(other)) == (parked, ["s"])
+
+
+def test_a_forwarder_waits_for_a_decision_and_delivers_the_rest(
+    app: Dsn, mom: Dsn, other: Dsn, parked: list[str]
+) -> None:
+    running = threading.Thread(target=forward, args=(app,), kwargs={"mom": mom, "other": other})
+    with connect(app) as connection, connect(app) as looking:
+        with connection.transaction():
+            chosen = ParkedFilter(through=_number(connection, 0))
+            assert len(decide_parked.discard(connection, chosen, "")) == 1
+            running.start()
+            until(lambda: fetch(looking, "SELECT FROM pg_locks WHERE NOT granted"))
+            assert bodies(mom) == []
+        running.join()
+    assert bodies(mom) == parked[1:]
+
+
+@pytest.mark.usefixtures("parked")
+def test_a_task_that_loses_its_session_leaves_alone_what_was_decided_meanwhile(
+    app: Dsn, mom: Dsn, other: Dsn
+) -> None:
+    def lose() -> None:
+        with connect(app) as connection:
+            connection.execute(
+                "SELECT pg_terminate_backend(l.pid) FROM pg_locks l"
+                " JOIN pg_stat_activity a USING (pid)"
+                " WHERE l.locktype = 'advisory' AND a.application_name LIKE '%mark%'"
+            )
+            chosen = ParkedFilter(through=_number(connection, 4))
+            # the first one is on its way: it has arrived, whatever is said of it now
+            assert len(decide_parked.discard(connection, chosen, "")) == 5
+
+    arm("mom_insert", lose)
+    forward(app, chunk_rows=1, attempts=5, mom=mom, other=other)
+    assert bodies(mom) == ["b0", "b5"]
+
+
+def test_what_the_open_batch_has_set_aside_beyond_its_position_stays(app: Dsn, mom: Dsn) -> None:
+    """Only while it is there is it known that the batch must not send it as well."""
+    know(mom, "billing")
+    with connect(app) as connection:
+        for body in ("b0", "b1"):
+            send_to(connection, "shipping", f"s{body}")
+            send_to(connection, "billing", body)
+        arm("set_aside", die)
+        with pytest.raises(Crash), Cycle(app, forwarding_rules("exactly_once", mom=mom)) as cycle:
+            cycle.run()
+        assert count(app, "parked") == 2
+        found = parked_messages.count(connection, ANY, 100)
+        assert (found.messages, found.staying) == (0, 2)
+        assert decide_parked.discard(connection, ANY, "") == []
+        forward(app, mom=mom)
+        assert len(decide_parked.discard(connection, ANY, "")) == 2
+    know(mom, "shipping")
+    let_time_pass(app)
+    forward(app, mom=mom)
+    assert bodies(mom) == ["b0", "b1"]
+
+
+def test_a_dialog_that_lacks_a_parked_message_that_is_given_up_fails_at_both_ends(
+    app: Dsn, mom: Dsn, other: Dsn
+) -> None:
+    prepare_dialogs(app, mom)
+    with connect(app) as connection:
+        route(connection, "elsewhere", "other")
+        dialog = begin(app, "1")
+        forward(app, mom=mom, other=other)
+        assert [message.text() for message in receive_said(mom, WAREHOUSE)] == ["1"]
+        say(app, dialog, "2")
+        send_to(connection, "elsewhere", "x")
+        forward(app, mom=NOWHERE, other=other)
+        assert TO_OTHER(connection, ANY, "") == []  # its other end is where it is
+        assert len(decide_parked.discard(connection, ANY, "never mind")) == 1
+        assert count(app, "dead_letter") == 0
+    let_time_pass(app)
+    forward(app, mom=mom, other=other)
+    (error,) = receive_said(mom, WAREHOUSE)
+    assert error.message_type == ERROR
+    assert "message 2 was given up by postgres: it was parked on its way" in error.text()
+
+
+# Receivers
+
+
+@pytest.fixture
+def failing(mom: Dsn) -> None:
+    """Three messages of a key that wait for the next attempt at the first one."""
+    prepare(mom)
+    put(mom, "1", "2", "3", key="k")
+    receive(mom, failing="1")
+    with connect(mom) as connection:
+        waiting = parked_messages.parked_messages(connection, ANY)
+    assert [(one.kind, one.subject, one.free) for one in waiting] == [("key", "k", True)] * 3
+
+
+def receive(mom: Dsn, *, failing: str = "") -> None:
+    for _ in range(6):
+        with suppress(ZeroDivisionError), saf.receive(mom, SUBSCRIPTION) as delivery:
+            for message in delivery:
+                effect(delivery.connection, message)
+                if message.text() == failing:
+                    raise ZeroDivisionError
+
+
+@pytest.mark.usefixtures("failing")
+def test_a_key_goes_on_without_the_message_that_is_given_up(mom: Dsn) -> None:
+    with connect(mom) as connection:
+        assert TO_OTHER(connection, ANY, "") == []  # it has arrived
+        chosen = ParkedFilter(key="k", through=_number(connection, 0))
+        assert len(decide_parked.discard(connection, chosen, "")) == 1
+    receive(mom)
+    assert effects(mom) == ["2", "3"]
+    assert count(mom, "parked") + count(mom, "backoff") == 0
+
+
+@pytest.mark.usefixtures("failing")
+def test_nobody_decides_about_what_a_receiver_has_in_hand(mom: Dsn) -> None:
+    let_time_pass(mom)
+    with connect(mom) as connection:
+        with saf.receive(mom, SUBSCRIPTION) as delivery:
+            (first,) = delivery
+            assert first.text() == "1"
+            assert decide_parked.discard(connection, ANY, "") == []
+        member = new_member(connection)
+        connection.execute("UPDATE saf.cursor SET owner = %s", [member.member_id])
+        found = parked_messages.count(connection, ANY, 100)
+        assert (found.messages, found.staying) == (0, 2)
+        assert decide_parked.discard(connection, ANY, "") == []
+        connection.execute("UPDATE saf.cursor SET owner = NULL")
+        assert len(decide_parked.discard(connection, ANY, "")) == 2
+
+
+def _number(connection: psycopg.Connection[object], place: int) -> int:
+    """The number of a parked message, by its place among all."""
+    return parked_messages.parked_messages(connection, ANY)[place].parked_id

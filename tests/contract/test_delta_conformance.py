@@ -1,0 +1,54 @@
+"""A Delta table keeps what every kind has to keep, with processes that are killed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from saf.destinations.delta import Delta
+from saf.testing.conformance import DestinationConformance, Read, WhileUnavailable
+from tests.delta_table import messages
+
+pytestmark = pytest.mark.slow
+
+
+class TestDelta(DestinationConformance):
+    @pytest.fixture
+    def settings(self, tmp_path: Path) -> Delta:
+        (tmp_path / "table").mkdir()
+        return Delta(table=str(tmp_path / "table"))
+
+    @pytest.fixture
+    def stored(self, settings: Delta) -> Read:
+        return lambda: messages(Path(settings.table))
+
+    @pytest.fixture
+    def unavailable(self, settings: Delta) -> WhileUnavailable:
+        @contextmanager
+        def down() -> Iterator[None]:
+            """As if its disk were not mounted."""
+            folder = Path(settings.table)
+            away = folder.rename(folder.with_name("away"))
+            try:
+                yield
+            finally:
+                away.rename(folder)
+
+        return down
+
+    @pytest.fixture
+    def refused(self, tmp_path: Path) -> Delta:
+        (tmp_path / "file").write_text("no folder")
+        return Delta(table=str(tmp_path / "file"))
+
+
+class TestDeltaByService(TestDelta):
+    """The same in files of services, with a column of bodies' members."""
+
+    @pytest.fixture
+    def settings(self, tmp_path: Path) -> Delta:
+        (tmp_path / "table").mkdir()
+        return Delta(table=str(tmp_path / "table"), partition_by="service", promote={"a": "string"})

@@ -1,0 +1,203 @@
+"""Forwarding over Spark Connect: a client without a JVM, and a server that is not its own."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from saf.database import Dsn
+from saf.errors import JobFailed, SparkGone
+from saf.routing.routers import add_router
+from saf.routing.routes import add_route
+from saf.spark import remote
+from saf.spark.remote import ConnectRunner
+from tests.connect_server import ConnectServer, connect_server
+from tests.pipeline import bodies, connect
+from tests.programs import BIN, configuration, environment, last_json, received, run, send
+
+pytestmark = pytest.mark.slow  # its server takes seconds to start
+
+NO_JAVA = {"JAVA_HOME": "/nowhere", "PATH": "/nowhere"}
+PASSWORD = "canary-of-a-password"
+SLOWER = """
+CREATE FUNCTION slower() RETURNS trigger LANGUAGE plpgsql
+AS $$ BEGIN PERFORM pg_sleep(0.1); RETURN NULL; END $$;
+CREATE TRIGGER slower AFTER INSERT ON saf.inbox FOR EACH STATEMENT EXECUTE FUNCTION slower()
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConnectServer]:
+    with connect_server(tmp_path_factory.mktemp("connect")) as one:
+        yield one
+
+
+def forward(server: ConnectServer, config: Path) -> subprocess.CompletedProcess[str]:
+    """What a run says that has no Java."""
+    options: list[str | Path] = ["--config", config, "--json", "--remote", server.remote]
+    done = run([BIN / "saf", "forward", *options], env=NO_JAVA, timeout=250)
+    assert "canary" not in done.stdout + done.stderr
+    return done
+
+
+def in_order(mom: Dsn, sent: list[str]) -> None:
+    """All of them are there, once, and those of a key in their order."""
+    arrived = received(mom)
+    assert sorted(body for _, body in arrived) == sorted(sent)
+    numbers = defaultdict(list)
+    for key, body in arrived:
+        source, number = body.split()
+        numbers[source, key].append(int(number))
+    assert all(some == sorted(some) for some in numbers.values())
+
+
+def with_password(dsn: Dsn) -> Dsn:
+    return Dsn(f"{dsn.conninfo} password={PASSWORD}")
+
+
+def test_it_forwards_without_a_jvm_and_shows_no_password(
+    server: ConnectServer, app: Dsn, mom: Dsn, new_broker: Callable[[str], Dsn], tmp_path: Path
+) -> None:
+    other = new_broker("other")
+    sent = [*send(app, 3_000), *send(other, 200, "other")]
+    sources = {"app": with_password(app), "other": with_password(other)}
+    config = configuration(
+        tmp_path / "saf.toml", sources, {"mom": with_password(mom)}, chunk_rows=300
+    )
+    done = forward(server, config)
+    assert done.returncode == 0, done.stderr
+    assert last_json(done.stdout)["forwarded"] == len(sent)
+    in_order(mom, sent)
+    for file in server.folder.rglob("*"):
+        if file.is_file():
+            assert PASSWORD.encode() not in file.read_bytes(), file
+
+
+def test_what_it_cannot_do_is_said_and_everything_else_is_done(
+    server: ConnectServer, app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    sent = send(app, 10)
+    with connect(app) as connection:
+        add_router(connection, "planes", "sql", "key")
+        add_route(connection, "mom", service="billing")
+        connection.execute(
+            "INSERT INTO saf.outbox (to_service, key, body) VALUES ('planes', 'x', '')"
+        )
+    config = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
+    done = forward(server, config)
+    assert bodies(mom) == sent
+    assert "classifiers in SQL are not evaluated over Spark Connect" in done.stdout + done.stderr
+
+
+def test_after_its_server_was_killed_the_next_run_goes_on(
+    server: ConnectServer, app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    sent = send(app, 5_000)
+    with connect(mom) as connection:
+        connection.execute(SLOWER)
+    config = configuration(
+        tmp_path / "saf.toml", {"app": app}, {"mom": mom}, chunk_rows=100, lease_seconds=3.0
+    )
+    with subprocess.Popen(
+        [BIN / "saf", "forward", "--config", config, "--json", "--remote", server.remote],
+        env=environment(**NO_JAVA),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as forwarder:
+        while not bodies(mom):
+            assert forwarder.poll() is None
+            time.sleep(0.01)
+        server.kill()
+        said, complaint = forwarder.communicate(timeout=120)
+    assert forwarder.returncode == 75
+    assert "Spark has ended" in said + complaint
+    assert "Traceback" not in complaint
+    assert 0 < len(bodies(mom)) < len(sent)
+    with connect(mom) as connection:
+        connection.execute("DROP TRIGGER slower ON saf.inbox")
+    server.start()
+    done = forward(server, config)
+    while last_json(done.stdout)["idle"]:  # until the lease of the killed tasks ends
+        done = forward(server, config)
+    assert done.returncode == 0, done.stderr
+    in_order(mom, sent)
+
+
+def test_a_server_that_is_not_there_is_named_without_its_token(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    send(app, 1)
+    config = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
+    absent = ConnectServer(folder=tmp_path)
+    done = forward(absent, config)
+    assert done.returncode == 75
+    assert f"Spark Connect sc://127.0.0.1:{absent.port} is unavailable" in done.stderr
+    assert bodies(mom) == []
+
+
+def test_a_cluster_with_another_saf_is_told_apart(app: Dsn, mom: Dsn, tmp_path: Path) -> None:
+    send(app, 1)
+    place = tmp_path / "other"
+    (place / "saf" / "spark").mkdir(parents=True)
+    (place / "saf" / "__init__.py").touch()
+    (place / "saf" / "spark" / "__init__.py").touch()
+    (place / "saf" / "spark" / "remote.py").write_text(
+        "import pyarrow\n"
+        "def greet(partition):\n"
+        "    for batch in partition:\n"
+        "        pass\n"
+        "    yield pyarrow.RecordBatch.from_pydict({'version': ['0.0.1']})\n"
+    )
+    config = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
+    with connect_server(tmp_path, PYTHONPATH=str(place)) as server:
+        done = forward(server, config)
+    assert done.returncode == 2
+    assert "the Python of the cluster's tasks has saf 0.0.1" in done.stderr
+    assert bodies(mom) == []
+
+
+def test_a_job_that_hangs_can_be_cancelled_and_a_server_given_up(
+    server: ConnectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hanging(_: Any) -> Callable[[Any], Iterator[Any]]:
+        def run(partition: Any) -> Iterator[Any]:
+            import time
+
+            time.sleep(600)
+            yield from partition
+
+        return run
+
+    monkeypatch.setattr(remote, "task", hanging)
+    runner: Any = ConnectRunner(server.remote, {})
+    runner.start([])
+    assert runner.slots() == 2
+    work = [SimpleNamespace(routes=SimpleNamespace(routers=()))]
+
+    def until_it_ends(end: Callable[[], None], error: type[Exception]) -> None:
+        over = threading.Event()
+
+        def often() -> None:
+            while not over.wait(0.5):
+                end()
+
+        thread = threading.Thread(target=often)
+        thread.start()
+        try:
+            with pytest.raises(error):
+                runner.run(work, None, "group-1")
+        finally:
+            over.set()
+            thread.join()
+
+    until_it_ends(lambda: runner.cancel("group-1"), JobFailed)
+    until_it_ends(runner.abandon, SparkGone)

@@ -1,0 +1,95 @@
+"""Parked messages in the browser, over HTTP: chosen or all that match, counted first, once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from saf.database import Dsn
+from saf.setaside import parked_messages
+from saf.setaside.parked_messages import ParkedFilter
+from tests.dashboard import Dashboard, Visitor, dashboard, finished, settings
+from tests.destinations import NOWHERE, route, send_to
+from tests.pipeline import Cycle, bodies, connect, forwarding_rules, run
+
+PAGE, CONFIRM, DECIDE = (
+    "/parked/messages",
+    "/parked/messages/confirm",
+    "/parked/messages/decide",
+)
+
+
+@pytest.fixture
+def shop(app: Dsn, other: Dsn, tmp_path: Path) -> Iterator[Dashboard]:
+    """Five messages for mom, which is down, and one that has arrived elsewhere."""
+    with connect(app) as connection:
+        route(connection, "billing", "mom")
+        route(connection, "shipping", "other")
+        for number in range(5):
+            send_to(connection, "billing", f"b{number}", key="<b>k</b>")
+        send_to(connection, "shipping", "s")
+        with Cycle(app, forwarding_rules(mom=NOWHERE, other=other)) as cycle:
+            cycle.run()
+    given = settings(tmp_path / "saf.toml", {"shop": app}, {"mom": NOWHERE, "other": other})
+    with dashboard(given) as running:
+        yield running
+
+
+def counted(visitor: Visitor, **chosen: object) -> dict[str, list[str]]:
+    """The form that the first step ends with."""
+    page = visitor.form(PAGE, CONFIRM, chosen)
+    assert page.status_code == 200, page.text
+    fields: dict[str, list[str]] = {}
+    for name, value in re.findall(r'name="(\w+)" value="([^"]*)"', page.text):
+        fields.setdefault(name, []).append(value)
+    return fields
+
+
+def test_parked_messages_are_discarded_or_redirected_and_the_audit_names_the_person(
+    shop: Dashboard, app: Dsn, mom: Dsn, other: Dsn
+) -> None:
+    visitor = shop.client(name="ann")
+    page = visitor.get(PAGE, params={"broker": "shop", "key": "<b>k</b>"}).text
+    assert "<b>k</b>" not in page
+    ids = re.findall(r'name="id" value="([^"]+)"', page)
+    assert len(ids) == 5
+    form = counted(visitor, action="discard", id=ids[1:3])
+    assert form["expected"] == ["2"]
+    assert "2 messages" in finished(visitor, visitor.form(PAGE, DECIDE, form).url.path)
+    form = counted(visitor, action="redirect", to="other", matching="yes", destination="mom")
+    assert form["expected"] == ["3"]
+    with connect(app) as connection:
+        connection.execute("UPDATE saf.backoff SET next_attempt_at = now() + interval '1 h'")
+    done = visitor.form(PAGE, DECIDE, form | {"why": ["mom is away"]})
+    assert "3 messages" in finished(visitor, done.url.path)
+    audit = visitor.get("/audit").text
+    assert "redirect to other" in audit
+    assert "ann" in audit
+    run(app, mom=mom, other=other)
+    assert (bodies(other), bodies(mom)) == (["s", "b0", "b3", "b4"], [])
+
+
+def test_what_is_parked_between_the_count_and_the_decision_is_left_alone(
+    shop: Dashboard, app: Dsn, other: Dsn
+) -> None:
+    visitor = shop.client()
+    form = counted(visitor, action="discard", matching="yes")
+    with connect(app) as connection:
+        send_to(connection, "billing", "late")
+        with Cycle(app, forwarding_rules(mom=NOWHERE, other=other)) as cycle:
+            cycle.run()
+        finished(visitor, visitor.form(PAGE, DECIDE, form).url.path)
+        assert parked_messages.count(connection, ParkedFilter(), 100).messages == 1
+
+
+def test_who_may_view_sees_parked_messages_and_decides_nothing(shop: Dashboard) -> None:
+    visitor = shop.client("only-looking-around")
+    page = visitor.get(PAGE)
+    assert page.status_code == 200
+    assert 'name="action"' not in page.text
+    for action in (CONFIRM, DECIDE):
+        answer = visitor.form(PAGE, action, {"action": "discard", "matching": "yes"})
+        assert answer.status_code == 403
