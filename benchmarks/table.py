@@ -1,4 +1,4 @@
-"""An outbox as a table of Spark, beside Spark's JDBC source and beside ADBC alone.
+"""An outbox as a table and as a stream of Spark, beside Spark's JDBC source and ADBC alone.
 
     python -m benchmarks.table
 
@@ -6,12 +6,15 @@ All three read the same messages with all of their columns, by TCP on one machin
 or processes. Spark's noop sink takes each row and keeps none. The floor is Arrow in memory: one
 process for each core, each with a half of the ids, without Spark, order or a common snapshot.
 
+A stream brings them into files of Parquet, in micro-batches of a bounded size.
+
 The driver of JDBC comes from Maven Central by ``mvn``, and is kept where Maven keeps it.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import subprocess
 import tempfile
 import time
@@ -34,6 +37,8 @@ PARTS = 2
 ADDRESS = "127.0.0.77"
 """An address of the loopback that no other server has."""
 DRIVER = "org.postgresql:postgresql:42.7.7"
+AT_ONCE = 250_000
+"""The messages of a micro-batch."""
 RESULTS = Path(__file__).parent / "results" / "table.jsonl"
 
 READ = "SELECT id, shard, {columns} FROM saf.outbox WHERE id >= {first} AND id < {end}"
@@ -119,6 +124,34 @@ def run(stage: Stage, spark: SparkSession, dsn: Dsn, config: Path) -> None:
     stage.note("table_to_jdbc", of["jdbc"] / of["saf"], "times as fast as JDBC", ">= 3")
 
 
+def stream(stage: Stage, spark: SparkSession, config: Path) -> None:
+    """Notes the rate of a stream, whose every run has a subscription of its own."""
+    register(spark)
+    seconds = []
+    for number in range(ROUNDS + 1):
+        folder = config.parent / f"lake {number}"
+        reader = spark.readStream.format("saf").option("broker", "app").option("log", "outbox")
+        reader = reader.option("config", str(config)).option("subscription", f"lake {number}")
+        reader = reader.option("partitions", PARTS).option("maxRowsPerTrigger", AT_ONCE)
+        started = time.monotonic()
+        query = (
+            reader.load()
+            .writeStream.format("parquet")
+            .option("path", str(folder / "messages"))
+            .option("checkpointLocation", str(folder / "checkpoint"))
+            .trigger(availableNow=True)
+            .start()
+        )
+        query.awaitTermination()
+        if number:
+            seconds.append(time.monotonic() - started)
+        if spark.read.parquet(str(folder / "messages")).count() != MESSAGES:
+            raise RuntimeError("the stream has lost messages, or doubled some")
+        shutil.rmtree(folder)
+    rate = MESSAGES / median(seconds)
+    stage.note("stream_to_parquet_messages_per_second", rate, "1/s", ">= 100,000 into Delta")
+
+
 def main() -> None:
     """Run it all, and write the results."""
     jar = driver()
@@ -137,6 +170,7 @@ def main() -> None:
                 from pyspark.sql import SparkSession
 
                 run(stage, SparkSession(context), dsn, config)
+                stream(stage, SparkSession(context), config)
             finally:
                 session.stop(context)
         finally:

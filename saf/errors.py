@@ -6,6 +6,7 @@
     │   ├── InvalidMessage        a message that no broker would store
     │   ├── AutocommitError       a send that would not be part of the caller's transaction
     │   ├── MissingExtra          an optional dependency is not installed
+    │   ├── NotThisStream         a stream's subscription and its checkpoint are not of one another
     │   ├── CannotReadBack        what a destination holds cannot be read
     │   ├── DialogError           something is wrong with a dialog, or with what was asked of it
     │   │   ├── NoSuchService     a dialog is to begin from a service that does not live here
@@ -39,6 +40,8 @@
     ├── NotVerified               a webhook was not signed as it should be
     ├── Ahead                     a destination knows more of a source than the source itself
     ├── Behind                    a destination knows less of a source than it has acknowledged
+    ├── StreamSetBack             a database knows less of a stream than the stream's checkpoint
+    ├── StreamTakenOver           a newer query of Spark reads with a stream's subscription
     └── Fenced                    another owner has taken over: stop writing
 
 The text of an error names the value at fault and the way out, and never holds a password. Programs
@@ -547,6 +550,38 @@ class Behind(SafError):
         self.shards = shards
         self.since = since
         self.lower = lower
+
+
+class NotThisStream(UsageError):
+    """A stream's subscription and its checkpoint do not belong together."""
+
+
+class StreamSetBack(SafError):
+    """A database has less than it had when a stream's checkpoint was written."""
+
+    exit_code = 2
+
+    def __init__(self, what: str, name: str, how: str) -> None:
+        super().__init__(
+            f"{what} {how}: the stream {name!r} cannot go on from its checkpoint, because the "
+            "database was restored or set back, and messages would be left out. Run `saf doctor`, "
+            "and `saf rebase` if it says so; then begin with a new checkpointLocation, where "
+            "messages that were read since the backup may come again"
+        )
+        self.what = what
+        self.name = name
+
+
+class StreamTakenOver(SafError):
+    """Another query has begun with the same subscription, so this one may commit no more."""
+
+    def __init__(self, what: str, name: str) -> None:
+        super().__init__(
+            f"{what}: another query reads with the subscription {name!r} since, so this one ends: "
+            "stop one of them, or give it a subscription of its own"
+        )
+        self.what = what
+        self.name = name
 
 
 class Fenced(SafError):

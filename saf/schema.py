@@ -204,9 +204,18 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
             sa.Text,
             comment="whose messages of the inbox it reads; NULL for everybody's",
         ),
+        sa.Column(
+            "stream",
+            sa.Boolean,
+            nullable=False,
+            server_default=sa.false(),
+            comment="read by a stream, whose checkpoint says how far it is; its cursors say what "
+            "it has committed",
+        ),
         sa.UniqueConstraint("log", "name", name="subscription_name"),
         sa.CheckConstraint("log IN ('outbox', 'inbox')", name="subscription_log"),
         sa.CheckConstraint("service IS NULL OR log = 'inbox'", name="subscription_service"),
+        sa.CheckConstraint("NOT (stream AND service IS NOT NULL)", name="subscription_stream"),
         sa.ForeignKeyConstraint(["service"], ["saf.service.name"]),
         comment="named readers of a log, each with one cursor per shard",
     )

@@ -13,6 +13,8 @@ keeps nothing of the old one. `RIGHTS` is the complete list of what each kind ma
     dialog      begins, speaks and ends dialogs; one that is spoken to is a receiver as well. Unlike
                 a writer, it puts messages into the inbox: those to itself
     router      serves routers that forward; it is a receiver and a dialog as well
+    stream      reads the outbox and the inbox as tables and streams, and moves the cursors of
+                streams; an operator registers them
     purger      empties slots of the logs, and forgets old routes. Not part of the forwarder, which
                 runs on many machines: that every reader has completed a slot is checked by the
                 program and not by the server, so whoever may TRUNCATE may destroy messages. A
@@ -51,6 +53,7 @@ class Kind(StrEnum):
     RECEIVER = "receiver"
     DIALOG = "dialog"
     ROUTER = "router"
+    STREAM = "stream"
     PURGER = "purger"
     OPERATOR = "operator"
 
@@ -289,6 +292,19 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             },
         },
     ),
+    Kind.STREAM: (
+        VERSION,
+        {
+            "broker": {"SELECT": WHOLE},
+            "subscription": {"SELECT": WHOLE},
+            "cursor": {
+                "SELECT": WHOLE,
+                "UPDATE": ("epoch", "batch", "done", "open", "position", "opened_at"),
+            },
+            "outbox": {"SELECT": WHOLE},
+            "inbox": {"SELECT": WHOLE},
+        },
+    ),
     Kind.PURGER: (VERSION, PURGING, COUNTING),
     Kind.OPERATOR: (
         VERSION,
@@ -320,7 +336,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             "service": {"SELECT": WHOLE, "INSERT": ("name",), "DELETE": WHOLE},
             "subscription": {
                 "SELECT": WHOLE,
-                "INSERT": ("name", "log", "service"),
+                "INSERT": ("name", "log", "service", "stream"),
                 "DELETE": WHOLE,
             },
             # to keep receivers from messages while a person decides about them

@@ -54,8 +54,10 @@ GROUP BY to_service ORDER BY count(*) DESC, to_service
 REMOVE_SERVICE = "DELETE FROM saf.service WHERE name = %(name)s RETURNING name"
 
 SUBSCRIPTIONS = """
-SELECT subscription_id, name, service, created_at FROM saf.subscription WHERE log = 'inbox'
+SELECT subscription_id, name, service, created_at FROM saf.subscription
+WHERE log = 'inbox' AND NOT stream
 """
+IS_STREAM = "SELECT FROM saf.subscription WHERE (log, name) = ('inbox', %(name)s) AND stream"
 NAMED = f"{SUBSCRIPTIONS} AND name = %(name)s"
 LIST = f"{SUBSCRIPTIONS} ORDER BY name"
 KNOWS_SERVICE = "SELECT FROM saf.service WHERE name = %(name)s"
@@ -207,6 +209,11 @@ def subscription(connection: psycopg.Connection[Any], name: str) -> Subscription
     with psycopg.Cursor(connection, row_factory=class_row(Subscription)) as cursor:
         found = cursor.execute(NAMED, {"name": name}).fetchone()
     if found is None:
+        if fetch(connection, IS_STREAM, {"name": name}):
+            raise ConfigurationError(
+                f"subscription {name!r} is a stream's, and no receiver reads it: `saf subscription "
+                "drop` forgets a stream"
+            )
         known = [one.name for one in subscriptions(connection)]
         raise ConfigurationError(_unknown("subscription", name, known))
     return found

@@ -44,6 +44,7 @@ def command(
             parked.listing(lanes).show()
         parked.show_how_many_more(lanes)
         show_dropped({name: status.dropped for name, status in known.items()})
+        _streams(known)
         if shards:
             _by_shard(known).show()
     round_.finish(say=not as_json)
@@ -87,6 +88,19 @@ def _map(status: BrokerStatus) -> Iterator[str]:
     free = [shard.shard for shard in status.shards if shard.owner is None]
     if free:
         yield f"nobody: {len(free)} ({ranges(free)})"
+
+
+def _streams(known: Mapping[str, BrokerStatus]) -> None:
+    """Show a row for each stream, if there are any."""
+    listing = Listing("broker", "stream", "log", "not committed", "oldest", "last took some")
+    for name, status in known.items():
+        for one in status.streams:
+            listing.add(
+                name, one.stream, one.log, f"{one.pending:,}", age(one.lag_seconds),
+                at(one.opened_at) if one.opened_at else "never",
+            )  # fmt: skip
+    if any(status.streams for status in known.values()):
+        listing.show()
 
 
 def _by_shard(known: Mapping[str, BrokerStatus]) -> Listing:

@@ -1,23 +1,27 @@
-"""``saf subscription``: the named readers of an inbox."""
+"""``saf subscription``: the named readers of an inbox, and streams of any log."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from saf.broker import services
 from saf.broker.services import Start
-from saf.cli.brokers import AsJson, Config, Round, Store, store, stores
+from saf.cli.brokers import AsJson, Config, Round, Store, Where, everywhere, store, stores
 from saf.cli.console import echo
 from saf.cli.listing import Listing
 from saf.cli.service import Discard
 from saf.config import load
 from saf.errors import UsageError
+from saf.log import stream
 
-app = typer.Typer(no_args_is_help=True, help="Subscriptions: named readers of an inbox.")
+app = typer.Typer(
+    no_args_is_help=True, help="Subscriptions: named readers of an inbox, and streams."
+)
 
+Log = Literal["outbox", "inbox"]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the subscription.")]
 
 
@@ -31,19 +35,31 @@ def create(
     everything: Annotated[
         bool, typer.Option("--all-services", help="Instead: whoever a message is for.")
     ] = False,
+    log: Annotated[
+        Log | None,
+        typer.Option(
+            "--stream", help="Instead: a stream of Spark, of everything in this log of --broker."
+        ),
+    ] = None,
     from_now: Annotated[
         bool, typer.Option("--from-now", help="Only messages stored from now on.")
     ] = False,
     config: Config = None,
     broker: Store = None,
 ) -> None:
-    """Add a reader to a service.
+    """Add a reader to a service, or register a stream.
 
     Each of its readers gets every message.
     """
-    if (service is None) != everything:
-        raise UsageError("whose messages? Say either --service NAME or --all-services")
+    if [service is not None, everything, log is not None].count(True) != 1:
+        raise UsageError(
+            "whose messages? Say either --service NAME or --all-services; or, for a stream, which "
+            "log: --stream outbox"
+        )
     start: Start = "now" if from_now else "beginning"
+    if log is not None:
+        _register(name, log, start, config, broker)
+        return
     round_ = Round(store(load(config), broker))
     for where, made in round_.visit(
         "subscription",
@@ -52,6 +68,20 @@ def create(
         ),
     ).items():
         echo(f"{where}: subscription {name} {'created' if made else 'is there already'}")
+    round_.finish(say=True)
+
+
+def _register(name: str, log: Log, start: Start, config: Config, broker: Store) -> None:
+    if broker is None:
+        raise UsageError("a stream of which broker, or fleet? Say --broker NAME")
+    round_ = Round(everywhere(load(config), broker))
+    for where, made in round_.visit(
+        "subscription",
+        lambda connection, _: stream.create(
+            connection, f"database {connection.info.dbname!r}", log, name, start
+        ),
+    ).items():
+        echo(f"{where}: stream {name} {'registered' if made else 'is there already'}")
     round_.finish(say=True)
 
 
@@ -74,6 +104,22 @@ def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) 
                 listing.add(where, one.name, one.service or "(all)")
         listing.show()
     round_.finish(say=not as_json)
+
+
+@app.command()
+def drop(name: Name, config: Config = None, broker: Where = None) -> None:
+    """Forget a stream of Spark. Messages are not kept for it any more.
+
+    Its query cannot go on from its checkpoint: stop it before.
+    """
+    round_ = Round(everywhere(load(config), broker))
+    found = round_.visit("subscription", lambda connection, _: stream.drop(connection, name))
+    for where, logs in found.items():
+        for log in logs:
+            echo(f"{where}: stream {name} of the {log} dropped")
+    if not any(found.values()) and not round_.failed:
+        raise UsageError(f"there is no stream {name!r}: `saf status` shows those that there are")
+    round_.finish(say=True)
 
 
 @app.command()

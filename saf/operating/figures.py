@@ -66,6 +66,7 @@ MEMBERS = """
 SELECT s.log, s.name, count(m.member_id)
 FROM saf.subscription s
 LEFT JOIN saf.member m ON m.subscription_id = s.subscription_id AND m.lease_until > now()
+WHERE NOT s.stream
 GROUP BY s.log, s.name
 """
 USED = """

@@ -12,6 +12,7 @@ from psycopg.rows import class_row
 from saf.broker.restored import refuse
 from saf.database import fetch
 from saf.errors import ranges
+from saf.log.ring import AGE_COLUMN
 from saf.setaside.dropped import Dropped, dropped
 from saf.setaside.waiting import Parked, Waiting, parked
 
@@ -48,6 +49,26 @@ WHERE s.log = 'outbox' AND s.name = 'forwarder'
 ORDER BY m.name, m.member_id
 """
 
+# As of the forwarder's shards, of all streams of both logs
+STREAMS = " UNION ALL ".join(
+    f"""
+SELECT s.name AS stream, s.log, count(not_done.id) AS pending,
+       extract(epoch FROM now() - min(not_done.written))::float AS lag_seconds,
+       max(c.batch) AS batch, max(c.opened_at) AS opened_at
+FROM saf.subscription s JOIN saf.cursor c USING (subscription_id)
+LEFT JOIN LATERAL (
+    SELECT id, txid, {written} AS written FROM saf.{log} l
+    WHERE l.shard = c.shard AND l.txid >= pg_snapshot_xmax(c.done)
+    UNION ALL
+    SELECT id, txid, {written} FROM saf.{log} l
+    WHERE l.shard = c.shard AND l.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done)))
+) AS not_done ON (c.open IS NOT NULL AND pg_visible_in_snapshot(not_done.txid, c.open)
+                  AND not_done.id <= c.position) IS NOT TRUE
+WHERE s.stream AND s.log = '{log}'
+GROUP BY s.name, s.log"""
+    for log, written in AGE_COLUMN.items()
+)
+
 DEAD = "SELECT count(*) FROM saf.dead_letter"
 
 
@@ -80,8 +101,24 @@ class MemberStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StreamStatus:
+    """One stream of the broker."""
+
+    stream: str
+    """The subscription's name."""
+    log: str
+    pending: int
+    """Messages that it has not committed."""
+    lag_seconds: float | None
+    """The age of the oldest of them; None if there are none."""
+    batch: int
+    opened_at: datetime | None
+    """When it last took messages; None if it never did."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BrokerStatus:
-    """One broker's outbox."""
+    """One broker's outbox, and the streams of its logs."""
 
     shards: tuple[ShardStatus, ...]
     members: tuple[MemberStatus, ...]
@@ -90,6 +127,7 @@ class BrokerStatus:
     dead_letters: int
     dropped: tuple[Dropped, ...] = ()
     """How many messages were dropped, by subscription and reason."""
+    streams: tuple[StreamStatus, ...] = ()
 
     @property
     def pending(self) -> int:
@@ -122,6 +160,10 @@ class BrokerStatus:
             "lanes_waiting": self.waiting.lanes,
             "dead_letters": self.dead_letters,
             "dropped": [one.as_dict() for one in self.dropped],
+            "streams": [
+                {**asdict(one), "opened_at": one.opened_at and one.opened_at.isoformat()}
+                for one in self.streams
+            ],
             "members": [
                 {**asdict(member), "shards": ranges(member.shards)} for member in self.members
             ],
@@ -147,6 +189,8 @@ def broker_status(connection: psycopg.Connection[Any], limit: int | None = None)
             shards = cursor.execute(SHARDS).fetchall()
         with psycopg.Cursor(connection, row_factory=class_row(MemberStatus)) as cursor:
             members = cursor.execute(MEMBERS).fetchall()
+        with psycopg.Cursor(connection, row_factory=class_row(StreamStatus)) as cursor:
+            streams = cursor.execute(f"{STREAMS} ORDER BY log DESC, stream".encode()).fetchall()
         waiting = parked(connection, limit)
         ((dead_letters,),) = fetch(connection, DEAD)
         counted = dropped(connection)
@@ -156,4 +200,5 @@ def broker_status(connection: psycopg.Connection[Any], limit: int | None = None)
         waiting=waiting,
         dead_letters=dead_letters,
         dropped=tuple(counted),
+        streams=tuple(streams),
     )

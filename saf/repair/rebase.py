@@ -69,7 +69,7 @@ WHERE t.xmin::text::bigint <> t.written::text::bigint & 4294967295
 
 NEWEST = """
 SELECT max(opened_at) FROM saf.cursor JOIN saf.subscription s USING (subscription_id)
-WHERE s.log = 'outbox'
+WHERE s.log = 'outbox' AND NOT s.stream
 """
 
 # For each row, one letter a subscription: c completed, h in hand, p pending

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,8 @@ from saf.log import cursor
 from saf.routing.resolved import Resolved, keep
 from saf.routing.route_choices import Asker, choose
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, new_member, send
+from tests.programs import configuration
+from tests.streams import Crash, query
 
 
 @pytest.fixture
@@ -51,6 +54,28 @@ def test_an_asynchronous_commit_is_durable_before_it_is_forwarded(
         outbox = connection.execute("SELECT body FROM saf.outbox ORDER BY id").fetchall()
     assert [bytes(body).decode() for (body,) in outbox] == bodies(mom)
     assert len(outbox) == 20
+
+
+def test_a_stream_reads_nothing_that_the_source_could_still_lose(
+    pair: tuple[Dsn, Dsn], own_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    """Neither the application nor the stream's login waits for the disk; to open a batch does."""
+    app, mom = pair
+    config = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
+    stream = query(config, maxRowsPerTrigger=15)
+    with connect(app) as connection:
+        connection.execute("ALTER SYSTEM SET wal_writer_delay = '10s'")
+        connection.execute("ALTER SYSTEM SET synchronous_commit = off")
+        connection.execute("SELECT pg_reload_conf()")
+        stream.start()
+        for number in range(20):
+            send(connection, str(number))
+    with pytest.raises(Crash):
+        stream.step(crash="written")
+    own_server.stop_immediately()
+    own_server.start()
+    stream.drain()
+    assert sorted(map(int, stream.bodies)) == list(range(20))
 
 
 def test_a_crash_of_the_source_after_marking_sends_nothing_twice(

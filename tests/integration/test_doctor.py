@@ -25,6 +25,7 @@ from saf.config import Broker, Settings, Waits
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql import Postgresql
 from saf.dispatch.condition import Book
+from saf.log import stream
 from saf.operating.doctor import Finding, Limits, examine
 from saf.operating.doctor.examination import BROKER
 from tests.needed import absent
@@ -360,6 +361,25 @@ def test_a_consumer_that_is_gone_is_found(mom: Dsn) -> None:
     severity, what, cure = the(diagnosis("inbox_left_lying", mom))
     assert (severity, cure) == ("error", "start its consumer")
     assert "subscription 'billing' of the inbox has 1 message " in what
+
+
+def test_a_stream_that_nobody_runs_is_found_and_what_frees_its_slots_is_named(
+    app: Dsn, mom: Dsn
+) -> None:
+    with connect(app) as connection:
+        stream.create(connection, "app", "outbox", "lake", "beginning")
+        assert diagnosis("outbox_left_lying", app) == []
+        send(connection, "waits")
+    forward(app, mom=mom)
+    severity, what, cure = the(diagnosis("outbox_left_lying", app))
+    assert severity == "error"
+    assert "the stream 'lake' of the outbox has not committed 1 message" in what
+    assert "has never taken any" in what
+    assert "saf subscription drop lake" in cure
+    assert diagnosis("outbox_left_lying", app, limits=Limits()) == []
+    with connect(app) as connection:
+        stream.drop(connection, "lake")
+    assert diagnosis("outbox_left_lying", app) == []
 
 
 def test_messages_of_another_service_are_no_backlog_of_a_subscription(mom: Dsn) -> None:

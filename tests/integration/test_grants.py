@@ -26,7 +26,7 @@ from saf.dispatch.condition import Book
 from saf.dispatch.dispatcher import Dispatcher
 from saf.dispatch.running import run as run_dispatchers
 from saf.errors import ConfigurationError
-from saf.log import cursor
+from saf.log import cursor, stream
 from saf.log.shards import Member
 from saf.operating import decide, decide_parked, outbox
 from saf.operating.forecast import forecast
@@ -54,6 +54,7 @@ from tests.hub import DEPARTURES, Hub
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, send
 from tests.programs import configuration
 from tests.programs import saf as run_saf
+from tests.streams import query
 
 every_postgresql = pytest.mark.every_postgresql
 
@@ -62,56 +63,56 @@ _number = itertools.count(1)
 # Select, Insert, Update, Delete, Truncate, draw the Next value; in lower case, for the columns in
 # SOME only.
 # A table that is not listed here fails the test: decide who may do what with it.
-KINDS = ["writer", "forwarder", "receiver", "dialog", "router", "purger", "operator"]
+KINDS = ["writer", "forwarder", "receiver", "dialog", "router", "purger", "operator", "stream"]
 MATRIX = {
-    "alembic_version": "s      s         s         s         s       s       s",
-    "broker         ": "-      S         S         S         -       S       Su",
-    "outbox         ": "i      S         -         i         -       -       Si",
-    "outbox_status  ": "-      -         -         -         -       -       S",
-    "inbox          ": "-      i         S         i         -       -       Si",
-    "subscription   ": "-      Su        Su        -         -       S       SiD",
-    "member         ": "-      SiuD      SiuD      -         -       -       S",
-    "cursor         ": "-      Su        Su        -         -       S       Siu",
-    "sender         ": "-      -         -         -         -       -       S",
-    "route          ": "-      S         -         -         S       -       SiuD",
-    "route_version  ": "-      Si        -         -         s       SD      SD",
-    "topic          ": "-      S         -         -         S       -       SiD",
-    "route_choice   ": "-      SiuD      -         -         -       sD      SiuD",
-    "route_share    ": "-      Siu       -         -         -       -       Siu",
-    "router         ": "-      S         -         -         S       -       SiuD",
-    "resolved_conversation": "- Siu - S SiuD sD SiuD",
-    "watermark      ": "-      SIu       -         -         -       -       S",
-    "acknowledged   ": "-      SIu       -         -         -       -       SID",
-    "cursor_key     ": "-      -         -         -         -       -       -",
-    "watermark_key  ": "-      -         -         -         -       -       -",
-    "timeline       ": "-      -         -         -         -       -       -",
-    "parked         ": "-      SIuD      SIuD      -         -       -       SIuD",
-    "backoff        ": "-      SIuD      SIuD      -         -       -       SIuD",
-    "dead_letter    ": "-      sIu       sI        -         -       -       SIuD",
-    "service        ": "-      S         -         S         -       -       SiD",
-    "dropped        ": "-      -         Siu       -         -       Siu     Siu",
-    "audit          ": "-      -         -         -         -       -       Si",
-    "endpoint       ": "-      -         S         -         -       -       SiD",
-    "dispatched     ": "-      -         SIuD      -         -       -       SIuD",
-    "breaker        ": "-      S         SIu       -         -       -       SIu",
-    "attempt        ": "-      -         SiD       -         -       -       SiD",
-    "webhook        ": "-      SiuD      -         -         -       -       -",
-    "message_type   ": "-      -         -         S         -       -       SI",
-    "contract       ": "-      -         -         S         -       -       SI",
-    "contract_message": "-      -         -         S         -       -       SI",
-    "conversation   ": "-      s         -         Siu       -       sD      SiuD",
-    "conversation_group": "- - - Siu - sD SiuD",
-    "fragment       ": "-      -         -         SID       -       sD      SID",
-    **{f"{log}_{n}": "- - - - - ST ST" for log in ("outbox", "inbox") for n in range(8)},
-    "outbox_id_seq  ": "-      -         -         -         -       SN      SN",
-    "inbox_id_seq   ": "-      -         -         -         -       SN      SN",
-    "subscription_subscription_id_seq": "- - - - - - -",
-    "route_route_id_seq": "- - - - - - -",
-    "route_version_version_seq": "- - - - - - -",
-    "parked_parked_id_seq": "- - - - - - -",
-    "dead_letter_dead_letter_id_seq": "- - - - - - -",
-    "audit_audit_id_seq": "- - - - - - -",
-    "attempt_attempt_id_seq": "- - - - - - -",
+    "alembic_version": "s      s         s         s         s       s       s       s",
+    "broker         ": "-      S         S         S         -       S       Su       S",
+    "outbox         ": "i      S         -         i         -       -       Si       S",
+    "outbox_status  ": "-      -         -         -         -       -       S       -",
+    "inbox          ": "-      i         S         i         -       -       Si       S",
+    "subscription   ": "-      Su        Su        -         -       S       SiD       S",
+    "member         ": "-      SiuD      SiuD      -         -       -       S       -",
+    "cursor         ": "-      Su        Su        -         -       S       Siu      Su",
+    "sender         ": "-      -         -         -         -       -       S       -",
+    "route          ": "-      S         -         -         S       -       SiuD       -",
+    "route_version  ": "-      Si        -         -         s       SD      SD       -",
+    "topic          ": "-      S         -         -         S       -       SiD       -",
+    "route_choice   ": "-      SiuD      -         -         -       sD      SiuD       -",
+    "route_share    ": "-      Siu       -         -         -       -       Siu       -",
+    "router         ": "-      S         -         -         S       -       SiuD       -",
+    "resolved_conversation": "- Siu - S SiuD sD SiuD -",
+    "watermark      ": "-      SIu       -         -         -       -       S       -",
+    "acknowledged   ": "-      SIu       -         -         -       -       SID       -",
+    "cursor_key     ": "-      -         -         -         -       -       -       -",
+    "watermark_key  ": "-      -         -         -         -       -       -       -",
+    "timeline       ": "-      -         -         -         -       -       -       -",
+    "parked         ": "-      SIuD      SIuD      -         -       -       SIuD       -",
+    "backoff        ": "-      SIuD      SIuD      -         -       -       SIuD       -",
+    "dead_letter    ": "-      sIu       sI        -         -       -       SIuD       -",
+    "service        ": "-      S         -         S         -       -       SiD       -",
+    "dropped        ": "-      -         Siu       -         -       Siu     Siu       -",
+    "audit          ": "-      -         -         -         -       -       Si       -",
+    "endpoint       ": "-      -         S         -         -       -       SiD       -",
+    "dispatched     ": "-      -         SIuD      -         -       -       SIuD       -",
+    "breaker        ": "-      S         SIu       -         -       -       SIu       -",
+    "attempt        ": "-      -         SiD       -         -       -       SiD       -",
+    "webhook        ": "-      SiuD      -         -         -       -       -       -",
+    "message_type   ": "-      -         -         S         -       -       SI       -",
+    "contract       ": "-      -         -         S         -       -       SI       -",
+    "contract_message": "-      -         -         S         -       -       SI       -",
+    "conversation   ": "-      s         -         Siu       -       sD      SiuD       -",
+    "conversation_group": "- - - Siu - sD SiuD -",
+    "fragment       ": "-      -         -         SID       -       sD      SID       -",
+    **{f"{log}_{n}": "- - - - - ST ST -" for log in ("outbox", "inbox") for n in range(8)},
+    "outbox_id_seq  ": "-      -         -         -         -       SN      SN       -",
+    "inbox_id_seq   ": "-      -         -         -         -       SN      SN       -",
+    "subscription_subscription_id_seq": "- - - - - - - -",
+    "route_route_id_seq": "- - - - - - - -",
+    "route_version_version_seq": "- - - - - - - -",
+    "parked_parked_id_seq": "- - - - - - - -",
+    "dead_letter_dead_letter_id_seq": "- - - - - - - -",
+    "audit_audit_id_seq": "- - - - - - - -",
+    "attempt_attempt_id_seq": "- - - - - - - -",
 }
 # Of an operator, who repairs what was set back, and decides about what is parked
 REPAIRING = {
@@ -131,7 +132,7 @@ SOME = {
     ("cursor", "u"): "owner epoch batch done open position attempted route_version opened_at "
     "allowance until cuts",
     ("cursor", "i"): "subscription_id shard done",
-    ("subscription", "i"): "name log service",
+    ("subscription", "i"): "name log service stream",
     ("route", "i"): "service broker destination quality enabled expires_at comment local",
     ("route", "u"): "service broker destination quality enabled expires_at comment local",
     ("route_version", "i"): "routes topics routers brokers",
@@ -179,13 +180,14 @@ SOME = {
     ("conversation_group", "u"): "state",
     ("conversation_group", "s"): "group_id",
 }
-# What is said in a dialog has more columns; other kinds may see or write others
+# What is said in a dialog has more columns; other kinds may see or write others, or fewer
 SPOKEN = {
     ("outbox", "i"): "message_id from_service to_service to_broker key conversation_id "
     "from_initiator sequence message_type headers body deliver_at expires_at",
     ("conversation", "s"): "conversation_id is_initiator service ended_here error_code",
     ("resolved_conversation", "i"): "router key service broker to_key handle",
     ("resolved_conversation", "u"): "used_at handle",
+    ("cursor", "u"): "epoch batch done open position opened_at",
 }
 
 ALL_RIGHTS = """
@@ -441,6 +443,25 @@ def test_a_writer_sends_by_psycopg_and_sqlalchemy(app: Dsn, granted: Callable[..
         send(connection, "by hand", key="A")
     with connect(app) as connection:
         assert fetch(connection, "SELECT count(*) FROM saf.outbox") == [(5,)]
+
+
+@every_postgresql
+def test_a_stream_that_an_operator_has_registered_reads_and_commits_and_registers_none(
+    app: Dsn, tmp_path: Path, granted: Callable[..., Dsn]
+) -> None:
+    with connect(app) as connection:
+        for number in range(10):
+            send(connection, str(number), key="k")
+    config = configuration(tmp_path / "saf.toml", {"app": granted(app, "stream")}, {"mom": app})
+    read = query(config, maxRowsPerTrigger=4)
+    with pytest.raises(ConfigurationError, match="saf subscription create lake --stream outbox"):
+        read.step()
+    with connect(granted(app, "operator")) as connection:
+        assert stream.create(connection, "app", "outbox", "lake", "beginning")
+    read.drain()
+    assert read.bodies == [str(number) for number in range(10)]
+    with connect(granted(app, "operator")) as connection:
+        assert stream.drop(connection, "lake") == ["outbox"]
 
 
 @every_postgresql

@@ -1,4 +1,4 @@
-"""docs/spark.md: its recipe runs, and its tables say what there is."""
+"""docs/spark.md: its recipes run, and its tables say what there is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from saf.database import Dsn
 from saf.spark import java, jvm
 from saf.spark.table.fields import TEXT, schema_of
 from saf.spark.table.options import NAMES
-from tests.pages import blocks, page, prepared
+from tests.pages import blocks, page, prepared, shell
 from tests.pipeline import connect, run
 from tests.programs import BIN
 from tests.programs import run as run_program
@@ -34,20 +34,38 @@ def test_the_recipe_counts_what_was_sent_and_what_is_under_way(
         source.execute(SEND)
         run(app, mom=mom)
         source.execute("INSERT INTO saf.outbox (to_service, body) VALUES ('billing', 'new')")
-    script = "".join(blocks(page("spark.md"), "analytics"))
+    said = recipe("analytics", tmp_path)
+    rows = re.findall(r"^\| *(\w+)\| *(\d+)\| *(\d+)\|$", said, re.MULTILINE)
+    assert rows == [("billing", "6", "4"), ("shipping", "3", "3")], said
+    assert "1 under way" in said
+
+
+def test_a_run_of_the_stream_brings_what_is_there_into_the_lake_and_commits_it(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    prepared(tmp_path, app, mom)
+    with connect(app) as source:
+        source.execute(SEND)
+    assert "10 in the lake" in recipe("streaming", tmp_path)
+    said = shell("".join(blocks(page("spark.md"), "shell")), tmp_path, app, mom)
+    assert re.search(r"lake\W+outbox\W+0\W", said), said
+    assert "shop: stream lake of the outbox dropped" in said
+
+
+def recipe(name: str, folder: Path) -> str:
+    """What a recipe of the page prints."""
+    script = "".join(blocks(page("spark.md"), name))
     done = run_program(
         [sys.executable, "-c", script.replace("local[*]", "local[2]")],
         env={
             "JAVA_HOME": jvm.environment(java.find())["JAVA_HOME"],
             "PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin",  # as in an activated environment
         },
-        cwd=tmp_path,
+        cwd=folder,
         timeout=280,
     )
     assert done.returncode == 0, done.stderr
-    rows = re.findall(r"^\| *(\w+)\| *(\d+)\| *(\d+)\|$", done.stdout, re.MULTILINE)
-    assert rows == [("billing", "6", "4"), ("shipping", "3", "3")], done.stdout
-    assert "1 under way" in done.stdout
+    return done.stdout
 
 
 def test_the_page_has_each_option_and_each_column() -> None:

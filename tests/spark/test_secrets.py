@@ -40,6 +40,7 @@ from saf.engine.source import messages
 from saf.engine.task import Task
 from saf.errors import ConfigurationError, SafError, Unavailable
 from saf.forwarding.forwarder import Forwarder
+from saf.log import stream
 from saf.spark import items
 from saf.spark.questions import PLACE, questions
 from saf.spark.runner import SparkRunner
@@ -475,7 +476,9 @@ def test_a_password_from_the_environment_may_hold_anything(
 
 
 TABLE = """
+import os
 import sys
+from pathlib import Path
 
 import saf.spark
 from pyspark.sql import SparkSession
@@ -483,6 +486,7 @@ from saf.config import load
 from saf.spark import session
 
 settings = load()
+folder = Path(os.environ["SAF_CONFIG"]).parent
 context = session.start("local[2]", conf=settings.forwarder.spark)
 spark = SparkSession(context)
 saf.spark.register(spark)
@@ -499,6 +503,26 @@ spark.sql("EXPLAIN FORMATTED SELECT * FROM outbox").show(truncate=False)
 spark.sql("SELECT key, count(*) FROM outbox GROUP BY key").collect()
 print(read.join(table("app"), "message_id", "left").count(), "rows")
 print(read.rdd.toDebugString())
+
+
+def stream(brokers):
+    query = (
+        spark.readStream.format("saf").option("broker", brokers).option("log", "outbox")
+        .option("subscription", "lake").load()
+        .writeStream.format("noop").trigger(availableNow=True)
+        .option("checkpointLocation", f"{folder}/checkpoint {brokers}").start()
+    )
+    query.awaitTermination()
+    query.explain(True)
+    print(*(one.json for one in query.recentProgress))
+
+
+stream("app")
+for brokers in ("wrong", "down,wrong", "bare"):
+    try:
+        stream(brokers)
+    except Exception as error:
+        print("failed:", type(error).__name__, error)
 for broker in ("wrong", "down", "bare"):
     try:
         table(broker).collect()
@@ -525,6 +549,8 @@ def test_a_table_shows_the_password_nowhere_in_plans_pages_events_or_errors(
         **{"spark.log.level": "INFO", "spark.ui.enabled": "true", "spark.ui.port": str(port)},
     )
     send(locked.owner, 1_000)
+    with connect(locked.owner) as connection:
+        stream.create(connection, "app", "outbox", "lake", "beginning")
     out: list[str] = []
     with Watch(locked.owner) as watch, (tmp_path / "stderr").open("w") as stderr:
         process = subprocess.Popen(
@@ -559,3 +585,5 @@ def test_a_table_shows_the_password_nowhere_in_plans_pages_events_or_errors(
         assert cause in said
     assert b"BatchScan" in b"".join(pages)
     assert (tmp_path / "events").exists()
+    assert '"numInputRows":1000' in "".join(said.split())
+    assert list((tmp_path / "checkpoint app" / "offsets").iterdir())

@@ -13,6 +13,7 @@ from tests.stateful.forwarding import Forwarding
 from tests.stateful.receiving import Receiving
 from tests.stateful.set_back import SetBacks
 from tests.stateful.site import Site
+from tests.stateful.streaming import Streaming
 
 MACHINES: dict[str, Callable[[Site], Callable[[], RuleBasedStateMachine]]] = {
     "forwarding": Forwarding.on,
@@ -21,4 +22,5 @@ MACHINES: dict[str, Callable[[Site], Callable[[], RuleBasedStateMachine]]] = {
     "dialogs": Dialogs.on,
     "dialogs_set_back": DialogsSetBack.on,
     "set_back": SetBacks.on,
+    "streaming": Streaming.on,
 }

@@ -13,6 +13,7 @@ import psycopg
 import pytest
 
 from saf.broker.embedded import DEFAULT_VERSION
+from saf.log import offset
 from saf.receiving import claim
 from saf.receiving.hand import Hand
 from saf.repair import rebase, send_again
@@ -59,12 +60,17 @@ def incarnation_not_raised(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(send_again, "_raise_incarnation", lambda *_: None)
 
 
+def end_of_a_cut_not_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(offset, "UP_TO", "")
+
+
 PLANTED = [
     ("forwarding", bugs.watermark_moved_and_a_row_not_stored),
     ("aside", bugs.watermark_not_moved),
     ("receiving", position_of_a_receiver_not_moved),
     ("dialogs", bugs.repeats_in_a_dialog_taken),
     ("dialogs_set_back", incarnation_not_raised),
+    ("streaming", end_of_a_cut_not_kept),
 ]
 
 

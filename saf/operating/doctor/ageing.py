@@ -123,7 +123,8 @@ WHERE to_broker IS NOT NULL OR NOT EXISTS (
     SELECT FROM saf.service AS lives WHERE lives.name = lately.to_service
     UNION ALL
     SELECT FROM saf.subscription s
-    WHERE s.log = 'inbox' AND (s.service IS NULL OR s.service = lately.to_service))
+    WHERE s.log = 'inbox' AND NOT s.stream
+      AND (s.service IS NULL OR s.service = lately.to_service))
 GROUP BY 1, 2 ORDER BY 1, 2 LIMIT %(shown)s
 """
 LOOK = 100

@@ -9,7 +9,7 @@ from saf.broker.restored import IS_RESTORED
 from saf.database import check_schema
 from saf.dialogs.statements import Code
 from saf.errors import SchemaError
-from saf.operating.doctor.patient import Found, Patient
+from saf.operating.doctor.patient import Found, Patient, Severity
 from saf.operating.wording import counted
 from saf.setaside import lane
 from saf.setaside.backoff import SHOWN
@@ -105,7 +105,8 @@ SELECT s.name, count(*) FILTER (WHERE lying.wanted),
        extract(epoch FROM now() - min(lying.written) FILTER (WHERE lying.wanted))::float,
        count(*) FILTER (WHERE NOT lying.wanted),
        EXISTS (SELECT FROM saf.member m
-               WHERE m.subscription_id = s.subscription_id AND m.lease_until > now())
+               WHERE m.subscription_id = s.subscription_id AND m.lease_until > now()),
+       s.stream, to_char(max(c.opened_at), 'YYYY-MM-DD HH24:MI:SS TZ')
 FROM saf.subscription s JOIN saf.cursor c USING (subscription_id)
 CROSS JOIN LATERAL (
     SELECT id, txid, {written} AS written,
@@ -137,8 +138,11 @@ def _left_lying(patient: Patient, log: str, written: str, start: str) -> Found:
         log=sql.Identifier("saf", log), written=sql.Identifier(written), name=sql.Literal(log)
     )
     stuck = patient.limits.stuck_seconds
-    for name, count, age, others, alive in patient.ask(query, seconds=stuck):
-        if count and age >= stuck:
+    for name, count, age, others, alive, stream, opened in patient.ask(query, seconds=stuck):
+        if stream:
+            if count and age >= stuck:
+                yield _abandoned(name, log, count, age, opened)
+        elif count and age >= stuck:
             yield (
                 "warning" if alive else "error",
                 f"subscription {name!r} of the {log} has {counted(count, 'message')} to read, the "
@@ -154,6 +158,19 @@ def _left_lying(patient: Patient, log: str, written: str, start: str) -> Found:
                 "purged",
                 start,
             )
+
+
+def _abandoned(
+    name: str, log: str, count: int, age: float, opened: str | None
+) -> tuple[Severity, str, str]:
+    last = f"has taken none since {opened}" if opened else "has never taken any"
+    return (
+        "error",
+        f"the stream {name!r} of the {log} has not committed {counted(count, 'message')}, the "
+        f"oldest for {age:.0f} s, and {last}; the slots that they are in cannot be purged",
+        f"start its query, or look at its log; if nobody needs it any more, saf subscription drop "
+        f"{name}",
+    )
 
 
 LANES = f"""
@@ -195,7 +212,8 @@ def parked(patient: Patient) -> Found:
 UNHEARD = """
 SELECT name FROM saf.service AS lives
 WHERE NOT EXISTS (SELECT FROM saf.subscription s
-                  WHERE s.log = 'inbox' AND (s.service IS NULL OR s.service = lives.name))
+                  WHERE s.log = 'inbox' AND NOT s.stream
+                    AND (s.service IS NULL OR s.service = lives.name))
 ORDER BY name
 """
 

@@ -6,6 +6,7 @@ A DataFrame has all columns, or those of the schema that its reader gives. The c
     headers map<string,string>    as they come: text as it is, JSON's null as NULL, all else as JSON
     headers string                the JSON text; a map is NULL where it is no JSON object
     text string                   the body as UTF-8, or NULL where it is none; only if asked for
+    broker string                 the broker's name; if asked for, or where several are read
 
 A row of an older schema may be too large to be read (see `saf.limits`). Its large values are NULL,
 and so is its body, which tells it from other rows.
@@ -38,7 +39,7 @@ from saf.destinations.texts import uuids
 from saf.errors import ConfigurationError
 from saf.log.columns import bounded
 
-TEXT = "text"
+TEXT, BROKER = "text", "broker"
 ONLY_INBOX = ("source", "received_at")
 OF_SPARK: dict[str, DataType] = {
     "string": StringType(),
@@ -60,13 +61,13 @@ CASE jsonb_typeof(headers) WHEN 'object' THEN
 """
 
 
-def schema_of(log: str) -> StructType:
-    """The columns that a log has as they come."""
+def schema_of(log: str, *, several: bool = False) -> StructType:
+    """The columns that a log has as they come; ``several``: those of several brokers."""
     return StructType(
         [
             StructField(name, types[0], name not in ("id", "shard"))
             for name, types in _types(log).items()
-            if name != TEXT
+            if name != TEXT and (several or name != BROKER)
         ]
     )
 
@@ -118,10 +119,15 @@ def selected(asked: StructType) -> sql.Composable:
     return sql.SQL(", ").join(parts)
 
 
-def shaped(rows: pa.RecordBatch, asked: StructType) -> pa.RecordBatch:
-    """Turn what was `selected` into what Spark expects for a schema."""
+def shaped(rows: pa.RecordBatch, asked: StructType, broker: str) -> pa.RecordBatch:
+    """Turn what was `selected` at a broker into what Spark expects for a schema."""
     schema = to_arrow_schema(asked, timezone="UTC")
-    columns = [_column(rows, field) for field in schema]
+    columns = [
+        pa.repeat(pa.scalar(broker, field.type), rows.num_rows)
+        if field.name == BROKER
+        else _column(rows, field)
+        for field in schema
+    ]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
@@ -174,6 +180,7 @@ def _types(log: str) -> dict[str, tuple[DataType, ...]]:
             types[name] = (OF_SPARK[SPARK[type_]],)
     types["headers"] = (MapType(StringType(), StringType()), StringType())
     types[TEXT] = (StringType(),)
+    types[BROKER] = (StringType(),)
     return types
 
 

@@ -1,10 +1,18 @@
 """The options of a read: which broker, which log, how many partitions.
 
-    broker        a name of saf.toml: of a broker, of a destination that is one, or FLEET/NAME
+    broker        a name of saf.toml: of a broker, of a destination that is one, or FLEET/NAME.
+                  A stream takes several, with commas between them, and whole fleets
     config        the file; by default, $SAF_CONFIG or the saf.toml in Spark's folder
     dsn_from      instead of these two: the environment variable that holds the dsn
     log           outbox or inbox
     partitions    how many tasks read
+
+A stream has these besides:
+
+    subscription          its name at the brokers
+    start                 beginning or now: what a subscription that is new there reads first
+    maxRowsPerTrigger     how many messages a micro-batch has at most
+    maxBytesPerTrigger    how many bytes their bodies have at most
 
 Spark shows options to everybody. So a dsn is none of them: what is given here only says where it is
 to be found, by the Python process on the driver's machine that plans a read.
@@ -18,13 +26,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from saf.config import did_you_mean, load
+from saf.config import Broker, did_you_mean, load
 from saf.database import Dsn
 from saf.errors import ConfigurationError
 from saf.fleets import ask
+from saf.log.cuts import NO_LIMIT, Limit
 from saf.log.shards import MAX_SHARDS
+from saf.log.stream import Start
+from saf.logger import Log
+from saf.message import MAX_NAME, fits
 
-NAMES = ("broker", "config", "dsn_from", "log", "partitions")
+NO_LIMITS = Limit()
+
+log = Log("saf.stream")
+
+OF_STREAMS = ("subscription", "start", "maxRowsPerTrigger", "maxBytesPerTrigger")
+NAMES = ("broker", "config", "dsn_from", "log", "partitions", *OF_STREAMS)
 LOGS = ("outbox", "inbox")
 
 
@@ -38,6 +55,24 @@ class Options:
     dsn_from: str | None = None
     partitions: int | None = None
     """None: as many as the session had slots when the format was registered."""
+    subscription: str | None = None
+    start: Start = "beginning"
+    limit: Limit = NO_LIMITS
+    """Of a micro-batch."""
+    of_streams: tuple[str, ...] = ()
+    """The options given that only streams have."""
+
+    @property
+    def names(self) -> list[str]:
+        """The brokers and fleets that are named; none where an environment variable has the dsn."""
+        return [name.strip() for name in (self.broker or "").split(",") if name.strip()]
+
+    @property
+    def several(self) -> bool:
+        """Whether more than one broker may be read: several are named, or a whole fleet is."""
+        return len(self.names) > 1 or any(
+            "/" not in name and name in load(self._config()).fleets for name in self.names
+        )
 
     @property
     def what(self) -> str:
@@ -45,14 +80,32 @@ class Options:
         return f"broker {self.broker!r}" if self.broker else f"the broker of ${self.dsn_from}"
 
     def dsn(self) -> Dsn:
-        """Find out where the database is.
+        """Find out where the database of a batch read is.
 
         Raises:
             ConfigurationError: there is no such variable, or no such broker in saf.toml.
             Unavailable: a fleet does not say who belongs to it.
         """
         if self.broker is not None:
-            return _configured(self.broker, Path(self.config) if self.config else None)
+            return configured(self.broker, self._config())[self.broker].dsn
+        return self._given()
+
+    def brokers(self) -> dict[str, Broker]:
+        """Find out where the databases of a stream are, by the names that people know.
+
+        Raises as `dsn` does.
+        """
+        if self.broker is None:
+            return {f"${self.dsn_from}": Broker(dsn=self._given())}
+        found: dict[str, Broker] = {}
+        for name in self.names:
+            found |= configured(name, self._config(), fleets=True)
+        return found
+
+    def _config(self) -> Path | None:
+        return Path(self.config) if self.config else None
+
+    def _given(self) -> Dsn:
         name = cast("str", self.dsn_from)
         if name not in os.environ:
             raise ConfigurationError(
@@ -68,12 +121,13 @@ def options_of(given: Mapping[str, str]) -> Options:
     Raises:
         ConfigurationError: it names the option at fault. Values of unknown ones are not shown.
     """
-    known = {name.lower(): value for name, value in given.items()}
+    spelled = {name.lower(): name for name in NAMES}
+    known = {spelled.get(name.lower(), name): value for name, value in given.items()}
     for name in known:
         if name not in NAMES:
             secret = (
                 "; a dsn in an option would be shown by Spark: name the broker of a saf.toml"
-                * ("dsn" in name or "url" in name or "password" in name)
+                * any(word in name.lower() for word in ("dsn", "url", "password"))
             )
             raise ConfigurationError(
                 f"there is no option {name!r} of the format saf{did_you_mean(name, NAMES)}, only "
@@ -95,7 +149,62 @@ def options_of(given: Mapping[str, str]) -> Options:
         config=known.get("config"),
         dsn_from=known.get("dsn_from"),
         partitions=_partitions(known.get("partitions")),
+        subscription=known.get("subscription"),
+        start=_start(known.get("start", "beginning")),
+        limit=Limit(
+            rows=_most("maxRowsPerTrigger", known), bytes=_most("maxBytesPerTrigger", known)
+        ),
+        of_streams=tuple(name for name in OF_STREAMS if name in known),
     )
+
+
+def refuse_for_batch(options: Options) -> None:
+    """Make sure that a batch read was asked for nothing that only a stream does.
+
+    Raises:
+        ConfigurationError: it was.
+    """
+    if options.of_streams:
+        raise ConfigurationError(
+            f"the option {options.of_streams[0]} is one of streams: spark.readStream, or leave it "
+            "out"
+        )
+    if len(options.names) > 1:
+        raise ConfigurationError(
+            f"broker = {options.broker!r}: only a stream reads several brokers; make the union of "
+            "a DataFrame of each"
+        )
+
+
+def subscription_of(options: Options) -> str:
+    """Return the name of a stream's subscription.
+
+    Raises:
+        ConfigurationError: there is none, or no message could have such a name.
+    """
+    name = options.subscription
+    if not name or not fits(name, MAX_NAME) or not name.isprintable():
+        raise ConfigurationError(
+            "a stream has the option subscription, a name of its own: under it, brokers keep what "
+            "the stream has not committed, and `saf status` shows how far it is"
+            + (f"; {name!r} is none" if name else "")
+        )
+    return name
+
+
+def _start(text: str) -> Start:
+    if text not in ("beginning", "now"):
+        raise ConfigurationError(f"the option start is beginning or now, and not {text!r}")
+    return cast("Start", text)
+
+
+def _most(name: str, known: Mapping[str, str]) -> int:
+    text = known.get(name)
+    if text is None:
+        return NO_LIMIT
+    if not text.isdecimal() or not 1 <= int(text) <= NO_LIMIT:
+        raise ConfigurationError(f"the option {name} is a number from 1 on, and not {text!r}")
+    return int(text)
 
 
 def _partitions(text: str | None) -> int | None:
@@ -108,17 +217,27 @@ def _partitions(text: str | None) -> int | None:
     return int(text)
 
 
-def _configured(name: str, config: Path | None) -> Dsn:
+def configured(name: str, config: Path | None, *, fleets: bool = False) -> dict[str, Broker]:
+    """Return the broker of a name in saf.toml; with ``fleets``, all brokers of a whole fleet."""
     settings = load(config)
-    stores = {place: dsn for place, one in settings.destinations.items() if (dsn := one.broker())}
-    places = {**stores, **{place: one.dsn for place, one in settings.brokers.items()}}
+    stores = {
+        place: Broker(dsn=dsn)
+        for place, one in settings.destinations.items()
+        if (dsn := one.broker())
+    }
+    places = {**stores, **settings.brokers}
     if name in places:
-        return places[name]
+        return {name: places[name]}
     fleet = name.partition("/")[0]
-    if "/" in name and fleet in settings.fleets:
-        members = ask(fleet, settings.fleets[fleet]).brokers
+    if fleet in settings.fleets and (fleets or "/" in name):
+        listing = ask(fleet, settings.fleets[fleet])
+        members = listing.brokers
+        if name == fleet:
+            for where, error in listing.problems:
+                log.warning("broker_not_listed", fleet=where, error=str(error))
+            return dict(members)
         if name in members:
-            return members[name].dsn
+            return {name: members[name]}
         raise ConfigurationError(f"broker = {name!r}: there is none in the fleet {fleet!r}")
     if name in settings.destinations:
         kind = settings.destinations[name].kind

@@ -35,6 +35,8 @@ class Part(InputPartition):
 
     what: str
     """The database, for people."""
+    broker: str
+    """Its name in saf.toml, or where its dsn was found."""
     dsn: Dsn
     batch: Batch
     kept: bool
@@ -79,7 +81,7 @@ def read(part: Part, query: Query) -> Iterator[pa.RecordBatch]:
         Unavailable: the database does not answer, or stops answering.
     """
     for rows in _rows(part, query):
-        yield fields.shaped(rows, query.asked)
+        yield fields.shaped(rows, query.asked, part.broker)
 
 
 def _rows(part: Part, query: Query) -> Iterator[pa.RecordBatch]:

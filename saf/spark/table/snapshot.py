@@ -25,6 +25,7 @@ from saf.engine.survey import WINDOW_BYTES
 from saf.errors import UsageError
 from saf.limits import KEPT
 from saf.log.cursor import Batch
+from saf.log.offset import BEGINNING
 from saf.log.ring import SLOTS
 from saf.log.side import KEEP_UNPURGED
 
@@ -35,13 +36,12 @@ source."""
 LOCK = KEEP_UNPURGED
 """Keeps purges off until the end of the transaction."""
 
-BEGINNING = "1:1:"
-"""A snapshot that shows no row at all."""
-
 FILES = f"""
 SELECT array_agg(pg_relation_filenode(('saf.{{log}}_' || slot)::regclass)::bigint ORDER BY slot)
 FROM generate_series(0, {SLOTS - 1}) AS slot
 """
+
+STORAGE = f"SELECT {KEPT}, ({FILES})"
 
 NOW = f"""
 SELECT pg_current_snapshot()::text, (SELECT shards FROM saf.broker), {KEPT}, ({FILES}),
@@ -91,9 +91,7 @@ def take(what: str, dsn: Dsn, log: str) -> Snapshot:
     """
     with unavailable_if_lost(what), dsn.connect(role="read") as connection:
         connection.read_only = True
-        check_schema(connection)
-        _refuse_standby(connection, what)
-        restored.refuse(connection)
+        check(connection, what)
         connection.execute(sql.SQL(LOCK).format(log=sql.Identifier(log)))
         ((snapshot, shards, kept, files, deep),) = fetch(connection, NOW.format(log=log).encode())
         connection.rollback()
@@ -107,7 +105,29 @@ def take(what: str, dsn: Dsn, log: str) -> Snapshot:
     )
 
 
-def _refuse_standby(connection: psycopg.Connection[Any], what: str) -> None:
-    """A standby's snapshots do not say which transactions were in progress."""
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """What a task has to know of a log's tables."""
+
+    kept: bool
+    files: tuple[int, ...]
+
+
+def storage(connection: psycopg.Connection[Any], log: str) -> Storage:
+    """Return what identifies a log's tables, which no purge changes until the transaction ends."""
+    connection.execute(sql.SQL(LOCK).format(log=sql.Identifier(log)))
+    ((kept, files),) = fetch(connection, STORAGE.format(log=log).encode())
+    return Storage(kept=bool(kept), files=tuple(files))
+
+
+def check(connection: psycopg.Connection[Any], what: str) -> None:
+    """Make sure that a database can be read by snapshots.
+
+    Raises:
+        SchemaError: it is no broker of this version, or was restored.
+        UsageError: it is a standby, whose snapshots do not say which transactions were in progress.
+    """
+    check_schema(connection)
     if fetch(connection, "SELECT pg_is_in_recovery()") == [(True,)]:
         raise UsageError(f"{what} is a standby, where no snapshot can be relied on: read a primary")
+    restored.refuse(connection)

@@ -1,4 +1,4 @@
-"""What Spark calls: the format ``saf``, and the reader of one scan.
+"""What Spark calls: the format ``saf``, and the reader of one scan. Streams are in `stream`.
 
 Spark does so in Python processes of its own: one that makes the data source and asks for its
 schema, one that plans a scan, and those of the tasks. Each of them gets a pickled copy. What is in
@@ -18,7 +18,8 @@ from pyspark.sql.types import StructType
 
 from saf.spark.table import fields
 from saf.spark.table.filters import Condition, condition, shards_of
-from saf.spark.table.options import Options, options_of
+from saf.spark.table.options import Options, options_of, refuse_for_batch
+from saf.spark.table.stream import Stream
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,13 +42,21 @@ class Messages(DataSource):
 
     def schema(self) -> StructType:
         """All columns of the log."""
-        return fields.schema_of(options_of(self.options).log)
+        options = options_of(self.options)
+        return fields.schema_of(options.log, several=options.several)
 
     def reader(self, schema: StructType) -> Scan:
         """Return the reader of a scan."""
         options = options_of(self.options)
+        refuse_for_batch(options)
         fields.check_schema(options.log, schema)
         return Scan(options, schema, options.partitions or self.slots)
+
+    def streamReader(self, schema: StructType) -> Stream:  # noqa: N802 - Spark's name
+        """Return the reader of a stream."""
+        options = options_of(self.options)
+        fields.check_schema(options.log, schema)
+        return Stream(options, schema, options.partitions or self.slots)
 
 
 class Scan(DataSourceReader):
@@ -77,6 +86,7 @@ class Scan(DataSourceReader):
         return [
             Part(
                 what=options.what,
+                broker=options.broker or f"${options.dsn_from}",
                 dsn=dsn,
                 batch=batch,
                 kept=now.kept,

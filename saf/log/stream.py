@@ -1,0 +1,270 @@
+"""A stream: a subscription whose reader keeps its own checkpoint, and may ask for rows again.
+
+Its subscription is a row of saf.subscription with ``stream``. It keeps purges from all that is not
+committed, and its lag is that of its cursors, as with any other reader. All cursors move together:
+
+    begin      how far the subscription is: where a checkpoint begins
+    take over  raise the epoch, so that an older query of this subscription writes nothing more
+    open       open = a snapshot, batch = batch + 1, durably; ``done`` stays where it is
+    commit     done = what the checkpoint says is complete
+
+What lies between ``done`` and ``open`` was handed out and may be asked for again; how it is divided
+is known to the checkpoint alone. To open a batch is durable, so no row is handed out that the
+source could still lose in a crash.
+
+*Honest.* `check` compares a checkpoint with the cursors at each contact. A batch that was handed
+out is known here for ever, because it was opened durably. So a subscription that does not know it
+was set back, with its database. Its cursors are right for what the database holds now, and a new
+checkpoint begins there; what is older than the backup may come again, and nothing is left out.
+
+What it does not do: it waits for nobody, has no lease, and keeps no session.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import psycopg
+
+from saf.database import fetch
+from saf.errors import NotThisStream, StreamSetBack, StreamTakenOver
+from saf.log.offset import Offset, shows_all_of
+from saf.log.shards import NEWEST, THIS_ROW
+
+# One row where all cursors are equally far
+STATE = f"""
+SELECT b.broker_id::text, b.incarnation, b.shards, s.subscription_id, c.epoch, c.batch,
+       c.done::text, coalesce(c.open::text, ''), c.position, pg_current_snapshot()::text
+FROM saf.broker b, saf.subscription s,
+     (SELECT DISTINCT epoch, batch, done::text, open::text, position FROM {NEWEST} AS n) AS c
+WHERE s.subscription_id = %(subscription_id)s
+"""
+NAMED = (
+    "SELECT subscription_id, stream FROM saf.subscription WHERE (log, name) = (%(log)s, %(name)s)"
+)
+
+NOW = "SELECT pg_current_snapshot()::text"
+
+TAKE_OVER = f"""
+UPDATE saf.cursor c SET epoch = c.epoch + 1 FROM {NEWEST} AS n WHERE {THIS_ROW}
+RETURNING c.epoch
+"""
+
+OPEN = f"""
+WITH durable AS MATERIALIZED (SELECT set_config('synchronous_commit', 'on', true))
+UPDATE saf.cursor c SET open = %(open)s::pg_snapshot, batch = c.batch + 1, position = 0,
+       opened_at = now()
+FROM {NEWEST} AS n, durable
+WHERE {THIS_ROW} AND c.epoch = %(epoch)s
+RETURNING c.batch
+"""
+
+# Where a later batch was opened meanwhile, rows of it may have lower ids than the position
+COMMIT = f"""
+UPDATE saf.cursor c SET
+    done = %(done)s::pg_snapshot,
+    open = CASE WHEN c.open::text IS DISTINCT FROM %(done)s::text THEN c.open END,
+    position = CASE WHEN c.open::text = %(open)s::text THEN %(position)s::bigint ELSE 0 END
+FROM {NEWEST} AS n
+WHERE {THIS_ROW} AND c.epoch = %(epoch)s
+RETURNING c.shard
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """How far a stream's subscription is."""
+
+    what: str
+    """The broker, for people."""
+    name: str
+    """The subscription's."""
+    committed: Offset
+    """What a checkpoint would begin with."""
+    batch: int
+    """The number of the last batch that was opened."""
+    end: str
+    """The snapshot at which it ends."""
+    epoch: int
+    shards: int
+    now: str
+    """pg_snapshot as text: what is complete now."""
+
+
+def find(connection: psycopg.Connection[Any], what: str, log: str, name: str) -> int | None:
+    """Return the id of a stream's subscription; None if there is none of this name.
+
+    Raises:
+        NotThisStream: it is not a stream's.
+    """
+    found = fetch(connection, NAMED, {"log": log, "name": name})
+    if not found:
+        return None
+    ((subscription_id, stream),) = found
+    if not stream:
+        raise NotThisStream(
+            f"{what}: the subscription {name!r} of the {log} is not a stream's: name another one"
+        )
+    return int(subscription_id)
+
+
+def state(connection: psycopg.Connection[Any], what: str, name: str, subscription_id: int) -> State:
+    """Return how far a stream's subscription is. Only reads.
+
+    Raises:
+        NotThisStream: something else has moved single cursors of it.
+    """
+    rows = fetch(connection, STATE, {"subscription_id": subscription_id})
+    if len(rows) != 1:
+        raise NotThisStream(
+            f"{what}: the cursors of the stream's subscription are not equally far, so something "
+            "else has written them: saf subscription drop, and begin with a new checkpoint"
+        )
+    (broker, incarnation, shards, found, epoch, batch, done, open_, position, now) = rows[0]
+    return State(
+        what=what,
+        name=name,
+        committed=Offset(
+            broker=broker,
+            incarnation=incarnation,
+            subscription=found,
+            # what was opened and is not committed is another batch than the one that ``done`` ends
+            batch=batch - 1 if open_ and not position else batch,
+            done=done,
+            open=open_ if position else "",
+            position=position,
+            settled=True,
+        ),
+        batch=batch,
+        end=open_ or done,
+        epoch=epoch,
+        shards=shards,
+        now=now,
+    )
+
+
+def check(given: Offset, known: State) -> None:
+    """Make sure that an offset of a checkpoint is of this subscription, and still there to be read.
+
+    Raises:
+        NotThisStream: it is another broker's or another subscription's; or it is older than what
+            was committed since.
+        StreamSetBack: the database has less than it had when the offset was handed out.
+    """
+    mine, what, name = known.committed, known.what, known.name
+    if given.broker != mine.broker:
+        raise NotThisStream(
+            f"{what}: the checkpoint was made with broker {given.broker}, and this is "
+            f"{mine.broker}: mend the name in saf.toml, or begin with a new checkpoint"
+        )
+    if given.incarnation != mine.incarnation:
+        raise StreamSetBack(what, name, "was repaired after it was set back")
+    if given.subscription != mine.subscription:
+        raise NotThisStream(
+            f"{what}: the subscription {name!r} is not the one that the checkpoint was made with: "
+            "that one was dropped, and what it had not committed may be purged. Begin with a new "
+            "checkpoint"
+        )
+    if given.batch > known.batch:
+        raise StreamSetBack(
+            what, name, f"knows {known.batch:,} batches, and the checkpoint {given.batch:,}"
+        )
+    if (given.batch == known.batch and given.end != known.end) or not (
+        shows_all_of(known.end, given.end) and shows_all_of(known.now, given.end)
+    ):
+        raise StreamSetBack(what, name, f"has another batch {given.batch:,} than the checkpoint")
+    if not shows_all_of(given.done, mine.done) or (
+        given.open and given.open == mine.open and given.position < mine.position
+    ):
+        raise NotThisStream(
+            f"{what}: the stream {name!r} has committed more than the checkpoint holds, and what "
+            "lies between may be purged: another query has this subscription, or the checkpoint "
+            "was set back. Give each query a subscription of its own, or begin with a new "
+            "checkpoint"
+        )
+
+
+def take_over(connection: psycopg.Connection[Any], subscription_id: int) -> int:
+    """Become the one query of a subscription; return the epoch that all writes name."""
+    rows = fetch(connection, TAKE_OVER, {"subscription_id": subscription_id})
+    return max(int(epoch) for (epoch,) in rows)
+
+
+def now(connection: psycopg.Connection[Any]) -> str:
+    """Return the snapshot of what is complete now."""
+    ((snapshot,),) = fetch(connection, NOW)
+    return str(snapshot)
+
+
+def open_batch(connection: psycopg.Connection[Any], known: State, epoch: int, end: str) -> Offset:
+    """Open a batch that ends at a snapshot, durably; return the offset of its end.
+
+    Raises:
+        StreamTakenOver: a newer query has the subscription.
+    """
+    params = {"subscription_id": known.committed.subscription, "epoch": epoch, "open": end}
+    rows = fetch(connection, OPEN, params)
+    if len(rows) != known.shards:
+        raise StreamTakenOver(known.what, known.name)
+    return Offset(
+        broker=known.committed.broker,
+        incarnation=known.committed.incarnation,
+        subscription=known.committed.subscription,
+        batch=int(rows[0][0]),
+        done=end,
+    )
+
+
+def commit(connection: psycopg.Connection[Any], known: State, epoch: int, end: Offset) -> None:
+    """Mark complete what an offset has: a purge may take it from now on.
+
+    Raises:
+        StreamTakenOver: a newer query has the subscription.
+    """
+    params = {
+        "subscription_id": end.subscription,
+        "epoch": epoch,
+        "done": end.done,
+        "open": end.open,
+        "position": end.position,
+    }
+    if len(fetch(connection, COMMIT, params)) != known.shards:
+        raise StreamTakenOver(known.what, known.name)
+
+
+Start = Literal["beginning", "now"]
+
+CREATE = """
+INSERT INTO saf.subscription (name, log, stream) VALUES (%(name)s, %(log)s, true)
+ON CONFLICT DO NOTHING RETURNING subscription_id
+"""
+CURSORS = """
+INSERT INTO saf.cursor (subscription_id, shard, done)
+SELECT %(subscription_id)s, generate_series(0, shards - 1),
+       CASE WHEN %(start)s = 'now' THEN pg_current_snapshot() ELSE '1:1:' END
+FROM saf.broker
+"""
+DROP = "DELETE FROM saf.subscription WHERE name = %(name)s AND stream RETURNING log"
+
+
+def create(
+    connection: psycopg.Connection[Any], what: str, log: str, name: str, start: Start
+) -> bool:
+    """Register a stream; False if it is there already.
+
+    Raises:
+        NotThisStream: a subscription of this name is no stream's.
+    """
+    with connection.transaction():
+        made = fetch(connection, CREATE, {"name": name, "log": log})
+        if not made:
+            find(connection, what, log, name)
+            return False
+        connection.execute(CURSORS, {"subscription_id": made[0][0], "start": start})
+        return True
+
+
+def drop(connection: psycopg.Connection[Any], name: str) -> list[str]:
+    """Forget a stream: nothing is kept for it any more. Return the logs that it was of."""
+    return [log for (log,) in fetch(connection, DROP, {"name": name})]

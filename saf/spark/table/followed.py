@@ -1,0 +1,198 @@
+"""One broker of a stream: how far the stream is there, what comes next, and how it is read.
+
+It is asked by the process in which Spark plans a query, once for each micro-batch. Each call meets
+the database anew, and first makes sure that what Spark's checkpoint says and what the database
+knows fit together (`saf.log.stream.check`). All that it remembers between calls may be forgotten:
+the epoch by which older queries are kept from writing, and the counts by which batches are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psycopg
+
+from saf.database import Dsn, fetch, unavailable_if_lost
+from saf.errors import ConfigurationError, NotThisStream
+from saf.log import stream
+from saf.log.cursor import BY_INDEX, has_more_than
+from saf.log.cuts import Counted, Limit
+from saf.log.offset import Offset, between, shows_all_of
+from saf.log.stream import Start, State
+from saf.spark.table import snapshot
+from saf.spark.table.part import Part
+
+DEEP = 300_000
+"""What has more rows than this is read in windows, and not sorted at the source."""
+
+
+@dataclass(kw_only=True)
+class Followed:
+    """A stream at one broker. It can be pickled; it holds no connection."""
+
+    name: str
+    """The broker's, in saf.toml."""
+    what: str
+    """The broker, for people."""
+    dsn: Dsn
+    log: str
+    subscription: str
+    start: Start
+    certain: bool = True
+    """Whether it has to be a broker; not every database that a fleet's pattern finds is one."""
+    _epoch: int | None = None
+    _counted: tuple[str, Counted] | None = None
+    """What was counted, of the batch that ends at this snapshot."""
+    _cut: tuple[Offset, Offset, tuple[int, int]] | None = None
+    """The last rows that were cut off, and which transactions wrote them."""
+
+    def begin(self) -> Offset:
+        """Return where a new checkpoint begins, and register the subscription if there is none."""
+        with self._contact() as connection:
+            return self._state(connection, create=True).committed
+
+    def now(self) -> str:
+        """Return the snapshot of what is complete now."""
+        with self._contact() as connection:
+            return stream.now(connection)
+
+    def has_news(self, start: Offset | None, until: str | None) -> bool:
+        """Whether `advance` would find anything."""
+        with self._contact() as connection:
+            known = self._state(connection, create=start is None)
+            start = self._checked(start, known)
+            return bool(start.open) or self._any(connection, start, until or known.now, known)
+
+    def advance(self, start: Offset | None, until: str | None, limit: Limit) -> Offset:
+        """Return the offset up to which the next micro-batch reads; if nothing is new, ``start``.
+
+        Args:
+            start: None: the broker is new in the stream.
+            until: a snapshot that nothing is read beyond.
+            limit: how much is read.
+        """
+        with self._contact() as connection:
+            known = self._state(connection, create=start is None)
+            start = self._checked(start, known)
+            epoch = self._mine(connection, known)
+            rest, end = start.rest, until or known.now
+            whole = rest if start.open else None
+            if (whole is None or limit.is_none) and self._any(connection, rest, end, known):
+                whole = stream.open_batch(connection, known, epoch, end)
+            if whole is None:
+                return replace(start, settled=True)
+            if limit.is_none:
+                return whole
+            return self._up_to(connection, start, whole, limit, known)
+
+    def parts(self, start: Offset | None, end: Offset, number: int) -> list[Part]:
+        """Divide the rows between two offsets among tasks. The offsets alone say which they are."""
+        with self._contact() as connection, connection.transaction():
+            # what is not purged now stays, as long as the subscription does not commit it
+            storage = snapshot.storage(connection, self.log)
+            known = self._state(connection)
+            start = self._checked(start, known)
+            self._checked(end, known)
+            cut = self._cut
+            written_by = cut[2] if cut is not None and cut[:2] == (start, end) else None
+            rows = between(self.log, start, end, range(known.shards), written_by)
+            deep = written_by is None and has_more_than(connection, rows, DEEP)
+            return [
+                Part(
+                    what=self.what,
+                    broker=self.name,
+                    dsn=self.dsn,
+                    batch=some,
+                    kept=storage.kept,
+                    files=storage.files,
+                    deep=deep,
+                )
+                for some in rows.split(number)
+            ]
+
+    def commit(self, end: Offset) -> None:
+        """Let purges take what an offset has: Spark will not ask for it again."""
+        with self._contact() as connection:
+            known = self._state(connection)
+            self._checked(end, known)
+            mine = known.committed
+            if (end.done, end.open, end.position) == (mine.done, mine.open, mine.position):
+                return
+            epoch = self._mine(connection, known)
+            stream.commit(connection, known, epoch, end)
+
+    def _up_to(
+        self,
+        connection: psycopg.Connection[Any],
+        start: Offset,
+        whole: Offset,
+        limit: Limit,
+        known: State,
+    ) -> Offset:
+        if self._counted is None or self._counted[0] != whole.end:
+            rows = between(self.log, start, whole, range(known.shards))
+            self._counted = whole.end, Counted(connection, rows)
+        cut = self._counted[1].next(connection, start.position, limit)
+        if cut is None or cut.position is None:
+            end = whole
+        else:
+            end = replace(whole, done=start.done, open=whole.done, position=cut.position)
+        self._cut = (start, end, cut.written_by) if cut is not None else None
+        return end
+
+    def _any(
+        self, connection: psycopg.Connection[Any], start: Offset, end: str, known: State
+    ) -> bool:
+        """Whether there is a row between the end of a batch and a snapshot."""
+        if shows_all_of(start.done, end):
+            return False
+        rows = between(self.log, start, replace(start, done=end), range(known.shards))
+        with connection.transaction():
+            connection.execute(BY_INDEX)
+            return bool(fetch(connection, f"{rows.rows(['id'])} LIMIT 1"))
+
+    def _state(self, connection: psycopg.Connection[Any], *, create: bool = False) -> State:
+        found = stream.find(connection, self.what, self.log, self.subscription)
+        if found is None and create:
+            self._create(connection)
+            found = stream.find(connection, self.what, self.log, self.subscription)
+        if found is None:
+            raise NotThisStream(
+                f"{self.what}: there is no stream {self.subscription!r} any more: it was dropped, "
+                "and what it had not committed may be purged. Begin with a new checkpoint"
+            )
+        return stream.state(connection, self.what, self.subscription, found)
+
+    def _create(self, connection: psycopg.Connection[Any]) -> None:
+        try:
+            stream.create(connection, self.what, self.log, self.subscription, self.start)
+        except psycopg.errors.InsufficientPrivilege:
+            raise ConfigurationError(
+                f"{self.what}: there is no stream {self.subscription!r}, and user "
+                f"{connection.info.user!r} may not register it: let an operator do it, with saf "
+                f"subscription create {self.subscription} --stream {self.log}"
+            ) from None
+
+    def _checked(self, offset: Offset | None, known: State) -> Offset:
+        if offset is None:
+            return known.committed
+        stream.check(offset, known)
+        return offset
+
+    def _mine(self, connection: psycopg.Connection[Any], known: State) -> int:
+        """The epoch of this query, which takes the subscription over when it first writes."""
+        if self._epoch is None:
+            self._epoch = stream.take_over(connection, known.committed.subscription)
+        return self._epoch
+
+    @contextmanager
+    def _contact(self) -> Iterator[psycopg.Connection[Any]]:
+        with (
+            unavailable_if_lost(self.what),
+            self.dsn.connect(role="stream", autocommit=True) as connection,
+        ):
+            snapshot.check(connection, self.what)
+            yield connection

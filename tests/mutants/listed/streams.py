@@ -1,0 +1,83 @@
+"""Streams of logs."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, mutant
+
+OFFSET, STREAM, CUTS = (f"saf/log/{name}.py" for name in ("offset", "stream", "cuts"))
+FOLLOWED, READER = (f"saf/spark/table/{name}.py" for name in ("followed", "stream"))
+STREAMS = "contract/test_streams.py"
+
+MUTANTS: list[Mutant] = [
+    mutant(
+        "what was read of a batch comes again with the next one",
+        OFFSET,
+        "before=(start.open, start.position) if start.open and not same else None",
+        "before=None",
+        f"{STREAMS}::test_without_a_limit_spark_gets_all_that_is_there",
+    ),
+    mutant(
+        "what comes before a cut batch is cut too",
+        OFFSET,
+        "until=(end.done, end.position) if end.open else None",
+        'until=("1:1:", end.position) if end.open else None',
+        f"{STREAMS}::test_the_rows_between_any_two_offsets_are_those_of_the_micro_batches_between",
+    ),
+    mutant(
+        "a set-back stream goes on in silence",
+        STREAM,
+        "    if given.batch > known.batch:\n",
+        "    if given.batch > known.batch + 9:\n",
+        f"{STREAMS}::test_a_database_that_was_set_back_is_refused_and_a_new_checkpoint_goes_on",
+    ),
+    mutant(
+        "a repaired broker's old offsets are taken for its own",
+        STREAM,
+        "    if given.incarnation != mine.incarnation:\n",
+        "    if given.incarnation < 0:\n",
+        f"{STREAMS}::test_a_database_in_another_cluster_is_refused_until_it_is_rebased"
+        "_and_then_by_its_checkpoint",
+    ),
+    mutant(
+        "two queries of one subscription both commit",
+        STREAM,
+        "SET epoch = c.epoch + 1 FROM",
+        "SET epoch = c.epoch FROM",
+        f"{STREAMS}::test_of_two_queries_of_one_subscription_the_older_ends_and_says_why",
+    ),
+    mutant(
+        "a stream reads what the source could still lose",
+        STREAM,
+        "SELECT set_config('synchronous_commit', 'on', true))\nUPDATE saf.cursor c SET open",
+        "SELECT set_config('synchronous_commit', 'off', true))\nUPDATE saf.cursor c SET open",
+        "contract/test_6_durable.py::test_a_stream_reads_nothing_that_the_source_could_still_lose",
+    ),
+    mutant(
+        "a batch is complete as soon as it is opened",
+        STREAM,
+        "UPDATE saf.cursor c SET open = %(open)s::pg_snapshot, batch",
+        "UPDATE saf.cursor c SET done = %(open)s::pg_snapshot, open = %(open)s::pg_snapshot, batch",
+        f"{STREAMS}::test_a_purge_keeps_what_is_not_committed_and_takes_it_afterwards",
+    ),
+    mutant(
+        "a stream that pauses keeps its last messages for ever",
+        FOLLOWED,
+        "return replace(start, settled=True)",
+        "return start",
+        f"{STREAMS}::test_a_purge_keeps_what_is_not_committed_and_takes_it_afterwards",
+    ),
+    mutant(
+        "a trigger reads one message too many",
+        CUTS,
+        "number <= {most_rows}",
+        "number <= {most_rows} + 1",
+        f"{STREAMS}::test_as_many_rows_as_are_asked_for_and_no_more",
+    ),
+    mutant(
+        "one broker that is down stops the stream of all",
+        READER,
+        "                if all_of_them:\n",
+        "                if True:\n",
+        f"{STREAMS}::test_a_broker_that_is_down_is_passed_by_and_its_messages_come_later",
+    ),
+]
