@@ -151,7 +151,7 @@ AT_SOURCE = frozenset({"forward", "mark"})
 share the shards, so none may stand still for longer than the others wait for it.
 """
 
-LONG = frozenset({"purge", "archive", "reconcile", "replay", "dead", "watch"})
+LONG = frozenset({"purge", "archive", "reconcile", "replay", "dead", "watch", "count"})
 """Roles whose statements look at a whole log or batch, or at all that was set aside."""
 
 ENDLESS = frozenset({"rebase", "migrate"})

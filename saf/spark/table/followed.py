@@ -134,7 +134,9 @@ class Followed:
     ) -> Offset:
         if self._counted is None or self._counted[0] != whole.end:
             rows = between(self.log, start, whole, range(known.shards))
-            self._counted = whole.end, Counted(connection, rows)
+            # a session that may look at a whole backlog
+            with self.dsn.connect(role="count", autocommit=True) as patient:
+                self._counted = whole.end, Counted(patient, rows)
         cut = self._counted[1].next(connection, start.position, limit)
         if cut is None or cut.position is None:
             end = whole
