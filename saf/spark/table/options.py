@@ -14,6 +14,10 @@ A stream has these besides:
     maxRowsPerTrigger     how many messages a micro-batch has at most
     maxBytesPerTrigger    how many bytes their bodies have at most
 
+What is sent goes into an outbox, and may have these:
+
+    txnAppId, txnVersion  whose version of what: what was sent already is not sent again
+
 Spark shows options to everybody. So a dsn is none of them: what is given here only says where it is
 to be found, by the Python process on the driver's machine that plans a read.
 """
@@ -21,7 +25,7 @@ to be found, by the Python process on the driver's machine that plans a read.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -41,7 +45,8 @@ NO_LIMITS = Limit()
 log = Log("saf.stream")
 
 OF_STREAMS = ("subscription", "start", "maxRowsPerTrigger", "maxBytesPerTrigger")
-NAMES = ("broker", "config", "dsn_from", "log", "partitions", *OF_STREAMS)
+OF_SINKS = ("txnAppId", "txnVersion")
+NAMES = ("broker", "config", "dsn_from", "log", "partitions", *OF_STREAMS, *OF_SINKS)
 LOGS = ("outbox", "inbox")
 
 
@@ -59,8 +64,10 @@ class Options:
     start: Start = "beginning"
     limit: Limit = NO_LIMITS
     """Of a micro-batch."""
-    of_streams: tuple[str, ...] = ()
-    """The options given that only streams have."""
+    application: str | None = None
+    version: int | None = None
+    given: tuple[str, ...] = ()
+    """The names of all options that were given."""
 
     @property
     def names(self) -> list[str]:
@@ -154,7 +161,9 @@ def options_of(given: Mapping[str, str]) -> Options:
         limit=Limit(
             rows=_most("maxRowsPerTrigger", known), bytes=_most("maxBytesPerTrigger", known)
         ),
-        of_streams=tuple(name for name in OF_STREAMS if name in known),
+        application=known.get("txnAppId"),
+        version=_version(known.get("txnVersion")),
+        given=tuple(known),
     )
 
 
@@ -164,16 +173,55 @@ def refuse_for_batch(options: Options) -> None:
     Raises:
         ConfigurationError: it was.
     """
-    if options.of_streams:
-        raise ConfigurationError(
-            f"the option {options.of_streams[0]} is one of streams: spark.readStream, or leave it "
-            "out"
-        )
+    refuse(options, OF_STREAMS, "streams: spark.readStream")
+    refuse(options, OF_SINKS, "what is sent: df.write")
     if len(options.names) > 1:
         raise ConfigurationError(
             f"broker = {options.broker!r}: only a stream reads several brokers; make the union of "
             "a DataFrame of each"
         )
+
+
+def for_sink(given: Mapping[str, str], *, stream: bool) -> Options:
+    """Check the options of what is sent; the log is the outbox, said or not.
+
+    Raises:
+        ConfigurationError: it names the option at fault.
+    """
+    said = any(name.lower() == "log" for name in given)
+    options = options_of(given if said else {**given, "log": "outbox"})
+    refuse(options, OF_STREAMS, "streams that are read: spark.readStream")
+    refuse(options, ("partitions",), "what is read; repartition() what is sent")
+    if options.log != "outbox":
+        raise ConfigurationError(
+            "log = 'inbox': what is sent goes into an outbox, and a forwarder delivers it"
+        )
+    if len(options.names) > 1:
+        raise ConfigurationError(
+            f"broker = {options.broker!r}: what is sent goes into one outbox; write once for each"
+        )
+    if stream and options.version is not None:
+        raise ConfigurationError(
+            "the option txnVersion is one of df.write: the version of a stream is its epoch"
+        )
+    if not stream and (options.application is None) != (options.version is None):
+        raise ConfigurationError("the options txnAppId and txnVersion go together")
+    if options.application is not None and not (
+        fits(options.application, MAX_NAME) and options.application.isprintable()
+    ):
+        raise ConfigurationError(f"txnAppId has 1 to {MAX_NAME} bytes of printable characters")
+    return options
+
+
+def refuse(options: Options, names: Iterable[str], whose: str) -> None:
+    """Refuse options that belong to something else.
+
+    Raises:
+        ConfigurationError: one of them was given.
+    """
+    for name in names:
+        if name in options.given:
+            raise ConfigurationError(f"the option {name} is one of {whose}, or leave it out")
 
 
 def subscription_of(options: Options) -> str:
@@ -204,6 +252,14 @@ def _most(name: str, known: Mapping[str, str]) -> int:
         return NO_LIMIT
     if not text.isdecimal() or not 1 <= int(text) <= NO_LIMIT:
         raise ConfigurationError(f"the option {name} is a number from 1 on, and not {text!r}")
+    return int(text)
+
+
+def _version(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) > NO_LIMIT:
+        raise ConfigurationError(f"the option txnVersion is a number from 0 on, and not {text!r}")
     return int(text)
 
 
