@@ -174,7 +174,7 @@ def test_a_try_whose_command_is_stopped_before_its_end_is_tried_again(site: Site
         until(site.blocked)
         for pid in site.forwarders():
             os.kill(pid, signal.SIGTERM)
-        until(lambda: site.sql(site.shop, "SELECT FROM saf.member WHERE stopping"))
+        until(lambda: site.sql(site.shop, "SELECT 1 FROM saf.member WHERE stopping"))
     said, _ = process.communicate(timeout=300)
     assert "saf was stopped before its end; what is left waits" in said
     assert site.states("stopped")["forward"] == ("success", 2), said

@@ -34,7 +34,7 @@ def optimize(
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make few large files of a table's many small ones, and remove files that nobody needs.
+    """Make few large files of many small ones; remove what nobody needs.
 
     A forwarder writes a file for each chunk and partition, and goes on meanwhile. Files that were
     replaced, or were left by a process that was killed, are removed after --keep-hours; until then,

@@ -20,6 +20,7 @@ from pydantic import SecretStr, ValidationError
 from saf.database import Dsn, fetch
 from saf.destinations import Chunk
 from saf.destinations.delta import Delta
+from saf.destinations.delta.files import Files
 from saf.destinations.delta.optimizing import optimize
 from saf.errors import Fenced, Refused, SafError, Unavailable
 from saf.failpoints import arm
@@ -347,6 +348,8 @@ def test_a_table_that_is_taken_away_before_the_commit_gets_the_messages_later(
         store(lake, forwarder.chunk(sent))
     with pytest.raises(Unavailable):
         store(lake, forwarder.chunk(sent))
+    with pytest.raises(FileNotFoundError):
+        Files(lake.table, table, {}).write("rows.parquet", b"")
     assert not table.exists()
     away.rename(table)
     assert store(lake, forwarder.chunk(sent)) == (4, 4)

@@ -88,7 +88,9 @@ def test_spark_submit_with_remote_is_understood(folder: Path, app: Dsn) -> None:
     env = {"JAVA_HOME": str(java.find().home), "PYSPARK_PYTHON": sys.executable}
     done = run([submit, "--remote", CONNECT, ROOT / "jobs" / "forward.py"], env=env, cwd=folder)
     assert done.returncode != 0
-    assert "the server of Spark Connect sc://127.0.0.1:1 is unavailable" in done.stderr
+    assert (
+        "the server of Spark Connect sc://127.0.0.1:1 is unavailable" in done.stdout + done.stderr
+    )
 
 
 def test_a_master_that_nobody_answers_at_is_named_soon_and_in_one_line(
