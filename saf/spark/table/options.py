@@ -33,19 +33,17 @@ from typing import Literal, cast
 from saf.config import Broker, did_you_mean, load
 from saf.database import Dsn
 from saf.errors import ConfigurationError
-from saf.fleets import ask
 from saf.log.cuts import NO_LIMIT, Limit
 from saf.log.shards import MAX_SHARDS
 from saf.log.stream import Start
-from saf.logger import Log
 from saf.message import MAX_NAME, fits
+from saf.spark.table.places import configured
 
 NO_LIMITS = Limit()
-
-log = Log("saf.stream")
-
 OF_STREAMS = ("subscription", "start", "maxRowsPerTrigger", "maxBytesPerTrigger")
 OF_SINKS = ("txnAppId", "txnVersion")
+CHECKPOINT = "checkpointlocation"
+"""An option of Spark itself, which it hands to those who write a stream."""
 NAMES = ("broker", "config", "dsn_from", "log", "partitions", *OF_STREAMS, *OF_SINKS)
 LOGS = ("outbox", "inbox")
 
@@ -188,8 +186,9 @@ def for_sink(given: Mapping[str, str], *, stream: bool) -> Options:
     Raises:
         ConfigurationError: it names the option at fault.
     """
-    said = any(name.lower() == "log" for name in given)
-    options = options_of(given if said else {**given, "log": "outbox"})
+    mine = {name: value for name, value in given.items() if name.lower() != CHECKPOINT}
+    said = any(name.lower() == "log" for name in mine)
+    options = options_of(mine if said else {**mine, "log": "outbox"})
     refuse(options, OF_STREAMS, "streams that are read: spark.readStream")
     refuse(options, ("partitions",), "what is read; repartition() what is sent")
     if options.log != "outbox":
@@ -271,36 +270,3 @@ def _partitions(text: str | None) -> int | None:
             f"the option partitions is a number from 1 to {MAX_SHARDS}, and not {text!r}"
         )
     return int(text)
-
-
-def configured(name: str, config: Path | None, *, fleets: bool = False) -> dict[str, Broker]:
-    """Return the broker of a name in saf.toml; with ``fleets``, all brokers of a whole fleet."""
-    settings = load(config)
-    stores = {
-        place: Broker(dsn=dsn)
-        for place, one in settings.destinations.items()
-        if (dsn := one.broker())
-    }
-    places = {**stores, **settings.brokers}
-    if name in places:
-        return {name: places[name]}
-    fleet = name.partition("/")[0]
-    if fleet in settings.fleets and (fleets or "/" in name):
-        listing = ask(fleet, settings.fleets[fleet])
-        members = listing.brokers
-        if name == fleet:
-            for where, error in listing.problems:
-                log.warning("broker_not_listed", fleet=where, error=str(error))
-            return dict(members)
-        if name in members:
-            return {name: members[name]}
-        raise ConfigurationError(f"broker = {name!r}: there is none in the fleet {fleet!r}")
-    if name in settings.destinations:
-        kind = settings.destinations[name].kind
-        raise ConfigurationError(
-            f"broker = {name!r}: the destination {name!r} is of kind {kind!r}, and no broker"
-        )
-    raise ConfigurationError(
-        f"broker = {name!r}: saf.toml has no such broker{did_you_mean(name, places)}, only "
-        f"{', '.join(places)}"
-    )
