@@ -6,7 +6,8 @@ All three read the same messages with all of their columns, by TCP on one machin
 or processes. Spark's noop sink takes each row and keeps none. The floor is Arrow in memory: one
 process for each core, each with a half of the ids, without Spark, order or a common snapshot.
 
-A stream brings them into files of Parquet, in micro-batches of a bounded size.
+A stream brings them into files of Parquet, in micro-batches of a bounded size. A job sends as many
+messages of the same size, in two partitions.
 
 The driver of JDBC comes from Maven Central by ``mvn``, and is kept where Maven keeps it.
 """
@@ -39,6 +40,8 @@ ADDRESS = "127.0.0.77"
 DRIVER = "org.postgresql:postgresql:42.7.7"
 AT_ONCE = 250_000
 """The messages of a micro-batch."""
+SENT, BODY = 1_000_000, 200
+"""How many messages a job sends, and how many bytes the body of each has."""
 RESULTS = Path(__file__).parent / "results" / "table.jsonl"
 
 READ = "SELECT id, shard, {columns} FROM saf.outbox WHERE id >= {first} AND id < {end}"
@@ -152,6 +155,25 @@ def stream(stage: Stage, spark: SparkSession, config: Path) -> None:
     stage.note("stream_to_parquet_messages_per_second", rate, "1/s", ">= 100,000 into Delta")
 
 
+def send(stage: Stage, spark: SparkSession, config: Path) -> None:
+    """Notes the rate of a job that sends, whose rows cost Spark next to nothing."""
+    register(spark)
+    messages = spark.range(0, SENT, 1, PARTS).selectExpr(
+        "'billing' AS service",
+        "CAST(id % 10000 AS string) AS key",
+        f"CAST(rpad(CAST(id AS string), {BODY}, 'x') AS binary) AS body",
+    )
+    seconds = []
+    for number in range(ROUNDS + 1):
+        started = time.monotonic()
+        messages.write.format("saf").option("broker", "app").option("config", str(config)).mode(
+            "append"
+        ).save()
+        if number:
+            seconds.append(time.monotonic() - started)
+    stage.note("sink_messages_per_second", SENT / median(seconds), "1/s", ">= 80,000")
+
+
 def main() -> None:
     """Run it all, and write the results."""
     jar = driver()
@@ -171,6 +193,7 @@ def main() -> None:
 
                 run(stage, SparkSession(context), dsn, config)
                 stream(stage, SparkSession(context), config)
+                send(stage, SparkSession(context), config)
             finally:
                 session.stop(context)
         finally:

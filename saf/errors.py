@@ -40,6 +40,7 @@
     ├── NotVerified               a webhook was not signed as it should be
     ├── Ahead                     a destination knows more of a source than the source itself
     ├── Behind                    a destination knows less of a source than it has acknowledged
+    ├── StagedLost                some of what a job of Spark is to send is not there any more
     ├── StreamSetBack             a database knows less of a stream than the stream's checkpoint
     ├── StreamTakenOver           a newer query of Spark reads with a stream's subscription
     └── Fenced                    another owner has taken over: stop writing
@@ -550,6 +551,21 @@ class Behind(SafError):
         self.shards = shards
         self.since = since
         self.lower = lower
+
+
+class StagedLost(SafError):
+    """Some of what a job of Spark has staged is not there any more, so nothing of it was sent."""
+
+    exit_code = 75
+
+    def __init__(self, what: str, staged: int, left: int) -> None:
+        super().__init__(
+            f"{what}: of {staged:,} messages that tasks have staged, {left:,} are left, because "
+            "the server crashed or the job took longer than a day. Nothing was sent: run it again"
+        )
+        self.what = what
+        self.staged = staged
+        self.left = left
 
 
 class NotThisStream(UsageError):

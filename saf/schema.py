@@ -21,6 +21,7 @@ from saf.dispatch import schema as of_dispatchers
 from saf.log.checks import ACCEPT, ACCEPTED, CHECKS
 from saf.log.ring import SLOT_ROWS, SLOTS
 from saf.log.shards import DEFAULT_SHARDS, MAX_SHARDS, shard_expression
+from saf.sending import schema as of_senders
 from saf.setaside.lane import COLUMNS as LANE_COLUMNS
 from saf.setaside.lane import NO_BROKER, Kind
 from saf.setaside.parking import BLOCKED
@@ -671,6 +672,7 @@ def build_metadata(shards: int = DEFAULT_SHARDS) -> sa.MetaData:
     of_dialogs.add_tables(metadata)
     of_dispatchers.add_tables(metadata)
     of_webhooks.add_tables(metadata)
+    of_senders.add_tables(metadata)
     return metadata
 
 

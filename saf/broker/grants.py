@@ -15,6 +15,7 @@ keeps nothing of the old one. `RIGHTS` is the complete list of what each kind ma
     router      serves routers that forward; it is a receiver and a dialog as well
     stream      reads the outbox and the inbox as tables and streams, and moves the cursors of
                 streams; an operator registers them
+    sink        sends what jobs of Spark have staged; it reads no message but those that are staged
     purger      empties slots of the logs, and forgets old routes. Not part of the forwarder, which
                 runs on many machines: that every reader has completed a slot is checked by the
                 program and not by the server, so whoever may TRUNCATE may destroy messages. A
@@ -54,6 +55,7 @@ class Kind(StrEnum):
     DIALOG = "dialog"
     ROUTER = "router"
     STREAM = "stream"
+    SINK = "sink"
     PURGER = "purger"
     OPERATOR = "operator"
 
@@ -175,6 +177,9 @@ PURGING: Rights = {
     },
     "fragment": {"SELECT": ("conversation_id", "from_initiator", "sequence"), "DELETE": WHOLE},
     "conversation_group": {"SELECT": ("group_id",), "DELETE": WHOLE},
+    "staging": {"SELECT": WHOLE, "DELETE": WHOLE},
+    "staged": {"SELECT": ("attempt",), "DELETE": WHOLE},
+    "sink": {"SELECT": ("version", "sent_at"), "DELETE": WHOLE},
 }
 
 ROUTE = ("service", "broker", "destination", "quality", "enabled", "expires_at", "comment", "local")
@@ -303,6 +308,19 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             },
             "outbox": {"SELECT": WHOLE},
             "inbox": {"SELECT": WHOLE},
+        },
+    ),
+    Kind.SINK: (
+        VERSION,
+        {
+            "outbox": {"INSERT": tuple(SENT)},
+            "staging": {"SELECT": WHOLE, "INSERT": WHOLE, "DELETE": WHOLE},
+            "staged": {"SELECT": WHOLE, "INSERT": WHOLE, "DELETE": WHOLE},
+            "sink": {
+                "SELECT": WHOLE,
+                "INSERT": ("application", "version", "messages"),
+                "UPDATE": ("version", "messages", "sent_at"),
+            },
         },
     ),
     Kind.PURGER: (VERSION, PURGING, COUNTING),

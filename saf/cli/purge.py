@@ -95,6 +95,7 @@ def _as_dict(name: str, outcome: Outcome) -> dict[str, Any]:
         "route_versions": outcome.route_versions,
         "route_choices": outcome.route_choices,
         "conversations": outcome.conversations,
+        "orphans": outcome.orphans,
     }
 
 
@@ -103,6 +104,11 @@ def _listing(known: dict[str, Outcome]) -> Listing:
     for name, outcome in known.items():
         if outcome.busy:
             listing.add(name, "", "", "busy", "", below="another purge is at work")
+        if outcome.orphans:
+            listing.add(
+                name, "outbox", "", "removed", f"{outcome.orphans:,}",
+                below="staged by jobs of Spark that never sent them",
+            )  # fmt: skip
         for slot in outcome.slots:
             if slot.state == "empty":
                 continue

@@ -154,8 +154,8 @@ share the shards, so none may stand still for longer than the others wait for it
 LONG = frozenset({"purge", "archive", "reconcile", "replay", "dead", "watch", "count"})
 """Roles whose statements look at a whole log or batch, or at all that was set aside."""
 
-ENDLESS = frozenset({"rebase", "migrate"})
-"""Roles whose one transaction covers everything there is, while a person waits for it."""
+ENDLESS = frozenset({"rebase", "migrate", "sink"})
+"""Roles whose one transaction covers everything there is, while a person or a job waits for it."""
 
 # Each holds until the session ends. A server is not asked for what it does not have: before 17
 # there is no transaction_timeout, and on Windows nothing tells a server at work that its client has

@@ -6,7 +6,8 @@ one works and the others do nothing.
 
 Old versions of the routes are deleted too, once no cursor refers to them; and choices of routes by
 keys that nobody has used for as long as messages are kept; and conversations that were closed that
-long ago. Members that have gone need no care here: living members forget them (`saf.log.shards`).
+long ago; and what jobs of Spark have staged and never sent. Members that have gone need no care
+here: living members forget them (`saf.log.shards`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from saf.dialogs import conversations
 from saf.errors import UsageError
 from saf.log.ring import AGE_COLUMN, LOCK_TIMEOUT_SECONDS, Archive, Slot, purge, rotate
 from saf.routing.route_choices import forget
+from saf.sending import staging
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,8 @@ class Outcome:
     """For how many keys the choice of a route was forgotten."""
     conversations: int = 0
     """How many ends of conversations were forgotten."""
+    orphans: int = 0
+    """How many messages were removed that jobs of Spark had staged and have never sent."""
     busy: bool = False
     """Whether another purge of this broker is at work, so that this one did nothing."""
 
@@ -96,6 +100,7 @@ def purge_broker(
         forgotten = 0 if dry_run else _forget_routes(connection, retention_seconds)
         choices = 0 if dry_run else forget(connection, retention_seconds)
         closed = 0 if dry_run else conversations.forget(connection, retention_seconds)
+        orphans = 0 if dry_run else staging.collect(connection)
     except psycopg.errors.InsufficientPrivilege as error:
         raise UsageError(
             f"role {connection.info.user!r} may not purge database {connection.info.dbname!r}: "
@@ -105,7 +110,11 @@ def purge_broker(
         if not connection.closed:
             connection.execute(END_TURN)
     return Outcome(
-        slots=tuple(slots), route_versions=forgotten, route_choices=choices, conversations=closed
+        slots=tuple(slots),
+        route_versions=forgotten,
+        route_choices=choices,
+        conversations=closed,
+        orphans=orphans,
     )
 
 

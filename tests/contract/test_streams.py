@@ -128,12 +128,12 @@ def test_the_rows_between_any_two_offsets_are_those_of_the_micro_batches_between
     stream = query(config, maxRowsPerTrigger=7)
     ends = [Offset.from_dict(stream.start()["app"])]
     for number in range(2):
-        # ids of the later batch are below those that the earlier one was cut at
+        # a later batch is cut at an id below those of the earlier one
         with app.connect(role="test") as late:
-            send(late, f"late {number}", key="late")
+            for one in range(10):
+                send(late, f"late {number} {one}", key="late")
             fill(app, 10, f"{number}")
-            stream.step()
-            stream.step()
+            stream.drain()
             late.commit()
     stream.drain()
     ends += [Offset.from_dict(json.loads(end)["app"]) for end in stream.offsets]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+import pyarrow as pa
 import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
@@ -20,6 +21,7 @@ from saf import Message, Outbox
 from saf.broker import services
 from saf.broker.embedded import EmbeddedServer
 from saf.broker.grants import Kind, grant
+from saf.broker.senders import add_senders
 from saf.database import Dsn, fetch
 from saf.dispatch import history, stored
 from saf.dispatch.condition import Book
@@ -46,6 +48,8 @@ from saf.routing.routes import (
 from saf.routing_service import RoutingService
 from saf.setaside import dead
 from saf.setaside.parked_messages import ParkedFilter
+from saf.spark.table.copying import Copy
+from saf.spark.table.sink import Outgoing, Written
 from saf.webhooks.event import Event
 from saf.webhooks.receiver import _store
 from tests import dialogs
@@ -63,56 +67,63 @@ _number = itertools.count(1)
 # Select, Insert, Update, Delete, Truncate, draw the Next value; in lower case, for the columns in
 # SOME only.
 # A table that is not listed here fails the test: decide who may do what with it.
-KINDS = ["writer", "forwarder", "receiver", "dialog", "router", "purger", "operator", "stream"]
+KINDS = [
+    *("writer", "forwarder", "receiver", "dialog", "router", "purger", "operator", "stream"),
+    "sink",
+]
 MATRIX = {
-    "alembic_version": "s      s         s         s         s       s       s       s",
-    "broker         ": "-      S         S         S         -       S       Su       S",
-    "outbox         ": "i      S         -         i         -       -       Si       S",
-    "outbox_status  ": "-      -         -         -         -       -       S       -",
-    "inbox          ": "-      i         S         i         -       -       Si       S",
-    "subscription   ": "-      Su        Su        -         -       S       SiD       S",
-    "member         ": "-      SiuD      SiuD      -         -       -       S       -",
-    "cursor         ": "-      Su        Su        -         -       S       Siu      Su",
-    "sender         ": "-      -         -         -         -       -       S       -",
-    "route          ": "-      S         -         -         S       -       SiuD       -",
-    "route_version  ": "-      Si        -         -         s       SD      SD       -",
-    "topic          ": "-      S         -         -         S       -       SiD       -",
-    "route_choice   ": "-      SiuD      -         -         -       sD      SiuD       -",
-    "route_share    ": "-      Siu       -         -         -       -       Siu       -",
-    "router         ": "-      S         -         -         S       -       SiuD       -",
-    "resolved_conversation": "- Siu - S SiuD sD SiuD -",
-    "watermark      ": "-      SIu       -         -         -       -       S       -",
-    "acknowledged   ": "-      SIu       -         -         -       -       SID       -",
-    "cursor_key     ": "-      -         -         -         -       -       -       -",
-    "watermark_key  ": "-      -         -         -         -       -       -       -",
-    "timeline       ": "-      -         -         -         -       -       -       -",
-    "parked         ": "-      SIuD      SIuD      -         -       -       SIuD       -",
-    "backoff        ": "-      SIuD      SIuD      -         -       -       SIuD       -",
-    "dead_letter    ": "-      sIu       sI        -         -       -       SIuD       -",
-    "service        ": "-      S         -         S         -       -       SiD       -",
-    "dropped        ": "-      -         Siu       -         -       Siu     Siu       -",
-    "audit          ": "-      -         -         -         -       -       Si       -",
-    "endpoint       ": "-      -         S         -         -       -       SiD       -",
-    "dispatched     ": "-      -         SIuD      -         -       -       SIuD       -",
-    "breaker        ": "-      S         SIu       -         -       -       SIu       -",
-    "attempt        ": "-      -         SiD       -         -       -       SiD       -",
-    "webhook        ": "-      SiuD      -         -         -       -       -       -",
-    "message_type   ": "-      -         -         S         -       -       SI       -",
-    "contract       ": "-      -         -         S         -       -       SI       -",
-    "contract_message": "-      -         -         S         -       -       SI       -",
-    "conversation   ": "-      s         -         Siu       -       sD      SiuD       -",
-    "conversation_group": "- - - Siu - sD SiuD -",
-    "fragment       ": "-      -         -         SID       -       sD      SID       -",
-    **{f"{log}_{n}": "- - - - - ST ST -" for log in ("outbox", "inbox") for n in range(8)},
-    "outbox_id_seq  ": "-      -         -         -         -       SN      SN       -",
-    "inbox_id_seq   ": "-      -         -         -         -       SN      SN       -",
-    "subscription_subscription_id_seq": "- - - - - - - -",
-    "route_route_id_seq": "- - - - - - - -",
-    "route_version_version_seq": "- - - - - - - -",
-    "parked_parked_id_seq": "- - - - - - - -",
-    "dead_letter_dead_letter_id_seq": "- - - - - - - -",
-    "audit_audit_id_seq": "- - - - - - - -",
-    "attempt_attempt_id_seq": "- - - - - - - -",
+    "alembic_version": "s      s      s      s      s      s      s      s      s",
+    "broker         ": "-      S      S      S      -      S      Su     S      -",
+    "outbox         ": "i      S      -      i      -      -      Si     S      i",
+    "outbox_status  ": "-      -      -      -      -      -      S      -      -",
+    "inbox          ": "-      i      S      i      -      -      Si     S      -",
+    "subscription   ": "-      Su     Su     -      -      S      SiD    S      -",
+    "member         ": "-      SiuD   SiuD   -      -      -      S      -      -",
+    "cursor         ": "-      Su     Su     -      -      S      Siu    Su     -",
+    "sender         ": "-      -      -      -      -      -      S      -      -",
+    "route          ": "-      S      -      -      S      -      SiuD   -      -",
+    "route_version  ": "-      Si     -      -      s      SD     SD     -      -",
+    "topic          ": "-      S      -      -      S      -      SiD    -      -",
+    "route_choice   ": "-      SiuD   -      -      -      sD     SiuD   -      -",
+    "route_share    ": "-      Siu    -      -      -      -      Siu    -      -",
+    "router         ": "-      S      -      -      S      -      SiuD   -      -",
+    "resolved_conversation": "- Siu - S SiuD sD SiuD - -",
+    "watermark      ": "-      SIu    -      -      -      -      S      -      -",
+    "acknowledged   ": "-      SIu    -      -      -      -      SID    -      -",
+    "cursor_key     ": "-      -      -      -      -      -      -      -      -",
+    "watermark_key  ": "-      -      -      -      -      -      -      -      -",
+    "timeline       ": "-      -      -      -      -      -      -      -      -",
+    "parked         ": "-      SIuD   SIuD   -      -      -      SIuD   -      -",
+    "backoff        ": "-      SIuD   SIuD   -      -      -      SIuD   -      -",
+    "dead_letter    ": "-      sIu    sI     -      -      -      SIuD   -      -",
+    "service        ": "-      S      -      S      -      -      SiD    -      -",
+    "dropped        ": "-      -      Siu    -      -      Siu    Siu    -      -",
+    "audit          ": "-      -      -      -      -      -      Si     -      -",
+    "endpoint       ": "-      -      S      -      -      -      SiD    -      -",
+    "dispatched     ": "-      -      SIuD   -      -      -      SIuD   -      -",
+    "breaker        ": "-      S      SIu    -      -      -      SIu    -      -",
+    "attempt        ": "-      -      SiD    -      -      -      SiD    -      -",
+    "webhook        ": "-      SiuD   -      -      -      -      -      -      -",
+    "message_type   ": "-      -      -      S      -      -      SI     -      -",
+    "contract       ": "-      -      -      S      -      -      SI     -      -",
+    "contract_message": "-      -      -      S      -      -      SI     -      -",
+    "conversation   ": "-      s      -      Siu    -      sD     SiuD   -      -",
+    "conversation_group": "- - - Siu - sD SiuD - -",
+    "fragment       ": "-      -      -      SID    -      sD     SID    -      -",
+    **{f"{log}_{n}": "- - - - - ST ST - -" for log in ("outbox", "inbox") for n in range(8)},
+    "outbox_id_seq  ": "-      -      -      -      -      SN     SN     -      -",
+    "inbox_id_seq   ": "-      -      -      -      -      SN     SN     -      -",
+    "subscription_subscription_id_seq": "- - - - - - - - -",
+    "route_route_id_seq": "- - - - - - - - -",
+    "route_version_version_seq": "- - - - - - - - -",
+    "parked_parked_id_seq": "- - - - - - - - -",
+    "dead_letter_dead_letter_id_seq": "- - - - - - - - -",
+    "audit_audit_id_seq": "- - - - - - - - -",
+    "attempt_attempt_id_seq": "- - - - - - - - -",
+    "staging        ": "-      -      -      -      -      SD     SD     -      SID",
+    "staged         ": "-      -      -      -      -      sD     sD     -      SID",
+    "sink           ": "-      -      -      -      -      sD     sD     -      Siu",
+    "staging_attempt_seq": "- - - - - - - - -",
 }
 # Of an operator, who repairs what was set back, and decides about what is parked
 REPAIRING = {
@@ -164,6 +175,10 @@ SOME = {
     ("breaker", "u"): "endpoint state failures failing_since next_probe_at error paused_at "
     "paused_by changed_at",
     ("attempt", "i"): "subscription_id message_id key status seconds outcome error",
+    ("staged", "s"): "attempt",
+    ("sink", "s"): "version sent_at",
+    ("sink", "i"): "application version messages",
+    ("sink", "u"): "version messages sent_at",
     ("webhook", "i"): "digest",
     ("webhook", "u"): "stored_at",
     ("conversation", "i"): "handle conversation_id is_initiator monolog service far_service "
@@ -334,7 +349,7 @@ def test_each_statement_on_each_table_is_allowed_or_refused_as_listed(
             "JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 "
             "WHERE c.relnamespace = 'saf'::regnamespace AND c.relkind IN ('r', 'p') GROUP BY 1",
         )
-    assert len(columns) == 53
+    assert len(columns) == 56
     listed = expected(kind)
     with connect(granted(app, kind)) as connection:
         for table, names in columns:
@@ -462,6 +477,33 @@ def test_a_stream_that_an_operator_has_registered_reads_and_commits_and_register
     assert read.bodies == [str(number) for number in range(10)]
     with connect(granted(app, "operator")) as connection:
         assert stream.drop(connection, "lake") == ["outbox"]
+
+
+@every_postgresql
+def test_a_sink_stages_and_sends_as_the_rules_for_senders_say(
+    app: Dsn, granted: Callable[..., Dsn]
+) -> None:
+    theirs = granted(app, "sink")
+    one = pa.RecordBatch.from_pydict({"service": ["billing"], "body": [b"x"]})
+
+    def stage() -> Written:
+        with Copy("broker 'app'", theirs) as copy:
+            copy.add(one)
+        return Written(partition=0, attempt=copy.attempt, messages=copy.messages, query=None)
+
+    to = Outgoing(what="broker 'app'", dsn=theirs)
+    assert to.send("scoring", 1, [stage()], stream=False)
+    assert not to.send("scoring", 1, [stage()], stream=False)
+    to.discard([stage()])
+    with connect(app) as connection:
+        add_senders(connection, theirs.parts["user"], "shop", refuse_others=True)
+    with pytest.raises(ConfigurationError, match=r"may not send this.*saf sender list"):
+        to.send("scoring", 2, [stage()], stream=False)
+    with connect(app) as connection:
+        assert fetch(connection, "SELECT count(*) FROM saf.outbox") == [(1,)]
+    writer = Outgoing(what="broker 'app'", dsn=granted(app, "writer"))
+    with pytest.raises(ConfigurationError, match="saf grant --role sink"):
+        writer.send("scoring", 3, [], stream=False)
 
 
 @every_postgresql

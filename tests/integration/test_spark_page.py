@@ -11,6 +11,7 @@ from saf.database import Dsn
 from saf.spark import java, jvm
 from saf.spark.table.fields import TEXT, schema_of
 from saf.spark.table.options import NAMES
+from saf.spark.table.outgoing import TYPES
 from tests.pages import blocks, page, prepared, shell
 from tests.pipeline import connect, run
 from tests.programs import BIN
@@ -52,6 +53,21 @@ def test_a_run_of_the_stream_brings_what_is_there_into_the_lake_and_commits_it(
     assert "shop: stream lake of the outbox dropped" in said
 
 
+def test_the_scoring_job_sends_once_however_often_it_is_run(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    prepared(tmp_path, app, mom)
+    with connect(app) as source:
+        source.execute(SEND)
+        for _ in range(2):
+            recipe("scoring", tmp_path)
+            found = source.execute(
+                "SELECT key, convert_from(body, 'UTF8'), headers FROM saf.outbox "
+                "WHERE body LIKE '{\"orders%' ORDER BY id"
+            ).fetchall()
+            assert found == [("k", '{"orders":10}', {"content-type": "application/json"})]
+
+
 def recipe(name: str, folder: Path) -> str:
     """What a recipe of the page prints."""
     script = "".join(blocks(page("spark.md"), name))
@@ -70,4 +86,4 @@ def recipe(name: str, folder: Path) -> str:
 
 def test_the_page_has_each_option_and_each_column() -> None:
     said = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|.*?\|", page("spark.md"), re.M))))
-    assert {*NAMES, TEXT, *schema_of("inbox").fieldNames()} == said
+    assert {*NAMES, TEXT, *TYPES, *schema_of("inbox").fieldNames()} == said

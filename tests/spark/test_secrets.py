@@ -517,7 +517,18 @@ def stream(brokers):
     print(*(one.json for one in query.recentProgress))
 
 
+def send(broker):
+    rows = spark.range(10).selectExpr("'billing' AS service", "CAST(id AS string) AS body")
+    rows.write.format("saf").option("broker", broker).mode("append").save()
+
+
+send("app")
 stream("app")
+for broker in ("wrong", "down", "bare"):
+    try:
+        send(broker)
+    except Exception as error:
+        print("failed:", type(error).__name__, error)
 for brokers in ("wrong", "down,wrong", "bare"):
     try:
         stream(brokers)
@@ -551,6 +562,7 @@ def test_a_table_shows_the_password_nowhere_in_plans_pages_events_or_errors(
     send(locked.owner, 1_000)
     with connect(locked.owner) as connection:
         stream.create(connection, "app", "outbox", "lake", "beginning")
+        grant(connection, USER, [Kind.FORWARDER, Kind.SINK])
     out: list[str] = []
     with Watch(locked.owner) as watch, (tmp_path / "stderr").open("w") as stderr:
         process = subprocess.Popen(
@@ -585,5 +597,5 @@ def test_a_table_shows_the_password_nowhere_in_plans_pages_events_or_errors(
         assert cause in said
     assert b"BatchScan" in b"".join(pages)
     assert (tmp_path / "events").exists()
-    assert '"numInputRows":1000' in "".join(said.split())
+    assert '"numInputRows":1010' in "".join(said.split())
     assert list((tmp_path / "checkpoint app" / "offsets").iterdir())

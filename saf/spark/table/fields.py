@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from psycopg import sql
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import (
@@ -38,6 +37,7 @@ from saf.config import did_you_mean
 from saf.destinations.texts import uuids
 from saf.errors import ConfigurationError
 from saf.log.columns import bounded
+from saf.spark.table.headers import maps
 
 TEXT, BROKER = "text", "broker"
 ONLY_INBOX = ("source", "received_at")
@@ -51,14 +51,6 @@ OF_SPARK: dict[str, DataType] = {
 }
 """Spark's types by their names, because to look them up takes a JVM."""
 UUIDS = tuple(name for name, type_ in IN_TABLES.items() if type_ == "uuid")
-
-NAMES_OF_HEADERS, VALUES_OF_HEADERS = "header_names", "header_values"
-# Both functions give a jsonb's members in the order in which it stores them
-OF_HEADERS = """
-CASE jsonb_typeof(headers) WHEN 'object' THEN ARRAY(SELECT jsonb_object_keys(headers)) END AS {},
-CASE jsonb_typeof(headers) WHEN 'object' THEN
-    ARRAY(SELECT value FROM jsonb_each_text(headers)) END AS {}
-"""
 
 
 def schema_of(log: str, *, several: bool = False) -> StructType:
@@ -109,14 +101,7 @@ def at_source(names: Iterable[str], *, kept: bool) -> list[str | sql.Composable]
 
 def selected(asked: StructType) -> sql.Composable:
     """What is selected of `columns_read`, the id among it."""
-    parts: list[sql.Composable] = []
-    for name in columns_read(asked, ()):
-        if name == "headers" and isinstance(asked["headers"].dataType, MapType):
-            some = map(sql.Identifier, (NAMES_OF_HEADERS, VALUES_OF_HEADERS))
-            parts.append(sql.SQL(OF_HEADERS).format(*some))
-        else:
-            parts.append(sql.Identifier(name))
-    return sql.SQL(", ").join(parts)
+    return sql.SQL(", ").join(map(sql.Identifier, columns_read(asked, ())))
 
 
 def shaped(rows: pa.RecordBatch, asked: StructType, broker: str) -> pa.RecordBatch:
@@ -137,7 +122,7 @@ def _column(rows: pa.RecordBatch, field: pa.Field) -> pa.Array:
     if field.name in UUIDS:
         return uuids(rows[field.name]).cast(field.type)
     if field.name == "headers" and pa.types.is_map(field.type):
-        return _map(rows[NAMES_OF_HEADERS], rows[VALUES_OF_HEADERS], field.type)
+        return maps(rows["headers"], field.type)
     return rows[field.name].cast(field.type)
 
 
@@ -158,18 +143,6 @@ def _decoded(body: bytes | None) -> str | None:
         return None if body is None else body.decode()
     except UnicodeDecodeError:
         return None
-
-
-def _map(names: pa.Array, values: pa.Array, type_: pa.DataType) -> pa.Array:
-    """Zip two arrays of lists that are equally long, and NULL in the same places."""
-    lengths = pc.fill_null(pc.list_value_length(names), 0).cast(pa.int64())
-    offsets = pa.concat_arrays([pa.array([0], pa.int64()), pc.cumulative_sum(lengths)])
-    return pa.MapArray.from_arrays(
-        offsets.cast(pa.int32()),
-        names.flatten(),
-        values.flatten(),
-        mask=names.is_null() if names.null_count else None,
-    ).cast(type_)
 
 
 def _types(log: str) -> dict[str, tuple[DataType, ...]]:

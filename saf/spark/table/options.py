@@ -14,6 +14,10 @@ A stream has these besides:
     maxRowsPerTrigger     how many messages a micro-batch has at most
     maxBytesPerTrigger    how many bytes their bodies have at most
 
+What is sent goes into an outbox, and may have these:
+
+    txnAppId, txnVersion  whose version of what: what was sent already is not sent again
+
 Spark shows options to everybody. So a dsn is none of them: what is given here only says where it is
 to be found, by the Python process on the driver's machine that plans a read.
 """
@@ -21,7 +25,7 @@ to be found, by the Python process on the driver's machine that plans a read.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -29,19 +33,18 @@ from typing import Literal, cast
 from saf.config import Broker, did_you_mean, load
 from saf.database import Dsn
 from saf.errors import ConfigurationError
-from saf.fleets import ask
 from saf.log.cuts import NO_LIMIT, Limit
 from saf.log.shards import MAX_SHARDS
 from saf.log.stream import Start
-from saf.logger import Log
 from saf.message import MAX_NAME, fits
+from saf.spark.table.places import configured
 
 NO_LIMITS = Limit()
-
-log = Log("saf.stream")
-
 OF_STREAMS = ("subscription", "start", "maxRowsPerTrigger", "maxBytesPerTrigger")
-NAMES = ("broker", "config", "dsn_from", "log", "partitions", *OF_STREAMS)
+OF_SINKS = ("txnAppId", "txnVersion")
+CHECKPOINT = "checkpointlocation"
+"""An option of Spark itself, which it hands to those who write a stream."""
+NAMES = ("broker", "config", "dsn_from", "log", "partitions", *OF_STREAMS, *OF_SINKS)
 LOGS = ("outbox", "inbox")
 
 
@@ -59,8 +62,10 @@ class Options:
     start: Start = "beginning"
     limit: Limit = NO_LIMITS
     """Of a micro-batch."""
-    of_streams: tuple[str, ...] = ()
-    """The options given that only streams have."""
+    application: str | None = None
+    version: int | None = None
+    given: tuple[str, ...] = ()
+    """The names of all options that were given."""
 
     @property
     def names(self) -> list[str]:
@@ -154,7 +159,9 @@ def options_of(given: Mapping[str, str]) -> Options:
         limit=Limit(
             rows=_most("maxRowsPerTrigger", known), bytes=_most("maxBytesPerTrigger", known)
         ),
-        of_streams=tuple(name for name in OF_STREAMS if name in known),
+        application=known.get("txnAppId"),
+        version=_version(known.get("txnVersion")),
+        given=tuple(known),
     )
 
 
@@ -164,16 +171,56 @@ def refuse_for_batch(options: Options) -> None:
     Raises:
         ConfigurationError: it was.
     """
-    if options.of_streams:
-        raise ConfigurationError(
-            f"the option {options.of_streams[0]} is one of streams: spark.readStream, or leave it "
-            "out"
-        )
+    refuse(options, OF_STREAMS, "streams: spark.readStream")
+    refuse(options, OF_SINKS, "what is sent: df.write")
     if len(options.names) > 1:
         raise ConfigurationError(
             f"broker = {options.broker!r}: only a stream reads several brokers; make the union of "
             "a DataFrame of each"
         )
+
+
+def for_sink(given: Mapping[str, str], *, stream: bool) -> Options:
+    """Check the options of what is sent; the log is the outbox, said or not.
+
+    Raises:
+        ConfigurationError: it names the option at fault.
+    """
+    mine = {name: value for name, value in given.items() if name.lower() != CHECKPOINT}
+    said = any(name.lower() == "log" for name in mine)
+    options = options_of(mine if said else {**mine, "log": "outbox"})
+    refuse(options, OF_STREAMS, "streams that are read: spark.readStream")
+    refuse(options, ("partitions",), "what is read; repartition() what is sent")
+    if options.log != "outbox":
+        raise ConfigurationError(
+            "log = 'inbox': what is sent goes into an outbox, and a forwarder delivers it"
+        )
+    if len(options.names) > 1:
+        raise ConfigurationError(
+            f"broker = {options.broker!r}: what is sent goes into one outbox; write once for each"
+        )
+    if stream and options.version is not None:
+        raise ConfigurationError(
+            "the option txnVersion is one of df.write: the version of a stream is its epoch"
+        )
+    if not stream and (options.application is None) != (options.version is None):
+        raise ConfigurationError("the options txnAppId and txnVersion go together")
+    if options.application is not None and not (
+        fits(options.application, MAX_NAME) and options.application.isprintable()
+    ):
+        raise ConfigurationError(f"txnAppId has 1 to {MAX_NAME} bytes of printable characters")
+    return options
+
+
+def refuse(options: Options, names: Iterable[str], whose: str) -> None:
+    """Refuse options that belong to something else.
+
+    Raises:
+        ConfigurationError: one of them was given.
+    """
+    for name in names:
+        if name in options.given:
+            raise ConfigurationError(f"the option {name} is one of {whose}, or leave it out")
 
 
 def subscription_of(options: Options) -> str:
@@ -207,6 +254,14 @@ def _most(name: str, known: Mapping[str, str]) -> int:
     return int(text)
 
 
+def _version(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) > NO_LIMIT:
+        raise ConfigurationError(f"the option txnVersion is a number from 0 on, and not {text!r}")
+    return int(text)
+
+
 def _partitions(text: str | None) -> int | None:
     if text is None:
         return None
@@ -215,36 +270,3 @@ def _partitions(text: str | None) -> int | None:
             f"the option partitions is a number from 1 to {MAX_SHARDS}, and not {text!r}"
         )
     return int(text)
-
-
-def configured(name: str, config: Path | None, *, fleets: bool = False) -> dict[str, Broker]:
-    """Return the broker of a name in saf.toml; with ``fleets``, all brokers of a whole fleet."""
-    settings = load(config)
-    stores = {
-        place: Broker(dsn=dsn)
-        for place, one in settings.destinations.items()
-        if (dsn := one.broker())
-    }
-    places = {**stores, **settings.brokers}
-    if name in places:
-        return {name: places[name]}
-    fleet = name.partition("/")[0]
-    if fleet in settings.fleets and (fleets or "/" in name):
-        listing = ask(fleet, settings.fleets[fleet])
-        members = listing.brokers
-        if name == fleet:
-            for where, error in listing.problems:
-                log.warning("broker_not_listed", fleet=where, error=str(error))
-            return dict(members)
-        if name in members:
-            return {name: members[name]}
-        raise ConfigurationError(f"broker = {name!r}: there is none in the fleet {fleet!r}")
-    if name in settings.destinations:
-        kind = settings.destinations[name].kind
-        raise ConfigurationError(
-            f"broker = {name!r}: the destination {name!r} is of kind {kind!r}, and no broker"
-        )
-    raise ConfigurationError(
-        f"broker = {name!r}: saf.toml has no such broker{did_you_mean(name, places)}, only "
-        f"{', '.join(places)}"
-    )

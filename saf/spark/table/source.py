@@ -1,4 +1,6 @@
-"""What Spark calls: the format ``saf``, and the reader of one scan. Streams are in `stream`.
+"""What Spark calls: the format ``saf``, and the reader of one scan.
+
+Streams are in `stream`, and writers in `sink`.
 
 Spark does so in Python processes of its own: one that makes the data source and asks for its
 schema, one that plans a scan, and those of the tasks. Each of them gets a pickled copy. What is in
@@ -16,9 +18,18 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql.datasource import DataSource, DataSourceReader, Filter, InputPartition
 from pyspark.sql.types import StructType
 
-from saf.spark.table import fields
+from saf.errors import ConfigurationError
+from saf.spark.table import fields, outgoing
 from saf.spark.table.filters import Condition, condition, shards_of
-from saf.spark.table.options import Options, options_of, refuse_for_batch
+from saf.spark.table.options import (
+    OF_SINKS,
+    Options,
+    for_sink,
+    options_of,
+    refuse,
+    refuse_for_batch,
+)
+from saf.spark.table.sink import Batch, Epochs, Outgoing
 from saf.spark.table.stream import Stream
 
 if TYPE_CHECKING:
@@ -55,8 +66,28 @@ class Messages(DataSource):
     def streamReader(self, schema: StructType) -> Stream:  # noqa: N802 - Spark's name
         """Return the reader of a stream."""
         options = options_of(self.options)
+        refuse(options, OF_SINKS, "what is sent: df.write")
         fields.check_schema(options.log, schema)
         return Stream(options, schema, options.partitions or self.slots)
+
+    def writer(self, schema: StructType, overwrite: bool) -> Batch:
+        """Return the writer of a DataFrame that is sent."""
+        options = for_sink(self.options, stream=False)
+        outgoing.check_columns(schema)
+        if overwrite:
+            raise ConfigurationError(
+                'an outbox is append-only: nothing in it can be overwritten, say mode("append")'
+            )
+        to = Outgoing(what=options.what, dsn=options.dsn())
+        return Batch(to, options.application, options.version)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> Epochs:  # noqa: N802 - Spark's
+        """Return the writer of a stream that is sent."""
+        options = for_sink(self.options, stream=True)
+        outgoing.check_columns(schema)
+        if overwrite:
+            raise ConfigurationError('an outbox is append-only: say outputMode("append")')
+        return Epochs(Outgoing(what=options.what, dsn=options.dsn()), options.application)
 
 
 class Scan(DataSourceReader):

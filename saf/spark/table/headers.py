@@ -1,0 +1,77 @@
+"""Headers as maps, made of the JSON text that the database sends.
+
+Most messages have the same few headers, so each text is taken apart once for a batch of rows. For a
+server to do that costs more than all else that it does to read a row.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+# A value that is no text is cut out as it stands, so its number need not be understood
+DECODER = json.JSONDecoder(parse_int=lambda _: 0, parse_float=lambda _: 0)
+TEXT = r'"(?:[^"\\]|\\.)*"'
+NAME = re.compile(TEXT)
+TOKEN = re.compile(TEXT + r"|[][{},]")
+
+
+def maps(texts: pa.Array, type_: pa.DataType) -> pa.Array:
+    """Return JSON objects, as PostgreSQL writes a jsonb, as maps; NULL for what is no object."""
+    encoded = texts.dictionary_encode()
+    known = pa.array(
+        [None if text is None else members(text) for text in encoded.dictionary.to_pylist()], type_
+    )
+    return known.take(encoded.indices)
+
+
+def members(text: str) -> list[tuple[str, str | None]] | None:
+    """Return a JSON object's members: texts as they are, null as None, all else as JSON.
+
+    It has to be as PostgreSQL writes a jsonb.
+
+    >>> members('{"a": "b\\\\n", "n": 1.10, "o": {"x": [1, "}"]}, "z": null}')
+    [('a', 'b\\n'), ('n', '1.10'), ('o', '{"x": [1, "}"]}'), ('z', None)]
+    >>> members("{}"), members("[1]")
+    ([], None)
+    """
+    if not text.startswith("{"):
+        return None
+    try:
+        found = DECODER.decode(text)
+    except RecursionError:  # deeper than Python counts
+        return [*_cut(text)]
+    if all(value is None or isinstance(value, str) for value in found.values()):
+        return [*found.items()]
+    return [*_cut(text)]
+
+
+def _cut(text: str) -> Iterator[tuple[str, str | None]]:
+    at = 1
+    while text[at] == '"':
+        name = NAME.match(text, at)
+        assert name is not None  # noqa: S101 - an object's member begins with its name
+        at = name.end() + len(": ")
+        end = _end(text, at)
+        raw = text[at:end]
+        value = None if raw == "null" else json.loads(raw) if raw[0] == '"' else raw
+        yield json.loads(name[0]), value
+        if text[end] == "}":
+            return
+        at = end + len(", ")
+
+
+def _end(text: str, at: int) -> int:
+    """Return where a member's value ends."""
+    depth = 0
+    for token in TOKEN.finditer(text, at):
+        if token[0] in "[{":
+            depth += 1
+        elif depth == 0 and token[0] in "}],":
+            return token.start()
+        elif token[0] in "]}":
+            depth -= 1
+    raise ValueError("not an object as PostgreSQL writes it")

@@ -1,0 +1,220 @@
+"""Rows of a DataFrame as messages: which columns there are, and that each could be sent.
+
+The columns are what `saf.Outbox.send` takes; ``service`` and ``body`` have to be there:
+
+    service, key, message_type, from_service, to_broker    string
+    body                       binary; or string, which becomes a text in UTF-8
+    headers                    map<string,string>; or string, a JSON object
+    deliver_at, expires_at     timestamp
+
+A batch of rows is checked at once, in Arrow. That only finds out whether there is anything wrong:
+what it is, `saf.message.encode` says of the first such row. So a row is refused for the same
+reasons, and in the same words, as a message that an application sends. Headers are encoded one by
+one, where there are any.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+from uuid import UUID
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql.types import (
+    BinaryType,
+    DataType,
+    MapType,
+    StringType,
+    StructType,
+    TimestampType,
+)
+
+from saf.config import did_you_mean
+from saf.errors import ConfigurationError, InvalidMessage
+from saf.message import (
+    DEFAULT_MAX_BYTES,
+    MAX_KEY,
+    MAX_NAME,
+    Message,
+    check_headers,
+    encode,
+    encode_body,
+    encode_headers,
+)
+
+TEXTS = {"service": MAX_NAME, "key": MAX_KEY, "message_type": MAX_NAME, "from_service": MAX_NAME}
+"""The columns that are texts, and the most bytes of each."""
+TYPES: dict[str, tuple[DataType, ...]] = {
+    **dict.fromkeys(TEXTS, (StringType(),)),
+    "to_broker": (StringType(),),
+    "body": (BinaryType(), StringType()),
+    "headers": (MapType(StringType(), StringType()), StringType()),
+    "deliver_at": (TimestampType(),),
+    "expires_at": (TimestampType(),),
+}
+NEEDED = ("service", "body")
+IN_OUTBOX = {"service": "to_service"}
+
+
+def check_columns(schema: StructType) -> None:
+    """Make sure that a DataFrame has columns of messages, and no others.
+
+    Raises:
+        ConfigurationError: it names the column at fault.
+    """
+    for field in schema.fields:
+        if field.name not in TYPES:
+            raise ConfigurationError(
+                f"a message has no {field.name!r}{did_you_mean(field.name, TYPES)}: the columns "
+                f"of what is sent are {', '.join(TYPES)}; select them, or drop the others"
+            )
+        types = TYPES[field.name]
+        if not any(_is_a(field.dataType, type_) for type_ in types):
+            raise ConfigurationError(
+                f"the column {field.name!r} of a message is a "
+                f"{' or a '.join(type_.simpleString() for type_ in types)}, and not a "
+                f"{field.dataType.simpleString()}: cast it, or make JSON of it by to_json"
+            )
+    if missing := [name for name in NEEDED if name not in schema.fieldNames()]:
+        raise ConfigurationError(f"a message needs the column {missing[0]!r}")
+
+
+def staged(rows: pa.RecordBatch, attempt: int, first: int) -> pa.RecordBatch:
+    """Return rows as saf.staged takes them, numbered from ``first`` on.
+
+    Raises:
+        InvalidMessage: of a row that could not be sent, with its number.
+    """
+    rows = _small(rows)
+    suspect = _suspect(rows)
+    if suspect is not None:
+        raise _why(rows, suspect).of_item(first + suspect)
+    columns: dict[str, pa.Array] = {
+        "attempt": pa.repeat(pa.scalar(attempt, pa.int64()), rows.num_rows),
+        "number": pa.array(range(first, first + rows.num_rows), pa.int64()),
+    }
+    for field in rows.schema:
+        name = IN_OUTBOX.get(field.name, field.name)
+        if name != "headers" and rows[field.name].null_count < rows.num_rows:
+            columns[name] = rows[field.name]
+    columns["body"] = rows["body"].cast(pa.binary())
+    columns["headers"] = _headers(rows, first)
+    return pa.RecordBatch.from_pydict(columns)
+
+
+def _small(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Return rows with lengths of 32 bits; a setting of Spark makes them 64."""
+    small = {pa.large_string(): pa.string(), pa.large_binary(): pa.binary()}
+    columns = {
+        name: column.cast(small[column.type]) if column.type in small else column
+        for name, column in zip(rows.schema.names, rows.columns, strict=True)
+    }
+    return pa.RecordBatch.from_pydict(columns)
+
+
+def _suspect(rows: pa.RecordBatch) -> int | None:
+    """Return the place of the first row that something may be wrong with."""
+    wrong = [pc.is_null(rows["body"]), _longer(rows["body"], DEFAULT_MAX_BYTES)]
+    for name in rows.schema.names:
+        column = rows[name]
+        if pa.types.is_string(column.type):
+            try:
+                column.validate(full=True)
+            except pa.ArrowInvalid:  # not UTF-8
+                return _not_unicode(column)
+        if name in TEXTS:
+            wrong += [
+                _longer(column, TEXTS[name]),
+                pc.equal(column, ""),
+                pc.match_substring(column, "\0"),
+            ]
+        elif name == "to_broker":
+            unknown = [one for one in pc.unique(column).to_pylist() if not _is_uuid(one)]
+            wrong.append(pc.is_in(column, pa.array(unknown, pa.string())))
+        elif name == "expires_at":
+            wrong.append(pc.less_equal(column, pa.scalar(datetime.now(UTC), column.type)))
+    wrong.append(pc.is_null(rows["service"]))
+    found = wrong[0]
+    for one in wrong[1:]:
+        found = pc.or_(found, pc.fill_null(one, False))
+    place = pc.index(found, True).as_py()
+    return None if place < 0 else int(place)
+
+
+def _longer(column: pa.Array, longest: int) -> pa.Array:
+    return pc.fill_null(pc.greater(pc.binary_length(column), longest), False)
+
+
+def _not_unicode(column: pa.Array) -> int:
+    for place, text in enumerate(column.cast(pa.binary()).to_pylist()):
+        try:
+            (text or b"").decode()
+        except UnicodeDecodeError:
+            return place
+    raise AssertionError("Arrow calls a text invalid that is UTF-8")
+
+
+def _why(rows: pa.RecordBatch, place: int) -> InvalidMessage:
+    """Return what is wrong with a row."""
+    for name in rows.schema.names:
+        if pa.types.is_string(rows[name].type):
+            try:
+                rows[name][place].as_py()
+            except UnicodeDecodeError:
+                return InvalidMessage(name, "is not Unicode text")
+    row = {name: rows[name][place].as_py() for name in rows.schema.names if name != "headers"}
+    if row["body"] is None:
+        return InvalidMessage("body", "is NULL")
+    broker = row.pop("to_broker", None)
+    if broker is not None and not _is_uuid(broker):
+        return InvalidMessage("to_broker", f"{broker!r} is not a UUID")
+    try:
+        encode(Message(**row))
+    except InvalidMessage as error:
+        return error
+    return InvalidMessage("service", "could not be sent")
+
+
+def _headers(rows: pa.RecordBatch, first: int) -> pa.Array:
+    """Return the headers of each row as JSON, with the content type of its body."""
+    content_type = encode_body("" if pa.types.is_string(rows["body"].type) else b"")[1]
+    plain = encode_headers(None, content_type)
+    if "headers" not in rows.schema.names or rows["headers"].null_count == rows.num_rows:
+        return pa.repeat(pa.scalar(plain), rows.num_rows)
+    texts = []
+    for number, given in enumerate(rows["headers"].to_pylist(), first):
+        try:
+            text = plain if given is None else encode_headers(_mapping(given), content_type)
+            check_headers(text)
+        except InvalidMessage as error:
+            raise error.of_item(number) from None
+        texts.append(text)
+    return pa.array(texts, pa.string())
+
+
+def _mapping(given: str | list[tuple[str, str | None]]) -> Mapping[str, Any]:
+    if isinstance(given, list):
+        return dict(given)
+    try:
+        found = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise InvalidMessage("headers", f"not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InvalidMessage("headers", "expected a JSON object of names and values")
+    return found
+
+
+def _is_uuid(text: str | None) -> bool:
+    try:
+        return text is None or bool(UUID(text))
+    except ValueError:
+        return False
+
+
+def _is_a(one: DataType, other: DataType) -> bool:
+    if isinstance(one, MapType) and isinstance(other, MapType):
+        return one.keyType == other.keyType and one.valueType == other.valueType
+    return one == other

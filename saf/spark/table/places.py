@@ -1,0 +1,50 @@
+"""Where the brokers are that an option names: what saf.toml and its fleets say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from saf.config import Broker, did_you_mean, load
+from saf.errors import ConfigurationError
+from saf.fleets import ask
+from saf.logger import Log
+
+log = Log("saf.stream")
+
+
+def configured(name: str, config: Path | None, *, fleets: bool = False) -> dict[str, Broker]:
+    """Return the broker of a name in saf.toml; with ``fleets``, all brokers of a whole fleet.
+
+    Raises:
+        ConfigurationError: there is no such broker.
+        Unavailable: a fleet does not say who belongs to it.
+    """
+    settings = load(config)
+    stores = {
+        place: Broker(dsn=dsn)
+        for place, one in settings.destinations.items()
+        if (dsn := one.broker())
+    }
+    places = {**stores, **settings.brokers}
+    if name in places:
+        return {name: places[name]}
+    fleet = name.partition("/")[0]
+    if fleet in settings.fleets and (fleets or "/" in name):
+        listing = ask(fleet, settings.fleets[fleet])
+        members = listing.brokers
+        if name == fleet:
+            for where, error in listing.problems:
+                log.warning("broker_not_listed", fleet=where, error=str(error))
+            return dict(members)
+        if name in members:
+            return {name: members[name]}
+        raise ConfigurationError(f"broker = {name!r}: there is none in the fleet {fleet!r}")
+    if name in settings.destinations:
+        kind = settings.destinations[name].kind
+        raise ConfigurationError(
+            f"broker = {name!r}: the destination {name!r} is of kind {kind!r}, and no broker"
+        )
+    raise ConfigurationError(
+        f"broker = {name!r}: saf.toml has no such broker{did_you_mean(name, places)}, only "
+        f"{', '.join(places)}"
+    )

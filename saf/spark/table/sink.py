@@ -1,0 +1,204 @@
+"""What Spark calls to send: each task stages its rows, and the driver sends what all have staged.
+
+A batch write sends once, however often its tasks are tried again. If whoever runs it may run it
+again, it gives the options ``txnAppId`` and ``txnVersion``, as with Delta: what was sent with this
+version, or a later one, is not sent again. A stream's writer does so by itself: its application is
+the id of the query, which its checkpoint keeps, and its version is the number of the epoch.
+
+Messages are sent in the order that the DataFrame has: by partitions, and within each by its rows.
+So messages of a key are in the order in which ``df.collect()`` would give them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import psycopg
+from pyspark.sql.datasource import (
+    DataSourceArrowWriter,
+    DataSourceStreamArrowWriter,
+    WriterCommitMessage,
+)
+
+from saf.database import Dsn, check_schema, unavailable_if_lost
+from saf.database.retry import while_unavailable
+from saf.errors import ConfigurationError, NotThisStream, SafError
+from saf.logger import Log
+from saf.sending import staging
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+ATTEMPTS = 5
+"""How often a commit is tried while the broker does not answer; its mark makes that harmless."""
+QUERY = "sql.streaming.queryId"
+
+Messages = list[WriterCommitMessage | None]
+"""What Spark hands to the driver: what each task has said, and None for one that has failed."""
+
+log = Log("saf.sink")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written(WriterCommitMessage):
+    """What a task tells the driver. It holds no message."""
+
+    partition: int
+    attempt: int | None
+    """None: it had no row."""
+    messages: int
+    query: str | None
+    """The id of the streaming query."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Outgoing:
+    """Where messages go. Spark hands it to the tasks, and shows it nowhere."""
+
+    what: str
+    dsn: Dsn
+
+    def stage(self, batches: Iterator[pa.RecordBatch]) -> Written:
+        """Stage a task's rows: all of them, or none if it fails.
+
+        Raises:
+            InvalidMessage: of the first row that could not be sent.
+            Unavailable: the database does not answer.
+        """
+        from pyspark import TaskContext
+
+        from saf.spark.table.copying import Copy
+
+        context = TaskContext.get()
+        assert context is not None  # noqa: S101 - Spark calls it in a task only
+        with Copy(self.what, self.dsn) as copy:
+            for rows in batches:
+                copy.add(rows)
+        return Written(
+            partition=context.partitionId(),
+            attempt=copy.attempt,
+            messages=copy.messages,
+            query=context.getLocalProperty(QUERY),
+        )
+
+    def send(
+        self, application: str, version: int | None, written: Sequence[Written], *, stream: bool
+    ) -> bool:
+        """Send what tasks have staged; False if it was sent already.
+
+        Raises:
+            StagedLost: some of it is not there any more.
+            NotThisStream: a stream has sent a later epoch.
+            Unavailable: the database does not answer.
+            ConfigurationError: the role may not send.
+        """
+        attempts = [
+            staging.Attempt(attempt=one.attempt, messages=one.messages)
+            for one in sorted(written, key=lambda one: one.partition)
+            if one.attempt is not None
+        ]
+
+        def commit() -> bool:
+            with self._connected() as connection:
+                fresh = staging.send(connection, self.what, application, version, attempts)
+                last = None if fresh else staging.sent_version(connection, application)
+            if stream and last is not None and version is not None and last > version:
+                raise NotThisStream(
+                    f"{self.what}: the query {application} has sent its epoch {last:,} already, "
+                    f"and comes with {version:,}: its checkpoint was set back. Begin with a new "
+                    "checkpoint"
+                )
+            return fresh
+
+        sent = while_unavailable(ATTEMPTS, commit)
+        if not sent:
+            log.info("sent_already", broker=self.what, application=application, version=version)
+        return sent
+
+    def discard(self, messages: Messages) -> None:
+        """Remove what tasks of a job that has failed have staged, as far as it is known."""
+        attempts = [one.attempt for one in _written(messages) if one.attempt is not None]
+        if not attempts:
+            return
+        try:
+            with self._connected() as connection:
+                staging.discard(connection, attempts)
+        except SafError as error:
+            # `saf purge` removes them
+            log.warning("not_discarded", broker=self.what, error=str(error))
+
+    @contextmanager
+    def _connected(self) -> Iterator[psycopg.Connection[Any]]:
+        with (
+            unavailable_if_lost(self.what),
+            self.dsn.connect(role="sink", autocommit=True) as connection,
+        ):
+            check_schema(connection)
+            try:
+                yield connection
+            except psycopg.errors.InsufficientPrivilege as error:
+                raise ConfigurationError(
+                    f"{self.what}: user {connection.info.user!r} may not send this: "
+                    f"{error.diag.message_primary}. As the owner, run `saf grant --role sink "
+                    f"{connection.info.user}`; `saf sender list` shows who may send as whom"
+                ) from None
+
+
+class Batch(DataSourceArrowWriter):
+    """One batch write."""
+
+    def __init__(self, to: Outgoing, application: str | None, version: int | None) -> None:
+        self._to = to
+        self._application = application or f"write {uuid4()}"
+        self._version = version
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
+        """Stage the rows of a partition, in a task."""
+        return self._to.stage(iterator)
+
+    def commit(self, messages: Messages) -> None:
+        """Send what all tasks have staged."""
+        written = _written(messages)
+        self._to.send(self._application, self._version, written, stream=False)
+
+    def abort(self, messages: Messages) -> None:
+        """Remove what tasks have staged."""
+        self._to.discard(messages)
+
+
+class Epochs(DataSourceStreamArrowWriter):
+    """The micro-batches of a streaming query."""
+
+    def __init__(self, to: Outgoing, application: str | None) -> None:
+        self._to = to
+        self._application = application
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
+        """Stage the rows of a partition of a micro-batch, in a task."""
+        return self._to.stage(iterator)
+
+    def commit(self, messages: Messages, batchId: int) -> None:  # noqa: N803 - Spark's
+        """Send what all tasks of a micro-batch have staged."""
+        written = _written(messages)
+        application = self._application or next((one.query for one in written if one.query), None)
+        if application is None:
+            if any(one.messages for one in written):
+                raise ConfigurationError(
+                    "Spark does not say which query this is: give it a name of its own, by the "
+                    "option txnAppId"
+                )
+            return
+        self._to.send(application, batchId, written, stream=True)
+
+    def abort(self, messages: Messages, batchId: int) -> None:  # noqa: N803 - Spark's
+        """Remove what tasks have staged."""
+        del batchId
+        self._to.discard(messages)
+
+
+def _written(messages: Messages) -> list[Written]:
+    return [one for one in messages if isinstance(one, Written)]
