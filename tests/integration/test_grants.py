@@ -366,6 +366,52 @@ def test_each_statement_on_each_table_is_allowed_or_refused_as_listed(
                 assert allowed == (letter in listed[table].upper()), (table, letter)
 
 
+# Of each function: whether it runs with its owner's rights, and whether everybody may execute it.
+# One that is not listed here fails the test: decide who may.
+FUNCTIONS = {
+    "accept": (False, True),  # a CHECK of the outbox: executed as whoever inserts
+    "check_sender": (True, True),  # a policy of the outbox: the same
+    "notify_inbox": (False, True),
+    "lane_of": (False, True),
+    "cursor_is_one": (True, False),
+    "watermark_is_one": (True, False),
+    "store_locally": (True, False),
+}
+ALL_FUNCTIONS = """
+SELECT proname, prosecdef, has_function_privilege('public', oid, 'EXECUTE'), proconfig
+FROM pg_proc WHERE pronamespace = 'saf'::regnamespace ORDER BY 1
+"""
+
+
+@every_postgresql
+def test_each_function_is_listed_and_whoever_executes_it_has_only_the_rights_meant(
+    app: Dsn, granted: Callable[..., Dsn]
+) -> None:
+    with connect(app) as connection:
+        found = fetch(connection, ALL_FUNCTIONS)
+    assert {name: (as_owner, everybody) for name, as_owner, everybody, _ in found} == FUNCTIONS
+    for name, as_owner, _, settings in found:
+        assert not as_owner or settings == ["search_path=pg_catalog, pg_temp"], name
+
+
+@every_postgresql
+@pytest.mark.parametrize("function", [name for name, (_, all_) in FUNCTIONS.items() if not all_])
+def test_no_role_makes_a_trigger_of_its_own_of_a_function_that_runs_as_the_owner(
+    function: str, app: Dsn, granted: Callable[..., Dsn]
+) -> None:
+    for kind in KINDS:
+        with (
+            connect(granted(app, kind)) as connection,
+            connection.transaction(force_rollback=True),
+        ):
+            connection.execute("CREATE TEMPORARY TABLE mine (subscription_id int, shard smallint)")
+            assert _denied(
+                connection,
+                "CREATE TRIGGER mine AFTER TRUNCATE ON mine "
+                f"FOR EACH STATEMENT EXECUTE FUNCTION saf.{function}()",
+            ), kind
+
+
 @every_postgresql
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_kind_may_change_the_schema_or_the_brokers_identity(
