@@ -30,7 +30,7 @@ FILL = """
 INSERT INTO saf.outbox (to_service, key, message_type, headers, body)
 SELECT 'billing', 'order ' || i %% 5000, 'OrderPlaced', '{"content-type": "application/json"}',
        convert_to(rpad('{"order": ' || i, %s, 'x'), 'UTF8')
-FROM generate_series(%s, %s) AS i
+FROM generate_series(%s::bigint, %s::bigint) AS i
 """
 TRANSACTION = 1_000_000
 READ_AGAIN = """
