@@ -52,8 +52,8 @@ docs: $(VENV)/.installed ## the documentation as a site, in build/site; opens fr
 pages: $(VENV)/.installed ## the pages of the reference anew, from code, models and catalog
 	for page in cli settings python schema sql metrics; do $(PY) -m tests.$${page}_page; done
 
-bench: $(VENV)/.installed ## the benchmarks, under 10 minutes; keep the machine quiet
-	$(PY) -m benchmarks.bench
+bench: $(VENV)/.installed ## the benchmarks, under 10 minutes; some of them: make bench PARTS="drain brokers"
+	$(PY) -m benchmarks.bench $(PARTS)
 
 bench-peers: $(VENV)/.installed ## the same work by what one would pick instead; needs the network once
 	$(PY) -m benchmarks.peers
