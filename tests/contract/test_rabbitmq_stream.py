@@ -150,11 +150,11 @@ def test_later_batches_come_later_whatever_their_rows_and_however_many_there_are
 ) -> None:
     """The publisher's name goes on to its next generation."""
     forwarder = Forwarder()
-    late = forwarder.messages(4)
+    late, later = forwarder.messages(4), forwarder.messages(4)
     forwarder.number = (1 << BATCH_BITS) - 1
     sent = []
     with closing(events.open("events")) as destination:
-        for rows in (forwarder.messages(4), late, forwarder.messages(4)):
+        for rows in (forwarder.messages(4), late, forwarder.messages(4), later):
             for _ in range(2):
                 forwarder.learn(destination.store(forwarder.chunk(rows), exactly_once=True))
             sent += rows
