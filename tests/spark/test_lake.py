@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import duckdb
@@ -20,7 +19,7 @@ from saf.database import Dsn
 from tests.pipeline import connect
 from tests.programs import configuration
 from tests.spark.tables import session
-from tests.spark.test_killed_workers import workers
+from tests.spark_workers import workers
 from tests.waits import until
 
 if TYPE_CHECKING:
@@ -107,8 +106,7 @@ def test_python_workers_that_are_killed_in_mid_stream_cost_another_attempt_and_n
 
     query = start(read(config).mapInArrow(held_up_once, COLUMNS), tmp_path)
     until(lambda: here.exists() or not query.isActive, seconds=240)
-    mine: Any = SimpleNamespace(pid=os.getpid())
-    victims = workers(mine)
+    victims = workers(os.getpid())
     assert victims, "nobody reads"
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
