@@ -18,7 +18,7 @@
 #endif
 #define SHARDS 2
 #define NAMES 2
-#define LONGEST 12
+#define LONGEST 40
 #define BIT(n) (1 << (n))
 #define NAME(of) ((of) == 2 -> 2 : 1)                       /* of the lowest shard in hand */
 #define HAS(of, shard) ((shard) == 2 || (of) != 2)

@@ -3,7 +3,9 @@
  * A receiver locks the shard's cursor, or takes what it has prefetched if the cursor is still where
  * that begins. It handles the messages, and moves the position in the transaction of the handling.
  * It may die in the middle of it, and another one is started. Nobody survives the POISON. With
- * MEMBERS the shard has an owner, which changes meanwhile.
+ * MEMBERS the shard has an owner, which changes meanwhile. An attempt that was counted is made, or
+ * its process has died, before the time of the lane comes again: who stands still for longer than
+ * a lane waits may make a message a dead letter that it did not try.
  *
  * Proven: each message is handled exactly once, in its order, and by the shard's owner; the poison
  * alone becomes a dead letter; and it comes to an end, with nothing left.
@@ -26,7 +28,7 @@
 #define IS_MINE true
 #endif
 #define RECEIVERS 2
-#define ATTEMPTS 3        /* Policy.max_attempts */
+#define ATTEMPTS (3 + CHANGES)    /* Policy.max_attempts; each change of owner may cost one */
 #define LIVES (DEATHS + ATTEMPTS + 2)
 #define BIT(n) (1 << (n))
 #define BETWEEN(after, last) (((1 << ((last) + 1)) - 1) & ~((1 << ((after) + 1)) - 1))
@@ -45,6 +47,7 @@ bool is_open;
 
 /* the lane of the key: saf.parked, saf.backoff */
 byte parked, attempts;
+byte trying;              /* who has counted an attempt, and has neither made it nor died */
 
 byte handled, dead, last_handled;
 byte lives = LIVES, deaths = DEATHS, changes = CHANGES, living = RECEIVERS;
@@ -67,8 +70,6 @@ byte lives = LIVES, deaths = DEATHS, changes = CHANGES, living = RECEIVERS;
 #endif
 #if defined(TAKE_BLIND)         /* planted: what was prefetched is taken wherever the cursor is */
 #define IS_THERE (batch == its_batch && epoch == its_epoch)
-#elif defined(TAKE_ANY_BATCH)   /* planted: the position is compared, and the batch is not */
-#define IS_THERE (PLACE == its_place && epoch == its_epoch)
 #elif defined(TAKE_ANY_OWNER)   /* planted: the epoch and the owner are not compared */
 #define IS_THERE (batch == its_batch && PLACE == its_place)
 #define IS_MINE_STILL true
@@ -104,7 +105,9 @@ inline handle(rows)
 }
 
 /* what a transaction leaves that did not commit */
-#define ROLL_BACK atomic { if :: locked_by == me -> locked_by = 0; LEAVE_TRACE :: else fi }
+#define ROLL_BACK atomic { \
+    if :: locked_by == me -> locked_by = 0; LEAVE_TRACE :: else fi; \
+    if :: trying == me -> trying = 0 :: else fi }
 #define MAY_DIE deaths > 0 -> deaths--; goto dies
 
 proctype Sender()
@@ -184,12 +187,12 @@ next:
            fi
        }
     :: atomic {                                             /* Trying._count: a lane */
-           IS_FREE && IS_MINE && parked ->
+           IS_FREE && IS_MINE && parked && trying == 0 ->
            if
            :: attempts >= ATTEMPTS ->                       /* the last attempt ended its process */
                dead = dead | BIT(FIRST_OF(parked)); last_handled = FIRST_OF(parked);
                parked = parked & ~BIT(FIRST_OF(parked)); attempts = 0
-           :: else -> COUNT_BEFORE; tried = attempts
+           :: else -> COUNT_BEFORE; tried = attempts; trying = me
            fi;
            careful = careful || failed; failed = false;
            if
@@ -206,7 +209,7 @@ next:
            if
            :: is_open && PLACE < open ->
                position = PLACE + 1;
-               parked = BIT(position); attempts = 2; tried = 2;
+               parked = BIT(position); attempts = 2; tried = 2; trying = me;
                if
                :: position == open -> done = open; is_open = false; position = 0
                :: else
@@ -265,7 +268,8 @@ alone:                                                      /* Trying._tried */
         if
         :: IS_FREE && IS_MINE && parked && attempts == tried ->
             locked_by = me; rows = BIT(FIRST_OF(parked))
-        :: else -> goto next                                /* somebody else has it */
+        :: IS_FREE && !(IS_MINE && parked && attempts == tried) ->
+            trying = 0; goto next                           /* somebody else has it */
         fi
     }
     if
@@ -276,7 +280,7 @@ alone:                                                      /* Trying._tried */
             assert(IS_MINE);
             handle(rows);
             parked = parked & ~rows; attempts = 0; careful = false;
-            failed = false; locked_by = 0
+            failed = false; locked_by = 0; trying = 0
         }
         goto next
     fi;
