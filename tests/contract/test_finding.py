@@ -31,7 +31,8 @@ def fill(connection: psycopg.Connection[Any], log: str) -> list[UUID]:
     found: list[UUID] = []
     for number, slot in enumerate((3, 7, 8)):
         connection.execute(
-            f"SELECT setval(pg_get_serial_sequence('saf.{log}', 'id'), %s)", [slot * SLOT_ROWS + 5]
+            f"SELECT setval(pg_get_serial_sequence('saf.{log}', 'id')::regclass, %s::bigint)",
+            [slot * SLOT_ROWS + 5],
         )
         age = "created_at" if log == "outbox" else "received_at"
         rows = fetch(
@@ -39,7 +40,7 @@ def fill(connection: psycopg.Connection[Any], log: str) -> list[UUID]:
             f"""INSERT INTO saf.{log} (to_service, key, body, {age})
                 SELECT 'billing', CASE WHEN n % 2 = 0 THEN 'k' || n END, repeat('x', 500)::bytea,
                        %(noon)s + make_interval(mins => n)
-                FROM generate_series(%(first)s, %(last)s) AS n RETURNING message_id""".replace(
+                FROM generate_series(%(first)s::int, %(last)s) AS n RETURNING message_id""".replace(
                 "n % 2", "n %% 2"
             ),
             {"noon": NOON, "first": number * EACH, "last": number * EACH + EACH - 1},

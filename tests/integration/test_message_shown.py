@@ -12,8 +12,8 @@ import pytest
 from saf import receive
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
-from tests.destinations import NOWHERE
-from tests.pipeline import connect, let_time_pass, run, send
+from tests.destinations import NOWHERE, route
+from tests.pipeline import Cycle, connect, forwarding_rules, let_time_pass, run, send
 from tests.programs import configuration, saf
 
 
@@ -90,7 +90,10 @@ def test_attempts_at_what_is_parked_are_told_where_it_is_sent_and_where_it_is_re
     app: Dsn, mom: Dsn, config: Path
 ) -> None:
     message_id = sent(app, "x", "k")
-    run(app, mom=NOWHERE)
+    with connect(app) as source:
+        route(source, "billing", "mom")
+    with Cycle(app, forwarding_rules(mom=NOWHERE, other=mom)) as cycle:
+        cycle.run()
     (aside,) = asked(config, message_id)["shop"]["set_aside"]
     assert (aside["state"], aside["attempts"]) == ("parked", 1)
     assert "destination 'mom' is unavailable" in aside["error"]
