@@ -72,7 +72,7 @@ def cycles(spark: SparkContext, stage: Stage, settings: Settings) -> float:
     seconds = 0.0
     for _ in range(CYCLES):
         with stage.app.connect(role="bench") as connection:
-            connection.execute(FILL, [200, MESSAGES_A_CYCLE])
+            connection.execute(FILL, [200, 1, MESSAGES_A_CYCLE])
         started = time.monotonic()
         summary = Forwarder(settings, SparkRunner(lambda _: spark)).drain()
         seconds += time.monotonic() - started

@@ -30,8 +30,9 @@ FILL = """
 INSERT INTO saf.outbox (to_service, key, message_type, headers, body)
 SELECT 'billing', 'order ' || i %% 5000, 'OrderPlaced', '{"content-type": "application/json"}',
        convert_to(rpad('{"order": ' || i, %s, 'x'), 'UTF8')
-FROM generate_series(1, %s) AS i
+FROM generate_series(%s, %s) AS i
 """
+TRANSACTION = 1_000_000
 READ_AGAIN = """
 UPDATE saf.cursor SET done = '1:1:', open = NULL, position = 0, attempted = 0
 """
@@ -57,7 +58,10 @@ class Stage:
         """An outbox with so many pending messages of so many bytes."""
         execute(self.app, "TRUNCATE saf.outbox", READ_AGAIN)
         with self.app.connect(role="bench") as connection:
-            connection.execute(FILL, [size, messages])
+            for first in range(1, messages + 1, TRANSACTION):
+                last = min(first + TRANSACTION - 1, messages)
+                connection.execute(FILL, [size, first, last])
+                connection.commit()
         execute(self.app, "ANALYZE saf.outbox", "CHECKPOINT")
 
     def rewind(self) -> None:
