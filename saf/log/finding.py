@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -43,9 +44,9 @@ LAST_PAGES = 8
 """Of how many pages the newest row of a slot is one; those of a transaction that died have none."""
 
 PAGES = f"""
-SELECT slot, pg_relation_size(('saf.' || {{log}} || '_' || slot)::regclass)
-             / current_setting('block_size')::bigint
-FROM generate_series(0, {SLOTS - 1}) AS slot
+SELECT log, slot, pg_relation_size(('saf.' || log || '_' || slot)::regclass)
+                  / current_setting('block_size')::bigint
+FROM unnest(ARRAY['outbox', 'inbox']) AS log CROSS JOIN generate_series(0, {SLOTS - 1}) AS slot
 """
 IN_PAGES = f"""
 id / {SLOT_ROWS} %% {SLOTS} = %(slot)s::bigint
@@ -101,10 +102,20 @@ class Pages:
     """The page after the last."""
 
 
+def written(connection: psycopg.Connection[Any]) -> dict[str, list[Pages]]:
+    """Return the slots of each log that have pages, for `find`."""
+    found: dict[str, list[Pages]] = defaultdict(list)
+    for log, slot, pages in fetch(connection, PAGES):
+        if pages:
+            found[log].append(Pages(slot=slot, first=0, after=pages))
+    return found
+
+
 def find(
     connection: psycopg.Connection[Any],
     log: str,
     message_id: UUID,
+    slots: Sequence[Pages],
     *,
     seconds: float,
     about: datetime | None = None,
@@ -116,6 +127,7 @@ def find(
         connection: of the broker.
         log: outbox or inbox.
         message_id: of the message.
+        slots: of this log, as `written` gives them.
         seconds: after so long, no further statement begins; at least one step is made.
         about: when it was sent.
         place: where an earlier search has said to go on.
@@ -125,7 +137,7 @@ def find(
     """
     until = time.monotonic() + seconds
     table = _Table(connection, log)
-    slots = table.slots()
+    slots = table.newest_first(slots)
     steps = [*_steps(slots, _place(place))]
     when = about or time_of(message_id)
     if when is not None and place is None and slots:
@@ -192,17 +204,9 @@ class _Table:
         self._newest = sql.SQL(NEWEST).format(**parts)
         self._look = sql.SQL(LOOK).format(**parts)
 
-    def slots(self) -> list[Pages]:
-        """The slots that have pages, the one that was written last first."""
-        query = sql.SQL(PAGES).format(log=sql.Literal(self._log))
-        found = [
-            Pages(slot=slot, first=0, after=pages)
-            for slot, pages in fetch(self._connection, query)
-            if pages
-        ]
-        if len(found) > 1:
-            found.sort(key=self._last_id, reverse=True)
-        return found
+    def newest_first(self, slots: Sequence[Pages]) -> Sequence[Pages]:
+        """The slots, the one that was written last first."""
+        return slots if len(slots) < 2 else sorted(slots, key=self._last_id, reverse=True)  # noqa: PLR2004
 
     def look(self, message_id: UUID, pages: Pages) -> Row | None:
         """Look for a message in some pages."""

@@ -25,10 +25,10 @@ from saf.database import fetch
 from saf.errors import UsageError
 from saf.limits import HEADERS_READABLE
 from saf.log import finding
-from saf.log.cursor import BY_INDEX
 from saf.log.finding import Row, Search
 from saf.log.shards import LAST, shard_of
 from saf.operating import outbox
+from saf.operating.outbox import Details
 from saf.operating.stay import Aside, Attempted, Decided, Reading, Stay, Stored
 from saf.setaside.dead import SHOWN
 from saf.setaside.lane import BROKER, SAME_LANE, Kind, Lane
@@ -39,7 +39,9 @@ SECONDS = 10.0
 NOWHERE: Mapping[str, str] = MappingProxyType({})
 
 SHARDS = "SELECT shards FROM saf.broker"
-TIMEOUT = "SELECT set_config('statement_timeout', %(milliseconds)s, true)"
+BOUNDS = (
+    "SET TRANSACTION READ ONLY; SET LOCAL statement_timeout = {milliseconds}; SET LOCAL jit = off"
+)
 
 STORED = f"""
 SELECT i.id, i.shard, i.message_id, i.source, left(i.from_service, {SHOWN}) AS from_service,
@@ -94,6 +96,13 @@ DECIDED = """
 SELECT audit_at, who, person, action, why FROM saf.audit
 WHERE message_ids @> ARRAY[%(message_id)s::uuid] ORDER BY audit_id DESC LIMIT 20
 """
+# Most brokers know nothing of a message, and are asked this once
+ANY_MORE = """
+SELECT EXISTS (SELECT FROM saf.parked WHERE message_id = %(message_id)s)
+       OR EXISTS (SELECT FROM saf.dead_letter WHERE message_id = %(message_id)s),
+       EXISTS (SELECT FROM saf.attempt WHERE message_id = %(message_id)s),
+       EXISTS (SELECT FROM saf.audit WHERE message_ids @> ARRAY[%(message_id)s::uuid])
+"""
 BODY = """
 SELECT body FROM saf.{log} WHERE shard = %(shard)s AND txid = %(txid)s::xid8 AND id = %(id)s
 """
@@ -124,36 +133,55 @@ def stay(
         UsageError: a statement takes longer.
         Restored: the cursors do not say how far the broker is.
     """
-    refuse(connection)
     params: dict[str, Any] = {"message_id": message_id}
     until = time.monotonic() + (seconds if look_seconds is None else look_seconds)
     there, here = Search(), Search()
+    sent: Details | None = None
     try:
-        if key is None:
-            there = _look(connection, "outbox", message_id, until, seconds, about, places)
-        which = message_id if there.row is None else there.row
-        sent = None
-        if key is not None or there.row is not None:
-            sent = outbox.details(connection, which, key=key, seconds=seconds)
-        if key is None:
-            about = about or (sent.message.created_at if sent else None)
-            here = _look(connection, "inbox", message_id, until, seconds, about, places)
         with connection.transaction():
-            _bound(connection, seconds)
-            connection.execute(BY_INDEX)
+            connection.execute(BOUNDS.format(milliseconds=max(1, round(seconds * 1000))))
+            slots = finding.written(connection) if key is None else {}
+            if key is None:
+                half = (until - time.monotonic()) / 2
+                there = finding.find(
+                    connection,
+                    "outbox",
+                    message_id,
+                    slots["outbox"],
+                    seconds=half,
+                    about=about,
+                    place=places.get("outbox"),
+                )
+            if there.row is not None or key is not None:
+                which = there.row or message_id
+                sent = outbox.details(connection, which, key=key, seconds=seconds)
+            if key is None:
+                here = finding.find(
+                    connection,
+                    "inbox",
+                    message_id,
+                    slots["inbox"],
+                    seconds=until - time.monotonic(),
+                    about=about or (sent.message.created_at if sent else None),
+                    place=places.get("inbox"),
+                )
             stored = _stored(connection, message_id, here.row, key)
             readings: tuple[Reading, ...] = ()
             if stored is not None:
+                refuse(connection)
                 with psycopg.Cursor(connection, row_factory=class_row(Reading)) as cursor:
                     readings = (*cursor.execute(READERS, asdict(stored)).fetchall(),)
             connection.execute(SCANS)
-            with psycopg.Cursor(connection, row_factory=dict_row) as rows:
-                parked = [_parked(row) for row in rows.execute(PARKED, params)]
-                dead = [Aside(state="dead", **row) for row in rows.execute(DEAD, params)]
-            with psycopg.Cursor(connection, row_factory=class_row(Attempted)) as tries:
-                attempts = tries.execute(ATTEMPTED, params).fetchall()
-            with psycopg.Cursor(connection, row_factory=class_row(Decided)) as some:
-                decided = some.execute(DECIDED, params).fetchall()
+            ((is_aside, was_tried, is_audited),) = fetch(connection, ANY_MORE, params)
+            parked, dead = _aside(connection, params) if is_aside else ([], [])
+            attempts: list[Attempted] = []
+            if was_tried:
+                with psycopg.Cursor(connection, row_factory=class_row(Attempted)) as tries:
+                    attempts = tries.execute(ATTEMPTED, params).fetchall()
+            decided: list[Decided] = []
+            if is_audited:
+                with psycopg.Cursor(connection, row_factory=class_row(Decided)) as some:
+                    decided = some.execute(DECIDED, params).fetchall()
     except psycopg.errors.QueryCanceled:
         raise UsageError(
             f"it took longer than {seconds:g} s to look for message {message_id}: say when it was "
@@ -181,31 +209,13 @@ def body(connection: psycopg.Connection[Any], there: Stay) -> bytes | None:
     return None
 
 
-def _bound(connection: psycopg.Connection[Any], seconds: float) -> None:
-    connection.execute("SET TRANSACTION READ ONLY")
-    connection.execute(TIMEOUT, {"milliseconds": str(max(1, round(seconds * 1000)))})
-
-
-def _look(  # noqa: PLR0917 - what `stay` was given
-    connection: psycopg.Connection[Any],
-    log: str,
-    message_id: UUID,
-    until: float,
-    seconds: float,
-    about: datetime | None,
-    places: Mapping[str, str],
-) -> Search:
-    """Look through a log; at the outbox, for half of the time that is left."""
-    left = until - time.monotonic()
-    with connection.transaction():
-        _bound(connection, seconds)
-        return finding.find(
-            connection,
-            log,
-            message_id,
-            seconds=left / 2 if log == "outbox" else left,
-            about=about,
-            place=places.get(log),
+def _aside(
+    connection: psycopg.Connection[Any], params: Mapping[str, Any]
+) -> tuple[list[Aside], list[Aside]]:
+    with psycopg.Cursor(connection, row_factory=dict_row) as rows:
+        return (
+            [_parked(row) for row in rows.execute(PARKED, params)],
+            [Aside(state="dead", **row) for row in rows.execute(DEAD, params)],
         )
 
 

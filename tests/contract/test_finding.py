@@ -12,7 +12,7 @@ import pytest
 from saf.database import Dsn, fetch
 from saf.errors import UsageError
 from saf.log import finding
-from saf.log.finding import Search, find
+from saf.log.finding import Search, written
 from saf.log.ring import SLOT_ROWS
 from tests.pipeline import connect
 
@@ -24,6 +24,11 @@ EACH = 100
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finding, "STEP_PAGES", 2)
     monkeypatch.setattr(finding, "BEFORE_PAGES", 1)
+
+
+def find(connection: psycopg.Connection[Any], log: str, message_id: UUID, **options: Any) -> Search:
+    slots = written(connection)[log]
+    return finding.find(connection, log, message_id, slots, **options)
 
 
 def fill(connection: psycopg.Connection[Any], log: str) -> list[UUID]:
