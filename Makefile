@@ -70,7 +70,7 @@ stateful: $(VENV)/.installed ## steps that lose a message, looked for: make stat
 	@$(PY) -m tests.stateful $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) \
 	$(if $(ONLY),--only $(ONLY))
 
-fuzz: $(VENV)/.installed ## readers of foreign bytes, so long each: make fuzz SECONDS=600 ONLY="webhook dsn"; needs the network once
+fuzz: $(VENV)/.installed ## readers of foreign bytes, so long each: make fuzz SECONDS=600 ONLY=webhook; needs the network once
 	@$(PY) -m pip install --quiet --disable-pip-version-check '.[fuzz]'
 	@$(PY) -m tests.fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ONLY),--only $(ONLY))
 
