@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	2>/dev/null && echo "$$python" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-routing demo-dialog test quick check long crash stateful fuzz mutants kafka docs pages bench bench-peers airflow wheel clean
+.PHONY: help install demo demo-routing demo-dialog test quick check long crash stateful fuzz mutants model kafka docs pages bench bench-peers airflow wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +77,9 @@ fuzz: $(VENV)/.installed ## readers of foreign bytes, so long each: make fuzz SE
 mutants: $(VENV)/.installed ## bugs are planted, tests must notice: make mutants SAMPLE=10 SEED=7, K=cursor
 	@$(PY) -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) \
 	$(if $(K),-k "$(K)")
+
+model: $(VENV)/.installed ## all states of the protocol's models; some 8 minutes; needs spin and gcc: make model K=kafka
+	@$(PY) -m tests.models $(if $(K),-k "$(K)")
 
 airflow: $(VENV)/.installed build/airflow/.installed ## saf-airflow, tested with a real Airflow; some 10 minutes; needs the network once
 	cd airflow && AIRFLOW_HOME=$(CURDIR)/build/airflow/home ../build/airflow/bin/python -m pytest $(T)

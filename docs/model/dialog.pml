@@ -262,8 +262,8 @@ init
 {
     atomic { run World(); run Forwarder(); run Receiver() }
     timeout ->
-    assert(is_over);
-    assert(!failed || initiator_is_back || target_is_back);
+    assert(is_over);                                        /* it comes to an end */
+    assert(!failed || initiator_is_back || target_is_back); /* it fails for a reason */
     assert(failed || target.received == initiator.sent);    /* nobody waits for ever */
-    assert(failed || (AGREES(1) && AGREES(2) && AGREES(3) && AGREES(MESSAGES)))
+    assert(failed || (AGREES(1) && AGREES(2) && AGREES(3) && AGREES(MESSAGES)))   /* both mean the same */
 }

@@ -26,6 +26,9 @@
 #ifndef FAULTS
 #define FAULTS 1          /* how often somebody waits no longer for an answer */
 #endif
+#ifndef MOVES
+#define MOVES 2           /* how often who was taken over still has others begin anew */
+#endif
 #define FORWARDERS 2
 
 #define BIT(n) (1 << (n))
@@ -78,14 +81,14 @@ byte takeovers = TAKEOVERS, faults = FAULTS, living = FORWARDERS;
 #endif
 
 /* it dies only where somebody is left who takes over */
-#define DIES living == FORWARDERS && takeovers > 0 -> goto gone
+#define DIES atomic { living == FORWARDERS && takeovers > 0 -> living--; goto died }
 
 #define ENDED(n) (stored[n] > 0 || (parked & BIT(n)) || (dead & BIT(n)))
 inline nothing_is_lost(first, last)
 {
     row = first;
     do
-    :: row <= last -> assert(ENDED(row)); row++
+    :: row <= last -> assert(ENDED(row)); row++            /* nothing lost */
     :: else -> break
     od;
     row = 0
@@ -101,7 +104,7 @@ proctype Writer()
 
 proctype Forwarder(byte me)
 {
-    byte mine, in_hand, end, at, to, rows, buried, before, row, requests;
+    byte mine, in_hand, end, at, to, rows, buried, before, row, requests, moves;
     byte known;                 /* the mark that the source remembers */
     byte there, read, newest;   /* what it has read of the marks at the destination */
     bool has_asked, held, released, from_lane;
@@ -110,7 +113,7 @@ outside:
     atomic {
         has_asked = false; held = false; from_lane = false; released = false;
         in_hand = 0; end = 0; at = 0; to = 0; rows = 0; buried = 0; before = 0; known = 0;
-        there = 0; read = 0; newest = 0; mine = 0
+        there = 0; read = 0; newest = 0; mine = 0; moves = 0
     }
     if
     :: atomic {                                             /* Member.balance: ACQUIRE */
@@ -269,8 +272,12 @@ ask:
 told:
     if
     :: answer[me] == STORED -> known = answered[me]; goto settle
-    :: answer[me] == MOVED -> read = 0; goto ask            /* the marks are read anew */
-    :: answer[me] == OLDER -> assert(!OWNS); goto outside
+    :: answer[me] == MOVED && (OWNS || moves < MOVES) ->    /* the marks are read anew */
+        read = 0;
+        if :: OWNS :: !OWNS -> moves++ fi;
+        goto ask
+    :: answer[me] == MOVED && !OWNS && moves == MOVES -> goto outside
+    :: answer[me] == OLDER -> assert(!OWNS); goto outside  /* only who was taken over is fenced */
     :: answer[me] == BEHIND -> assert(!OWNS); goto outside  /* no false alarm */
     :: answer[me] == AHEAD ->
         atomic {                                            /* not_parked */
@@ -292,7 +299,7 @@ unavailable:
     rows = before; read = 0;                                /* the client is thrown away */
 #endif
 #if QUALITY == AT_MOST_ONCE     /* Storing.store_once */
-    d_step { buried = buried | rows; rows = 0 };
+    atomic { buried = buried | rows; rows = 0 };
     goto settle;
 #endif
     if
@@ -319,7 +326,8 @@ settle:                                                     /* Task._settle, Par
         if
         :: !SAME -> goto outside
         :: SAME && from_lane ->
-            parked = parked & ~rows; acknowledged = known; rows = 0
+            parked = parked & ~rows; acknowledged = known; rows = 0;
+            nothing_is_lost(1, at)
         :: SAME && !from_lane ->
             dead = dead | buried; buried = 0;
             nothing_is_lost(at + 1, to);
@@ -344,7 +352,9 @@ close:                                                      /* cursor.close */
     goto cycle;
 
 gone:
-    living--
+    living--;
+died:
+    skip
 }
 
 init

@@ -14,11 +14,11 @@
 #define OWNERS 3
 #endif
 #ifndef TURNS
-#define TURNS 3                 /* so often somebody who was fenced begins anew */
+#define TURNS 4                 /* so often an owner looks whether the shards are its own */
 #endif
 #define SHARDS 2
 #define NAMES 2
-#define LONGEST 40
+#define LONGEST 32
 #define BIT(n) (1 << (n))
 #define NAME(of) ((of) == 2 -> 2 : 1)                       /* of the lowest shard in hand */
 #define HAS(of, shard) ((shard) == 2 || (of) != 2)
@@ -35,7 +35,7 @@ byte stored, newest_stored;
 
 inline append(what, which, value)
 {
-    assert(length < LONGEST);
+    assert(length < LONGEST);                               /* the model's log is long enough */
     kind[length] = what; shard_of[length] = which; said[length] = value;
     length++
 }
@@ -76,8 +76,10 @@ inline read_marks()
 #define FENCES_FIRST false
 #endif
 #ifdef READ_BEFORE_FENCING      /* planted: the marks are read, and then others are fenced */
+#define READ_EARLIER atomic { read_marks() }
 #define READ_LATER skip
 #else
+#define READ_EARLIER skip
 #define READ_LATER atomic { read_marks() }
 #endif
 
@@ -87,17 +89,16 @@ proctype Owner(byte me)
     byte last_claim[SHARDS + 1], named[SHARDS + 1];
     bool is_read;
 
-again:
-    if
-    :: turns == TURNS -> goto gone                          /* Unavailable */
-    :: turns < TURNS -> turns++
-    fi;
 marks:                                                      /* Transactions._marks */
     if
     :: mark_epoch > me -> goto gone                         /* Fenced */
     :: mark_epoch == me -> goto gone                        /* it is stored */
     :: mark_epoch < me && is_read && !MISSING && !(OTHERS(1) | OTHERS(2)) -> goto store
     :: mark_epoch < me && !(is_read && !MISSING && !(OTHERS(1) | OTHERS(2)))
+    fi;
+    if
+    :: turns == TURNS -> goto gone                          /* Unavailable */
+    :: turns < TURNS -> turns++
     fi;
     if
     :: client == 0 ->                                       /* _begin_as */
@@ -117,12 +118,13 @@ claim:
                 if :: NOT_CLAIMED(1) -> append(CLAIM, 1, NAME(me)) :: else fi;
                 if :: NOT_CLAIMED(2) -> append(CLAIM, 2, NAME(me)) :: else fi;
                 if :: FENCES_FIRST -> read_marks() :: else fi
-            :: else -> client = 0; goto again
+            :: else -> client = 0; goto marks
             fi
         }
     :: !MISSING
     fi;
 fence:
+    READ_EARLIER;
     if
     :: OTHERS(1) | OTHERS(2) ->
         FENCE(3 - NAME(me));
@@ -147,7 +149,7 @@ store:                                                      /* _ended: messages 
             :: mark_epoch != 0                              /* it is there, and is dropped */
             fi;
             append(MARK, 2, me)
-        :: else -> client = 0; is_read = false; goto again
+        :: else -> client = 0; is_read = false; goto marks
         fi
     }
 

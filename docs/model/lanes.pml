@@ -18,6 +18,9 @@
 #ifndef FAULTS
 #define FAULTS 1
 #endif
+#ifndef EARLY
+#define EARLY 1                 /* cycles that only try the lane, before the service is known */
+#endif
 #define FORWARDERS 2
 #define BIT(n) (1 << (n))
 #define UP_TO(n) ((1 << ((n) + 1)) - 2)
@@ -35,10 +38,11 @@ byte of_this_batch;             /* of these: parked_at >= opened_at of the open 
 byte batch_of[MESSAGES + 1];
 byte acknowledged, acknowledged_lane;
 byte takeovers = TAKEOVERS, faults = FAULTS, living = FORWARDERS;
+byte early = EARLY;
 #define OWNS (owner == me && epoch == mine)
 #define SAME (OWNS && is_open && batch == in_hand)
 #define FINISHED (done == MESSAGES && !is_open && parked == 0)
-#define DIES living == FORWARDERS && takeovers > 0 -> goto gone
+#define DIES atomic { living == FORWARDERS && takeovers > 0 -> living--; goto died }
 
 /* the destination */
 bool is_known;                  /* the service, by `saf service add` */
@@ -145,6 +149,10 @@ proctype Forwarder(byte me)
     mtype what = NOTHING;
 
 outside:
+    atomic {
+        rows = 0; aside = 0; earlier = 0; behind = 0; fresh = 0; tried = false; what = NOTHING;
+        mine = 0; in_hand = 0; end = 0; at = 0; to = 0
+    }
     if
     :: atomic {
            owner != me && takeovers > 0 && !FINISHED ->
@@ -155,7 +163,10 @@ outside:
     fi;
 
 cycle:
-    atomic { rows = 0; aside = 0; earlier = 0; behind = 0; fresh = 0; tried = false; what = NOTHING }
+    atomic {
+        rows = 0; aside = 0; earlier = 0; behind = 0; fresh = 0; tried = false; what = NOTHING;
+        in_hand = 0; end = 0; at = 0; to = 0
+    }
     if
     :: !OWNS -> goto outside
     :: OWNS && FINISHED -> goto gone
@@ -163,7 +174,8 @@ cycle:
            OWNS && is_open -> in_hand = batch; end = open; at = (position > done -> position : done)
        }
     :: atomic {
-           OWNS && !is_open && (committed > done || parked) ->
+           OWNS && !is_open && (committed > done || parked && (is_known || early > 0)) ->
+           if :: committed == done && !is_known -> early-- :: else fi;
            batch++; is_open = true; open = committed; position = 0; of_this_batch = 0;
            n = done + 1;
            do
@@ -191,18 +203,20 @@ release:
             if
             :: !SAME -> goto outside
             :: else ->
+                assert((rows & ~stored) == 0);                  /* nothing lost */
                 parked = parked & ~rows; of_this_batch = of_this_batch & ~rows;
                 acknowledged_lane = mark_lane
             fi
         }
     :: what == STORED && faults > 0 -> faults--; goto release   /* the answer got lost */
     :: what == UNKNOWN                                      /* it waits for its next attempt */
-    :: what == OLDER -> assert(!OWNS); goto outside
-    :: what == AHEAD || what == BEHIND -> assert(!OWNS); goto outside
+    :: what == OLDER -> assert(!OWNS); goto outside         /* only who was taken over is fenced */
+    :: what == AHEAD || what == BEHIND -> assert(!OWNS); goto outside   /* no false alarm */
     :: DIES
     fi;
 
 new:
+    atomic { rows = 0; aside = 0; behind = 0; fresh = 0; what = NOTHING; to = 0 }
     if
     :: at == end -> goto close
     :: atomic { at < end -> to = end }
@@ -231,8 +245,8 @@ again:
             aside = fresh & OF_SERVICE; behind = OF_SERVICE; rows = fresh & ~OF_SERVICE;
             goto main
         }
-    :: what == OLDER -> assert(!OWNS); goto outside
-    :: what == AHEAD || what == BEHIND -> assert(!OWNS); goto outside
+    :: what == OLDER -> assert(!OWNS); goto outside         /* only who was taken over is fenced */
+    :: what == AHEAD || what == BEHIND -> assert(!OWNS); goto outside   /* no false alarm */
     :: DIES
     fi;
 
@@ -262,12 +276,14 @@ close:
     goto cycle;
 
 gone:
-    living--
+    living--;
+died:
+    skip
 }
 
 init
 {
     atomic { run Environment(); run Forwarder(1); run Forwarder(2) }
     living == 0 ->
-    assert(FINISHED)
+    assert(FINISHED)                                        /* nothing is left */
 }

@@ -277,7 +277,7 @@ alone:                                                      /* Trying._tried */
     :: MAY_DIE
     :: !(rows & BIT(POISON)) || POISON == 0 ->
         atomic {
-            assert(IS_MINE);
+            assert(IS_MINE);                                /* only the owner handles */
             handle(rows);
             parked = parked & ~rows; attempts = 0; careful = false;
             failed = false; locked_by = 0; trying = 0
@@ -304,5 +304,5 @@ init
     atomic { run Sender(); run Receiver(1); run Receiver(2); run Members() }
     living == 0 ->
     assert(FINISHED && (handled | dead) == BETWEEN(0, MESSAGES));       /* nothing lost */
-    assert(dead == (POISON -> BIT(POISON) : 0))
+    assert(dead == (POISON -> BIT(POISON) : 0))             /* only the poison is dead */
 }

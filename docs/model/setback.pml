@@ -230,7 +230,7 @@ end:
     atomic {
         row = 1;
         do
-        :: row <= source.sent -> assert(there.stored & BIT(source.says[row])); row++
+        :: row <= source.sent -> assert(there.stored & BIT(source.says[row])); row++ /* nothing lost */
         :: else -> break
         od                                                  /* nothing is lost */
     }

@@ -1,14 +1,15 @@
 """``make model``: all states of each model, and whether each planted error is found.
 
-Exit 1 if a model violates something, or if a planted error is not found.
+Exit 1 if a model violates something, or if a planted error is not found; 2 without Spin or gcc.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import time
 
-from tests.models.checking import Checked, check
+from tests.models.checking import NEEDED, Checked, check
 from tests.models.runs import PLANTED, PROVEN, Run
 
 
@@ -17,6 +18,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.models", description=__doc__)
     parser.add_argument("-k", dest="words", default="", help="only those whose name has it")
     given = parser.parse_args()
+    for program, package in NEEDED.items():
+        if shutil.which(program) is None:
+            print(f"there is no {program} here: apt install {package}")
+            return 2
     began, wrong = time.monotonic(), 0
     for run in (*PROVEN, *PLANTED):
         if given.words in run.name:

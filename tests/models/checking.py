@@ -14,6 +14,8 @@ from tests.mutants.mutant import ROOT
 from tests.needed import needed
 
 MODELS = ROOT / "docs" / "model"
+NEEDED = {"spin": "spin", "gcc": "build-essential"}
+"""Programs, and the packages that bring them."""
 DEEPEST = 200_000
 """Steps of the longest run that is looked for; a longer one is an error of the search."""
 MEMORY_MB = 6_000
@@ -41,25 +43,23 @@ class Checked:
         return self.complete and self.error is None
 
 
-def check(run: Run, *, cycles: bool = False, timeout: float = 900.0) -> Checked:
+def check(run: Run, *, timeout: float = 900.0) -> Checked:
     """Make the search of a run, and let it end.
 
     Args:
         run: which model, and which of its switches.
-        cycles: look for runs that never end, too. It takes more than twice as long.
         timeout: it is given up after so many seconds.
     """
-    spin, compiler = needed("spin", "spin"), needed("gcc", "gcc libc6-dev")
+    spin, compiler = (needed(program, package) for program, package in NEEDED.items())
     switches = [f"-D{one}" for one in run.switches]
-    kind = ["-DNP", "-DNFAIR=3"] if cycles else ["-DSAFETY"]
+    options = ["-DSAFETY", "-DCOLLAPSE", f"-DMEMLIM={MEMORY_MB}", "-DVECTORSZ=2048"]
     began = time.monotonic()
     with TemporaryDirectory() as folder:
         said = ""
         for command in (
             [spin, "-a", *switches, str(MODELS / f"{run.model}.pml")],
-            [compiler, "-O2", "-w", *kind, "-DCOLLAPSE", f"-DMEMLIM={MEMORY_MB}", "-DVECTORSZ=2048"]
-            + ["-o", "pan", "pan.c"],
-            ["./pan", f"-m{DEEPEST}", *(["-l"] if cycles else [])],
+            [compiler, "-O2", "-w", *options, "-o", "pan", "pan.c"],
+            ["./pan", f"-m{DEEPEST}"],
         ):
             done = subprocess.run(
                 command,
@@ -76,12 +76,25 @@ def check(run: Run, *, cycles: bool = False, timeout: float = 900.0) -> Checked:
         states = STATES.search(said)
         found = ENDED_BADLY.search(said)
         return Checked(
-            error=found["what"] if found else None,
+            error=_violated(found["what"], run, folder) if found else None,
             states=int(float(states[1])) if states else 0,
             seconds=time.monotonic() - began,
             complete=states is not None and not any(one in said for one in CUT_SHORT),
             said=said,
         )
+
+
+def _violated(what: str, run: Run, folder: str) -> str:
+    """What an assertion is about, in the words beside it; or what else was wrong."""
+    if not what.startswith("assertion violated"):
+        return what
+    spin = ["spin", "-t", *(f"-D{one}" for one in run.switches)]
+    told = [*spin, "-k", f"{run.model}.pml.trail", str(MODELS / f"{run.model}.pml")]
+    said = subprocess.run(told, cwd=folder, capture_output=True, text=True, check=True).stdout
+    place = re.search(r"^spin: (.*):(\d+), Error: assertion violated", said, re.MULTILINE)
+    assert place, said
+    line = Path(place[1]).read_text().splitlines()[int(place[2]) - 1]
+    return line.rpartition("/*")[2].removesuffix("*/").strip()
 
 
 def files() -> list[Path]:
