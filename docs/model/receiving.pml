@@ -21,14 +21,14 @@
 #define POISON 2          /* a message that ends each process that handles it; 0: none */
 #endif
 #ifdef MEMBERS
-#define CHANGES 2
+#define CHANGES 2         /* of the owner */
 #define IS_MINE (owner == me)
 #else
 #define CHANGES 0
 #define IS_MINE true
 #endif
 #define RECEIVERS 2
-#define ATTEMPTS (3 + CHANGES)    /* Policy.max_attempts; each change of owner may cost one */
+#define ATTEMPTS 3        /* Policy.max_attempts */
 #define LIVES (DEATHS + ATTEMPTS + 2)
 #define BIT(n) (1 << (n))
 #define BETWEEN(after, last) (((1 << ((last) + 1)) - 1) & ~((1 << ((after) + 1)) - 1))
@@ -268,8 +268,12 @@ alone:                                                      /* Trying._tried */
         if
         :: IS_FREE && IS_MINE && parked && attempts == tried ->
             locked_by = me; rows = BIT(FIRST_OF(parked))
-        :: IS_FREE && !(IS_MINE && parked && attempts == tried) ->
-            trying = 0; goto next                           /* somebody else has it */
+        :: !(IS_FREE && IS_MINE && parked && attempts == tried) ->
+            if                                              /* somebody else has it: uncount */
+            :: parked && attempts == tried -> attempts--
+            :: else
+            fi;
+            trying = 0; goto next
         fi
     }
     if

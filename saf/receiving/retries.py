@@ -127,6 +127,11 @@ UPDATE saf.backoff SET attempts = %(attempts)s,
        next_attempt_at = clock_timestamp() + make_interval(secs => %(wait)s), {FOR_ALL}
 WHERE {THIS_LANE}
 """
+# By nobody who has the lane in hand: the number says that nobody has counted another one since
+UNCOUNT = f"""
+UPDATE saf.backoff SET attempts = attempts - 1, next_attempt_at = clock_timestamp()
+WHERE {THIS_LANE} AND attempts = %(attempts)s
+"""
 READ_LANE = f"""
 SELECT {EXPRESSIONS}, {FATE} AS fate, parked_id FROM (
     SELECT {WITH_READABLE} FROM saf.parked
@@ -232,6 +237,14 @@ def count(
     """Count an attempt that is about to be made, and set the time of the one after it."""
     params = {"subscription_id": reader.subscription_id, "lane": lane}
     connection.execute(COUNT, params | {"attempts": number, "wait": policy.wait_seconds(number)})
+
+
+def uncount(
+    connection: psycopg.Connection[Any], reader: Reader, lane: str, number: int
+) -> None:
+    """Take back the count of an attempt that is not made, because another receiver was first."""
+    params = {"subscription_id": reader.subscription_id, "lane": lane, "attempts": number}
+    connection.execute(UNCOUNT, params)
 
 
 def read_lane(

@@ -145,6 +145,8 @@ class Trying:
             with self.link.transaction():
                 hand = claim.claim_shard(raw, self.reader, suspect.shard, self.max_messages)
                 if hand is None:
+                    if suspect.lane is not None:
+                        retries.uncount(raw, self.reader, suspect.lane, suspect.attempts)
                     yield self._delivery(None)
                     return
                 shard = hand.shards[suspect.shard]

@@ -22,6 +22,7 @@ from saf.broker import services
 from saf.broker.services import create_subscription
 from saf.database import Dsn, fetch
 from saf.errors import Unavailable, UnreadableBody, UsageError
+from saf.failpoints import arm
 from saf.log.shards import Member
 from saf.operating.maintenance import purge_broker
 from saf.receiving import claim, hand, reading
@@ -496,6 +497,22 @@ def test_a_message_that_kills_its_receiver_is_handed_out_as_often_as_the_policy_
     # that of a delivery with others is not known to be its own, so there is one more at least
     assert dead(inbox) == [("poison", "failed")]
     assert handed_out == max(most, 2)
+
+
+@pytest.mark.usefixtures("disarmed")
+def test_an_attempt_that_another_receiver_is_in_the_way_of_does_not_count(inbox: Dsn) -> None:
+    put(inbox, "late", key="k")
+    policy = saf.Policy(max_attempts=2)
+    with suppress(ValueError), saf.receive(inbox, SUBSCRIPTION, policy=policy):
+        raise ValueError
+    for _ in range(5):
+        let_keys_be_due(inbox)
+        with connect(inbox) as other, other.transaction():
+            arm("attempt_counted", lambda: other.execute("SELECT FROM saf.cursor FOR UPDATE"))
+            with saf.receive(inbox, SUBSCRIPTION, policy=policy) as delivery:
+                assert not delivery
+    assert dead(inbox) == []
+    assert receive_all(inbox) == ["late"]
 
 
 def test_what_rolls_back_once_comes_again_in_order_and_is_soon_handed_out_in_full(
