@@ -78,7 +78,7 @@ mutants: $(VENV)/.installed ## bugs are planted, tests must notice: make mutants
 	@$(PY) -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) \
 	$(if $(K),-k "$(K)")
 
-model: $(VENV)/.installed ## all states of the protocol's models; some 8 minutes; needs spin and gcc: make model K=kafka
+model: $(VENV)/.installed ## all states of the protocol's models; some 7 minutes; needs spin and gcc: make model K=kafka
 	@$(PY) -m tests.models $(if $(K),-k "$(K)")
 
 airflow: $(VENV)/.installed build/airflow/.installed ## saf-airflow, tested with a real Airflow; some 10 minutes; needs the network once

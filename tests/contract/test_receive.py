@@ -499,6 +499,10 @@ def test_a_message_that_kills_its_receiver_is_handed_out_as_often_as_the_policy_
     assert handed_out == max(most, 2)
 
 
+def take_all_shards(connection: psycopg.Connection[Any]) -> None:
+    connection.execute("SELECT FROM saf.cursor FOR UPDATE")
+
+
 @pytest.mark.usefixtures("disarmed")
 def test_an_attempt_that_another_receiver_is_in_the_way_of_does_not_count(inbox: Dsn) -> None:
     put(inbox, "late", key="k")
@@ -508,7 +512,7 @@ def test_an_attempt_that_another_receiver_is_in_the_way_of_does_not_count(inbox:
     for _ in range(5):
         let_keys_be_due(inbox)
         with connect(inbox) as other, other.transaction():
-            arm("attempt_counted", lambda: other.execute("SELECT FROM saf.cursor FOR UPDATE"))
+            arm("attempt_counted", partial(take_all_shards, other))
             with saf.receive(inbox, SUBSCRIPTION, policy=policy) as delivery:
                 assert not delivery
     assert dead(inbox) == []

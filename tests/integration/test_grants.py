@@ -385,7 +385,7 @@ FROM pg_proc WHERE pronamespace = 'saf'::regnamespace ORDER BY 1
 
 @every_postgresql
 def test_each_function_is_listed_and_whoever_executes_it_has_only_the_rights_meant(
-    app: Dsn, granted: Callable[..., Dsn]
+    app: Dsn,
 ) -> None:
     with connect(app) as connection:
         found = fetch(connection, ALL_FUNCTIONS)

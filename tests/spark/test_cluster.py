@@ -26,6 +26,7 @@ from saf.database import Dsn
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route
 from saf.spark import java
+from tests.files import files_where
 from tests.programs import ROOT, configuration, environment, last_json, received, send
 
 CANARY = "canary-kX7pQ2vN9"
@@ -90,11 +91,7 @@ class Cluster:
 
     def files_with(self, text: str) -> list[Path]:
         """The files below the cluster's folder that hold ``text``."""
-        return [
-            file
-            for file in self.folder.rglob("*")
-            if file.is_file() and file.name != "saf.toml" and text.encode() in file.read_bytes()
-        ]
+        return files_where(self.folder, lambda content: text.encode() in content)
 
 
 @dataclass

@@ -23,6 +23,7 @@ from saf.spark.remote import ConnectRunner
 from saf.spark.table.fields import schema_of
 from tests.connect_server import ConnectServer, connect_server
 from tests.delta_table import rows
+from tests.files import files_where
 from tests.pipeline import bodies, connect
 from tests.programs import BIN, configuration, environment, last_json, received, run, send
 
@@ -123,9 +124,7 @@ def test_it_forwards_without_a_jvm_and_shows_no_password(
     assert done.returncode == 0, done.stderr
     assert last_json(done.stdout)["forwarded"] == len(sent)
     in_order(mom, sent)
-    for file in server.folder.rglob("*"):
-        if file.is_file():
-            assert PASSWORD.encode() not in file.read_bytes(), file
+    assert files_where(server.folder, lambda content: PASSWORD.encode() in content) == []
 
 
 def test_what_it_cannot_do_is_said_and_everything_else_is_done(
@@ -169,9 +168,7 @@ def test_tables_streams_and_sinks_work_there_as_everywhere(
             "SELECT convert_from(body, 'UTF8') FROM saf.outbox ORDER BY id OFFSET 400"
         ).fetchall()
     assert more == [*((f"sent {number}",) for number in range(10)), ("copy of one",)]
-    for file in server.folder.rglob("*"):
-        if file.is_file():
-            assert PASSWORD.encode() not in file.read_bytes(), file
+    assert files_where(server.folder, lambda content: PASSWORD.encode() in content) == []
 
 
 def test_after_its_server_was_killed_the_next_run_goes_on(

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import signal
 import socket
 import subprocess
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +45,7 @@ from saf.spark import items
 from saf.spark.questions import PLACE, questions
 from saf.spark.runner import SparkRunner
 from tests import on_spark
+from tests.files import files_where
 from tests.pipeline import Cycle, connect, forwarding_rules
 from tests.programs import BIN, environment, last_json, run, send
 
@@ -190,14 +189,7 @@ def configure(folder: Path, brokers: dict[str, Dsn], to: dict[str, Dsn], **spark
 
 
 def files_that_show(folder: Path) -> list[Path]:
-    """The files that have the password. A JVM that ends deletes its own while we look."""
-    found = []
-    for place, _, names in os.walk(folder):
-        for file in (Path(place, name) for name in names if name != "saf.toml"):
-            with suppress(FileNotFoundError):
-                if file.is_file() and shows(file.read_bytes()):
-                    found.append(file)
-    return found
+    return files_where(folder, shows)
 
 
 def rest(port: int) -> Iterator[bytes]:
