@@ -1,0 +1,132 @@
+"""Marks of a source, as a text of JSON: a property of the table, and one of a snapshot.
+
+    saf.marks.SOURCE = {
+      "snapshot": 8161…, "sequence": 12,           the snapshot of the commit that has said this
+      "epochs": {"7": 3},                          by shard
+      "marks": {"LANE": {"7": [2, 70, 1769…]}}     batch, position, opened_at in microseconds
+    }
+
+Each commit of saf's writes it twice, in the same atomic step as the rows.
+
+*As a property of the table*, because snapshots expire. Iceberg is made to forget them: after five
+days by default, at once if somebody likes. A mark that only a snapshot had would be gone, and a
+source that has been quiet for so long would be told to send everything again. Properties stay.
+
+*As a property of the snapshot*, because a table can be rolled back. That takes rows back, and
+properties stay then, too: messages that are not there any more would count as stored. So the
+table's property names its snapshot, and counts only if that one is still in the history of the
+branch ``main``, or has expired from it. If it was rolled back, what counts is what the newest
+snapshot says that is still there: lower marks, as after any set-back, which the source notices
+(`saf.errors.Behind`). If that has expired too, nobody knows how far the table has got. That is
+refused by name, and never taken for nothing.
+
+A snapshot has no number by which one finds it in a history that has lost its beginning, but its
+``sequence_number``, which rises with each commit: a history that goes on below the number of a
+snapshot, without that snapshot, is one without it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from saf.destinations.lake.state import State, mark_of, number_of
+from saf.destinations.marks import Mark, Place
+
+if TYPE_CHECKING:
+    from pyiceberg.table.metadata import TableMetadata
+    from pyiceberg.table.snapshots import Snapshot
+
+OURS = "saf.marks."
+FIRST = 1
+"""The sequence number of a table's first snapshot."""
+
+
+class MarksExpired(Exception):
+    """The table was rolled back, and the marks that count then have expired."""
+
+    def __init__(self, snapshot: int) -> None:
+        super().__init__(snapshot)
+        self.snapshot = snapshot
+        """The snapshot that has the newest marks."""
+
+
+def name_of(source: UUID) -> str:
+    """Return the name of the property with a source's marks."""
+    return f"{OURS}{source}"
+
+
+def state_of(source: UUID, table: TableMetadata) -> State:
+    """Return what a version of a table knows of a source.
+
+    Raises:
+        MarksExpired: nobody knows.
+    """
+    name = name_of(source)
+    text = table.properties.get(name)
+    if text is None:
+        return State()
+    said = json.loads(text)
+    oldest = None
+    for snapshot in history(table):
+        oldest = snapshot
+        if snapshot.snapshot_id == said["snapshot"]:
+            return _state(said)
+        if snapshot.sequence_number < said["sequence"] and (then := _text(snapshot, name)):
+            return _state(json.loads(then))
+    if oldest is None:
+        return State()
+    if oldest.sequence_number > said["sequence"]:
+        return _state(said)  # its snapshot has expired
+    if oldest.sequence_number == FIRST:
+        return State()  # rolled back to before its first message
+    raise MarksExpired(said["snapshot"])
+
+
+def history(table: TableMetadata) -> Iterator[Snapshot]:
+    """Give the snapshots that the newest one of main is made of, newest first."""
+    snapshots = {one.snapshot_id: one for one in table.snapshots}
+    which = table.current_snapshot_id
+    while which is not None and (snapshot := snapshots.get(which)):
+        yield snapshot
+        which = snapshot.parent_snapshot_id
+
+
+def text_of(
+    before: State,
+    moved: Mapping[Place, Mark],
+    epochs: Mapping[int, int],
+    snapshot: int,
+    number: int,
+) -> str:
+    """Return what a commit says of a source: what the table has known, and what changes.
+
+    ``snapshot`` and ``number`` are those of its snapshot.
+    """
+    marks: dict[str, dict[int, list[int]]] = {}
+    for (lane, shard), mark in sorted({**before.marks, **moved}.items()):
+        numbers = [mark.batch, mark.position, number_of(mark.opened_at)]
+        marks.setdefault(lane, {})[shard] = numbers
+    said = {
+        "snapshot": snapshot,
+        "sequence": number,
+        "epochs": dict(sorted({**before.epochs, **epochs}.items())),
+        "marks": marks,
+    }
+    return json.dumps(said, separators=(",", ":"))
+
+
+def _text(snapshot: Snapshot, name: str) -> str | None:
+    summary = snapshot.summary
+    return summary.additional_properties.get(name) if summary else None
+
+
+def _state(said: Mapping[str, Any]) -> State:
+    marks = {
+        (lane, int(shard)): mark_of(lane, *numbers)
+        for lane, of_shards in said["marks"].items()
+        for shard, numbers in of_shards.items()
+    }
+    return State(marks=marks, epochs={int(shard): one for shard, one in said["epochs"].items()})
