@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	2>/dev/null && echo "$$python" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-routing demo-dialog test quick check long crash stateful mutants kafka docs pages bench bench-peers airflow wheel clean
+.PHONY: help install demo demo-routing demo-dialog test quick check long crash stateful fuzz mutants kafka docs pages bench bench-peers airflow wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,8 +52,8 @@ docs: $(VENV)/.installed ## the documentation as a site, in build/site; opens fr
 pages: $(VENV)/.installed ## the pages of the reference anew, from code, models and catalog
 	for page in cli settings python schema sql metrics; do $(PY) -m tests.$${page}_page; done
 
-bench: $(VENV)/.installed ## the benchmarks, under 10 minutes; keep the machine quiet
-	$(PY) -m benchmarks.bench
+bench: $(VENV)/.installed ## the benchmarks, under 10 minutes; some of them: make bench PARTS="drain brokers"
+	$(PY) -m benchmarks.bench $(PARTS)
 
 bench-peers: $(VENV)/.installed ## the same work by what one would pick instead; needs the network once
 	$(PY) -m benchmarks.peers
@@ -69,6 +69,10 @@ crash: $(VENV)/.installed ## rounds of faults, checked: make crash ROUNDS=20 SEE
 stateful: $(VENV)/.installed ## steps that lose a message, looked for: make stateful SECONDS=600 SEED=7
 	@$(PY) -m tests.stateful $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) \
 	$(if $(ONLY),--only $(ONLY))
+
+fuzz: $(VENV)/.installed ## readers of foreign bytes, so long each: make fuzz SECONDS=600 ONLY=webhook; needs the network once
+	@$(PY) -m pip install --quiet --disable-pip-version-check '.[fuzz]'
+	@$(PY) -m tests.fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ONLY),--only $(ONLY))
 
 mutants: $(VENV)/.installed ## bugs are planted, tests must notice: make mutants SAMPLE=10 SEED=7, K=cursor
 	@$(PY) -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) \

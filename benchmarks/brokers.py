@@ -24,7 +24,7 @@ from benchmarks.drain import forward
 from benchmarks.peers import faststream_redis
 from benchmarks.peers.environment import python
 from benchmarks.peers.relays import Relays
-from benchmarks.stage import READ_AGAIN, Stage, execute, median
+from benchmarks.stage import READ_AGAIN, Stage, execute, per_second
 from saf.config import Settings, load
 from saf.database import fetch
 
@@ -365,8 +365,8 @@ def _compare(
             if number >= WARM_UP:
                 seconds[which].append(took)
     for which, values in seconds.items():
-        stage.note(f"{name}_{which}_messages_per_second", MESSAGES / median(values), "1/s")
+        stage.note(f"{name}_{which}_messages_per_second", per_second(MESSAGES, values), "1/s")
     for which, reach in {"bare": ">= 0.7", **dict.fromkeys(others or {}, ">= 10")}.items():
         ratios = [b / f for b, f in zip(seconds[which], seconds["forwarder"], strict=True)]
         of, what = ("", "the bare client") if which == "bare" else (f"_to_{which}", which)
-        stage.note(f"{name}_ratio{of}", median(ratios), f"of {what}", reach)
+        stage.note(f"{name}_ratio{of}", ratios, f"of {what}", reach)

@@ -45,8 +45,9 @@ def run(stage: Stage) -> None:
         connection.execute(BOOKED.replace("TABLE", "TABLE IF NOT EXISTS"))
     with running(stage):
         _burst(stage)  # what is hot is compiled, and Spark is started
-        capacity = median([_burst(stage) for _ in range(BURSTS)])
-        stage.note("end_to_end_capacity_per_second", capacity, "1/s", ">= 30,000")
+        bursts = [_burst(stage) for _ in range(BURSTS)]
+        capacity = median(bursts)
+        stage.note("end_to_end_capacity_per_second", bursts, "1/s", ">= 30,000")
         rates = {"": RATE} | {f"_at_{share:.0%}": capacity * share for share in SHARES}
         for where, rate in rates.items():
             _empty(stage)

@@ -16,7 +16,7 @@ import psutil
 
 from benchmarks.stage import Stage
 
-BACKLOGS = {"100k": 100_000, "5M": 5_000_000}
+BACKLOGS = {"100k": 100_000, "10M": 10_000_000}
 SAMPLE_SECONDS = 0.2
 
 

@@ -30,8 +30,9 @@ FILL = """
 INSERT INTO saf.outbox (to_service, key, message_type, headers, body)
 SELECT 'billing', 'order ' || i %% 5000, 'OrderPlaced', '{"content-type": "application/json"}',
        convert_to(rpad('{"order": ' || i, %s, 'x'), 'UTF8')
-FROM generate_series(1, %s) AS i
+FROM generate_series(%s::bigint, %s::bigint) AS i
 """
+TRANSACTION = 1_000_000
 READ_AGAIN = """
 UPDATE saf.cursor SET done = '1:1:', open = NULL, position = 0, attempted = 0
 """
@@ -57,7 +58,10 @@ class Stage:
         """An outbox with so many pending messages of so many bytes."""
         execute(self.app, "TRUNCATE saf.outbox", READ_AGAIN)
         with self.app.connect(role="bench") as connection:
-            connection.execute(FILL, [size, messages])
+            for first in range(1, messages + 1, TRANSACTION):
+                last = min(first + TRANSACTION - 1, messages)
+                connection.execute(FILL, [size, first, last])
+                connection.commit()
         execute(self.app, "ANALYZE saf.outbox", "CHECKPOINT")
 
     def rewind(self) -> None:
@@ -111,23 +115,28 @@ class Stage:
         )
         return path
 
-    def note(self, name: str, value: float, unit: str, reach: str = "") -> None:
-        """One result; ``reach`` is what was set out to be reached, for the table."""
-        self.results.append({"name": name, "value": round(value, 4), "unit": unit, "reach": reach})
-        self.console.print(f"  {name}: {value:,.4g} {unit}", highlight=False)
+    def note(self, name: str, values: float | Iterable[float], unit: str, reach: str = "") -> None:
+        """One result: of several rounds the median, with the least and the most beside it.
+
+        ``reach`` is what was set out to be reached, for the table.
+        """
+        rounds = sorted(values) if isinstance(values, Iterable) else [values]
+        result: dict[str, object] = {"name": name, "value": round(median(rounds), 4), "unit": unit}
+        if len(rounds) > 1:
+            result |= {"least": round(rounds[0], 4), "most": round(rounds[-1], 4)}
+        self.results.append(result | {"reach": reach})
+        self.console.print(f"  {name}: {spread(result)} {unit}", highlight=False)
 
     def report(self, results: Path = RESULTS) -> None:
         """A table for people, JSON lines for programs, on stdout and in a file.
 
         The file keeps what other parts have said in an earlier run.
         """
-        table = Table("name", "value", "unit", "to reach")
+        table = Table("name", "median (least to most)", "unit", "to reach")
         lines = []
         for result in self.results:
             reach = result.pop("reach")
-            table.add_row(
-                str(result["name"]), f"{result['value']:,}", str(result["unit"]), str(reach)
-            )
+            table.add_row(str(result["name"]), spread(result), str(result["unit"]), str(reach))
             lines.append(json.dumps(result))
         Console().print(table)
         results.parent.mkdir(exist_ok=True)
@@ -144,8 +153,20 @@ def execute(dsn: Dsn, *statements: str) -> None:
             connection.execute(statement)
 
 
+def spread(result: Mapping[str, object]) -> str:
+    """A result's median, and where there were several rounds the least and the most of them."""
+    if "least" not in result:
+        return f"{result['value']:,.5g}"
+    return f"{result['value']:,.5g} ({result['least']:,.4g} to {result['most']:,.4g})"
+
+
 def median(values: Iterable[float]) -> float:
     return statistics.median(values)
+
+
+def per_second(count: int, seconds: Iterable[float]) -> list[float]:
+    """The rate of each round in which so many were done."""
+    return [count / one for one in seconds]
 
 
 def percentile(values: Sequence[float], share: float) -> float:

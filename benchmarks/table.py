@@ -6,8 +6,8 @@ All three read the same messages with all of their columns, by TCP on one machin
 or processes. Spark's noop sink takes each row and keeps none. The floor is Arrow in memory: one
 process for each core, each with a half of the ids, without Spark, order or a common snapshot.
 
-A stream brings them into files of Parquet, in micro-batches of a bounded size. A job sends as many
-messages of the same size, in two partitions.
+A stream brings them into files of Parquet, and into a Delta table, in micro-batches of a bounded
+size. A job sends as many messages of the same size, in two partitions.
 
 The driver of JDBC comes from Maven Central by ``mvn``, and is kept where Maven keeps it.
 """
@@ -22,12 +22,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deltalake import DeltaTable
 from psycopg.conninfo import make_conninfo
 
 from benchmarks.stage import Stage, execute, median
 from saf.columns import COLUMNS
 from saf.database import Dsn
-from saf.spark import register, session
+from saf.spark import register, session, to_delta
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -42,7 +43,6 @@ AT_ONCE = 250_000
 """The messages of a micro-batch."""
 SENT, BODY = 1_000_000, 200
 """How many messages a job sends, and how many bytes the body of each has."""
-RESULTS = Path(__file__).parent / "results" / "table.jsonl"
 
 READ = "SELECT id, shard, {columns} FROM saf.outbox WHERE id >= {first} AND id < {end}"
 
@@ -128,31 +128,37 @@ def run(stage: Stage, spark: SparkSession, dsn: Dsn, config: Path) -> None:
 
 
 def stream(stage: Stage, spark: SparkSession, config: Path) -> None:
-    """Notes the rate of a stream, whose every run has a subscription of its own."""
+    """Notes the rates of streams, whose every run has a subscription of its own."""
     register(spark)
-    seconds = []
+    seconds: dict[str, list[float]] = {"parquet": [], "delta": []}
     for number in range(ROUNDS + 1):
-        folder = config.parent / f"lake {number}"
-        reader = spark.readStream.format("saf").option("broker", "app").option("log", "outbox")
-        reader = reader.option("config", str(config)).option("subscription", f"lake {number}")
-        reader = reader.option("partitions", PARTS).option("maxRowsPerTrigger", AT_ONCE)
-        started = time.monotonic()
-        query = (
-            reader.load()
-            .writeStream.format("parquet")
-            .option("path", str(folder / "messages"))
-            .option("checkpointLocation", str(folder / "checkpoint"))
-            .trigger(availableNow=True)
-            .start()
-        )
-        query.awaitTermination()
-        if number:
-            seconds.append(time.monotonic() - started)
-        if spark.read.parquet(str(folder / "messages")).count() != MESSAGES:
-            raise RuntimeError("the stream has lost messages, or doubled some")
-        shutil.rmtree(folder)
-    rate = MESSAGES / median(seconds)
-    stage.note("stream_to_parquet_messages_per_second", rate, "1/s", ">= 100,000 into Delta")
+        for kind, values in seconds.items():
+            folder = config.parent / f"{kind} {number}"
+            reader = spark.readStream.format("saf").option("broker", "app").option("log", "outbox")
+            reader = reader.option("config", str(config)).option("subscription", folder.name)
+            reader = reader.option("partitions", PARTS).option("maxRowsPerTrigger", AT_ONCE)
+            table = str(folder / "messages")
+            started = time.monotonic()
+            writer = reader.load().writeStream.trigger(availableNow=True)
+            writer = writer.option("checkpointLocation", str(folder / "checkpoint"))
+            if kind == "delta":
+                writer = writer.foreachBatch(to_delta(table))
+            else:
+                writer = writer.format(kind).option("path", table)
+            writer.start().awaitTermination()
+            if number:
+                values.append(time.monotonic() - started)
+            if kind == "delta":
+                there = DeltaTable(table).to_pyarrow_dataset().count_rows()
+            else:
+                there = spark.read.parquet(table).count()
+            if there != MESSAGES:
+                raise RuntimeError(f"the stream into {kind} has lost messages, or doubled some")
+            shutil.rmtree(folder)
+    for kind, values in seconds.items():
+        floor = ">= 100,000" if kind == "delta" else ""
+        rate = MESSAGES / median(values)
+        stage.note(f"stream_to_{kind}_messages_per_second", rate, "1/s", floor)
 
 
 def send(stage: Stage, spark: SparkSession, config: Path) -> None:
@@ -198,7 +204,7 @@ def main() -> None:
                 session.stop(context)
         finally:
             stage.server.stop()
-        stage.report(RESULTS)
+        stage.report()
 
 
 if __name__ == "__main__":

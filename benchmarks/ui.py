@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from urllib.parse import urlencode
 
 import httpx
 
@@ -66,7 +67,7 @@ SELECT subscription_id, 'mom', n %% 64, n, 'rejected', 'violates a constraint',
        'service ' || n %% 20, 'k' || n, ''
 FROM saf.subscription, generate_series(1, %s) AS n WHERE name = 'forwarder'
 """
-ONE = "SELECT message_id::text, key FROM saf.outbox WHERE shard = 7 LIMIT 1"
+ONE = "SELECT message_id::text, created_at FROM saf.outbox WHERE shard = 7 ORDER BY txid LIMIT 1"
 
 PAGES = (
     *("/", "/pending", "/parked", "/parked/messages", "/dead", "/outbox", "/routes", "/members"),
@@ -236,8 +237,8 @@ def main() -> None:
             client.get("/")
             time.sleep(5)  # the first figures
             with there["deep"].connect(role="test") as connection:
-                ((number, key),) = connection.execute(ONE).fetchall()
-            one = (f"/message?id={number}", f"/message?id={number}&key={key}")
+                ((number, sent),) = connection.execute(ONE).fetchall()
+            one = (f"/message?id={number}", f"/message?{urlencode({'id': number, 'at': sent})}")
             for path in (*PAGES, *DEEP, *one):
                 print(json.dumps(page_seconds(client, path)), flush=True)
         if given.idle:

@@ -198,6 +198,25 @@ class Router(_Table):
         )
 
 
+class Transform(_Table):
+    """What is done with a service's messages before they are sent; see docs/transforms.md."""
+
+    service: Name
+    """The service that the messages are for."""
+    function: str
+    """The function, ``module:function``: it takes a DataFrame of messages and returns one."""
+    comment: str | None = None
+    """For people."""
+
+    @pydantic.field_validator("function")
+    @classmethod
+    def _is_named(cls, function: str) -> str:
+        module, colon, name = function.partition(":")
+        if not (module and colon and name):
+            raise ValueError(f"{function!r} is no module:function")
+        return function
+
+
 P = TypeVar("P", Broker, Fleet)
 
 
@@ -335,6 +354,7 @@ class Settings(_Sources):
     routes: tuple[Route, ...] = ()
     topics: dict[Name, Topic] = Field(default_factory=dict)
     routers: dict[Name, Router] = Field(default_factory=dict)
+    transforms: tuple[Transform, ...] = ()
     forwarder: Forwarder = Forwarder()
     purge: Purge = Purge()
     endpoints: dict[Name, Endpoint] = Field(default_factory=dict)
@@ -422,6 +442,23 @@ class Settings(_Sources):
                 check_router(router.as_configured(name))
             except UsageError as error:
                 raise ValueError(f"routers.{name}: {error}") from None
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _a_service_has_one_transform(self) -> Settings:
+        seen: dict[str, int] = {}
+        for number, one in enumerate(self.transforms):
+            if one.service in seen:
+                raise ValueError(
+                    f"transforms.{number} is for {one.service!r}, as is "
+                    f"transforms.{seen[one.service]}: a service has one transform"
+                )
+            if one.service in self.routers:
+                raise ValueError(
+                    f"transforms.{number} is for the router {one.service!r}: a transform is for a "
+                    "service that messages are sent to"
+                )
+            seen[one.service] = number
         return self
 
     @pydantic.model_validator(mode="after")
@@ -637,6 +674,7 @@ def _known(table: list[str], tables: Mapping[str, Any]) -> list[str]:
         "routes": Route,
         "topics": Topic,
         "routers": Router,
+        "transforms": Transform,
         "forwarder": Forwarder,
         "purge": Purge,
         "endpoints": Endpoint,

@@ -91,3 +91,8 @@ def by_beginning_once(message: saf.Received) -> str:
 def to_second(message: saf.Received) -> saf.Resolved:  # noqa: ARG001 - whatever it says
     """The router second, at a broker."""
     return saf.Resolved(service="second", broker=UUID(int=7))
+
+
+def to_billing(message: saf.Received) -> str:  # noqa: ARG001 - whatever it says
+    """The service billing."""
+    return "billing"

@@ -215,6 +215,11 @@ once_per = "message"
 mode = "redirect"
 comment = "to its airport"
 
+[[transforms]]
+service = "billing"
+function = "customers:enriched"
+comment = "the names of customers"
+
 [forwarder]
 default_destination = "mom"
 chunk_rows = 50000

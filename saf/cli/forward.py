@@ -119,7 +119,8 @@ def run(
         show(summary, as_json=as_json)
 
     spark = ConnectRunner(server, options.spark) if server else SparkRunner(start)
-    runner = spark if options.use_spark == "always" else LittleHere(spark)
+    always = options.use_spark == "always" or settings.transforms
+    runner = spark if always else LittleHere(spark)
     watching = bar.watching if progress_every is None else ProgressLog(progress_every).show
     forwarder = Forwarder(settings, runner, progress=watching)
     try:
@@ -141,6 +142,7 @@ def show(summary: Summary, *, as_json: bool) -> None:
     line = f"forwarded {counted(summary.forwarded, 'message')} in {summary.seconds:.1f} s"
     line += f" ({where})" if where else ""
     line += f", {summary.dropped:,} dropped as delivered before" if summary.dropped else ""
+    line += f", {summary.left_out:,} left out by transforms" if summary.left_out else ""
     line += f", {summary.parked:,} parked" if summary.parked else ""
     line += f", {summary.dead:,} dead (see `saf dead list`)" if summary.dead else ""
     if summary.idle and not summary.problems:

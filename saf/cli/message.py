@@ -3,43 +3,57 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from datetime import datetime
 from typing import Annotated
 from uuid import UUID
 
 import typer
 
-from saf.cli.brokers import AsJson, Config, Round, Where, everywhere
+from saf.cli.brokers import AsJson, Config, Round, Where, everywhere, moment
 from saf.cli.console import echo
 from saf.cli.listing import Listing
 from saf.config import load
 from saf.errors import UsageError
 from saf.operating import journey
-from saf.operating.journey import Stay
-from saf.operating.wording import at
+from saf.operating.stay import Stay
+from saf.operating.wording import at, counted
 
 
 def command(
     message_id: Annotated[UUID, typer.Argument(help="As `saf outbox list` or a handler has it.")],
     *,
     key: Annotated[
-        str | None, typer.Option(help="Of the message: finds it sooner. Default: any.")
+        str | None,
+        typer.Option(help="Of the message: only its shard is looked through. Default: any."),
+    ] = None,
+    sent: Annotated[
+        datetime | None,
+        typer.Option(
+            parser=moment,
+            metavar="TIME",
+            help="About when it was sent: it is looked for there first.",
+        ),
     ] = None,
     config: Config = None,
     broker: Where = None,
     timeout: Annotated[
-        float, typer.Option(min=0.01, help="Of a statement, in seconds.")
+        float, typer.Option(min=0.01, help="Of looking for it at a broker, in seconds.")
     ] = journey.SECONDS,
     as_json: AsJson = False,
 ) -> None:
     """Show where one message is, in all brokers.
 
     It says what each knows of it: sent, stored, taken by which subscription, tried in vain, parked,
-    dead, and what people decided.
+    dead, and what people decided. Logs are looked through from their ends; what was not looked at
+    is said.
     """
     round_ = Round(everywhere(load(config), broker))
     found = round_.visit(
         "outbox",
-        lambda connection, _: journey.stay(connection, message_id, key, seconds=timeout),
+        lambda connection, _: journey.stay(
+            connection, message_id, key, about=sent, seconds=timeout
+        ),
     )
     known = {name: one for name, one in found.items() if not one.nothing}
     if as_json:
@@ -47,9 +61,21 @@ def command(
         echo(json.dumps({"message": rows, "errors": round_.errors()}))
     else:
         _listing(known).show()
+    unfinished = [words for name, one in found.items() for words in _unfinished(name, one)]
     if not known and not round_.failed:
-        raise UsageError(f"no broker knows a message {message_id}")
+        raise UsageError(". ".join([f"no broker knows a message {message_id}", *unfinished]))
+    for words in unfinished:
+        echo(f"saf: {words}", err=True)
     round_.finish(say=not as_json)
+
+
+def _unfinished(broker: str, there: Stay) -> Iterator[str]:
+    """Say which logs of a broker were not looked through."""
+    for log, one in there.unfinished.items():
+        yield (
+            f"of the {log} of broker {broker!r}, only what is there {one.said} was looked at: say "
+            "--sent TIME, the message's --key, or --timeout with more seconds"
+        )
 
 
 def _listing(known: dict[str, Stay]) -> Listing:
@@ -67,7 +93,9 @@ def _listing(known: dict[str, Stay]) -> Listing:
             what = f"tried for {tried.seconds:.1f} s: {answer}"
             listing.add(name, at(tried.at), what, tried.subscription, below=tried.error)
         for aside in there.aside:
-            what = aside.lane or aside.reason or ""
+            what = aside.reason or ""
+            if aside.lane is not None:
+                what = f"{aside.lane}, {counted(aside.attempts or 0, 'attempt')}"
             listing.add(
                 name, at(aside.since), f"{aside.state}: {what}", aside.subscription,
                 below=aside.error or "",

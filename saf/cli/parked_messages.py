@@ -99,7 +99,8 @@ def discard(
 ) -> None:
     """Give parked messages up for good.
 
-    What a forwarder or a receiver has in hand stays as it is.
+    What a forwarder or a receiver has in hand stays as it is; --dry-run says what else, and why. A
+    dialog that lacks one of them fails at both ends.
     """
     which = _filter(
         everything=everything, parked_ids=ids or None, subscription=subscription,
@@ -187,13 +188,15 @@ def _count(round_: Round, which: ParkedFilter, to: str | None, *, as_json: bool)
         "parked", lambda connection, _: parked_messages.count(connection, which, MOST, to=to)
     )
     if as_json:
-        counts = {name: {"messages": one.messages, "stay": one.staying}
+        counts = {name: {"messages": one.messages, "stay": one.staying, "why": dict(one.stays)}
                   for name, one in found.items()}  # fmt: skip
         echo(json.dumps({"parked": counts, "errors": round_.errors()}))
     else:
         for name, one in found.items():
             stay = f"; {counted(one.staying, 'other')} would stay" if one.staying else ""
             echo(f"{name}: {counted(one.messages, 'parked message')}{stay}")
+            for why, number in parked_messages.reasons([one]).items():
+                echo(f"  {number:,} {'stays' if number == 1 else 'stay'}: {why}")
     round_.finish(say=not as_json)
 
 

@@ -45,6 +45,8 @@ class Capabilities:
     """It can be told which services live there, and refuses others (`UnknownService`)."""
     reads_back: bool = False
     """What it holds can be read, so it is reconciled, and what it has lost is sent again."""
+    takes_parts: bool = False
+    """It stores all that a transform has made of a message in one step, or nothing of it."""
     takes_dialogs: bool = True
     """It takes messages of dialogs. Otherwise they wait for a route to a broker: an answer could
     never come from there."""

@@ -27,6 +27,8 @@ def uuids(values: pa.Array) -> pa.Array:
     >>> uuids(pa.array([None, UUID(int=7).bytes])).to_pylist()
     [None, '00000000-0000-0000-0000-000000000007']
     """
+    if values.null_count == len(values):
+        return pa.nulls(len(values), TEXT)
     given = values.drop_null().cast(pa.binary(16))
     raw = np.frombuffer(given.buffers()[1], np.uint8)[given.offset * 16 :][: len(given) * 16]
     digits = HEX[raw].reshape(len(given), 32)

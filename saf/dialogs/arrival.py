@@ -34,7 +34,7 @@ import psycopg
 from saf.database import fetch
 from saf.dialogs import set_back
 from saf.dialogs.assembly import Assembled, hashes, is_fragment, set_aside, whole
-from saf.dialogs.dialog import Dialog, open_dialog
+from saf.dialogs.dialog import Dialog
 from saf.dialogs.drops import no_end, why_dropped
 from saf.dialogs.endpoints import (
     RECEIVE,
@@ -47,17 +47,17 @@ from saf.dialogs.endpoints import (
     write,
 )
 from saf.dialogs.facts import Facts, Verdict, judge
+from saf.dialogs.giving_up import fail
 from saf.dialogs.set_back import compare, recognise
 from saf.dialogs.statements import COMPARE, END, ERROR, TIMER, Code
 from saf.dialogs.unsigned import is_harmless
-from saf.errors import ContractViolation, SchemaViolation, UsageError
+from saf.errors import ContractViolation, SchemaViolation
 from saf.message import DEFAULT_MAX_BYTES
 from saf.received import Received
 from saf.receiving import retries
 from saf.receiving.arrival import Arrival, Hook
 from saf.receiving.hand import Reader
 from saf.setaside.dropped import Reason
-from saf.setaside.isolation import of_messages
 from saf.setaside.lane import Kind
 from saf.transaction import enter
 
@@ -74,12 +74,6 @@ FROM (
 ) AS ahead
 WHERE p.parked_id = ahead.parked_id AND due
 RETURNING p.shard
-"""
-
-
-MET_BY = """
-SELECT handle FROM saf.conversation
-WHERE conversation_id = %(conversation_id)s AND is_initiator = NOT %(from_initiator)s::boolean
 """
 
 
@@ -248,16 +242,8 @@ def fail_unseen(raw: psycopg.Connection[Any], message: Received) -> None:
     """End the conversation of a message that cannot be received, if it is known, with an error."""
     if message.from_initiator is None or message.conversation_id is None:
         return
-    number = message.sequence or message.message_type
-    try:
-        with raw.transaction():
-            for (handle,) in fetch(raw, MET_BY, message.stored()):
-                text = f"message {number} could not be received"
-                open_dialog(raw, handle).fail(enter(raw), Code.QUARANTINED, text)
-    except (psycopg.DatabaseError, UsageError) as error:
-        # the error is about the conversation itself: nothing more can be said on it
-        if raw.broken or not of_messages(error):
-            raise
+    text = f"message {message.sequence or message.message_type} could not be received"
+    fail(raw, message.conversation_id, message.from_initiator, Code.QUARANTINED, text)
 
 
 def _meet(arrival: DialogArrival, reader: Reader, endpoint: Endpoint, message: Received) -> None:

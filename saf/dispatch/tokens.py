@@ -88,7 +88,7 @@ def parsed(body: bytes) -> tuple[str, float]:
     try:
         said = json.loads(body)
         token, lifetime = said["access_token"], float(said.get("expires_in", LIFETIME_SECONDS))
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         raise NoToken("no token: the answer has no access_token") from None
     if not isinstance(token, str) or not token.isascii() or not token.isprintable() or not token:
         raise NoToken("no token: the answer's access_token is none")

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import TypeVar
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 T = TypeVar("T")
 
@@ -31,6 +32,15 @@ def chunks(batches: Iterable[pa.RecordBatch], max_rows: int, max_bytes: int) -> 
                 held, rows, size = [], 0, 0
     if held:
         yield pa.Table.from_batches(held)
+
+
+def up_to(batches: Iterable[pa.RecordBatch], last: int) -> Iterator[pa.RecordBatch]:
+    """Give the messages with ids up to the last one; the batches are in the order of ids."""
+    for batch in batches:
+        inside = int(pc.sum(pc.less_equal(batch["id"], last)).as_py() or 0)
+        yield batch.slice(0, inside)
+        if inside < batch.num_rows:
+            return
 
 
 def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:

@@ -34,8 +34,9 @@ from saf.engine.receipts import Receipts
 from saf.engine.set_aside import MAY_HAVE_LEFT, SetAside
 from saf.engine.source_session import SourceSession
 from saf.engine.storing import Storing
+from saf.engine.transforming import Transforming
 from saf.engine.work import ForwardingRules, Work
-from saf.errors import SafError, Unavailable
+from saf.errors import ConfigurationError, SafError, Unavailable
 from saf.failpoints import fail_point
 from saf.log.columns import selected
 from saf.log.cursor import lock_cursors
@@ -69,6 +70,7 @@ class Releasing:
     lanes: HeldLanes
     receipts: Receipts
     storing: Storing
+    transforming: Transforming
     parked: ParkedLanes
     finding_routes: FindingRoutes
 
@@ -164,9 +166,17 @@ class Releasing:
 
         Only messages of the lanes ``left`` are delivered; lanes that fail are removed from it.
         """
-        rows = rows.filter(is_in(rows, left))
-        if not rows.num_rows:
-            return
+        rows, why = self.transforming.ready(rows.filter(is_in(rows, left)))
+        if rows.num_rows:
+            self._deliver_ready(destination, left, rows)
+        if why is not None and left:
+            problem = ConfigurationError(why)
+            self.parked.hold(left, why)
+            if why in self.transforming.problems.values():
+                self.parked.postpone(dict.fromkeys(left, problem))
+            left.clear()
+
+    def _deliver_ready(self, destination: str, left: set[Lane], rows: pa.Table) -> None:
         set_aside = self.parked.aside(destination)
         once: list[Part] = []
         for part in self._fit(destination, rows, set_aside):
@@ -198,6 +208,7 @@ class Releasing:
         """What may go of a chunk, by quality; what is too large, in doubt or expired is buried."""
         kind = rows[KIND][0].as_py()
         rows = set_aside.bury_unread(rows)
+        rows = self.transforming.bury_at_fault(rows, set_aside)
         if kind == Kind.DOUBT:
             set_aside.bury(rows, destination, *MAY_HAVE_LEFT)
             return

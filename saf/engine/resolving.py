@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Protocol
 from uuid import UUID
 
@@ -39,6 +40,16 @@ MAX_HOPS = 16
 LATER = "of its dialog, the first message was not resolved"
 RAISED = "its expression raises an error"
 """All that a task knows of the error when an expression in SQL fails for a message."""
+
+NO_TRANSFORMS: Mapping[str, str | None] = MappingProxyType({})
+BY_ROUTER = (
+    "router {router!r} leads to {service!r}, whose messages are transformed: a transform is for "
+    "messages that are sent to its service itself"
+)
+IS_ROUTER = (
+    "{router!r} has a transform in saf.toml, and is a router: a transform is for a service that "
+    "messages are sent to, and not for a router"
+)
 
 Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.int64]
@@ -91,8 +102,13 @@ class Resolver:
         answers: Answers | None = None,
         *,
         further: Collection[str] = (),
+        transforms: Mapping[str, str | None] = NO_TRANSFORMS,
     ) -> None:
-        """``further`` are services that others resolve later; they need no route here."""
+        """Take routers, and what else decides whether a message may go on.
+
+        ``further`` are services that others resolve later; they need no route here. ``transforms``
+        are the services that have one (`saf.engine.transforming`), with what is wrong with it.
+        """
         routers = [_usable(router, answers) for router in routers]
         self._routers = {router.service: router for router in routers}
         self._by_spark = answers
@@ -100,6 +116,7 @@ class Resolver:
         self._matcher = matcher
         self._memory = memory
         self._functions: dict[str, Function] = {}
+        self._transforms = transforms
         self.problems: dict[str, str] = {}
         """For each service whose messages wait, why they wait."""
 
@@ -121,6 +138,36 @@ class Resolver:
         Raises:
             ConfigurationError: a classifier cannot be loaded here, though it could at the driver.
         """
+        resolution = self._resolve(rows, held)
+        return self._let_wait(rows, resolution) if self._transforms else resolution
+
+    def _let_wait(self, rows: pa.Table, resolution: Resolution) -> Resolution:
+        """Let messages wait that have a transform, and cannot be transformed."""
+        number = "parked_id" if "parked_id" in rows.column_names else "id"
+        going = resolution.rows
+        sent = rows["to_service"].take(pc.index_in(going[number], rows[number].combine_chunks()))
+        now, problems = going["to_service"], dict[str, str]()
+        for service in pc.unique(now).to_pylist():
+            if service in self._transforms:
+                for by in pc.unique(sent.filter(pc.equal(now, service))).to_pylist():
+                    why = self._transforms[service] if by == service else BY_ROUTER
+                    if why is not None:
+                        problems[by] = why.format(router=by, service=service)
+        for by in pc.unique(sent.filter(pc.not_equal(sent, now))).to_pylist():
+            if by in self._transforms:
+                problems[by] = IS_ROUTER.format(router=by)
+        if not problems:
+            return resolution
+        self.problems |= problems
+        waits = pc.is_in(sent, pa.array(problems, pa.string()))
+        numbers = going[number].filter(waits).combine_chunks()
+        waiting = rows.filter(pc.is_in(rows[number], numbers))
+        if resolution.waiting is not None:
+            waiting = pa.concat_tables([waiting, resolution.waiting])
+            waiting = waiting.take(pc.sort_indices(waiting, [(number, "ascending")]))
+        return replace(resolution, rows=going.filter(pc.invert(waits)), waiting=waiting)
+
+    def _resolve(self, rows: pa.Table, held: Iterable[Lane]) -> Resolution:
         if not self._routers:
             return Resolution(rows=rows)
         sent = rows["to_service"]

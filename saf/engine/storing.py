@@ -22,6 +22,7 @@ from saf.engine.parts import Part, unroutable
 from saf.engine.receipts import Receipts
 from saf.engine.set_aside import SetAside
 from saf.engine.source_session import SourceSession
+from saf.engine.transforming import Transforming, inputs_of, several_of
 from saf.engine.vouching import vouched
 from saf.engine.work import ForwardingRules, Work
 from saf.errors import (
@@ -66,6 +67,7 @@ class Storing:
     lanes: HeldLanes
     receipts: Receipts
     destinations: DestinationSessions
+    transforming: Transforming
     to_repair: SafError | None = None
     """The error of a destination that nothing can be stored at before a person has repaired it."""
 
@@ -73,10 +75,13 @@ class Storing:
         """Store a part; messages that cannot be stored are in ``set_aside``."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         name = part.destination
-        part = self._without_dialogs(self._bury_too_large(part, set_aside), set_aside)
+        part = self._without_dialogs(self._bury_unsuited(part, set_aside), set_aside)
         set_aside.write_ahead(self.source_session)
         behind = self.lanes.services(name) if part.main else frozenset()
         chunk = replace(self._chunk(part), behind=behind)
+        if part.rows.num_rows and not chunk.rows.num_rows:
+            self._note_left_out(part, chunk)
+            return
         began = perf_counter()
         try:
             stored = while_unavailable(
@@ -92,8 +97,10 @@ class Storing:
             if part.main:
                 self.lanes.hold(Lane(destination=name), str(error))
         except AnotherBroker as error:
+            error.rows = inputs_of(part.rows, error.rows)
             self._store_own(part, set_aside, error)
         except UnknownService as error:
+            error.rows = inputs_of(part.rows, error.rows)
             self._store_known(part, set_aside, error)
         except Fenced as error:
             # if the source knows of a newer owner too, this raises Fenced; otherwise the
@@ -105,6 +112,7 @@ class Storing:
         else:
             self.receipts.of(name).dropped += stored.dropped
             self._note(part, stored.messages, perf_counter() - began)
+            self._note_left_out(part, chunk)
             lane = Lane(destination=name)
             if part.main and lane in self.lanes.untried:
                 self.lanes.untried.discard(lane)
@@ -114,14 +122,18 @@ class Storing:
         """Store a part at most once: what may have left becomes dead letters, not sent again."""
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         name = part.destination
-        part = self._without_dialogs(self._bury_too_large(part, set_aside), set_aside)
+        part = self._without_dialogs(self._bury_unsuited(part, set_aside), set_aside)
         if not part.rows.num_rows:
             return
         chunk = self._chunk(part)
+        if not chunk.rows.num_rows:
+            self._note_left_out(part, chunk)
+            return
         began = perf_counter()
         try:
             stored = self.destinations.store(part, chunk)
         except AnotherBroker as error:
+            error.rows = inputs_of(part.rows, error.rows)
             mine, others = _told_apart(error)
             self._let_wait(others, set_aside, error)
             self.store_once(replace(part, rows=mine), set_aside)
@@ -132,6 +144,14 @@ class Storing:
             set_aside.bury(part.rows, name, "unavailable", str(error))
         else:
             self._note(part, stored.messages, perf_counter() - began)
+            self._note_left_out(part, chunk)
+
+    def _note_left_out(self, part: Part, chunk: Chunk) -> None:
+        """Note of how many messages of a part a transform has made nothing."""
+        assert part.destination is not None  # noqa: S101 - it is on its way there
+        if self.transforming:
+            left = part.rows.num_rows - inputs_of(part.rows, chunk.rows).num_rows
+            self.receipts.of(part.destination).left_out += left
 
     def _note(self, part: Part, messages: int, seconds: float) -> None:
         """Note that a part was given to its destination, which had not stored so many of it."""
@@ -152,19 +172,28 @@ class Storing:
         stored = {place: one.number for place, one in marks.items()}
         return beyond(part.rows, chunk.batch.number, stored, prefix(part))
 
-    def _bury_too_large(self, part: Part, set_aside: SetAside) -> Part:
-        """A part without messages too large for its destination, which become dead letters."""
+    def _bury_unsuited(self, part: Part, set_aside: SetAside) -> Part:
+        """A part without messages that its destination never takes, which become dead letters.
+
+        They are too large for it, or have parts and it might store only some of them.
+        """
         assert part.destination is not None  # noqa: S101 - the caller's to see to
-        largest = self.rules.destinations[part.destination].capabilities.largest_body
-        if largest is None:
+        what = f"destination {part.destination!r}"
+        able = self.rules.destinations[part.destination].capabilities
+        if able.largest_body is None and (able.takes_parts or not self.transforming):
             return part
-        fits = pc.less_equal(pc.binary_length(part.rows["body"]), largest)
-        error = Rejected(
-            f"destination {part.destination!r}", f"a body has more than {largest:,} bytes"
-        )
-        rows = part.rows.filter(pc.invert(fits))
-        set_aside.bury(rows, part.destination, "rejected", str(error))
-        return replace(part, rows=part.rows.filter(fits))
+        sent, bad = self.transforming.outputs(part.rows), dict[str, pa.Table]()
+        if able.largest_body is not None:
+            large = pc.greater(pc.binary_length(sent["body"]), able.largest_body)
+            bad[f"a body has more than {able.largest_body:,} bytes"] = sent.filter(large)
+        if self.transforming and not able.takes_parts:
+            bad["it takes no message that a transform has split"] = several_of(sent)
+        for why, outputs in bad.items():
+            rows = inputs_of(part.rows, outputs)
+            if rows.num_rows:
+                set_aside.bury(rows, part.destination, "rejected", str(Rejected(what, why)))
+                part = replace(part, rows=inputs_of(part.rows, rows, but=True))
+        return part
 
     def _without_dialogs(self, part: Part, set_aside: SetAside) -> Part:
         """A part without messages of dialogs, which wait for a route to where an end can live.
@@ -262,7 +291,9 @@ class Storing:
         return Chunk(
             source=self.work.source,
             batch=self.work.batch,
-            rows=vouched(part.rows, self.work.source, self.work.vouched_since),
+            rows=vouched(
+                self.transforming.outputs(part.rows), self.work.source, self.work.vouched_since
+            ),
         )
 
 

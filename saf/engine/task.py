@@ -52,6 +52,7 @@ from saf.engine.sending import Sending
 from saf.engine.set_aside import SetAside
 from saf.engine.source_session import SourceSession
 from saf.engine.storing import Storing
+from saf.engine.transforming import Transforming
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import Ahead, Behind, Fenced, Rejected, Unavailable, UsageError
 from saf.failpoints import fail_point
@@ -67,6 +68,7 @@ EXPECTED = (Unavailable, Rejected, Fenced, Ahead, Behind, UsageError)
 class Task:
     """One task: it forwards the rest of one batch, and the parked messages of its shards.
 
+    With ``partly``, it gets only the first messages of what is left, and another one goes on.
     With ``closes``, it closes the batch with the last chunk. Otherwise its driver does, as a task
     that may run twice has to find the batch open.
     """
@@ -77,8 +79,10 @@ class Task:
         work: Work,
         rules: ForwardingRules,
         answers: Answers | None = None,
+        transforming: Transforming | None = None,
         *,
         closes: bool = False,
+        partly: bool = False,
     ) -> None:
         self.work = work
         self.matcher = Matcher(work.routes)
@@ -86,12 +90,28 @@ class Task:
         self.receipts = Receipts(number)
         self.lanes = HeldLanes(of_services=work.of_services)
         self.source_session = SourceSession(work, rules.attempts)
-        self.resolver = Resolver(work.routes.routers, self.matcher, self.source_session, answers)
+        self.transforming = transforming or Transforming(
+            rules.transforms, max_bytes=rules.max_bytes
+        )
+        self.resolver = Resolver(
+            work.routes.routers,
+            self.matcher,
+            self.source_session,
+            answers,
+            transforms={one: self.transforming.problems.get(one) for one in rules.transforms},
+        )
         self.destinations = DestinationSessions(work, rules, self.source_session)
         self.storing = Storing(
-            work, rules, self.source_session, self.lanes, self.receipts, self.destinations
+            work,
+            rules,
+            self.source_session,
+            self.lanes,
+            self.receipts,
+            self.destinations,
+            self.transforming,
         )
         self.closes = closes
+        self.partly = partly
         self.end: int | None = None
         """The last id of the batch, if its last chunk is in hand."""
         self.earlier = EarlierTask(work.batch, self.source_session, self.lanes)
@@ -121,7 +141,7 @@ class Task:
                         summary.stopped = True
                         break
                 else:
-                    summary.complete = True
+                    summary.complete, summary.stopped = not self.partly, self.partly
                     releasing.forget_untried()
                     if error := self.storing.to_repair:
                         summary.error_kind, summary.error = type(error).__name__, str(error)
@@ -148,6 +168,7 @@ class Task:
             lanes=self.lanes,
             receipts=self.receipts,
             storing=self.storing,
+            transforming=self.transforming,
             parked=parked,
             finding_routes=FindingRoutes(
                 resolver=self.resolver, matcher=self.matcher, parked=parked
@@ -166,6 +187,8 @@ class Task:
         position = int(read["id"][-1].as_py())
         set_aside = SetAside(work=self.work)
         fit = set_aside.bury_unfit(self.earlier.fresh(read), self.rules.max_bytes)
+        self.transforming.look(fit)
+        fit = self.transforming.bury_at_fault(fit, set_aside)
         self.lanes.look(self.source_session, self.work.batch, fit)
         resolution = self.resolver.resolve(fit, self.lanes.held)
         resolved = resolution.rows

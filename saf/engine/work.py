@@ -87,6 +87,8 @@ class ForwardingRules:
     max_bytes: int
     """Messages with a larger body, in bytes, become dead letters."""
     attempts: int
+    transforms: Mapping[str, str] = field(default_factory=dict)
+    """For each service with a transform, its function; see `saf.engine.transforming`."""
 
     @property
     def qualities(self) -> dict[str, str]:
@@ -104,6 +106,8 @@ class Receipt:
     retried: int = 0
     """Those of the messages that were parked before."""
     dropped: int = 0
+    left_out: int = 0
+    """Messages of which a transform has made nothing."""
     services: dict[str, int] = field(default_factory=dict)
     """Messages by service that the destination has now: stored, or dropped because it had them."""
     parked: int = 0

@@ -86,6 +86,7 @@ class Forwarder:
             chunk_bytes=options.chunk_bytes,
             max_bytes=options.max_bytes,
             attempts=options.attempts,
+            transforms={one.service: one.function for one in settings.transforms},
         )
         self.purging = Purging(settings.purge)
         self._failed_job: JobFailed | None = None
@@ -376,6 +377,7 @@ class Forwarder:
         self.summary.add_services(receipt.destination, receipt.services)
         self.summary.forwarded += receipt.messages
         self.summary.dropped += receipt.dropped
+        self.summary.left_out += receipt.left_out
         if receipt.down:
             self._note_down([receipt.destination])
 

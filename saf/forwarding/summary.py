@@ -18,6 +18,8 @@ class Summary:
     forwarded: int = 0
     dropped: int = 0
     """Messages delivered again, and dropped by a watermark."""
+    left_out: int = 0
+    """Messages that a transform has left out, counted for each destination."""
     parked: int = 0
     """Messages set aside until a destination, a route or a service is there."""
     dead: int = 0
@@ -59,6 +61,7 @@ class Summary:
         """Add the counts of another summary."""
         self.forwarded += cycle.forwarded
         self.dropped += cycle.dropped
+        self.left_out += cycle.left_out
         self.parked += cycle.parked
         self.dead += cycle.dead
         self.batches += cycle.batches

@@ -9,7 +9,7 @@ which tells it from other rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pyarrow as pa
 from psycopg import sql
@@ -47,13 +47,16 @@ def common(columns: Iterable[str | sql.Composable]) -> list[str | sql.Composable
     return [*(column for name, column in named if name not in UNCOMMON), MORE_THAN_COMMON]
 
 
-def completed(rows: pa.RecordBatch) -> pa.RecordBatch | None:
-    """Add the seldom columns to what `common` has read; None if a row has one of them."""
+def completed(rows: pa.RecordBatch, names: Sequence[str] = COLUMNS) -> pa.RecordBatch | None:
+    """Add the seldom columns to what `common` has read; None if a row has one of them.
+
+    ``names``: the columns that shall be there then.
+    """
     if rows[MORE].null_count < rows.num_rows:
         return None
     lacking = {name: pa.nulls(rows.num_rows, kind) for name, kind in UNCOMMON.items()}
     return pa.RecordBatch.from_arrays(
-        [lacking[name] if name in lacking else rows[name] for name in COLUMNS], names=[*COLUMNS]
+        [lacking[name] if name in lacking else rows[name] for name in names], names=[*names]
     )
 
 

@@ -8,8 +8,11 @@ were written. Both remember who did it, when and why in ``saf.audit``. To let th
 
 Nobody has a message in hand while a person decides about it. Of a forwarder, the lanes of the
 destination are locked (`saf.setaside.in_hand`); of receivers, the cursors of the shards, as they do
-themselves (`saf.receiving.claim`). What is a forwarder's or a receiver's at that moment, or not a
-person's to decide about, stays parked (`saf.setaside.parked_messages`).
+themselves (`saf.receiving.claim`). A member may have read what is due without a lock, and writes
+what came of it under that of the cursor. So of a member's shards only keys are decided about that
+are not due for a while, and the decision is made long before (`LONGEST_SECONDS`). What is a
+forwarder's or a receiver's at that moment, or not a person's to decide about, stays parked
+(`saf.setaside.parked_messages`).
 
 Whether a parked message has arrived all the same, because a destination stored it and its answer
 got lost, no source knows. It is dropped there as a repeat when it is tried again; but a message
@@ -18,6 +21,8 @@ that is redirected arrives at both destinations then, and one that is discarded 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 from uuid import UUID
@@ -27,12 +32,17 @@ import psycopg
 from saf.columns import COLUMNS
 from saf.database import fetch
 from saf.dialogs import monologs, statements
+from saf.dialogs.giving_up import Lost, give_up
+from saf.errors import Unavailable
 from saf.log.shards import failed, newest
 from saf.setaside import backoff, in_hand, parking
 from saf.setaside.audit import ONE_AT_A_TIME, audit
 from saf.setaside.lane import NO_BROKER, SAME_LANE, THE_LANE, Kind, Lane
-from saf.setaside.parked_messages import CHOSEN, FREE, TAKEN, ParkedFilter
+from saf.setaside.parked_messages import CHOSEN, FREE, REST_SECONDS, TAKEN, ParkedFilter
 from saf.setaside.unhandled import FOR_ALL
+
+LONGEST_SECONDS = REST_SECONDS / 2
+"""How long a decision about a member's keys may take; the rest is for the commit."""
 
 # Whose lanes and shards have to be in hand before any of it is read for good
 CONCERNED = f"""
@@ -51,16 +61,17 @@ FROM (SELECT subscription_id, shard, batch, {failed("touched")} AS failed
       FROM (SELECT f.subscription_id, f.shard, f.batch, f.xmax AS touched
             FROM {newest("unnest(%(shards)s::smallint[])")} AS k
             JOIN saf.cursor f USING (subscription_id, shard, batch)
-            WHERE f.owner IS NULL
             ORDER BY f.shard FOR UPDATE OF f SKIP LOCKED) AS locked) AS n
 WHERE (c.subscription_id, c.shard, c.batch) = (n.subscription_id, n.shard, n.batch)
-RETURNING c.shard
+RETURNING c.shard, c.owner IS NOT NULL
 """
 
+# Read when the shards are in hand, so that a member's keys are as its last marks have left them
 LOCKED = f"""
 WITH {TAKEN}
 SELECT p.parked_id, p.message_id, p.subscription_id, s.log,
-       p.destination, p.kind, p.subject, p.broker
+       p.destination, p.kind, p.subject, p.broker, p.shard, p.conversation_id, p.from_initiator,
+       coalesce(p.sequence::text, p.message_type, '')
 {CHOSEN} AND {FREE}
   AND (p.subscription_id, p.destination, CASE WHEN s.log = 'inbox' THEN p.shard ELSE -1 END) IN (
       SELECT * FROM unnest(%(subscription_ids)s::int[], %(destinations)s::text[],
@@ -68,14 +79,17 @@ SELECT p.parked_id, p.message_id, p.subscription_id, s.log,
 ORDER BY p.parked_id LIMIT %(limit)s FOR UPDATE OF p
 """
 
-# For the ends of conversations: they are told of a message that is given up as of a dead letter
+# For the ends of conversations: they are told of a message that is given up as of a dead letter.
+# What is parked at a receiver has come to its end already (`saf.dialogs.giving_up`).
 BURY = f"""
 INSERT INTO saf.dead_letter
     (subscription_id, destination, shard, id, reason, error, {", ".join(COLUMNS)})
 SELECT subscription_id, destination, shard, id, '{statements.PARKED}', '', {", ".join(COLUMNS)}
 FROM saf.parked WHERE parked_id = ANY (%(parked_ids)s) AND conversation_id IS NOT NULL
+  AND subscription_id IN (SELECT subscription_id FROM saf.subscription WHERE log = 'outbox')
 RETURNING dead_letter_id
 """
+WHO = "SELECT session_user::text"
 UNBURY = "DELETE FROM saf.dead_letter WHERE dead_letter_id = ANY (%(dead_letter_ids)s)"
 
 # A key whose first message goes begins anew with the next one. One that waits for a person's word
@@ -130,9 +144,13 @@ def discard(
             audit(connection, "discard", rows.message_ids, why, person)
             connection.execute(LET_KEYS_GO_ON, params)
             _tell_conversations(connection, params)
+            if rows.arrived:
+                ((who,),) = fetch(connection, WHO)
+                give_up(connection, rows.arrived, who)
             parking.unpark(connection, rows.parked_ids)
-            for subscription_id, lanes in rows.lanes.items():
+            for subscription_id, lanes in rows.forgettable.items():
                 backoff.forget(connection, subscription_id, lanes)
+            rows.check()
     return rows.message_ids
 
 
@@ -172,11 +190,23 @@ def redirect(
 class _Rows:
     """The messages that are decided about: all of them are locked."""
 
-    def __init__(self, rows: list[tuple[Any, ...]]) -> None:
+    def __init__(
+        self,
+        rows: list[tuple[Any, ...]],
+        owned: Collection[tuple[int, int]] = (),
+        began: float = 0.0,
+    ) -> None:
+        self._began = began
+        self._owned = bool(owned)
         self.parked_ids: list[int] = [row[0] for row in rows]
         self.message_ids: list[UUID] = [row[1] for row in rows]
         self.lanes: dict[int, set[Lane]] = {}
-        for _, _, subscription_id, _, destination, kind, subject, broker in rows:
+        self.forgettable: dict[int, set[Lane]] = {}
+        """Those of the lanes that may go when they are empty. A member may be about to park another
+        message in a lane, which it has found there; it forgets empty ones itself."""
+        self.arrived: list[Lost] = []
+        """Those that have come to an end of a conversation."""
+        for _, _, subscription_id, log, destination, kind, subject, broker, shard, *said in rows:
             lane = Lane(
                 destination=destination,
                 kind=Kind(kind),
@@ -184,6 +214,22 @@ class _Rows:
                 broker=None if broker == NO_BROKER else broker,
             )
             self.lanes.setdefault(subscription_id, set()).add(lane)
+            if log == "outbox" or (subscription_id, shard) not in owned:
+                self.forgettable.setdefault(subscription_id, set()).add(lane)
+            conversation_id, from_initiator, name = said
+            if log == "inbox" and conversation_id is not None and from_initiator is not None:
+                self.arrived.append((conversation_id, from_initiator, name))
+
+    def check(self) -> None:
+        """Take back what took so long that a member may have read a key that became due.
+
+        Raises:
+            Unavailable: it took longer than `LONGEST_SECONDS`.
+        """
+        if self._owned and time.monotonic() - self._began > LONGEST_SECONDS:
+            raise Unavailable(
+                "what receivers have parked", "to decide took too long: decide about fewer"
+            )
 
     def __bool__(self) -> bool:
         return bool(self.parked_ids)
@@ -205,10 +251,14 @@ def _locked(
             shards.setdefault(subscription_id, []).append(shard)
         else:
             mine.add((subscription_id, destination, -1))
+    owned: set[tuple[int, int]] = set()
     in_hand.alone(connection, {(subscription_id, there) for subscription_id, there, _ in mine})
     for subscription_id in sorted(shards):
         claimed = {"subscription_id": subscription_id, "shards": shards[subscription_id]}
-        mine |= {(subscription_id, "", shard) for (shard,) in fetch(connection, CLAIM, claimed)}
+        for shard, is_owned in fetch(connection, CLAIM, claimed):
+            mine.add((subscription_id, "", shard))
+            if is_owned:
+                owned.add((subscription_id, shard))
     if not mine:
         return _Rows([])
     subscription_ids, destinations, numbers = zip(*mine, strict=True)
@@ -217,7 +267,8 @@ def _locked(
         "destinations": list(destinations),
         "shards": list(numbers),
     }
-    return _Rows(fetch(connection, LOCKED, params))
+    began = time.monotonic()
+    return _Rows(fetch(connection, LOCKED, params), owned, began)
 
 
 def _tell_conversations(connection: psycopg.Connection[Any], params: dict[str, Any]) -> None:

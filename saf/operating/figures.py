@@ -4,6 +4,11 @@ They are asked for every few seconds, at brokers of any size. So no statement re
 more than `MOST` of what was set aside, and each has a bound (the role ``metrics`` of
 `saf.database.bounds`). What a broker has more of is estimated.
 
+Of a broker in which nothing has been committed since the last time, nothing is asked again: two
+snapshots that are equal see the same rows. What time alone changes, such as an age, is worked out
+from them anew. What the server knows outside of tables, its statistics, is at most `KEPT_SECONDS`
+old.
+
 A subscription of the outbox other than the forwarder's is an application's own: it has a lag, and
 its messages are not pending.
 """
@@ -12,8 +17,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import psycopg
 from psycopg import sql
@@ -40,7 +47,8 @@ MOST_ENDPOINTS = 200
 
 NONE, SEVERAL, ROUTER = "(none)", "(several)", "(router)"
 
-NOW = "SELECT clock_timestamp()"
+KEPT_SECONDS = 60.0
+"""For how long a broker is not asked again while nothing is committed in its server."""
 
 PARKED = """
 SELECT s.name, p.destination, p.kind, count(*)
@@ -49,8 +57,7 @@ JOIN saf.subscription s USING (subscription_id) GROUP BY 1, 2, 3
 """
 ALL_PARKED = "SELECT n_live_tup FROM pg_stat_user_tables WHERE relid = 'saf.parked'::regclass"
 LANES = """
-SELECT s.name, b.destination, b.kind, max(b.attempts),
-       extract(epoch FROM clock_timestamp() - min(b.since))::float
+SELECT s.name, b.destination, b.kind, max(b.attempts), min(b.since)
 FROM saf.backoff b JOIN saf.subscription s USING (subscription_id) GROUP BY 1, 2, 3
 """
 DEAD = """
@@ -63,23 +70,27 @@ SELECT s.name, d.reason, sum(d.messages)::bigint
 FROM saf.dropped d JOIN saf.subscription s USING (subscription_id) GROUP BY 1, 2
 """
 MEMBERS = """
-SELECT s.log, s.name, count(m.member_id)
-FROM saf.subscription s
-LEFT JOIN saf.member m ON m.subscription_id = s.subscription_id AND m.lease_until > now()
+SELECT s.log, s.name, array_remove(array_agg(m.lease_until), NULL)
+FROM saf.subscription s LEFT JOIN saf.member m USING (subscription_id)
 WHERE NOT s.stream
 GROUP BY s.log, s.name
 """
 USED = """
-SELECT count(*) FILTER (WHERE pg_relation_size(('saf.' || {log} || '_' || slot)::regclass) > 0)
-FROM generate_series(0, {slots} - 1) AS slot
+SELECT log, count(*) FILTER (
+           WHERE pg_relation_size(('saf.' || log || '_' || slot)::regclass) > 0)
+FROM unnest({logs}::text[]) AS log CROSS JOIN generate_series(0, {slots} - 1) AS slot GROUP BY log
 """
-# Other sessions' transactions are hidden from who is no member of pg_read_all_stats
-OLDEST_TRANSACTION = """
-SELECT coalesce(greatest(
+# Other sessions' transactions are hidden from who is no member of pg_read_all_stats. A lock of a
+# table that nobody gives back is met here too, although nothing is read.
+MOMENT = """
+SELECT pg_current_snapshot()::text, clock_timestamp(), coalesce(greatest(
     (SELECT max(extract(epoch FROM clock_timestamp() - xact_start)) FROM pg_stat_activity
      WHERE datname = current_database() AND pid <> pg_backend_pid()),
     (SELECT max(extract(epoch FROM clock_timestamp() - prepared)) FROM pg_prepared_xacts
      WHERE database = current_database()), 0), 0)::float
+WHERE NOT EXISTS (
+    SELECT FROM saf.cursor, saf.member, saf.parked, saf.backoff, saf.dead_letter,
+                ONLY saf.outbox, ONLY saf.inbox WHERE false)
 """
 ENDPOINTS = """
 SELECT e.endpoint, CASE WHEN b.paused_at IS NOT NULL THEN 'paused'
@@ -95,41 +106,87 @@ CONDITIONS = ("up", "down", "waiting")
 Ask = Callable[[psycopg.Connection[Any], str], list[Sample]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """A figure that changes while nothing is committed."""
+
+    metric: Metric
+    labels: tuple[str, ...]
+    value: Callable[[datetime], float]
+    """What it is at a moment, by the broker's clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What a broker has said of its tables."""
+
+    snapshot: str
+    """From before it was asked."""
+    at: datetime
+    figures: tuple[Sample | Timed, ...]
+
+    def holds(self, snapshot: str, now: datetime) -> bool:
+        """Whether it would say the same now.
+
+        >>> from datetime import UTC
+        >>> noon = datetime(2024, 1, 1, 12, tzinfo=UTC)
+        >>> known = Known(snapshot="7:9:8", at=noon, figures=())
+        >>> known.holds("7:9:8", noon), known.holds("7:9:", noon)
+        (True, False)
+        >>> known.holds("7:9:8", noon.replace(minute=2))
+        False
+        """
+        return snapshot == self.snapshot and abs((now - self.at).total_seconds()) < KEPT_SECONDS
+
+
 def asker(settings: Settings) -> Ask:
-    """Return the function that asks one broker, by its name, for its figures; see `figures`."""
-    return lambda connection, name: [*figures(connection, name, settings)]
+    """Return the function that asks one broker, by its name, for its figures.
 
-
-def figures(
-    connection: psycopg.Connection[Any], broker: str, settings: Settings
-) -> Iterator[Sample]:
-    """Give the figures of a broker. Only reads.
+    It remembers by connection what each broker has said.
 
     Raises:
-        Restored: its cursors do not say what is left.
+        Restored: the broker's cursors do not say what is left.
         psycopg.errors.QueryCanceled: a statement took too long.
     """
+    before: WeakKeyDictionary[psycopg.Connection[Any], Known] = WeakKeyDictionary()
+
+    def ask(connection: psycopg.Connection[Any], name: str) -> list[Sample]:
+        ((snapshot, now, seconds),) = fetch(connection, MOMENT)
+        known = before.get(connection)
+        if known is None or not known.holds(snapshot, now):
+            figures = (*_figures(connection, name, settings),)
+            known = before[connection] = Known(snapshot=snapshot, at=now, figures=figures)
+        return [
+            _sample(m.OLDEST_TRANSACTION, seconds, name),
+            *(
+                one if isinstance(one, Sample) else _sample(one.metric, one.value(now), *one.labels)
+                for one in known.figures
+            ),
+        ]
+
+    return ask
+
+
+def _figures(
+    connection: psycopg.Connection[Any], broker: str, settings: Settings
+) -> Iterator[Sample | Timed]:
+    """Give the figures of a broker. Only reads."""
     refuse(connection)
-    found = backlogs(connection)
-    ((now,),) = fetch(connection, NOW)
-    for one in found:
+    for one in backlogs(connection):
         mine = (broker, one.log, one.subscription)
-        yield _sample(m.LAG, _age(now, one.oldest) or 0.0, *mine)
+        yield _age(m.LAG, one.oldest, *mine)
         unowned = sum(shard.owner is None for shard in one.shards)
         yield _sample(m.UNOWNED, unowned, *mine)
         if one.log == "inbox":
             yield _sample(m.UNREAD, one.messages, broker, one.subscription)
         elif one.subscription == "forwarder":
-            yield from _pending(connection, broker, one, now, settings)
-    for *subscription, members in fetch(connection, MEMBERS):
-        yield _sample(m.MEMBERS, members, broker, *subscription)
+            yield from _pending(connection, broker, one, settings)
+    for *subscription, leases in fetch(connection, MEMBERS):
+        yield _live(leases, broker, *subscription)
     yield from _set_aside(connection, broker)
-    for log in AGE_COLUMN:
-        query = sql.SQL(USED).format(log=sql.Literal(log), slots=sql.Literal(SLOTS))
-        ((used,),) = fetch(connection, query)
+    query = sql.SQL(USED).format(logs=sql.Literal([*AGE_COLUMN]), slots=sql.Literal(SLOTS))
+    for log, used in fetch(connection, query):
         yield _sample(m.SLOTS, used, broker, log)
-    ((seconds,),) = fetch(connection, OLDEST_TRANSACTION)
-    yield _sample(m.OLDEST_TRANSACTION, seconds, broker)
     for endpoint, state in [*dict(fetch(connection, ENDPOINTS)).items()][:MOST_ENDPOINTS]:
         for one_state in STATES:
             yield _sample(m.ENDPOINTS, state == one_state, broker, endpoint, one_state)
@@ -141,9 +198,8 @@ def _pending(
     connection: psycopg.Connection[Any],
     broker: str,
     backlog: Backlog,
-    now: datetime,
     settings: Settings,
-) -> Iterator[Sample]:
+) -> Iterator[Sample | Timed]:
     """What is pending, by where it would go; the services with the most of it by name."""
     default = settings.forwarder.default_destination
     routes = current_routes(connection, default, settings.declared)
@@ -159,8 +215,8 @@ def _pending(
         yield _sample(m.PENDING, 0, broker, default or NONE, "")
     for (destination, service), part in parts.items():
         yield _sample(m.PENDING, round(part.messages), broker, destination, service)
-        if (age := _age(now, part.oldest)) is not None:
-            yield _sample(m.OLDEST_PENDING, age, broker, destination, service)
+        if part.oldest is not None:
+            yield _age(m.OLDEST_PENDING, part.oldest, broker, destination, service)
 
 
 def _where(going: Way) -> str:
@@ -171,7 +227,7 @@ def _where(going: Way) -> str:
     return ROUTER if going.how.startswith("a router") else NONE
 
 
-def _set_aside(connection: psycopg.Connection[Any], broker: str) -> Iterator[Sample]:
+def _set_aside(connection: psycopg.Connection[Any], broker: str) -> Iterator[Sample | Timed]:
     most = {"most": sql.Literal(MOST)}
     rows = fetch(connection, sql.SQL(PARKED).format(**most))
     counted = sum(count for *_, count in rows)
@@ -181,9 +237,9 @@ def _set_aside(connection: psycopg.Connection[Any], broker: str) -> Iterator[Sam
         factor = max(1.0, live / counted)
     for *lane, count in rows:
         yield _sample(m.PARKED, round(count * factor), broker, *lane)
-    for *lane, attempts, seconds in fetch(connection, LANES):
+    for *lane, attempts, since in fetch(connection, LANES):
         yield _sample(m.ATTEMPTS, attempts, broker, *lane)
-        yield _sample(m.OLDEST_PARKED, max(0.0, seconds), broker, *lane)
+        yield _age(m.OLDEST_PARKED, since, broker, *lane)
     for name, reason, count in fetch(connection, sql.SQL(DEAD).format(**most)):
         yield _sample(m.DEAD, count, broker, name, reason)
     for name, reason, count in fetch(connection, DROPPED):
@@ -209,8 +265,20 @@ def _destinations(
             yield _sample(m.DESTINATIONS, state == is_in, broker, name, state)
 
 
-def _age(now: datetime, moment: datetime | None) -> float | None:
-    return None if moment is None else max(0.0, (now - moment).total_seconds())
+def _age(metric: Metric, moment: datetime | None, *labels: str) -> Timed:
+    """How long ago a moment was; 0 without one."""
+
+    def value(now: datetime) -> float:
+        return 0.0 if moment is None else max(0.0, (now - moment).total_seconds())
+
+    return Timed(metric=metric, labels=labels, value=value)
+
+
+def _live(leases: list[datetime], *labels: str) -> Timed:
+    """How many members have leases that are not over."""
+    return Timed(
+        metric=m.MEMBERS, labels=labels, value=lambda now: sum(one > now for one in leases)
+    )
 
 
 def _sample(metric: Metric, value: float, *labels: str) -> Sample:

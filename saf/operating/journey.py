@@ -3,38 +3,45 @@
 A broker is asked for what it knows of a message by its id: sent from its outbox, stored in its
 inbox and how far each subscription there is with it, tried in vain at an endpoint, parked, a dead
 letter, or decided about by a person. No log is indexed by message ids. So a message is looked for
-in the shard of its key, if the key is given or the message has none, and otherwise in the whole
-log, for no longer than is allowed.
+in the shard of its key, if the key is given, and otherwise from the end of each log, for no longer
+than is allowed (`saf.log.finding`). What was not looked at is said.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any
 from uuid import UUID
 
 import psycopg
 from psycopg.rows import class_row, dict_row
 
+from saf.broker.restored import refuse
 from saf.database import fetch
 from saf.errors import UsageError
 from saf.limits import HEADERS_READABLE
-from saf.log.cursor import BY_INDEX
+from saf.log import finding
+from saf.log.finding import Row, Search
 from saf.log.shards import LAST, shard_of
 from saf.operating import outbox
 from saf.operating.outbox import Details
+from saf.operating.stay import Aside, Attempted, Decided, Reading, Stay, Stored
 from saf.setaside.dead import SHOWN
 from saf.setaside.lane import BROKER, SAME_LANE, Kind, Lane
 
 SECONDS = 10.0
-"""How long a statement may take, by default, in seconds."""
+"""How long a statement may take, and looking for a message altogether, by default, in seconds."""
+
+NOWHERE: Mapping[str, str] = MappingProxyType({})
 
 SHARDS = "SELECT shards FROM saf.broker"
-TIMEOUT = "SELECT set_config('statement_timeout', %(milliseconds)s, true)"
+BOUNDS = (
+    "SET TRANSACTION READ ONLY; SET LOCAL statement_timeout = {milliseconds}; SET LOCAL jit = off"
+)
 
 STORED = f"""
 SELECT i.id, i.shard, i.message_id, i.source, left(i.from_service, {SHOWN}) AS from_service,
@@ -43,7 +50,8 @@ SELECT i.id, i.shard, i.message_id, i.source, left(i.from_service, {SHOWN}) AS f
        i.sequence, octet_length(i.body) AS bytes, i.created_at, i.received_at,
        CASE WHEN {HEADERS_READABLE} THEN i.headers::text END AS headers, i.txid::text AS txid
 FROM saf.inbox i
-WHERE (%(shard)s::smallint IS NULL OR i.shard = %(shard)s) AND i.message_id = %(message_id)s
+WHERE i.shard = %(shard)s AND i.message_id = %(message_id)s
+  AND (%(id)s::bigint IS NULL OR i.txid = %(txid)s::xid8 AND i.id = %(id)s)
 ORDER BY i.id LIMIT 1
 """
 # The newest version of each cursor, as in saf.log.shards
@@ -62,6 +70,8 @@ WHERE s.log = 'inbox' AND (s.service IS NULL OR s.service = %(service)s)
   AND c.subscription_id = s.subscription_id AND c.shard = %(shard)s
 ORDER BY s.name
 """
+# What is set aside has no index by message ids either, but there is less of it
+SCANS = "SET LOCAL enable_seqscan = on"
 PARKED = f"""
 SELECT s.name AS subscription, p.parked_at AS since, p.destination, p.kind, p.subject,
        {BROKER.replace("broker,", "p.broker,")}, b.attempts, b.next_attempt_at, b.error,
@@ -86,113 +96,16 @@ DECIDED = """
 SELECT audit_at, who, person, action, why FROM saf.audit
 WHERE message_ids @> ARRAY[%(message_id)s::uuid] ORDER BY audit_id DESC LIMIT 20
 """
-BODY = """
-SELECT body FROM saf.inbox WHERE shard = %(shard)s AND txid = %(txid)s::xid8 AND id = %(id)s
+# Most brokers know nothing of a message, and are asked this once
+ANY_MORE = """
+SELECT EXISTS (SELECT FROM saf.parked WHERE message_id = %(message_id)s)
+       OR EXISTS (SELECT FROM saf.dead_letter WHERE message_id = %(message_id)s),
+       EXISTS (SELECT FROM saf.attempt WHERE message_id = %(message_id)s),
+       EXISTS (SELECT FROM saf.audit WHERE message_ids @> ARRAY[%(message_id)s::uuid])
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stored:
-    """A message in an inbox, without its body."""
-
-    id: int
-    shard: int
-    message_id: UUID
-    source: UUID | None
-    """The broker_id of the outbox that it comes from."""
-    from_service: str | None
-    service: str
-    key: str | None
-    message_type: str | None
-    conversation_id: UUID | None
-    from_initiator: bool | None
-    sequence: int | None
-    bytes: int
-    created_at: datetime
-    received_at: datetime
-    headers: str | None
-    """As JSON text; None also if they are too large to be read."""
-    txid: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """How far a subscription of an inbox is with the message."""
-
-    subscription: str
-    owner: str | None
-    """The member that has its shard; None if nobody has."""
-    complete: bool
-    """It was taken: handled, unless it is set aside."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Aside:
-    """A message that is set aside: parked in a lane, or a dead letter."""
-
-    state: str
-    """Either parked or dead."""
-    subscription: str
-    destination: str
-    since: datetime
-    error: str | None
-    lane: str | None = None
-    attempts: int | None = None
-    next_attempt_at: datetime | None = None
-    reason: str | None = None
-    dead_letter_id: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attempted:
-    """An attempt of a dispatcher that failed, as long as it is remembered."""
-
-    at: datetime
-    subscription: str
-    status: int | None
-    """What the endpoint answered; None if it did not."""
-    seconds: float
-    outcome: str
-    error: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decided:
-    """What a person has decided about it."""
-
-    audit_at: datetime
-    who: str
-    person: str | None
-    action: str
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stay:
-    """What one broker knows of a message."""
-
-    sent: Details | None
-    stored: Stored | None
-    readings: tuple[Reading, ...]
-    attempts: tuple[Attempted, ...]
-    aside: tuple[Aside, ...]
-    decided: tuple[Decided, ...]
-
-    @property
-    def nothing(self) -> bool:
-        """Whether the broker knows nothing of it."""
-        return not (self.sent or self.stored or self.aside or self.decided)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as a dict for JSON."""
-        return {
-            "sent": self.sent and self.sent.as_dict(),
-            "stored": self.stored and _plain(self.stored),
-            "subscriptions": [_plain(one) for one in self.readings],
-            "attempts": [_plain(one) for one in self.attempts],
-            "set_aside": [_plain(one) for one in self.aside],
-            "decided": [_plain(one) for one in self.decided],
-        }
+BODY = """
+SELECT body FROM saf.{log} WHERE shard = %(shard)s AND txid = %(txid)s::xid8 AND id = %(id)s
+"""
 
 
 def stay(
@@ -200,43 +113,79 @@ def stay(
     message_id: UUID,
     key: str | None = None,
     *,
+    about: datetime | None = None,
+    places: Mapping[str, str] = NOWHERE,
     seconds: float = SECONDS,
+    look_seconds: float | None = None,
 ) -> Stay:
     """Return what a broker knows of a message. Only reads.
 
     Args:
         connection: in autocommit.
         message_id: of the message.
-        key: its key, if it is known to have one; finds it in one shard.
+        key: its key, if it is known to have one: then only its shard is looked through.
+        about: when it was sent, if that is known: then it is looked for there first.
+        places: for each log, where an earlier search has said to go on.
         seconds: the bound of a statement.
+        look_seconds: how long to look through both logs; None: as long as a statement.
 
     Raises:
-        UsageError: it takes longer.
+        UsageError: a statement takes longer.
         Restored: the cursors do not say how far the broker is.
     """
-    sent = outbox.details(connection, message_id, key=key, seconds=seconds)
     params: dict[str, Any] = {"message_id": message_id}
+    until = time.monotonic() + (seconds if look_seconds is None else look_seconds)
+    there, here = Search(), Search()
+    sent: Details | None = None
     try:
         with connection.transaction():
-            connection.execute("SET TRANSACTION READ ONLY")
-            connection.execute(BY_INDEX)
-            connection.execute(TIMEOUT, {"milliseconds": str(max(1, round(seconds * 1000)))})
-            stored = _stored(connection, message_id, key or (sent.message.key if sent else None))
+            connection.execute(BOUNDS.format(milliseconds=max(1, round(seconds * 1000))))
+            slots = finding.written(connection) if key is None else {}
+            if key is None:
+                half = (until - time.monotonic()) / 2
+                there = finding.find(
+                    connection,
+                    "outbox",
+                    message_id,
+                    slots["outbox"],
+                    seconds=half,
+                    about=about,
+                    place=places.get("outbox"),
+                )
+            if there.row is not None or key is not None:
+                which = there.row or message_id
+                sent = outbox.details(connection, which, key=key, seconds=seconds)
+            if key is None:
+                here = finding.find(
+                    connection,
+                    "inbox",
+                    message_id,
+                    slots["inbox"],
+                    seconds=until - time.monotonic(),
+                    about=about or (sent.message.created_at if sent else None),
+                    place=places.get("inbox"),
+                )
+            stored = _stored(connection, message_id, here.row, key)
             readings: tuple[Reading, ...] = ()
             if stored is not None:
+                refuse(connection)
                 with psycopg.Cursor(connection, row_factory=class_row(Reading)) as cursor:
                     readings = (*cursor.execute(READERS, asdict(stored)).fetchall(),)
-            with psycopg.Cursor(connection, row_factory=dict_row) as rows:
-                parked = [_parked(row) for row in rows.execute(PARKED, params)]
-                dead = [Aside(state="dead", **row) for row in rows.execute(DEAD, params)]
-            with psycopg.Cursor(connection, row_factory=class_row(Attempted)) as tries:
-                attempts = tries.execute(ATTEMPTED, params).fetchall()
-            with psycopg.Cursor(connection, row_factory=class_row(Decided)) as some:
-                decided = some.execute(DECIDED, params).fetchall()
+            connection.execute(SCANS)
+            ((is_aside, was_tried, is_audited),) = fetch(connection, ANY_MORE, params)
+            parked, dead = _aside(connection, params) if is_aside else ([], [])
+            attempts: list[Attempted] = []
+            if was_tried:
+                with psycopg.Cursor(connection, row_factory=class_row(Attempted)) as tries:
+                    attempts = tries.execute(ATTEMPTED, params).fetchall()
+            decided: list[Decided] = []
+            if is_audited:
+                with psycopg.Cursor(connection, row_factory=class_row(Decided)) as some:
+                    decided = some.execute(DECIDED, params).fetchall()
     except psycopg.errors.QueryCanceled:
         raise UsageError(
-            f"it took longer than {seconds:g} s to look for message {message_id}: name its key, "
-            "from which the shard follows"
+            f"it took longer than {seconds:g} s to look for message {message_id}: say when it was "
+            "sent, or its key, from which the shard follows"
         ) from None
     return Stay(
         sent=sent,
@@ -245,32 +194,44 @@ def stay(
         attempts=tuple(attempts),
         aside=(*parked, *dead),
         decided=tuple(decided),
+        unfinished={
+            log: one for log, one in (("outbox", there), ("inbox", here)) if one.place is not None
+        },
     )
 
 
 def body(connection: psycopg.Connection[Any], there: Stay) -> bytes | None:
     """Return the body of a message where a broker has it; None if it has it no more."""
-    if there.sent is not None:
-        return outbox.body(connection, there.sent.message.id)
-    if there.stored is not None:
-        found = fetch(connection, BODY, asdict(there.stored))
-        return bytes(found[0][0]) if found else None
+    for log, one in (("outbox", there.sent and there.sent.row), ("inbox", there.stored)):
+        if one is not None:
+            found = fetch(connection, BODY.format(log=log), asdict(one))
+            return bytes(found[0][0]) if found else None
     return None
 
 
+def _aside(
+    connection: psycopg.Connection[Any], params: Mapping[str, Any]
+) -> tuple[list[Aside], list[Aside]]:
+    with psycopg.Cursor(connection, row_factory=dict_row) as rows:
+        return (
+            [_parked(row) for row in rows.execute(PARKED, params)],
+            [Aside(state="dead", **row) for row in rows.execute(DEAD, params)],
+        )
+
+
 def _stored(
-    connection: psycopg.Connection[Any], message_id: UUID, key: str | None
+    connection: psycopg.Connection[Any], message_id: UUID, row: Row | None, key: str | None
 ) -> Stored | None:
-    ((shards,),) = fetch(connection, SHARDS)
-    params: dict[str, Any] = {
-        "message_id": message_id,
-        "shard": shard_of(key or str(message_id), shards),
-    }
+    if row is None and key is None:
+        return None
+    params: dict[str, Any] = {"message_id": message_id, "id": None, "txid": None}
+    if row is not None:
+        params |= asdict(row)
+    else:
+        ((shards,),) = fetch(connection, SHARDS)
+        params["shard"] = shard_of(key or "", shards)
     with psycopg.Cursor(connection, row_factory=class_row(Stored)) as cursor:
-        found = cursor.execute(STORED, params).fetchone()
-        if found is None and key is None:
-            found = cursor.execute(STORED, params | {"shard": None}).fetchone()
-    return found
+        return cursor.execute(STORED, params).fetchone()
 
 
 def _parked(row: dict[str, Any]) -> Aside:
@@ -290,13 +251,3 @@ def _parked(row: dict[str, Any]) -> Aside:
         attempts=row["attempts"],
         next_attempt_at=row["next_attempt_at"],
     )
-
-
-def _plain(one: Any) -> dict[str, Any]:
-    known: dict[type, Callable[[Any], Any]] = {UUID: str, datetime: datetime.isoformat}
-    plain = {k: known.get(type(v), lambda same: same)(v) for k, v in asdict(one).items()}
-    plain.pop("txid", None)
-    if plain.get("headers") is not None:
-        with suppress(ValueError, RecursionError):  # as text if Python cannot decode them
-            plain["headers"] = json.loads(plain["headers"])
-    return plain

@@ -17,7 +17,7 @@ from psycopg.rows import class_row
 from saf.broker.restored import refuse
 from saf.database import fetch
 from saf.errors import ranges
-from saf.log.backlog import Backlog, backlogs
+from saf.log.backlog import LOOK, Backlog, backlogs
 
 MEMBERS = """
 SELECT subscription_id, name, joined_at, stopping,
@@ -100,14 +100,16 @@ class Membership:
         return said
 
 
-def memberships(connection: psycopg.Connection[Any]) -> list[Membership]:
+def memberships(connection: psycopg.Connection[Any], *, look: int = LOOK) -> list[Membership]:
     """Return the members of each subscription of a broker, those of the outbox first. Only reads.
+
+    Of what a shard has left, ``look`` messages are read at most, and the rest is estimated.
 
     Raises:
         Restored: its cursors do not say what is left.
     """
     refuse(connection)
-    found = backlogs(connection)
+    found = backlogs(connection, look=look)
     with psycopg.Cursor(connection, row_factory=class_row(MemberRow)) as cursor:
         members = cursor.execute(MEMBERS).fetchall()
     ((now,),) = fetch(connection, NOW)

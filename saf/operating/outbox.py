@@ -33,6 +33,7 @@ from saf.database import fetch
 from saf.errors import UsageError
 from saf.limits import HEADERS_READABLE
 from saf.log.cursor import BY_INDEX
+from saf.log.finding import Row
 from saf.log.ring import SLOT_ROWS, SLOTS
 from saf.log.shards import LAST, shard_of
 from saf.setaside.dead import SHOWN
@@ -124,12 +125,13 @@ ONE = f"""
 SELECT o.id, o.shard, {COMPLETE} AS complete, o.from_service, o.to_broker::text AS to_broker,
        o.conversation_id::text AS conversation_id, o.sequence,
        CASE WHEN {HEADERS_READABLE} THEN o.headers::text END AS headers,
-       o.deliver_at, o.expires_at, c.batch, {SHOWN_OF_MESSAGE}
+       o.deliver_at, o.expires_at, o.txid::text AS txid, c.batch, {SHOWN_OF_MESSAGE}
 FROM saf.outbox o JOIN ({CURSORS}) AS c ON c.shard = o.shard
 WHERE $which ORDER BY o.id LIMIT 1
 """
 BY_ID = f"o.id / {SLOT_ROWS} %% {SLOTS} = %(slot)s AND o.id = %(id)s"
 BY_MESSAGE_ID = "o.message_id = %(message_id)s"
+BY_ROW = "o.shard = %(shard)s::smallint AND o.txid = %(txid)s::xid8 AND o.id = %(id)s"
 IN_SHARD = " AND o.shard = %(shard)s::smallint"
 BODY = f"SELECT body FROM saf.outbox o WHERE {BY_ID}"
 
@@ -244,12 +246,13 @@ class Details:
     expires_at: datetime | None
     batch: int
     """The batch that the forwarder has, or had last, in hand of this shard."""
+    row: Row
     set_aside: tuple[dict[str, Any], ...]
     """Where it is set aside, with why: a message of a topic may be so for several destinations."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the message as a dict for JSON."""
-        plain = {name: value for name, value in asdict(self).items() if name != "message"}
+        plain = {n: value for n, value in asdict(self).items() if n not in ("message", "row")}
         for name in ("deliver_at", "expires_at"):
             plain[name] = plain[name] and plain[name].isoformat()
         if self.headers is not None:
@@ -260,12 +263,12 @@ class Details:
 
 def details(
     connection: psycopg.Connection[Any],
-    which: int | UUID,
+    which: int | UUID | Row,
     *,
     key: str | None = None,
     seconds: float = SECONDS,
 ) -> Details | None:
-    """Return one message of an outbox by its id or message_id; None if there is none.
+    """Return one message of an outbox by its id or message_id, or where it was found; or None.
 
     An id is found in its slot; a message_id in its shard if the message has no key, or ``key`` says
     which it has. Otherwise the whole log is read.
@@ -277,7 +280,9 @@ def details(
     refuse(connection)
     params: dict[str, Any] = {"shard": None}
     with _bounded(connection, seconds):
-        if isinstance(which, int):
+        if isinstance(which, Row):
+            rows = _rows(connection, ONE.replace("$which", BY_ROW), asdict(which))
+        elif isinstance(which, int):
             params |= {"slot": which // SLOT_ROWS % SLOTS, "id": which}
             rows = _rows(connection, ONE.replace("$which", BY_ID), params)
         else:
@@ -298,6 +303,7 @@ def details(
     )
     return Details(
         message=message,
+        row=Row(id=row["id"], shard=row["shard"], txid=row["txid"]),
         set_aside=tuple({k: v for k, v in one.items() if k != "id"} for one in aside),
         **{name: row[name] for name in names},
     )

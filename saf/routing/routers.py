@@ -157,19 +157,27 @@ def load(router: Router) -> Callable[[Any], Any]:
     Raises:
         ConfigurationError: it cannot be imported here, or is not a function.
     """
-    module, _, name = router.expression.partition(":")
+    return imported(f"router {router.service!r}", router.expression)
+
+
+def imported(whose: str, name: str) -> Callable[[Any], Any]:
+    """Import a function, ``module:function``, that somebody has written; ``whose`` names its user.
+
+    Raises:
+        ConfigurationError: it cannot be imported here, or is not a function.
+    """
+    module, _, path = name.partition(":")
     try:
-        function = attrgetter(name)(import_module(module))
+        function = attrgetter(path)(import_module(module))
     except Exception as error:
         raise ConfigurationError(
-            f"router {router.service!r} cannot load {router.expression!r} "
-            f"({type(error).__name__}: {error}): its module has to be importable wherever the "
-            "forwarder and its tasks run, by PYTHONPATH or spark-submit's --py-files"
+            f"{whose} cannot load {name!r} ({type(error).__name__}: {error}): its module has to be "
+            "importable wherever the forwarder and its tasks run, by PYTHONPATH or spark-submit's "
+            "--py-files"
         ) from error
     if not callable(function):
         raise ConfigurationError(
-            f"router {router.service!r}: {router.expression!r} is no function, but a "
-            f"{type(function).__name__}"
+            f"{whose}: {name!r} is no function, but a {type(function).__name__}"
         )
     return function  # type: ignore[no-any-return] # whatever it takes
 

@@ -3,21 +3,23 @@
 Lanes are what most people ask for (`saf.setaside.waiting`); this is for whoever has to do with
 single messages. `saf.operating.decide_parked` has what a person does with them.
 
-Not every parked message is a person's to decide about (`FREE`). These stay parked:
+Not every parked message is a person's to decide about now. Some stay parked, each for a reason
+(`REASONS`): somebody may be about to deliver or to handle it, or it cannot do what is asked. What
+is in the hand of a forwarder, of a receiver or of a member passes within moments:
 
 - what a forwarder's open batch has set aside beyond its position: only while it is here is it known
-  that the batch must not send it as well. This passes within a chunk;
-- what is in doubt: the next run makes a dead letter of it;
-- messages of conversations at their receivers, whose ends know of them; and those that wait there
-  for their time, or for an earlier message;
-- what waits for a receiver that is a member, such as a dispatcher: it may have it in memory.
+  that the batch must not send it as well;
+- a key of a receiver that is a member, such as a dispatcher: it may have messages in memory from
+  the moment at which the key is due. Until `REST_SECONDS` before that, it has not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any, Self
 from uuid import UUID
 
@@ -28,6 +30,23 @@ from saf.database import fetch
 from saf.log.shards import ALL_SHARDS, LAST
 from saf.setaside.dead import SHOWN
 from saf.setaside.lane import BROKER, SAME_LANE, Kind, Lane
+
+REST_SECONDS = 5.0
+"""How much later than now a key of a member is due at least that a person decides about."""
+
+REASONS: Mapping[str, str] = MappingProxyType(
+    {
+        "in_hand": "somebody has it in hand, or will within seconds: decide again in a moment",
+        "doubt": "it may have arrived, so the next run makes a dead letter of it: decide then",
+        "later": "it waits for its deliver_at, and holds nobody up",
+        "ahead": "it waits for an earlier message of its dialog, without which it means nothing",
+        "no_end": "the end of its dialog is not here: nobody could be told",
+        "dialog": "the other end of its dialog is where it is",
+        "there": "it waits for that destination already",
+        "arrived": "it has arrived where it is handled: only a forwarder's messages go elsewhere",
+    }
+)
+"""Why a message stays parked, for people."""
 
 # The newest version of each cursor, as in saf.log.shards
 TAKEN = f"""
@@ -41,18 +60,31 @@ taken AS MATERIALIZED (
     WHERE c.subscription_id = s.subscription_id AND c.shard = h.shard
       AND CASE WHEN s.log = 'outbox' THEN c.open IS NOT NULL ELSE c.owner IS NOT NULL END)
 """
-FREE = f"""
-CASE WHEN s.log = 'outbox'
-     THEN p.kind <> '{Kind.DOUBT}'
-          AND (%(to)s::text IS NULL OR p.conversation_id IS NULL AND p.destination <> %(to)s)
-     ELSE p.kind = '{Kind.KEY}' AND p.conversation_id IS NULL AND %(to)s::text IS NULL END
-AND NOT EXISTS (
-    SELECT FROM taken t
-    WHERE (t.subscription_id, t.shard) = (p.subscription_id, p.shard)
-      AND (t.log = 'inbox' OR p.id > t.position AND p.parked_at >= t.opened_at))
+RESTS = f"""EXISTS (
+    SELECT FROM saf.backoff b
+    WHERE {SAME_LANE} AND NOT b.awaits_handler
+      AND b.next_attempt_at > clock_timestamp() + make_interval(secs => {REST_SECONDS}))"""
+STAYS = f"""
+CASE WHEN s.log = 'inbox' AND %(to)s::text IS NOT NULL THEN 'arrived'
+     WHEN p.kind = '{Kind.DOUBT}' THEN 'doubt'
+     WHEN p.kind = '{Kind.LATER}' THEN 'later'
+     WHEN p.kind = '{Kind.AHEAD}' THEN 'ahead'
+     WHEN s.log = 'inbox' AND p.from_initiator IS NOT NULL AND NOT EXISTS (
+         SELECT FROM saf.conversation d
+         WHERE d.conversation_id = p.conversation_id AND d.is_initiator = NOT p.from_initiator)
+     THEN 'no_end'
+     WHEN %(to)s::text IS NOT NULL AND p.conversation_id IS NOT NULL THEN 'dialog'
+     WHEN p.destination = %(to)s::text THEN 'there'
+     WHEN EXISTS (
+         SELECT FROM taken t
+         WHERE (t.subscription_id, t.shard) = (p.subscription_id, p.shard)
+           AND CASE WHEN t.log = 'inbox' THEN NOT {RESTS}
+                    ELSE p.id > t.position AND p.parked_at >= t.opened_at END)
+     THEN 'in_hand' END
 """
-"""SQL: whether a person may decide about the message p of the subscription s; ``to`` is where it is
-to be redirected, or NULL."""
+"""SQL: why a person may not decide about the message p of the subscription s, one of `REASONS`; or
+NULL. ``to`` is where it is to be redirected, or NULL."""
+FREE = f"({STAYS}) IS NULL"
 
 CHOSEN = """
 FROM saf.parked p JOIN saf.subscription s USING (subscription_id)
@@ -74,15 +106,16 @@ SELECT p.parked_id, s.name AS subscription, p.destination, p.kind, p.subject,
        {BROKER.replace("broker,", "p.broker,")}, p.parked_at, p.message_id,
        left(p.to_service, {SHOWN}) AS service, left(p.key, {SHOWN}) AS key,
        left(p.message_type, {SHOWN}) AS message_type, octet_length(p.body) AS bytes,
-       p.created_at, {FREE} AS free,
+       p.created_at, {STAYS} AS stays,
        (SELECT b.error FROM saf.backoff b WHERE {SAME_LANE}) AS error
 {CHOSEN} ORDER BY p.parked_id LIMIT %(limit)s
 """
 
 COUNT = f"""
 WITH {TAKEN}
-SELECT count(*) FILTER (WHERE free), max(parked_id) FILTER (WHERE free), count(*)
-FROM (SELECT p.parked_id, {FREE} AS free {CHOSEN} ORDER BY p.parked_id LIMIT %(most)s) AS found
+SELECT stays, count(*), max(parked_id)
+FROM (SELECT p.parked_id, {STAYS} AS stays {CHOSEN} ORDER BY p.parked_id LIMIT %(most)s) AS found
+GROUP BY 1 ORDER BY 1
 """
 
 LAST_PARKED = "SELECT coalesce(max(parked_id), 0) FROM saf.parked"
@@ -119,10 +152,15 @@ class ParkedCount:
     """Those that a person may decide about."""
     through: int | None
     """The greatest of their numbers; None if there are none."""
-    staying: int
-    """Those that match too, and stay parked whatever is decided."""
+    stays: Mapping[str, int]
+    """Those that match too, and stay parked whatever is decided, by why; see `REASONS`."""
     more: bool
     """There are more, which were not counted."""
+
+    @property
+    def staying(self) -> int:
+        """How many stay."""
+        return sum(self.stays.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,10 +180,15 @@ class ParkedMessage:
     message_type: str | None
     bytes: int
     created_at: datetime
-    free: bool
-    """Whether a person may decide about it now."""
+    stays: str | None
+    """Why nobody may decide about it now, one of `REASONS`; None: a person may."""
     error: str | None
     """What its lane waits for."""
+
+    @property
+    def free(self) -> bool:
+        """Whether a person may decide about it now."""
+        return self.stays is None
 
     @property
     def lane(self) -> Lane:
@@ -160,6 +203,7 @@ class ParkedMessage:
     def as_dict(self) -> dict[str, Any]:
         """Return the message as a dict for JSON."""
         plain = {name: value for name, value in asdict(self).items() if value is not None}
+        plain["free"] = self.free
         broker = plain.pop("broker", None)
         # must not be mistaken for the broker that it is parked at
         more = {} if broker is None else {"to_broker": str(broker)}
@@ -185,13 +229,29 @@ def count(
 ) -> ParkedCount:
     """Count the parked messages that a filter matches, up to ``most``, in the order of parking."""
     params = asdict(chosen) | {"most": most + 1, "to": to}
-    ((messages, through, found),) = fetch(connection, COUNT, params)
+    rows = fetch(connection, COUNT, params)
+    free = [(count, through) for stays, count, through in rows if stays is None]
+    ((messages, through),) = free or [(0, None)]
     return ParkedCount(
         messages=min(messages, most),
         through=through,
-        staying=found - messages,
-        more=found > most,
+        stays={stays: count for stays, count, _ in rows if stays is not None},
+        more=sum(count for _, count, _ in rows) > most,
     )
+
+
+def reasons(counts: Iterable[ParkedCount]) -> dict[str, int]:
+    """Return how many messages stay, by why, for people.
+
+    >>> one = ParkedCount(messages=0, through=None, stays={"later": 2}, more=False)
+    >>> reasons([one, one])
+    {'it waits for its deliver_at, and holds nobody up': 4}
+    """
+    found: Counter[str] = Counter()
+    for one in counts:
+        for why, number in one.stays.items():
+            found[REASONS[why]] += number
+    return dict(found)
 
 
 def last(connection: psycopg.Connection[Any]) -> int:

@@ -52,7 +52,7 @@ class _Parked(Parked):
 
 # The lanes that hold up most come first; messages are counted only for the lanes that are shown.
 # Messages that are ahead of others have no time, so their lane has no backoff; nor has a lane that
-# somebody has taken from.
+# somebody has taken from. Which lanes there are, the index alone says.
 PARKED = f"""
 SELECT subscription, destination, kind, subject, {BROKER}, attempts, next_attempt_at, due, error,
        since, awaits_handler, message_type, lanes,
@@ -66,10 +66,9 @@ FROM (SELECT w.*, s.name AS subscription, s.log, next_attempt_at <= now() AS due
             SELECT subscription_id, {THE_LANE}, 0, timestamptz '{BLOCKED}',
                    CASE kind WHEN '{Kind.AHEAD}' THEN 'an earlier message of the dialog is missing'
                              ELSE 'nothing in saf.backoff says when it is tried' END,
-                   min(parked_at), false, NULL
-            FROM saf.parked b
-            WHERE NOT EXISTS (SELECT FROM saf.backoff p WHERE {SAME_LANE})
-            GROUP BY 1, 2, 3, 4, 5) AS w
+                   (SELECT min(parked_at) FROM saf.parked p WHERE {SAME_LANE}), false, NULL
+            FROM (SELECT DISTINCT subscription_id, {THE_LANE} FROM saf.parked) AS b
+            WHERE NOT EXISTS (SELECT FROM saf.backoff p WHERE {SAME_LANE})) AS w
       JOIN saf.subscription s USING (subscription_id)
       WHERE (%(subscription)s::text IS NULL OR s.name = %(subscription)s)
         AND (%(destination)s::text IS NULL OR w.destination = %(destination)s)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from saf.engine.work import Work
+from saf.errors import Unavailable
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -40,13 +41,27 @@ def rows(spark: SparkSession, numbered: Sequence[Numbered]) -> DataFrame:
     return spark.createDataFrame(packed.map(lambda one: (bytearray(one),)), f"{ITEM} binary")
 
 
+def unbroken(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Give what Spark hands a task.
+
+    If that breaks off, because what Spark evaluates has failed, then this is no message's fault.
+
+    Raises:
+        Unavailable: it has broken off.
+    """
+    try:
+        yield from batches
+    except Exception as error:  # of Arrow, of the socket, or of PySpark's own protocol
+        raise Unavailable("Spark", f"what it hands a task has broken off ({error})") from error
+
+
 def taken(batches: Iterator[pa.RecordBatch]) -> tuple[bytes, Iterator[pa.RecordBatch]]:
-    """Return the packed item of a partition, and the rest of the partition."""
+    """Return the packed item of a partition, and the rest of the partition, `unbroken`."""
     first = next(batches)
 
     def rest() -> Iterator[pa.RecordBatch]:
         if first.num_rows > 1:
             yield first.slice(1)
-        yield from batches
+        yield from unbroken(batches)
 
     return first[ITEM][0].as_py(), rest()

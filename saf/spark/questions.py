@@ -66,7 +66,7 @@ def _queries(
     item: Work, services: list[str], columns: Iterable[str], max_bytes: int
 ) -> Iterator[str]:
     """Give the queries for the parked messages that may go on now, and for the batch by id."""
-    more = [_as_text(name, max_bytes) for name in columns]
+    more = [as_text(name, max_bytes) for name in columns]
     some = f"to_service = ANY ({sql.Literal(services).as_string(None)})"
     lanes = [lane for lane in item.waiting if lane.due and not lane.destination]
     if lanes:
@@ -77,7 +77,8 @@ def _queries(
     yield f"SELECT * FROM ({rows}) AS batch WHERE {some} ORDER BY id"
 
 
-def _as_text(name: str, max_bytes: int) -> str | sql.Composable:
+def as_text(name: str, max_bytes: int) -> str | sql.Composable:
+    """Return a column as Spark sees it: a large body is NULL, ids and JSON are text."""
     if (column := bounded(name, max_bytes)) != name:
         return column
     if EXPRESSED[name] == "string":

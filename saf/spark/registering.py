@@ -17,11 +17,12 @@ def register(spark: SparkSession) -> None:
     require_packages()
     from pyspark.errors import PySparkException
 
-    from saf.spark.table.source import SLOTS, with_slots
+    from saf.spark.remote import slots as asked
+    from saf.spark.table.source import with_slots
 
     try:
         slots = spark.sparkContext.defaultParallelism
     except (PySparkException, AttributeError):  # a session of Spark Connect has no context
-        slots = SLOTS
+        slots = asked(spark)
     spark.conf.set(PUSHDOWN, "true")
     spark.dataSource.register(with_slots(slots))

@@ -163,7 +163,7 @@ def connected(remote: str, conf: Mapping[str, str]) -> SparkSession:
     return session
 
 
-def slots(spark: SparkSession) -> int:
+def slots(spark: Any) -> int:
     """Ask a cluster what it has; return how many tasks it runs at a time.
 
     Raises:
@@ -179,7 +179,7 @@ def slots(spark: SparkSession) -> int:
         if "No module named" not in str(error) and "PYTHON_VERSION_MISMATCH" not in str(error):
             raise
         raise ConfigurationError(
-            "the Python of the cluster's tasks cannot forward; it needs the Python of this "
+            "the Python of the cluster's tasks has not what saf needs: it takes the Python of this "
             f"machine and saf-outbox[forwarder]=={version('saf-outbox')}: {first_line(error)}"
         ) from None
     here = version("saf-outbox")

@@ -57,6 +57,10 @@ class SparkRunner:
 
         try:
             self.spark.setJobGroup(group, "saf forward", interruptOnCancel=True)
+            if rules.transforms:
+                from saf.spark import transforms  # needs Arrow at the driver
+
+                return transforms.receipts(work, rules, group)
             if any(router.kind == SQL for item in work for router in item.routes.routers):
                 from saf.spark.answers import receipts  # needs Arrow at the driver
 

@@ -180,7 +180,8 @@ def start(
     from pyspark.logger import PySparkLogger
 
     # whoever has asked tells what an expression raises; PySpark would print it with its stack
-    PySparkLogger.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL + 1)
+    for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
+        PySparkLogger.getLogger(name).setLevel(logging.CRITICAL + 1)
     if submitted and SparkContext._active_spark_context is None:
         SparkContext._ensure_initialized()
         reach(SparkConf().get("spark.master") or "")

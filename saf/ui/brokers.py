@@ -72,12 +72,20 @@ class Brokers:
         self, action: Action[T], names: Iterable[str] | None = None, *, seconds: float | None = None
     ) -> Answers[T]:
         """Ask some brokers, by default all; ``seconds`` is the patience. Raises nothing."""
+        asked = self._places() if names is None else names
+        return self.ask_each(dict.fromkeys(asked, action), seconds=seconds)
+
+    def ask_each(
+        self, actions: Mapping[str, Action[T]], *, seconds: float | None = None
+    ) -> Answers[T]:
+        """Ask brokers, each by its name something of its own; otherwise as `ask`."""
         places = self._places()
         patience = PATIENCE_SECONDS if seconds is None else seconds
-        asked = [*places] if names is None else [name for name in names if name in places]
         jobs: dict[str, Future[T]] = {}
         errors: dict[str, SafError] = {}
-        for name in asked:
+        for name, action in actions.items():
+            if name not in places:
+                continue
             if (error := self._resting(name)) is not None:
                 errors[name] = error
             else:

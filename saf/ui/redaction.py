@@ -58,6 +58,8 @@ class Redaction:
 
     def body(self, body: bytes) -> str:
         """Return a body as it may be shown: JSON with its lines, text, or how many bytes it has."""
+        from jsonpath.exceptions import JSONPathRecursionError
+
         try:
             text = body.decode()
         except UnicodeDecodeError:
@@ -65,14 +67,17 @@ class Redaction:
         try:
             found = json.loads(text)
         except RecursionError:
-            return f"{len(body):,} bytes of JSON, nested too deeply to be shown"
+            return _too_deep(body)
         except ValueError:
             if self._paths and text.lstrip()[:1] in ("{", "["):
                 return f"{len(body):,} bytes that look like JSON, but are none: not shown"
             return _some(shown(text, lines=True))
-        for path in self._paths:
-            for match in path.finditer(found):
-                found = _without(found, match.parts)
+        try:
+            for path in self._paths:
+                for match in path.finditer(found):
+                    found = _without(found, match.parts)
+        except JSONPathRecursionError:
+            return _too_deep(body)
         return _some(shown(json.dumps(found, indent=2, ensure_ascii=False), lines=True))
 
     def error(self, text: object) -> str:
@@ -97,6 +102,10 @@ def _without(document: Any, parts: Sequence[Any]) -> Any:
     if isinstance(inner, dict | list):
         inner[parts[-1]] = HIDDEN
     return document
+
+
+def _too_deep(body: bytes) -> str:
+    return f"{len(body):,} bytes of JSON, nested too deeply to be shown"
 
 
 def _text(value: object) -> str:

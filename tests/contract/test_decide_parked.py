@@ -16,14 +16,16 @@ from saf.errors import Unavailable
 from saf.failpoints import arm
 from saf.operating import decide_parked
 from saf.operating.bulk import in_chunks
-from saf.setaside import audit, parked_messages
+from saf.setaside import audit, parked_messages, waiting
 from saf.setaside.parked_messages import ParkedFilter
 from tests.destinations import NOWHERE, count, know, route, send_to
-from tests.dialogs import ERROR, WAREHOUSE, begin, say
+from tests.dialogs import ERROR, SHOP, WAREHOUSE, begin, say
+from tests.dialogs import forward as forward_dialogs
 from tests.dialogs import prepare as prepare_dialogs
 from tests.dialogs import receive as receive_said
 from tests.dying import Crash
 from tests.dying import crash as die
+from tests.endpoints import Got, Partner, Reply, dispatcher, dispatching, serving
 from tests.pipeline import (
     Cycle,
     bodies,
@@ -33,10 +35,15 @@ from tests.pipeline import (
     let_time_pass,
     new_member,
 )
-from tests.receivers import SUBSCRIPTION, effect, effects, prepare, put
+from tests.processors import Poisoned, prepare_processors
+from tests.receivers import SUBSCRIPTION, effect, effects, prepare, put, running
 from tests.waits import until
 
 ANY = ParkedFilter()
+LATER = """
+UPDATE saf.backoff SET next_attempt_at = now() + interval '1 h'
+WHERE next_attempt_at > now() + interval '1 s'
+"""
 TO_OTHER = partial(decide_parked.redirect, to="other")
 
 
@@ -243,8 +250,8 @@ def failing(mom: Dsn) -> None:
     put(mom, "1", "2", "3", key="k")
     receive(mom, failing="1")
     with connect(mom) as connection:
-        waiting = parked_messages.parked_messages(connection, ANY)
-    assert [(one.kind, one.subject, one.free) for one in waiting] == [("key", "k", True)] * 3
+        found = parked_messages.parked_messages(connection, ANY)
+    assert [(one.kind, one.subject, one.free) for one in found] == [("key", "k", True)] * 3
 
 
 def receive(mom: Dsn, *, failing: str = "") -> None:
@@ -275,13 +282,109 @@ def test_nobody_decides_about_what_a_receiver_has_in_hand(mom: Dsn) -> None:
             (first,) = delivery
             assert first.text() == "1"
             assert decide_parked.discard(connection, ANY, "") == []
+        assert len(decide_parked.discard(connection, ANY, "")) == 2
+
+
+@pytest.mark.usefixtures("failing")
+def test_of_a_members_shards_only_keys_that_rest_are_decided_about(mom: Dsn) -> None:
+    """It may have read others, and be handling them."""
+    with connect(mom) as connection:
         member = new_member(connection)
         connection.execute("UPDATE saf.cursor SET owner = %s", [member.member_id])
-        found = parked_messages.count(connection, ANY, 100)
-        assert (found.messages, found.staying) == (0, 2)
-        assert decide_parked.discard(connection, ANY, "") == []
+        for due in ("now()", "now() + interval '4 s'"):
+            connection.execute(f"UPDATE saf.backoff SET next_attempt_at = {due}")
+            found = parked_messages.count(connection, ANY, 100)
+            assert (found.messages, found.stays) == (0, {"in_hand": 3})
+            assert decide_parked.discard(connection, ANY, "") == []
+        connection.execute("UPDATE saf.backoff SET next_attempt_at = now() + interval '1 h'")
+        assert parked_messages.count(connection, ANY, 100).messages == 3
+        assert len(decide_parked.discard(connection, ANY, "")) == 3
+        # the member forgets the lane when it finds it empty: it may be about to park in it
+        ((wait,),) = fetch(connection, "SELECT next_attempt_at <= now() FROM saf.backoff")
+        assert (count(mom, "parked"), wait) == (0, True)
+
+
+@pytest.mark.usefixtures("failing")
+def test_a_decision_that_takes_so_long_that_a_member_may_have_read_the_key_is_undone(
+    mom: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decide_parked, "LONGEST_SECONDS", 0.0)
+    with connect(mom) as connection:
+        member = new_member(connection)
+        connection.execute("UPDATE saf.cursor SET owner = %s", [member.member_id])
+        connection.execute("UPDATE saf.backoff SET next_attempt_at = now() + interval '1 h'")
+        with pytest.raises(Unavailable, match="decide about fewer"):
+            decide_parked.discard(connection, ANY, "")
+        assert (count(mom, "parked"), actions(connection)) == (3, [])
         connection.execute("UPDATE saf.cursor SET owner = NULL")
-        assert len(decide_parked.discard(connection, ANY, "")) == 2
+        assert len(decide_parked.discard(connection, ANY, "")) == 3
+
+
+def test_what_a_dispatcher_has_parked_is_given_up_while_it_runs(mom: Dsn) -> None:
+    async def answer(got: Got) -> Reply:
+        return (503 if got.body == b"1" else 204), {}, b""
+
+    prepare(mom)
+    with serving(Partner(answer=answer)) as partner, connect(mom) as connection:
+        put(mom, "1", "2", key="k")
+        with dispatching(dispatcher(mom, partner)):
+            until(lambda: count(mom, "parked") == 2)
+            # it has nothing of the key in memory as long as the key is not due
+            until(lambda: connection.execute(LATER).rowcount)
+            first = ParkedFilter(through=_number(connection, 0))
+            until(lambda: decide_parked.discard(connection, first, "never mind"))
+            put(mom, "3", key="k")
+            until(lambda: count(mom, "parked") == 2)
+            assert waiting.retry_now(connection) == 1
+            until(lambda: len(partner.accepted) == 2)
+            until(lambda: count(mom, "backoff") == 0)
+        assert [got.body for got in partner.accepted] == [b"2", b"3"]
+
+
+def test_what_processors_have_parked_is_given_up_while_they_run(mom: Dsn) -> None:
+    prepare_processors(mom)
+    put(mom, "bad", "2", key="k")
+    policy = saf.Policy(first_wait_seconds=3600, longest_wait_seconds=3600)
+    with running(saf.Processors(mom, SUBSCRIPTION, Poisoned, policy=policy)):
+        until(lambda: count(mom, "parked") == 2)
+        with connect(mom) as connection:
+            until(lambda: decide_parked.discard(connection, ParkedFilter(key="k"), ""))
+        put(mom, "1", key="k")
+        until(lambda: effects(mom) == ["1"])
+        until(lambda: count(mom, "backoff") == 0)
+    assert count(mom, "parked") == 0
+
+
+def test_a_dialog_fails_at_both_ends_if_a_message_is_given_up_where_it_had_arrived(
+    app: Dsn, mom: Dsn
+) -> None:
+    prepare_dialogs(app, mom)
+    begin(app, "1", "2", "3")
+    forward_dialogs(app, mom)
+    for _ in range(6):
+        with suppress(ZeroDivisionError), saf.receive(mom, WAREHOUSE) as delivery:
+            for _message in delivery:
+                raise ZeroDivisionError
+    with connect(mom) as connection:
+        parked = parked_messages.parked_messages(connection, ANY)
+        assert {one.kind for one in parked} == {"key"}
+        # it has arrived: it goes nowhere else
+        assert parked_messages.count(connection, ANY, 9, to="other").stays == {
+            "arrived": len(parked)
+        }
+        first = ParkedFilter(through=parked[0].parked_id)
+        assert len(decide_parked.discard(connection, first, "never mind")) == 1
+        assert actions(connection) == [("discard", 1, "never mind", None)]
+    forward_dialogs(app, mom)
+    (error,) = receive_said(app, SHOP)
+    assert error.message_type == ERROR
+    assert "message 1 was given up by postgres: it was parked where it had arrived" in error.text()
+    let_time_pass(mom)
+    assert ERROR in [one.message_type for one in receive_said(mom, WAREHOUSE)]
+    assert count(mom, "parked") == 0
+    for dsn in (app, mom):
+        with connect(dsn) as connection:
+            assert fetch(connection, "SELECT error_code FROM saf.conversation") == [(-7,)]
 
 
 def _number(connection: psycopg.Connection[object], place: int) -> int:

@@ -204,7 +204,10 @@ def test_marks_behind_an_open_transaction_of_another_source_are_waited_for(
         def meanwhile() -> None:
             with closing(events.open("events")) as mine:
                 mine.connect()
-                mine.settings = events.bounded(Bounds(statement_seconds=3))  # type: ignore[attr-defined]
+                short = events.bounded(Bounds(statement_seconds=3))
+                mine.settings = short  # type: ignore[attr-defined]
+                with pytest.raises(Unavailable, match="a transaction that does not end"):
+                    short.known("events", other.source, role="test")
                 with pytest.raises(Unavailable, match="a transaction that does not end"):
                     mine.store(forwarder.chunk(rows), exactly_once=True)
 

@@ -150,11 +150,11 @@ def test_later_batches_come_later_whatever_their_rows_and_however_many_there_are
 ) -> None:
     """The publisher's name goes on to its next generation."""
     forwarder = Forwarder()
-    late = forwarder.messages(4)
+    late, later = forwarder.messages(4), forwarder.messages(4)
     forwarder.number = (1 << BATCH_BITS) - 1
     sent = []
     with closing(events.open("events")) as destination:
-        for rows in (forwarder.messages(4), late, forwarder.messages(4)):
+        for rows in (forwarder.messages(4), late, forwarder.messages(4), later):
             for _ in range(2):
                 forwarder.learn(destination.store(forwarder.chunk(rows), exactly_once=True))
             sent += rows
@@ -207,7 +207,15 @@ def test_the_journal_is_read_from_where_all_was_written_anew(
     monkeypatch.setattr(journal, "ENOUGH_BYTES", 2_000)
     forwarder = Forwarder()
     read: list[int] = []
+    learn = journal.Journal._learn
+
+    def counted(self: journal.Journal, entry: bytes) -> str | None:
+        read[-1] += len(entry)
+        return learn(self, entry)
+
+    monkeypatch.setattr(journal.Journal, "_learn", counted)
     for _ in range(30):
+        read.append(0)
         with closing(events.open("events")) as destination:
             rows = forwarder.messages(4)
             forwarder.learn(destination.store(forwarder.chunk(rows), exactly_once=True))
@@ -216,8 +224,8 @@ def test_the_journal_is_read_from_where_all_was_written_anew(
             there = journal.Journal(
                 connection=one, stream=f"saf-marks.{forwarder.source}", source=forwarder.source
             )
+            read.append(0)
             there.follow()
-            read.append(there._bytes)
             assert there.marks([*forwarder.known])[1] == forwarder.known
     assert max(read) < 6_000
 

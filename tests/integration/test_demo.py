@@ -111,6 +111,20 @@ def test_as_webhooks_it_is_proven_by_what_the_receiver_has(folder: Path) -> None
     assert set(first) == set(run(folder))  # the same line as without
 
 
+def test_a_stream_into_a_lake_that_is_killed_in_the_middle_brings_every_flight_once(
+    folder: Path,
+) -> None:
+    first = run(folder, "--lake")
+    assert is_right(first), first
+    assert (first["streamed_now"], first["killed_now"]) == (FLIGHTS, 1)
+    assert first["delay_minutes"]["sent"] == first["delay_minutes"]["in_the_table"] > 0
+    assert 0 < first["largest_lag"] <= FLIGHTS
+    assert Path(first["chart"]).read_bytes().startswith(b"\x89PNG")
+    second = run(folder, "--lake")
+    assert is_right(second), second
+    assert (second["streamed_now"], second["killed_now"]) == (0, 0)
+
+
 def test_with_routing_each_flight_arrives_once_at_the_store_of_its_airport(folder: Path) -> None:
     origins = Counter(flight["origin"] for flight in islice(read(), FLIGHTS))
     for written in (FLIGHTS, 0):

@@ -364,6 +364,7 @@ def test_the_example_explains_every_setting_and_each_default_is_the_real_one(
     assert set(more["routes"][0]) == set(config.Route.model_fields)
     assert set(more["topics"]["prices"]) == set(config.Topic.model_fields)
     assert set(more["routers"]["departures"]) == set(config.Router.model_fields)
+    assert set(more["transforms"][0]) == set(config.Transform.model_fields)
     shown = {*more["endpoints"]["billing"], "method", "user", "password"}
     assert shown == set(Endpoint.model_fields)
     assert set(more["ui"]) == set(config.Ui.model_fields)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from saf import receive
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
-from tests.pipeline import connect, run, send
+from tests.destinations import NOWHERE, route
+from tests.pipeline import Cycle, connect, forwarding_rules, let_time_pass, run, send
 from tests.programs import configuration, saf
 
 
@@ -48,6 +51,8 @@ def test_a_message_is_followed_from_its_outbox_to_its_subscription(
     assert after["mom"]["stored"]["service"] == "billing"
     (reading,) = [one for one in after["mom"]["subscriptions"] if one["subscription"] == "billing"]
     assert reading["complete"] is False
+    about = after["shop"]["sent"]["created_at"]
+    assert asked(config, message_id, "--sent", about) == after
     shown = saf("message", message_id, "--config", config)
     assert "unread" in shown.stdout
     assert "sent, forwarded" in shown.stdout
@@ -79,6 +84,35 @@ def test_a_dead_letter_and_what_was_decided_about_it_are_told(
     assert [(one["action"], one["why"]) for one in there["decided"]] == [
         ("redirect to mom", "mended")
     ]
+
+
+def test_attempts_at_what_is_parked_are_told_where_it_is_sent_and_where_it_is_received(
+    app: Dsn, mom: Dsn, config: Path
+) -> None:
+    message_id = sent(app, "x", "k")
+    with connect(app) as source:
+        route(source, "billing", "mom")
+    with Cycle(app, forwarding_rules(mom=NOWHERE, other=mom)) as cycle:
+        cycle.run()
+    (aside,) = asked(config, message_id)["shop"]["set_aside"]
+    assert (aside["state"], aside["attempts"]) == ("parked", 1)
+    assert "destination 'mom' is unavailable" in aside["error"]
+    assert aside["next_attempt_at"] > aside["since"]
+    assert "destination 'mom', 1 attempt" in saf("message", message_id, "--config", config).stdout
+    let_time_pass(app)
+    run(app, mom=mom)
+    for _ in range(3):
+        with suppress(ZeroDivisionError), receive(mom, "billing") as delivery:
+            for _message in delivery:
+                raise ZeroDivisionError("no amount")
+    (aside,) = asked(config, message_id)["mom"]["set_aside"]
+    assert (aside["state"], aside["lane"], aside["subscription"]) == (
+        "parked",
+        "key 'k'",
+        "billing",
+    )
+    assert aside["attempts"] >= 1
+    assert "ZeroDivisionError: no amount" in aside["error"]
 
 
 def test_attempts_in_vain_at_an_endpoint_are_told_one_by_one(

@@ -163,7 +163,7 @@ def test_parked_messages_are_listed_counted_discarded_and_redirected(
     ] * 3
     first = str(listed[0]["parked_id"])
     dry = answer("parked", "discard", first, "--dry-run", config=config)
-    assert dry["parked"] == {"shop": {"messages": 1, "stay": 0}}
+    assert dry["parked"] == {"shop": {"messages": 1, "stay": 0, "why": {}}}
     done = saf("parked", "discard", first, "--why", "a test", "--config", config)
     assert done.stdout == "shop: 1 message\n"
     done = saf("parked", "redirect", "--all", "--to", "mum", "--config", config)

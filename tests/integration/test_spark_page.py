@@ -13,7 +13,7 @@ from saf.spark.table.fields import TEXT, schema_of
 from saf.spark.table.options import NAMES
 from saf.spark.table.outgoing import TYPES
 from tests.pages import blocks, page, prepared, shell
-from tests.pipeline import connect, run
+from tests.pipeline import bodies, connect, run
 from tests.programs import BIN
 from tests.programs import run as run_program
 
@@ -47,7 +47,7 @@ def test_a_run_of_the_stream_brings_what_is_there_into_the_lake_and_commits_it(
     prepared(tmp_path, app, mom)
     with connect(app) as source:
         source.execute(SEND)
-    assert "10 in the lake" in recipe("streaming", tmp_path)
+    assert recipe("streaming", tmp_path).splitlines()[-2:] == ["billing 6", "shipping 4"]
     said = shell("".join(blocks(page("spark.md"), "shell")), tmp_path, app, mom)
     assert re.search(r"lake\W+outbox\W+0\W", said), said
     assert "shop: stream lake of the outbox dropped" in said
@@ -66,6 +66,28 @@ def test_the_scoring_job_sends_once_however_often_it_is_run(
                 "WHERE body LIKE '{\"orders%' ORDER BY id"
             ).fetchall()
             assert found == [("k", '{"orders":10}', {"content-type": "application/json"})]
+
+
+def test_the_transform_with_a_join_passes_its_test_and_changes_what_is_forwarded(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    prepared(tmp_path, app, mom)
+    with (tmp_path / "saf.toml").open("a") as file:
+        file.write("".join(blocks(page("transforms.md"), "toml")))
+    (tmp_path / "customers.py").write_text("".join(blocks(page("spark.md"), "transform module")))
+    recipe("transform check", tmp_path)
+    with connect(app) as source:
+        source.execute(
+            "INSERT INTO saf.outbox (to_service, key, body) "
+            """VALUES ('billing', 'k', '{"customer": "c2", "card": "4999"}')"""
+        )
+    script = "PYTHONPATH=\n" + "".join(blocks(page("spark.md"), "transform shell"))
+    script += "".join(blocks(page("transforms.md"), "try"))
+    said = shell(script, tmp_path, app, mom)
+    assert (
+        '"body": "{\\"customer\\":\\"c2\\",\\"name\\":\\"Grace\\",\\"card\\":\\"4111…\\"}"' in said
+    )
+    assert bodies(mom) == ['{"customer":"c2","name":"Grace","card":"4999…"}']
 
 
 def recipe(name: str, folder: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -19,7 +20,9 @@ from saf.routing.routers import add_router
 from saf.routing.routes import add_route
 from saf.spark import remote
 from saf.spark.remote import ConnectRunner
+from saf.spark.table.fields import schema_of
 from tests.connect_server import ConnectServer, connect_server
+from tests.delta_table import rows
 from tests.pipeline import bodies, connect
 from tests.programs import BIN, configuration, environment, last_json, received, run, send
 
@@ -27,6 +30,50 @@ pytestmark = pytest.mark.slow  # its server takes seconds to start
 
 NO_JAVA = {"JAVA_HOME": "/nowhere", "PATH": "/nowhere"}
 PASSWORD = "canary-of-a-password"
+TABLES = """
+import json, sys
+import saf.spark
+from pyspark.sql import SparkSession
+folder, remote = sys.argv[1:]
+spark = SparkSession.builder.remote(remote).getOrCreate()
+saf.spark.register(spark)
+options = {"broker": "app", "config": f"{folder}/saf.toml"}
+said = {}
+
+outbox = spark.read.format("saf").options(log="outbox", **options)
+said["columns"] = outbox.load().columns
+some = outbox.schema("id bigint, key string, text string").load().where("key = 'order 7'")
+said["read"] = [row.text for row in some.orderBy("id").collect()]
+
+def stream(name):
+    reader = spark.readStream.format("saf").options(log="outbox", subscription=name, **options)
+    rows = reader.option("maxRowsPerTrigger", 150).schema("id bigint, text string").load()
+    writer = rows.writeStream.option("checkpointLocation", f"{folder}/{name}")
+    return writer.trigger(availableNow=True)
+
+stream("files").format("parquet").option("path", f"{folder}/parquet").start().awaitTermination()
+said["files"] = sorted(row.text for row in spark.read.parquet(f"{folder}/parquet").collect())
+
+try:
+    stream("none").foreachBatch(saf.spark.to_delta(f"{folder}/none")).start().awaitTermination()
+except Exception as error:
+    said["needed"] = "give to_delta an application" in str(error)
+for run in range(2):
+    into = saf.spark.to_delta(f"{folder}/delta", application="lake")
+    stream("delta").foreachBatch(into).start().awaitTermination()
+
+rows = spark.range(10).selectExpr("'billing' AS service", "'sent ' || id AS body")
+for run in range(2):
+    (rows.orderBy("body").write.format("saf").options(txnAppId="job", txnVersion=1, **options)
+     .mode("append").save())
+epochs = spark.readStream.format("saf").options(log="inbox", subscription="copy", **options)
+epochs = epochs.schema("text string").load()
+epochs = epochs.selectExpr("'billing' AS service", "'copy of ' || text AS body")
+epochs = epochs.writeStream.format("saf").options(**options)
+epochs = epochs.option("checkpointLocation", f"{folder}/copy").trigger(availableNow=True)
+epochs.start().awaitTermination()
+print(json.dumps(said))
+"""
 SLOWER = """
 CREATE FUNCTION slower() RETURNS trigger LANGUAGE plpgsql
 AS $$ BEGIN PERFORM pg_sleep(0.1); RETURN NULL; END $$;
@@ -95,6 +142,36 @@ def test_what_it_cannot_do_is_said_and_everything_else_is_done(
     done = forward(server, config)
     assert bodies(mom) == sent
     assert "classifiers in SQL are not evaluated over Spark Connect" in done.stdout + done.stderr
+
+
+def test_tables_streams_and_sinks_work_there_as_everywhere(
+    server: ConnectServer, app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    sent = send(app, 400)
+    with connect(app) as connection:
+        connection.execute("INSERT INTO saf.inbox (to_service, body) VALUES ('billing', 'one')")
+    configuration(tmp_path / "saf.toml", {"app": with_password(app)}, {"mom": mom})
+    done = run(
+        [sys.executable, "-c", TABLES, str(tmp_path), server.remote],
+        env={"JAVA_HOME": "/nowhere", "PATH": "/nowhere"},
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    said = last_json(done.stdout)
+    assert said["columns"] == schema_of("outbox").fieldNames()
+    assert said["read"] == [one for one in sent if int(one.split()[1]) % 20 == 7]
+    assert said["files"] == sorted(sent)
+    assert said["needed"] is True
+    there = [row["text"] for row in rows(tmp_path / "delta")]
+    assert there == sent
+    with connect(app) as connection:
+        more = connection.execute(
+            "SELECT convert_from(body, 'UTF8') FROM saf.outbox ORDER BY id OFFSET 400"
+        ).fetchall()
+    assert more == [*((f"sent {number}",) for number in range(10)), ("copy of one",)]
+    for file in server.folder.rglob("*"):
+        if file.is_file():
+            assert PASSWORD.encode() not in file.read_bytes(), file
 
 
 def test_after_its_server_was_killed_the_next_run_goes_on(

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ import pytest
 from saf.database import Dsn
 from tests.forwarders import configuration, fill, start
 from tests.pipeline import bodies, connect
+from tests.spark_workers import workers
 
 WAITING = """
 SELECT count(*) FROM pg_stat_activity
@@ -24,21 +25,6 @@ WHERE datname = current_database() AND application_name = 'saf deliver'
 """
 RETRYING = "local[2]"
 NOT_RETRYING = "local[2,1]"
-
-
-def workers(process: subprocess.Popen[str]) -> list[int]:
-    """Those that the daemons of a driver have forked, and no daemon."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    ours = {process.pid}
-    while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
-        ours |= more
-    daemons = [
-        pid for pid in ours if b"saf.spark.daemon" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    return [pid for pid in daemons if parents[pid] in daemons]
 
 
 @contextmanager
@@ -56,7 +42,7 @@ def kill_in_mid_task(process: subprocess.Popen[str], mom: Dsn) -> None:
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < until, "no task came so far"
             time.sleep(0.05)
-    victims = workers(process)
+    victims = workers(process.pid)
     assert victims
     for pid in victims:
         os.kill(pid, signal.SIGKILL)

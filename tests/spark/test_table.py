@@ -188,8 +188,8 @@ def test_a_deep_log_is_read_in_windows_with_the_same_rows_in_the_same_order(
         connection.execute("DELETE FROM saf.outbox WHERE id % 7 = 0")
         connection.execute("VACUUM saf.outbox")
         connection.execute(  # into pages that come before those with lower ids
-            "INSERT INTO saf.outbox (to_service, key, body) SELECT 'service 1', 'late', "
-            f"{TWO_KB} FROM generate_series(1, 2000) AS n"
+            "INSERT INTO saf.outbox (to_service, key, from_service, body) "
+            f"SELECT 'service 1', 'late', 'somebody', {TWO_KB} FROM generate_series(1, 2000) AS n"
         )
         windows = fetch(
             connection,
@@ -197,13 +197,15 @@ def test_a_deep_log_is_read_in_windows_with_the_same_rows_in_the_same_order(
             "FROM generate_series(0, 7) AS n",
         )
     assert windows[0][0] > 32 * 1024 * 1024
-    read = tables(schema="id long, to_service string, key string", partitions=2)
-    for condition in ("true", "to_service = 'service 1'", "key = 'late'"):
+    names = "id, to_service, key, from_service, sequence"
+    schema = "id long, to_service string, key string, from_service string, sequence long"
+    read = tables(schema=schema, partitions=2)
+    for condition in ("true", "to_service = 'service 1'", "key = 'late'", "key = 'key 7'"):
         parts = read.where(condition).rdd.glom().collect()
         assert all([row.id for row in part] == sorted(row.id for row in part) for part in parts)
         rows = sorted(tuple(row) for part in parts for row in part)
         with connect(app) as connection:
-            query = f"SELECT id, to_service, key FROM saf.outbox WHERE {condition} ORDER BY id"
+            query = f"SELECT {names} FROM saf.outbox WHERE {condition} ORDER BY id"
             assert rows == fetch(connection, query.encode())
 
 

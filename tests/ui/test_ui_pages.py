@@ -20,9 +20,10 @@ from saf.broker.services import create_service
 from saf.config import Settings
 from saf.database import Dsn, fetch
 from saf.errors import ConfigurationError
+from saf.log import finding
 from saf.setaside import dead
 from saf.setaside.dead import Filter
-from saf.ui.pages import PAGES
+from saf.ui.pages import PAGES, message
 from saf.ui.redaction import HIDDEN
 from tests.dashboard import Dashboard, dashboard, finished, served, settings
 from tests.pipeline import bodies, connect, new_member, run, send
@@ -207,6 +208,41 @@ def test_one_message_is_followed_to_its_subscription(
     unknown = visitor.get("/message", params={"id": "00000000-0000-0000-0000-000000000007"})
     assert "No broker that answers knows" in unknown.text
     assert visitor.get("/message", params={"id": "<script>"}).status_code == 400
+
+
+def test_a_message_that_is_not_found_in_time_is_looked_for_further_back(
+    there: Dashboard, app: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finding, "STEP_PAGES", 2)
+    monkeypatch.setattr(message, "LOOK_SECONDS", 0.0)
+    with connect(app) as connection:
+        for number in range(2):
+            connection.execute(
+                """INSERT INTO saf.outbox (to_service, key, body, created_at)
+                   SELECT 'billing', 'k' || n, repeat('x', 1000)::bytea,
+                          now() - make_interval(mins => 100 - n)
+                   FROM generate_series(%s::int, %s) AS n""",
+                [number * 50, number * 50 + 49],
+            )
+    visitor = there.client()
+    page = visitor.get("/message", params={"id": message_id(app, "k3")}).text
+    assert "No broker that answers knows" in page
+    steps = 0
+    while "Sent at" not in page:
+        assert "only what is there since" in page
+        (further,) = re.findall(r'href="([^"]+)">Look further<', page)
+        page = visitor.get(html.unescape(further)).text
+        steps += 1
+    assert steps > 3
+    assert "Not everything was looked at" not in page
+    listed = visitor.get("/outbox", params={"broker": "shop", "key": "k3"}).text
+    (link,) = re.findall(r'href="(/message[^"]+)"', listed)
+    assert "Sent at" in visitor.get(html.unescape(link)).text  # the list knows when it was sent
+    for wrong in ("[]", "no", '{"shop": 1}', '{"shop": {"outbox": "<b>"}}'):
+        params = {"id": message_id(app, "k3"), "from": wrong}
+        answer = visitor.get("/message", params=params)
+        assert "<b>" not in answer.text
+        assert answer.status_code == 400 or "is no place where" in answer.text
 
 
 def test_bodies_are_hidden_unless_they_are_allowed_and_redaction_applies_everywhere(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +57,10 @@ def test_parked_messages_are_discarded_or_redirected_and_the_audit_names_the_per
     assert "<b>k</b>" not in page
     ids = re.findall(r'name="id" value="([^"]+)"', page)
     assert len(ids) == 5
+    link = html.unescape(re.findall(r'href="(/message[^"]+)"', page)[0])
+    one = " ".join(visitor.get(link).text.split())
+    for said in ("Parked at", "<dt>Attempts</dt><dd>1</dd>", "<dt>Next</dt>", "is unavailable"):
+        assert said in one
     form = counted(visitor, action="discard", id=ids[1:3])
     assert form["expected"] == ["2"]
     assert "2 messages" in finished(visitor, visitor.form(PAGE, DECIDE, form).url.path)

@@ -108,7 +108,8 @@ def test_the_engine_knows_neither_those_who_drive_it_nor_spark() -> None:
 def test_nobody_outside_of_its_folder_knows_a_kind_of_destination() -> None:
     """But for what makes settings, or databases, by itself: the registry, demos, the test kit.
 
-    The other end of the kind ``https`` stores as the kind ``postgresql`` does.
+    The other end of the kind ``https`` stores as the kind ``postgresql`` does, and a stream of
+    Spark appends to tables as the kind ``delta`` does.
     """
     for kind in OURS:
         folder = f"saf.destinations.{kind}"
@@ -119,7 +120,8 @@ def test_nobody_outside_of_its_folder_knows_a_kind_of_destination() -> None:
             for one in imports(tree, for_types=True)
             if one.startswith(folder)
         }
-        assert knows <= {"cli", "demo", "testing", "webhooks"}, kind
+        assert knows <= {"cli", "demo", "spark", "testing", "webhooks"}, kind
+        assert "spark" not in knows or kind == "delta"
         assert "webhooks" not in knows or kind in ("https", "postgresql")
     by_hand = [n for n, t in MODULES.items() if "saf.destinations.postgresql" in imports(t)]
     assert sorted(by_hand) == [

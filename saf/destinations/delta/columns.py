@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -34,18 +34,25 @@ def rows_of(messages: pa.Table, source: UUID, settings: Delta) -> pa.Table:
     return columns.rows_of(messages, source, settings.promote, day=day)
 
 
-def parts(rows: pa.Table, partition_by: str) -> Iterator[tuple[dict[str, str], pa.Table]]:
-    """Give the rows of each partition without the columns that it is named by, and these."""
-    if partition_by == "nothing":
+def parts(rows: pa.Table, by: Sequence[str]) -> Iterator[tuple[dict[str, str | None], pa.Table]]:
+    """Give the rows of each partition without the columns that it is named by, and these.
+
+    >>> rows = pa.table({"day": [7, None, 7], "id": [1, 2, 3]})
+    >>> [(values, part["id"].to_pylist()) for values, part in parts(rows, ["day"])]
+    [({'day': '7'}, [1, 3]), ({'day': None}, [2])]
+    """
+    if not by:
         yield {}, rows
         return
-    (column,) = BY[partition_by]
+    column, *others = by
     values = rows[column].cast(pa.string())
     for value in pc.unique(values).to_pylist():
-        yield {column: value}, rows.filter(pc.equal(values, value)).drop_columns([column])
+        mine = pc.is_null(values) if value is None else pc.equal(values, value)
+        for more, part in parts(rows.filter(mine).drop_columns([column]), others):
+            yield {column: value, **more}, part
 
 
-def statistics(rows: pa.Table) -> str:
+def statistics(rows: pa.Table, counted: Sequence[str]) -> str:
     """Return what readers are told of a file, by which they leave out files that they do not need.
 
     These are the columns that the table's property `delta.dataSkippingStatsColumns` names: some
@@ -53,8 +60,10 @@ def statistics(rows: pa.Table) -> str:
     """
     least: dict[str, Any] = {}
     most: dict[str, Any] = {}
-    for name in COUNTED:
+    for name in counted:
         column = rows[name]
+        if column.null_count == rows.num_rows:
+            continue
         ends = pa.array(pc.min_max(column).values(), column.type)
         ends = moments(ends) if pa.types.is_timestamp(column.type) else ends
         least[name], most[name] = ends.to_pylist()
@@ -63,6 +72,6 @@ def statistics(rows: pa.Table) -> str:
             "numRecords": rows.num_rows,
             "minValues": least,
             "maxValues": most,
-            "nullCount": dict.fromkeys(COUNTED, 0),
+            "nullCount": {name: rows[name].null_count for name in counted},
         }
     )

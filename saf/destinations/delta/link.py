@@ -38,9 +38,10 @@ REMOVING = ("DELETE", "UPDATE", "MERGE", "TRUNCATE", "REPLACE TABLE", "RESTORE")
 class Link:
     """One table, loaded when it is asked."""
 
-    def __init__(self, name: str, settings: Delta) -> None:
+    def __init__(self, name: str, settings: Delta, what: str | None = None) -> None:
+        """``what``: what it is for people, if it is no destination."""
         self.name = name
-        self.what = f"destination {name!r}"
+        self.what = what or f"destination {name!r}"
         self.settings = settings
 
     def load(self) -> DeltaTable | None:

@@ -6,9 +6,10 @@ does not have are added: Delta changes no file for that, and older rows are NULL
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from deltalake import DeltaTable, Schema
+from deltalake import DeltaTable, Field, Schema
 from deltalake.exceptions import DeltaError
 
 from saf.destinations.delta.columns import BY, COUNTED, schema
@@ -83,16 +84,25 @@ def check(link: Link, table: DeltaTable) -> None:
         if found.type != field.type or found.name != field.name:
             raise unusable(
                 link.what,
-                f"the column {found.name!r} of its table is {_type(found)}, and "
-                f"{field.name!r} is to be {_type(field)}",
+                f"the column {found.name!r} of its table is {type_of(found)}, and "
+                f"{field.name!r} is to be {type_of(field)}",
                 "promote it by another name, or as what it is"
                 if field.name in settings.promote
                 else "name another table",
             )
-    needed = [field.name for field in there.values() if not field.nullable]
+    check_others(link.what, table, [*there.values()])
+
+
+def check_others(what: str, table: DeltaTable, others: Collection[Field]) -> None:
+    """Make sure that rows need nothing but their own columns; ``others`` are the table's others.
+
+    Raises:
+        Refused: they do.
+    """
+    needed = [field.name for field in others if not field.nullable]
     if needed:
         raise unusable(
-            link.what,
+            what,
             f"the column {needed[0]!r} of its table must have a value",
             "ALTER TABLE … ALTER COLUMN … DROP NOT NULL, or name another table",
         )
@@ -100,20 +110,21 @@ def check(link: Link, table: DeltaTable) -> None:
     features = {*(table.protocol().writer_features or ())}
     if properties.get("delta.columnMapping.mode", "none") != "none":
         features.add("columnMapping")
-    if any("delta.generationExpression" in (field.metadata or {}) for field in there.values()):
+    if any("delta.generationExpression" in (field.metadata or {}) for field in others):
         features.add("generatedColumns")
     for feature, why in NOT_KEPT.items():
         if feature in features:
-            raise unusable(link.what, why, "name another table, which saf makes itself")
+            raise unusable(what, why, "name another table, which saf makes itself")
     if any(name.startswith("delta.constraints.") for name in properties):
         raise unusable(
-            link.what,
+            what,
             "its table has constraints, which saf does not check",
             "drop them, or check the messages where they are read",
         )
 
 
-def _type(field: object) -> str:
+def type_of(field: object) -> str:
+    """Return the type of a column as Delta names it."""
     return str(getattr(field, "type", field)).removeprefix('PrimitiveType("').removesuffix('")')
 
 

@@ -30,6 +30,16 @@ from saf.log.cursor import Batch
 from saf.setaside.lane_columns import LANE
 
 METADATA = b"saf"
+REFUSED = (
+    pa.ArrowException,
+    OSError,
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    OverflowError,
+)
+"""What a value of another kind than it should be makes whoever looks at it raise."""
 
 PARKED = {"batch": pa.int64(), "opened_at": MOMENT}
 """What parked messages also have."""
@@ -88,7 +98,7 @@ def chunk_of(body: bytes | bytearray) -> Given:
         given = _given(said, _typed(rows, messages=bool(said["store"])))
     except NotUnderstood:
         raise
-    except (pa.ArrowException, OSError, LookupError, TypeError, ValueError) as error:
+    except REFUSED as error:
         raise NotUnderstood(f"it is no chunk: {type(error).__name__}") from None
     shards = {*pc.unique(given.chunk.rows["shard"]).to_pylist()}
     if not shards <= {*given.chunk.batch.shards}:

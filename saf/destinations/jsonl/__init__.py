@@ -32,7 +32,7 @@ class Jsonl(DestinationSettings):
     """A folder of files of JSON lines."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        exactly_once=True, fences=True, reads_back=True
+        exactly_once=True, fences=True, reads_back=True, takes_parts=True
     )
 
     kind: Literal["jsonl"] = "jsonl"

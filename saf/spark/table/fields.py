@@ -99,13 +99,8 @@ def at_source(names: Iterable[str], *, kept: bool) -> list[str | sql.Composable]
     return [bounded(name, kept="true" if kept else "false") for name in names]
 
 
-def selected(asked: StructType) -> sql.Composable:
-    """What is selected of `columns_read`, the id among it."""
-    return sql.SQL(", ").join(map(sql.Identifier, columns_read(asked, ())))
-
-
 def shaped(rows: pa.RecordBatch, asked: StructType, broker: str) -> pa.RecordBatch:
-    """Turn what was `selected` at a broker into what Spark expects for a schema."""
+    """Turn what was read at a broker into what Spark expects for a schema."""
     schema = to_arrow_schema(asked, timezone="UTC")
     columns = [
         pa.repeat(pa.scalar(broker, field.type), rows.num_rows)

@@ -21,6 +21,7 @@ from saf.engine.source import given, reading
 from saf.engine.survey import NotSurveyed, Window, survey
 from saf.engine.windows import NotInWindows, bounded, in_order
 from saf.errors import PurgedMeanwhile
+from saf.log.columns import MORE, MORE_THAN_COMMON, UNCOMMON, completed
 from saf.log.cursor import Batch
 from saf.spark.table import fields
 from saf.spark.table.filters import Condition
@@ -54,18 +55,35 @@ class Query:
     asked: StructType
     conditions: tuple[Condition, ...] = ()
 
-    def columns(self, *, kept: bool) -> list[str | sql.Composable]:
-        """The columns of the log that it needs."""
-        others = (condition.column for condition in self.conditions)
-        return fields.at_source(fields.columns_read(self.asked, others), kept=kept)
+    @property
+    def names(self) -> list[str]:
+        """The columns of the log that it gives, the id among them."""
+        return fields.columns_read(self.asked, ())
 
-    def of(self, rows: str) -> str:
+    @property
+    def has_seldom(self) -> bool:
+        """Whether it gives columns that most messages do not have."""
+        return not UNCOMMON.keys().isdisjoint(self.names)
+
+    def columns(self, *, kept: bool, common: bool = False) -> list[str | sql.Composable]:
+        """The columns of the log that it needs; ``common`` as in `saf.log.columns.common`."""
+        others = (condition.column for condition in self.conditions)
+        names = fields.columns_read(self.asked, others)
+        if not common:
+            return fields.at_source(names, kept=kept)
+        some = [name for name in names if name not in UNCOMMON]
+        return [*fields.at_source(some, kept=kept), MORE_THAN_COMMON]
+
+    def of(self, rows: str, *, common: bool = False) -> str:
         """The whole query, of a query for its `columns`."""
+        names = self.names
+        if common:
+            names = [*(name for name in names if name not in UNCOMMON), MORE]
         conditions = " AND ".join(["true", *(one.text for one in self.conditions)])
         return (
             sql.SQL(ROWS)
             .format(
-                columns=fields.selected(self.asked),
+                columns=sql.SQL(", ").join(map(sql.Identifier, names)),
                 rows=sql.SQL(rows),
                 conditions=sql.SQL(conditions),
             )
@@ -101,13 +119,22 @@ def _rows(part: Part, query: Query) -> Iterator[pa.RecordBatch]:
 
 
 def _in_windows(part: Part, query: Query) -> Iterator[pa.RecordBatch]:
+    batch, common = part.batch, query.has_seldom
     columns = query.columns(kept=part.kept)
+    few = query.columns(kept=part.kept, common=True)
     with _unpurged(part) as cursor:
 
         def within(window: Window) -> Iterable[pa.RecordBatch]:
-            return bounded(given(cursor, query.of(window.rows(part.batch, columns))))
+            nonlocal common
+            if common:
+                rows = bounded(given(cursor, query.of(window.rows(batch, few), common=True)))
+                whole = [one for some in rows if (one := completed(some, query.names)) is not None]
+                if len(whole) == len(rows):
+                    return whole
+                common = False  # the other windows will have the columns that these have
+            return bounded(given(cursor, query.of(window.rows(batch, columns))))
 
-        yield from in_order(survey(cursor, part.batch), within)
+        yield from in_order(survey(cursor, batch), within)
 
 
 @contextmanager

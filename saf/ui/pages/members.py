@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.responses import Response
 
@@ -11,6 +12,8 @@ from saf.log.backlog import Shard
 from saf.operating.members import Membership, memberships
 from saf.ui.site import LIVE, Visit
 
+LOOK = 200
+"""How many messages of a shard are read; `saf members` reads more before it estimates."""
 COLOURS = 8
 """How many members are told apart by colours; they are named, too."""
 
@@ -29,7 +32,7 @@ def members(visit: Visit) -> Response:
     """Show the subscriptions of one broker."""
     names = visit.site.brokers.names()
     broker = visit.given("broker") or (names or [""])[0]
-    answers = visit.site.brokers.ask(memberships, [broker])
+    answers = visit.site.brokers.ask(partial(memberships, look=LOOK), [broker])
     found = sorted(
         answers.found.get(broker, []), key=lambda one: not (one.members or one.backlog.messages)
     )

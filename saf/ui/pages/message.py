@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
+from datetime import datetime
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -13,8 +16,9 @@ from starlette.responses import Response
 from saf.config import TRACE_ID
 from saf.errors import UsageError
 from saf.operating import journey
-from saf.operating.journey import Stay
+from saf.operating.stay import Stay, Stored
 from saf.ui.brokers import PATIENCE_SECONDS
+from saf.ui.filters import moment_of
 from saf.ui.site import Visit
 
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
@@ -22,35 +26,53 @@ TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9
 
 SECONDS = PATIENCE_SECONDS / 3
 """The bound of a statement: several follow each other."""
+LOOK_SECONDS = 0.08
+"""How long a broker's logs are looked through for one page."""
 
 
 def message(visit: Visit) -> Response:
     """Show where a message is in all brokers, or the form that asks for one."""
-    given, key = visit.given("id"), visit.given("key")
+    given, about = visit.given("id"), moment_of(visit.given("at"))
     if given is None:
-        return visit.page("message.html", title="Message", wanted=None, key=None)
+        return visit.page("message.html", title="Message", wanted=None, about=None)
     try:
         wanted = UUID(given)
     except ValueError:
         raise UsageError(f"{given!r} is no message id, which is a UUID") from None
     show_body = visit.site.settings.ui.bodies
+    places = _places(visit.given("from"))
 
-    def ask(connection: psycopg.Connection[Any]) -> tuple[Stay, bytes | None]:
-        there = journey.stay(connection, wanted, key, seconds=SECONDS)
-        return there, journey.body(connection, there) if show_body else None
+    def ask(
+        there: Mapping[str, str], connection: psycopg.Connection[Any]
+    ) -> tuple[Stay, bytes | None]:
+        found = journey.stay(
+            connection,
+            wanted,
+            about=about,
+            places=there,
+            seconds=SECONDS,
+            look_seconds=LOOK_SECONDS,
+        )
+        return found, journey.body(connection, found) if show_body else None
 
-    answers = visit.site.brokers.ask(ask)
-    known = {name: there for name, (there, _) in answers.found.items() if not there.nothing}
+    answers = visit.site.brokers.ask_each(
+        {name: partial(ask, places.get(name, {})) for name in visit.site.brokers.names()}
+    )
+    stays = {name: there for name, (there, _) in answers.found.items()}
+    known = {name: there for name, there in stays.items() if not there.nothing}
     bodies = [body for _, body in answers.found.values() if body is not None]
     first = next((one.sent or one.stored for one in known.values() if one.sent or one.stored), None)
     redaction = visit.site.redaction
     headers = redaction.headers(first.headers) if first is not None else {}
+    created = first.created_at if isinstance(first, Stored) else first and first.message.created_at
     return visit.page(
         "message.html",
         title="Message",
         wanted=wanted,
-        key=key,
+        about=about,
         known=dict(sorted(known.items(), key=lambda one: one[1].sent is None)),
+        unfinished={name: there.unfinished for name, there in stays.items() if there.unfinished},
+        further=_further(stays, about, created),
         headers=headers,
         trace=trace_of(headers, visit.site.settings.ui.trace_url),
         conversation=first.conversation_id if first is not None else None,
@@ -58,6 +80,42 @@ def message(visit: Visit) -> Response:
         show_body=show_body,
         errors=answers.errors,
     )
+
+
+def _further(
+    stays: Mapping[str, Stay], about: datetime | None, sent_at: datetime | None
+) -> dict[str, object]:
+    """Return the parameters with which this page goes on looking.
+
+    If it has become known when the message was sent, it is looked for there first; otherwise where
+    each search has ended.
+    """
+    if about is None and sent_at is not None:
+        return {"at": sent_at}
+    ends = {
+        name: {log: one.place for log, one in there.unfinished.items()}
+        for name, there in stays.items()
+        if there.unfinished
+    }
+    return {"at": about, "from": json.dumps(ends)}
+
+
+def _places(text: str | None) -> Mapping[str, Mapping[str, str]]:
+    """Return where to go on, by broker and log.
+
+    >>> _places('{"shop": {"outbox": "3.512"}}')
+    {'shop': {'outbox': '3.512'}}
+    """
+    try:
+        found = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not all(
+        isinstance(there, dict) and all(isinstance(one, str) for one in there.values())
+        for there in found.values()
+    ):
+        raise UsageError(f"{text!r} does not say where searches have ended")
+    return found
 
 
 def trace_of(headers: Mapping[str, str], url: str | None) -> str | None:

@@ -15,7 +15,7 @@ from saf.ui.site import LIVE, Visit
 
 ROWS = 25
 """How many lanes of a broker are shown, those that hold up most; of one broker alone, more."""
-ROWS_OF_ONE = 200
+ROWS_OF_ONE = 100
 FIELDS = ("subscription", "destination", "lane", "subject")
 
 

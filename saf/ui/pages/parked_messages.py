@@ -82,7 +82,7 @@ def confirm(visit: Visit) -> Response:
         action=action,
         to=to,
         counts={name: one for name, one in counts.items() if one.messages},
-        staying=sum(one.staying for one in counts.values()),
+        stays=parked_messages.reasons(counts.values()),
         errors=errors,
         fields=_fields(visit),
         ids=[] if matching else visit.form.get("id", []),

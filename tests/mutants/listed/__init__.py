@@ -22,6 +22,7 @@ from tests.mutants.listed import (
     streams,
     table,
     tracing,
+    transforms,
     ui,
 )
 from tests.mutants.mutant import Mutant
@@ -45,4 +46,5 @@ PARTS: Mapping[str, Sequence[Mutant]] = {
     "table": table.MUTANTS,
     "ui": ui.MUTANTS,
     "tracing": tracing.MUTANTS,
+    "transforms": transforms.MUTANTS,
 }

@@ -31,7 +31,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "files of a commit that failed stay",
         f"{DELTA}/table.py",
-        "            opened.files.remove(one.path for one in added)\n",
+        "        opened.files.remove(one.path for one in added)\n",
         "",
         f"{LAKE}::test_a_new_owner_that_stores_before_the_commit_fences_it",
     ),

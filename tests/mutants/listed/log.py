@@ -16,7 +16,23 @@ DURABLE = (
 )
 THE_RING = "contract/test_ring.py"
 
+FINDING, FOUND = "saf/log/finding.py", "contract/test_finding.py"
+
 MUTANTS: list[Mutant] = [
+    mutant(
+        "a search that goes on leaves out a step",
+        FINDING,
+        "after=min(page, there.after)), *slots",
+        "after=max(0, min(page, there.after) - STEP_PAGES)), *slots",
+        f"{FOUND}::test_a_search_whose_time_is_over_says_how_far_it_was_and_goes_on_there",
+    ),
+    mutant(
+        "a message is looked for after its time only",
+        FINDING,
+        "for number, pages in enumerate(steps, start=1):",
+        "for number, pages in enumerate([] if when else steps, start=1):",
+        f"{FOUND}::test_a_message_that_lies_elsewhere_than_its_time_says_is_found_all_the_same",
+    ),
     mutant(
         "the position may fall",
         CURSOR,

@@ -29,9 +29,24 @@ GRANTED, OF_FLEETS, CLI = (
     "integration/test_cli.py",
 )
 OF_TOPICS = "contract/test_set_back_topics.py"
+FIGURES, OF_FIGURES = "saf/operating/figures.py", "contract/test_figures_kept.py"
 OF_STATUS, SETTINGS = "contract/test_status.py", "unit/test_settings.py"
 
 MUTANTS: list[Mutant] = [
+    mutant(
+        "figures are kept although something was committed",
+        FIGURES,
+        "return snapshot == self.snapshot and abs(",
+        "return abs(",
+        f"{OF_FIGURES}::test_what_is_committed_shows_at_once_also_of_a_transaction_that_was_open",
+    ),
+    mutant(
+        "ages stand still while nothing is committed",
+        FIGURES,
+        "_sample(one.metric, one.value(now), *one.labels)",
+        "_sample(one.metric, one.value(known.at), *one.labels)",
+        f"{OF_FIGURES}::test_ages_and_leases_go_on_although_nothing_is_committed",
+    ),
     mutant(
         "the message at the position counts as pending",
         COMPARING,

@@ -141,8 +141,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a message that cannot be received fails no conversation",
         "saf/dialogs/arrival.py",
-        "open_dialog(raw, handle).fail(enter(raw), Code.QUARANTINED, text)",
-        "open_dialog(raw, handle)",
+        "    fail(raw, message.conversation_id, message.from_initiator, Code.QUARANTINED, text)\n",
+        "    return\n",
         "contract/test_hostile_receiving.py::test_a_conversation_with_a_message_that_cannot_be_received_fails_at_both_ends",
     ),
     mutant(

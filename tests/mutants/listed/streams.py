@@ -7,6 +7,8 @@ from tests.mutants.mutant import Mutant, mutant
 OFFSET, STREAM, CUTS = (f"saf/log/{name}.py" for name in ("offset", "stream", "cuts"))
 FOLLOWED, READER = (f"saf/spark/table/{name}.py" for name in ("followed", "stream"))
 STREAMS = "contract/test_streams.py"
+TABLE, TASKS = (f"saf/destinations/delta/{name}.py" for name in ("micro_batches", "task_files"))
+LAKE = "contract/test_micro_batches.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
@@ -79,5 +81,47 @@ MUTANTS: list[Mutant] = [
         "                if all_of_them:\n",
         "                if True:\n",
         f"{STREAMS}::test_a_broker_that_is_down_is_passed_by_and_its_messages_come_later",
+    ),
+    mutant(
+        "a micro-batch that a table has is appended again",
+        TABLE,
+        "        if last == number:\n",
+        "        if last == -1:\n",
+        f"{LAKE}::test_each_is_there_once_in_a_commit_of_its_own",
+    ),
+    mutant(
+        "a commit does not say which micro-batch it is",
+        TABLE,
+        "numbers = [(application, number)]",
+        "numbers = []",
+        f"{LAKE}::test_of_two_drivers_with_the_same_one_the_second_finds_it_there",
+    ),
+    mutant(
+        "a table that was set back goes on in silence",
+        TABLE,
+        "        if number > 0 and last != number - 1:\n",
+        "        if last == number - 99:\n",
+        f"{LAKE}::test_a_table_that_lacks_what_was_before_is_refused",
+    ),
+    mutant(
+        "files that were written for nothing stay",
+        TABLE,
+        "                self._files.remove(one.path for one in written)\n",
+        "",
+        f"{LAKE}::test_of_two_drivers_with_the_same_one_the_second_finds_it_there",
+    ),
+    mutant(
+        "rows without a value for the partition are left out",
+        "saf/destinations/delta/columns.py",
+        "pc.is_null(values) if value is None else pc.equal(values, value)",
+        "pc.equal(values, value)",
+        f"{LAKE}::test_a_query_by_any_column_finds_its_rows",
+    ),
+    mutant(
+        "an empty text becomes NULL in silence",
+        TASKS,
+        'if "" in rows[name].unique().to_pylist():',
+        "if False:",
+        f"{LAKE}::test_an_empty_text_that_would_become_null_is_refused",
     ),
 ]

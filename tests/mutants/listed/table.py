@@ -26,8 +26,16 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a partition in windows forgets its filters",
         PART,
-        "given(cursor, query.of(window.rows(part.batch, columns)))",
-        "given(cursor, Query(asked=query.asked).of(window.rows(part.batch, columns)))",
+        "given(cursor, query.of(window.rows(batch, columns)))",
+        "given(cursor, Query(asked=query.asked).of(window.rows(batch, columns)))",
+        "spark/test_table.py"
+        "::test_a_deep_log_is_read_in_windows_with_the_same_rows_in_the_same_order",
+    ),
+    mutant(
+        "rows with columns that most do not have are left out",
+        PART,
+        "                if len(whole) == len(rows):\n",
+        "                if True:\n",
         "spark/test_table.py"
         "::test_a_deep_log_is_read_in_windows_with_the_same_rows_in_the_same_order",
     ),

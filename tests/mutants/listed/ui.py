@@ -95,9 +95,30 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what a receiver has in hand is discarded",
         "saf/operating/decide_parked.py",
-        'mine |= {(subscription_id, "", shard) for (shard,) in fetch(connection, CLAIM, claimed)}',
-        'mine |= {(subscription_id, "", shard) for shard in claimed["shards"]}',
+        "for shard, is_owned in fetch(connection, CLAIM, claimed):",
+        "for shard, is_owned in [(one, False) for one in shards[subscription_id]]:",
         f"{DECIDED}::test_nobody_decides_about_what_a_receiver_has_in_hand",
+    ),
+    mutant(
+        "a key that a member may have in memory is discarded",
+        "saf/setaside/parked_messages.py",
+        "AND b.next_attempt_at > clock_timestamp() + make_interval(secs => {REST_SECONDS}))",
+        ")",
+        f"{DECIDED}::test_of_a_members_shards_only_keys_that_rest_are_decided_about",
+    ),
+    mutant(
+        "a lane goes in which a member may be about to park",
+        "saf/operating/decide_parked.py",
+        'if log == "outbox" or (subscription_id, shard) not in owned:',
+        "if shard is not None:",
+        f"{DECIDED}::test_of_a_members_shards_only_keys_that_rest_are_decided_about",
+    ),
+    mutant(
+        "a dialog goes on without a message that was given up where it had arrived",
+        "saf/operating/decide_parked.py",
+        "            if rows.arrived:\n",
+        "            if rows.arrived and not rows:\n",
+        f"{DECIDED}::test_a_dialog_fails_at_both_ends_if_a_message_is_given_up_where_it_had_arrived",
     ),
     mutant(
         "what is parked after the count is decided about too",

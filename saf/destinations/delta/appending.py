@@ -1,0 +1,94 @@
+"""Appending to a table: files that no reader knows, and then one commit that makes them rows.
+
+The commit gives numbers to application transactions, too: both, or neither. It is a new file of the
+table's log, whose name another process may have taken. deltalake then looks at what that one has
+done, and takes the next name; if both give a number to the same transaction, it gives up instead.
+
+On this machine, files are durable before the commit, and the commit is before it is acknowledged.
+A process that is killed before it leaves files that nobody reads; a vacuum removes them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from uuid import uuid4
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from deltalake import CommitProperties, DeltaTable, Transaction
+from deltalake.exceptions import CommitFailedError
+from deltalake.transaction import AddAction
+
+from saf.destinations.delta.columns import parts, statistics
+from saf.destinations.delta.files import Files
+from saf.destinations.delta.log import checkpoint_of, file_of
+from saf.destinations.lake.names import DAY
+from saf.errors import Unavailable
+
+
+def write(
+    files: Files, rows: pa.Table, by: Sequence[str], counted: Sequence[str]
+) -> Iterator[AddAction]:
+    """Write rows, a file for each partition; give what the log says of each.
+
+    ``by``: the columns that the table is partitioned by; ``counted``: those whose least and
+    greatest values are written down.
+    """
+    for values, part in parts(rows, by):
+        out = pa.BufferOutputStream()
+        pq.write_table(part, out, compression="zstd", store_schema=False)
+        content = out.getvalue().to_pybytes()
+        # a day is also the name of a folder; another column's value may be anything
+        dated = DAY in values and pa.types.is_date(rows.schema.field(DAY).type)
+        folder = f"{DAY}={values[DAY]}/" if dated and values[DAY] else ""
+        path = f"{folder}{uuid4()}.parquet"
+        files.write(path, content)
+        now = time.time_ns() // 1_000_000
+        yield AddAction(path, len(content), values, now, True, statistics(part, counted))
+
+
+def commit(
+    what: str,
+    table: DeltaTable,
+    files: Files,
+    added: Sequence[AddAction],
+    *,
+    by: Sequence[str],
+    numbers: Iterable[tuple[str, int]],
+) -> bool:
+    """Make files rows of a table, and give transactions their numbers.
+
+    False: another process has given a number to one of them since this version of the table, and
+    nothing is done.
+
+    Raises:
+        Unavailable: the table was taken away meanwhile.
+        DeltaError, OSError: as deltalake and the file system say it.
+    """
+    before = table.version()
+    try:
+        table.create_write_transaction(
+            [*added],
+            "append",
+            table.schema(),
+            partition_by=[*by],
+            commit_properties=CommitProperties(
+                app_transactions=[Transaction(name, number) for name, number in numbers]
+            ),
+        )
+    except CommitFailedError:
+        return False
+    table.update_incremental()
+    after = table.version()
+    if after == before or not all(map(files.there, map(file_of, (before, after)))):
+        # deltalake makes the folders that it needs, such as where no disk is mounted any more
+        raise Unavailable(what, "its table was taken away during a commit")
+    sync(table, files, before)
+    return True
+
+
+def sync(table: DeltaTable, files: Files, before: int) -> None:
+    """Make the versions after one durable, whoever has written them."""
+    versions = range(before + 1, table.version() + 1)
+    files.sync(path for one in versions for path in (file_of(one), checkpoint_of(one)))

@@ -1,0 +1,234 @@
+"""Micro-batches of a stream, appended to a table: each in one commit, with its number.
+
+The number of the last one is an application transaction of the table, as Delta's own sink for Spark
+has it. So one that comes again, because its query was killed before it knew of the commit, is
+recognised; and of two queries that append the same one, the second finds it there.
+
+Spark numbers micro-batches without gaps, and one without rows is a commit, too. So a table that
+lacks one was removed, restored or set back; it is refused, and never continued silently.
+
+Columns that the table does not have yet are added; older rows are NULL there. In a table that is
+made here, numbers, dates and times are counted, by which readers leave out files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import pyarrow as pa
+from deltalake import DeltaTable, Field, Schema
+from deltalake.exceptions import DeltaError
+from deltalake.transaction import AddAction
+from pyarrow import types
+
+from saf.destinations.delta import Delta
+from saf.destinations.delta.appending import commit, sync
+from saf.destinations.delta.files import Files
+from saf.destinations.delta.making import check_others, type_of
+from saf.destinations.delta.task_files import TaskFiles, link_of
+from saf.destinations.queues import unusable
+from saf.errors import ConfigurationError, NotThisStream, Unavailable
+
+ATTEMPTS = 20
+"""How often a commit is tried, if others change the same table meanwhile."""
+RECENT = 3
+"""So many versions are made durable when a micro-batch is there already."""
+COUNTED = "delta.dataSkippingStatsColumns"
+COUNTS = "delta.dataSkippingNumIndexedCols"
+COUNTABLE = (types.is_integer, types.is_date, types.is_timestamp)
+IN_NAMES = (types.is_string, types.is_integer, types.is_boolean, types.is_date)
+PLAIN = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
+
+
+class MicroBatches:
+    """The table, as the driver of a query appends to it."""
+
+    def __init__(self, settings: Delta, by: Sequence[str]) -> None:
+        self._settings = settings
+        self._by = tuple(by)
+        self._link = link_of(settings)
+        self._files = Files(settings.table, settings.folder, settings.options)
+
+    def begin(self, application: str, number: int, columns: pa.Schema) -> TaskFiles | None:
+        """Say what tasks shall write of a micro-batch; None: the table has it already.
+
+        The table is made before the first one.
+
+        Raises:
+            NotThisStream: the table does not have what was before it, or has more.
+            Refused: it is no table to which such rows can be appended.
+            Unavailable: it does not answer.
+        """
+        columns = plain(columns, self._by)
+        error: DeltaError | None = None
+        for _ in range(ATTEMPTS):
+            table = self._table(number, columns)
+            if not self._fresh(table, application, number):
+                return None
+            with self._link.errors():
+                if not (missing := lacking(self._link.what, table, columns, self._by)):
+                    counted = _counted(table, columns)
+                    return TaskFiles(
+                        settings=self._settings, columns=columns, by=self._by, counted=counted
+                    )
+                try:
+                    table.alter.add_columns(missing)
+                except DeltaError as other:  # another query may have done the same
+                    error = other
+        raise self._not_ready(error)
+
+    def commit(self, application: str, number: int, written: Sequence[AddAction]) -> bool:
+        """Make what tasks have written rows of the table; False: it has this micro-batch already.
+
+        Raises as `begin` does.
+        """
+        for _ in range(ATTEMPTS):
+            table = self._table(number)
+            if not self._fresh(table, application, number):
+                self._files.remove(one.path for one in written)
+                return False
+            numbers = [(application, number)]
+            with self._link.errors():
+                if commit(
+                    self._link.what, table, self._files, written, by=self._by, numbers=numbers
+                ):
+                    return True
+        raise Unavailable(self._link.what, "others change the same table again and again")
+
+    def _table(self, number: int, columns: pa.Schema | None = None) -> DeltaTable:
+        """Load the table; with columns, make it if the first micro-batch is to come."""
+        folder, error = self._settings.folder, None
+        may_make = columns is not None and number == 0
+        if folder and may_make:
+            with self._link.errors():
+                folder.mkdir(parents=True, exist_ok=True)
+        for _ in range(ATTEMPTS):
+            if table := self._link.load():
+                return table
+            if not may_make:
+                raise self._set_back(number, "is not there")
+            with self._link.errors():
+                try:
+                    self._make(columns)
+                except DeltaError as other:
+                    error = other
+        raise self._not_ready(error)
+
+    def _fresh(self, table: DeltaTable, application: str, number: int) -> bool:
+        """Whether a micro-batch is the next one; False: the table has it."""
+        with self._link.errors():
+            last = table.transaction_version(application)
+        if last == number:
+            # its commit may not be durable yet, if the process was killed right after it
+            with self._link.errors():
+                sync(table, self._files, max(table.version() - RECENT, -1))
+            return False
+        if last is not None and last > number:
+            raise NotThisStream(
+                f"{self._link.what} has micro-batch {last:,} of {application!r} already, and the "
+                f"query comes with {number:,}: its checkpoint was set back, or is a new one with "
+                "the application of another. Begin with a new checkpointLocation, without naming "
+                "an application, or naming a new one"
+            )
+        if number > 0 and last != number - 1:
+            said = "none" if last is None else f"no more than {last:,}"
+            raise self._set_back(number, f"has {said} of {application!r}")
+        return True
+
+    def _set_back(self, number: int, how: str) -> NotThisStream:
+        return NotThisStream(
+            f"{self._link.what} {how}, and the query comes with micro-batch {number:,}: the table "
+            "was removed or restored, or it is another one. Bring it back as it was; or begin with "
+            "a new checkpointLocation, where what the query has committed does not come again"
+        )
+
+    def _make(self, columns: pa.Schema) -> None:
+        names = [name for name in _countable(columns) if name not in self._by]
+        # readers may leave out files by these columns only, because only these are counted
+        counted = {COUNTED: ",".join(names)} if names else {COUNTS: "0"}
+        DeltaTable.create(
+            self._settings.table,
+            columns,
+            partition_by=[*self._by],
+            configuration=counted,
+            storage_options=self._settings.options,
+        )
+
+    def _not_ready(self, error: DeltaError | None) -> Unavailable:
+        why = self._link.said(error) if error else "others change it again and again"
+        return Unavailable(self._link.what, f"the table cannot be made ready: {why}")
+
+
+def plain(columns: pa.Schema, by: Sequence[str]) -> pa.Schema:
+    """Return columns as a table has them: any may be NULL.
+
+    Raises:
+        ConfigurationError: Delta has no such type, or it cannot be partitioned so.
+    """
+    for field in columns:
+        try:
+            Schema.from_arrow(pa.schema([field]))
+        except Exception:
+            raise ConfigurationError(
+                f"the column {field.name!r} is a {field.type}, which Delta does not have: cast it"
+            ) from None
+    for name in by:
+        if name not in columns.names:
+            raise ConfigurationError(
+                f"partition_by: there is no column {name!r}, only {', '.join(columns.names)}"
+            )
+        if not any(is_(columns.field(name).type) for is_ in IN_NAMES):
+            raise ConfigurationError(
+                f"partition_by: the column {name!r} is a {columns.field(name).type}; a table is "
+                "partitioned by texts, whole numbers, truth values and dates"
+            )
+    if len({*by}) == len(columns):
+        raise ConfigurationError("partition_by names all columns, and no file can be without any")
+    return pa.schema([field.with_nullable(True).remove_metadata() for field in columns])
+
+
+def lacking(what: str, table: DeltaTable, columns: pa.Schema, by: Sequence[str]) -> list[Field]:
+    """Return the columns that a table lacks.
+
+    Raises:
+        Refused: it is no table to which such rows can be appended.
+    """
+    has = table.metadata().partition_columns
+    if has != [*by]:
+        raise unusable(
+            what,
+            f"it is partitioned by {', '.join(has) or 'nothing'}, and not by "
+            f"{', '.join(by) or 'nothing'}",
+            f"say partition_by={has!r}, or name another table",
+        )
+    there = {field.name.lower(): field for field in table.schema().fields}
+    missing = []
+    for field in Schema.from_arrow(columns).fields:
+        found = there.pop(field.name.lower(), None)
+        if found is None:
+            missing.append(field)
+        elif found.type != field.type or found.name != field.name:
+            raise unusable(
+                what,
+                f"its column {found.name!r} is {type_of(found)}, and {field.name!r} comes as "
+                f"{type_of(field)}",
+                "cast or rename what the query gives, or name another table",
+            )
+    check_others(what, table, [*there.values()])
+    return missing
+
+
+def _countable(columns: pa.Schema) -> list[str]:
+    return [
+        field.name
+        for field in columns
+        if any(is_(field.type) for is_ in COUNTABLE) and PLAIN.fullmatch(field.name)
+    ]
+
+
+def _counted(table: DeltaTable, columns: pa.Schema) -> list[str]:
+    metadata = table.metadata()
+    names = [one for one in _countable(columns) if one not in metadata.partition_columns]
+    said = metadata.configuration.get(COUNTED)
+    return names if said is None else [name for name in said.split(",") if name in names]

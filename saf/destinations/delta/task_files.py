@@ -1,0 +1,90 @@
+"""What tasks of a query write for a table: files that no reader knows, and what they tell of them.
+
+A task that runs again writes others; those that nobody tells of are removed by a vacuum.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from deltalake.transaction import AddAction
+
+from saf.destinations.delta import Delta
+from saf.destinations.delta.appending import write
+from saf.destinations.delta.files import Files
+from saf.destinations.delta.link import Link
+from saf.errors import ConfigurationError
+
+FILE_BYTES = 128 << 20
+"""A task writes a file once it has so much in memory."""
+WRITTEN = "path string, bytes bigint, partition string, modified bigint, statistics string"
+"""The columns in which a task tells of its files, as Spark names their types."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TaskFiles:
+    """What a task writes, and where to."""
+
+    settings: Delta
+    columns: pa.Schema
+    by: Sequence[str]
+    counted: Sequence[str]
+
+    def write(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Write rows to files that no reader knows; tell of each in the columns `WRITTEN`."""
+        settings = self.settings
+        files = Files(settings.table, settings.folder, settings.options)
+        with link_of(settings).errors():
+            for rows in gathered(batches):
+                rows = rows.select(self.columns.names).cast(self.columns)  # noqa: PLW2901
+                for name in self.by:
+                    if "" in rows[name].unique().to_pylist():
+                        raise ConfigurationError(
+                            f"the column {name!r} has an empty text, which Delta takes for NULL in "
+                            "a column that its table is partitioned by: partition by another one"
+                        )
+                yield told(write(files, rows, self.by, self.counted))
+
+
+def gathered(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """Give tables of some size, so that files are few and memory is bounded."""
+    held: list[pa.RecordBatch] = []
+    size = 0
+    for batch in batches:
+        if batch.num_rows:
+            held.append(batch)
+            size += batch.nbytes
+        if size >= FILE_BYTES:
+            yield pa.Table.from_batches(held)
+            held, size = [], 0
+    if held:
+        yield pa.Table.from_batches(held)
+
+
+def told(files: Iterable[AddAction]) -> pa.RecordBatch:
+    """Return what a task tells of its files, in the columns `WRITTEN`."""
+    rows = [
+        (one.path, one.size, json.dumps(one.partition_values), one.modification_time, one.stats)
+        for one in files
+    ]
+    text, number = pa.string(), pa.int64()
+    types = zip(zip(*rows, strict=True), (text, number, text, number, text), strict=True)
+    names = [part.split()[0] for part in WRITTEN.split(",")]
+    return pa.RecordBatch.from_arrays([pa.array(*one) for one in types], names=names)
+
+
+def heard(rows: Iterable[Sequence[Any]]) -> list[AddAction]:
+    """Return the files of which tasks have told."""
+    return [
+        AddAction(path, size, json.loads(partition), modified, True, statistics)
+        for path, size, partition, modified, statistics in rows
+    ]
+
+
+def link_of(settings: Delta) -> Link:
+    """Return the table as deltalake has it."""
+    return Link(settings.table, settings, f"the table {settings.table!r}")

@@ -1,0 +1,134 @@
+"""A stay: what one broker knows of a message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from saf.log.finding import Search
+from saf.operating.outbox import Details
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A message in an inbox, without its body."""
+
+    id: int
+    shard: int
+    message_id: UUID
+    source: UUID | None
+    """The broker_id of the outbox that it comes from."""
+    from_service: str | None
+    service: str
+    key: str | None
+    message_type: str | None
+    conversation_id: UUID | None
+    from_initiator: bool | None
+    sequence: int | None
+    bytes: int
+    created_at: datetime
+    received_at: datetime
+    headers: str | None
+    """As JSON text; None also if they are too large to be read."""
+    txid: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How far a subscription of an inbox is with the message."""
+
+    subscription: str
+    owner: str | None
+    """The member that has its shard; None if nobody has."""
+    complete: bool
+    """It was taken: handled, unless it is set aside."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aside:
+    """A message that is set aside: parked in a lane, or a dead letter."""
+
+    state: str
+    """Either parked or dead."""
+    subscription: str
+    destination: str
+    since: datetime
+    error: str | None
+    lane: str | None = None
+    attempts: int | None = None
+    next_attempt_at: datetime | None = None
+    reason: str | None = None
+    dead_letter_id: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempted:
+    """An attempt of a dispatcher that failed, as long as it is remembered."""
+
+    at: datetime
+    subscription: str
+    status: int | None
+    """What the endpoint answered; None if it did not."""
+    seconds: float
+    outcome: str
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """What a person has decided about it."""
+
+    audit_at: datetime
+    who: str
+    person: str | None
+    action: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stay:
+    """What one broker knows of a message."""
+
+    sent: Details | None
+    stored: Stored | None
+    readings: tuple[Reading, ...]
+    attempts: tuple[Attempted, ...]
+    aside: tuple[Aside, ...]
+    decided: tuple[Decided, ...]
+    unfinished: Mapping[str, Search]
+    """The logs that were not looked through, and how far the search for it came there."""
+
+    @property
+    def nothing(self) -> bool:
+        """Whether the broker knows nothing of it."""
+        return not (self.sent or self.stored or self.aside or self.decided)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as a dict for JSON."""
+        return {
+            "sent": self.sent and self.sent.as_dict(),
+            "stored": self.stored and _plain(self.stored),
+            "subscriptions": [_plain(one) for one in self.readings],
+            "attempts": [_plain(one) for one in self.attempts],
+            "set_aside": [_plain(one) for one in self.aside],
+            "decided": [_plain(one) for one in self.decided],
+            "not_looked_through": {
+                log: {"looked_at_since": one.since and one.since.isoformat(), "part": one.part}
+                for log, one in self.unfinished.items()
+            },
+        }
+
+
+def _plain(one: Any) -> dict[str, Any]:
+    known: dict[type, Callable[[Any], Any]] = {UUID: str, datetime: datetime.isoformat}
+    plain = {k: known.get(type(v), lambda same: same)(v) for k, v in asdict(one).items()}
+    plain.pop("txid", None)
+    if plain.get("headers") is not None:
+        with suppress(ValueError, RecursionError):  # as text if Python cannot decode them
+            plain["headers"] = json.loads(plain["headers"])
+    return plain

@@ -1,0 +1,95 @@
+"""Streaming into a table of Delta Lake, exactly once, without Delta's jars.
+
+    (messages.writeStream.foreachBatch(saf.spark.to_delta("/data/lake/outbox"))
+     .option("checkpointLocation", "/data/lake/checkpoint").start())
+
+Tasks write files of Parquet, which no reader knows, and tell their names. Then the driver makes all
+of them rows in one commit, which says the query and the number of the micro-batch, too (see
+`saf.destinations.delta.micro_batches`). A micro-batch that comes again is there already; tasks that
+run again, or die, leave files that nobody reads, and a vacuum of the table removes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from saf.destinations.delta import Delta
+from saf.errors import ConfigurationError, MissingExtra
+from saf.logger import Log
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame
+
+QUERY = "sql.streaming.queryId"
+
+log = Log("saf.lake")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ToDelta:
+    """What a query hands each of its micro-batches to."""
+
+    settings: Delta
+    by: tuple[str, ...]
+    application: str | None
+
+    def __call__(self, batch: DataFrame, number: int) -> None:
+        """Append a micro-batch, unless it is there; see `saf.spark.to_delta`."""
+        from pyspark.sql.pandas.types import to_arrow_schema
+
+        from saf.destinations.delta.micro_batches import MicroBatches
+        from saf.destinations.delta.task_files import WRITTEN, heard
+
+        application = self.application or _query(batch)
+        table = MicroBatches(self.settings, self.by)
+        rows = table.begin(application, number, to_arrow_schema(batch.schema, timezone="UTC"))
+        said = {"table": self.settings.table, "query": application, "batch": number}
+        if rows is None:
+            log.info("appended_already", **said)
+            return
+
+        def write(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            return rows.write(batches)
+
+        written = heard(batch.mapInArrow(write, WRITTEN).collect())
+        table.commit(application, number, written)
+
+
+def to_delta(
+    table: str,
+    *,
+    partition_by: Sequence[str],
+    application: str | None,
+    storage_options: Mapping[str, str],
+) -> ToDelta:
+    """Return what `saf.spark.to_delta` promises."""
+    try:
+        import deltalake  # noqa: F401 - to say so before the query starts
+    except ImportError:
+        raise MissingExtra("delta", "streaming into a Delta table") from None
+    try:
+        settings = Delta.model_validate({"table": table, "storage_options": dict(storage_options)})
+    except ValidationError as error:
+        raise ConfigurationError(f"to_delta: {error.errors()[0]['msg']}") from None
+    return ToDelta(settings=settings, by=tuple(partition_by), application=application)
+
+
+def _query(batch: DataFrame) -> str:
+    """Return the id of the query that a micro-batch is of, which its checkpoint keeps."""
+    from pyspark.errors import PySparkException
+
+    try:
+        query = batch.sparkSession.sparkContext.getLocalProperty(QUERY)
+    except (PySparkException, AttributeError):  # a session of Spark Connect has no context
+        query = None
+    if query is None:
+        raise ConfigurationError(
+            "Spark does not say which query this is, as over Spark Connect: give to_delta an "
+            "application, a name of its own for each checkpoint"
+        )
+    return query

@@ -1,0 +1,226 @@
+"""Results: what transforms make of messages, as DataFrames.
+
+A function sees the messages of its service in one DataFrame: ``id``, which tells them apart, the
+columns that expressions see (`saf.columns.EXPRESSED`), and ``text``, the body as text. It returns a
+DataFrame with ``id`` and ``body``, and what else it changes of `GIVEN`; what it does not give stays
+as it was. If it makes several rows of a message, it numbers them in the column ``part``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from psycopg import sql
+
+from saf.columns import EXPRESSED
+from saf.engine.source import read
+from saf.engine.transforming import GIVEN, RESULT
+from saf.engine.work import Work
+from saf.errors import ConfigurationError
+from saf.log.arrow import OF_SPARK
+from saf.routing.routers import imported
+from saf.spark.questions import as_text
+from saf.spark.session import first_line
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+SEEN = {"id": "long", **EXPRESSED}
+"""The columns of messages that a function sees, besides ``text``, with their types in Spark."""
+LAST = (1 << 63) - 1
+"""Greater than the id of any message."""
+CLOCK = re.compile(r"^(Current(Date|Time|Timestamp)|Now|LocalTimestamp)(Like)?$")
+KINDS = dict(zip(RESULT.names, ("long", "int", *["string"] * 3, "binary", "boolean"), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """Messages of one item of work that a transform is evaluated for."""
+
+    item: Work
+    services: tuple[str, ...]
+    max_bytes: int
+    """Larger bodies are left out."""
+    parked: frozenset[int] = frozenset()
+    """Parked messages, by their ids in the outbox."""
+    but: frozenset[int] = frozenset()
+    """Messages that are left out."""
+    within: tuple[int, int] = (0, LAST)
+    """The lowest and the highest id."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usable:
+    """What a function has made of messages, in the columns of `RESULT`."""
+
+    frame: DataFrame
+    given: frozenset[str]
+    """Which of `GIVEN` the function gives."""
+
+
+def transformed(messages: DataFrame, whose: str, name: str) -> Usable:
+    """Call the function of a transform.
+
+    Raises:
+        ConfigurationError: it cannot be imported, raises, or returns what cannot be used.
+    """
+    from pyspark.errors import PySparkException
+
+    function = imported(whose, name)
+    try:
+        said = function(messages)
+    except Exception as error:
+        said = f"raises {type(error).__name__}: {first_line(error)}"
+        raise ConfigurationError(f"{whose}: {name} {said}") from error
+    try:
+        return _usable(said, whose, name)
+    except PySparkException as error:  # such as two columns of one name
+        raise ConfigurationError(
+            f"{whose}: what {name} returns cannot be used: {first_line(error)}"
+        ) from error
+
+
+def _usable(said: Any, whose: str, name: str) -> Usable:
+    from pyspark.sql import DataFrame
+    from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
+    from pyspark.sql.types import BinaryType, IntegralType, MapType, StringType
+
+    if not isinstance(said, DataFrame):
+        raise ConfigurationError(
+            f"{whose}: {name} returns a {type(said).__name__}, and no DataFrame"
+        )
+    kinds = {field.name: field.dataType for field in said.schema}
+    allowed: dict[str, tuple[type, ...]] = {
+        "id": (IntegralType,),
+        "part": (IntegralType,),
+        "headers": (StringType, MapType),
+        "body": (BinaryType, StringType),
+    }
+    for column in ("id", "body"):
+        if column not in kinds:
+            raise ConfigurationError(
+                f"{whose}: {name} gives no column {column}, only {', '.join(kinds) or 'none'}"
+            )
+    for column in {"part", *GIVEN, "id"} & kinds.keys():
+        if not isinstance(kinds[column], allowed.get(column, (StringType,))):
+            raise ConfigurationError(
+                f"{whose}: {name} gives a column {column} of the type "
+                f"{kinds[column].simpleString()}"
+            )
+    if why := _changing(said):
+        raise ConfigurationError(
+            f"{whose}: {name} {why}, which is another one when a batch is read again"
+        )
+    if isinstance(kinds.get("headers"), MapType):
+        said = said.withColumn("headers", F.to_json("headers"))
+    columns = [
+        (F.col(column) if column in kinds else F.lit(None)).cast(KINDS[column]).alias(column)
+        for column in RESULT.names
+        if column != "ended"
+    ]
+    frame = said.select(*columns, F.lit(False).alias("ended"))
+    return Usable(frame=frame, given=frozenset({*GIVEN} & kinds.keys()))
+
+
+def messages_of(spark: SparkSession, asked: Asked) -> DataFrame:
+    """Return messages as a function sees them. A task reads them, when they are asked for.
+
+    The item, with the password of its source, is in the function of this one task: a job is about
+    one item, and nobody else gets it.
+    """
+    from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
+
+    schema = ", ".join(f"{name} {kind}" for name, kind in SEEN.items())
+    rows = spark.range(0, 1, 1, 1).mapInArrow(_reader(asked), schema)
+    return rows.withColumn("text", F.col("body").cast("string"))
+
+
+def in_order(spark: SparkSession, frames: Sequence[DataFrame]) -> DataFrame:
+    """Return results as one partition, in the order of ids and parts, and that they have ended."""
+    from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
+
+    last = {"id": F.lit(LAST), "ended": F.lit(True)}
+    end = spark.range(0, 1, 1, 1).select(
+        *(last.get(name, F.lit(None)).cast(kind).alias(name) for name, kind in KINDS.items())
+    )
+    whole: DataFrame = reduce(lambda some, more: some.union(more), [*frames, end])
+    return whole.coalesce(1).sortWithinPartitions("id", "part")
+
+
+def _reader(asked: Asked) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    schema = pa.schema([(name, OF_SPARK[kind]) for name, kind in SEEN.items()])
+
+    def task(partition: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for _ in partition:
+            pass
+        for query in _queries(asked):
+            for rows in read(asked.item, query):
+                columns = dict(zip(rows.schema.names, rows.columns, strict=True))
+                yield pa.RecordBatch.from_arrays(
+                    [columns[field.name].cast(field.type) for field in schema], schema=schema
+                )
+
+    return task
+
+
+def _queries(asked: Asked) -> Iterator[str]:
+    """Give the queries for parked messages, and for those of the batch."""
+    batch = asked.item.batch
+    columns = ["id", *(as_text(name, asked.max_bytes) for name in EXPRESSED)]
+    low, high = asked.within
+    seen = sql.SQL(
+        " WHERE to_service = ANY ({services}) AND conversation_id IS NULL AND body IS NOT NULL"
+        " AND id BETWEEN {low} AND {high} AND id <> ALL ({but}::bigint[])"
+    )
+
+    def query(rows: sql.Composable, but: Collection[int]) -> str:
+        some = seen.format(
+            services=sql.Literal([*asked.services]),
+            low=sql.Literal(low),
+            high=sql.Literal(high),
+            but=sql.Literal(sorted(but)),
+        )
+        return (sql.SQL("SELECT * FROM (") + rows + sql.SQL(") AS m") + some).as_string(None)
+
+    if asked.parked:
+        parked = sql.SQL(
+            "SELECT DISTINCT ON (id) {columns} FROM saf.parked"
+            " WHERE subscription_id = {subscription_id} AND id = ANY ({ids}::bigint[])"
+        ).format(
+            columns=sql.SQL(", ").join(
+                sql.Identifier(one) if isinstance(one, str) else one for one in columns
+            ),
+            subscription_id=sql.Literal(batch.subscription_id),
+            ids=sql.Literal(sorted(asked.parked)),
+        )
+        yield query(parked, asked.but)
+    yield query(sql.SQL(batch.rows(columns)), asked.parked | asked.but)
+
+
+def _changing(frame: DataFrame) -> str | None:
+    """Return what a DataFrame has that is another one whenever it is asked; None if nothing."""
+    jvm: Any = frame._jdf
+    plan = jvm.queryExecution().analyzed()
+    if not plan.deterministic():
+        return "has a random number, or another value that Spark calls not deterministic"
+    left = [plan]
+    while left:
+        node = left.pop()
+        kind = str(node.getClass().getSimpleName())
+        if CLOCK.match(kind):
+            return f"asks for the time ({kind})"
+        left += [node.children().apply(place) for place in range(node.children().size())]
+        if _is_plan(node):
+            found = node.expressions()
+            left += [found.apply(place) for place in range(found.size())]
+    return None
+
+
+def _is_plan(node: Any) -> bool:
+    """Whether a node of a plan has expressions: it is a plan, and no expression itself."""
+    return ".expressions." not in str(node.getClass().getName())

@@ -1,0 +1,70 @@
+"""Trying a transform: what it makes of one message. Nothing is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import UUID
+
+from saf.columns import EXPRESSED
+from saf.engine.classifying import as_table
+from saf.engine.set_aside import SetAside
+from saf.engine.transforming import RESULT, Evaluated, Transforming
+from saf.errors import ConfigurationError
+from saf.spark import session
+from saf.spark.results import SEEN, in_order, transformed
+from saf.spark.session import first_line
+
+SHOWN = ("message_id", "key", "message_type", "headers", "body")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """What a transform makes of a message."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The messages, with the columns `SHOWN`; none if it leaves the message out."""
+    dead: str | None = None
+    """Why the message would become a dead letter, if it would."""
+    waits: str | None = None
+    """What is wrong with the transform itself, if anything is."""
+
+
+def tried(service: str, function: str, message: Mapping[str, Any], max_bytes: int) -> Tried:
+    """Try a function on a message, given by its columns in the outbox; it starts Spark."""
+    from py4j.protocol import Py4JError
+    from pyspark.errors import PySparkException
+    from pyspark.sql import SparkSession
+    from pyspark.sql import functions as F  # noqa: N812 - Spark's own convention
+
+    context = session.start("local[1]", app_name="saf transform", quick=True)
+    try:
+        spark = SparkSession.builder.getOrCreate()
+        row = [1, *(_plain(message.get(name)) for name in EXPRESSED)]
+        schema = ", ".join(f"{name} {kind}" for name, kind in SEEN.items())
+        seen = spark.createDataFrame([row], schema).withColumn("text", F.col("body").cast("string"))
+        try:
+            usable = transformed(seen, f"transform of {service!r}", function)
+        except ConfigurationError as error:
+            return Tried(waits=str(error))
+        try:
+            batches = in_order(spark, [usable.frame]).toArrow().cast(RESULT).to_batches()
+        except (PySparkException, Py4JError) as error:
+            return Tried(dead=f"its function raises {first_line(error)}")
+    finally:
+        session.stop(context)
+    evaluated = Evaluated(given={service: usable.given})
+    transforming = Transforming([service], evaluated, iter(batches), max_bytes=max_bytes)
+    rows = as_table([{**message, "id": 1, "shard": 0}])
+    transforming.look(rows)
+    aside = SetAside(work=None)  # type: ignore[arg-type] # nothing is written
+    going = transforming.bury_at_fault(rows, aside)
+    if aside.dead:
+        return Tried(dead=aside.dead[0][3])
+    made = transforming.outputs(going).select(SHOWN).to_pylist()
+    return Tried(messages=[{**one, "message_id": UUID(bytes=one["message_id"])} for one in made])
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, UUID) else value

@@ -1,0 +1,314 @@
+"""Transforms by a forwarder on a real Spark: what becomes of messages on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from uuid import UUID, uuid5
+
+import psycopg
+import pytest
+
+from saf.database import Dsn
+from saf.forwarding import broker
+from saf.routing.routers import add_router
+from saf.routing.routes import add_route, add_topic
+from saf.setaside.waiting import parked
+from saf.spark import transforms
+from tests import on_spark
+from tests.on_spark import forward
+from tests.pipeline import bodies, connect, let_time_pass
+from tests.programs import BIN, ROOT, configuration, run
+
+SEND = """
+INSERT INTO saf.outbox (to_service, key, headers, body) VALUES (%s, %s, '{"a": 1}', %s)
+RETURNING message_id
+"""
+
+Config = Callable[..., Path]
+
+
+@pytest.fixture
+def config(app: Dsn, mom: Dsn, tmp_path: Path) -> Config:
+    def write(*functions: str, service: str = "billing", **more: Dsn) -> Path:
+        path = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom, **more}, attempts=1)
+        for function in functions:
+            table = f'[[transforms]]\nservice = "{service}"\nfunction = "{function}"\n'
+            path.write_text(f"{path.read_text()}\n{table}")
+        return path
+
+    return write
+
+
+def send(source: psycopg.Connection[Any], *texts: str, service: str = "billing") -> list[UUID]:
+    found = []
+    for text in texts:
+        row = source.execute(SEND, [service, "k", text.encode()]).fetchone()
+        assert row is not None
+        found.append(row[0])
+    return found
+
+
+def stored(mom: Dsn, columns: str) -> list[Any]:
+    with connect(mom) as connection:
+        return connection.execute(f"SELECT {columns} FROM saf.inbox ORDER BY id").fetchall()
+
+
+def dead(source: psycopg.Connection[Any]) -> list[tuple[bytes, str]]:
+    rows = source.execute("SELECT body, error FROM saf.dead_letter ORDER BY id").fetchall()
+    return [(bytes(body), error) for body, error in rows]
+
+
+def waits(source: psycopg.Connection[Any]) -> dict[str, str]:
+    """For each lane that waits, by the service that it is about, why."""
+    return {lane.subject: lane.error for lane in parked(source).shown}
+
+
+def test_a_masked_body_is_all_that_arrives_and_the_rest_stays_as_it_was(
+    source: psycopg.Connection[Any], mom: Dsn, config: Config
+) -> None:
+    (card,) = send(source, '{"card":"4111222233334444"}')
+    (other,) = send(source, '{"card":"4111222233334444"}', service="audit")
+    forward(config("tests.transforms:masked"))
+    assert stored(mom, "message_id, to_service, key, headers, convert_from(body, 'UTF8')") == [
+        (card, "billing", "k", {"a": 1}, '{"card":"4111…"}'),
+        (other, "audit", "k", {"a": 1}, '{"card":"4111222233334444"}'),
+    ]
+
+
+def test_a_join_with_a_table_enriches_and_may_give_key_and_headers(
+    source: psycopg.Connection[Any],
+    mom: Dsn,
+    config: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_spark.context()
+    from pyspark.sql import SparkSession
+
+    spark = SparkSession.builder.getOrCreate()
+    table = spark.createDataFrame([("c1", "Ada"), ("c2", "Grace")], "customer string, name string")
+    table.write.parquet(str(tmp_path / "customers"))
+    monkeypatch.setenv("CUSTOMERS", str(tmp_path / "customers"))
+    send(source, '{"customer":"c2"}', '{"customer":"c1"}', '{"customer":"c3"}')
+    forward(config("tests.transforms:enriched"))
+    assert stored(mom, "key, headers, convert_from(body, 'UTF8')::jsonb") == [
+        ("c2", {"from": "a join"}, {"customer": "c2", "name": "Grace"}),
+        ("c1", {"from": "a join"}, {"customer": "c1", "name": "Ada"}),
+        ("c3", {"from": "a join"}, {"customer": "c3"}),
+    ]
+
+
+def test_what_a_transform_leaves_out_is_counted_and_not_sent_again(
+    source: psycopg.Connection[Any], mom: Dsn, config: Config
+) -> None:
+    send(source, *map(str, range(10)))
+    send(source, "all", "of them", service="audit")
+    path = config("tests.transforms:even")
+    said = forward(path)
+    assert bodies(mom) == ["0", "2", "4", "6", "8", "all", "of them"]
+    assert (said["forwarded"], said["left_out"], said["dead"]) == (7, 5, 0)
+    path.write_text(path.read_text().replace(":even", ":nothing"))
+    send(source, "11", "12")
+    assert forward(path)["left_out"] == 2
+    assert (forward(path)["left_out"], len(bodies(mom))) == (0, 7)
+
+
+def test_parts_of_a_message_are_in_their_order_with_ids_that_follow_from_its_own(
+    source: psycopg.Connection[Any], mom: Dsn, config: Config
+) -> None:
+    sent = send(source, "a\nb\nc", "d", "e\nf")
+    path = config("tests.transforms:split")
+    path.write_text(path.read_text().replace("attempts = 1", "attempts = 1\nchunk_rows = 2"))
+    forward(path)
+    assert stored(mom, "message_id, convert_from(body, 'UTF8')") == [
+        (sent[0], "a"),
+        (uuid5(sent[0], "1"), "b"),
+        (uuid5(sent[0], "2"), "c"),
+        (sent[1], "d"),
+        (sent[2], "e"),
+        (uuid5(sent[2], "1"), "f"),
+    ]
+
+
+def test_a_batch_that_is_read_again_after_a_crash_gives_the_same_once(
+    source: psycopg.Connection[Any], mom: Dsn, config: Config
+) -> None:
+    """The driver dies between two chunks' commits, with splits on both sides."""
+    sent = send(source, *(f"{n}\n{n}" for n in range(40)))
+    path = config("tests.transforms:split")
+    path.write_text(path.read_text().replace("attempts = 1", "attempts = 1\nchunk_rows = 7"))
+    run(
+        [BIN / "saf", "forward", "--config", path],
+        env={"PYTHONPATH": str(ROOT), "SAF_FAILPOINT": "mom_commit:2"},
+        timeout=180,
+    )
+    assert 0 < len(bodies(mom)) < 80
+    forward(path)
+    assert stored(mom, "message_id") == [(id_,) for one in sent for id_ in (one, uuid5(one, "1"))]
+
+
+def test_a_message_that_a_transform_fails_on_is_a_dead_letter_and_its_neighbours_go_on(
+    source: psycopg.Connection[Any], mom: Dsn, config: Config
+) -> None:
+    send(source, "1", "2", "no number", "4")
+    said = forward(config("tests.transforms:number"))
+    assert (bodies(mom), said["dead"], said["parked"]) == (["2", "3", "5"], 1, 0)
+    ((body, error),) = dead(source)
+    assert body == b"no number"
+    assert "transform of 'billing': its function raises" in error
+    assert "CAST_INVALID_INPUT" in error
+
+
+def test_several_messages_of_one_have_numbers_or_it_is_a_dead_letter(
+    source: psycopg.Connection[Any], mom: Dsn, config: Config
+) -> None:
+    send(source, "a\nb", "c")
+    forward(config("tests.transforms:unnumbered"))
+    assert bodies(mom) == ["c"]
+    ((body, error),) = dead(source)
+    assert body == b"a\nb"
+    assert "in a column part" in error
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("raises", "raises ValueError: no such table"),
+        ("no_id", "gives no column id, only body"),
+        ("two_ids", "is ambiguous"),
+        ("drawn", "a random number"),
+        ("dated", "asks for the time"),
+        ("nowhere", "cannot load"),
+    ],
+)
+def test_where_the_function_itself_is_at_fault_its_service_waits_and_others_go_on(
+    source: psycopg.Connection[Any], mom: Dsn, config: Config, function: str, why: str
+) -> None:
+    send(source, "1")
+    send(source, "2", service="audit")
+    said = forward(config(f"tests.transforms:{function}"))
+    assert (bodies(mom), said["parked"], said["dead"]) == (["2"], 1, 0)
+    ((service, error),) = waits(source).items()
+    assert service == "billing"
+    assert why in error
+
+
+def test_what_has_waited_for_its_transform_goes_on_in_order_when_that_is_mended(
+    source: psycopg.Connection[Any],
+    app: Dsn,
+    mom: Dsn,
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = config("tests.transforms:told")
+    send(source, "1", "no number", "2")
+    assert forward(path)["parked"] == 3
+    send(source, "3")
+    forward(path)
+    assert bodies(mom) == []
+    monkeypatch.setenv("TOLD", "yes")
+    let_time_pass(app)
+    send(source, "4")
+    forward(path)
+    let_time_pass(app)
+    forward(path)
+    assert bodies(mom) == ["2", "3", "4", "5"]
+    assert [body for body, _ in dead(source)] == [b"no number"]
+
+
+def test_a_function_that_fails_for_many_messages_parks_its_service(
+    source: psycopg.Connection[Any], mom: Dsn, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transforms, "MOST", 1)
+    send(source, "1", "two", "three")
+    said = forward(config("tests.transforms:number"))
+    assert (bodies(mom), said["parked"], said["dead"]) == ([], 3, 0)
+    assert "fails for more than 1 messages" in waits(source)["billing"]
+
+
+def test_parked_messages_are_transformed_when_their_destination_is_back(
+    source: psycopg.Connection[Any], app: Dsn, mom: Dsn, other: Dsn, config: Config
+) -> None:
+    add_route(source, "mom", service="billing")
+    add_route(source, "other", service="audit")
+    down = Dsn(f"{mom} port=1 connect_timeout=2")
+    path = config("tests.transforms:split", other=other)
+    up = path.read_text()
+    path.write_text(up.replace(f'dsn = "{mom.conninfo}"', f'dsn = "{down}"'))
+    assert path.read_text() != up
+    send(source, "a\nb")
+    send(source, "c", service="audit")
+    forward(path, 75)
+    assert (bodies(mom), bodies(other)) == ([], ["c"])
+    path.write_text(up)
+    let_time_pass(app)
+    send(source, "d\ne")
+    forward(path)
+    assert bodies(mom) == ["a", "b", "d", "e"]
+    assert waits(source) == {}
+
+
+def test_what_comes_by_a_router_to_a_service_with_a_transform_waits_and_is_not_sent_as_it_is(
+    source: psycopg.Connection[Any], mom: Dsn, config: Config
+) -> None:
+    add_router(source, "front", "python", "tests.classifiers:to_billing")
+    send(source, "1", service="front")
+    send(source, "2")
+    forward(config("tests.transforms:even"))
+    assert bodies(mom) == ["2"]
+    why = "router 'front' leads to 'billing', whose messages are transformed"
+    assert why in waits(source)["front"]
+
+
+def test_a_router_that_has_a_transform_itself_lets_its_messages_wait(
+    source: psycopg.Connection[Any], mom: Dsn, config: Config
+) -> None:
+    add_router(source, "front", "python", "tests.classifiers:to_billing")
+    send(source, "1", service="front")
+    forward(config("tests.transforms:even", service="front"))
+    assert bodies(mom) == []
+    assert "'front' has a transform in saf.toml, and is a router" in waits(source)["front"]
+
+
+def test_a_deep_backlog_is_transformed_some_at_a_time_in_order(
+    source: psycopg.Connection[Any], mom: Dsn, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broker, "DEEP", 1)
+    monkeypatch.setattr(broker, "LITTLE", 0)
+    monkeypatch.setattr(broker, "SAMPLE", 64)
+    monkeypatch.setattr(transforms, "AT_ONCE", 6)
+    for n in range(20):
+        send(source, str(n), service="audit" if n % 5 == 0 else "billing")
+    path = config("tests.transforms:even")
+    path.write_text(path.read_text().replace("attempts = 1", "attempts = 1\ntasks = 1"))
+    said = forward(path)
+    expected = [str(n) for n in range(20) if n % 5 == 0 or n % 2 == 0]
+    assert (bodies(mom), said["left_out"]) == (expected, 20 - len(expected))
+    assert said["cycles"] > 2
+
+
+def test_each_destination_of_a_topic_gets_what_the_transform_made(
+    source: psycopg.Connection[Any], mom: Dsn, other: Dsn, config: Config
+) -> None:
+    add_topic(source, "billing")
+    add_route(source, "mom", service="billing")
+    add_route(source, "other", service="billing")
+    send(source, "1", "2", "4")
+    said = forward(config("tests.transforms:even", other=other))
+    assert (bodies(mom), bodies(other), said["left_out"]) == (["2", "4"], ["2", "4"], 2)
+
+
+def test_without_a_spark_of_its_own_a_forwarder_lets_such_messages_wait(
+    source: psycopg.Connection[Any], mom: Dsn, config: Config
+) -> None:
+    from saf.config import load
+    from saf.forwarding.forwarder import Forwarder
+    from saf.forwarding.runner import InProcess
+
+    send(source, "1")
+    send(source, "2", service="audit")
+    Forwarder(load(config("tests.transforms:even")), InProcess()).drain()
+    assert bodies(mom) == ["2"]
+    assert "its transform needs a Spark" in waits(source)["billing"]
