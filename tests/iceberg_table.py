@@ -15,6 +15,7 @@ from saf.database import Dsn
 from saf.destinations.iceberg import Iceberg
 from saf.destinations.iceberg.files import path_of
 from saf.destinations.iceberg.link import Link
+from saf.destinations.iceberg.marks import history
 
 
 def in_postgresql(database: Dsn) -> dict[str, Any]:
@@ -59,6 +60,16 @@ def rows(settings: Iceberg) -> list[dict[str, Any]]:
     """All rows as readers of Iceberg see them, by their ids."""
     found: list[dict[str, Any]] = loaded(settings).scan().to_arrow().sort_by("id").to_pylist()
     return found
+
+
+def snapshots(settings: Iceberg) -> list[int]:
+    """The snapshots of the branch main, oldest first."""
+    return [one.snapshot_id for one in history(loaded(settings).metadata)][::-1]
+
+
+def roll_back(settings: Iceberg, snapshot: int) -> None:
+    """Set the branch main to an older snapshot, as a person does."""
+    loaded(settings).manage_snapshots().rollback_to_snapshot(snapshot).commit()
 
 
 def _value(name: str, value: Any) -> Any:

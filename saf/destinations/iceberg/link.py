@@ -97,7 +97,10 @@ class Link:
         That follows from where it is. So a table that is gone is not taken for a new one: it is the
         same one, without what it had acknowledged.
         """
-        table = self.load()
+        return self.identity_of(self.load())
+
+    def identity_of(self, table: Table | None) -> UUID:
+        """Return the identity of a table that was loaded."""
         there = table.properties.get(DESTINATION) if table else None
         return UUID(there) if there else self.first_identity()
 
@@ -109,19 +112,17 @@ class Link:
 
     def known(self, source: UUID) -> Known:
         """Return how far the table has got with a source."""
-        table, identity = self.load(), self.identity()
-        return (self.state(table, source) if table else State()).known(identity)
+        return self.known_of(self.load(), source)
+
+    def known_of(self, table: Table | None, source: UUID) -> Known:
+        """Return how far a table that was loaded has got with a source."""
+        state = self.state(table, source) if table else State()
+        return state.known(self.identity_of(table))
 
     def state(self, table: Table, source: UUID) -> State:
         """Return what a version of the table knows of a source."""
-        try:
+        with self.errors():
             return state_of(source, table.metadata)
-        except MarksExpired as error:
-            raise unusable(
-                self.what,
-                "its table was rolled back, and how far it had got by then has expired",
-                f"set its branch main to snapshot {error.snapshot} again, or to one after it",
-            ) from None
 
     def look(self) -> None:
         """Raise what messages would be refused for."""
@@ -136,6 +137,13 @@ class Link:
         """Translate the errors of pyiceberg, of databases and of the file system."""
         try:
             yield
+        except MarksExpired as error:
+            raise unusable(
+                self.what,
+                "its table was rolled back, and how far it had got by then has expired",
+                f"set its branch main to snapshot {error.snapshot} again, or one after it; or "
+                f"remove its property {error.name}, and saf rebase sends what is missing",
+            ) from None
         except (ForbiddenError, OAuthError, UnauthorizedError) as error:
             cure = "mend properties.token or properties.credential in saf.toml"
             raise Refused(self.what, self.said(error), cure) from None

@@ -20,9 +20,9 @@ snapshot says that is still there: lower marks, as after any set-back, which the
 (`saf.errors.Behind`). If that has expired too, nobody knows how far the table has got. That is
 refused by name, and never taken for nothing.
 
-A snapshot has no number by which one finds it in a history that has lost its beginning, but its
-``sequence_number``, which rises with each commit: a history that goes on below the number of a
-snapshot, without that snapshot, is one without it.
+A snapshot that is not in a history has expired from it if the history begins above it: each commit
+has a higher ``sequence_number``. So the first commit after a rollback, of whatever source, puts
+the properties of all sources right: later, the history might begin above what was rolled back.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
     from pyiceberg.table.snapshots import Snapshot
 
 OURS = "saf.marks."
-FIRST = 1
-"""The sequence number of a table's first snapshot."""
 
 
 class MarksExpired(Exception):
     """The table was rolled back, and the marks that count then have expired."""
 
-    def __init__(self, snapshot: int) -> None:
-        super().__init__(snapshot)
+    def __init__(self, name: str, snapshot: int) -> None:
+        super().__init__(name, snapshot)
+        self.name = name
+        """The property."""
         self.snapshot = snapshot
-        """The snapshot that has the newest marks."""
+        """The snapshot that it names."""
 
 
 def name_of(source: UUID) -> str:
@@ -64,25 +64,38 @@ def state_of(source: UUID, table: TableMetadata) -> State:
     Raises:
         MarksExpired: nobody knows.
     """
-    name = name_of(source)
+    text = _counts(name_of(source), table)
+    return State() if text is None else _state(json.loads(text))
+
+
+def put_right(table: TableMetadata) -> dict[str, str | None]:
+    """Return what sources' properties have to say since a rollback; None: they have to go.
+
+    Raises:
+        MarksExpired: nobody knows.
+    """
+    names = [name for name in table.properties if name.startswith(OURS)]
+    right = {name: _counts(name, table) for name in names}
+    return {name: text for name, text in right.items() if text != table.properties[name]}
+
+
+def _counts(name: str, table: TableMetadata) -> str | None:
+    """Return what counts of a source: what its property says, or an older snapshot, or nothing."""
     text = table.properties.get(name)
     if text is None:
-        return State()
+        return None
     said = json.loads(text)
     oldest = None
-    for snapshot in history(table):
-        oldest = snapshot
-        if snapshot.snapshot_id == said["snapshot"]:
-            return _state(said)
-        if snapshot.sequence_number < said["sequence"] and (then := _text(snapshot, name)):
-            return _state(json.loads(then))
-    if oldest is None:
-        return State()
-    if oldest.sequence_number > said["sequence"]:
-        return _state(said)  # its snapshot has expired
-    if oldest.sequence_number == FIRST:
-        return State()  # rolled back to before its first message
-    raise MarksExpired(said["snapshot"])
+    for oldest in history(table):
+        if oldest.snapshot_id == said["snapshot"]:
+            return text
+        if _number(oldest) < said["sequence"] and (then := _text(oldest, name)):
+            return then
+    if oldest is None or oldest.parent_snapshot_id is None:
+        return None  # nothing is left of it: rolled back to before it, or a table in its place
+    if _number(oldest) > said["sequence"]:
+        return text
+    raise MarksExpired(name, said["snapshot"])
 
 
 def history(table: TableMetadata) -> Iterator[Snapshot]:
@@ -116,6 +129,10 @@ def text_of(
         "marks": marks,
     }
     return json.dumps(said, separators=(",", ":"))
+
+
+def _number(snapshot: Snapshot) -> int:
+    return snapshot.sequence_number or 0
 
 
 def _text(snapshot: Snapshot, name: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 from uuid import UUID
 
@@ -10,8 +11,6 @@ from pyiceberg.table.snapshots import Operation
 
 from saf.destinations.iceberg.link import Link
 from saf.destinations.lake.reading import COLUMNS, LakeReading, reading
-from saf.destinations.lake.state import State
-from saf.destinations.marks import Known
 
 if TYPE_CHECKING:
     from pyiceberg.table import Table
@@ -20,10 +19,6 @@ if TYPE_CHECKING:
 def read(link: Link) -> LakeReading:
     """Open the newest version of the table for reading."""
     table = link.load()
-    identity = link.identity()
-
-    def known(source: UUID) -> Known:
-        return (link.state(table, source) if table else State()).known(identity)
 
     def rows(source: UUID) -> pa.Table:
         assert table is not None  # noqa: S101 - it is not called then
@@ -32,6 +27,8 @@ def read(link: Link) -> LakeReading:
             return table.scan(of_source, selected_fields=COLUMNS).to_arrow()
 
     gone = table is not None and removed(table)
+    known = partial(link.known_of, table)
+    identity = link.identity_of(table)
     return reading(link.name, identity, rows if table else None, known, removed=gone)
 
 

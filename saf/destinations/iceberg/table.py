@@ -28,12 +28,12 @@ from pyiceberg.table import TableProperties
 
 from saf.destinations.iceberg.link import Link
 from saf.destinations.iceberg.making import ready
-from saf.destinations.iceberg.marks import name_of, text_of
+from saf.destinations.iceberg.marks import name_of, put_right, text_of
 from saf.destinations.iceberg.rows import write
 from saf.destinations.lake.names import DESTINATION
 from saf.destinations.lake.state import State
 from saf.destinations.lake.table import Change, LakeTable
-from saf.errors import SafError
+from saf.errors import SafError, Unavailable
 from saf.failpoints import fail_point
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class Table(LakeTable[Opened]):
     def _commit(self, opened: Opened, change: Change) -> bool:
         table = opened.table
         before = self._state(opened, change.source)
+        others = put_right(table.metadata)
         # in memory only
         once = {**table.metadata.properties, TableProperties.COMMIT_NUM_RETRIES: "0"}
         table.metadata = table.metadata.model_copy(update={"properties": once})
@@ -96,19 +97,16 @@ class Table(LakeTable[Opened]):
         fail_point("mom_insert")
         transaction = table.transaction()
         append = transaction.update_snapshot().merge_append()
-        name = name_of(change.source)
-        said = text_of(
-            before,
-            change.moved,
-            change.epochs,
-            append.snapshot_id,
-            table.metadata.next_sequence_number(),
-        )
+        name, number = name_of(change.source), table.metadata.next_sequence_number()
+        said = text_of(before, change.moved, change.epochs, append.snapshot_id, number)
         append.snapshot_properties = {name: said}
         for file in files:
             append.append_data_file(file)
         append.commit()
-        transaction.set_properties({name: said})
+        properties = {**others, name: said}
+        transaction.set_properties({one: text for one, text in properties.items() if text})
+        if gone := [one for one, text in properties.items() if text is None]:
+            transaction.remove_properties(*gone)
         try:
             transaction.commit_transaction()
         except CommitFailedException:
@@ -116,4 +114,6 @@ class Table(LakeTable[Opened]):
                 with suppress(OSError):
                     table.io.delete(file.file_path)
             return False
+        except ValueError as error:  # its number was taken by a commit to another branch
+            raise Unavailable(self.what, self._link.said(error)) from None
         return True

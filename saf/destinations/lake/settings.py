@@ -14,6 +14,7 @@ from saf.destinations.linked import LinkedSettings
 
 NOT_IN_NAMES = " ,;{}()\n\t="
 
+ColumnType = Literal["string", "long", "double", "boolean", "timestamp"]
 Secrets = Mapping[str, SecretStr]
 
 
@@ -38,10 +39,9 @@ class LakeSettings(LinkedSettings):
     partition_by: Literal["day", "service", "nothing"] = "day"
     """By what the table's files are kept apart: the day of `created_at` in UTC; the service,
     `to_service`; or nothing."""
-    promote: Annotated[
-        dict[str, Literal["string", "long", "double", "boolean", "timestamp"]],
-        AfterValidator(_promoted),
-    ] = Field(default_factory=dict)
+    promote: Annotated[dict[str, ColumnType], AfterValidator(_promoted)] = Field(
+        default_factory=dict
+    )
     """Members of bodies that are JSON objects, each with the type of the column that it gets. The
     table gets columns that it does not have; what is not of this type is NULL there."""
 

@@ -24,8 +24,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a commit to a table does not say the epochs of its shards",
         f"{DELTA}/table.py",
-        "transactions(chunk.source, moved, epoch_of)",
-        "transactions(chunk.source, moved, {})",
+        "transactions(change.source, change.moved, change.epochs)",
+        "transactions(change.source, change.moved, {})",
         f"{LAKE}::test_a_new_owner_that_stores_before_the_commit_fences_it",
     ),
     mutant(
