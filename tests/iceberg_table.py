@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 from urllib.parse import urlencode
 from uuid import UUID
@@ -38,7 +39,8 @@ def loaded(settings: Iceberg) -> Table:
 
 def messages(settings: Iceberg) -> list[Mapping[str, Any]]:
     """All messages, commit by commit, those of one commit by their ids."""
-    table = Link("lake", settings).load()
+    with closing(Link("lake", settings)) as link:
+        table = link.load()
     snapshot = table.current_snapshot() if table else None
     if table is None or snapshot is None:
         return []

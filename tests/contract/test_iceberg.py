@@ -416,7 +416,7 @@ def test_a_catalog_that_does_not_answer_is_unavailable_and_no_secret_is_shown(
 ) -> None:
     canary = "hunter2-canary"
     secrets = {
-        "username": "saf", "password": SecretStr(canary), "table": "shop.messages",
+        "username": "nobody", "password": SecretStr(canary), "table": "shop.messages",
         "warehouse": str(tmp_path), "properties": {"token": SecretStr(canary)},
     }  # fmt: skip
     there = Iceberg.model_validate({**in_postgresql(new_database("catalog")), **secrets})
