@@ -64,6 +64,14 @@ def catalog_of(lake: Iceberg) -> SqlCatalog:
     return SqlCatalog("saf", uri=lake.catalog, warehouse=f"file://{folder}")
 
 
+def append(lake: Iceberg, branch: str = "main") -> None:
+    """Somebody else appends a row, with the id 1,000."""
+    table = loaded(lake)
+    row = table.scan().to_arrow().slice(0, 1)
+    row = row.set_column(row.column_names.index("id"), "id", pa.array([1_000]))
+    table.append(row, branch=branch)
+
+
 # Forwarded to, and read
 
 
@@ -161,6 +169,7 @@ def test_a_chunk_that_another_process_stores_before_the_commit_is_there_once(
 
 
 def test_a_table_that_is_changed_before_the_commit_gets_the_messages_once(lake: Iceberg) -> None:
+    lake = lake.model_copy(update={"partition_by": "service"})
     forwarder = Forwarder()
     sent = forwarder.messages(12)
 
@@ -169,30 +178,23 @@ def test_a_table_that_is_changed_before_the_commit_gets_the_messages_once(lake: 
         with loaded(lake).transaction() as transaction:
             transaction.set_properties({"commit.retry.num-retries": "4", "owner": "us"})
 
-    def append() -> None:
-        table = loaded(lake)
-        table.append(pa.table({"id": [1_000]}, pa.schema([("id", pa.int64())])))
-
     store(lake, forwarder.chunk(sent[:4]))
     with meanwhile(change):
         assert store(lake, forwarder.chunk(sent[:8])) == (4, 4)
-    with meanwhile(append):
+    with meanwhile(lambda: append(lake)):
         assert store(lake, forwarder.chunk(sent)) == (4, 8)
     assert [row["id"] for row in rows(lake)] == [*range(1, 13), 1_000]
     assert loaded(lake).properties["owner"] == "us"
 
 
 def test_a_commit_to_another_branch_is_in_nobodys_way_for_long(lake: Iceberg) -> None:
+    lake = lake.model_copy(update={"partition_by": "service"})
     forwarder = Forwarder()
     sent = forwarder.messages(8)
     store(lake, forwarder.chunk(sent[:4]))
     loaded(lake).manage_snapshots().create_branch(snapshots(lake)[-1], "trial").commit()
 
-    def append() -> None:
-        one = pa.table({"id": [1_000]}, pa.schema([("id", pa.int64())]))
-        loaded(lake).append(one, branch="trial")
-
-    with meanwhile(append), pytest.raises(Unavailable):
+    with meanwhile(lambda: append(lake, branch="trial")), pytest.raises(Unavailable):
         store(lake, forwarder.chunk(sent))
     assert store(lake, forwarder.chunk(sent)) == (4, 4)
     assert [row["id"] for row in rows(lake)] == [*range(1, 9)]

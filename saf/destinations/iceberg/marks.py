@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from pyiceberg.table.snapshots import Snapshot
 
 OURS = "saf.marks."
+FIRST = 1
+"""The number of a table's first snapshot."""
 
 
 class MarksExpired(Exception):
@@ -91,8 +93,9 @@ def _counts(name: str, table: TableMetadata) -> str | None:
             return text
         if _number(oldest) < said["sequence"] and (then := _text(oldest, name)):
             return then
-    if oldest is None or oldest.parent_snapshot_id is None:
-        return None  # nothing is left of it: rolled back to before it, or a table in its place
+    # a snapshot without a parent says nothing: it loses it when that one is forgotten
+    if oldest is None or _number(oldest) == FIRST:
+        return None  # all is known, and nothing of the source: rolled back to before it
     if _number(oldest) > said["sequence"]:
         return text
     raise MarksExpired(name, said["snapshot"])
