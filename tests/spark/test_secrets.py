@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import signal
 import socket
 import subprocess
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -188,11 +190,14 @@ def configure(folder: Path, brokers: dict[str, Dsn], to: dict[str, Dsn], **spark
 
 
 def files_that_show(folder: Path) -> list[Path]:
-    return [
-        file
-        for file in folder.rglob("*")
-        if file.is_file() and file.name != "saf.toml" and shows(file.read_bytes())
-    ]
+    """The files that have the password. A JVM that ends deletes its own while we look."""
+    found = []
+    for place, _, names in os.walk(folder):
+        for file in (Path(place, name) for name in names if name != "saf.toml"):
+            with suppress(FileNotFoundError):
+                if file.is_file() and shows(file.read_bytes()):
+                    found.append(file)
+    return found
 
 
 def rest(port: int) -> Iterator[bytes]:
