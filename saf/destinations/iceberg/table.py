@@ -37,6 +37,8 @@ from saf.errors import SafError, Unavailable
 from saf.failpoints import fail_point
 
 if TYPE_CHECKING:
+    from pyiceberg.table.metadata import TableMetadata
+
     from saf.destinations.iceberg import Iceberg
 
 
@@ -90,9 +92,7 @@ class Table(LakeTable[Opened]):
         table = opened.table
         before = self._state(opened, change.source)
         others = put_right(table.metadata)
-        # in memory only
-        once = {**table.metadata.properties, TableProperties.COMMIT_NUM_RETRIES: "0"}
-        table.metadata = table.metadata.model_copy(update={"properties": once})
+        table.metadata = _for_one_commit(table.metadata)
         files = write(table, change.rows, change.source, self._link.settings)
         fail_point("mom_insert")
         transaction = table.transaction()
@@ -117,3 +117,18 @@ class Table(LakeTable[Opened]):
         except ValueError as error:  # its number was taken by a commit to another branch
             raise Unavailable(self.what, self._link.said(error)) from None
         return True
+
+
+def _for_one_commit(table: TableMetadata) -> TableMetadata:
+    """Return what a commit is made from, which is not written: the catalog has its own.
+
+    It is not tried again. And it is without older snapshots, because pyiceberg copies all of them a
+    dozen times.
+    """
+    heads = {one.snapshot_id for one in table.refs.values()}
+    changed = {
+        "properties": {**table.properties, TableProperties.COMMIT_NUM_RETRIES: "0"},
+        "snapshots": [one for one in table.snapshots if one.snapshot_id in heads],
+        "snapshot_log": [],
+    }
+    return table.model_copy(update=changed)

@@ -67,8 +67,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a client tries a commit again with the marks that it was given",
         f"{ICEBERG}/table.py",
-        '{**table.metadata.properties, TableProperties.COMMIT_NUM_RETRIES: "0"}',
-        "{**table.metadata.properties}",
+        '{**table.properties, TableProperties.COMMIT_NUM_RETRIES: "0"}',
+        "{**table.properties}",
         f"{BERG}::test_a_new_owner_that_stores_before_the_commit_fences_it",
     ),
     mutant(
