@@ -35,6 +35,7 @@ from tests.lakes import (
     store,
 )
 from tests.pipeline import connect, forward, let_time_pass
+from tests.rest_catalog import rest_catalog
 
 
 @pytest.fixture
@@ -212,6 +213,31 @@ def test_two_that_make_the_table_at_the_same_time_make_one(lake: Iceberg) -> Non
             destination.store(half, exactly_once=True)
         assert one.identity() == other.identity()
     assert len(rows(lake)) == 8
+
+
+def test_by_a_rest_catalog_messages_are_stored_once_and_a_zombie_is_fenced(tmp_path: Path) -> None:
+    with rest_catalog(tmp_path / "lake", token="let-me-in") as url:
+        lake = Iceberg(
+            catalog=url, table="shop.messages", properties={"token": SecretStr("let-me-in")}
+        )
+        assert [*lake.problems("lake")] == []
+        forwarder = Forwarder()
+        sent = forwarder.messages(8)
+        with meanwhile(lambda: store(lake, forwarder.chunk(sent[:5]))):
+            assert store(lake, forwarder.chunk(sent)) == (3, 5)
+        zombie = forwarder.chunk(forwarder.messages(4))
+        forwarder.epoch += 1
+        newer = forwarder.chunk(forwarder.messages(4))
+        with meanwhile(lambda: store(lake, newer)), pytest.raises(Fenced):
+            store(lake, zombie)
+        assert [row["id"] for row in rows(lake)] == [*range(1, 9), *range(13, 17)]
+        assert "by a REST catalog" in lake.guarantee("lake").server
+        stranger = lake.model_copy(update={"properties": {"token": SecretStr("hunter2")}})
+        with pytest.raises(Refused, match=r"[Mm]end properties\.token") as caught:
+            store(stranger, newer)
+        assert "hunter2" not in str(caught.value)
+    with pytest.raises(Unavailable):
+        store(lake, newer)
 
 
 # Honest

@@ -49,7 +49,7 @@ def guarantee(link: Link) -> Guarantee:
         kept_by = "what was acknowledged is as safe as the object store keeps it"
         more.append(("object stores are not tested by saf", "your own test of yours"))
     if not is_sql(settings.catalog):
-        more.append(("REST catalogs are not tested by saf", "your own test of yours"))
+        more.append(("no product with a REST catalog is tested by saf", "your own test of yours"))
         where = "a REST catalog"
     else:
         where = f"a catalog in {'SQLite' if file_of(settings.catalog) else 'PostgreSQL'}"
