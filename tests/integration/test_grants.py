@@ -372,7 +372,6 @@ FUNCTIONS = {
     "accept": (False, True),  # a CHECK of the outbox: executed as whoever inserts
     "check_sender": (True, True),  # a policy of the outbox: the same
     "notify_inbox": (False, True),
-    "lane_of": (False, True),
     "cursor_is_one": (True, False),
     "watermark_is_one": (True, False),
     "store_locally": (True, False),
