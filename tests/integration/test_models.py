@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.models.__main__ import as_expected, sentence
-from tests.models.checking import MODELS, check, files
+from tests.models.checking import MODELS, NEEDED, check, files
 from tests.models.runs import PLANTED, PROVEN, Run
 from tests.mutants.mutant import ROOT
+from tests.needed import needed
+from tests.programs import run as run_program
 
 PAGE = (ROOT / "docs" / "model.md").read_text()
 TEXTS = {file.stem: file.read_text() for file in files()}
@@ -45,6 +48,17 @@ def test_each_model_and_each_planted_error_is_checked() -> None:
 def test_the_page_shows_each_planted_error_and_what_it_leads_to() -> None:
     told = re.findall(r"^\| (\w+) \| `([^`|]+)` \| [^|]+ \| ([^|]+) \|$", PAGE, re.MULTILINE)
     assert told == [(run.model, " ".join(run.switches), run.finds) for run in PLANTED]
+
+
+def test_the_page_shows_how_to_replay_what_leads_to_an_error(tmp_path: Path) -> None:
+    for program, package in NEEDED.items():
+        needed(program, package)
+    (found,) = re.findall(r"<!-- test: replay -->\n```sh\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    done = run_program(["bash", "-e", "-c", found], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "assertion violated" in done.stdout.partition("pan: wrote")[0]
+    assert "trail ends after" in done.stdout
 
 
 def test_what_stands_for_a_step_is_there() -> None:
