@@ -39,8 +39,8 @@ class Nothing(saf.Processor):
 def run(stage: Stage) -> None:
     """Notes processors_per_second, and what a worker's handlers do beside it."""
     with stage.mom.connect(role="bench", autocommit=True) as connection:
-        create_service(connection, "billing")
         connection.execute("TRUNCATE saf.inbox")
+        create_service(connection, "billing")
         connection.execute(FILL, [KEYS, MESSAGES])
         connection.execute("VACUUM ANALYZE saf.inbox")
     loops = {"processors": _processors, "handler": _handler, "batch_handler": _batch_handler}

@@ -21,7 +21,7 @@ from saf.outbox import INSERT
 
 CLIENTS = 8
 SECONDS = 5
-ROUNDS = 4
+ROUNDS = 3
 MANY = 1000
 ACCOUNTS = 100_000
 

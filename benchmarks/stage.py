@@ -90,7 +90,9 @@ class Stage:
                 row = connection.execute(query, [dsn.database]).fetchone()
                 if row == (0,):
                     connection.execute(f'CREATE DATABASE "{dsn.database}" TEMPLATE app')
+                    # no destination knows the new broker, so none has acknowledged anything
                     execute(dsn, "UPDATE saf.broker SET broker_id = gen_random_uuid()")
+                    execute(dsn, "TRUNCATE saf.acknowledged")
             made[f"t{number}"] = dsn
         return made
 

@@ -197,6 +197,20 @@ storage_options = {AWS_SECRET_ACCESS_KEY = "${LAKE_PASSWORD}"}
 quality = "exactly_once"
 max_connections = 4
 
+[destinations.catalogued]
+kind = "iceberg"
+catalog = "postgresql://db.example.com/lake?sslmode=require"
+table = "shop.messages"
+warehouse = "s3://lake/warehouse"
+catalog_name = "saf"
+username = "saf"
+password = "${LAKE_PASSWORD}"
+partition_by = "day"
+promote = {amount = "double", paid_at = "timestamp"}
+properties = {"s3.secret-access-key" = "${LAKE_PASSWORD}"}
+quality = "exactly_once"
+max_connections = 4
+
 [[routes]]
 service = "billing"
 broker = "6f1e7f3c-3a58-4a7e-9a52-3f1f0a4a9a11"

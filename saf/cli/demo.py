@@ -41,6 +41,7 @@ class Kind(StrEnum):
 
     POSTGRESQL = "postgresql"
     DELTA = "delta"
+    ICEBERG = "iceberg"
     REDIS = "redis"
     NATS = "nats"
     KAFKA = "kafka"
@@ -98,8 +99,8 @@ def command(
     looks at each message for one service, departures. With --to redis, the messages go to streams
     of a Redis server, with --to nats to a stream of a NATS server, with --to rabbitmq_stream to one
     of a RabbitMQ server, with --to rabbitmq to a queue of one, with --to kafka to topics of a Kafka
-    broker, which is started if it is installed. With --to delta, they go to a Delta table, which
-    needs no server.
+    broker, which is started if it is installed. With --to delta or --to iceberg, they go to a table
+    of a lakehouse, which needs no server.
 
     With --http, the messages go on from the MOM store to a receiver on this machine, as signed
     webhooks; it pauses in the middle. Without --limit, these are the first 20,000 flights.

@@ -27,6 +27,7 @@ OURS = {
     "postgresql": "saf.destinations.postgresql:Postgresql",
     "https": "saf.destinations.https:Https",
     "delta": "saf.destinations.delta:Delta",
+    "iceberg": "saf.destinations.iceberg:Iceberg",
     "jsonl": "saf.destinations.jsonl:Jsonl",
     "kafka": "saf.destinations.kafka:Kafka",
     "nats": "saf.destinations.nats:Nats",

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import replace
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import duckdb
 import pyarrow as pa
@@ -23,16 +20,22 @@ from saf.destinations.delta import Delta
 from saf.destinations.delta.files import Files
 from saf.destinations.delta.optimizing import optimize
 from saf.errors import Fenced, Refused, SafError, Unavailable
-from saf.failpoints import arm
-from saf.repair.reconcile import Outcome, reconcile
 from saf.repair.send_again import send_again
 from saf.repair.set_back import set_back
 from saf.routing.routes import current_routes
 from saf.testing.forwarder import Forwarder, Row
 from tests.delta_table import commits, messages, rows, texts
-from tests.pipeline import connect, forward, let_time_pass, send
-
-WEEK = 7 * 86400.0
+from tests.lakes import (
+    WEEK,
+    compare,
+    ids,
+    meanwhile,
+    of_shards,
+    problems,
+    send_numbers,
+    store,
+)
+from tests.pipeline import connect, forward, let_time_pass
 
 
 @pytest.fixture
@@ -44,50 +47,6 @@ def lake(tmp_path: Path) -> Delta:
 @pytest.fixture
 def table(lake: Delta) -> Path:
     return Path(lake.table)
-
-
-def send_numbers(app: Dsn, *numbers: int) -> None:
-    with connect(app) as connection:
-        for number in numbers:
-            send(connection, str(number), key="k")
-
-
-def compare(app: Dsn, lake: Delta) -> Outcome:
-    return reconcile("app", app, {"lake": lake}, retention_seconds=WEEK)
-
-
-def problems(app: Dsn, lake: Delta) -> list[str | None]:
-    return [one.error_kind for one in forward(app, chunk_rows=3, lake=lake) if one.error_kind]
-
-
-def store(lake: Delta, chunk: Chunk) -> tuple[int, int]:
-    """How many messages were stored, and dropped."""
-    with closing(lake.open("lake")) as one:
-        done = one.store(chunk, exactly_once=True)
-    return done.messages, done.dropped
-
-
-def of_shards(chunk: Chunk, *shards: int) -> Chunk:
-    """What a task with some of the shards would store."""
-    epochs = tuple(one for one in chunk.batch.epochs if one[0] in shards)
-    mine = pa.compute.is_in(chunk.rows["shard"], pa.array(shards, pa.int16()))
-    return replace(chunk, rows=chunk.rows.filter(mine), batch=replace(chunk.batch, epochs=epochs))
-
-
-def ids(there: Sequence[Any]) -> list[UUID]:
-    return [one["message_id"] for one in there]
-
-
-@contextmanager
-def meanwhile(action: Callable[[], object]) -> Iterator[None]:
-    """Something happens when files are written, and the commit is not made yet."""
-    happened: list[object] = []
-    arm("mom_insert", lambda: happened.append(action()))
-    try:
-        yield
-    finally:
-        arm("")
-    assert happened
 
 
 def files(table: Path) -> set[str]:

@@ -20,6 +20,7 @@ SITES: Mapping[str, type[Site]] = {
     "mom": Site,
     **queues.QUEUES,
     "delta": lake.DeltaSite,
+    "iceberg": lake.IcebergSite,
     "http": webhooks.WebhookSite,
 }
 

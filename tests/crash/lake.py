@@ -1,26 +1,34 @@
-"""Rounds to a Delta table instead of a MOM store: `python -m tests.crash --to delta`.
+"""Rounds to a table instead of a MOM store: `python -m tests.crash --to delta`, or iceberg.
 
 Forwarders are killed and stopped at any moment of their commits, the table is out of reach for a
-while, its properties change, and it is compacted meanwhile.
+while, its properties change, and it is compacted, or its snapshots are forgotten, meanwhile.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from deltalake import DeltaTable
+from pyiceberg.exceptions import CommitFailedException
+from sqlalchemy.exc import SQLAlchemyError
 
 from saf.database import Dsn
 from saf.destinations.delta import Delta
 from saf.destinations.delta.optimizing import optimize
+from saf.destinations.iceberg import Iceberg
+from saf.destinations.iceberg.link import Link
+from saf.destinations.lake.settings import LakeSettings
 from saf.destinations.settings import DestinationSettings
 from saf.errors import SafError
+from tests import delta_table, iceberg_table
 from tests.crash.plan import Fault, Plan
 from tests.crash.queues import plan_to
 from tests.crash.site import Site
-from tests.delta_table import texts
 
 FAULTS = (
     "kill_forwarder",
@@ -37,13 +45,26 @@ FAULTS = (
 )
 
 
-class DeltaSite(Site):
+class LakeSite(Site):
     """With a folder for a table."""
 
     @property
-    def lake(self) -> Delta:
+    def table(self) -> Path:
+        """The folder."""
+        return self.folder / "lake"
+
+    @property
+    def lake(self) -> LakeSettings:
         """The table, where messages are partitioned by service."""
-        return Delta(table=str(self.folder / "lake"), partition_by="service")
+        raise NotImplementedError
+
+    def care(self) -> None:
+        """Make it smaller, while forwarders append."""
+        raise NotImplementedError
+
+    def change(self, text: str) -> None:
+        """Change what it says of itself, if it is there yet."""
+        raise NotImplementedError
 
     def plan(self, seed: int, number: int, kinds: tuple[str, ...] = ()) -> Plan:
         """The plan of a round."""
@@ -63,35 +84,78 @@ class DeltaSite(Site):
 
     def prepare(self, plan: Plan) -> Dsn:
         """A fresh source, and another table."""
-        folder = self.folder / "lake"
-        if folder.exists():
-            folder.rename(self.folder / f"lake-{time.monotonic_ns()}")
-        folder.mkdir()
+        if self.table.exists():
+            self.table.rename(self.folder / f"lake-{time.monotonic_ns()}")
+        self.table.mkdir()
         return super().prepare(plan)
+
+
+class DeltaSite(LakeSite):
+    """With a Delta table, which is compacted."""
+
+    @property
+    def lake(self) -> Delta:
+        """The table."""
+        return Delta(table=str(self.table), partition_by="service")
+
+    def care(self) -> None:
+        """Its files become few."""
+        optimize("mom", self.lake, keep_hours=1, dry_run=False)
+
+    def change(self, text: str) -> None:
+        """Its description."""
+        if DeltaTable.is_deltatable(self.lake.table):
+            DeltaTable(self.lake.table).alter.set_table_description(text)
 
     def arrived(self) -> Sequence[str]:
         """All bodies, in the order of the commits."""
-        return texts(self.folder / "lake")
+        return delta_table.texts(self.table)
+
+
+class IcebergSite(LakeSite):
+    """With an Iceberg table and its catalog, which forgets snapshots."""
+
+    @property
+    def lake(self) -> Iceberg:
+        """The table."""
+        return Iceberg(
+            catalog=f"sqlite:///{self.table}/catalog.db",
+            table="shop.messages",
+            warehouse=str(self.table),
+            partition_by="service",
+        )
+
+    def care(self) -> None:
+        """All snapshots but the newest are forgotten."""
+        if table := Link("mom", self.lake).load():
+            table.maintenance.expire_snapshots().older_than(datetime.now(UTC)).commit()
+
+    def change(self, text: str) -> None:
+        """A property; commits that fail are to be tried again."""
+        if table := Link("mom", self.lake).load():
+            with table.transaction() as change:
+                change.set_properties({"comment": text, "commit.retry.num-retries": "4"})
+
+    def arrived(self) -> Sequence[str]:
+        """All bodies, in the order of the commits."""
+        return iceberg_table.texts(self.lake)
 
 
 def compact_table(round_: Any, fault: Fault) -> None:  # noqa: ARG001 - it takes as long as it takes
-    """Its files become few, while forwarders append."""
-    try:
-        optimize("mom", round_.site.lake, keep_hours=1, dry_run=False)
-    except SafError:
-        return  # too much was going on, or there is no table yet
+    """It becomes smaller, while forwarders append."""
+    with suppress(SafError, CommitFailedException, SQLAlchemyError):  # too much was going on
+        round_.site.care()
 
 
 def change_table(round_: Any, fault: Fault) -> None:
     """Its properties, so that commits that are under way begin again."""
-    if DeltaTable.is_deltatable(round_.site.lake.table):
-        table = DeltaTable(round_.site.lake.table)
-        table.alter.set_table_description(f"after {fault.after}")
+    with suppress(SafError, CommitFailedException, SQLAlchemyError):
+        round_.site.change(f"after {fault.after}")
 
 
 def unmount_table(round_: Any, fault: Fault) -> None:
     """It is not there for a while, and comes back as it was."""
-    folder = round_.site.folder / "lake"
+    folder = round_.site.table
     away = folder.rename(round_.site.folder / "away")
     time.sleep(fault.lasts)
     if folder.exists():  # what was written where nothing is mounted is hidden by what comes back

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.crash import faults, rounds
-from tests.crash.lake import DeltaSite
+from tests.crash.lake import DeltaSite, IcebergSite
 from tests.crash.plan import Fault, plan
 from tests.crash.queues import QUEUES
 from tests.crash.rounds import Round
@@ -30,9 +30,9 @@ def queue_site(request: pytest.FixtureRequest) -> Iterator[Site]:
         yield site
 
 
-@pytest.fixture(scope="module")
-def lake_site() -> Iterator[Site]:
-    with DeltaSite() as site:
+@pytest.fixture(scope="module", params=[DeltaSite, IcebergSite])
+def lake_site(request: pytest.FixtureRequest) -> Iterator[Site]:
+    with request.param() as site:
         yield site
 
 

@@ -65,7 +65,7 @@ def is_right(result: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "queue", ["delta", "redis", "nats", "kafka", "rabbitmq", "rabbitmq_stream"]
+    "queue", ["delta", "iceberg", "redis", "nats", "kafka", "rabbitmq", "rabbitmq_stream"]
 )
 def test_to_a_queue_it_is_proven_by_what_the_queue_holds(folder: Path, queue: str) -> None:
     if queue == "nats":
@@ -73,7 +73,7 @@ def test_to_a_queue_it_is_proven_by_what_the_queue_holds(folder: Path, queue: st
     elif queue == "kafka":
         if jars() is None:
             absent(MISSING)
-    elif queue != "delta":  # which has no server
+    elif queue not in ("delta", "iceberg"):  # which have no server
         program = f"{queue.partition('_')[0]}-server"
         needed(program, program)
     first = run(folder, "--to", queue)

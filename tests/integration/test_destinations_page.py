@@ -128,6 +128,32 @@ def test_its_commands_forward_to_a_table_that_duckdb_reads(app: Dsn, tmp_path: P
     assert (last_json(said.stdout)["files_before"], said.returncode) == (1, 0)
 
 
+def test_its_commands_forward_to_an_iceberg_table_that_duckdb_reads(
+    app: Dsn, tmp_path: Path
+) -> None:
+    send(app, 60)
+    with connect(app) as connection:
+        for amount in (1.5, 2.5):
+            send_one(connection, json.dumps({"amount": amount}))
+    (tmp_path / "saf.toml").write_text(block("iceberg.toml"))
+    (tmp_path / "consumer.py").write_text(block("consumer_iceberg.py"))
+    env = {"SHOP_DSN": app.conninfo, "PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin"}
+    done = run(["bash", "-euxc", block("iceberg.sh")], env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "no Iceberg table yet, shop.messages, by a catalog in SQLite" in done.stdout
+    assert "promise: exactly once; a crash of the process or of the machine loses nothing" in (
+        done.stdout
+    )
+    read = run([sys.executable, "consumer.py", "lake"], env=env, cwd=tmp_path)
+    assert read.returncode == 0, read.stderr
+    assert read.stdout.splitlines() == ["billing 62 4.0"]
+    checked = saf("destination", "check", "lake", env=env, cwd=tmp_path)
+    assert "Iceberg table of 1 files, 1 snapshots, shop.messages" in checked.stdout
+    optimized = saf("lake", "optimize", "lake", env=env, cwd=tmp_path)
+    assert optimized.returncode == 2
+    assert "of kind 'iceberg'" in optimized.stderr
+
+
 def test_its_commands_forward_to_topics_that_a_consumer_reads(
     app: Dsn, tmp_path: Path, running_kafka: KafkaServer
 ) -> None:

@@ -54,7 +54,9 @@ def test_the_test_kit_is_as_light_until_a_fixture_is_asked_for() -> None:
 
 
 def test_a_client_of_a_lakehouse_is_imported_where_it_is_used_and_a_driver_needs_no_arrow() -> None:
-    heavy = {"deltalake", "pyarrow", "duckdb"}
+    heavy = {"deltalake", "pyiceberg", "pyarrow", "duckdb"}
     assert fresh_import("saf.destinations.delta")[1] & heavy == set()
+    assert fresh_import("saf.destinations.iceberg")[1] & heavy == set()
     assert fresh_import("saf.cli.lake")[1] & heavy == set()
     assert fresh_import("saf.destinations.delta.link")[1] & heavy == {"deltalake"}
+    assert fresh_import("saf.destinations.iceberg.link")[1] & heavy == {"pyiceberg"}

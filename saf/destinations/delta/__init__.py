@@ -8,7 +8,7 @@
     [destinations.lake.promote]             # members of JSON bodies that get a column
     amount = "double"
 
-`saf.destinations.delta.table` tells how a chunk is stored, `saf.destinations.delta.columns` what a
+`saf.destinations.delta.table` tells how a chunk is stored, `saf.destinations.lake.columns` what a
 row is, `saf.destinations.delta.marks` where the marks are. The client is the extra ``delta``, the
 package deltalake: no JVM.
 """
@@ -19,14 +19,12 @@ import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field, SecretStr
 
-from saf.columns import IN_TABLES
-from saf.destinations import Capabilities, Destination
-from saf.destinations.delta.names import DAY
-from saf.destinations.linked import LinkedSettings
+from saf.destinations import Destination
+from saf.destinations.lake.settings import LakeSettings, said
 from saf.destinations.queues import client_needed
 from saf.destinations.reading import Reading
 from saf.destinations.settings import Guarantee
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from saf.destinations.delta.link import Link
 
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[^/]+/.+")
-NOT_IN_NAMES = " ,;{}()\n\t="
 
 
 def _table(text: str) -> str:
@@ -48,37 +45,13 @@ def _table(text: str) -> str:
     return text.rstrip("/")
 
 
-def _promoted(fields: dict[str, str]) -> dict[str, str]:
-    for name in fields:
-        if name.lower() in {*IN_TABLES, DAY}:
-            raise ValueError(f"{name!r}: each table has such a column already")
-        if not name or set(name) & set(NOT_IN_NAMES):
-            raise ValueError(f"{name!r} cannot be the name of a column")
-    if len({name.lower() for name in fields}) < len(fields):
-        raise ValueError("the names of two columns differ in more than upper and lower case")
-    return fields
-
-
-class Delta(LinkedSettings):
+class Delta(LakeSettings):
     """A table of Delta Lake."""
-
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        exactly_once=True, fences=True, reads_back=True, takes_dialogs=False
-    )
 
     kind: Literal["delta"] = "delta"
     table: Annotated[str, AfterValidator(_table)]
     """The table: a folder, which exists, or an address such as `s3://bucket/table`. An empty one
     becomes a table at the first message."""
-    partition_by: Literal["day", "service", "nothing"] = "day"
-    """By what the table's files are kept apart: the day of `created_at`, in the column `day`; the
-    service, `to_service`; or nothing."""
-    promote: Annotated[
-        dict[str, Literal["string", "long", "double", "boolean", "timestamp"]],
-        AfterValidator(_promoted),
-    ] = Field(default_factory=dict)
-    """Members of bodies that are JSON objects, each with the type of the column that it gets. The
-    table gets columns that it does not have; what is not of this type is NULL there."""
     storage_options: dict[str, SecretStr] = Field(default_factory=dict)
     """What the object store's client is told, such as `AWS_ACCESS_KEY_ID`; all of it counts as
     secret."""
@@ -97,8 +70,7 @@ class Delta(LinkedSettings):
             "connect_timeout": f"{self.bounds.network_seconds:g}s",
             "timeout": f"{self.bounds.statement_seconds:g}s",
         }
-        said = {name: value.get_secret_value() for name, value in self.storage_options.items()}
-        return waits | said
+        return waits | said(self.storage_options)
 
     def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
         """Return the table as a destination; see `DestinationSettings.open`."""

@@ -23,7 +23,7 @@ from deltalake.transaction import AddAction
 from saf.destinations.delta.columns import parts, statistics
 from saf.destinations.delta.files import Files
 from saf.destinations.delta.log import checkpoint_of, file_of
-from saf.destinations.delta.names import DAY
+from saf.destinations.lake.names import DAY
 from saf.errors import Unavailable
 
 

@@ -19,8 +19,9 @@ from uuid import NAMESPACE_URL, UUID, uuid5
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError, DeltaProtocolError, TableNotFoundError
 
-from saf.destinations.delta.names import DESTINATION
 from saf.destinations.disk import unavailable_if_lost
+from saf.destinations.lake.names import DESTINATION
+from saf.destinations.lake.state import State
 from saf.destinations.marks import Known
 from saf.destinations.queues import unusable
 from saf.errors import Unavailable
@@ -74,13 +75,13 @@ class Link:
 
     def known(self, source: UUID) -> Known:
         """Return how far the table has got with a source."""
-        from saf.destinations.delta.marks import State, known_of, state_of  # Log needs Arrow
+        from saf.destinations.delta.marks import state_of
 
         table, identity = self.load(), self.identity()
         if table is None:
-            return known_of(identity, State())
+            return State().known(identity)
         with self.errors():
-            return known_of(identity, state_of(source, self.log().at(table.version())))
+            return state_of(source, self.log().at(table.version())).known(identity)
 
     def log(self) -> Log:
         """Return the table's log, not read yet."""

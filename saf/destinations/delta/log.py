@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from saf.destinations.delta.files import Files
-from saf.destinations.delta.names import OURS
+from saf.destinations.delta.marks import OURS
 
 LOG = "_delta_log"
 CHECKPOINT = re.compile(

@@ -13,7 +13,7 @@ from deltalake import DeltaTable, Field, Schema
 from deltalake.exceptions import DeltaError
 
 from saf.destinations.delta.columns import BY, COUNTED, schema
-from saf.destinations.delta.names import DESTINATION
+from saf.destinations.lake.names import DESTINATION
 from saf.destinations.queues import unusable
 from saf.errors import Unavailable
 

@@ -14,30 +14,19 @@ stored.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
-from saf.destinations.delta.names import OURS
-from saf.destinations.marks import NOTHING, ONCE, Known, Mark, Place
+from saf.destinations.lake.state import State, mark_of, number_of
+from saf.destinations.marks import Mark, Place
 
-NEVER = -1
-"""The number of a time that is not known."""
-START = datetime(1970, 1, 1, tzinfo=UTC)
-MICROSECOND = timedelta(microseconds=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """What a table knows of one source."""
-
-    marks: Mapping[Place, Mark] = field(default_factory=dict)
-    epochs: Mapping[int, int] = field(default_factory=dict)
+OURS = "saf:"
+"""What the names of saf's application transactions begin with."""
 
 
 def state_of(source: UUID, numbers: Mapping[str, int]) -> State:
     """Return what transactions say of a source.
 
+    >>> from datetime import UTC, datetime
     >>> source, at = UUID(int=7), datetime(2026, 1, 31, tzinfo=UTC)
     >>> mark = Mark(batch=2, position=70, opened_at=at, acknowledged=True)
     >>> numbers = dict(transactions(source, {("", 7): mark}, {7: 3}))
@@ -54,7 +43,8 @@ def state_of(source: UUID, numbers: Mapping[str, int]) -> State:
                 epochs[int(shard)] = number
             else:
                 said.setdefault((lane, int(shard)), {})[what] = number
-    return State(marks={place: _mark(place[0], one) for place, one in said.items()}, epochs=epochs)
+    marks = {place: mark_of(place[0], **one) for place, one in said.items()}
+    return State(marks=marks, epochs=epochs)
 
 
 def transactions(
@@ -64,25 +54,9 @@ def transactions(
     for shard, epoch in epochs.items():
         yield f"{OURS}{source}:{shard}:epoch:", epoch
     for (lane, shard), mark in moved.items():
-        moment = (mark.opened_at - START) // MICROSECOND if mark.opened_at else NEVER
         for what, number in (
             ("batch", mark.batch),
             ("position", mark.position),
-            ("opened_at", moment),
+            ("opened_at", number_of(mark.opened_at)),
         ):
             yield f"{OURS}{source}:{shard}:{what}:{lane}", number
-
-
-def known_of(identity: UUID, state: State) -> Known:
-    """Return what a table knows of a source, for repairs."""
-    return Known(destination=identity, marks=state.marks, epochs=state.epochs)
-
-
-def _mark(lane: str, said: Mapping[str, int]) -> Mark:
-    if not said.get("batch"):
-        return NOTHING
-    moment = said["opened_at"]
-    opened_at = None if moment == NEVER else START + moment * MICROSECOND
-    # nobody waits for the answer to at_most_once; see `saf.destinations.places.last_of`
-    answered = not lane.startswith(ONCE)
-    return Mark.of(said["batch"], said["position"], opened_at, answered)

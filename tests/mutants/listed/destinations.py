@@ -18,14 +18,15 @@ NATS, KAFKA = "contract/test_nats.py", "contract/test_kafka.py"
 RABBITMQ, RABBITMQ_STREAM = "contract/test_rabbitmq_stream.py", "saf/destinations/rabbitmq_stream"
 QUEUES = "contract/test_rabbitmq.py"
 DELTA, LAKE = "saf/destinations/delta", "contract/test_delta.py"
+ICEBERG, BERG = "saf/destinations/iceberg", "contract/test_iceberg.py"
 REDIS, ROUTED = "contract/test_redis.py", "contract/test_redis_routed.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
         "a commit to a table does not say the epochs of its shards",
         f"{DELTA}/table.py",
-        "transactions(chunk.source, moved, epoch_of)",
-        "transactions(chunk.source, moved, {})",
+        "transactions(change.source, change.moved, change.epochs)",
+        "transactions(change.source, change.moved, {})",
         f"{LAKE}::test_a_new_owner_that_stores_before_the_commit_fences_it",
     ),
     mutant(
@@ -62,6 +63,55 @@ MUTANTS: list[Mutant] = [
         "if file.parent != self._folder and not file.parent.exists():",
         "if not file.parent.exists():",
         f"{LAKE}::test_a_table_that_is_taken_away_before_the_commit_gets_the_messages_later",
+    ),
+    mutant(
+        "a client tries a commit again with the marks that it was given",
+        f"{ICEBERG}/table.py",
+        '{**table.properties, TableProperties.COMMIT_NUM_RETRIES: "0"}',
+        "{**table.properties}",
+        f"{BERG}::test_a_new_owner_that_stores_before_the_commit_fences_it",
+    ),
+    mutant(
+        "files of a commit that came too late stay",
+        f"{ICEBERG}/table.py",
+        "                    table.io.delete(file.file_path)\n",
+        "                    pass\n",
+        f"{BERG}::test_a_new_owner_that_stores_before_the_commit_fences_it",
+    ),
+    mutant(
+        "marks count that were rolled back",
+        f"{ICEBERG}/marks.py",
+        'if oldest.snapshot_id == said["snapshot"]:',
+        "if True:",
+        f"{BERG}::test_a_table_that_was_rolled_back_is_refused_and_gets_again_what_it_has_lost",
+    ),
+    mutant(
+        "marks that were rolled back count once others have committed",
+        f"{ICEBERG}/table.py",
+        "others = put_right(table.metadata)",
+        "others: dict[str, str | None] = {}",
+        f"{BERG}::test_marks_that_were_rolled_back_do_not_count_again_once_others_have_committed",
+    ),
+    mutant(
+        "marks go with their snapshots",
+        f"{ICEBERG}/marks.py",
+        'if _number(oldest) > said["sequence"]:',
+        "if False:",
+        f"{BERG}::test_marks_stay_when_their_snapshots_have_expired",
+    ),
+    mutant(
+        "what nobody knows counts",
+        f"{ICEBERG}/marks.py",
+        'if _number(oldest) > said["sequence"]:',
+        "if True:",
+        f"{BERG}::test_a_rollback_whose_marks_have_expired_is_refused_and_a_way_out_is_named",
+    ),
+    mutant(
+        "folders of a table are made where it is not mounted",
+        f"{ICEBERG}/files.py",
+        "folder.mkdir(exist_ok=True)",
+        "folder.mkdir(parents=True, exist_ok=True)",
+        f"{BERG}::test_a_table_that_is_taken_away_before_the_commit_gets_the_messages_later",
     ),
     mutant(
         "watermarks are read without a lock",

@@ -1,0 +1,61 @@
+"""What the place of a table gives: what a lost power may take back, and what is not tested.
+
+Whatever is taken back is taken back with its marks. So a loss is noticed at the next contact, and
+`saf rebase` sends again what was lost.
+"""
+
+from __future__ import annotations
+
+from saf.destinations.iceberg.address import file_of, is_sql
+from saf.destinations.iceberg.link import Link
+from saf.destinations.settings import Guarantee
+
+MANY_FILES = 1_000
+SMALL_BYTES = 8 << 20
+"""So many files that are smaller than this on average are worth compacting."""
+MANY_SNAPSHOTS = 1_000
+"""So many snapshots make each commit slow, because it writes all of them."""
+
+
+def guarantee(link: Link) -> Guarantee:
+    """Return what a table promises, where it is."""
+    settings, table = link.settings, link.load()
+    more: list[tuple[str, str]] = []
+    server = f"no Iceberg table yet, {settings.table}"
+    if table is not None:
+        snapshot = table.current_snapshot()
+        summary = snapshot.summary if snapshot else None
+        said = summary.additional_properties if summary else {}
+        files, size = int(said.get("total-data-files", 0)), int(said.get("total-files-size", 0))
+        kept = len(table.snapshots())
+        server = f"Iceberg table of {files:,} files, {kept:,} snapshots, {settings.table}"
+        if files > MANY_FILES and size / files < SMALL_BYTES:
+            more.append(
+                (
+                    f"its {files:,} files have {size // files >> 10:,} KiB on average, which makes "
+                    "reading slow",
+                    "rewrite_data_files of Spark, or what your engine has for it",
+                )
+            )
+        if kept > MANY_SNAPSHOTS:
+            more.append(
+                (
+                    f"its {kept:,} snapshots are written anew by each commit",
+                    "expire_snapshots of Spark or pyiceberg; saf's marks stay",
+                )
+            )
+    kept_by = "a crash of the process or of the machine loses nothing that was acknowledged"
+    if not settings.folder:
+        kept_by = "what was acknowledged is as safe as the object store keeps it"
+        more.append(("object stores are not tested by saf", "your own test of yours"))
+    if not is_sql(settings.catalog):
+        more.append(("no product with a REST catalog is tested by saf", "your own test of yours"))
+        where = "a REST catalog"
+    else:
+        where = f"a catalog in {'SQLite' if file_of(settings.catalog) else 'PostgreSQL'}"
+    return Guarantee(
+        server=f"{server}, by {where}",
+        promise=f"{settings.quality.replace('_', ' ')}; {kept_by}; what is lost is noticed, and "
+        "saf rebase sends it again",
+        more=tuple(more),
+    )

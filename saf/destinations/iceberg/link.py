@@ -1,0 +1,246 @@
+"""A table as pyiceberg has it: its catalog, opened and asked what it is.
+
+What a table of saf's has besides its rows:
+
+    saf.destination     a property: the destination's identity, which stays if the table is moved
+    saf.marks.…         properties: the marks; see `saf.destinations.iceberg.marks`
+
+This module does without Arrow, because a forwarder's driver asks for the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from uuid import NAMESPACE_URL, UUID, uuid5
+
+from psycopg.conninfo import make_conninfo
+from pyiceberg.catalog import Catalog
+from pyiceberg.catalog.sql import IcebergTables, SqlCatalog
+from pyiceberg.exceptions import (
+    CommitFailedException,
+    ForbiddenError,
+    NoSuchTableError,
+    OAuthError,
+    RESTError,
+    UnauthorizedError,
+    ValidationException,
+)
+from sqlalchemy import URL, inspect, make_url
+from sqlalchemy.exc import SQLAlchemyError
+
+from saf.database.refusal import to_mend
+from saf.destinations.disk import unavailable_if_lost
+from saf.destinations.iceberg.address import file_of, is_sql, libpq, place
+from saf.destinations.iceberg.files import NAME
+from saf.destinations.iceberg.marks import MarksExpired, state_of
+from saf.destinations.lake.names import DESTINATION
+from saf.destinations.lake.settings import said
+from saf.destinations.lake.state import State
+from saf.destinations.marks import Known
+from saf.destinations.queues import unusable
+from saf.errors import Refused, Unavailable
+
+if TYPE_CHECKING:
+    from pyiceberg.table import Table
+
+    from saf.destinations.iceberg import Iceberg
+
+
+class Link:
+    """One table, and its catalog. To be closed."""
+
+    def __init__(self, name: str, settings: Iceberg) -> None:
+        self.name = name
+        self.what = f"destination {name!r}"
+        self.settings = settings
+        self._catalog: Catalog | None = None
+
+    @property
+    def table(self) -> tuple[str, ...]:
+        """The parts of the table's name."""
+        return tuple(self.settings.table.split("."))
+
+    def load(self) -> Table | None:
+        """Load the newest version of the table; None if there is no table yet. Write nothing.
+
+        Raises:
+            Unavailable: the catalog does not answer, or files are not there.
+        """
+        with self.errors():
+            if self.settings.folder:
+                next(self.settings.folder.iterdir(), None)  # raises if there is no folder
+            catalog = self._there()
+            try:
+                return catalog.load_table(self.table) if catalog else None
+            except NoSuchTableError:
+                return None
+
+    def catalog(self) -> Catalog:
+        """Return the catalog, whose tables are made if they are not there."""
+        if self._there() is None:
+            self._catalog = self._open(make=True)
+        assert self._catalog is not None  # noqa: S101 - it is there now
+        return self._catalog
+
+    def close(self) -> None:
+        """Give up the connection."""
+        if self._catalog is not None:
+            self._catalog.close()
+            self._catalog = None
+
+    def identity(self) -> UUID:
+        """Return the identity of the table, or the one that it will get; write nothing.
+
+        That follows from where it is. So a table that is gone is not taken for a new one: it is the
+        same one, without what it had acknowledged.
+        """
+        return self.identity_of(self.load())
+
+    def identity_of(self, table: Table | None) -> UUID:
+        """Return the identity of a table that was loaded."""
+        there = table.properties.get(DESTINATION) if table else None
+        return UUID(there) if there else self.first_identity()
+
+    def first_identity(self) -> UUID:
+        """Return the identity of a table that is made here."""
+        settings = self.settings
+        where = f"{place(settings.catalog)}#{settings.catalog_name}.{settings.table}"
+        return uuid5(NAMESPACE_URL, where)
+
+    def known(self, source: UUID) -> Known:
+        """Return how far the table has got with a source."""
+        return self.known_of(self.load(), source)
+
+    def known_of(self, table: Table | None, source: UUID) -> Known:
+        """Return how far a table that was loaded has got with a source."""
+        state = self.state(table, source) if table else State()
+        return state.known(self.identity_of(table))
+
+    def state(self, table: Table, source: UUID) -> State:
+        """Return what a version of the table knows of a source."""
+        with self.errors():
+            return state_of(source, table.metadata)
+
+    def look(self) -> None:
+        """Raise what messages would be refused for."""
+        from saf.destinations.iceberg.making import check
+
+        table = self.load()
+        if table is not None:
+            check(self, table)
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Translate the errors of pyiceberg, of databases and of the file system."""
+        try:
+            yield
+        except MarksExpired as error:
+            raise unusable(
+                self.what,
+                "its table was rolled back, and how far it had got by then has expired",
+                f"set its branch main to snapshot {error.snapshot} again, or one after it; or "
+                f"remove its property {error.name}, and saf rebase sends what is missing",
+            ) from None
+        except (ForbiddenError, OAuthError, UnauthorizedError) as error:
+            cure = "mend properties.token or properties.credential in saf.toml"
+            raise Refused(self.what, self.said(error), cure) from None
+        except SQLAlchemyError as error:
+            raise self._of_database(error) from None
+        except OSError as error:
+            if error.errno is None:  # an object store's, or one of HTTP
+                raise Unavailable(self.what, self.said(error)) from None
+            with unavailable_if_lost(self.what):
+                raise
+        except (CommitFailedException, RESTError, ValidationException) as error:
+            raise Unavailable(self.what, self.said(error)) from None
+
+    def said(self, error: Exception) -> str:
+        """Return what an error says, on one line and without secrets."""
+        return self.settings.redact(str(error)) or type(error).__name__
+
+    def _of_database(self, error: SQLAlchemyError) -> Unavailable:
+        cause = getattr(error, "orig", None) or error
+        # a database is asked again why it lets nobody in, because its client does not say so
+        if self.settings.catalog.startswith("postgresql") and not getattr(cause, "sqlstate", None):
+            cure = to_mend(make_conninfo(**self._libpq()))
+            if cure:
+                return Refused(self.what, self.said(cause), cure)
+        return Unavailable(self.what, self.said(cause))
+
+    def _there(self) -> Catalog | None:
+        """Return the catalog; None if it has no tables of its own yet."""
+        if self._catalog is None:
+            file = file_of(self.settings.catalog)
+            if file and not file.exists():
+                next(file.parent.iterdir(), None)  # raises if there is no folder
+                return None
+            catalog = self._open(make=False)
+            made = not isinstance(catalog, SqlCatalog) or inspect(catalog.engine).has_table(
+                IcebergTables.__tablename__
+            )
+            if not made:
+                catalog.close()
+                return None
+            self._catalog = catalog
+        return self._catalog
+
+    def _open(self, *, make: bool) -> Catalog:
+        settings = self.settings
+        properties = said(settings.properties)
+        if settings.warehouse is not None:
+            folder = settings.folder
+            properties["warehouse"] = f"file://{folder}" if folder else settings.warehouse
+        if not is_sql(settings.catalog):
+            return _rest(settings, properties)
+        if settings.folder:
+            properties["py-io-impl"] = NAME
+        return SqlCatalog(
+            settings.catalog_name,
+            **properties,
+            uri=self._url().render_as_string(hide_password=False),
+            init_catalog_tables=str(make),
+            pool_pre_ping="true",
+        )
+
+    def _url(self) -> URL:
+        settings = self.settings
+        if file := file_of(settings.catalog):
+            waits = {"timeout": f"{settings.bounds.lock_seconds:g}"}
+            return URL.create("sqlite", database=str(file), query=waits)
+        return make_url("postgresql+psycopg://").update_query_dict(self._libpq())
+
+    def _libpq(self) -> dict[str, str]:
+        """Return what libpq is told; each commit is durable, and waits within saf's bounds."""
+        settings, bounds = self.settings, self.settings.bounds
+        here = {"lock_timeout": bounds.lock_seconds, "statement_timeout": bounds.statement_seconds}
+        options = "".join(f" -c {name}={round(1000 * one)}" for name, one in here.items())
+        waits = {
+            "connect_timeout": f"{max(2, round(bounds.network_seconds))}",
+            "tcp_user_timeout": f"{round(1000 * bounds.network_seconds)}",
+            "application_name": "saf deliver",
+            "options": f"-c synchronous_commit=on{options}",
+        }
+        login = {}
+        if settings.username is not None:
+            login["user"] = settings.username
+        if settings.password is not None:
+            login["password"] = settings.password.get_secret_value()
+        return waits | libpq(settings.catalog) | login
+
+
+def _rest(settings: Iceberg, properties: dict[str, str]) -> Catalog:
+    from pyiceberg.catalog.rest import RestCatalog
+
+    class Rest(RestCatalog):
+        """One that waits for each answer within saf's bounds; pyiceberg waits for ever."""
+
+        def _create_session(self) -> Any:
+            session: Any = super()._create_session()
+            waits = (settings.bounds.network_seconds, settings.bounds.statement_seconds)
+            session.request = partial(session.request, timeout=waits)
+            return session
+
+    return Rest(settings.catalog_name, **properties, uri=settings.catalog)

@@ -1,0 +1,204 @@
+"""Making a table, and making sure that it takes what saf writes.
+
+A table that somebody else has made is taken as it is, if it can have saf's columns. Columns that it
+does not have are added: Iceberg changes no file for that, and older rows are NULL there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from pyiceberg.exceptions import (
+    CommitFailedException,
+    NamespaceAlreadyExistsError,
+    TableAlreadyExistsError,
+)
+from pyiceberg.partitioning import PartitionField, PartitionSpec
+from pyiceberg.schema import Schema
+from pyiceberg.table import TableProperties
+from pyiceberg.transforms import DayTransform, IdentityTransform, Transform
+from pyiceberg.types import (
+    BinaryType,
+    BooleanType,
+    DoubleType,
+    IntegerType,
+    LongType,
+    NestedField,
+    PrimitiveType,
+    StringType,
+    TimestamptzType,
+)
+from sqlalchemy.exc import IntegrityError
+
+from saf.destinations import disk
+from saf.destinations.lake.columns import schema
+from saf.destinations.lake.names import DESTINATION
+from saf.destinations.queues import unusable
+from saf.errors import Unavailable
+from saf.log.arrow import OF_SPARK
+
+if TYPE_CHECKING:
+    from pyiceberg.table import Table
+
+    from saf.destinations.iceberg.link import Link
+
+TYPES: Mapping[pa.DataType, PrimitiveType] = {
+    OF_SPARK["string"]: StringType(),
+    OF_SPARK["boolean"]: BooleanType(),
+    OF_SPARK["long"]: LongType(),
+    OF_SPARK["int"]: IntegerType(),
+    OF_SPARK["binary"]: BinaryType(),
+    OF_SPARK["timestamp"]: TimestamptzType(),
+    pa.float64(): DoubleType(),
+}
+"""Iceberg's types by Arrow's."""
+BY: Mapping[str, tuple[tuple[str | None, Transform[Any, Any]], ...]] = {
+    "day": (("created_at", DayTransform()),),
+    "service": (("to_service", IdentityTransform()),),
+    "nothing": (),
+}
+"""What a table is partitioned by, by the setting: columns, and what is made of their values."""
+PROPERTIES = {
+    # a commit adds a file to the list of those that say what is in the table; a hundred become one
+    TableProperties.MANIFEST_MERGE_ENABLED: "true",
+    # a commit writes what the table says of itself anew; of older texts, a hundred are kept
+    TableProperties.METADATA_DELETE_AFTER_COMMIT_ENABLED: "true",
+}
+ATTEMPTS = 5
+LEAST_VERSION = 2
+"""Versions of the format before have no sequence numbers; see `saf.destinations.iceberg.marks`."""
+
+
+def ready(link: Link) -> Table:
+    """Return the table, made if it is not there, with all columns.
+
+    Raises:
+        Refused: it is no table that saf's messages can be appended to.
+        Unavailable: it cannot be made or changed now.
+    """
+    for _ in range(ATTEMPTS):
+        table = link.load()
+        with link.errors():
+            try:
+                if table is None:
+                    _make(link)
+                    continue
+                check(link, table)
+                if not _complete(link, table):
+                    return table
+            except (CommitFailedException, IntegrityError, TableAlreadyExistsError) as error:
+                last = error  # another task may have done the same
+    raise Unavailable(link.what, f"the table cannot be made ready: {link.said(last)}")
+
+
+def wanted(link: Link) -> Mapping[str, PrimitiveType]:
+    """Return the columns that a table must have."""
+    return {field.name: TYPES[field.type] for field in schema(link.settings.promote)}
+
+
+def check(link: Link, table: Table) -> None:
+    """Make sure that rows can be appended to a table as they are.
+
+    Raises:
+        Refused: they cannot.
+    """
+    settings = link.settings
+    if table.format_version < LEAST_VERSION:
+        raise unusable(
+            link.what,
+            f"its table has version {table.format_version} of Iceberg's format",
+            f"set its property format-version to {LEAST_VERSION}, or name another table",
+        )
+    columns = table.schema()
+    by = tuple(
+        (columns.find_column_name(field.source_id), field.transform)
+        for field in table.spec().fields
+    )
+    if by != BY[settings.partition_by]:
+        named = {columns: name for name, columns in BY.items()}
+        there = ", ".join(f"{transform}({name})" for name, transform in by)
+        raise unusable(
+            link.what,
+            f"its table is partitioned by {there or 'nothing'}, not by {settings.partition_by}",
+            f'say partition_by = "{named[by]}" in saf.toml'
+            if by in named
+            else "name another table: it is one that saf has not made",
+        )
+    others = {field.name.lower(): field for field in columns.fields}
+    for name, type_ in wanted(link).items():
+        found = others.pop(name.lower(), None)
+        if found and (found.name != name or found.field_type != type_):
+            raise unusable(
+                link.what,
+                f"the column {found.name!r} of its table is {found.field_type}, and {name!r} is to "
+                f"be {type_}",
+                "promote it by another name, or as what it is"
+                if name in settings.promote
+                else "name another table",
+            )
+    needed = [field.name for field in others.values() if field.required]
+    if needed:
+        raise unusable(
+            link.what,
+            f"the column {needed[0]!r} of its table must have a value",
+            "ALTER TABLE … ALTER COLUMN … DROP NOT NULL, or name another table",
+        )
+
+
+def _make(link: Link) -> None:
+    settings, catalog = link.settings, link.catalog()
+    *names, last = link.table
+    namespace, location = tuple(names), None
+    try:
+        if not catalog.namespace_exists(namespace):
+            catalog.create_namespace(namespace)
+    except NamespaceAlreadyExistsError:
+        pass  # by another task, just now
+    if settings.folder:
+        folder = settings.folder.joinpath(*namespace, last)
+        folder.mkdir(parents=True, exist_ok=True)
+        disk.sync(folder.parent)
+        location = f"file://{folder}"
+    fields = [
+        NestedField(number, name, type_, required=False)
+        for number, (name, type_) in enumerate(wanted(link).items(), 1)
+    ]
+    columns = Schema(*fields)
+    spec = [
+        PartitionField(columns.find_field(name).field_id, 1000, transform, _field(name, transform))
+        for name, transform in BY[settings.partition_by]
+        if name
+    ]
+    catalog.create_table(
+        link.table,
+        columns,
+        location,
+        PartitionSpec(*spec),
+        properties={DESTINATION: str(link.first_identity()), **PROPERTIES},
+    )
+
+
+def _field(name: str, transform: Transform[Any, Any]) -> str:
+    return name if isinstance(transform, IdentityTransform) else f"{name}_{transform}"
+
+
+def _complete(link: Link, table: Table) -> bool:
+    """Add what a table lacks; return whether it has changed."""
+    missing = {
+        name: type_
+        for name, type_ in wanted(link).items()
+        if name not in table.schema().column_names
+    }
+    lacks_identity = DESTINATION not in table.properties
+    if not missing and not lacks_identity:
+        return False
+    with table.transaction() as transaction:
+        if missing:
+            with transaction.update_schema() as change:
+                for name, type_ in missing.items():
+                    change.add_column(name, type_)
+        if lacks_identity:
+            transaction.set_properties({DESTINATION: str(link.first_identity())})
+    return True

@@ -1,0 +1,134 @@
+"""An Iceberg table, to which chunks are appended as `saf.destinations.lake.table` says.
+
+A chunk becomes one file of Parquet for each partition. The commit replaces what the catalog says
+of the table: it adds a snapshot with these files to the branch ``main``, and the marks
+(`saf.destinations.iceberg.marks`). Iceberg's commits are optimistic, and that is the fence: a
+commit requires that ``main`` still ends with the snapshot whose marks were read. If another commit
+has come first, of whatever shards and by whomever, this one fails, and the marks are read again. To
+change marks only, a snapshot without files is added: only a commit that moves ``main`` is fenced.
+
+pyiceberg would try a commit again by itself, with the marks that it was given, so that marks would
+go back and messages be there twice. It is told not to.
+
+On this machine, files are durable before the commit (`saf.destinations.iceberg.files`), and the
+catalog's database makes the commit durable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from uuid import UUID
+
+from pyiceberg.exceptions import CommitFailedException
+from pyiceberg.table import Table as IcebergTable
+from pyiceberg.table import TableProperties
+
+from saf.destinations.iceberg.link import Link
+from saf.destinations.iceberg.making import ready
+from saf.destinations.iceberg.marks import name_of, put_right, text_of
+from saf.destinations.iceberg.rows import write
+from saf.destinations.lake.names import DESTINATION
+from saf.destinations.lake.state import State
+from saf.destinations.lake.table import Change, LakeTable
+from saf.errors import SafError, Unavailable
+from saf.failpoints import fail_point
+
+if TYPE_CHECKING:
+    from pyiceberg.table.metadata import TableMetadata
+
+    from saf.destinations.iceberg import Iceberg
+
+
+@dataclass(kw_only=True)
+class Opened:
+    """The table, as far as this process has read it."""
+
+    table: IcebergTable
+    identity: UUID
+
+
+class Table(LakeTable[Opened]):
+    """A table as a `saf.destinations.Destination`."""
+
+    def __init__(self, name: str, settings: Iceberg) -> None:
+        super().__init__(name)
+        self._link = Link(name, settings)
+
+    def close(self) -> None:
+        """Forget what was read, and give up the connection."""
+        super().close()
+        self._link.close()
+
+    def _identity(self, opened: Opened) -> UUID:
+        return opened.identity
+
+    def _state(self, opened: Opened, source: UUID) -> State:
+        return self._link.state(opened.table, source)
+
+    def _open(self) -> Opened:
+        table = ready(self._link)
+        return Opened(table=table, identity=UUID(table.properties[DESTINATION]))
+
+    @contextmanager
+    def _current(self) -> Iterator[Opened]:
+        try:
+            opened = self._ready()
+            with self._link.errors():
+                table = self._link.load()
+                if table is None or table.metadata.table_uuid != opened.table.metadata.table_uuid:
+                    super().close()  # it was set back, or made anew, while this process had it
+                    opened = self._ready()
+                else:
+                    opened.table = table
+                yield opened
+        except SafError:
+            self.close()
+            raise
+
+    def _commit(self, opened: Opened, change: Change) -> bool:
+        table = opened.table
+        before = self._state(opened, change.source)
+        others = put_right(table.metadata)
+        table.metadata = _for_one_commit(table.metadata)
+        files = write(table, change.rows, change.source, self._link.settings)
+        fail_point("mom_insert")
+        transaction = table.transaction()
+        append = transaction.update_snapshot().merge_append()
+        name, number = name_of(change.source), table.metadata.next_sequence_number()
+        said = text_of(before, change.moved, change.epochs, append.snapshot_id, number)
+        append.snapshot_properties = {name: said}
+        for file in files:
+            append.append_data_file(file)
+        append.commit()
+        properties = {**others, name: said}
+        transaction.set_properties({one: text for one, text in properties.items() if text})
+        if gone := [one for one, text in properties.items() if text is None]:
+            transaction.remove_properties(*gone)
+        try:
+            transaction.commit_transaction()
+        except CommitFailedException:
+            for file in files:
+                with suppress(OSError):
+                    table.io.delete(file.file_path)
+            return False
+        except ValueError as error:  # its number was taken by a commit to another branch
+            raise Unavailable(self.what, self._link.said(error)) from None
+        return True
+
+
+def _for_one_commit(table: TableMetadata) -> TableMetadata:
+    """Return what a commit is made from, which is not written: the catalog has its own.
+
+    It is not tried again. And it is without older snapshots, because pyiceberg copies all of them a
+    dozen times.
+    """
+    heads = {one.snapshot_id for one in table.refs.values()}
+    changed = {
+        "properties": {**table.properties, TableProperties.COMMIT_NUM_RETRIES: "0"},
+        "snapshots": [one for one in table.snapshots if one.snapshot_id in heads],
+        "snapshot_log": [],
+    }
+    return table.model_copy(update=changed)

@@ -1,0 +1,51 @@
+"""Settings that all tables of a lakehouse have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, SecretStr
+
+from saf.columns import IN_TABLES
+from saf.destinations import Capabilities
+from saf.destinations.lake.names import DAY
+from saf.destinations.linked import LinkedSettings
+
+NOT_IN_NAMES = " ,;{}()\n\t="
+
+ColumnType = Literal["string", "long", "double", "boolean", "timestamp"]
+Secrets = Mapping[str, SecretStr]
+
+
+def _promoted(fields: dict[str, str]) -> dict[str, str]:
+    for name in fields:
+        if name.lower() in {*IN_TABLES, DAY}:
+            raise ValueError(f"{name!r}: each table has such a column already")
+        if not name or set(name) & set(NOT_IN_NAMES):
+            raise ValueError(f"{name!r} cannot be the name of a column")
+    if len({name.lower() for name in fields}) < len(fields):
+        raise ValueError("the names of two columns differ in more than upper and lower case")
+    return fields
+
+
+class LakeSettings(LinkedSettings):
+    """What the settings of each table of a lakehouse have."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        exactly_once=True, fences=True, reads_back=True, takes_dialogs=False
+    )
+
+    partition_by: Literal["day", "service", "nothing"] = "day"
+    """By what the table's files are kept apart: the day of `created_at` in UTC; the service,
+    `to_service`; or nothing."""
+    promote: Annotated[dict[str, ColumnType], AfterValidator(_promoted)] = Field(
+        default_factory=dict
+    )
+    """Members of bodies that are JSON objects, each with the type of the column that it gets. The
+    table gets columns that it does not have; what is not of this type is NULL there."""
+
+
+def said(secrets: Secrets) -> dict[str, str]:
+    """Return secrets as what they are, for a client."""
+    return {name: value.get_secret_value() for name, value in secrets.items()}
