@@ -40,7 +40,7 @@ check: $(VENV)/.installed ## the gate: format, lint, types, tests two at a time;
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m bandit --quiet --configfile pyproject.toml --severity-level medium \
-	--recursive saf migrations jobs airflow/src packaging
+	--recursive saf migrations jobs airflow/saf_airflow packaging
 	$(PY) -m mypy
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal --durations 25
 
