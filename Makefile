@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	2>/dev/null && echo "$$python" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-routing demo-dialog test quick check long crash stateful fuzz mutants model kafka docs pages bench bench-peers airflow wheel clean
+.PHONY: help install demo demo-routing demo-dialog test quick check long crash stateful fuzz mutants model audit sbom kafka docs pages bench bench-peers airflow wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,8 +39,16 @@ quick: $(VENV)/.installed ## some 4 minutes: format, lint, types, unit and contr
 check: $(VENV)/.installed ## the gate: format, lint, types, tests two at a time; warnings are errors
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
+	$(PY) -m bandit --quiet --configfile pyproject.toml --severity-level medium \
+	--recursive saf migrations jobs airflow/saf_airflow packaging
 	$(PY) -m mypy
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal --durations 25
+
+audit: $(VENV)/.installed ## known vulnerabilities of what is installed; needs the network
+	@$(PY) -m tests.audit
+
+sbom: $(VENV)/.installed ## build/sbom.cdx.json: what saf with its extras consists of, as CycloneDX
+	@$(PY) -m tests.sbom build/sbom.cdx.json
 
 kafka: ## the jars of a Kafka broker, by Maven, once: for its tests, and for make demo DEMO="--to kafka"
 	mvn --quiet --batch-mode --file tests/kafka.pom.xml dependency:copy-dependencies \

@@ -1,13 +1,14 @@
 """XML-RPC: a message calls a method of a server, and a fault is a failure with its text.
 
 The body is JSON: a list has the parameters, anything else is the only parameter. Python's own
-library writes the call and reads the answer.
+library writes the call and reads the answer; its parser refuses entities that grow without bound
+(Expat from 2.4 on), and how much of an answer is read has a bound.
 """
 
 from __future__ import annotations
 
 import json
-import xmlrpc.client
+import xmlrpc.client  # nosec B411
 from dataclasses import dataclass
 from typing import Any
 from xml.parsers.expat import ExpatError

@@ -24,6 +24,7 @@ Take = Callable[[], Iterable[Sample]]
 """Returns what there is to be shown now."""
 
 PUSH_SECONDS = 10.0
+EVERYWHERE = "0.0.0.0"  # noqa: S104 - as :PORT says  # nosec B104
 
 
 class _Collector:
@@ -104,7 +105,7 @@ def address(listen: str) -> tuple[str, int]:
     host, colon, port = listen.rpartition(":")
     if not (colon and port.isascii() and port.isdigit() and int(port) <= 65535):  # noqa: PLR2004
         raise UsageError(f"metrics at {listen!r}: expected HOST:PORT or :PORT, such as :9464")
-    return host.strip("[]") or "0.0.0.0", int(port)  # noqa: S104 - as :PORT says
+    return host.strip("[]") or EVERYWHERE, int(port)
 
 
 def write(take: Take, file: Path) -> None:

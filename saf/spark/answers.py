@@ -199,7 +199,7 @@ def _job(
         rows = evaluated(rows, [item for _, item in numbered], compiled, rules.max_bytes)
     found: list[Receipt] = []
     for row in rows.mapInArrow(deliver(rules, compiled), SAID).collect():
-        receipts, raised = pickle.loads(row.said)  # noqa: S301 - our own bytes
+        receipts, raised = pickle.loads(row.said)  # noqa: S301 - our own bytes  # nosec B301
         found += receipts
         if raised:
             explain(spark, dict(numbered)[row.number], raised)

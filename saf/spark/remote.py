@@ -109,7 +109,7 @@ class ConnectRunner:
             return [
                 receipt
                 for said in done.toArrow()["said"].to_pylist()
-                for receipt in pickle.loads(said)  # noqa: S301 - our own bytes
+                for receipt in pickle.loads(said)  # noqa: S301 - our own bytes  # nosec B301
             ]
         finally:
             self._spark.removeTag(group)

@@ -177,7 +177,7 @@ class Evaluation:
         done = rows.mapInArrow(
             deliver(self.number, self.item, self.rules, evaluated, self.last), "said binary"
         ).collect()
-        return [receipt for row in done for receipt in pickle.loads(row.said)]  # noqa: S301 - ours
+        return [receipt for row in done for receipt in pickle.loads(row.said)]  # noqa: S301 - ours  # nosec B301
 
     def _usable(self) -> dict[str, Usable]:
         """The services whose function can be used; the others have a problem from now on."""

@@ -457,7 +457,7 @@ class DestinationConformance:
         self, settings: DestinationSettings, destination: Destination
     ) -> None:
         identity = destination.identity()
-        elsewhere = pickle.loads(pickle.dumps(settings))  # noqa: S301 - our own bytes
+        elsewhere = pickle.loads(pickle.dumps(settings))  # noqa: S301 - our own  # nosec B301
         assert elsewhere.identity("conformance") == identity
         with closing(elsewhere.open("conformance")) as another:
             assert another.identity() == identity

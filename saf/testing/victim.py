@@ -46,7 +46,7 @@ def start(
 
 def main() -> None:
     """Store all chunks."""
-    settings, chunks = pickle.load(sys.stdin.buffer)  # noqa: S301 - our own bytes
+    settings, chunks = pickle.load(sys.stdin.buffer)  # noqa: S301 - our own bytes  # nosec B301
     _say(READY, sys.stdout)
     with closing(settings.open("conformance")) as destination:
         for number, chunk in enumerate(chunks):
