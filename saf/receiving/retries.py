@@ -239,9 +239,7 @@ def count(
     connection.execute(COUNT, params | {"attempts": number, "wait": policy.wait_seconds(number)})
 
 
-def uncount(
-    connection: psycopg.Connection[Any], reader: Reader, lane: str, number: int
-) -> None:
+def uncount(connection: psycopg.Connection[Any], reader: Reader, lane: str, number: int) -> None:
     """Take back the count of an attempt that is not made, because another receiver was first."""
     params = {"subscription_id": reader.subscription_id, "lane": lane, "attempts": number}
     connection.execute(UNCOUNT, params)
