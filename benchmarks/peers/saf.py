@@ -18,7 +18,7 @@ import psycopg
 from benchmarks.peers import BODY
 from benchmarks.scale import settings
 from benchmarks.send import send_statement
-from benchmarks.stage import READ_AGAIN
+from benchmarks.stage import FORGET, READ_AGAIN
 from saf.database import Dsn
 from saf.log import cursor
 from saf.log.shards import Member
@@ -55,6 +55,7 @@ def prepare(app: str) -> None:
 def empty(connection: psycopg.Connection) -> None:
     connection.execute("TRUNCATE saf.outbox")
     connection.execute(READ_AGAIN)
+    connection.execute(FORGET)
 
 
 def add(connection: psycopg.Connection, count: int, size: int) -> None:
