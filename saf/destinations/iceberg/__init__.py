@@ -109,7 +109,11 @@ class Iceberg(LakeSettings):
     def problems(self, name: str) -> Iterator[tuple[str, str]]:
         """Raise what messages would be refused for; see `DestinationSettings.problems`."""
         with self._connected(name) as link:
-            link.look()
+            from saf.destinations.iceberg.making import check
+
+            table = link.load()
+            if table is not None:
+                check(link, table)
         yield from ()
 
     def guarantee(self, name: str) -> Guarantee:

@@ -124,14 +124,6 @@ class Link:
         with self.errors():
             return state_of(source, table.metadata)
 
-    def look(self) -> None:
-        """Raise what messages would be refused for."""
-        from saf.destinations.iceberg.making import check
-
-        table = self.load()
-        if table is not None:
-            check(self, table)
-
     @contextmanager
     def errors(self) -> Iterator[None]:
         """Translate the errors of pyiceberg, of databases and of the file system."""
