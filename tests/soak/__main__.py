@@ -103,19 +103,22 @@ def progress(hours: float, sample: Sample) -> str:
 def table(verdicts: Sequence[Verdict]) -> str:
     """What each figure does that there is, as a table of Markdown.
 
-    >>> print(table([Verdict(name="memory/ui", level=80, slope=0.31, allowed=1.6, unit="MiB",
-    ...                      seconds=3600)]))
-    | figure | level | slope an hour | flat up to | |
-    | --- | --- | --- | --- | --- |
-    | memory/ui | 80 MiB | +0.31 | 1.6 | flat |
+    >>> print(table([Verdict(name="memory/ui", level=80, swing=2, slope=0.31, allowed=1.6,
+    ...                      unit="MiB", seconds=3600)]))
+    | figure | level | up and down by | slope an hour | flat up to | |
+    | --- | --- | --- | --- | --- | --- |
+    | memory/ui | 80 MiB | 2 | +0.31 | 1.6 | flat |
     """
     there = [one for one in verdicts if one.level or one.slope]
     if there and all(one.seconds < SHORTEST_SECONDS for one in there):
         return f"too short to say what grows: it takes {SHORTEST_SECONDS:.0f} s after warm-ups"
-    lines = ["| figure | level | slope an hour | flat up to | |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "| figure | level | up and down by | slope an hour | flat up to | |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     lines += [
         f"| {one.name} | {one.level:,.5g} {one.unit}".rstrip()
-        + f" | {one.slope:+,.3g} | {one.allowed:,.3g} | {one.word} |"
+        + f" | {one.swing:,.3g} | {one.slope:+,.3g} | {one.allowed:,.3g} | {one.word} |"
         for one in there
     ]
     return "\n".join(lines)

@@ -30,7 +30,7 @@ class Panel:
 
 
 PANELS = (
-    Panel(title="Memory of programs", kind="memory", unit="MiB"),
+    Panel(title="Memory of programs, without what they share", kind="memory", unit="MiB"),
     Panel(title="Connections at the server", kind="connections", unit=""),
     Panel(title="File handles", kind="handles", unit=""),
     Panel(title="Tables", kind="table", unit="MiB"),
@@ -73,11 +73,11 @@ def _panel(axes: Axes, panel: Panel, whole: Sequence[tuple[float, Sample]]) -> N
             if kind == panel.kind:
                 lines.setdefault(of, []).append((at, value))
     largest = sorted(lines, key=lambda of: -statistics.median(v for _, v in lines[of]))[:MOST]
-    for of, colour in zip(sorted(largest), (OURS, *COLOURS), strict=False):
+    for of, colour in zip(sorted(largest), (OURS, *COLOURS[1:]), strict=False):
         points = thinned(lines[of], 2 * MOST_POINTS)
         axes.plot(*zip(*points, strict=True), linewidth=1, label=of, color=colour)
     axes.set(xlabel="hours", ylabel=panel.unit)
     axes.set_ylim(bottom=0)
     axes.grid(axis="y")
-    if largest != ["all"]:
+    if len(largest) > 1:
         axes.legend(fontsize=7)

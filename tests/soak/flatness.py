@@ -1,9 +1,10 @@
 """Flatness: whether a figure of a soak stays where it is, or grows; a pure function over samples.
 
 The slope is the median of the slopes between all pairs of samples (Theil and Sen), so that a few
-outliers, and a figure that rises and falls all the time, as a log does that is purged, say nothing.
-A figure grows if its slope is above what its `Limit` allows: a share of its level in an hour, or so
-much in its own unit, whichever is more. What falls is flat.
+outliers say nothing. A figure grows if two things are so. Its slope is above what its `Limit`
+allows: a share of its level in an hour, or so much in its own unit, whichever is more. And by that
+slope it has risen more than it goes up and down anyway, as a log does that is purged. So a short
+run finds what grows fast, and a long one also what grows slowly. What falls is flat.
 
 What is a process's own begins anew with each piece, so samples are compared within a piece, and
 those of its first minutes not at all. What lies on disk goes on over pieces.
@@ -16,10 +17,10 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-WARM_UP_SECONDS = 300.0
-"""What a piece begins with, and is not looked at: caches fill, and the first slot is not full."""
-SHORTEST_SECONDS = 900.0
-"""A run of less after its warm-up says nothing of hours."""
+WARM_UP_SECONDS = 600.0
+"""What a piece begins with, and is not looked at: caches fill, and so do the first slots."""
+SHORTEST_SECONDS = 1800.0
+"""A run of less after its warm-ups says nothing of hours: a log has risen and fallen too seldom."""
 MOST_POINTS = 240
 """Samples beyond these are put together to medians."""
 HOUR = 3600.0
@@ -72,6 +73,9 @@ class Verdict:
     name: str
     level: float
     """The median of its samples."""
+    swing: float
+    """How far it goes up and down, but for its slope: what lies between a tenth of the samples and
+    another tenth."""
     slope: float
     """In its unit, an hour."""
     allowed: float
@@ -83,7 +87,8 @@ class Verdict:
     @property
     def grows(self) -> bool:
         """Whether it is not flat; False where it was looked at for too short a time."""
-        return self.seconds >= SHORTEST_SECONDS and self.slope > self.allowed
+        risen = self.slope * self.seconds / HOUR
+        return self.seconds >= SHORTEST_SECONDS and self.slope > self.allowed and risen > self.swing
 
     @property
     def word(self) -> str:
@@ -101,7 +106,7 @@ def judge(samples: Sequence[Sample]) -> list[Verdict]:
     """Say of each figure whether it is flat.
 
     >>> def memory(*mib): return [
-    ...     Sample(piece=1, seconds=300 + 60 * n, figures={"memory/worker": float(one)})
+    ...     Sample(piece=1, seconds=600 + 60 * n, figures={"memory/worker": float(one)})
     ...     for n, one in enumerate(mib)]
     >>> [one] = judge(memory(*[80, 81, 79] * 20))
     >>> one.word, one.level, one.slope
@@ -123,10 +128,12 @@ def judge(samples: Sequence[Sample]) -> list[Verdict]:
 def _verdict(name: str, pieces: Sequence[Sequence[Point]]) -> Verdict:
     limit = LIMITS[name.partition("/")[0]]
     level = statistics.median([value for piece in pieces for _, value in piece] or [0.0])
+    rises = slope(pieces)
     return Verdict(
         name=name,
         level=level,
-        slope=slope(pieces) * HOUR,
+        swing=swing(pieces, rises),
+        slope=rises * HOUR,
         allowed=max(limit.share * level, limit.least),
         unit=limit.unit,
         seconds=sum(piece[-1][0] - piece[0][0] for piece in pieces),
@@ -170,6 +177,25 @@ def slope(pieces: Sequence[Sequence[Point]]) -> float:
         if b[0] > a[0]
     ]
     return statistics.median(slopes) if slopes else 0.0
+
+
+def swing(pieces: Sequence[Sequence[Point]], rises: float) -> float:
+    """How far values go up and down around a line that rises so much a second.
+
+    >>> swing([[(n, 2.0 * n + 10 * (n % 2)) for n in range(100)]], 2.0)
+    10.0
+    >>> swing([[(0, 1)]], 0.0)
+    0.0
+    """
+    left: list[float] = []
+    for piece in pieces:
+        level = [value - rises * at for at, value in piece]
+        middle = statistics.median(level)
+        left += [one - middle for one in level]
+    if len(left) < 2:
+        return 0.0
+    tenths = statistics.quantiles(left, n=10)
+    return tenths[-1] - tenths[0]
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:

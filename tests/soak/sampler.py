@@ -1,8 +1,8 @@
 """Samples: what processes, databases and messages look like at one moment of a soak.
 
-Memory is what a program and all below it have resident, shared pages in parts (PSS); of PostgreSQL
-it is what its processes have for themselves (USS), because what they share is as large as its
-settings say.
+Memory is what a program and all below it have for themselves (USS). What programs share is not
+theirs: libraries, whose part of each changes with whoever else runs, and PostgreSQL's buffers,
+which are as large as its settings say.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Sampler:
             for one in family(pid):
                 with suppress(psutil.Error):
                     full = one.memory_full_info()
-                    memory += full.uss if name == "postgresql" else full.pss
+                    memory += full.uss
                     handles += one.num_fds()
                     threads += one.num_threads()
             yield f"memory/{name}", memory / MIB

@@ -61,7 +61,7 @@ def test_a_planted_leak_is_found_and_the_same_noise_without_it_is_flat(
     figure: str, level: float, an_hour: float, noise: float
 ) -> None:
     chance = random.Random(figure)
-    shaken = [level + chance.uniform(-noise, noise) for _ in range(2 * HOUR)]
+    shaken = [level + chance.uniform(-noise, noise) for _ in range(4 * HOUR)]
     assert word(samples(figure, shaken)) == "flat"
     leaks = [value + an_hour * n / HOUR for n, value in enumerate(shaken)]
     assert word(samples(figure, leaks)) == "GROWS"
