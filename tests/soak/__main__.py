@@ -75,7 +75,7 @@ def _make(given: argparse.Namespace, record: Record, seconds: float) -> None:
         site = Site(given.folder, rotation_seconds=given.rotation_seconds)
         site.start()
         try:
-            record.ended(run(site, record.next, plan, stopping, note))
+            record.ended(run(site, record.begin(), plan, stopping, note))
         finally:
             site.stop()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -35,9 +36,9 @@ class Record:
         known = {one.number for one in self.pieces()}
         return [Sample(**one) for one in _lines(self._samples) if one["piece"] in known]
 
-    @property
-    def next(self) -> int:
-        """The number of the next piece; one that was killed has had its own."""
+    def begin(self) -> int:
+        """Return the number of the next piece; one that was killed has had its own."""
+        _cut(self._samples)
         numbers = [one["piece"] for one in _lines(self._samples)]
         return max([*numbers, *(one.number for one in self.pieces())], default=0) + 1
 
@@ -50,6 +51,12 @@ class Record:
 def _append(file: Path, said: dict[str, Any]) -> None:
     with file.open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(said) + "\n")
+
+
+def _cut(file: Path) -> None:
+    """Remove a last line that is not whole."""
+    if file.exists() and not (whole := file.read_bytes()).endswith(b"\n"):
+        os.truncate(file, whole.rfind(b"\n") + 1)
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
