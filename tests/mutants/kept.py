@@ -47,7 +47,7 @@ class Kept:
             return
         one = verdict.mutant
         survived = verdict.fate is Fate.SURVIVED
-        known = {
+        known: dict[str, Any] = {
             "of": fingerprint(one),
             "file": one.file,
             "name": one.name,
