@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	2>/dev/null && echo "$$python" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-routing demo-dialog test quick check long crash stateful fuzz mutants model audit sbom kafka docs pages bench bench-peers airflow wheel clean
+.PHONY: help install demo demo-routing demo-dialog test quick check long crash stateful fuzz mutants soak model audit sbom kafka docs pages bench bench-peers airflow wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -82,9 +82,12 @@ fuzz: $(VENV)/.installed ## readers of foreign bytes, so long each: make fuzz SE
 	@$(PY) -m pip install --quiet --disable-pip-version-check '.[fuzz]'
 	@$(PY) -m tests.fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ONLY),--only $(ONLY))
 
-mutants: $(VENV)/.installed ## bugs are planted, tests must notice: make mutants SAMPLE=10 SEED=7, K=cursor
+mutants: $(VENV)/.installed ## bugs are planted, tests must notice; goes on where it was: make mutants SECONDS=600, SAMPLE=10 SEED=7, K=cursor
 	@$(PY) -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) \
-	$(if $(K),-k "$(K)")
+	$(if $(K),-k "$(K)") $(if $(SECONDS),--seconds $(SECONDS))
+
+soak: $(VENV)/.installed ## the whole system at 500 messages a second, in pieces: make soak HOURS=8 SECONDS=3600
+	@$(PY) -m tests.soak $(if $(HOURS),--hours $(HOURS)) $(if $(SECONDS),--seconds $(SECONDS))
 
 model: $(VENV)/.installed ## all states of the protocol's models; some 7 minutes; needs spin and gcc: make model K=kafka
 	@$(PY) -m tests.models $(if $(K),-k "$(K)")

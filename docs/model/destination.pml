@@ -10,6 +10,7 @@
 #define KAFKA 4           /* a transaction of a fixed name, which fences whoever had the name */
 #define RABBITMQ_STREAM 5 /* publishing ids, marks after the messages, no fencing */
 #define DELTA 6           /* a commit that fails if another one was about the same shard */
+#define ICEBERG 7         /* a commit that fails if any other one has come first */
 
 #define EXACTLY_ONCE 1
 #define AT_LEAST_ONCE 2
@@ -109,6 +110,17 @@ inline answer_now(what)
 #else
 #define MOVE_MARKS MOVE
 #define LATER_MARKS skip
+#endif
+
+#if KIND == ICEBERG
+/* other commits of the table: of another shard, or by who compacts it */
+proctype Others()
+{
+    if
+    :: true -> version++
+    :: true
+    fi
+}
 #endif
 
 #if KIND == RABBITMQ_STREAM

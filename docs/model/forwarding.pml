@@ -359,7 +359,12 @@ died:
 
 init
 {
-    atomic { run Writer(); run Forwarder(1); run Forwarder(2) }
+    atomic {
+        run Writer(); run Forwarder(1); run Forwarder(2);
+#if KIND == ICEBERG
+        run Others()
+#endif
+    }
     living == 0 ->
     assert(FINISHED)                                        /* nothing is left */
 }

@@ -74,7 +74,7 @@ def whole(message: Received) -> tuple[int, int] | None:
     try:
         said = _headers(message)[WHOLE]
         fragments, length = int(said["fragments"]), int(said["bytes"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
     return fragments, length
 

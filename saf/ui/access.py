@@ -2,7 +2,9 @@
 
 *By token.* Whoever knows ``[ui] token`` may view, and with ``operate_token`` operate. A login makes
 a session with a new random id, whatever cookie the browser had before. The cookie holds nothing
-else; it is HttpOnly and SameSite=Lax, and Secure where the browser came by https.
+else; it is HttpOnly and SameSite=Lax. Where the browser came by https it is Secure, and its name
+begins so that no other host, and nobody without https, can set it. Who is wrong too often is not
+listened to for a while (`saf.ui.attempts`).
 
 *By a reverse proxy.* It logs people in by itself, and names them in the header ``[ui]
 user_header``. That is believed only from an address in ``[ui] proxies``; a request from elsewhere
@@ -88,12 +90,25 @@ class Access:
             operates = "*" in self._ui.operators or name in self._ui.operators
             role = self._role(operates=operates)
             return Visitor(name=name, role=role, csrf=self._csrf(f"user {name}"), by_proxy=True)
-        number = request.cookies.get(COOKIE, "")
+        number = request.cookies.get(self.cookie(request), "")
         with self._lock:
             session = self._sessions.get(number)
         if session is None or session.until < time.monotonic():
             return None
         return Visitor(name=session.name, role=session.role, csrf=self._csrf(f"session {number}"))
+
+    def cookie(self, request: HTTPConnection) -> str:
+        """Return the name of the cookie that has the session of a request."""
+        if not self.secure(request):
+            return COOKIE
+        return f"__Secure-{COOKIE}" if request.scope.get("root_path") else f"__Host-{COOKIE}"
+
+    def address(self, request: HTTPConnection) -> str:
+        """Return where a request comes from, as far as a proxy that is believed says so."""
+        said = request.headers.getlist("x-forwarded-for")
+        if said and self._from_proxy(request):
+            return said[-1].rpartition(",")[2].strip()  # what the nearest proxy has seen
+        return request.client.host if request.client is not None else "a unix socket"
 
     def login(self, token: str, name: str) -> str | None:
         """Return the id of a new session; None if the token is wrong."""
@@ -115,7 +130,7 @@ class Access:
     def logout(self, request: HTTPConnection) -> None:
         """End the session of a request."""
         with self._lock:
-            self._sessions.pop(request.cookies.get(COOKIE, ""), None)
+            self._sessions.pop(request.cookies.get(self.cookie(request), ""), None)
 
     def secure(self, request: HTTPConnection) -> bool:
         """Whether the browser came by https, as far as a proxy that is believed says so."""

@@ -3,12 +3,15 @@
 A page is a function of a visit. It runs in a thread, because it asks databases. Whoever is not
 logged in is sent to the login, and comes back from there to where they wanted to be, within this
 dashboard only. What changes anything is a POST with the CSRF token of its session, from the same
-origin, by somebody who may operate.
+origin, by somebody who may operate. Who logs in or out, who is wrong at it, and who is refused
+something is logged; tokens are not.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -25,8 +28,11 @@ from starlette.types import ASGIApp
 
 from saf.config import Settings
 from saf.errors import SafError, Unavailable
+from saf.logger import Log
+from saf.operating.wording import shown
 from saf.ui import live
-from saf.ui.access import COOKIE, Visitor
+from saf.ui.access import Visitor
+from saf.ui.attempts import Attempts
 from saf.ui.guard import Guarded
 from saf.ui.pages import PAGES
 from saf.ui.rendering import STATIC
@@ -39,6 +45,8 @@ MOST_BYTES = 1 << 20
 """The largest form."""
 WRONG_TOKEN_SECONDS = 0.5
 """How long a wrong token is thought about."""
+
+log = Log("saf.ui")
 
 
 class Refused(Exception):
@@ -93,6 +101,12 @@ def _endpoint(site: Site, page: Page, *, operates: bool) -> Endpoint:
                 _check_role(site, visitor)
             return await run_in_threadpool(page, visit)
         except Refused as refused:
+            log.warning(
+                "request_refused",
+                person=shown(visitor.name),
+                path=shown(visit.here),
+                why=str(refused),
+            )
             return await _problem(visit, refused.status, str(refused))
         except Unavailable as error:
             return await _problem(visit, 503, str(error))
@@ -170,24 +184,33 @@ def within(base: str, wanted: str | None) -> str:
 
 
 def _login(site: Site) -> Endpoint:
+    attempts = Attempts()
+
     async def endpoint(request: Request) -> Response:
         base = request.scope.get("root_path", "")
         wanted, wrong = request.query_params.get("next"), ""
-        status = 200
+        status, address = 200, site.access.address(request)
         if request.method == "POST":
             try:
                 _check_origin(request)
                 form = await _form(request)
             except Refused as refused:
                 return PlainTextResponse(str(refused), status_code=refused.status)
+            wait = attempts.wait_seconds(address, time.monotonic())
+            if wait > 0:
+                log.warning("login_not_listened_to", address=shown(address))
+                said = f"too many wrong tokens: try again in {math.ceil(wait)} s"
+                again = {"Retry-After": str(math.ceil(wait))}
+                return PlainTextResponse(said, status_code=429, headers=again)
             wanted = form.get("next", [""])[-1]
             token, name = form.get("token", [""])[-1], form.get("name", [""])[-1]
             site.access.logout(request)
             number = site.access.login(token.strip(), name)
             if number is not None:
+                log.info("login", person=shown(name), address=shown(address))
                 answer = RedirectResponse(within(base, wanted), status_code=303)
                 answer.set_cookie(
-                    COOKIE,
+                    site.access.cookie(request),
                     number,
                     path=base or "/",
                     httponly=True,
@@ -195,6 +218,8 @@ def _login(site: Site) -> Endpoint:
                     secure=site.access.secure(request),
                 )
                 return answer
+            attempts.wrong(address, time.monotonic())
+            log.warning("login_refused", person=shown(name), address=shown(address))
             await asyncio.sleep(WRONG_TOKEN_SECONDS)
             wrong, status = "That is not the token.", 401
         page = site.environment.get_template("login.html").render(
@@ -215,8 +240,10 @@ def _logout(site: Site) -> Endpoint:
             except Refused as refused:
                 return PlainTextResponse(str(refused), status_code=refused.status)
             site.access.logout(request)
+            log.info("logout", person=shown(visitor.name))
         answer = RedirectResponse(f"{base}/login", status_code=303)
-        answer.delete_cookie(COOKIE, path=base or "/")
+        secure = site.access.secure(request)
+        answer.delete_cookie(site.access.cookie(request), path=base or "/", secure=secure)
         return answer
 
     return endpoint

@@ -256,10 +256,11 @@ def test_a_deep_backlog_of_transactions_that_overlap_is_read_in_the_order_of_ids
 
 @every_postgresql
 def test_a_key_is_never_in_two_hands_and_other_shards_stay_free(inbox: Dsn) -> None:
+    """Six take some seven of 64 shards each, at random: by chance alone, two would meet."""
     store(inbox, 200, 2)
     with ExitStack() as stack:
         deliveries = [
-            stack.enter_context(saf.receive(inbox, SUBSCRIPTION, max_messages=40)) for _ in range(4)
+            stack.enter_context(saf.receive(inbox, SUBSCRIPTION, max_messages=40)) for _ in range(6)
         ]
         keys = [{message.key for message in delivery} for delivery in deliveries]
         assert all(len(delivery) == 40 for delivery in deliveries)

@@ -8,6 +8,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import UUID, uuid4
@@ -144,6 +145,25 @@ def test_what_is_not_accepted_is_answered_with_the_reason(
     answered, text = send(url, **more)
     assert (answered, says in text) == (status, True), text
     assert stored(inbox) == []
+
+
+def test_a_body_that_says_no_length_is_bounded_all_the_same(inbox: Dsn, url: str) -> None:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
+    pieces = iter([bytes(1_000)] * 50)
+    with suppress(ConnectionError):  # it may be answered before all of it was sent
+        connection.request("POST", parts.path, pieces, MINIMAL, encode_chunked=True)
+    assert connection.getresponse().status == 413
+    connection.close()
+    assert stored(inbox) == []
+
+
+def test_no_event_brings_headers_that_only_saf_writes(inbox: Dsn, url: str) -> None:
+    forged = {"ce_saf_verified_from": '{"service": "bank"}', "ce_saf_signature": "{}"}
+    assert send(url, **forged, ce_traceid="t") == (204, "")
+    assert [set(headers) for *_, headers in stored(inbox)] == [
+        {"content-type", "source", "traceid"}
+    ]
 
 
 def test_an_event_for_a_service_that_does_not_live_here_is_refused(inbox: Dsn) -> None:

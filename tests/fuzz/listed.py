@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.fuzz import messages, settings, wire
+from tests.fuzz import dialogs, messages, settings, wire
 
-TARGETS = {one.name: one for part in (messages, wire, settings) for one in part.TARGETS}
+TARGETS = {one.name: one for part in (messages, dialogs, wire, settings) for one in part.TARGETS}

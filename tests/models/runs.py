@@ -45,6 +45,7 @@ PROVEN = (
             ("KAFKA", "MOVES=1"),
             ("RABBITMQ_STREAM",),
             ("DELTA",),
+            ("ICEBERG", "MOVES=1", "FAULTS=0"),
         )
     ),
     *(
@@ -83,6 +84,7 @@ PLANTED = tuple(
         ("forwarding", "KIND=REDIS MESSAGES=2 NO_COMPARE", "nothing twice"),
         ("forwarding", "KIND=NATS MESSAGES=2 NO_COMPARE", "nothing twice"),
         ("forwarding", "KIND=DELTA MESSAGES=2 NO_COMPARE", "nothing twice"),
+        ("forwarding", "KIND=ICEBERG MESSAGES=2 NO_COMPARE", "nothing twice"),
         ("forwarding", "KIND=KAFKA MESSAGES=2 NEW_NAME", "nothing twice"),
         ("forwarding", "KIND=KAFKA MESSAGES=2 READ_FIRST", "nothing twice"),
         ("forwarding", "KIND=RABBITMQ_STREAM MESSAGES=2 FENCED", "fenced"),

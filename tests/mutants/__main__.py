@@ -1,5 +1,8 @@
 """``make mutants``: each bug of the list is planted, and a line says whether tests noticed it.
 
+Verdicts are kept (`tests.mutants.kept`), so the same command goes on where it was interrupted, or
+where its time was over. The score is that of each folder of saf.
+
 Exit 1 if one survived, 2 if the list does not fit to the tree any more.
 """
 
@@ -11,8 +14,13 @@ import contextlib
 import random
 import signal
 import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+from tests.mutants.kept import FILE, JUDGED, Kept
 from tests.mutants.listed import PARTS
+from tests.mutants.mutant import Mutant
 from tests.mutants.planting import Fate, Verdict, field
 
 SHOWN_LINES = 15
@@ -21,55 +29,102 @@ SHOWN_LINES = 15
 
 def main() -> int:
     """Run; see above for what is returned."""
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("--sample", type=int, help="only so many, chosen at random")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    parser.add_argument("-k", dest="words", default="", help="only those whose name or file has it")
-    given = parser.parse_args()
+    given = _given()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the copy does not stay behind
     chosen = [
-        (part, one)
+        one
         for part, mutants in PARTS.items()
         for one in mutants
         if given.words in f"{part}/{one.file} {one.name}"
     ]
-    if given.sample is not None:
+    if given.sample is not None or given.shuffle:
         print(f"seed {given.seed}", flush=True)
-        chosen = random.Random(given.seed).sample(chosen, min(given.sample, len(chosen)))
-    verdicts: list[tuple[str, Verdict]] = []
-    with contextlib.suppress(KeyboardInterrupt), field() as planted:
-        for number, (part, one) in enumerate(chosen, 1):
-            verdict = planted.plant(one)
-            verdicts.append((part, verdict))
-            print(f"{number}/{len(chosen)} ", end="")
-            show(part, verdict)
-    return summary(verdicts)
+        count = len(chosen) if given.sample is None else min(given.sample, len(chosen))
+        chosen = random.Random(given.seed).sample(chosen, count)
+    kept = Kept(given.results)
+    known = [] if given.again else [kept.verdict(one) for one in chosen]
+    verdicts = [one for one in known if one is not None]
+    there = {id(one.mutant) for one in verdicts}
+    ahead = [one for one in chosen if id(one) not in there]
+    if verdicts:
+        print(f"{len(verdicts)} are known from {given.results}", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        for number, verdict in enumerate(planted(ahead, given.seconds), 1):
+            kept.add(verdict)
+            verdicts.append(verdict)
+            print(f"{number}/{len(ahead)} ", end="")
+            show(verdict)
+    return summary(verdicts, len(chosen))
 
 
-def show(part: str, verdict: Verdict) -> None:
+def _given() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("--sample", type=int, help="only so many, chosen at random")
+    parser.add_argument("--shuffle", action="store_true", help="in random order")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("-k", dest="words", default="", help="only those whose name or file has it")
+    parser.add_argument("--seconds", type=float, help="begin with none after so long")
+    parser.add_argument("--results", type=Path, default=FILE, help="where verdicts are kept")
+    parser.add_argument("--again", action="store_true", help="also those whose verdict is known")
+    return parser.parse_args()
+
+
+def planted(mutants: Sequence[Mutant], seconds: float | None) -> Iterator[Verdict]:
+    """Plant one after the other, until the time is over."""
+    until = time.monotonic() + (seconds if seconds is not None else float("inf"))
+    if mutants:
+        with field() as ground:
+            for one in mutants:
+                if time.monotonic() > until:
+                    return
+                yield ground.plant(one)
+
+
+def show(verdict: Verdict) -> None:
     """A verdict in a line, and why it is bad if it is."""
     one = verdict.mutant
-    print(f"{verdict.fate:8} {verdict.seconds:5.1f} s  {part}: {one.name} ({one.file})", flush=True)
+    print(f"{verdict.fate:8} {verdict.seconds:5.1f} s  {one.name} ({one.file})", flush=True)
     if verdict.fate in (Fate.SURVIVED, Fate.BROKEN):
         print(f"    {one.before!r} -> {one.after!r}")
         for line in verdict.said.strip().splitlines()[-SHOWN_LINES:]:
             print(f"    {line}", flush=True)
 
 
-def summary(verdicts: list[tuple[str, Verdict]]) -> int:
-    """The score of each part and of all; what `main` returns."""
+def summary(verdicts: Sequence[Verdict], chosen: int) -> int:
+    """Print the score of each folder and of all, and who survived; return what `main` does."""
     counts: dict[str, collections.Counter[Fate]] = collections.defaultdict(collections.Counter)
-    for part, verdict in verdicts:
-        counts[part][verdict.fate] += 1
+    for verdict in verdicts:
+        counts[folder(verdict.mutant.file)][verdict.fate] += 1
         counts["all"][verdict.fate] += 1
-    for part, fates in sorted(counts.items(), key=lambda item: item[0] == "all"):
-        judged = fates[Fate.CAUGHT] + fates[Fate.SURVIVED]
+    print(f"{'folder':18} {'planted':>7} {'caught':>7} {'survived':>8} {'score':>8}")
+    for where, fates in sorted(counts.items(), key=lambda item: (item[0] == "all", item[0])):
+        judged = sum(fates[fate] for fate in JUDGED)
         score = f"{100 * fates[Fate.CAUGHT] / judged:.1f} %" if judged else "-"
-        rest = ", ".join(f"{fate} {fates[fate]}" for fate in Fate if fates[fate])
-        print(f"{part:14} {score:>8}  {rest}")
+        others = ", ".join(
+            f"{fate} {fates[fate]}" for fate in Fate if fates[fate] and fate not in JUDGED
+        )
+        line = f"{where:18} {judged:7} {fates[Fate.CAUGHT]:7} {fates[Fate.SURVIVED]:8} {score:>8}"
+        print(f"{line}  {others}".rstrip())
+    for verdict in verdicts:
+        if verdict.fate is Fate.SURVIVED:
+            print(f"survived: {verdict.mutant.name} ({verdict.mutant.file})")
+    if len(verdicts) < chosen:
+        print(f"{chosen - len(verdicts)} of {chosen} are left: the same command goes on")
     if counts["all"][Fate.BROKEN]:
         return 2
     return int(bool(counts["all"][Fate.SURVIVED]))
+
+
+def folder(file: str) -> str:
+    """The folder of saf that a file is in, or who it belongs to otherwise.
+
+    >>> folder("saf/log/cursor.py"), folder("saf/message.py"), folder("migrations/versions/1.py")
+    ('saf/log', 'saf', 'migrations')
+    >>> folder("saf/destinations/kafka/marks.py")
+    'saf/destinations'
+    """
+    first, *rest = file.split("/")
+    return "/".join([first, *rest[:-1][:1]]) if first == "saf" else first
 
 
 if __name__ == "__main__":

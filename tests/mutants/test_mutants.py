@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import datetime
+import doctest
 import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import saf
+from tests.mutants import __main__ as command
+from tests.mutants import kept
+from tests.mutants.kept import Kept
 from tests.mutants.listed import PARTS
 from tests.mutants.mutant import ROOT, Mutant
-from tests.mutants.planting import Fate, Field, field
+from tests.mutants.planting import Fate, Field, Verdict, field
 
 ALL = [one for mutants in PARTS.values() for one in mutants]
 SAMPLE = 3
@@ -42,7 +48,49 @@ def test_each_text_stands_once_in_its_file_and_each_test_exists() -> None:
 def test_each_has_a_name_of_its_own_and_there_are_enough_of_them() -> None:
     names = Counter(f"{one.file}: {one.name}" for one in ALL)
     assert [name for name, count in names.items() if count > 1] == []
-    assert len(ALL) >= 120
+    assert len(ALL) >= 500
+
+
+def test_each_folder_of_saf_has_some() -> None:
+    here = Path(saf.__file__).parent
+    rooms = {f"saf/{path.parent.name}" for path in here.glob("*/__init__.py")}
+    assert rooms - {command.folder(one.file) for one in ALL} == set()
+
+
+def test_the_examples_of_the_command_are_true() -> None:
+    assert doctest.testmod(command).failed == 0
+
+
+def test_a_verdict_is_kept_until_what_it_rests_on_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "build" / "mutants.jsonl"
+    survived = Verdict(mutant=VISIBLE, fate=Fate.SURVIVED, seconds=2.0, said="1 passed")
+    first = Kept(file)
+    assert first.verdict(VISIBLE) is None
+    first.add(survived)
+    first.add(Verdict(mutant=replace(VISIBLE, after="0"), fate=Fate.BROKEN))
+    assert Kept(file).verdict(VISIBLE) == survived
+    assert Kept(file).verdict(replace(VISIBLE, after="0")) is None
+    assert Kept(file).verdict(replace(VISIBLE, tests=("unit/test_rounds.py",))) is None
+    monkeypatch.setattr(kept, "_ground", lambda: "another tree")
+    assert Kept(file).verdict(VISIBLE) is None
+
+
+def test_the_score_is_that_of_each_folder_and_names_who_survived(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    in_log = replace(VISIBLE, file="saf/log/cursor.py")
+    fates = [(in_log, Fate.CAUGHT), (VISIBLE, Fate.CAUGHT), (VISIBLE, Fate.SURVIVED)]
+    verdicts = [Verdict(mutant=mutant, fate=fate) for mutant, fate in fates]
+    assert command.summary(verdicts[:2], 2) == 0
+    assert command.summary(verdicts, 5) == 1
+    said = capsys.readouterr().out
+    assert "saf/log                  1       1        0  100.0 %" in said
+    assert "saf/setaside             2       1        1   50.0 %" in said
+    assert "all                      3       2        1   66.7 %" in said
+    assert "survived: the doubled waits (saf/setaside/parking.py)" in said
+    assert "2 of 5 are left" in said
 
 
 def test_what_is_noticed_what_is_not_and_what_does_not_fit_are_told_apart(planted: Field) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import structlog.testing
 
 import saf.ui
 from saf.config import Settings, load
 from saf.database import Dsn, fetch
 from saf.errors import ConfigurationError
+from saf.ui import application, attempts
 from saf.ui.access import COOKIE
 from saf.ui.pages import PAGES
 from tests.dashboard import OPERATE, VIEW, Dashboard, dashboard, finished, settings
@@ -148,6 +151,86 @@ def test_a_proxys_user_is_believed_from_the_proxy_alone(app: Dsn, mom: Dsn, tmp_
     elsewhere = BY_PROXY + '\nproxies = ["192.0.2.0/24"]'
     with dashboard(settings(file, {"shop": app}, {"mom": mom}, elsewhere)) as there:
         assert there.client(None).get("/", headers=ann).status_code == 303
+
+
+BY_HTTPS = {"X-Forwarded-Proto": "https"}
+
+
+def test_by_https_the_cookie_is_one_that_no_other_host_can_set(there: Dashboard) -> None:
+    visitor = there.client(None)
+    answer = visitor.post("/login", data={"token": VIEW}, headers=BY_HTTPS)
+    said = answer.headers["set-cookie"]
+    name, _, number = said.partition(";")[0].partition("=")
+    assert name == f"__Host-{COOKIE}"
+    assert "path=/;" in said.lower()
+    assert "secure" in said.lower()
+    assert "domain" not in said.lower()
+    right = {"Cookie": f"{name}={number}", **BY_HTTPS}
+    assert httpx.get(there.url + "/", headers=right).status_code == 200
+    tossed = {"Cookie": f"{COOKIE}={number}", **BY_HTTPS}
+    assert httpx.get(there.url + "/", headers=tossed).status_code == 303
+    csrf = re.search(r'name="csrf" value="(\w+)"', httpx.get(there.url + "/", headers=right).text)
+    assert csrf is not None
+    gone = httpx.post(there.url + "/logout", headers=right, data={"csrf": csrf[1]})
+    assert f"__Host-{COOKIE}=" in gone.headers["set-cookie"]
+    assert httpx.get(there.url + "/", headers=right).status_code == 303
+
+
+def test_who_is_wrong_too_often_is_not_listened_to_and_others_are(
+    there: Dashboard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(application, "WRONG_TOKEN_SECONDS", 0.0)
+    here, elsewhere = {"X-Forwarded-For": "192.0.2.7"}, {"X-Forwarded-For": "9.9.9.9, 192.0.2.8"}
+    visitor = there.client(None)
+    for number in range(attempts.MOST_WRONG):
+        answer = visitor.post("/login", data={"token": f"guess {number}"}, headers=here)
+        assert answer.status_code == 401
+    answer = visitor.post("/login", data={"token": VIEW}, headers=here)
+    assert (answer.status_code, "set-cookie" in answer.headers) == (429, False)
+    assert 0 < int(answer.headers["retry-after"]) <= attempts.WITHIN_SECONDS
+    assert visitor.post("/login", data={"token": VIEW}, headers=elsewhere).status_code == 303
+
+
+def test_what_a_visitor_says_before_the_proxy_is_not_where_they_are(
+    there: Dashboard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(application, "WRONG_TOKEN_SECONDS", 0.0)
+    visitor = there.client(None)
+    for number in range(attempts.MOST_WRONG):
+        forged = {"X-Forwarded-For": f"198.51.100.{number}, 192.0.2.9"}
+        assert visitor.post("/login", data={"token": "x"}, headers=forged).status_code == 401
+    again = {"X-Forwarded-For": "203.0.113.1, 192.0.2.9"}
+    assert visitor.post("/login", data={"token": "x"}, headers=again).status_code == 429
+
+
+def test_wrong_tokens_are_remembered_for_a_bounded_number_of_addresses() -> None:
+    known = attempts.Attempts()
+    for number in range(attempts.MOST_ADDRESSES + 10):
+        known.wrong(f"address {number}", 0.0)
+    assert len(known._wrong) == attempts.MOST_ADDRESSES
+
+
+def test_who_logs_in_and_out_and_who_is_refused_is_logged_and_no_token(
+    there: Dashboard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(application, "WRONG_TOKEN_SECONDS", 0.0)
+    with structlog.testing.capture_logs() as lines:
+        visitor = there.client(None)
+        visitor.post("/login", data={"token": "a wrong one", "name": "mallory\x1b[2J"})
+        visitor.post("/login", data={"token": VIEW, "name": "ann"})
+        csrf = visitor.csrf("/")
+        assert visitor.post("/dead/decide", data={"csrf": csrf}).status_code == 403
+        assert visitor.post("/logout", data={"csrf": csrf}).status_code == 303
+    said = [(line["event"], line["person"]) for line in lines if "person" in line]
+    assert said == [
+        ("login_refused", "mallory\\x1b[2J"),
+        ("login", "ann"),
+        ("request_refused", "ann"),
+        ("logout", "ann"),
+    ]
+    assert lines[0]["address"] == "127.0.0.1"
+    assert "a wrong one" not in str(lines)
+    assert VIEW not in str(lines)
 
 
 def test_a_csrf_token_of_one_proxys_user_is_not_anothers(

@@ -128,4 +128,46 @@ MUTANTS: list[Mutant] = [
         "ui/test_ui_parked.py"
         "::test_what_is_parked_between_the_count_and_the_decision_is_left_alone",
     ),
+    mutant(
+        "tokens may be guessed for ever",
+        "saf/ui/application.py",
+        "            attempts.wrong(address, time.monotonic())\n",
+        "",
+        f"{ACCESS}::test_who_is_wrong_too_often_is_not_listened_to_and_others_are",
+    ),
+    mutant(
+        "whoever guesses says where he is",
+        "saf/ui/access.py",
+        'return said[-1].rpartition(",")[2].strip()  # what the nearest proxy has seen',
+        'return said[0].partition(",")[0].strip()',
+        f"{ACCESS}::test_what_a_visitor_says_before_the_proxy_is_not_where_they_are",
+    ),
+    mutant(
+        "another host may set the cookie of a session",
+        "saf/ui/access.py",
+        "if not self.secure(request):",
+        "if request:",
+        f"{ACCESS}::test_by_https_the_cookie_is_one_that_no_other_host_can_set",
+    ),
+    mutant(
+        "each address of a customer is listened to by itself",
+        "saf/ui/attempts.py",
+        "ipaddress.ip_network((ip, OF_A_CUSTOMER), strict=False)",
+        "ip",
+        "unit/test_doctests.py",
+    ),
+    mutant(
+        "addresses that were wrong are remembered without bound",
+        "saf/ui/attempts.py",
+        "while len(self._wrong) >= MOST_ADDRESSES:",
+        "while len(self._wrong) < 0:",
+        f"{ACCESS}::test_wrong_tokens_are_remembered_for_a_bounded_number_of_addresses",
+    ),
+    mutant(
+        "nobody learns who was refused at the login",
+        "saf/ui/application.py",
+        '            log.warning("login_refused", person=shown(name), address=shown(address))\n',
+        "",
+        f"{ACCESS}::test_who_logs_in_and_out_and_who_is_refused_is_logged_and_no_token",
+    ),
 ]
