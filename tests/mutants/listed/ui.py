@@ -121,6 +121,29 @@ MUTANTS: list[Mutant] = [
         f"{DECIDED}::test_a_dialog_fails_at_both_ends_if_a_message_is_given_up_where_it_had_arrived",
     ),
     mutant(
+        "a list does not say that it has not looked at everything",
+        "saf/operating/outbox.py",
+        "before=looked.before",
+        "before=looked.before if looked.rows else None",
+        f"{PAGES}::test_messages_that_are_rare_are_looked_for_further_on",
+    ),
+    mutant(
+        "the next look leaves a transaction out",
+        "saf/operating/stretches.py",
+        "place=txid, before=sent_at",
+        "place=str(int(txid) + 1), before=sent_at",
+        "integration/test_outbox_listing.py::"
+        "test_a_look_whose_time_is_over_says_how_far_it_came_and_the_next_one_goes_on_there",
+    ),
+    mutant(
+        "all messages of a lane are counted for a page",
+        "saf/ui/pages/parked.py",
+        "offset=_first(visit), most=MOST",
+        "offset=_first(visit)",
+        "ui/test_ui_parked.py"
+        "::test_of_a_lane_no_more_messages_are_counted_than_a_page_has_time_for",
+    ),
+    mutant(
         "what is parked after the count is decided about too",
         "saf/ui/pages/parked_messages.py",
         "about[name] = broker, replace(which, through=through[name])",
