@@ -51,20 +51,21 @@ def look(
         limit: how many messages a page has.
         seconds: after so long, no other stretch begins.
     """
-    began = time.monotonic()
+    until = time.monotonic() + seconds
     rows: list[Row] = []
-    width = 1
+    width = 0
     while (found := following(txid)) is not None:
         txid, sent_at = found
-        left = seconds - (now := time.monotonic()) + began
-        if left <= 0:
+        now = time.monotonic()
+        if width and now >= until:
             return Looked(rows=rows, place=txid, before=sent_at)
+        width = width or 1
         after = str(int(txid) + width)
         rows += within(txid, after, limit - len(rows))
         if len(rows) == limit:
             break
-        took = time.monotonic() - now
-        txid, width = after, wider(width, took, left - took)
+        done = time.monotonic()
+        txid, width = after, wider(width, done - now, until - done)
     return Looked(rows=rows)
 
 

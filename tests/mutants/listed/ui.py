@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant, mutant
 
 ACCESS, PAGES, BULK = "ui/test_ui_access.py", "ui/test_ui_pages.py", "contract/test_bulk.py"
 DECIDED = "contract/test_decide_parked.py"
+LOOKS = "unit/test_stretches.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
@@ -132,8 +133,14 @@ MUTANTS: list[Mutant] = [
         "saf/operating/stretches.py",
         "place=txid, before=sent_at",
         "place=str(int(txid) + 1), before=sent_at",
-        "integration/test_outbox_listing.py::"
-        "test_a_look_whose_time_is_over_says_how_far_it_came_and_the_next_one_goes_on_there",
+        f"{LOOKS}::test_looks_that_follow_each_other_find_everything_once_and_come_to_an_end",
+    ),
+    mutant(
+        "a look whose time is over has looked at nothing",
+        "saf/operating/stretches.py",
+        "if width and now >= until:",
+        "if now >= until:",
+        f"{LOOKS}::test_looks_that_follow_each_other_find_everything_once_and_come_to_an_end",
     ),
     mutant(
         "all messages of a lane are counted for a page",
