@@ -57,7 +57,7 @@ class _Parked(Parked):
 PARKED = f"""
 SELECT subscription, destination, kind, subject, {BROKER}, attempts, next_attempt_at, due, error,
        since, awaits_handler, message_type, lanes,
-       (SELECT count(*) FROM (SELECT FROM saf.parked p WHERE {SAME_LANE} LIMIT %(most)s) AS some
+       (SELECT count(*) FROM (SELECT FROM saf.parked p WHERE {SAME_LANE} LIMIT %(most)s) AS counted
        ) AS messages
 FROM (SELECT w.*, s.name AS subscription, s.log, next_attempt_at <= now() AS due,
              count(*) OVER () AS lanes
