@@ -15,7 +15,7 @@ from saf.ui.site import LIVE, Visit
 
 ROWS = 25
 """How many lanes of a broker are shown, those that hold up most; of one broker alone, more."""
-ROWS_OF_ONE = 100
+ROWS_OF_ONE = 50
 MOST = 10_000
 """How many messages of a lane are counted."""
 FIELDS = ("subscription", "destination", "lane", "subject")
